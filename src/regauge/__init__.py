@@ -1,0 +1,59 @@
+"""regauge: a Transformer's weights are one of many equal descriptions of the same function. regauge chooses which one.
+
+Names are imported when they are first used, so that `import regauge` costs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regauge.action import act as act
+    from regauge.action import apply as apply
+    from regauge.action import apply_ as apply_
+    from regauge.axes import dual as dual
+    from regauge.axes import parse as parse
+    from regauge.element import Element as Element
+    from regauge.element import element as element
+    from regauge.element import identity as identity
+    from regauge.element import load_element as load_element
+    from regauge.element import save_element as save_element
+    from regauge.errors import RegaugeError as RegaugeError
+    from regauge.fold import fold_norms as fold_norms
+    from regauge.spec import Space as Space
+    from regauge.spec import Spec as Spec
+    from regauge.spec import check as check
+
+__version__ = "0.1.0"
+
+# name -> the module it lives in. A test holds this table, the imports above and `__all__` together.
+_HOME = {
+    "Element": "element",
+    "RegaugeError": "errors",
+    "Space": "spec",
+    "Spec": "spec",
+    "act": "action",
+    "apply": "action",
+    "apply_": "action",
+    "check": "spec",
+    "dual": "axes",
+    "element": "element",
+    "fold_norms": "fold",
+    "identity": "element",
+    "load_element": "element",
+    "parse": "axes",
+    "save_element": "element",
+}
+
+__all__ = sorted(_HOME)  # noqa: PLE0605
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"regauge.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'regauge' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

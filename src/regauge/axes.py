@@ -1,0 +1,267 @@
+"""Axes strings: the type signature of a tensor, one term per axis.
+
+    stream              the axis lives in the space `stream`
+    stream*             the dual: the axis is contracted with that space
+    (head.0 qk.0)       a product, row-major; acted on from the inside out
+    a+b+c               a direct sum along one axis; may stand inside a product
+    |ffn.0|             follows the permutation part only: no sign, no scale, no rotation
+    _                   nothing acts
+
+A star on a bracket stars every space in it: "(head.0 vo.0)*" is "(head.0* vo.0*)". `| |` is its own dual, and so is `_`.
+Brackets around a single term only group: "(rot.0+rest.0)*".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from regauge.errors import AxesError
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One space, perhaps starred, perhaps barred (permutation part only)."""
+
+    space: str
+    star: bool = False
+    bar: bool = False
+
+    def __str__(self) -> str:
+        return f"|{self.space}|" if self.bar else self.space + "*" * self.star
+
+
+@dataclass(frozen=True)
+class Hole:
+    """An axis, or a part of one, on which nothing acts."""
+
+    def __str__(self) -> str:
+        return "_"
+
+
+@dataclass(frozen=True)
+class Product:
+    """A bracket: a product of its factors, outermost first. With one factor it only groups."""
+
+    factors: tuple[Term, ...]
+    star: bool = False
+
+    def __str__(self) -> str:
+        return "(" + " ".join(map(str, self.factors)) + ")" + "*" * self.star
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A direct sum: the blocks lie one after the other along the axis."""
+
+    terms: tuple[Term, ...]
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.terms))
+
+
+Term = Leaf | Hole | Product | Sum
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A parsed axes string. `str(parse(text))` is `text` with single spaces."""
+
+    terms: tuple[Term, ...]
+
+    def __str__(self) -> str:
+        return " ".join(map(str, self.terms))
+
+    def __repr__(self) -> str:
+        return repr(str(self))
+
+    def __len__(self) -> int:
+        return len(self.terms)
+
+
+@lru_cache(maxsize=65536)
+def parse(text: str) -> Axes:
+    """Read an axes string.
+
+    >>> parse("(head.0 qk.0)  stream*")
+    '(head.0 qk.0) stream*'
+    """
+    return _Parser(text).axes()
+
+
+def dual(axes: str) -> str:
+    """The axes of a gradient, given those of its weight: every star flipped.
+
+    >>> dual("(head.0 qk.0) stream* |ffn.0| _")
+    '(head.0 qk.0)* stream |ffn.0| _'
+    """
+    return str(Axes(tuple(_flip(t) for t in parse(axes).terms)))
+
+
+def bar(axes: str) -> str:
+    """The same axes, followed by the permutation part only: how second moments and other even functions of a weight move.
+
+    >>> bar("(head.0 qk.0*) stream*")
+    '(|head.0| |qk.0|) |stream|'
+    """
+    return str(Axes(tuple(_bar(t) for t in parse(axes).terms)))
+
+
+def _bar(term: Term) -> Term:
+    match term:
+        case Leaf():
+            return Leaf(term.space, bar=True)
+        case Product():
+            return Product(tuple(_bar(f) for f in term.factors))
+        case Sum():
+            return Sum(tuple(_bar(t) for t in term.terms))
+        case Hole():
+            return term
+
+
+def _flip(term: Term) -> Term:
+    match term:
+        case Leaf(bar=True) | Hole():
+            return term
+        case Leaf() | Product():
+            return replace(term, star=not term.star)
+        case Sum():
+            return Sum(tuple(_flip(t) for t in term.terms))
+
+
+def leaves(term: Term, star: bool = False) -> Iterator[Leaf]:
+    """Every space in a term, left to right, with the stars of the brackets around it multiplied in."""
+    match term:
+        case Leaf():
+            yield replace(term, star=(term.star != star) and not term.bar)
+        case Product():
+            for factor in term.factors:
+                yield from leaves(factor, star != term.star)
+        case Sum():
+            for t in term.terms:
+                yield from leaves(t, star)
+        case Hole():
+            pass
+
+
+def spaces(axes: str) -> frozenset[str]:
+    """The names of the spaces in an axes string."""
+    return frozenset(leaf.space for term in parse(axes).terms for leaf in leaves(term))
+
+
+def size(term: Term, sizes: Mapping[str, int]) -> int | None:
+    """How long an axis of this term is, or None where a `_` leaves it open."""
+    match term:
+        case Leaf():
+            return sizes[term.space]
+        case Hole():
+            return None
+        case Product():
+            total = 1
+            for factor in term.factors:
+                n = size(factor, sizes)
+                if n is None:
+                    return None
+                total *= n
+            return total
+        case Sum():
+            parts = [size(t, sizes) for t in term.terms]
+            return None if None in parts else sum(p for p in parts if p is not None)
+
+
+def block_sizes(terms: tuple[Term, ...], sizes: Mapping[str, int], whole: int, *, product: bool) -> list[int] | None:
+    """The sizes of the terms of a sum (or the factors of a product) that together make `whole`; one `_` among them takes what is left.
+
+    None if they cannot make it.
+    """
+    known = [size(t, sizes) for t in terms]
+    if known.count(None) > 1:
+        return None
+    rest = 1 if product else 0
+    for n in known:
+        if n is not None:
+            rest = rest * n if product else rest + n
+    if None in known:
+        missing = (whole // rest if rest and whole % rest == 0 else -1) if product else whole - rest
+        return [missing if n is None else n for n in known] if missing >= 0 else None
+    return [n for n in known if n is not None] if rest == whole else None
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def fail(self, message: str) -> AxesError:
+        return AxesError(f"{message} in axes string\n  {self.text}\n  {' ' * self.at}^")
+
+    def peek(self) -> str:
+        return self.text[self.at : self.at + 1]
+
+    def skip(self) -> None:
+        while self.peek().isspace():
+            self.at += 1
+
+    def axes(self) -> Axes:
+        terms = self.listing(end="")
+        return Axes(terms)
+
+    def listing(self, end: str) -> tuple[Term, ...]:
+        terms: list[Term] = []
+        self.skip()
+        while self.peek() != end:
+            if not self.peek():
+                raise self.fail(f"expected {end!r}")
+            if self.peek() == ")":
+                raise self.fail("unmatched ')'")
+            terms.append(self.term())
+            if self.peek() and self.peek() != end and not self.peek().isspace():
+                raise self.fail(f"unexpected {self.peek()!r}")
+            self.skip()
+        return tuple(terms)
+
+    def term(self) -> Term:
+        terms = [self.atom()]
+        while self.peek() == "+":
+            self.at += 1
+            terms.append(self.atom())
+        return terms[0] if len(terms) == 1 else Sum(tuple(terms))
+
+    def atom(self) -> Term:
+        match self.peek():
+            case "_":
+                self.at += 1
+                return Hole()
+            case "|":
+                self.at += 1
+                name = self.name()
+                if self.peek() != "|":
+                    raise self.fail("expected '|'")
+                self.at += 1
+                if self.peek() == "*":
+                    raise self.fail("| | is its own dual and takes no star")
+                return Leaf(name, bar=True)
+            case "(":
+                self.at += 1
+                factors = self.listing(end=")")
+                if not factors:
+                    raise self.fail("an empty bracket")
+                self.at += 1
+                return Product(factors, star=self.star())
+            case _:
+                return Leaf(self.name(), star=self.star())
+
+    def name(self) -> str:
+        found = _NAME.match(self.text, self.at)
+        if not found:
+            raise self.fail("expected a space, '(', '|' or '_'")
+        self.at = found.end()
+        return found.group()
+
+    def star(self) -> bool:
+        starred = self.peek() == "*"
+        self.at += starred
+        return starred

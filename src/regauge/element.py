@@ -1,0 +1,207 @@
+"""Group elements: one member per space, bound to a spec.
+
+`g @ h` is h first, then g. `~g` undoes g. A space without a member stays as it is. Members of a space that lies over another are indexed by the
+parent's place *before* the move, and travel with it: (pi, A) @ (rho, B) permutes by rho[pi] and pairs A with the B that stood at its place.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from regauge.errors import ElementError
+from regauge.groups import Kind
+from regauge.members import Dense, Member, Monomial, Planes
+from regauge.spec import Fault, Spec
+from regauge.streams import Ints, Stream, seed_key
+
+VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Element:
+    """One description's change into another: what moves weights, gradients, activations and masks."""
+
+    spec: Spec
+    members: Mapping[str, Member]
+
+    def __matmul__(self, other: Element) -> Element:
+        if other.spec.spaces.keys() != self.spec.spaces.keys() or other.spec.sizes != self.spec.sizes:
+            raise ElementError("the two elements belong to different models", hint="compose elements whose specs have the same spaces")
+        members: dict[str, Member] = {}
+        for name in self.spec.spaces:
+            a, b = self.members.get(name), other.members.get(name)
+            if a is not None:
+                a = a.take(_argsort(other._parent(name))) if other._parent(name) is not None else a
+            if a is not None and b is not None:
+                members[name] = a.after(b)
+            elif a is not None or b is not None:
+                members[name] = a or b  # type: ignore[assignment]
+        return Element(self.spec, members)
+
+    def __invert__(self) -> Element:
+        members: dict[str, Member] = {}
+        for name, member in self.members.items():
+            parent = self._parent(name)
+            members[name] = (member if parent is None else member.take(parent)).inverse()
+        return Element(self.spec, members)
+
+    def __repr__(self) -> str:
+        moved = ", ".join(f"{name}: {self.spec.spaces[name].size}" for name in self.members)
+        return f"Element({self.spec.family}; {moved})"
+
+    def _parent(self, name: str) -> Ints | None:
+        """Where the parent of this space takes its places from, if it has a parent and the parent moves."""
+        over = self.spec.spaces[name].over
+        return None if over is None or over not in self.members else permutation_index(self.members[over])
+
+    def only(self, *names: str) -> Element:
+        """The same element on these spaces, and the identity on all others. `head` also stands for `head.0`, `head.1`, ..."""
+        chosen = match_spaces(self.spec, names)
+        return Element(self.spec, {n: m for n, m in self.members.items() if n in chosen})
+
+    def without(self, *names: str) -> Element:
+        """The identity on these spaces, and the same element on all others."""
+        dropped = match_spaces(self.spec, names)
+        return Element(self.spec, {n: m for n, m in self.members.items() if n not in dropped})
+
+    def to(self, spec: Spec) -> Element:
+        """The same element on another spec with the same spaces: the live model and its stored form, say."""
+        moved = replace(self, spec=spec)
+        strangers = [f for f in moved.faults() if f.name not in spec.spaces or "size" in f.text]
+        if strangers:
+            raise ElementError("the element belongs to another model\n" + "\n".join(f"  {f}" for f in strangers[:20]))
+        return moved
+
+    def faults(self) -> list[Fault]:
+        """Every reason why this element is not allowed on its spec."""
+        out: list[Fault] = []
+        for name, member in self.members.items():
+            space = self.spec.spaces.get(name)
+            if space is None:
+                out.append(Fault(name, f'the model has no space "{name}"'))
+            elif member.size != space.size or member.count != self.spec.count(name):
+                has, want = f"{member.count} x {member.size}", f"{self.spec.count(name)} x {space.size}"
+                out.append(Fault(name, f'the element has size {has} on "{name}", the model {want}'))
+            else:
+                wrong = space.group.fault(member)
+                if wrong:
+                    because = f" ({space.why})" if space.why else ""
+                    out.append(Fault(name, f'on "{name}" the element {wrong}; the group there is {space.group}{because}'))
+        return out
+
+    def require(self) -> None:
+        """Raise one error that lists every fault."""
+        faults = self.faults()
+        if faults:
+            other = all(f.name not in self.spec.spaces or "size" in f.text for f in faults)
+            raise ElementError(
+                f'the element does not fit the model "{self.spec.family}"\n' + "\n".join(f"  {f}" for f in faults[:20]),
+                hint="it was made for another model" if other else "draw it with regauge.element(spec, key), or fold the norms first for rotations",
+            )
+
+
+def element(spec: Spec, key: bytes | int, *, within: Kind = "full", spaces: Iterable[str] | None = None) -> Element:
+    """The element that a key (32 bytes, or a seed for experiments) draws, uniformly from each space's group or its subgroup `within`.
+
+    Each space has its own stream, labelled "element/" and its name, so a restriction to some spaces draws the same members.
+    """
+    secret = seed_key(key) if isinstance(key, int) else key
+    chosen = spec.spaces.keys() if spaces is None else match_spaces(spec, spaces)
+    members: dict[str, Member] = {}
+    for name, space in spec.spaces.items():
+        group = space.group.within(within)
+        if name in chosen and group.bits(space.size) + group.dim(space.size) > 0:
+            members[name] = group.sample(space.size, spec.count(name), Stream(secret, f"element/{name}"))
+    return Element(spec, members)
+
+
+def identity(spec: Spec) -> Element:
+    return Element(spec, {})
+
+
+def match_spaces(spec: Spec, names: Iterable[str]) -> set[str]:
+    """The spaces that names stand for: themselves, or all those that continue them after a dot (`ffn` for `ffn.0`, `ffn.1`, ...)."""
+    out: set[str] = set()
+    for name in names:
+        found = {s for s in spec.spaces if s == name or s.startswith(name + ".")}
+        if not found:
+            roots = sorted({s.split(".")[0] for s in spec.spaces})
+            raise ElementError(f'the model has no space "{name}"', hint=f"its spaces are {', '.join(roots)}")
+        out |= found
+    return out
+
+
+def permutation_index(member: Member) -> Ints:
+    """The index of a single permutation."""
+    order = member.permutation()
+    assert order is not None and order.count == 1, "a parent's member is one permutation"
+    return order.index[0]
+
+
+def _argsort(index: Ints | None) -> Ints:
+    assert index is not None
+    return np.argsort(index)
+
+
+def save_element(g: Element, path: Path | str) -> None:
+    """Write an element as a safetensors file: members as arrays, spaces as metadata. The file appears whole or not at all."""
+    from safetensors.numpy import save
+
+    from regauge.checkpoint import write_bytes
+
+    arrays: dict[str, Any] = {}
+    kinds: dict[str, str] = {}
+    for name, member in g.members.items():
+        match member:
+            case Monomial():
+                kinds[name] = "monomial"
+                arrays[f"{name}:index"] = member.index
+                if member.scale is not None:
+                    arrays[f"{name}:scale"] = member.scale
+            case Dense():
+                kinds[name] = "dense"
+                arrays[f"{name}:matrix"] = np.ascontiguousarray(member.values)
+            case Planes():
+                kinds[name] = f"planes-{member.layout}"
+                arrays[f"{name}:factor"] = np.stack([member.factor.real, member.factor.imag], axis=-1)
+    metadata = {"regauge": "element", "version": str(VERSION), "family": g.spec.family, "members": json.dumps(kinds)}
+    write_bytes(Path(path), save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata))
+
+
+def load_element(path: Path | str, spec: Spec) -> Element:
+    """Read an element for a model. One that was made for another model is refused."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            arrays = {k: file.get_tensor(k) for k in file.keys()}
+    except (SafetensorError, OSError) as error:
+        raise ElementError(f"{path} cannot be read as an element: {error}") from error
+    if metadata.get("regauge") != "element":
+        raise ElementError(f"{path} is not an element", hint="regauge move --random --save-element FILE writes one")
+    if int(metadata["version"]) > VERSION:
+        raise ElementError(f"{path} has format version {metadata['version']}; this regauge reads up to {VERSION}", hint="upgrade regauge")
+    members: dict[str, Member] = {}
+    try:
+        for name, kind in json.loads(metadata["members"]).items():
+            if kind == "monomial":
+                members[name] = Monomial(arrays[f"{name}:index"], arrays.get(f"{name}:scale"))
+            elif kind == "dense":
+                members[name] = Dense(arrays[f"{name}:matrix"])
+            elif kind in ("planes-half", "planes-interleaved"):
+                factor = arrays[f"{name}:factor"]
+                members[name] = Planes(factor[..., 0] + 1j * factor[..., 1], "half" if kind.endswith("half") else "interleaved")
+            else:
+                raise ElementError(f'{path} has a member of unknown kind "{kind}" on "{name}"', hint="upgrade regauge")
+    except (KeyError, ValueError) as error:
+        raise ElementError(f"{path} is damaged: {error} is missing or unreadable") from error
+    g = Element(spec, members)
+    g.require()
+    return g

@@ -1,0 +1,174 @@
+"""Folding norms: the same function, written so that the stream has a larger group.
+
+A norm with gain c and bias b that is read by linear layers only satisfies W (c * n + b) + a = (W diag(c)) n + (W b + a), where n is the normalised
+vector. So the gain goes into the columns of every reader and the bias into theirs, and what is left of the norm commutes with rotations: all of
+them for RMSNorm, those that keep the all-ones vector for LayerNorm (the mean is a product with that vector). A reader without a bias of its own
+leaves the norm's bias where it is, divided by the gain: c * n + b = c * (n + b / c); it then lives in the stream and rotates with it.
+LayerScale stands behind a writer, s * (W x + a) = (diag(s) W) x + s * a, and folds backwards into its rows.
+
+A reader that is tied to the embedding is untied first: the table that writes the stream keeps its values, the one that reads it takes the gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from regauge import axes as ax
+from regauge.action import State
+from regauge.errors import SpecError
+from regauge.spec import Norm, Scale, Spec, Stored, check, require, stored
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensor = torch.Tensor
+    Edit = Callable[[Tensor], Tensor]
+
+
+def fold_norms(spec: Spec, state: State) -> tuple[Spec, dict[str, Tensor]]:
+    """Fold every norm and LayerScale that can be folded; a new spec and a new state of the same function (the module's docstring says why).
+
+    In the new spec folded gains are constant, and `check` holds them to it: freeze them in training. Spaces whose norms are all folded get
+    their larger group. Computed in float64 (float32 for half precision) and rounded once.
+    """
+    new, thunks = fold_lazily(spec, state)
+    return new, {name: thunk() for name, thunk in thunks.items()}
+
+
+def fold_lazily(spec: Spec, state: State) -> tuple[Spec, dict[str, Callable[[], Tensor]]]:
+    """What `fold_norms` does, one thunk per tensor. Norm vectors are read at once, everything else when its thunk is called."""
+    require(check(spec, state), f'the state does not fit the spec "{spec.family}"')
+    folding = _Folding(spec, state)
+    for norm in spec.norms:
+        folding.fold(norm)
+    for scale in spec.scales:
+        folding.fold_back(scale)
+    return folded_spec(spec), folding.thunks()
+
+
+def folded_spec(spec: Spec) -> Spec:
+    """The spec of a folded state."""
+    fixed = {**spec.fixed, **{n.gain: n.neutral for n in spec.norms}, **{s.gain: 1.0 for s in spec.scales}}
+    tensors = {name: " ".join("_" for _ in ax.parse(text).terms) if name in fixed else text for name, text in spec.tensors.items()}
+    read = {weight for norm in spec.norms for weight, _ in norm.readers}
+    ties = {alias: target for alias, target in spec.ties.items() if alias not in read}
+    barred = {leaf.space for text in tensors.values() for term in ax.parse(text).terms for leaf in ax.leaves(term) if leaf.bar}
+    spaces = {
+        name: replace(space, group=space.folded, folded=None, why=f"{space.why}, folded" if space.why else "norms folded")
+        if space.folded is not None and name not in barred
+        else space
+        for name, space in spec.spaces.items()
+    }
+    config = {**spec.config, "tie_word_embeddings": False} if ties != spec.ties else spec.config
+    return replace(spec, spaces=spaces, tensors=tensors, ties=ties, norms=(), scales=(), fixed=fixed, config=config)
+
+
+class _Folding:
+    """The edits that folding makes, gathered per tensor and run in one go when the tensor is asked for."""
+
+    def __init__(self, spec: Spec, state: State) -> None:
+        self.spec, self.state = spec, state
+        self.stored = stored(spec)
+        self.edits: dict[str, list[Edit]] = {}
+        self.constants: dict[str, float] = {}
+
+    def edit(self, name: str, change: Edit) -> None:
+        self.edits.setdefault(name, []).append(change)
+
+    def source(self, name: str) -> str:
+        """Where a tensor's values are: under its own name, or under that of the tensor it repeats."""
+        return name if name in self.state else self.spec.ties[name]
+
+    def each(self, pattern: str) -> dict[str, Stored]:
+        return {name: entry for name, entry in self.stored.items() if entry.pattern == pattern}
+
+    def fold(self, norm: Norm) -> None:
+        gain = _work(self.state[norm.gain]) + (1.0 - norm.neutral)
+        term = ax.parse(self.spec.tensors[norm.gain]).terms[-1]
+        shift = None if norm.bias is None else _work(self.state[norm.bias])
+        for weight, bias in norm.readers:
+            for name, entry in self.each(weight).items():
+                dim = _reading_axis(entry, term)
+                self.edit(name, lambda w, dim=dim: w * _along(_tile(gain, w.shape[dim]), w, dim))
+                if shift is not None and all(b is not None for _, b in norm.readers):
+                    assert bias is not None
+                    self.edit(bias, lambda b, name=name, dim=dim: b + self._read(name, dim, shift).reshape(b.shape))
+        if norm.bias is not None and shift is not None:
+            if all(b is not None for _, b in norm.readers):
+                self.constants[norm.bias] = 0.0
+            else:
+                lost = (gain == 0) & (shift != 0)
+                if bool(lost.any()):
+                    raise SpecError(
+                        f'"{norm.gain}" has {int(lost.sum())} zero gains with a bias, and its reader has no bias to take it up: this norm cannot be folded'
+                    )
+                safe = gain.where(gain != 0, gain.new_ones(()))
+                self.edit(norm.bias, lambda b: b / safe.to(b.dtype))
+        self.constants[norm.gain] = norm.neutral
+
+    def _read(self, name: str, dim: int, shift: Tensor) -> Tensor:
+        """W b, with the values that W had before folding."""
+        w = _work(self.state[self.source(name)]) * self.spec.untied.get(name, 1.0)
+        return (w * _along(_tile(shift.to(w.dtype), w.shape[dim]), w, dim)).sum(dim)
+
+    def fold_back(self, scale: Scale) -> None:
+        gain = _work(self.state[scale.gain])
+        for weight, bias in scale.writers:
+            for name in [weight] if bias is None else [weight, bias]:
+                dim = _writing_axis(self.stored[name], ax.parse(self.spec.tensors[scale.gain]).terms[-1])
+                self.edit(name, lambda w, dim=dim: w * _along(gain.to(w.dtype), w, dim))
+        self.constants[scale.gain] = 1.0
+
+    def thunks(self) -> dict[str, Callable[[], Tensor]]:
+        out: dict[str, Callable[[], Tensor]] = {name: (lambda name=name: self.state[name]) for name in self.state}
+        for name in self.edits:
+            out[name] = lambda name=name: self._edited(name)
+        for name, value in self.constants.items():
+            out[name] = lambda name=name, value=value: self.state[name].new_full(self.state[name].shape, value)
+        return out
+
+    def _edited(self, name: str) -> Tensor:
+        original = self.state[self.source(name)]
+        work = _work(original)
+        if name not in self.state:  # it becomes a tensor of its own here
+            work = work * self.spec.untied.get(name, 1.0)
+        for change in self.edits[name]:
+            work = change(work)
+        return work.to(original.dtype)
+
+
+def _work(x: Tensor) -> Tensor:
+    """Folding's precision: float64, or float32 for what was stored in half precision."""
+    import torch
+
+    return x.to(torch.float64 if x.dtype.itemsize >= 4 else torch.float32)
+
+
+def _tile(vector: Tensor, n: int) -> Tensor:
+    return vector.repeat(n // vector.shape[0])
+
+
+def _along(vector: Tensor, like: Tensor, dim: int) -> Tensor:
+    shape = [1] * like.dim()
+    shape[dim] = -1
+    return vector.to(like.dtype).view(shape)
+
+
+def _reading_axis(entry: Stored, gain: ax.Term) -> int:
+    """The axis of a reader that contracts what the norm writes."""
+    return _axis(entry, gain, star=True)
+
+
+def _writing_axis(entry: Stored, gain: ax.Term) -> int:
+    return _axis(entry, gain, star=False)
+
+
+def _axis(entry: Stored, gain: ax.Term, star: bool) -> int:
+    wanted = {leaf.space for leaf in ax.leaves(gain)}
+    for dim, term in enumerate(ax.parse(entry.axes).terms):
+        found = list(ax.leaves(term))
+        if found and {leaf.space for leaf in found} == wanted and all(leaf.star == star for leaf in found):
+            return dim
+    raise SpecError(f'"{entry.pattern}" with axes {entry.axes} does not {"read" if star else "write"} {gain}')

@@ -1,0 +1,597 @@
+"""The groups that a space may have: six verbs each (identity, sample, act, inverse, compose, fit).
+
+A group is a value without a size; a member is a stack of `count` matrices (one per index of the space's parent, or one). `within(kind)`
+is the largest subgroup of a kind: "permutation" (stored losslessly), "signed", "orthogonal" (norms kept), "full". `fault` says why a member
+is not in the group. Registry: `GROUPS`, by the name that spec files use.
+
+`fit` finds the member M that moves x nearest to y: least squares over `plain` pairs (M x against y), `dual` pairs (M^-T x against y) and
+`bar` pairs (the permutation of M alone). Pairs are stacks [count, size, features].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+
+from regauge.members import Complexes, Dense, Layout, Member, Monomial, Planes, planes
+from regauge.streams import Floats, Ints, Stream
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["permutation", "signed", "orthogonal", "full"]
+KINDS: tuple[Kind, ...] = ("permutation", "signed", "orthogonal", "full")
+Pair = tuple[Floats, Floats]
+
+# Sampled scales and singular values lie within [1/sqrt(3), sqrt(3)]: condition numbers of at most 3, which bf16 bears.
+_SPREAD = math.log(3.0) / 2
+
+
+class Group:
+    """The verbs that all groups share. A group adds identity, sample, fit, within, fault, and its size in bits or dimensions."""
+
+    name: ClassVar[str]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def identity(self, size: int, count: int = 1) -> Member:
+        return Monomial(np.tile(np.arange(size), (count, 1)))
+
+    def sample(self, size: int, count: int, stream: Stream) -> Member:
+        raise NotImplementedError
+
+    def act(self, member: Member, x: torch.Tensor, dim: int = -1, *, dual: bool = False) -> torch.Tensor:
+        """Move one axis of x, of size count * size, by the member (or its dual)."""
+        from regauge.action import step
+
+        return step(member.dual() if dual else member)(x, dim)
+
+    def inverse(self, member: Member) -> Member:
+        return member.inverse()
+
+    def compose(self, a: Member, b: Member) -> Member:
+        """b first, then a."""
+        return a.after(b)
+
+    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        raise NotImplementedError
+
+    def within(self, kind: Kind) -> Group:
+        raise NotImplementedError
+
+    def fault(self, member: Member) -> str | None:
+        raise NotImplementedError
+
+    def bits(self, size: int) -> float:
+        """log2 of the number of members; of the discrete part where the group is continuous."""
+        return 0.0
+
+    def dim(self, size: int) -> int:
+        """The number of continuous parameters."""
+        return 0
+
+    @property
+    def is_orthogonal(self) -> bool:
+        """Are all members orthogonal, so that the star changes nothing?"""
+        return True
+
+
+@dataclass(frozen=True)
+class Trivial(Group):
+    """Nothing but the identity."""
+
+    name = "trivial"
+
+    def sample(self, size: int, count: int, stream: Stream) -> Member:
+        return self.identity(size, count)
+
+    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        shape = _first(plain, dual, bar).shape
+        return self.identity(shape[1], shape[0])
+
+    def within(self, kind: Kind) -> Group:
+        return self
+
+    def fault(self, member: Member) -> str | None:
+        same = np.allclose(member.matrix(), np.eye(member.size), atol=1e-9)
+        return None if same else "moves something"
+
+
+@dataclass(frozen=True)
+class Permutation(Group):
+    """S_n: what LayerNorm gains and GELU leave."""
+
+    name = "permutation"
+
+    def sample(self, size: int, count: int, stream: Stream) -> Member:
+        return Monomial(np.stack([stream.permutation(size) for _ in range(count)]))
+
+    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        return Monomial(_assign(_correlation(plain, dual, bar)))
+
+    def within(self, kind: Kind) -> Group:
+        return self
+
+    def fault(self, member: Member) -> str | None:
+        index, scale, fault = _monomial(member)
+        if fault or not (np.sort(index, 1) == np.arange(member.size)).all():
+            return fault or "is not a permutation"
+        return None if np.allclose(scale, 1, rtol=0, atol=1e-9) else "scales or flips coordinates"
+
+    def bits(self, size: int) -> float:
+        return math.lgamma(size + 1) / math.log(2)
+
+
+@dataclass(frozen=True)
+class SignedPermutation(Permutation):
+    """Permutations with signs: what RMSNorm gains and odd functions leave."""
+
+    name = "signed"
+
+    def sample(self, size: int, count: int, stream: Stream) -> Member:
+        order = Permutation().sample(size, count, stream)
+        assert isinstance(order, Monomial)
+        return Monomial(order.index, stream.signs(count * size).reshape(count, size))
+
+    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        c = _correlation(plain, dual, None)
+        index = _assign(np.abs(c) + (0 if bar is None else _correlation(bar)))
+        picked = np.take_along_axis(c, index[:, :, None], 2)[:, :, 0]
+        return Monomial(index, np.where(picked < 0, -1.0, 1.0))
+
+    def within(self, kind: Kind) -> Group:
+        return Permutation() if kind == "permutation" else self
+
+    def fault(self, member: Member) -> str | None:
+        index, scale, fault = _monomial(member)
+        if fault:
+            return fault
+        return None if np.allclose(np.abs(scale), 1, rtol=0, atol=1e-9) else "scales coordinates"
+
+    def bits(self, size: int) -> float:
+        return super().bits(size) + size
+
+
+@dataclass(frozen=True)
+class Scaling(Group):
+    """Permutations with a scale for each coordinate: positive (ReLU), or any but zero (the up and down side of a gated FFN)."""
+
+    positive: bool
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "monomial+" if self.positive else "monomial"
+
+    def sample(self, size: int, count: int, stream: Stream) -> Member:
+        order = Permutation().sample(size, count, stream)
+        assert isinstance(order, Monomial)
+        scale = np.exp(_SPREAD * (2 * stream.uniforms(count * size) - 1))
+        if not self.positive:
+            scale = scale * stream.signs(count * size)
+        return Monomial(order.index, scale.reshape(count, size))
+
+    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        """Scale-free scores (cosines) decide who goes where; the scale then balances the two sides. Without dual pairs, least squares."""
+        scores = _scale_free(plain, self.positive, dual)
+        if bar is not None:
+            scores = scores + _cosines(bar)
+        index = _assign(scores)
+
+        def matched(pair: Pair) -> Pair:
+            return pair[0], np.take_along_axis(pair[1], index[:, :, None], 1)
+
+        squares: list[Floats] = []
+        sign = np.ones(index.shape)
+        for side in (plain, dual):
+            if side is not None:
+                y, x = matched(side)
+                squares += [(y * y).sum(2), (x * x).sum(2)]
+                sign = np.where((y * x).sum(2) < 0, -1.0, 1.0)
+        if plain is not None:
+            y, x = matched(plain)
+            sign = np.where((y * x).sum(2) < 0, -1.0, 1.0)
+        if len(squares) == 4:
+            yy, xx, yyd, xxd = squares
+            scale = (_ratio(yy, xx) * _ratio(xxd, yyd)) ** 0.25
+        elif plain is not None:
+            y, x = matched(plain)
+            scale = np.abs(_ratio((y * x).sum(2), (x * x).sum(2), keep_sign=True))
+        elif dual is not None:
+            y, x = matched(dual)
+            scale = 1 / np.abs(_ratio((y * x).sum(2), (x * x).sum(2), keep_sign=True))
+        else:
+            scale = np.ones(index.shape)
+        return Monomial(index, scale if self.positive else scale * sign)
+
+    def within(self, kind: Kind) -> Group:
+        if kind == "full":
+            return self
+        return Permutation() if self.positive or kind == "permutation" else SignedPermutation()
+
+    def fault(self, member: Member) -> str | None:
+        index, scale, fault = _monomial(member)
+        if fault:
+            return fault
+        if self.positive and (scale <= 0).any():
+            return "has scales that are not positive"
+        return None if (scale != 0).all() and np.isfinite(scale).all() else "has scales that are zero or not finite"
+
+    def bits(self, size: int) -> float:
+        return Permutation().bits(size) + (0 if self.positive else size)
+
+    def dim(self, size: int) -> int:
+        return size
+
+    @property
+    def is_orthogonal(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class Orthogonal(Group):
+    """O(n): what RMSNorm leaves once its gains are folded."""
+
+    name = "orthogonal"
+
+    def sample(self, size: int, count: int, stream: Stream) -> Member:
+        return Dense(np.stack([haar(size, stream) for _ in range(count)]))
+
+    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        return Dense(polar(_correlation(plain, dual)))
+
+    def within(self, kind: Kind) -> Group:
+        match kind:
+            case "permutation":
+                return Permutation()
+            case "signed":
+                return SignedPermutation()
+            case _:
+                return self
+
+    def fault(self, member: Member) -> str | None:
+        m = member.matrix()
+        return None if np.allclose(m @ m.swapaxes(1, 2), np.eye(member.size), rtol=0, atol=1e-7) else "is not orthogonal"
+
+    def bits(self, size: int) -> float:
+        return 1.0
+
+    def dim(self, size: int) -> int:
+        return size * (size - 1) // 2
+
+
+@dataclass(frozen=True)
+class OrthogonalFixingOnes(Orthogonal):
+    """The orthogonal matrices that keep the all-ones vector: what LayerNorm leaves once its gains are folded."""
+
+    name = "orthogonal-ones"
+
+    def sample(self, size: int, count: int, stream: Stream) -> Member:
+        return Dense(np.stack([_lift(haar(size - 1, stream)) for _ in range(count)]))
+
+    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        c = _correlation(plain, dual)
+        basis = ones_complement(c.shape[1])
+        return Dense(np.stack([_lift(r) for r in polar(basis.T @ c @ basis)]))
+
+    def within(self, kind: Kind) -> Group:
+        return Permutation() if kind in ("permutation", "signed") else self
+
+    def fault(self, member: Member) -> str | None:
+        kept = np.allclose(member.matrix().sum(2), 1, rtol=0, atol=1e-7)
+        return super().fault(member) or (None if kept else "does not keep the all-ones vector")
+
+    def bits(self, size: int) -> float:
+        return 1.0 if size > 1 else 0.0
+
+    def dim(self, size: int) -> int:
+        return (size - 1) * (size - 2) // 2
+
+
+@dataclass(frozen=True)
+class Rotary(Group):
+    """One turn, and unless `unit` one scale, for each 2-plane: what rotary positions leave of the query-key product."""
+
+    layout: Layout
+    unit: bool = False
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return ("turns-" if self.unit else "rotary-") + self.layout
+
+    def identity(self, size: int, count: int = 1) -> Member:
+        return Planes(np.ones((count, size // 2), np.complex128), self.layout)
+
+    def sample(self, size: int, count: int, stream: Stream) -> Member:
+        n = count * size // 2
+        factor = np.exp(2j * np.pi * stream.uniforms(n))
+        if not self.unit:
+            factor = factor * np.exp(_SPREAD * (2 * stream.uniforms(n) - 1))
+        return Planes(factor.reshape(count, -1), self.layout)
+
+    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        """The phase of the summed products; the modulus from balancing the two sides (THEORY 3.4), or by least squares from one."""
+        sides = [None if s is None else (self._complex(s[0]), self._complex(s[1])) for s in (plain, dual)]
+        z = sum((_inner(y, x) for y, x in (s for s in sides if s is not None)), np.zeros((), np.complex128))
+        modulus = np.ones(z.shape)
+        if not self.unit:
+            p, d = sides
+            if p is not None and d is not None:
+                (q1, q2), (k1, k2) = p, d
+                c1, c2 = (_ratio(_norm2(k1), _norm2(q1)) ** 0.25, _ratio(_norm2(k2), _norm2(q2)) ** 0.25)
+                z = (c1 * c2) * _inner(q1, q2) + _inner(k1, k2) / (c1 * c2)
+                modulus = c2 / c1
+            elif p is not None:
+                modulus = _ratio(np.abs(z), _norm2(p[1]))
+            elif d is not None:
+                modulus = _ratio(_norm2(d[1]), np.abs(z))
+        turn = np.where(np.abs(z) > 0, z / np.where(np.abs(z) > 0, np.abs(z), 1), 1)
+        return Planes(modulus * turn, self.layout)
+
+    def _complex(self, x: Floats) -> Complexes:
+        first, second = planes(x.shape[1], self.layout)
+        return np.asarray(x[:, first] + 1j * x[:, second])
+
+    def within(self, kind: Kind) -> Group:
+        match kind:
+            case "permutation":
+                return Trivial()
+            case "signed":
+                return PlaneSigns(self.layout)
+            case "orthogonal":
+                return Rotary(self.layout, unit=True)
+            case _:
+                return self
+
+    def fault(self, member: Member) -> str | None:
+        if not isinstance(member, Planes) or member.layout != self.layout:
+            m = member.matrix()
+            first, second = planes(member.size, self.layout)
+            member = Planes(m[:, first, first] + 1j * m[:, second, first], self.layout)
+            if not np.allclose(member.matrix(), m, rtol=0, atol=1e-9):
+                return f"mixes coordinates beyond the {self.layout} rotary planes"
+        if not np.isfinite(member.factor).all() or (member.factor == 0).any():
+            return "has plane factors that are zero or not finite"
+        if self.unit and not np.allclose(np.abs(member.factor), 1, rtol=0, atol=1e-9):
+            return "scales planes"
+        return None
+
+    def dim(self, size: int) -> int:
+        return size // 2 if self.unit else size
+
+    @property
+    def is_orthogonal(self) -> bool:
+        return self.unit
+
+
+@dataclass(frozen=True)
+class PlaneSigns(Rotary):
+    """One sign for each 2-plane: what QK-norm with rotary positions leaves."""
+
+    unit: bool = True
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return "signs-" + self.layout
+
+    def sample(self, size: int, count: int, stream: Stream) -> Member:
+        return Planes(stream.signs(count * size // 2).reshape(count, -1).astype(np.complex128), self.layout)
+
+    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        turn = super().fit(plain, dual, bar)
+        assert isinstance(turn, Planes)
+        return Planes(np.where(turn.factor.real < 0, -1.0, 1.0).astype(np.complex128), self.layout)
+
+    def within(self, kind: Kind) -> Group:
+        return Trivial() if kind == "permutation" else self
+
+    def fault(self, member: Member) -> str | None:
+        wrong = super().fault(member)
+        if wrong:
+            return wrong
+        m = member.matrix()
+        return None if np.allclose(np.abs(np.einsum("kii->ki", m)), 1, rtol=0, atol=1e-9) else "turns planes by more than a sign"
+
+    def bits(self, size: int) -> float:
+        return size / 2
+
+    def dim(self, size: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class GeneralLinear(Group):
+    """Every invertible matrix: what a dot product leaves."""
+
+    name = "linear"
+
+    def sample(self, size: int, count: int, stream: Stream) -> Member:
+        """U diag(s) V with U, V Haar and log s uniform: condition number at most 3."""
+
+        def one() -> Floats:
+            u, v = haar(size, stream), haar(size, stream)
+            return np.asarray((u * np.exp(_SPREAD * (2 * stream.uniforms(size) - 1))) @ v)
+
+        return Dense(np.stack([one() for _ in range(count)]))
+
+    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        """Balance both sides, then Procrustes (THEORY 3.3). From one side only: least squares."""
+        if plain is None and dual is not None:
+            return self.fit(plain=dual).dual()
+        if dual is None:
+            y, x = _pair(plain)
+            return Dense(np.stack([b @ np.linalg.pinv(a) for b, a in zip(y, x, strict=True)]))
+        return Dense(np.stack([_balanced_fit(*q, *k) for q, k in zip(_rows(plain), _rows(dual), strict=True)]))
+
+    def within(self, kind: Kind) -> Group:
+        match kind:
+            case "full":
+                return self
+            case _:
+                return Orthogonal().within(kind)
+
+    def fault(self, member: Member) -> str | None:
+        m = member.matrix()
+        if not np.isfinite(m).all():
+            return "is not finite"
+        return None if (np.linalg.cond(m) < 1e12).all() else "is singular"
+
+    def bits(self, size: int) -> float:
+        return 1.0
+
+    def dim(self, size: int) -> int:
+        return size * size
+
+    @property
+    def is_orthogonal(self) -> bool:
+        return False
+
+
+GROUPS: dict[str, Group] = {
+    g.name: g
+    for g in (
+        Trivial(),
+        Permutation(),
+        SignedPermutation(),
+        Scaling(positive=True),
+        Scaling(positive=False),
+        Orthogonal(),
+        OrthogonalFixingOnes(),
+        Rotary("half"),
+        Rotary("interleaved"),
+        Rotary("half", unit=True),
+        Rotary("interleaved", unit=True),
+        PlaneSigns("half"),
+        PlaneSigns("interleaved"),
+        GeneralLinear(),
+    )
+}
+
+
+def haar(size: int, stream: Stream) -> Floats:
+    """A Haar-distributed orthogonal matrix, from size^2 normals of the stream in row-major order."""
+    q, r = np.linalg.qr(stream.normals(size * size).reshape(size, size))
+    # Fix the signs of R's diagonal: plain QR is not Haar-distributed (Mezzadri 2007, sec. 4).
+    return np.asarray(q * np.where(np.diag(r) < 0, -1.0, 1.0))
+
+
+def polar(c: Floats) -> Floats:
+    """The orthogonal matrix nearest to each c: U V^T of its singular value decomposition (Procrustes)."""
+    u, _, vt = np.linalg.svd(c)
+    return np.asarray(u @ vt)
+
+
+def ones_complement(size: int) -> Floats:
+    """An orthonormal basis (as columns) of the vectors orthogonal to all-ones: the Householder reflection of e_0 to 1/sqrt(n), without its first column."""
+    v = np.full(size, 1 / math.sqrt(size))
+    v[0] -= 1.0
+    norm = v @ v
+    reflection = np.eye(size) - (2 / norm) * np.outer(v, v) if norm else np.eye(size)
+    return np.asarray(reflection[:, 1:])
+
+
+def _lift(r: Floats) -> Floats:
+    """An orthogonal matrix on the complement of the ones vector, as one of full size that keeps the ones vector."""
+    size = r.shape[0] + 1
+    basis = ones_complement(size)
+    return np.asarray(basis @ r @ basis.T + 1 / size)
+
+
+def _balanced_fit(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
+    b1, b2 = _balance(q1, k1), _balance(q2, k2)
+    if b1 is None or b2 is None:  # a rank-deficient side has no balanced form: the best rotation is safe
+        return polar(q1 @ q2.T + k1 @ k2.T)
+    i1, i2 = np.linalg.inv(b1), np.linalg.inv(b2)
+    rotation = polar((b1 @ q1) @ (b2 @ q2).T + (i1.T @ k1) @ (i2.T @ k2).T)
+    return np.asarray(i1 @ rotation @ b2)
+
+
+def _balance(q: Floats, k: Floats) -> Floats | None:
+    """B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T: the point of least norm on the orbit."""
+    rq, rk = np.linalg.qr(q.T, mode="r"), np.linalg.qr(k.T, mode="r")
+    if rq.shape[0] < rq.shape[1] or rk.shape[0] < rk.shape[1]:
+        return None
+    u, s, _ = np.linalg.svd(rq @ rk.T)
+    if s[-1] <= 1e-10 * s[0]:
+        return None
+    return np.asarray(np.sqrt(s)[:, None] * (u.T @ np.linalg.inv(rq).T))
+
+
+def _first(*pairs: Pair | None) -> Floats:
+    return next(p[0] for p in pairs if p is not None)
+
+
+def _pair(pair: Pair | None) -> Pair:
+    assert pair is not None, "fit needs at least one pair"
+    return pair
+
+
+def _rows(pair: Pair | None) -> Sequence[Pair]:
+    y, x = _pair(pair)
+    return list(zip(y, x, strict=True))
+
+
+def _correlation(*pairs: Pair | None) -> Floats:
+    """Sum of y x^T: <M, C> is what the best orthogonal M maximises."""
+    shape = _first(*pairs).shape
+    total = np.zeros((shape[0], shape[1], shape[1]))
+    for pair in pairs:
+        if pair is not None:
+            total = total + pair[0] @ pair[1].swapaxes(1, 2)
+    return total
+
+
+def _assign(scores: Floats) -> Ints:
+    from scipy.optimize import linear_sum_assignment
+
+    return np.stack([linear_sum_assignment(s, maximize=True)[1] for s in scores]).astype(np.int64)
+
+
+def _cosines(pair: Pair) -> Floats:
+    def unit(x: Floats) -> Floats:
+        return np.asarray(x / np.maximum(np.linalg.norm(x, axis=2, keepdims=True), 1e-300))
+
+    return np.asarray(unit(pair[0]) @ unit(pair[1]).swapaxes(1, 2))
+
+
+def _scale_free(plain: Pair | None, positive: bool, dual: Pair | None) -> Floats:
+    """Scores that no scale changes: cosines; their product where a sign may flip both sides at once."""
+    sides = [_cosines(p) for p in (plain, dual) if p is not None]
+    if not sides:
+        return np.zeros(())
+    if positive:
+        return np.asarray(sum(sides))
+    return sides[0] * sides[1] if len(sides) == 2 else np.abs(sides[0])
+
+
+def _ratio(a: Floats, b: Floats, keep_sign: bool = False) -> Floats:
+    """a / b, and 1 where that is no usable scale."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        r = np.asarray(a / b)
+    return np.where(np.isfinite(r) & (r != 0) & (keep_sign | (r > 0)), r, 1.0)
+
+
+def _inner(y: Complexes, x: Complexes) -> Complexes:
+    return np.asarray((y * x.conj()).sum(2))
+
+
+def _norm2(x: Complexes) -> Floats:
+    return np.asarray((np.abs(x) ** 2).sum(2))
+
+
+def _monomial(member: Member) -> tuple[Ints, Floats, str | None]:
+    """A member as index and scale, or the reason why it is not monomial."""
+    if isinstance(member, Monomial):
+        index, scale = member.index, member.scale
+        if not (np.sort(index, 1) == np.arange(member.size)).all():
+            return index, np.ones(index.shape), "is not a permutation"
+        return index, np.ones(index.shape) if scale is None else scale, None
+    m = member.matrix()
+    order = Dense(m).permutation()
+    if order is None:
+        return np.zeros(m.shape[:2], np.int64), np.ones(m.shape[:2]), "is a rotation or another mixture of coordinates"
+    return order.index, np.take_along_axis(m, order.index[:, :, None], 2)[:, :, 0], None

@@ -1,0 +1,150 @@
+"""Members of groups, as numbers: three representations, each a stack of `count` invertible matrices of one `size`.
+
+Convention. A member moves vectors: x -> M x. A `Monomial` gathers: (M x)[i] = scale[i] * x[index[i]]. `Planes` multiplies the complex
+number of each 2-plane. `a.after(b)` is b first, then a. `dual` is the inverse transpose: what acts on an axis that is contracted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from regauge.streams import Floats, Ints
+
+Complexes = npt.NDArray[np.complex128]
+Layout = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True, eq=False)
+class Monomial:
+    """A permutation, perhaps with a scale (or sign) for each coordinate. `scale` is None for plain permutations."""
+
+    index: Ints
+    scale: Floats | None = None
+
+    @property
+    def count(self) -> int:
+        return int(self.index.shape[0])
+
+    @property
+    def size(self) -> int:
+        return int(self.index.shape[1])
+
+    def inverse(self) -> Monomial:
+        back = np.argsort(self.index, axis=1)
+        return Monomial(back, None if self.scale is None else 1 / np.take_along_axis(self.scale, back, 1))
+
+    def dual(self) -> Monomial:
+        return Monomial(self.index, None if self.scale is None else 1 / self.scale)
+
+    def after(self, other: Member) -> Member:
+        if not isinstance(other, Monomial):
+            return Dense(self.matrix()).after(other)
+        scale = self.scale
+        if other.scale is not None:
+            moved = np.take_along_axis(other.scale, self.index, 1)
+            scale = moved if scale is None else scale * moved
+        return Monomial(np.take_along_axis(other.index, self.index, 1), scale)
+
+    def matrix(self) -> Floats:
+        out = np.zeros((self.count, self.size, self.size))
+        np.put_along_axis(out, self.index[:, :, None], 1.0 if self.scale is None else self.scale[:, :, None], 2)
+        return out
+
+    def take(self, order: Ints) -> Monomial:
+        return Monomial(self.index[order], None if self.scale is None else self.scale[order])
+
+    def permutation(self) -> Monomial:
+        return Monomial(self.index)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """Any invertible matrix."""
+
+    values: Floats
+
+    @property
+    def count(self) -> int:
+        return int(self.values.shape[0])
+
+    @property
+    def size(self) -> int:
+        return int(self.values.shape[1])
+
+    def inverse(self) -> Dense:
+        return Dense(np.linalg.inv(self.values))
+
+    def dual(self) -> Dense:
+        return Dense(np.linalg.inv(self.values).swapaxes(1, 2))
+
+    def after(self, other: Member) -> Dense:
+        return Dense(self.values @ other.matrix())
+
+    def matrix(self) -> Floats:
+        return self.values
+
+    def take(self, order: Ints) -> Dense:
+        return Dense(self.values[order])
+
+    def permutation(self) -> Monomial | None:
+        """The permutation that this matrix follows, or None if it is no monomial matrix."""
+        index = np.abs(self.values).argmax(axis=2)
+        stripped = self.values.copy()
+        np.put_along_axis(stripped, index[:, :, None], 0.0, 2)
+        is_monomial = np.abs(stripped).max(initial=0.0) < 1e-9 and (np.sort(index, 1) == np.arange(self.size)).all()
+        return Monomial(index) if is_monomial else None
+
+
+@dataclass(frozen=True, eq=False)
+class Planes:
+    """One turn and one scale for each 2-plane: plane j is (j, j + size/2) in the half-split layout, (2j, 2j+1) in the interleaved one."""
+
+    factor: Complexes
+    layout: Layout
+
+    @property
+    def count(self) -> int:
+        return int(self.factor.shape[0])
+
+    @property
+    def size(self) -> int:
+        return 2 * int(self.factor.shape[1])
+
+    def inverse(self) -> Planes:
+        return Planes(1 / self.factor, self.layout)
+
+    def dual(self) -> Planes:
+        return Planes(1 / self.factor.conj(), self.layout)
+
+    def after(self, other: Member) -> Member:
+        if isinstance(other, Planes) and other.layout == self.layout:
+            return Planes(self.factor * other.factor, self.layout)
+        return Dense(self.matrix()).after(other)
+
+    def matrix(self) -> Floats:
+        first, second = planes(self.size, self.layout)
+        out = np.zeros((self.count, self.size, self.size))
+        out[:, first, first] = out[:, second, second] = self.factor.real
+        out[:, second, first] = self.factor.imag
+        out[:, first, second] = -self.factor.imag
+        return out
+
+    def take(self, order: Ints) -> Planes:
+        return Planes(self.factor[order], self.layout)
+
+    def permutation(self) -> Monomial:
+        """Turns and scales move no coordinate to another's place."""
+        return Monomial(np.tile(np.arange(self.size), (self.count, 1)))
+
+
+Member = Monomial | Dense | Planes
+
+
+def planes(size: int, layout: Layout) -> tuple[Ints, Ints]:
+    """The first and the second coordinate of every 2-plane."""
+    order = np.arange(size)
+    return (order[: size // 2], order[size // 2 :]) if layout == "half" else (order[0::2], order[1::2])

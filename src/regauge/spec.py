@@ -1,0 +1,267 @@
+"""The spec: what a model's tensors are, as data. Spaces with size and group, tensors with axes strings, and where the model is cut.
+
+A tensor name may hold a space in braces, "experts.{expert.0}.w1.weight" with axes "expert.0 |ffn.0| stream*": the checkpoint stores one tensor
+per index, and the spec reads them as the stack.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from regauge import axes as ax
+from regauge.errors import AxesError, SpecError
+from regauge.groups import GeneralLinear, Group, Orthogonal, Permutation, Trivial
+
+PARTS = ("embed", "backbone", "head")
+_STACK = re.compile(r"\{([^{}]+)\}")
+
+
+class Shaped(Protocol):
+    """Anything with a shape: a tensor, or the header entry of one."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True)
+class Space:
+    """A space: its size, the largest group that commutes with everything that touches it, and why it is not larger.
+
+    `over` names a parent: one member per index of it. `folded` is the group after `fold_norms`, where that is larger.
+    """
+
+    size: int
+    group: Group
+    over: str | None = None
+    folded: Group | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm that can be folded: its gain (and bias), and the (weight, bias) of every layer that reads it. `neutral` is the stored value of no gain."""
+
+    gain: str
+    bias: str | None
+    readers: tuple[tuple[str, str | None], ...]
+    neutral: float = 1.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A gain on the writer side of a residual branch (LayerScale): folds backwards into the (weight, bias) of its writers."""
+
+    gain: str
+    writers: tuple[tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The symmetry of one model.
+
+    `ties` maps a name to the tensor it repeats; `untied` holds the factor that a repeated tensor takes when it becomes its own (1 if absent).
+    `outputs` gives the axes of what callers see: a space there is *visible*. `fixed` holds tensors that must be constant (folded gains).
+    `buffers` are patterns of names that checkpoints may carry and that nothing moves. `config` is what config.json must say for this state.
+    """
+
+    family: str
+    spaces: Mapping[str, Space]
+    tensors: Mapping[str, str]
+    parts: Mapping[str, str] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
+    untied: Mapping[str, float] = field(default_factory=dict)
+    outputs: Mapping[str, str] = field(default_factory=dict)
+    norms: tuple[Norm, ...] = ()
+    scales: tuple[Scale, ...] = ()
+    fixed: Mapping[str, float] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {name: space.size for name, space in self.spaces.items()}
+
+    @property
+    def visible(self) -> frozenset[str]:
+        """The spaces that callers see at the outputs: moving them changes what the model returns."""
+        return frozenset().union(*(ax.spaces(a) for a in self.outputs.values()))
+
+    def count(self, name: str) -> int:
+        """How many members an element has in this space: one, or one per index of the parent."""
+        over = self.spaces[name].over
+        return 1 if over is None else self.spaces[over].size
+
+    def children(self, name: str) -> list[str]:
+        return [s for s, space in self.spaces.items() if space.over == name]
+
+    def is_buffer(self, name: str) -> bool:
+        return any(re.fullmatch(pattern, name) for pattern in self.buffers)
+
+
+class Stored(NamedTuple):
+    """One tensor as it is stored: its pattern in the spec, the axes it has, and its place in the stack if it is one of a stack."""
+
+    pattern: str
+    axes: str
+    parent: str | None = None
+    index: int = 0
+
+
+def stored(spec: Spec) -> dict[str, Stored]:
+    """Every tensor name that a state of this spec has, stacks unrolled."""
+    out: dict[str, Stored] = {}
+    for pattern, text in spec.tensors.items():
+        found = _STACK.search(pattern)
+        if not found:
+            out[pattern] = Stored(pattern, text)
+            continue
+        parent = found.group(1)
+        terms = ax.parse(text).terms
+        rest = str(ax.Axes(terms[1:]))
+        for i in range(spec.spaces[parent].size):
+            out[pattern[: found.start()] + str(i) + pattern[found.end() :]] = Stored(pattern, rest, parent, i)
+    return out
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One misfit: the tensor (or space) it is about, and what is wrong."""
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def check(spec: Spec, state: Mapping[str, Shaped]) -> list[Fault]:
+    """Every misfit between a spec and a state (anything with shapes) at once, or an empty list.
+
+    Values are read only where the spec demands them: folded gains must be constant.
+    """
+    return [*check_spec(spec), *_check_names(spec, state), *_check_shapes(spec, state), *_check_fixed(spec, state)]
+
+
+def require(faults: Sequence[Fault], what: str, hint: str | None = None) -> None:
+    """Raise one error that lists all faults (the first twenty of them)."""
+    if faults:
+        lines = [f"  {f}" for f in faults[:20]]
+        if len(faults) > 20:
+            lines.append(f"  ... and {len(faults) - 20} more")
+        raise SpecError("\n".join([what, *lines]), hint=hint)
+
+
+def check_spec(spec: Spec) -> list[Fault]:
+    """Every way in which a spec contradicts itself."""
+    faults: list[Fault] = []
+
+    def fault(name: str, text: str) -> None:
+        faults.append(Fault(name, text))
+
+    for name, space in spec.spaces.items():
+        if space.size < 1:
+            fault(name, f'space "{name}" has size {space.size}')
+        if space.over is not None:
+            parent = spec.spaces.get(space.over)
+            if parent is None:
+                fault(name, f'space "{name}" lies over "{space.over}", which is not a space')
+            elif parent.over is not None or type(parent.group) not in (Permutation, Trivial):
+                fault(name, f'space "{name}" lies over "{space.over}", which must be a space of permutations with no parent of its own')
+    for name, text in [*spec.tensors.items(), *((f"output {n}", a) for n, a in spec.outputs.items())]:
+        try:
+            known = ax.spaces(text)
+        except AxesError as error:
+            fault(name, f'"{name}": {error}')
+            continue
+        for unknown in sorted(known - spec.spaces.keys()):
+            fault(name, f'"{name}" has axes {text}, but "{unknown}" is not a space')
+        if known <= spec.spaces.keys():
+            faults += _check_bars(spec, name, text)
+        found = _STACK.search(name)
+        if found and str(ax.parse(text).terms[0]) != found.group(1):
+            fault(name, f'"{name}" is stacked by "{found.group(1)}", but its first axis is not that')
+    for alias, target in spec.ties.items():
+        if target not in spec.tensors or alias not in spec.tensors:
+            fault(alias, f'"{alias}" repeats "{target}", but not both are tensors of the spec')
+        elif _signature(spec.tensors[alias]) != _signature(spec.tensors[target]):
+            for space_name in sorted(ax.spaces(spec.tensors[target])):
+                if not spec.spaces[space_name].group.is_orthogonal:
+                    group = spec.spaces[space_name].group
+                    fault(alias, f'"{alias}" repeats "{target}" as its dual: "{space_name}" must be orthogonal, but its group is {group}')
+    for name, part in spec.parts.items():
+        if part not in PARTS:
+            fault(name, f'"{name}" is in the part "{part}"; parts are {", ".join(PARTS)}')
+        if name not in spec.tensors:
+            fault(name, f'"{name}" is in the part "{part}", but is not a tensor of the spec')
+    for name in spec.fixed:
+        if name not in spec.tensors:
+            fault(name, f'"{name}" must be constant, but is not a tensor of the spec')
+    return faults
+
+
+def _check_bars(spec: Spec, name: str, text: str) -> Iterator[Fault]:
+    for term in ax.parse(text).terms:
+        for leaf in ax.leaves(term):
+            group = spec.spaces[leaf.space].group
+            if leaf.bar and isinstance(group, Orthogonal | GeneralLinear):
+                yield Fault(name, f'"{name}" follows the permutation part of "{leaf.space}", but its group {group} has none')
+            over = spec.spaces[leaf.space].over
+            if over is not None and over not in ax.spaces(text) and not name.startswith("output "):
+                yield Fault(name, f'"{name}" has axes {text}: "{leaf.space}" lies over "{over}", which is no axis of it')
+
+
+def _signature(text: str) -> list[list[ax.Leaf]]:
+    return [list(ax.leaves(t)) for t in ax.parse(text).terms]
+
+
+def _check_names(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
+    known = stored(spec)
+    families: dict[str, set[str]] = {}
+    for alias, target in spec.ties.items():
+        families.setdefault(target, {target}).add(alias)
+    tied = {name: group for group in families.values() for name in group}
+    for name in known:
+        if name not in state and not any(other in state for other in tied.get(name, ())):
+            yield Fault(name, f'"{name}" is in the spec but not in the file')
+    for name in state:
+        if name not in known and not spec.is_buffer(name):
+            yield Fault(name, f'"{name}" is in the file but not in the spec')
+
+
+def _check_shapes(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
+    sizes = spec.sizes
+    for name, entry in stored(spec).items():
+        if name not in state or not ax.spaces(entry.axes) <= spec.spaces.keys():
+            continue
+        shape, terms = tuple(state[name].shape), ax.parse(entry.axes).terms
+        if len(shape) != len(terms):
+            yield Fault(name, f'"{name}" has {len(shape)} axes {list(shape)}, the spec says {len(terms)}: {entry.axes}')
+            continue
+        for i, (n, term) in enumerate(zip(shape, terms, strict=True)):
+            if not _fits(term, n, sizes):
+                expected = ax.size(term, sizes)
+                says = "what does not fit" if expected is None else str(expected)
+                yield Fault(name, f'axis {i} {term} of "{name}" has size {n}, the spec says {says}')
+
+
+def _fits(term: ax.Term, n: int, sizes: Mapping[str, int]) -> bool:
+    match term:
+        case ax.Hole():
+            return True
+        case ax.Leaf():
+            return sizes[term.space] == n
+        case ax.Product() | ax.Sum():
+            product = isinstance(term, ax.Product)
+            inner = term.factors if isinstance(term, ax.Product) else term.terms
+            parts = ax.block_sizes(inner, sizes, n, product=product)
+            return parts is not None and all(_fits(t, p, sizes) for t, p in zip(inner, parts, strict=True))
+
+
+def _check_fixed(spec: Spec, state: Mapping[str, Any]) -> Iterator[Fault]:
+    for name, value in spec.fixed.items():
+        if name in state and not bool((state[name] == value).all()):
+            yield Fault(name, f'"{name}" was folded and must be {value:g} everywhere, but is not')

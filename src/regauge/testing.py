@@ -1,0 +1,93 @@
+"""The law checker: does an element leave a model's function as it is? For tests of your own models as much as of ours.
+
+from regauge.testing import assert_symmetry
+assert_symmetry(model, spec, g, {"input_ids": ids})
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from regauge.action import act, apply
+from regauge.element import Element
+from regauge.spec import Spec
+
+# Largest |difference| of the outputs, relative to their largest absolute value (and at least 1), that rounding alone explains.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+
+
+@contextlib.contextmanager
+def strict_float64() -> Iterator[None]:
+    """Within this context float64 models compute in float64 throughout.
+
+    Many models cast to float32 inside (norms, softmax, rotary tables), which hides errors below 1e-6 or shows a false exact zero. Here every request
+    for float32 is answered with float64: `Tensor.to`, `.float()`, `.type_as` targets, softmax's and factory functions' dtype.
+    """
+    from torch.overrides import TorchFunctionMode
+
+    class Upcast(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = dict(kwargs or {})
+            if func is torch.Tensor.float:
+                return args[0].double()
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+            return func(*args, **kwargs)
+
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Upcast():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def outputs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The named floating-point outputs of a model in evaluation mode, computed strictly in float64 if that is the model's dtype."""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), strict_float64() if dtype == torch.float64 else contextlib.nullcontext():
+            result = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+    finally:
+        model.train(was_training)
+    if isinstance(result, torch.Tensor):
+        return {"logits": result}
+    named = dict(result.items()) if hasattr(result, "items") else {str(i): r for i, r in enumerate(result)}
+    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
+
+
+def symmetry_error(model: torch.nn.Module, spec: Spec, g: Element, inputs: Mapping[str, Any], *, force: bool = False) -> float:
+    """How far the moved model's outputs are from the model's own: the largest difference, relative to the largest output (at least 1).
+
+    Outputs that the spec says live in a moved space are moved before they are compared. The model is not changed. `force` tries an element that
+    the spec does not allow.
+    """
+    moved = copy.deepcopy(model)
+    state = {k: v.detach() for k, v in model.state_dict().items()}
+    moved.load_state_dict(apply(g.to(spec), state, force=force))
+    before, after = outputs(model, inputs), outputs(moved, inputs)
+    worst = 0.0
+    for name in before.keys() & after.keys():
+        expected = act(g, before[name], spec.outputs[name]) if name in spec.outputs and spec.visible else before[name]
+        scale = max(1.0, float(expected.abs().max()))
+        error = float((after[name].double() - expected.double()).abs().max()) / scale
+        worst = max(worst, error) if error == error else float("inf")
+    return worst
+
+
+def assert_symmetry(model: torch.nn.Module, spec: Spec, g: Element, inputs: Mapping[str, Any], *, tolerance: float | None = None) -> None:
+    """Raise AssertionError unless the element leaves the model's function as it is, within the tolerance of the model's dtype."""
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    allowed = TOLERANCE[dtype] if tolerance is None else tolerance
+    error = symmetry_error(model, spec, g, inputs)
+    if not error <= allowed:
+        moved = ", ".join(g.members)
+        raise AssertionError(f"{type(model).__name__} changed by {error:.3g} (tolerance {allowed:.3g} for {dtype}) when {moved} moved")

@@ -1,0 +1,211 @@
+"""For every family: a random element of every declared group moves the weights and leaves the function; wrong elements are refused, and break it when forced."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from picos import PICOS, build, config_of, spec_of
+
+from regauge.action import act, apply
+from regauge.axes import dual
+from regauge.element import Element, element
+from regauge.errors import ElementError
+from regauge.fold import fold_norms
+from regauge.groups import GeneralLinear, Orthogonal, Permutation, PlaneSigns, Rotary
+from regauge.members import Dense, Monomial
+from regauge.spec import check, stored
+from regauge.streams import Stream, seed_key
+from regauge.testing import assert_symmetry, outputs, strict_float64, symmetry_error
+
+ALL = pytest.mark.parametrize("name", PICOS)
+
+
+def moved_by(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return max(float((a[k] - b[k]).abs().max()) for k in a if a[k].is_floating_point())
+
+
+@ALL
+def test_the_spec_fits_and_covers_every_parameter(name: str) -> None:
+    model = build(name)
+    spec = spec_of(model)
+    assert check(spec, model.state_dict()) == []
+    covered = stored(spec)
+    assert {n for n, _ in model.named_parameters()} <= covered.keys()
+    assert {spec.parts[entry.pattern] for entry in covered.values()} == {"embed", "backbone", "head"}
+
+
+@ALL
+@pytest.mark.parametrize("kind", ["permutation", "signed", "orthogonal", "full"])
+def test_a_random_element_moves_the_weights_and_keeps_the_function(name: str, kind: str) -> None:
+    model = build(name)
+    spec = spec_of(model)
+    g = element(spec, 7, within=kind)
+    state = model.state_dict()
+    moved = apply(g, state)
+    assert moved_by(moved, state) > 0.1
+    assert_symmetry(model, spec, g, PICOS[name].inputs)
+    back = apply(~g, moved)
+    if kind in ("permutation", "signed"):
+        assert all(torch.equal(back[k], state[k]) for k in state)
+    else:
+        assert moved_by(back, state) < 1e-9
+
+
+@ALL
+def test_every_space_moves_alone(name: str) -> None:
+    """One space at a time, so that no mistake hides behind another; and every space really acts on some tensor."""
+    model = build(name)
+    spec = spec_of(model)
+    for space in spec.spaces:
+        g = element(spec, 3, spaces=[space])
+        if g.members and spec.spaces[space].size > 1:
+            assert moved_by(apply(g, model.state_dict()), model.state_dict()) > 0 or not _moves(g, space), space
+            assert_symmetry(model, spec, g, PICOS[name].inputs)
+
+
+def _moves(g: Element, space: str) -> bool:
+    return not np.allclose(g.members[space].matrix(), np.eye(g.members[space].size))
+
+
+@ALL
+def test_gradients_follow_the_dual_action(name: str) -> None:
+    model = build(name)
+    spec = spec_of(model)
+    g = element(spec, 11).without(*spec.visible) if spec.visible else element(spec, 11)
+    before = _gradients(model, PICOS[name].inputs)
+    model.load_state_dict(apply(g, model.state_dict()))
+    after = _gradients(model, PICOS[name].inputs)
+    entries = stored(spec)
+    for n, grad in before.items():
+        expected = act(g, grad, dual(entries[n].axes))
+        scale = max(1.0, float(expected.abs().max()))
+        assert float((after[n] - expected).abs().max()) / scale < 1e-9, n
+
+
+def _gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    with strict_float64():
+        result = model(**inputs) if hasattr(model, "config") else model(*inputs.values())
+        outs = [result] if isinstance(result, torch.Tensor) else [v for v in result.values() if isinstance(v, torch.Tensor)]
+        loss = sum((o.double() * torch.linspace(-1, 1, o.numel(), dtype=torch.float64).view(o.shape)).sum() for o in outs if o.is_floating_point())
+        loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@ALL
+def test_folding_keeps_the_function_and_enlarges_the_group(name: str) -> None:
+    model = build(name)
+    spec = spec_of(model)
+    expected = outputs(model, PICOS[name].inputs)
+    folded_spec, folded = fold_norms(spec, model.state_dict())
+    assert check(folded_spec, folded) == []
+    twin = _twin(model, folded_spec.config)
+    _load(twin, folded)
+    got = outputs(twin, PICOS[name].inputs)
+    for key in expected:
+        assert float((got[key] - expected[key]).abs().max()) < 1e-9 * max(1.0, float(expected[key].abs().max())), key
+    for kind in ("orthogonal", "full"):
+        assert_symmetry(twin, folded_spec, element(folded_spec, 5, within=kind), PICOS[name].inputs)
+    for space, was in spec.spaces.items():
+        if was.folded is not None and not (spec.visible & {space}):
+            assert folded_spec.spaces[space].group == was.folded, space
+
+
+def _twin(model: torch.nn.Module, changes: dict) -> torch.nn.Module:
+    """A model of the same class with the config that the folded state asks for."""
+    import copy
+
+    if not changes:
+        return copy.deepcopy(model)
+    config = type(model.config).from_dict({**config_of(model), **changes})
+    return type(model)(config).double().eval()
+
+
+def _load(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Load as from_pretrained does: names that are tied in the state may be tied in the model, others get a tensor of their own."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for key, value in state.items():
+            if key in parameters and any(
+                parameters[key] is p and not torch.equal(value, state[k]) for k, p in parameters.items() if k != key and k in state
+            ):
+                parent, _, leaf = key.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(value.clone()))
+    model.load_state_dict(state)
+
+
+@ALL
+def test_wrong_elements_are_refused_and_break_the_function_when_forced(name: str) -> None:
+    model = build(name)
+    spec = spec_of(model)
+    wrong = [(s, m) for s, space in spec.spaces.items() if (m := _outside(space.group, space.size, spec.count(s))) is not None]
+    assert wrong
+    for space, member in wrong:
+        g = Element(spec, {space: member})
+        with pytest.raises(ElementError, match=space):
+            apply(g, model.state_dict())
+        if "|" in "".join(a for a in spec.tensors.values() if space in a) and isinstance(member, Dense):
+            continue  # a gain has no way to follow a rotation: it is refused even when forced
+        assert symmetry_error(model, spec, g, PICOS[name].inputs, force=True) > 1e-4, space
+
+
+def _outside(group, size: int, count: int):
+    """A member of the next larger kind, which the group must refuse."""
+    stream = Stream(seed_key(9), "wrong")
+    if size < 3:
+        return None
+    if isinstance(group, PlaneSigns):
+        return Rotary(group.layout).sample(size, count, stream)
+    if isinstance(group, Rotary | Permutation):
+        return Orthogonal().sample(size, count, stream)
+    if isinstance(group, Orthogonal):
+        return GeneralLinear().sample(size, count, stream)
+    return None
+
+
+@ALL
+def test_a_permutation_across_heads_breaks_the_function(name: str) -> None:
+    """Forced onto the flat head axis, a permutation that does not respect heads breaks attention: heads are real."""
+    model = build(name)
+    spec = spec_of(model)
+    state = model.state_dict()
+    target = next(
+        (
+            n
+            for n in state
+            if n.endswith(("q_proj.weight", "query.weight", "c_attn.weight", "q_lin.weight", "qkv.weight", ".q.weight", "query_proj.weight"))
+        ),
+        None,
+    )
+    assert target is not None
+    dim = next(i for i, term in enumerate(spec.tensors[target].split(" stream")[0:1]) if term) if not spec.tensors[target].startswith("stream") else 1
+    width = state[target].shape[dim] // (3 if "+" in spec.tensors[target] else 1)
+    order = np.random.default_rng(0).permutation(width)
+    index = torch.from_numpy(np.concatenate([order, np.arange(width, state[target].shape[dim])]))
+    broken = {**state, target: state[target].index_select(dim, index)}
+    before = outputs(model, PICOS[name].inputs)
+    model.load_state_dict(broken)
+    after = outputs(model, PICOS[name].inputs)
+    assert max(float((before[k] - after[k]).abs().max()) for k in before) > 1e-4
+
+
+def test_the_papers_element_is_one_special_element() -> None:
+    """Paper 000's W -> P^-1 W P with one head-restricted P on both sides: P = (head permutation) x (one inner permutation), stream and heads tied."""
+    model = build("vit")
+    spec = spec_of(model)
+    rng = np.random.default_rng(3)
+    pi, inner = rng.permutation(3), rng.permutation(4)
+    flat = (pi[:, None] * 4 + inner[None, :]).reshape(-1)
+    members = {"stream": Monomial(flat[None])}
+    for i in range(2):
+        for s, m in ((f"head.{i}", Monomial(pi[None])), (f"qk.{i}", Monomial(np.tile(inner, (3, 1)))), (f"vo.{i}", Monomial(np.tile(inner, (3, 1))))):
+            members[s] = m
+    g = Element(spec, members)
+    moved = apply(g, model.state_dict())
+    p = torch.from_numpy(flat)
+    for i in range(2):
+        for x in "qkvo":
+            w = model.state_dict()[f"vit.layers.{i}.attention.{x}_proj.weight"]
+            assert torch.equal(moved[f"vit.layers.{i}.attention.{x}_proj.weight"], w[p][:, p])
+    assert_symmetry(model, spec, g, PICOS["vit"].inputs)

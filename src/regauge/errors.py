@@ -27,5 +27,9 @@ class CheckpointError(RegaugeError):
     """A checkpoint that cannot be read or written."""
 
 
+class CutError(RegaugeError):
+    """A model that cannot be cut or routed here, or a crossing that does not fit its boundary."""
+
+
 class UnknownModelError(RegaugeError):
     """No family describes this model."""

@@ -13,15 +13,24 @@ from regauge.spec import Spec
 class Boundary:
     """Where the stream enters the backbone and leaves it: the blocks that are the backbone, the axes of what they are given, and of what they return.
 
-    `blocks` is the path of a list of modules that are called in order, or of one module. `enter` names arguments of a block's forward; those not named cross as
-    they are. `carry` names results (by place in the tuple that a block returns) that the next block is given as arguments.
+    `blocks` is the path of a list of modules that are called in order, or of one module. `enter` names arguments of a block's forward, the stream
+    first; those not named cross as they are. `returns` names the places of the tuple that a block returns, the stream first; a place named after an
+    argument goes to the next block (T5's position bias), others are "". Without it, blocks return the stream alone.
+
+    The token axes of a self-attention mask are "token _+token*": the keys are whatever a cache holds, and then the tokens themselves. `source` are
+    the tokens that cross-attention reads.
     """
 
     name: str
     blocks: str
     enter: Mapping[str, str]
     leave: str
-    carry: Mapping[int, str] | None = None
+    returns: tuple[str, ...] = ()
+
+    @property
+    def stream(self) -> str:
+        """The argument that is the stream."""
+        return next(iter(self.enter))
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def spec(c: Config, names: Names) -> Spec:
 
 
 def boundaries(c: Config, base: str) -> tuple[Boundary, ...]:
-    enter = {"hidden_states": "_ token stream", "attention_mask": "_ _ token source*", "position_ids": "_ token"}
+    enter = {"hidden_states": "_ token stream", "attention_mask": "_ _ token _+token*", "position_ids": "_ token"}
     return (Boundary("", f"{base}h", enter, "_ token stream"),)
 
 

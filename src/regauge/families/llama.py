@@ -79,7 +79,7 @@ def language_head(d: Draft, c: Config, names: Names, base: str, fold: bool = Tru
 def boundaries(c: Config, base: str) -> tuple[Boundary, ...]:
     enter = {
         "hidden_states": "_ token stream",
-        "attention_mask": "_ _ token source*",
+        "attention_mask": "_ _ token _+token*",
         "position_ids": "_ token",
         "position_embeddings": "_ token _",
     }

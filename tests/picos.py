@@ -75,6 +75,44 @@ PICOS: dict[str, Pico] = {
     "qwen3": Pico(lambda: T.Qwen3ForCausalLM(T.Qwen3Config(**LLAMA | {"head_dim": 8})), IDS),
 }
 
+# T5 and Swin. The classifier reads the place of the one end token (1) in every row.
+
+T5_IDS = {
+    "input_ids": torch.tensor([[5, 9, 3, 22, 7, 1, 0], [8, 2, 29, 14, 6, 11, 1]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1, 1]]),
+    "decoder_input_ids": torch.tensor([[0, 4, 17, 9, 1, 3, 2], [0, 21, 6, 5, 8, 3, 1]]),
+}
+T5_ENCODER_IDS = {k: T5_IDS[k] for k in ("input_ids", "attention_mask")}
+SWIN_IMAGES = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)}
+
+
+def t5(**more: Any) -> Any:
+    small = {"d_model": 12, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 3, "vocab_size": 30}
+    ids = {"decoder_start_token_id": 0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "num_labels": 4}
+    return T.T5Config(**small | ids | more)
+
+
+def swin(**more: Any) -> Any:
+    small = {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2, "image_size": 16, "patch_size": 2, "mlp_ratio": 2.0}
+    return T.SwinConfig(**small | {"num_labels": 5, "encoder_stride": 4} | more)
+
+
+PICOS |= {
+    "t5": Pico(lambda: T.T5ForConditionalGeneration(t5()), T5_IDS),
+    "t5-gated-unscaled": Pico(lambda: T.T5ForConditionalGeneration(t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False)), T5_IDS),
+    "t5-base": Pico(lambda: T.T5Model(t5()), T5_IDS),
+    "t5-encoder": Pico(lambda: T.T5EncoderModel(t5()), T5_ENCODER_IDS),
+    "t5-classifier": Pico(lambda: T.T5ForSequenceClassification(t5()), T5_IDS),
+    "t5-tokens": Pico(lambda: T.T5ForTokenClassification(t5()), T5_ENCODER_IDS),
+    "t5-qa": Pico(lambda: T.T5ForQuestionAnswering(t5(num_labels=2, feed_forward_proj="gelu")), T5_IDS),
+    "swin": Pico(lambda: T.SwinForImageClassification(swin()), SWIN_IMAGES),
+    "swin-base": Pico(lambda: T.SwinModel(swin(depths=[1, 1, 2], num_heads=[2, 4, 2], qkv_bias=False)), SWIN_IMAGES),
+    "swin-mim": Pico(
+        lambda: T.SwinForMaskedImageModeling(swin(use_absolute_embeddings=True)),
+        SWIN_IMAGES | {"bool_masked_pos": torch.arange(128).view(2, 64) % 3 == 0},
+    ),
+}
+
 
 def build(name: str, seed: int = 0) -> torch.nn.Module:
     """A pico-model in float64 with random, non-trivial weights: norm gains, biases and position tables too."""

@@ -61,7 +61,7 @@ def folded_spec(spec: Spec) -> Spec:
         else space
         for name, space in spec.spaces.items()
     }
-    config = {**spec.config, "tie_word_embeddings": False} if ties != spec.ties else spec.config
+    config = {**spec.config, "tie_word_embeddings": False, **spec.untied_config} if ties != spec.ties else spec.config
     return replace(spec, spaces=spaces, tensors=tensors, ties=ties, norms=(), scales=(), fixed=fixed, config=config)
 
 
@@ -131,9 +131,7 @@ class _Folding:
 
     def _edited(self, name: str) -> Tensor:
         original = self.state[self.source(name)]
-        work = _work(original)
-        if name not in self.state:  # it becomes a tensor of its own here
-            work = work * self.spec.untied.get(name, 1.0)
+        work = _work(original) * self.spec.untied.get(name, 1.0)
         for change in self.edits[name]:
             work = change(work)
         return work.to(original.dtype)

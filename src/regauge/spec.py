@@ -62,7 +62,8 @@ class Scale:
 class Spec:
     """The symmetry of one model.
 
-    `ties` maps a name to the tensor it repeats; `untied` holds the factor that a repeated tensor takes when it becomes its own (1 if absent).
+    `ties` maps a name to the tensor it repeats; `untied` holds the factor that a repeated tensor takes when it becomes its own (1 if absent),
+    and `untied_config` what config.json says then besides "tie_word_embeddings": false.
     `outputs` gives the axes of what callers see: a space there is *visible*. `fixed` holds tensors that must be constant (folded gains).
     `buffers` are patterns of names that checkpoints may carry and that nothing moves. `config` is what config.json must say for this state.
     """
@@ -73,6 +74,7 @@ class Spec:
     parts: Mapping[str, str] = field(default_factory=dict)
     ties: Mapping[str, str] = field(default_factory=dict)
     untied: Mapping[str, float] = field(default_factory=dict)
+    untied_config: Mapping[str, Any] = field(default_factory=dict)
     outputs: Mapping[str, str] = field(default_factory=dict)
     norms: tuple[Norm, ...] = ()
     scales: tuple[Scale, ...] = ()

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from regauge.errors import UnknownModelError
-from regauge.families import gpt2, llama, vit
+from regauge.families import gpt2, llama, swin, t5, vit
 from regauge.families.family import Boundary, Family
 from regauge.families.pieces import Config, Names
 from regauge.spec import Spec
 
-FAMILIES: tuple[Family, ...] = (vit.FAMILY, gpt2.FAMILY, llama.FAMILY)
+FAMILIES: tuple[Family, ...] = (vit.FAMILY, gpt2.FAMILY, llama.FAMILY, t5.FAMILY, swin.FAMILY)
 
 __all__ = ["FAMILIES", "Boundary", "Family", "family_of", "spec_from"]
 

@@ -164,6 +164,7 @@ class Draft:
     head: Tensors = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     untied: dict[str, float] = field(default_factory=dict)
+    untied_config: dict[str, Any] = field(default_factory=dict)
     outputs: dict[str, str] = field(default_factory=dict)
     norms: list[Norm] = field(default_factory=list)
     scales: list[Scale] = field(default_factory=list)
@@ -184,6 +185,7 @@ class Draft:
             parts=parts,
             ties=self.ties,
             untied=self.untied,
+            untied_config=self.untied_config,
             outputs=self.outputs,
             norms=tuple(self.norms),
             scales=tuple(self.scales),

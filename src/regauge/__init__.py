@@ -46,7 +46,7 @@ _HOME = {
     "save_element": "element",
 }
 
-__all__ = sorted(_HOME)  # noqa: PLE0605
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

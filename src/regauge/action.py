@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -360,7 +361,7 @@ def moves(g: Element, part: str | None = None) -> Iterator[Move]:
         source, at = name, {}
         if entry.parent is not None:
             member = g.members.get(entry.parent)
-            place = entry.index if member is None else int(permutation_index(member)[entry.index])
+            place = entry.place if member is None else int(permutation_index(member)[entry.place])
             source = entry.pattern.replace("{" + entry.parent + "}", str(place))
             at = {entry.parent: place}
         yield Move(name, source, _weight_move(g, entry.axes, at))
@@ -396,11 +397,15 @@ def apply_lazily(g: Element, state: State, part: str | None = None, *, force: bo
     unknown = [n for n in state if n not in stored(g.spec) and not g.spec.is_buffer(n)]
     if unknown:
         raise SpecError(f'"{unknown[0]}" is in the state but not in the spec "{g.spec.family}"', hint="regauge.check lists every misfit")
-    thunks: dict[str, Callable[[], Tensor]] = {name: (lambda name=name: state[name]) for name in state}
+    thunks: dict[str, Callable[[], Tensor]] = {name: partial(state.__getitem__, name) for name in state}
     for move in moves(g, part):
         if move.name in state:
-            thunks[move.name] = lambda move=move: move.run(state[move.source])
+            thunks[move.name] = partial(_moved, move, state)
     return thunks
+
+
+def _moved(move: Move, state: State) -> Tensor:
+    return move.run(state[move.source])
 
 
 def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, optimizer: torch.optim.Optimizer | None = None) -> None:

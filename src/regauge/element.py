@@ -140,8 +140,8 @@ def match_spaces(spec: Spec, names: Iterable[str]) -> set[str]:
 def permutation_index(member: Member) -> Ints:
     """The index of a single permutation."""
     order = member.permutation()
-    assert order is not None and order.count == 1, "a parent's member is one permutation"
-    return order.index[0]
+    assert order is not None, "a parent moves by permutations"
+    return np.asarray(order.index[0], np.int64)
 
 
 def _argsort(index: Ints | None) -> Ints:
@@ -181,7 +181,7 @@ def load_element(path: Path | str, spec: Spec) -> Element:
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
-            arrays = {k: file.get_tensor(k) for k in file.keys()}
+            arrays = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
         raise ElementError(f"{path} cannot be read as an element: {error}") from error
     if metadata.get("regauge") != "element":

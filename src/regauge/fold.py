@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from regauge import axes as ax
@@ -91,10 +92,10 @@ class _Folding:
         for weight, bias in norm.readers:
             for name, entry in self.each(weight).items():
                 dim = _reading_axis(entry, term)
-                self.edit(name, lambda w, dim=dim: w * _along(_tile(gain, w.shape[dim]), w, dim))
+                self.edit(name, partial(_scaled, by=gain, dim=dim))
                 if shift is not None and all(b is not None for _, b in norm.readers):
                     assert bias is not None
-                    self.edit(bias, lambda b, name=name, dim=dim: b + self._read(name, dim, shift).reshape(b.shape))
+                    self.edit(bias, partial(self._shifted, name=name, dim=dim, shift=shift))
         if norm.bias is not None and shift is not None:
             if all(b is not None for _, b in norm.readers):
                 self.constants[norm.bias] = 0.0
@@ -104,30 +105,30 @@ class _Folding:
                     raise SpecError(
                         f'"{norm.gain}" has {int(lost.sum())} zero gains with a bias, and its reader has no bias to take it up: this norm cannot be folded'
                     )
-                safe = gain.where(gain != 0, gain.new_ones(()))
-                self.edit(norm.bias, lambda b: b / safe.to(b.dtype))
+                self.edit(norm.bias, partial(_scaled, by=1 / gain.where(gain != 0, gain.new_ones(())), dim=0))
         self.constants[norm.gain] = norm.neutral
 
-    def _read(self, name: str, dim: int, shift: Tensor) -> Tensor:
-        """W b, with the values that W had before folding."""
+    def _shifted(self, a: Tensor, name: str, dim: int, shift: Tensor) -> Tensor:
+        """a + W b, with the values that W had before folding."""
         w = _work(self.state[self.source(name)]) * self.spec.untied.get(name, 1.0)
-        return (w * _along(_tile(shift.to(w.dtype), w.shape[dim]), w, dim)).sum(dim)
+        return a + _scaled(w, shift, dim).sum(dim).reshape(a.shape)
 
     def fold_back(self, scale: Scale) -> None:
         gain = _work(self.state[scale.gain])
         for weight, bias in scale.writers:
             for name in [weight] if bias is None else [weight, bias]:
                 dim = _writing_axis(self.stored[name], ax.parse(self.spec.tensors[scale.gain]).terms[-1])
-                self.edit(name, lambda w, dim=dim: w * _along(gain.to(w.dtype), w, dim))
+                self.edit(name, partial(_scaled, by=gain, dim=dim))
         self.constants[scale.gain] = 1.0
 
     def thunks(self) -> dict[str, Callable[[], Tensor]]:
-        out: dict[str, Callable[[], Tensor]] = {name: (lambda name=name: self.state[name]) for name in self.state}
-        for name in self.edits:
-            out[name] = lambda name=name: self._edited(name)
-        for name, value in self.constants.items():
-            out[name] = lambda name=name, value=value: self.state[name].new_full(self.state[name].shape, value)
+        out: dict[str, Callable[[], Tensor]] = {name: partial(self.state.__getitem__, name) for name in self.state}
+        out |= {name: partial(self._edited, name) for name in self.edits}
+        out |= {name: partial(self._constant, name, value) for name, value in self.constants.items()}
         return out
+
+    def _constant(self, name: str, value: float) -> Tensor:
+        return self.state[name].new_full(self.state[name].shape, value)
 
     def _edited(self, name: str) -> Tensor:
         original = self.state[self.source(name)]
@@ -144,14 +145,11 @@ def _work(x: Tensor) -> Tensor:
     return x.to(torch.float64 if x.dtype.itemsize >= 4 else torch.float32)
 
 
-def _tile(vector: Tensor, n: int) -> Tensor:
-    return vector.repeat(n // vector.shape[0])
-
-
-def _along(vector: Tensor, like: Tensor, dim: int) -> Tensor:
-    shape = [1] * like.dim()
+def _scaled(w: Tensor, by: Tensor, dim: int) -> Tensor:
+    """w with one axis multiplied by a vector, which repeats where the axis is a multiple of it."""
+    shape = [1] * w.dim()
     shape[dim] = -1
-    return vector.to(like.dtype).view(shape)
+    return w * by.repeat(w.shape[dim] // by.shape[0]).to(w.dtype).view(shape)
 
 
 def _reading_axis(entry: Stored, gain: ax.Term) -> int:

@@ -11,6 +11,7 @@ is not in the group. Registry: `GROUPS`, by the name that spec files use.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -31,7 +32,7 @@ Pair = tuple[Floats, Floats]
 _SPREAD = math.log(3.0) / 2
 
 
-class Group:
+class Group(ABC):
     """The verbs that all groups share. A group adds identity, sample, fit, within, fault, and its size in bits or dimensions."""
 
     name: ClassVar[str]
@@ -42,8 +43,8 @@ class Group:
     def identity(self, size: int, count: int = 1) -> Member:
         return Monomial(np.tile(np.arange(size), (count, 1)))
 
-    def sample(self, size: int, count: int, stream: Stream) -> Member:
-        raise NotImplementedError
+    @abstractmethod
+    def sample(self, size: int, count: int, stream: Stream) -> Member: ...
 
     def act(self, member: Member, x: torch.Tensor, dim: int = -1, *, dual: bool = False) -> torch.Tensor:
         """Move one axis of x, of size count * size, by the member (or its dual)."""
@@ -58,14 +59,14 @@ class Group:
         """b first, then a."""
         return a.after(b)
 
-    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        raise NotImplementedError
+    @abstractmethod
+    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member: ...
 
-    def within(self, kind: Kind) -> Group:
-        raise NotImplementedError
+    @abstractmethod
+    def within(self, kind: Kind) -> Group: ...
 
-    def fault(self, member: Member) -> str | None:
-        raise NotImplementedError
+    @abstractmethod
+    def fault(self, member: Member) -> str | None: ...
 
     def bits(self, size: int) -> float:
         """log2 of the number of members; of the discrete part where the group is continuous."""
@@ -109,7 +110,7 @@ class Permutation(Group):
     name = "permutation"
 
     def sample(self, size: int, count: int, stream: Stream) -> Member:
-        return Monomial(np.stack([stream.permutation(size) for _ in range(count)]))
+        return Monomial(_permutations(size, count, stream))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
         return Monomial(_assign(_correlation(plain, dual, bar)))
@@ -118,9 +119,9 @@ class Permutation(Group):
         return self
 
     def fault(self, member: Member) -> str | None:
-        index, scale, fault = _monomial(member)
-        if fault or not (np.sort(index, 1) == np.arange(member.size)).all():
-            return fault or "is not a permutation"
+        scale, fault = _monomial_scale(member)
+        if fault:
+            return fault
         return None if np.allclose(scale, 1, rtol=0, atol=1e-9) else "scales or flips coordinates"
 
     def bits(self, size: int) -> float:
@@ -134,9 +135,8 @@ class SignedPermutation(Permutation):
     name = "signed"
 
     def sample(self, size: int, count: int, stream: Stream) -> Member:
-        order = Permutation().sample(size, count, stream)
-        assert isinstance(order, Monomial)
-        return Monomial(order.index, stream.signs(count * size).reshape(count, size))
+        index = _permutations(size, count, stream)
+        return Monomial(index, stream.signs(count * size).reshape(count, size))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
         c = _correlation(plain, dual, None)
@@ -148,7 +148,7 @@ class SignedPermutation(Permutation):
         return Permutation() if kind == "permutation" else self
 
     def fault(self, member: Member) -> str | None:
-        index, scale, fault = _monomial(member)
+        scale, fault = _monomial_scale(member)
         if fault:
             return fault
         return None if np.allclose(np.abs(scale), 1, rtol=0, atol=1e-9) else "scales coordinates"
@@ -168,44 +168,28 @@ class Scaling(Group):
         return "monomial+" if self.positive else "monomial"
 
     def sample(self, size: int, count: int, stream: Stream) -> Member:
-        order = Permutation().sample(size, count, stream)
-        assert isinstance(order, Monomial)
+        index = _permutations(size, count, stream)
         scale = np.exp(_SPREAD * (2 * stream.uniforms(count * size) - 1))
         if not self.positive:
             scale = scale * stream.signs(count * size)
-        return Monomial(order.index, scale.reshape(count, size))
+        return Monomial(index, scale.reshape(count, size))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        """Scale-free scores (cosines) decide who goes where; the scale then balances the two sides. Without dual pairs, least squares."""
-        scores = _scale_free(plain, self.positive, dual)
-        if bar is not None:
-            scores = scores + _cosines(bar)
-        index = _assign(scores)
-
-        def matched(pair: Pair) -> Pair:
-            return pair[0], np.take_along_axis(pair[1], index[:, :, None], 1)
-
-        squares: list[Floats] = []
-        sign = np.ones(index.shape)
-        for side in (plain, dual):
-            if side is not None:
-                y, x = matched(side)
-                squares += [(y * y).sum(2), (x * x).sum(2)]
-                sign = np.where((y * x).sum(2) < 0, -1.0, 1.0)
-        if plain is not None:
-            y, x = matched(plain)
-            sign = np.where((y * x).sum(2) < 0, -1.0, 1.0)
-        if len(squares) == 4:
-            yy, xx, yyd, xxd = squares
-            scale = (_ratio(yy, xx) * _ratio(xxd, yyd)) ** 0.25
+        """Scale-free scores (cosines) decide who goes where; the scale then balances the two sides. From one side: least squares."""
+        sides = [_cosines(p) for p in (plain, dual) if p is not None]
+        if self.positive:
+            scores = np.asarray(sum(sides))
+        else:  # a sign may flip both sides at once, so only the product of their cosines is seen
+            scores = np.abs(sides[0]) if len(sides) == 1 else sides[0] * sides[1]
+        index = _assign(scores if bar is None else scores + _cosines(bar))
+        (yx, yy, xx), (yx_dual, yy_dual, xx_dual) = _inner_products(plain, index), _inner_products(dual, index)
+        if plain is not None and dual is not None:
+            scale = (_ratio(yy, xx) * _ratio(xx_dual, yy_dual)) ** 0.25
         elif plain is not None:
-            y, x = matched(plain)
-            scale = np.abs(_ratio((y * x).sum(2), (x * x).sum(2), keep_sign=True))
-        elif dual is not None:
-            y, x = matched(dual)
-            scale = 1 / np.abs(_ratio((y * x).sum(2), (x * x).sum(2), keep_sign=True))
+            scale = _ratio(np.abs(yx), xx)
         else:
-            scale = np.ones(index.shape)
+            scale = _ratio(xx_dual, np.abs(yx_dual))
+        sign = np.where((yx if plain is not None else yx_dual) < 0, -1.0, 1.0)
         return Monomial(index, scale if self.positive else scale * sign)
 
     def within(self, kind: Kind) -> Group:
@@ -214,7 +198,7 @@ class Scaling(Group):
         return Permutation() if self.positive or kind == "permutation" else SignedPermutation()
 
     def fault(self, member: Member) -> str | None:
-        index, scale, fault = _monomial(member)
+        scale, fault = _monomial_scale(member)
         if fault:
             return fault
         if self.positive and (scale <= 0).any():
@@ -314,7 +298,7 @@ class Rotary(Group):
         return Planes(factor.reshape(count, -1), self.layout)
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        """The phase of the summed products; the modulus from balancing the two sides (THEORY 3.4), or by least squares from one."""
+        """The phase of the summed products; the modulus from balancing the two sides, or by least squares from one."""
         sides = [None if s is None else (self._complex(s[0]), self._complex(s[1])) for s in (plain, dual)]
         z = sum((_inner(y, x) for y, x in (s for s in sides if s is not None)), np.zeros((), np.complex128))
         modulus = np.ones(z.shape)
@@ -330,7 +314,7 @@ class Rotary(Group):
             elif d is not None:
                 modulus = _ratio(_norm2(d[1]), np.abs(z))
         turn = np.where(np.abs(z) > 0, z / np.where(np.abs(z) > 0, np.abs(z), 1), 1)
-        return Planes(modulus * turn, self.layout)
+        return Planes(np.asarray(modulus * turn, np.complex128), self.layout)
 
     def _complex(self, x: Floats) -> Complexes:
         first, second = planes(x.shape[1], self.layout)
@@ -419,7 +403,7 @@ class GeneralLinear(Group):
         return Dense(np.stack([one() for _ in range(count)]))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        """Balance both sides, then Procrustes (THEORY 3.3). From one side only: least squares."""
+        """Balance both sides, then Procrustes. From one side only: least squares."""
         if plain is None and dual is not None:
             return self.fit(plain=dual).dual()
         if dual is None:
@@ -486,7 +470,7 @@ def polar(c: Floats) -> Floats:
 
 
 def ones_complement(size: int) -> Floats:
-    """An orthonormal basis (as columns) of the vectors orthogonal to all-ones: the Householder reflection of e_0 to 1/sqrt(n), without its first column."""
+    """Columns that span the complement of the all-ones vector: the Householder reflection of e_0 to ones/sqrt(n), without its first column."""
     v = np.full(size, 1 / math.sqrt(size))
     v[0] -= 1.0
     norm = v @ v
@@ -501,6 +485,10 @@ def _lift(r: Floats) -> Floats:
     return np.asarray(basis @ r @ basis.T + 1 / size)
 
 
+def _permutations(size: int, count: int, stream: Stream) -> Ints:
+    return np.stack([stream.permutation(size) for _ in range(count)])
+
+
 def _balanced_fit(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
     b1, b2 = _balance(q1, k1), _balance(q2, k2)
     if b1 is None or b2 is None:  # a rank-deficient side has no balanced form: the best rotation is safe
@@ -512,7 +500,7 @@ def _balanced_fit(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
 
 def _balance(q: Floats, k: Floats) -> Floats | None:
     """B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T: the point of least norm on the orbit."""
-    rq, rk = np.linalg.qr(q.T, mode="r"), np.linalg.qr(k.T, mode="r")
+    rq, rk = np.linalg.qr(q.T)[1], np.linalg.qr(k.T)[1]
     if rq.shape[0] < rq.shape[1] or rk.shape[0] < rk.shape[1]:
         return None
     u, s, _ = np.linalg.svd(rq @ rk.T)
@@ -558,21 +546,19 @@ def _cosines(pair: Pair) -> Floats:
     return np.asarray(unit(pair[0]) @ unit(pair[1]).swapaxes(1, 2))
 
 
-def _scale_free(plain: Pair | None, positive: bool, dual: Pair | None) -> Floats:
-    """Scores that no scale changes: cosines; their product where a sign may flip both sides at once."""
-    sides = [_cosines(p) for p in (plain, dual) if p is not None]
-    if not sides:
-        return np.zeros(())
-    if positive:
-        return np.asarray(sum(sides))
-    return sides[0] * sides[1] if len(sides) == 2 else np.abs(sides[0])
+def _inner_products(pair: Pair | None, index: Ints) -> tuple[Floats, Floats, Floats]:
+    """<y, x>, <y, y> and <x, x> of every coordinate and the one assigned to it."""
+    if pair is None:
+        return np.ones(index.shape), np.ones(index.shape), np.ones(index.shape)
+    y, x = pair[0], np.take_along_axis(pair[1], index[:, :, None], 1)
+    return (y * x).sum(2), (y * y).sum(2), (x * x).sum(2)
 
 
-def _ratio(a: Floats, b: Floats, keep_sign: bool = False) -> Floats:
+def _ratio(a: Floats, b: Floats) -> Floats:
     """a / b, and 1 where that is no usable scale."""
     with np.errstate(divide="ignore", invalid="ignore"):
         r = np.asarray(a / b)
-    return np.where(np.isfinite(r) & (r != 0) & (keep_sign | (r > 0)), r, 1.0)
+    return np.where(np.isfinite(r) & (r > 0), r, 1.0)
 
 
 def _inner(y: Complexes, x: Complexes) -> Complexes:
@@ -583,15 +569,14 @@ def _norm2(x: Complexes) -> Floats:
     return np.asarray((np.abs(x) ** 2).sum(2))
 
 
-def _monomial(member: Member) -> tuple[Ints, Floats, str | None]:
-    """A member as index and scale, or the reason why it is not monomial."""
-    if isinstance(member, Monomial):
-        index, scale = member.index, member.scale
-        if not (np.sort(index, 1) == np.arange(member.size)).all():
-            return index, np.ones(index.shape), "is not a permutation"
-        return index, np.ones(index.shape) if scale is None else scale, None
-    m = member.matrix()
-    order = Dense(m).permutation()
-    if order is None:
-        return np.zeros(m.shape[:2], np.int64), np.ones(m.shape[:2]), "is a rotation or another mixture of coordinates"
-    return order.index, np.take_along_axis(m, order.index[:, :, None], 2)[:, :, 0], None
+def _monomial_scale(member: Member) -> tuple[Floats, str | None]:
+    """The scales of a member as a permutation with scales, or the reason why it is none."""
+    if not isinstance(member, Monomial):
+        values = member.matrix()
+        order = Dense(values).permutation()
+        if order is None:
+            return np.ones(values.shape[:2]), "is a rotation or another mixture of coordinates"
+        return np.take_along_axis(values, order.index[:, :, None], 2)[:, :, 0], None
+    if not (np.sort(member.index, 1) == np.arange(member.size)).all():
+        return np.ones(member.index.shape), "is not a permutation"
+    return np.ones(member.index.shape) if member.scale is None else member.scale, None

@@ -76,10 +76,10 @@ class Dense:
         return int(self.values.shape[1])
 
     def inverse(self) -> Dense:
-        return Dense(np.linalg.inv(self.values))
+        return Dense(np.asarray(np.linalg.inv(self.values), np.float64))
 
     def dual(self) -> Dense:
-        return Dense(np.linalg.inv(self.values).swapaxes(1, 2))
+        return Dense(self.inverse().values.swapaxes(1, 2))
 
     def after(self, other: Member) -> Dense:
         return Dense(self.values @ other.matrix())

@@ -42,7 +42,10 @@ class Space:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm that can be folded: its gain (and bias), and the (weight, bias) of every layer that reads it. `neutral` is the stored value of no gain."""
+    """A norm that can be folded: its gain (and bias), and the (weight, bias) of every layer that reads it.
+
+    `neutral` is the stored value that means no gain: 1, or 0 where the model adds one to it.
+    """
 
     gain: str
     bias: str | None
@@ -110,7 +113,7 @@ class Stored(NamedTuple):
     pattern: str
     axes: str
     parent: str | None = None
-    index: int = 0
+    place: int = 0
 
 
 def stored(spec: Spec) -> dict[str, Stored]:

@@ -6,7 +6,7 @@ HKDF-SHA256(ikm = key, salt = empty, info = "regauge/1/" + label). Words are 64-
     below(n)      the next word w with w < 2^64 - (2^64 mod n), mod n; other words are dropped
     permutation   Fisher-Yates from the top: for i = n-1 .. 1 swap i with below(i + 1), starting from 0 .. n-1
     signs         bit 63 of a word: set is -1
-    uniform       ((w >> 11) + 1/2) / 2^53, which is never 0 or 1
+    uniform       ((w >> 12) + 1/2) / 2^52, which is exact and never 0 or 1
     normal        Box-Muller on pairs of uniforms (u, v): sqrt(-2 ln u) cos(2 pi v), then sqrt(-2 ln u) sin(2 pi v)
 
 `docs/formats.md` has test vectors.
@@ -79,7 +79,7 @@ class Stream:
 
     def uniforms(self, n: int) -> Floats:
         """n uniform numbers strictly between 0 and 1."""
-        return ((self.words(n) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
+        return ((self.words(n) >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52
 
     def normals(self, n: int) -> Floats:
         """n standard normal numbers."""

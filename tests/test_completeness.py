@@ -1,0 +1,251 @@
+"""Completeness: a spec misses no continuous symmetry.
+
+At a generic point the kernel of d outputs / d parameters is the tangent space of everything that leaves the function alone. Its dimension must
+be the dimension of the spec's group plus the flat directions that are no change of basis, which are named here one by one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers as T
+
+from picos import config_of, gpt2, vit
+from regauge.action import apply
+from regauge.element import Element
+from regauge.families import spec_from
+from regauge.fold import folded_spec
+from regauge.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling, ones_complement
+from regauge.members import Dense, Member, Monomial, Planes
+from regauge.spec import Spec
+from regauge.testing import strict_float64
+
+D, F, L, V, POSITIONS = 8, 12, 1, 40, 7
+LLAMA = {"hidden_size": D, "intermediate_size": F, "num_hidden_layers": L, "vocab_size": V, "num_attention_heads": 2}
+
+
+def generic(model: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model.set_attn_implementation("eager")  # the fused kernel has no batched backward pass
+    model = model.double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p) * 0.5 + (1.0 if p.dim() == 1 else 0.0))
+    return model
+
+
+def jacobian(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """d outputs / d parameters, on a random choice of them."""
+    parameters = dict(model.named_parameters())
+    count = sum(p.numel() for p in parameters.values())
+
+    def flat(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits = torch.func.functional_call(model, values, (), dict(inputs)).logits.reshape(-1)
+        return logits[torch.randperm(len(logits), generator=torch.Generator().manual_seed(6))[: count * 3 // 2]]
+
+    with strict_float64():
+        parts = torch.func.jacrev(flat, chunk_size=64)(parameters)
+    return torch.cat([p.detach().reshape(p.shape[0], -1) for p in parts.values()], dim=1)
+
+
+def nullity(j: torch.Tensor) -> int:
+    values = torch.linalg.svdvals(j)
+    kept = int((values > 1e-10 * values[0]).sum())
+    assert values[kept - 1] > 1e3 * values[kept], "no clear gap between what is seen and what is not"
+    return j.shape[1] - kept
+
+
+def group_dimension(spec: Spec) -> int:
+    return sum(space.group.dim(space.size) * spec.count(name) for name, space in spec.spaces.items())
+
+
+def generators(group: Group, n: int) -> list[np.ndarray]:
+    """A basis of the group's tangent space at the identity, as matrices."""
+    unit = [[np.outer(np.eye(n)[i], np.eye(n)[j]) for j in range(n)] for i in range(n)]
+    match group:
+        case GeneralLinear():
+            return [unit[i][j] for i in range(n) for j in range(n)]
+        case OrthogonalFixingOnes():
+            b = ones_complement(n)
+            return [b @ g @ b.T for g in generators(Orthogonal(), n - 1)]
+        case Orthogonal():
+            return [unit[i][j] - unit[j][i] for i in range(n) for j in range(i)]
+        case Rotary(unit=False):
+            planes = [np.eye(n // 2)[j][None] for j in range(n // 2)]
+            return [Planes(c * p, group.layout).matrix()[0] for p in planes for c in (1 + 0j, 1j)]
+        case Scaling():
+            return [unit[i][i] for i in range(n)]
+    return []
+
+
+def step(group: Group, x: np.ndarray, t: float) -> Member:
+    m = np.eye(len(x)) + t * x
+    if isinstance(group, Scaling):
+        return Monomial(np.arange(len(x))[None], np.diag(m)[None])
+    return Dense(m[None])
+
+
+def tangents(spec: Spec, model: torch.nn.Module) -> torch.Tensor:
+    """The tangent space of the spec's orbit, by central differences along every generator of every space."""
+    state = {k: v.detach() for k, v in model.named_parameters()}
+    rows, t = [], 1e-4
+    for name, space in spec.spaces.items():
+        for x in generators(space.group, space.size):
+            for k in range(spec.count(name)):
+                ends = []
+                for s in (t, -t):
+                    one = step(space.group, x, s)
+                    eye = space.group.identity(space.size, spec.count(name))
+                    if isinstance(one, Dense):
+                        values = eye.matrix().copy()
+                        values[k] = one.values[0]
+                        member: Member = Dense(values)
+                    else:
+                        assert isinstance(one, Monomial)
+                        scale = np.ones((spec.count(name), space.size))
+                        scale[k] = one.scale[0]  # type: ignore[index]
+                        member = Monomial(np.tile(np.arange(space.size), (spec.count(name), 1)), scale)
+                    ends.append(apply(Element(spec, {name: member}), state, force=True))
+                rows.append(torch.cat([((ends[0][n] - ends[1][n]) / (2 * t)).reshape(-1) for n in state]))
+    return torch.stack(rows) if rows else torch.zeros(0, sum(v.numel() for v in state.values()))
+
+
+def ids(vocabulary: int, length: int, rows: int) -> dict[str, torch.Tensor]:
+    """Random sequences in which every token occurs: a row that is never read is free, and no symmetry."""
+    drawn = torch.randint(0, vocabulary, (rows * length,), generator=torch.Generator().manual_seed(3))
+    drawn[:vocabulary] = torch.arange(vocabulary)
+    return {"input_ids": drawn[torch.randperm(rows * length, generator=torch.Generator().manual_seed(5))].view(rows, length)}
+
+
+# Flat directions that are no change of basis. Per layer of a pre-norm model with biases:
+PRE_NORM_LAYER = {
+    "key bias: softmax ignores what it adds": D,
+    "value bias: attention rows sum to one, so the output bias can take it": D,
+    "two norm gains: the readers can take them": 2 * D,
+    "two norm biases: the readers' biases can take them": 2 * D,
+    "attention output along the ones vector: the next norm removes it": D + 1,
+    "FFN output along the ones vector": F + 1,
+    "query, key, value weights along 1/gain: constant on normalised vectors": 3 * D,
+    "FFN input weights along 1/gain": F,
+}
+
+
+def _gpt2(tied: bool):
+    model = generic(T.GPT2LMHeadModel(gpt2(n_embd=D, n_layer=L, n_head=2, n_inner=F, vocab_size=V, n_positions=POSITIONS, tie_word_embeddings=tied)))
+    extras = {**PRE_NORM_LAYER, "position rows along the ones vector": POSITIONS}
+    if not tied:
+        extras |= {
+            "token rows along the ones vector": V,
+            "a vector moved from all tokens to all positions": D - 1,
+            "final norm gain: the head takes it": D,
+            "final norm bias against the head along 1/gain": D,
+        }
+    return model, ids(V, POSITIONS, 40), extras, not tied
+
+
+def _llama(kv: int, tied: bool):
+    model = generic(T.LlamaForCausalLM(T.LlamaConfig(**LLAMA, num_key_value_heads=kv, tie_word_embeddings=tied)))
+    extras = {"two norm gains per layer": 2 * D * L}
+    if not tied:
+        extras["final norm gain"] = D
+    return model, ids(V, POSITIONS, 30), extras, not tied
+
+
+def _vit():
+    labels, layers = 15, 2  # with one layer the class token alone asks, and most of the first block is never seen
+    config = vit(
+        hidden_size=D,
+        intermediate_size=F,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        image_size=4,
+        patch_size=2,
+        num_labels=labels,
+        layer_norm_eps=1e-3,
+    )
+    model = generic(T.ViTForImageClassification(config))
+    patches, pixels = 4, 12
+    extras = {
+        **{name: layers * n for name, n in PRE_NORM_LAYER.items()},
+        "position rows along the ones vector": patches + 1,
+        "class token and patch bias along the ones vector": 2,
+        "patch kernel along the ones vector": pixels,
+        "a vector moved from the class token, or from the patch bias, to the positions": 2 * (D - 1),
+        "final norm gain and bias": 2 * D,
+        "classifier weights along 1/gain": labels,
+    }
+    images = torch.randn(100, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    return model, {"pixel_values": images}, extras, True
+
+
+def _bert():
+    config = T.BertConfig(
+        hidden_size=D,
+        num_hidden_layers=L,
+        num_attention_heads=2,
+        intermediate_size=F,
+        vocab_size=V,
+        max_position_embeddings=POSITIONS,
+        layer_norm_eps=1e-3,
+        pad_token_id=None,
+    )
+    model = generic(T.BertForMaskedLM(config))
+    extras = {
+        "position rows along the ones vector": POSITIONS,
+        "segment rows along the ones vector": 2,
+        "a vector moved from the positions to the segments": D - 1,
+        "all tokens along 1/gain of the transform's norm: the decoder's bias and the positions take it": 1,
+        "embedding norm bias and two norm biases per layer: the next biases take them": (1 + 2 * L) * D,
+        "last norm gain, transform weights along 1/gain, transform norm bias": 3 * D,
+        "key bias": D,
+        "value bias": D,
+        "attention output along the ones vector": D + 1,
+        "FFN output along the ones vector": F + 1,
+        "query, key, value weights along 1/gain": 3 * D,
+        "FFN input weights along 1/gain": F,
+    }
+    inputs = ids(V, POSITIONS, 40)
+    inputs["token_type_ids"] = torch.randint(0, 2, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(4))
+    return model, inputs, extras, False
+
+
+CASES = {
+    "gpt2 tied": lambda: _gpt2(True),
+    "gpt2 untied": lambda: _gpt2(False),
+    "llama multi-head": lambda: _llama(2, False),
+    "llama grouped queries": lambda: _llama(1, False),
+    "llama tied": lambda: _llama(2, True),
+    "vit": _vit,
+    "bert": _bert,
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_spec_misses_no_continuous_symmetry(case: str) -> None:
+    model, inputs, extras, folds = CASES[case]()
+    spec = spec_from(config_of(model), model.state_dict())
+    # After folding, the stream may turn; on the unfolded model the same directions are turns with the gains carried along.
+    spec = folded_spec(spec) if folds else spec
+    j = jacobian(model, inputs)
+    assert j.shape[0] >= j.shape[1] - nullity(j) + 100, "more outputs are needed"
+    assert nullity(j) == group_dimension(spec) + sum(extras.values())
+
+
+@pytest.mark.parametrize("case", ["gpt2 tied", "llama grouped queries", "llama tied"])
+def test_the_spec_claims_only_true_symmetries_and_counts_them_right(case: str) -> None:
+    """Without folding: every generator lies in the kernel, and they are independent."""
+    model, inputs, _, _ = CASES[case]()
+    spec = spec_from(config_of(model), model.state_dict())
+    j, t = jacobian(model, inputs), tangents(spec, model)
+    assert float((j @ t.T).abs().max()) < 1e-5 * float(j.abs().max())
+    assert int(torch.linalg.matrix_rank(t, atol=1e-6)) == len(t) == group_dimension(spec)
+
+
+def test_a_spec_that_misses_a_symmetry_is_caught() -> None:
+    from dataclasses import replace
+
+    model, inputs, extras, _ = CASES["llama tied"]()
+    spec = spec_from(config_of(model), model.state_dict())
+    poorer = replace(spec, spaces={n: replace(s, group=Orthogonal()) if n.startswith("vo") else s for n, s in spec.spaces.items()})
+    assert nullity(jacobian(model, inputs)) != group_dimension(poorer) + sum(extras.values())

@@ -1,0 +1,83 @@
+"""Random streams: exact test vectors, the definition step by step, and the right distributions."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from regauge.streams import Stream, hkdf, seed_key
+
+KEY = bytes(range(32))
+
+
+def test_hkdf_matches_the_library() -> None:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    assert hkdf(KEY, b"info") == HKDF(SHA256(), 32, salt=None, info=b"info").derive(KEY)
+
+
+def test_vectors() -> None:
+    """Committed vectors (docs/formats.md): another language must get these."""
+    assert seed_key(0).hex() == "dc82b1960114284231971f273a173292479db9915f1c5a7dfab17cf84f121452"
+    assert Stream(KEY, "test").bytes(16).hex() == "ff3d60d5291205ae164cd5e36e7e8c72"
+    assert Stream(KEY, "test").permutation(10).tolist() == [8, 9, 7, 4, 0, 1, 5, 6, 2, 3]
+    assert Stream(KEY, "test").signs(8).tolist() == [-1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, 1.0]
+    assert [Stream(KEY, "test").below(n) for n in (2, 10, 2**33)] == [1, 3, 7874821631]
+    np.testing.assert_allclose(Stream(KEY, "test").uniforms(3), [0.6797648765690391, 0.4474562664725755, 0.3765697768168278], rtol=0, atol=1e-15)
+    np.testing.assert_allclose(Stream(KEY, "test").normals(3), [-0.831194708781226, 0.28483675465988606, -0.8692077342361199], rtol=0, atol=1e-12)
+
+
+def test_labels_and_keys_separate_streams() -> None:
+    seen = {Stream(k, label).bytes(16) for k in (KEY, bytes(32)) for label in ("a", "b")}
+    assert len(seen) == 4
+
+
+class Fixed(Stream):
+    """A stream that gives out chosen words."""
+
+    def __init__(self, words: list[int]) -> None:
+        self.left = list(words)
+
+    def bytes(self, n: int) -> bytes:
+        taken, self.left = self.left[: n // 8], self.left[n // 8 :]
+        return b"".join(w.to_bytes(8, "little") for w in taken)
+
+
+def test_words_beyond_the_last_multiple_are_dropped() -> None:
+    top = 2**64 - 1  # 2^64 mod 3 is 1: the largest word is biased and must be dropped
+    assert Fixed([top, 7]).below(3) == 1
+    assert Fixed([top, 7, 0]).permutation(3).tolist() == Fixed([7, 0]).permutation(3).tolist()
+
+
+def test_permutation_is_fisher_yates_from_the_top() -> None:
+    # i = 3: j = 1; i = 2: j = 2; i = 1: j = 0
+    assert Fixed([5, 2, 4]).permutation(4).tolist() == [3, 0, 2, 1]
+
+
+def test_small_permutations_are_uniform() -> None:
+    stream = Stream(seed_key(1), "chi")
+    counts = Counter(tuple(stream.permutation(4).tolist()) for _ in range(12000))
+    observed = [counts[p] for p in itertools.permutations(range(4))]
+    assert stats.chisquare(observed).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(("draw", "law"), [("uniforms", "uniform"), ("normals", "norm")])
+def test_reals_have_their_law(draw: str, law: str) -> None:
+    sample = getattr(Stream(seed_key(2), draw), draw)(20000)
+    assert stats.kstest(sample, law).pvalue > 1e-4
+
+
+def test_signs_are_fair() -> None:
+    signs = Stream(seed_key(3), "signs").signs(20000)
+    assert set(signs) == {-1.0, 1.0}
+    assert abs(signs.mean()) < 0.03
+
+
+def test_uniforms_never_touch_the_ends() -> None:
+    assert Fixed([0]).uniforms(1)[0] > 0
+    assert Fixed([2**64 - 1]).uniforms(1)[0] < 1

@@ -1,0 +1,415 @@
+"""Checkpoints on disk, read: a Hugging Face folder (one file or shards), a single safetensors file, or a hub id.
+
+A `Checkpoint` is a mapping of tensors that lie in the files: memory-mapped, private (a write to a tensor never reaches the file), read when touched.
+Headers are checked whole before the first tensor is handed out, so what is wrong with a file is said once, at the start, by name.
+`write_bytes` writes one small file atomically; whole checkpoints are written by `regauge.writing`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import mmap
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regauge.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensor = torch.Tensor
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_HEADER_LIMIT = 100_000_000  # the format's own
+
+# The dtypes that regauge moves, then those that only buffers have; with their torch names and sizes.
+FLOATS = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
+DTYPES = FLOATS | {"I64": ("int64", 8), "I32": ("int32", 4), "I16": ("int16", 2), "U8": ("uint8", 1), "BOOL": ("bool", 1)}
+DTYPE_NAMES = {torch_name: name for name, (torch_name, _) in DTYPES.items()}
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "LICENSE*")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: dtype by the format's name, shape, and where its bytes lie in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def numel(self) -> int:
+        return _product(self.shape)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file: its tensors in the order of their bytes, its metadata (None where the file has none), its size."""
+
+    path: Path
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str] | None
+    size: int
+
+
+class Checkpoint(Mapping[str, "Tensor"]):
+    """A checkpoint's tensors by name, read when touched. `config` is its config.json, or None.
+
+    `path` is what was opened, a folder or a file; `index` the index file's contents for sharded folders; `entries` dtype and shape by name.
+    """
+
+    def __init__(
+        self, path: Path, shards: Iterable[Shard], config: Mapping[str, Any] | None, config_path: Path | None, index: Mapping[str, Any] | None = None
+    ) -> None:
+        self.path, self.config, self.config_path, self.index = path, config, config_path, index
+        self.files: dict[str, Shard] = {shard.path.name: shard for shard in shards}
+        self.entries: dict[str, Entry] = {}
+        self._home: dict[str, Shard] = {}
+        for shard in self.files.values():
+            for name, entry in shard.entries.items():
+                if name in self.entries:
+                    raise CheckpointError(
+                        f'"{name}" is in two shards, {self._home[name].path.name} and {shard.path.name}', hint="remove the folder's stray shard"
+                    )
+                self.entries[name], self._home[name] = entry, shard
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> Tensor:
+        import torch
+
+        entry, shard = self.entries[name], self._home[name]
+        dtype = getattr(torch, DTYPES[entry.dtype][0])
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        data = self._map(shard)
+        if entry.start % dtype.itemsize:
+            return torch.frombuffer(bytearray(data[entry.start : entry.stop]), dtype=dtype).view(entry.shape)
+        return torch.frombuffer(data, dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=entry.start).view(entry.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, {len(self)} tensors in {len(self.files)} files)"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.entries)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        return {name: entry.dtype for name, entry in self.entries.items()}
+
+    @property
+    def shards(self) -> dict[str, tuple[str, ...]]:
+        """File name -> tensor names, in the order of their bytes."""
+        return {name: tuple(shard.entries) for name, shard in self.files.items()}
+
+    @property
+    def metadata(self) -> dict[str, dict[str, str]]:
+        """File name -> the file's own metadata."""
+        return {name: dict(shard.metadata or {}) for name, shard in self.files.items()}
+
+    @property
+    def is_folder(self) -> bool:
+        return self.path.is_dir()
+
+    def _map(self, shard: Shard) -> mmap.mmap:
+        with self._lock:
+            if shard.path not in self._maps:
+                with _reading(shard.path), shard.path.open("rb") as file:
+                    if os.fstat(file.fileno()).st_size != shard.size:
+                        raise CheckpointError(f"{shard.path} changed while it was read")
+                    self._maps[shard.path] = _private_map(file.fileno())
+            return self._maps[shard.path]
+
+
+def _private_map(fd: int) -> mmap.mmap:
+    """Copy-on-write, so that torch may have it as writable; without a reservation of memory where the system knows that flag."""
+    reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+    if not reserve:
+        return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
+    return mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE | reserve, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def open_checkpoint(source: str | Path) -> Checkpoint:
+    """Open a folder, a .safetensors file, or a hub id ("owner/name", "owner/name@revision"). No tensor is read."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _open_folder(path)
+    if path.exists():
+        return _open_file(path)
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", str(source)) and path.suffix != ".safetensors" and not path.parent.exists():
+        return _open_folder(_download(str(source)))
+    raise CheckpointError(
+        f"{source} does not exist", hint="a model is a folder with safetensors files, one .safetensors file, or a hub id of the form owner/name"
+    )
+
+
+def _download(repo: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(f'"{repo}" is a hub id, but huggingface_hub is not installed', hint="pip install 'regauge[hub]'") from error
+    name, _, revision = repo.partition("@")
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_HUB_FILES)))
+    except Exception as error:  # the hub's client raises errors of many libraries
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CheckpointError(f"{repo} could not be fetched from the hub: {first}", hint="check the name, the network and HF_TOKEN") from error
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if path.suffix == ".gguf":
+        raise _gguf(path)
+    if path.suffix in PICKLES:
+        raise _pickle(path)
+    shard = read_header(path)
+    for config_path in (path.with_name(f"{path.stem}.config.json"), path.with_name("config.json")):
+        if config_path.is_file():
+            return _opened(path, [shard], config_path)
+    return _opened(path, [shard], None)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    config_path = folder / "config.json" if (folder / "config.json").is_file() else None
+    if (folder / WEIGHTS).exists():
+        return _opened(folder, [read_header(folder / WEIGHTS)], config_path)
+    if (folder / INDEX).exists():
+        index = read_index(folder / INDEX)
+        return _opened(folder, _read_shards(folder, index["weight_map"]), config_path, index)
+    with _reading(folder):
+        found = sorted(p for p in folder.iterdir() if p.is_file())
+    tensors = [p for p in found if p.suffix == ".safetensors"]
+    if len(tensors) == 1 and not re.search(r"-of-\d+$", tensors[0].stem):
+        return _opened(folder, [read_header(tensors[0])], config_path)
+    if tensors:
+        raise CheckpointError(
+            f"{folder} has {len(tensors)} safetensors files ({tensors[0].name}, ...) but no {INDEX}",
+            hint="fetch the index file too, or name one file",
+        )
+    if any(p.suffix == ".gguf" for p in found):
+        raise _gguf(next(p for p in found if p.suffix == ".gguf"))
+    if any(p.suffix in PICKLES for p in found):
+        raise _pickle(next(p for p in found if p.suffix in PICKLES))
+    what = "is empty" if not found else "has no weights"
+    raise CheckpointError(f"{folder} {what}", hint=f"a model folder has {WEIGHTS}, or {INDEX} and its shards")
+
+
+def _pickle(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is a pickle, which can run code when it is read", hint=f"regauge convert {path} -o OUT reads it safely and writes safetensors"
+    )
+
+
+def _gguf(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is GGUF, which regauge does not read", hint="start from the safetensors checkpoint that it was made from")
+
+
+def _opened(path: Path, shards: Iterable[Shard], config_path: Path | None, index: Mapping[str, Any] | None = None) -> Checkpoint:
+    config = None if config_path is None else read_json(config_path)
+    opened = Checkpoint(path, shards, config, config_path, index)
+    if config is not None and config.get("quantization_config"):
+        how = config["quantization_config"]
+        kind = how.get("quant_method", "quantised") if isinstance(how, Mapping) else how
+        raise CheckpointError(
+            f"{path} is quantised ({kind})", hint="start from the unquantised weights: quantised ones have no symmetry left but permutations"
+        )
+    for dtype in sorted(set(opened.dtypes.values()) - DTYPES.keys()):
+        names = [n for n, d in opened.dtypes.items() if d == dtype]
+        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+        raise CheckpointError(
+            f'"{names[0]}"{more} of {path} are {dtype}, which regauge does not move',
+            hint=f"weights are {', '.join(FLOATS)}: start from the unquantised checkpoint",
+        )
+    return opened
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object."""
+    with _reading(path):
+        data = path.read_bytes()
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {error}", hint="fetch the file again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object", hint="fetch the file again")
+    return value
+
+
+def read_index(path: Path) -> dict[str, Any]:
+    """The index of a sharded folder; its weight_map is checked to map names to plain file names."""
+    index = read_json(path)
+    where = index.get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise CheckpointError(f"{path} has no weight_map", hint="fetch the file again")
+    for name, file in where.items():
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise CheckpointError(f'{path} places "{name}" in {file!r}, which is no file name', hint="fetch the file again")
+    return index
+
+
+def _read_shards(folder: Path, where: Mapping[str, str]) -> list[Shard]:
+    files = list(dict.fromkeys(where.values()))
+    missing = [f for f in files if not (folder / f).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of its {len(files)} shards: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}",
+            hint=f"fetch what {INDEX} names",
+        )
+    shards = {f: read_header(folder / f) for f in sorted(files)}
+    for name, file in where.items():
+        if name not in shards[file].entries:
+            raise CheckpointError(
+                f'{INDEX} places "{name}" in {file}, which does not have it', hint="index and shards are from different saves: fetch both again"
+            )
+    for file, shard in shards.items():
+        for name in shard.entries:
+            if where.get(name) != file:
+                raise CheckpointError(
+                    f'{file} has "{name}", which {INDEX} does not place there', hint="index and shards are from different saves: fetch both again"
+                )
+    return list(shards.values())
+
+
+def read_header(path: Path) -> Shard:
+    """Read and check a safetensors header: every size, offset and shape. Dtypes are not judged here."""
+
+    def damaged(what: str) -> CheckpointError:
+        return CheckpointError(f"{path} is damaged: {what}", hint="fetch the file again")
+
+    with _reading(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        first = file.read(8)
+        if first[:8] == b"version ":
+            raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself", hint="git lfs pull")
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length > _HEADER_LIMIT:
+            raise damaged(f"it does not begin like a safetensors file ({size} bytes)")
+        if length > size - 8:
+            raise CheckpointError(f"{path} is truncated: it has {size} bytes, its header alone {8 + length}", hint="fetch the file again")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise damaged(f"its header is not JSON ({str(error)[:80]})") from error
+    if not isinstance(header, dict):
+        raise damaged("its header is no JSON object")
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise damaged("its metadata are not strings")
+    entries = {name: _entry(name, value, 8 + length, damaged) for name, value in header.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
+    at = 8 + length
+    for name, entry in ordered.items():
+        if entry.start != at:
+            raise damaged(f'the bytes of "{name}" begin at {entry.start}, not where the tensor before ends, at {at}')
+        at = entry.stop
+    if at > size:
+        raise CheckpointError(f"{path} is truncated: it has {size} bytes, its header says {at}", hint="fetch the file again")
+    if at < size:
+        raise damaged(f"it has {size} bytes, its header says {at}")
+    return Shard(path, ordered, metadata, size)
+
+
+def _entry(name: str, value: Any, base: int, damaged: Any) -> Entry:
+    def numbers(key: str) -> list[int] | None:
+        found = value.get(key)
+        return found if isinstance(found, list) and all(type(n) is int and 0 <= n < 2**63 for n in found) else None
+
+    if not isinstance(value, dict) or not isinstance(value.get("dtype"), str):
+        raise damaged(f'the header entry of "{name}" has no dtype')
+    shape, offsets = numbers("shape"), numbers("data_offsets")
+    if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise damaged(f'the header entry of "{name}" has no usable shape and offsets')
+    known, given = DTYPES.get(value["dtype"]), offsets[1] - offsets[0]
+    if known and _product(shape) * known[1] != given:
+        raise damaged(f'"{name}" of shape {shape} and dtype {value["dtype"]} needs {_product(shape) * known[1]} bytes, the header gives {given}')
+    return Entry(value["dtype"], tuple(shape), base + offsets[0], base + offsets[1])
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return out
+
+
+def _product(numbers: Iterable[int]) -> int:
+    total = 1
+    for n in numbers:
+        total *= n
+    return total
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says into one error that names the file and the way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"no space left on the device while writing {path}; nothing was kept", hint="free some space, or write to another disk"
+            ) from error
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}", hint="check that the folder exists and is writable") from error
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the system can."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write one file so that it appears whole or not at all, in place of an older one of that name."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    with writing(path):
+        try:
+            with partial.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    fsync_folder(path.parent)

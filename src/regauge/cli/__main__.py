@@ -1,0 +1,7 @@
+"""`python -m regauge.cli`."""
+
+import sys
+
+from regauge.cli import main
+
+sys.exit(main())

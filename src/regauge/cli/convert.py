@@ -1,0 +1,47 @@
+"""`regauge convert`: pickles in, safetensors out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from regauge.cli import options
+from regauge.cli.console import data_json, progress_bar, say, warn
+
+VERSION = 1
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A .bin or .pt file, or a folder with pytorch_model.bin (one file or shards).")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")],
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Write a pickled checkpoint as safetensors. Pickles are read without running code; tied tensors are stored once."""
+    from regauge.converting import open_pickles, plan_conversion
+    from regauge.writing import check_target, write_plan
+
+    check_target(out, source)
+    pickles = open_pickles(source)
+    plan, thunks = plan_conversion(out, pickles)
+    for alias, kept in pickles.aliases.items():
+        say(f"{alias} is the same tensor as {kept}, and is stored once")
+    for name in pickles.dropped:
+        warn(f'"{name}" is no tensor and is left out')
+    report = {"version": VERSION, "command": "convert", "out": str(out), "tensors": len(thunks), "aliases": dict(pickles.aliases), "dry_run": dry_run}
+    if dry_run:
+        say(f"dry run: {len(thunks)} tensors would be written to {out}")
+    else:
+        with progress_bar(f"converting to {out.name}") as progress:
+            written = write_plan(out, plan, thunks, progress=progress, threads=threads)
+        if written.nonfinite:
+            warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {', '.join(written.nonfinite[:5])}")
+        say(f"wrote {out}: {len(thunks)} tensors, {written.bytes / 1e6:,.1f} MB")
+        report |= {"bytes": written.bytes, "files": list(written.files)}
+    if json:
+        data_json(report)
+    return 0

@@ -1,0 +1,190 @@
+"""`regauge move`: apply an element to a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from regauge.cli import options
+from regauge.cli.console import data_json, progress_bar, say, warn
+from regauge.errors import ElementError, RegaugeError
+
+if TYPE_CHECKING:
+    import torch
+
+    from regauge.element import Element
+    from regauge.spec import Spec
+
+VERSION = 1
+
+
+def move(
+    model: options.Model,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")],
+    element: Annotated[Path | None, typer.Option("-g", "--element", metavar="ELEMENT", help="An element file.")] = None,
+    random: Annotated[bool, typer.Option("--random", help="Draw an element.")] = False,
+    group: Annotated[options.Kind, typer.Option("--group", help="Draw from this subgroup.")] = options.Kind.permutation,
+    spaces: Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="Move these spaces only; `ffn` is ffn.0, ffn.1, ...")] = None,
+    seed: options.Seed = None,
+    save_element: Annotated[Path | None, typer.Option("--save-element", metavar="F", help="Save the drawn element here.")] = None,
+    part: Annotated[options.Part | None, typer.Option("--part", help="Move one part only; the parts then no longer fit each other.")] = None,
+    fold: Annotated[bool, typer.Option("--fold", help="Fold the norms first, which gives the stream its rotations.")] = False,
+    spec: options.SpecFile = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same move.")] = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Move a checkpoint by an element: the same function, written in other weights."""
+    if random == (element is not None):
+        raise typer.BadParameter("give either -g ELEMENT or --random")
+    if not random and (seed is not None or save_element is not None):
+        raise typer.BadParameter("--seed and --save-element belong to --random")
+    if random and resume and seed is None:
+        raise typer.BadParameter("--resume needs the element of the interrupted run: give it with -g, or draw it with --seed")
+    started = time.monotonic()
+
+    from regauge.cli.model import open_model, require_fit
+    from regauge.writing import check_target, write_checkpoint
+
+    checkpoint, described = open_model(model, spec)
+    check_target(out, checkpoint.path)
+    if save_element is not None and os.path.lexists(save_element):
+        raise ElementError(f"{save_element} exists already", hint="an element is a secret that cannot be made again: name a new file")
+    require_fit(checkpoint, described)
+
+    from regauge.action import apply_lazily
+    from regauge.fold import fold_lazily
+
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    state: Mapping[str, torch.Tensor] = checkpoint
+    if fold:
+        described, folded = fold_lazily(described, checkpoint)
+        state = Thunks(folded)
+    g = _element(described, element, group.value, spaces, seed)
+    say(f"{described.family}: moves {_summary(g)}{' after folding' if fold else ''}{f', {part.value} only' if part else ''}")
+    thunks = apply_lazily(g, state, part.value if part else None)
+    report: dict[str, Any] = {
+        "version": VERSION,
+        "command": "move",
+        "family": described.family,
+        "out": str(out),
+        "moved": list(g.members),
+        "folded": fold,
+        "part": part.value if part else None,
+        "tensors": len(thunks),
+        "dry_run": dry_run,
+    }
+    if dry_run:
+        say(f"dry run: {len(thunks)} tensors would be written to {out}")
+        if json:
+            data_json(report)
+        return 0
+    if save_element is not None:
+        from regauge.element import save_element as save
+
+        save(g, save_element)
+    try:
+        with progress_bar(f"moving to {out.name}") as progress:
+            written = write_checkpoint(
+                out,
+                checkpoint,
+                thunks,
+                config_changes=described.config,
+                recipe=_recipe(g, fold, part),
+                progress=progress,
+                resume=resume,
+                threads=threads,
+            )
+    except BaseException:
+        if save_element is not None:
+            save_element.unlink(missing_ok=True)
+        raise
+    if written.nonfinite:
+        names = ", ".join(written.nonfinite[:5]) + (f" and {len(written.nonfinite) - 5} more" if len(written.nonfinite) > 5 else "")
+        warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {names}")
+    if written.left:
+        say(f"not carried over (weights in other formats): {', '.join(written.left)}")
+    if written.resumed:
+        say(f"kept from the interrupted run: {', '.join(sorted(written.resumed))}")
+    seconds = time.monotonic() - started
+    say(f"wrote {out}: {written.bytes / 1e6:,.1f} MB in {seconds:.1f} s{f'; the element is in {save_element}' if save_element else ''}")
+    if json:
+        details = {"bytes": written.bytes, "files": list(written.files), "nonfinite": list(written.nonfinite), "left": list(written.left)}
+        data_json(report | details | {"element": str(save_element or element or ""), "seconds": round(seconds, 3)})
+    return 0
+
+
+class Thunks(Mapping[str, "torch.Tensor"]):
+    """A state whose tensors are computed each time they are asked for, so that none is kept."""
+
+    def __init__(self, thunks: Mapping[str, Callable[[], torch.Tensor]]) -> None:
+        self.thunks = thunks
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.thunks[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.thunks)
+
+    def __len__(self) -> int:
+        return len(self.thunks)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.thunks
+
+
+def _element(spec: Spec, file: Path | None, group: Any, spaces: str | None, seed: int | None) -> Element:
+    from regauge.element import element, load_element
+
+    named = [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
+    if file is not None:
+        g = load_element(file, spec)
+        g = g.only(*named) if named is not None else g
+        shown = sorted(spec.visible & g.members.keys())
+        if shown:
+            warn(f"{', '.join(shown)} is visible at the outputs ({', '.join(spec.outputs)}): they move too")
+    else:
+        if named is None and spec.visible:
+            say(f"leaves {', '.join(sorted(spec.visible))} alone, which callers see at the outputs ({', '.join(spec.outputs)}); --spaces overrides")
+        chosen = named if named is not None else [s for s in spec.spaces if s not in spec.visible]
+        g = element(spec, os.urandom(32) if seed is None else seed, within=group, spaces=_exactly(spec, chosen) if named is None else chosen)
+    if not g.members:
+        raise RegaugeError("the element moves nothing", hint="regauge inspect lists the spaces and their groups")
+    return g
+
+
+def _exactly(spec: Spec, names: list[str]) -> list[str]:
+    """Names as they are: none of them may also stand for a longer, visible one."""
+    hidden = {n for n in names if not any(v.startswith(n + ".") for v in spec.visible)}
+    return [n for n in names if n in hidden]
+
+
+def _summary(g: Element) -> str:
+    roots: dict[str, int] = {}
+    for name in g.members:
+        roots[name.split(".")[0]] = roots.get(name.split(".")[0], 0) + 1
+    return ", ".join(f"{root} ({n})" if n > 1 else root for root, n in roots.items()) or "nothing"
+
+
+def _recipe(g: Element, fold: bool, part: options.Part | None) -> bytes:
+    """What, besides the source, determines the values that are written."""
+    whole = hashlib.sha256(f"fold={fold} part={part.value if part else ''} family={g.spec.family}".encode())
+    for name in sorted(g.members):
+        member = g.members[name]
+        whole.update(name.encode() + type(member).__name__.encode())
+        for key in ("index", "scale", "values", "factor", "layout"):
+            value = getattr(member, key, None)
+            if value is not None:
+                whole.update(key.encode() + (value.encode() if isinstance(value, str) else value.tobytes()))
+    return whole.digest()

@@ -1,0 +1,31 @@
+"""Options that several commands share, each said once."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Kind(StrEnum):
+    permutation = "permutation"
+    signed = "signed"
+    orthogonal = "orthogonal"
+    full = "full"
+
+
+class Part(StrEnum):
+    embed = "embed"
+    backbone = "backbone"
+    head = "head"
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a .safetensors file, or a hub id (owner/name).")]
+SpecFile = Annotated[Path | None, typer.Option("--spec", metavar="FILE", help="A spec file (TOML) for a module of your own; see docs/formats.md.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="A public seed, for experiments. Without it: the system's randomness.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Threads that compute. Default: one per core, at most four.")]
+Verbose = Annotated[int, typer.Option("-v", count=True, help="Say more; twice: show tracebacks.", show_default=False)]

@@ -1,0 +1,435 @@
+"""Checkpoints, written: one engine for all that makes a new checkpoint out of an old one, tensor by tensor.
+
+What is written goes into a hidden folder beside the output, `.NAME.partial`, is flushed to the disk, and is then renamed: the output is there whole
+or not at all. Tensors are computed ahead in a few threads, written in the order of the file by this one, and finished shards are flushed by another,
+so that computing, copying and the disk work at once; at most two of the largest tensors are in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, fsync_folder, write_bytes, writing
+from regauge.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    Tensor = torch.Tensor
+    Thunks = Mapping[str, Callable[[], Tensor]]
+
+Progress = Callable[[int, int], None]
+
+_JOURNAL = ".regauge.json"  # in the partial folder: the plan's digest, and the shards that are done
+_FLUSH = 1 << 27  # bytes written between two flushes of a shard
+_SMALL = 1 << 24  # memory for tensors in flight that is always allowed
+
+# Weights in other formats are not carried over: they would be the old ones.
+_OTHER_WEIGHTS = (*PICKLES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite", ".mlmodel", ".npz", ".pkl")
+
+
+@dataclass(frozen=True)
+class File:
+    """One safetensors file to be written: tensors in order, as (name, dtype, shape)."""
+
+    name: str
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...]
+    metadata: Mapping[str, str] | None = None
+
+    def header(self) -> bytes:
+        """The header's bytes, the length in front included; padded to 8, as the format asks."""
+        entries: dict[str, Any] = {} if self.metadata is None else {"__metadata__": dict(self.metadata)}
+        at = 0
+        for name, dtype, shape in self.tensors:
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes(dtype, shape)]}
+            at += nbytes(dtype, shape)
+        raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        raw += b" " * (-len(raw) % 8)
+        return len(raw).to_bytes(8, "little") + raw
+
+    @property
+    def size(self) -> int:
+        return len(self.header()) + sum(nbytes(dtype, shape) for _, dtype, shape in self.tensors)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run writes: safetensors files, small files by their bytes, and files to copy. `digest` tells one plan from another."""
+
+    files: tuple[File, ...]
+    small: Mapping[str, bytes] = field(default_factory=dict)
+    copies: Mapping[str, Path] = field(default_factory=dict)
+    left: tuple[str, ...] = ()
+    recipe: bytes = b""
+
+    @property
+    def size(self) -> int:
+        return sum(f.size for f in self.files) + sum(map(len, self.small.values())) + sum(p.stat().st_size for p in self.copies.values())
+
+    def digest(self) -> str:
+        whole = hashlib.sha256(self.recipe)
+        for file in self.files:
+            whole.update(file.name.encode() + b"\0" + file.header())
+        return whole.hexdigest()
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written. `nonfinite` names tensors that hold NaN or Inf; `left` the files of the source that were not carried over."""
+
+    path: Path
+    files: tuple[str, ...]
+    bytes: int
+    nonfinite: tuple[str, ...]
+    left: tuple[str, ...]
+    resumed: tuple[str, ...]
+
+
+def nbytes(dtype: str, shape: Sequence[int]) -> int:
+    total = DTYPES[dtype][1]
+    for n in shape:
+        total *= n
+    return total
+
+
+def write_checkpoint(
+    out: str | Path,
+    source: Checkpoint,
+    thunks: Thunks,
+    *,
+    config_changes: Mapping[str, Any] | None = None,
+    extra_metadata: Mapping[str, str] | None = None,
+    recipe: bytes = b"",
+    progress: Progress | None = None,
+    resume: bool = False,
+    threads: int | None = None,
+) -> Written:
+    """Write the tensors that thunks make, as the source is laid out: same shards, order, dtypes and metadata, and all its other files.
+
+    `out` is a folder, or a .safetensors file if the source is one file. Tensors that the source lacks go to the end of the last shard; tensors
+    without a thunk are left out. `config_changes` are merged into config.json. `recipe` is whatever, besides the source, determines the values: with
+    `resume`, shards that an interrupted run of the same recipe has finished are kept.
+    """
+    target = Path(out)
+    check_target(target, source.path)
+    plan = _plan(target, source, thunks, dict(config_changes or {}), extra_metadata, recipe)
+    return write_plan(target, plan, thunks, progress=progress, resume=resume, threads=threads)
+
+
+def check_target(out: Path, source: Path) -> None:
+    """Refuse an output that is there already, or that overlaps the source."""
+    here, there = _real(out), source.resolve()
+    if here == there:
+        raise CheckpointError(f"the output {out} is the input", hint="name another folder with -o")
+    if here.is_relative_to(there) or there.is_relative_to(here):
+        inside = "inside" if here.is_relative_to(there) else "around"
+        raise CheckpointError(f"the output {out} lies {inside} the input {source}", hint="name a folder beside it with -o")
+    if os.path.lexists(out) and not (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
+        raise CheckpointError(f"the output {out} exists already", hint="name a new folder with -o, or remove this one first")
+    if not here.parent.is_dir():
+        raise CheckpointError(f"the folder {here.parent} for the output does not exist", hint="make it first")
+
+
+def _real(path: Path) -> Path:
+    return path.parent.resolve() / path.name if path.name not in ("", "..") else path.resolve()
+
+
+def is_file_name(out: Path) -> bool:
+    return out.suffix == ".safetensors"
+
+
+def _plan(out: Path, source: Checkpoint, thunks: Thunks, changes: dict[str, Any], extra: Mapping[str, str] | None, recipe: bytes) -> Plan:
+    files: list[File] = []
+    for shard in source.files.values():
+        kept = tuple((name, e.dtype, e.shape) for name, e in shard.entries.items() if name in thunks)
+        metadata = {**(shard.metadata or {}), **extra} if extra else shard.metadata
+        files.append(File(shard.path.name, kept, metadata))
+    new = tuple((name, *_described(name, thunks[name]())) for name in thunks if name not in source)
+    files[-1] = File(files[-1].name, files[-1].tensors + new, files[-1].metadata)
+    config = _config(source, changes)
+    stamps = [(n, s.size, s.path.stat().st_mtime_ns) for n, s in source.files.items()]
+    recipe = json.dumps([stamps, changes]).encode() + recipe
+    if is_file_name(out):
+        if len(files) > 1:
+            raise CheckpointError(f"{source.path} has {len(files)} shards and cannot become the one file {out}", hint="name a folder with -o")
+        small = {} if config is None else {f"{out.stem}.config.json": config}
+        return Plan((File(out.name, files[0].tensors, files[0].metadata),), small, recipe=recipe)
+    small = {} if config is None else {"config.json": config}
+    if source.is_folder:
+        if source.index is not None:
+            small[INDEX] = _index(source.index, files)
+        copies, left = other_files(source.path, {*small, *source.files})
+        return Plan(tuple(files), small, copies, left, recipe)
+    return Plan((File(WEIGHTS, files[0].tensors, files[0].metadata),), small, recipe=recipe)
+
+
+def _described(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    dtype = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise CheckpointError(f'"{name}" is {tensor.dtype}, which cannot be written')
+    return dtype, tuple(tensor.shape)
+
+
+def _config(source: Checkpoint, changes: Mapping[str, Any]) -> bytes | None:
+    """config.json byte for byte, unless something in it changes."""
+    if source.config is None or source.config_path is None:
+        return None
+    if all(key in source.config and source.config[key] == value for key, value in changes.items()):
+        return source.config_path.read_bytes()
+    return (json.dumps({**source.config, **changes}, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _index(index: Mapping[str, Any], files: Sequence[File]) -> bytes:
+    where = {name: file.name for file in files for name, _, _ in file.tensors}
+    total = sum(nbytes(dtype, shape) for file in files for _, dtype, shape in file.tensors)
+    ordered = {name: where[name] for name in [*index["weight_map"], *where] if name in where}
+    metadata = index.get("metadata") if isinstance(index.get("metadata"), Mapping) else {}
+    changed = {**index, "metadata": {**(metadata or {}), "total_size": total}, "weight_map": ordered}
+    return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def other_files(folder: Path, written: set[str]) -> tuple[dict[str, Path], tuple[str, ...]]:
+    """The files of a folder to carry over, and those to leave: weights in other formats and their indices, and hidden files."""
+    copies: dict[str, Path] = {}
+    left: list[str] = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if any(part.startswith(".") for part in Path(name).parts) or not path.is_file() or name in written:
+            continue
+        if path.suffix in _OTHER_WEIGHTS or name.endswith((".index.json", ".safetensors.json")) or path.name.startswith(("tf_model", "flax_model")):
+            left.append(name)
+        else:
+            copies[name] = path
+    return copies, tuple(left)
+
+
+def write_plan(
+    out: Path, plan: Plan, thunks: Thunks, *, progress: Progress | None = None, resume: bool = False, threads: int | None = None
+) -> Written:
+    """Write a plan beside the output and rename it into place. The output has been checked."""
+    parent = _real(out).parent
+    partial = parent / f".{out.name}.partial"
+    with _staged(partial, plan, resume) as done:
+        _check_space(parent, plan, sum(f.size for f in plan.files if f.name in done))
+        run = _Run(partial, plan, thunks, done, progress, threads or min(4, os.cpu_count() or 1))
+        with writing(out):
+            run.write()
+            for name, path in plan.copies.items():
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, partial / name)
+                _fsync(partial / name)
+            for name, data in plan.small.items():
+                write_bytes(partial / name, data)
+            _finish(partial, out)
+    files = (*(f.name for f in plan.files), *plan.small, *plan.copies)
+    return Written(out, files, plan.size, tuple(run.nonfinite), plan.left, tuple(done))
+
+
+def _finish(partial: Path, out: Path) -> None:
+    (partial / _JOURNAL).unlink(missing_ok=True)
+    for folder in {partial, *(p for p in partial.rglob("*") if p.is_dir())}:
+        fsync_folder(folder)
+    if is_file_name(out):
+        for path in sorted(partial.iterdir(), key=lambda p: p.name == out.name):  # the config first: the weights' appearance means done
+            path.replace(out.with_name(path.name))
+        partial.rmdir()
+    else:
+        partial.rename(out)
+    fsync_folder(out.parent)
+
+
+def _fsync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _check_space(parent: Path, plan: Plan, kept: int) -> None:
+    need, free = plan.size - kept, shutil.disk_usage(parent).free
+    if need > free:
+        raise CheckpointError(
+            f"no space left on the device: {parent} has {free / 1e9:.2f} GB free, the output needs {need / 1e9:.2f} GB",
+            hint="free some space, or write to another disk",
+        )
+
+
+@contextlib.contextmanager
+def _staged(partial: Path, plan: Plan, resume: bool) -> Iterator[set[str]]:
+    """The partial folder, empty or with the finished shards of the same plan (which are yielded). An error removes it."""
+    digest = plan.digest()
+    with writing(partial):
+        partial.mkdir(exist_ok=True)
+    with _alone(partial):
+        done = _finished(partial, plan, digest) if resume else set()
+        try:
+            with writing(partial):
+                for path in partial.iterdir():
+                    if path.name not in done:
+                        shutil.rmtree(path) if path.is_dir() else path.unlink()
+                _journal(partial, digest, done)
+            yield done
+        except Exception:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        except BaseException:  # interrupted: what is finished is kept for whoever means to go on
+            if not resume:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def _alone(partial: Path) -> Iterator[None]:
+    """Refuse a second run that writes the same output. Where the system cannot lock folders, nothing is refused."""
+    try:
+        import fcntl
+
+        fd = os.open(partial, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CheckpointError(f"another run is writing {partial}", hint="wait for it, or name another folder with -o") from error
+        yield
+    finally:
+        os.close(fd)
+
+
+def _journal(partial: Path, digest: str, done: set[str]) -> None:
+    write_bytes(partial / _JOURNAL, json.dumps({"plan": digest, "done": sorted(done)}).encode())
+
+
+def _finished(partial: Path, plan: Plan, digest: str) -> set[str]:
+    try:
+        journal = json.loads((partial / _JOURNAL).read_bytes())
+        names = set(journal["done"]) if journal["plan"] == digest else set()
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
+    return {f.name for f in plan.files if f.name in names and (partial / f.name).is_file() and (partial / f.name).stat().st_size == f.size}
+
+
+class _Run:
+    """The tensors of a plan on their way to the disk."""
+
+    def __init__(self, folder: Path, plan: Plan, thunks: Thunks, done: set[str], progress: Progress | None, threads: int) -> None:
+        self.folder, self.plan, self.thunks, self.threads = folder, plan, thunks, threads
+        self.done, self.digest = set(done), plan.digest()
+        self.files = [f for f in plan.files if f.name not in done]
+        self.nonfinite: list[str] = []
+        self.total = sum(f.size for f in plan.files)
+        self.written = self.total - sum(f.size for f in self.files)
+        self.progress = progress
+
+    def write(self) -> None:
+        sizes = [nbytes(dtype, shape) for file in self.files for _, dtype, shape in file.tensors]
+        budget = max(2 * max(sizes, default=0), _SMALL)
+        waiting = deque((tensor, n) for tensor, n in zip((t for f in self.files for t in f.tensors), sizes, strict=True))
+        running: deque[tuple[Future[tuple[Any, bool]], int]] = deque()
+        held = 0
+        with ThreadPoolExecutor(self.threads, "regauge-compute") as pool, ThreadPoolExecutor(1, "regauge-flush") as flusher:
+            flushes: deque[Future[None]] = deque()
+
+            def ahead() -> None:
+                nonlocal held
+                while waiting and (not running or (held + waiting[0][1] <= budget and len(running) < 4 * self.threads)):
+                    tensor, n = waiting.popleft()
+                    running.append((pool.submit(self._compute, *tensor), n))
+                    held += n
+
+            try:
+                for file in self.files:
+                    fd = os.open(self.folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+                    try:
+                        unflushed = self._put(fd, file.header())
+                        for name, _, _ in file.tensors:
+                            ahead()
+                            future, n = running.popleft()
+                            data, finite = future.result()
+                            if not finite:
+                                self.nonfinite.append(name)
+                            unflushed += self._put(fd, data)
+                            del data, future
+                            held -= n
+                            if unflushed >= _FLUSH:
+                                flushes.append(flusher.submit(_flush, os.dup(fd)))
+                                unflushed = 0
+                        flushes.append(flusher.submit(self._close, os.dup(fd), file.name))
+                    finally:
+                        os.close(fd)
+                    while flushes and flushes[0].done():
+                        flushes.popleft().result()
+                for flush in flushes:
+                    flush.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                flusher.shutdown(wait=True)
+                raise
+
+    def _compute(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[Any, bool]:
+        """The bytes of a tensor, without a copy, and whether they are all finite."""
+        import torch
+
+        with torch.no_grad():
+            tensor = self.thunks[name]().detach().cpu().contiguous()
+        if _described(name, tensor) != (dtype, shape):
+            raise CheckpointError(f'"{name}" became {tensor.dtype} {list(tensor.shape)}, but {dtype} {list(shape)} was announced')
+        if not tensor.numel():
+            return b"", True
+        return tensor.reshape(-1).view(torch.uint8).numpy(), dtype not in FLOATS or is_finite(tensor)
+
+    def _put(self, fd: int, data: Any) -> int:
+        view = memoryview(data)
+        n = len(view)
+        while len(view):
+            view = view[os.write(fd, view) :]
+        self.written += n
+        if self.progress:
+            self.progress(self.written, self.total)
+        return n
+
+    def _close(self, fd: int, name: str) -> None:
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self.done.add(name)
+        _journal(self.folder, self.digest, self.done)
+
+
+def _flush(fd: int) -> None:
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def is_finite(x: Tensor) -> bool:
+    """Is no value NaN or Inf? Read off the bits: those are the largest of their sign, as integers. Ten times as fast as torch.isfinite."""
+    import numpy as np
+    import torch
+
+    signed, unsigned, first = {
+        torch.bfloat16: (np.int16, np.uint16, 0x7F80),
+        torch.float16: (np.int16, np.uint16, 0x7C00),
+        torch.float32: (np.int32, np.uint32, 0x7F800000),
+        torch.float64: (np.int64, np.uint64, 0x7FF0000000000000),
+    }[x.dtype]
+    bits = x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().view(signed)
+    last = first + (1 << (8 * x.dtype.itemsize - 1))
+    step = 1 << 17  # what the cache holds between the two passes
+    for at in range(0, bits.size, step):
+        part = bits[at : at + step]
+        if part.max() >= first or part.view(unsigned).max() >= last:
+            return False
+    return True

@@ -1,16 +1,22 @@
-"""For every family: a random element of every declared group moves the weights and leaves the function; wrong elements are refused, and break it when forced."""
+"""For every family: a random element of every declared group keeps the function; wrong elements are refused, and break it when forced."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from picos import PICOS, build, config_of, spec_of
+from safetensors.torch import load_file, save_file
 
+from picos import PICOS, build, config_of, spec_of
 from regauge.action import act, apply
 from regauge.axes import dual
 from regauge.element import Element, element
-from regauge.errors import ElementError
+from regauge.errors import ElementError, SpecError
+from regauge.families import spec_from
 from regauge.fold import fold_norms
 from regauge.groups import GeneralLinear, Orthogonal, Permutation, PlaneSigns, Rotary
 from regauge.members import Dense, Monomial
@@ -193,6 +199,96 @@ def test_a_permutation_across_heads_breaks_the_function(name: str) -> None:
     model.load_state_dict(broken)
     after = outputs(model, PICOS[name].inputs)
     assert max(float((before[k] - after[k]).abs().max()) for k in before) > 1e-4
+
+
+@pytest.mark.parametrize("name", [n for n, pico in PICOS.items() if pico.config is None])
+def test_stored_names(name: str, tmp_path: Path) -> None:
+    """A checkpoint's own names: moved and folded on disk, it loads with from_pretrained and is what the live model becomes. Names differ where
+    transformers converts on loading (DINOv2, Mixtral's experts), and tied tensors are stored once."""
+    model = build(name)
+    spec = spec_of(model)
+    model.save_pretrained(tmp_path)
+    config, state = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    on_disk = spec_from(config, state)
+    assert check(on_disk, state) == []
+    assert on_disk.spaces == spec.spaces
+    assert on_disk.outputs == spec.outputs
+    g = element(spec, 13)
+    loaded = _reload(model, apply(g.to(on_disk), state), {}, tmp_path)
+    expected = apply(g, model.state_dict())
+    assert moved_by({k: v for k, v in loaded.state_dict().items() if k in expected}, expected) < 1e-12
+    before, after = declared(spec, outputs(model, PICOS[name].inputs)), outputs(loaded, PICOS[name].inputs)
+    for n, x in before.items():
+        assert float((after[n] - (act(g, x, spec.outputs[n]) if spec.visible else x)).abs().max()) < 1e-9 * max(1.0, float(x.abs().max())), n
+    folded_spec, folded = fold_norms(on_disk, state)
+    after = outputs(_reload(model, folded, folded_spec.config, tmp_path), PICOS[name].inputs)
+    for n, x in before.items():
+        assert float((after[n] - x).abs().max()) < 1e-9 * max(1.0, float(x.abs().max())), n
+
+
+def _reload(model: torch.nn.Module, state: dict[str, torch.Tensor], changes: Mapping, folder: Path) -> torch.nn.Module:
+    save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    config = type(model.config).from_dict({**config_of(model), **changes})
+    for kind in ("_attn_implementation", "_experts_implementation"):
+        setattr(config, kind, getattr(model.config, kind, None))
+    return type(model).from_pretrained(folder, config=config, dtype=torch.float64).eval()
+
+
+@pytest.mark.parametrize("name", ["bert", "deberta-v3-classifier", "deberta-v2"])
+def test_gamma_and_beta(name: str) -> None:
+    """Checkpoints that came from TensorFlow name LayerNorm's parameters gamma and beta."""
+    model = build(name)
+    spec, state = spec_of(model), model.state_dict()
+    old = {n: n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta") for n in state}
+    renamed = {old[n]: v for n, v in state.items()}
+    on_disk = spec_from(config_of(model), renamed)
+    assert check(on_disk, renamed) == []
+    g = element(spec, 13)
+    expected, moved = apply(g, state), apply(g.to(on_disk), renamed)
+    assert all(torch.equal(expected[n], moved[old[n]]) for n in state)
+
+
+OLD_NAMES = {  # (pico, v5 to v4)
+    "clip-text": lambda n: f"text_model.{n}",
+    "clip-vision": lambda n: f"vision_model.{n}",
+    "timm-swin": lambda n: n.replace("layers.1.downsample", "layers.0.downsample").replace("head.fc.", "head."),
+    "bart": lambda n: n,  # all three repeats of the table stored
+}
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_old_names(name: str) -> None:
+    model, old = build(name), OLD_NAMES[name]
+    spec, state = spec_of(model), model.state_dict()
+    renamed = {old(n): v for n, v in state.items()}
+    on_disk = spec_from(config_of(model), renamed)
+    assert check(on_disk, renamed) == []
+    assert on_disk.spaces == spec.spaces
+    g = element(spec, 13)
+    expected, moved = apply(g, state), apply(g.to(on_disk), renamed)
+    assert all(torch.equal(expected[n], moved[old(n)]) for n in state)
+
+
+@pytest.mark.filterwarnings("ignore:Mapping deprecated")
+def test_timm_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of heads that a timm architecture's name and width stand for, against timm's own list."""
+    from timm.models import deit, vision_transformer
+
+    from regauge.families.pieces import Config
+    from regauge.families.timm_vit import number_of_heads
+
+    made: dict[str, dict] = {}
+    for module, creator in ((vision_transformer, "_create_vision_transformer"), (deit, "_create_deit")):
+        monkeypatch.setattr(module, creator, lambda variant, **more: made.setdefault(variant, more))
+        for entry in [f for n, f in vars(module).items() if n.startswith(("vit_", "deit_", "deit3_", "flexivit_", "eva_large_"))]:
+            entry()
+    assert len(made) > 100
+    for name, arguments in made.items():
+        width, heads = arguments.get("embed_dim", 768), arguments.get("num_heads", 12)
+        assert number_of_heads(Config({"architecture": name}), width) == heads, name
+    with pytest.raises(SpecError, match="20 wide") as error:
+        number_of_heads(Config({"architecture": "vit_own"}), 20)
+    assert "num_heads" in str(error.value.hint)
 
 
 def test_the_papers_element_is_one_special_element() -> None:

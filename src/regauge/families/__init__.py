@@ -6,29 +6,44 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from regauge.errors import UnknownModelError
-from regauge.families import gpt2, llama, swin, t5, vit
+from regauge.families import bart, bert, clip, deberta, dinov2, gemma2, gpt2, llama, mixtral, swin, t5, timm_swin, timm_vit, vit
 from regauge.families.family import Boundary, Family
 from regauge.families.pieces import Config, Names
-from regauge.spec import Spec
+from regauge.spec import Shaped, Spec
 
-FAMILIES: tuple[Family, ...] = (vit.FAMILY, gpt2.FAMILY, llama.FAMILY, t5.FAMILY, swin.FAMILY)
+FAMILIES: tuple[Family, ...] = (
+    vit.FAMILY,
+    dinov2.FAMILY,
+    bert.FAMILY,
+    deberta.FAMILY,
+    gpt2.FAMILY,
+    llama.FAMILY,
+    gemma2.FAMILY,
+    mixtral.FAMILY,
+    bart.FAMILY,
+    t5.FAMILY,
+    swin.FAMILY,
+    clip.FAMILY,
+    timm_vit.FAMILY,
+    timm_swin.FAMILY,
+)
 
 __all__ = ["FAMILIES", "Boundary", "Family", "family_of", "spec_from"]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family that a config.json belongs to."""
-    kind = config.get("model_type")
+    kind, architecture = config.get("model_type"), str(config.get("architecture", ""))
     for family in FAMILIES:
-        if kind in family.model_types:
+        if kind in family.model_types or (kind is None and architecture.startswith(family.architectures)):
             return family
-    known = ", ".join(sorted(t for f in FAMILIES for t in f.model_types))
+    known = ", ".join(sorted([*(t for f in FAMILIES for t in f.model_types), *(f"timm {a}*" for f in FAMILIES for a in f.architectures)]))
     raise UnknownModelError(
-        f"no family describes models of type {kind!r}; known are {known}",
+        f"no family describes models of type {kind or architecture or None!r}; known are {known}",
         hint="docs/adding-a-model.md shows how to add one, or how to write a spec file for --spec",
     )
 
 
-def spec_from(config: Mapping[str, Any], names: Iterable[str]) -> Spec:
-    """The spec of the model with this config and these tensor names, stored or live, old naming or new."""
+def spec_from(config: Mapping[str, Any], names: Iterable[str] | Mapping[str, Shaped]) -> Spec:
+    """The spec of the model with this config and these tensor names (or tensors: timm's need the shapes), stored or live, old naming or new."""
     return family_of(config).spec(Config(config), Names(names))

@@ -35,10 +35,13 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. `spec` describes, `boundaries` cuts, `prefixes` are what full models put before the base model's names."""
+    """A model family. `spec` describes, `boundaries` cuts; both read the config and the tensor names at hand.
+
+    timm's config.json has no model_type: `architectures` are the beginnings of the names that it has instead.
+    """
 
     name: str
     model_types: tuple[str, ...]
     spec: Callable[[Config, Names], Spec]
-    boundaries: Callable[[Config, str], tuple[Boundary, ...]]
-    prefixes: tuple[str, ...] = ()
+    boundaries: Callable[[Config, Names], tuple[Boundary, ...]]
+    architectures: tuple[str, ...] = ()

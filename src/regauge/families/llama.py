@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regauge.families.family import Boundary, Family
-from regauge.families.pieces import RMS_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm
+from regauge.families.pieces import RMS_NORM, Attention, Config, Draft, Names, attention, folding, linear, neurons, norm
 from regauge.groups import Group, Orthogonal, PlaneSigns, Rotary, SignedPermutation
 from regauge.spec import Space, Spec
 
@@ -48,7 +48,7 @@ def decoder_block(d: Draft, c: Config, at: str, i: int, qk: Group, bias: bool, o
     return block
 
 
-def decoder_attention(d: Draft, c: Config, i: int, qk: Group):  # type: ignore[no-untyped-def]
+def decoder_attention(d: Draft, c: Config, i: int, qk: Group) -> Attention:
     heads = c.num_attention_heads
     a = attention(i, heads, c("head_dim", c.hidden_size // heads), kv=c("num_key_value_heads", heads), qk=qk)
     d.spaces |= a.spaces
@@ -76,7 +76,8 @@ def language_head(d: Draft, c: Config, names: Names, base: str, fold: bool = Tru
     d.notes.append("tokens: rows may be permuted together with the 4-D causal mask and the position ids")
 
 
-def boundaries(c: Config, base: str) -> tuple[Boundary, ...]:
+def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
+    base = names.prefix("model.")
     enter = {
         "hidden_states": "_ token stream",
         "attention_mask": "_ _ token _+token*",
@@ -86,4 +87,4 @@ def boundaries(c: Config, base: str) -> tuple[Boundary, ...]:
     return (Boundary("", f"{base}layers", enter, "_ token stream"),)
 
 
-FAMILY = Family("llama", ("llama", "mistral", "qwen2", "qwen3"), spec, boundaries, prefixes=("model.",))
+FAMILY = Family("llama", ("llama", "mistral", "qwen2", "qwen3"), spec, boundaries)

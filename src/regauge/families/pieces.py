@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regauge.groups import GeneralLinear, Group, Permutation, PlaneSigns, Rotary, Scaling, SignedPermutation
-from regauge.spec import Norm, Scale, Space, Spec
+from regauge.spec import Norm, Scale, Shaped, Space, Spec
 
 Tensors = dict[str, str]
 
@@ -36,10 +36,11 @@ class Config:
 
 
 class Names:
-    """The tensor names at hand: what tells one naming, head or option from another."""
+    """The tensor names at hand: what tells one naming, head or option from another. Given as a mapping to tensors, their shapes too."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str] | Mapping[str, Shaped]) -> None:
         self.names = frozenset(names)
+        self.shapes = {n: tuple(t.shape) for n, t in names.items()} if isinstance(names, Mapping) else {}
 
     def has(self, fragment: str) -> bool:
         return any(fragment in n for n in self.names)
@@ -51,9 +52,23 @@ class Names:
         """The prefix if the names carry it, else nothing: base models are saved without."""
         return prefix if self.starts(prefix) else ""
 
+    def count(self, beginning: str) -> int:
+        """How many numbers follow this beginning: the depth of a list of modules, where no config says it."""
+        return len({n[len(beginning) :].split(".")[0] for n in self.names if n.startswith(beginning)})
+
+    def size(self, name: str, dim: int) -> int:
+        """The size of one axis of a tensor, where no config says it."""
+        from regauge.errors import SpecError
+
+        if name not in self.shapes:
+            raise SpecError(f'the shape of "{name}" is not at hand', hint="build the spec from a mapping of names to tensors, not from names alone")
+        return int(self.shapes[name][dim])
+
 
 def star(term: str) -> str:
     """The dual of a term."""
+    if term == "_":
+        return term
     return f"({term})*" if "+" in term else f"{term}*"
 
 
@@ -80,6 +95,18 @@ def reads(names: Mapping[str, str] | Iterable[str], *layers: str) -> tuple[tuple
 def folding(tensors: Mapping[str, str], name: str, *readers: str, neutral: float = 1.0) -> Norm:
     """A norm that folds into these layers."""
     return Norm(f"{name}.weight", f"{name}.bias" if f"{name}.bias" in tensors else None, reads(tensors, *readers), neutral)
+
+
+def scaling(tensors: Mapping[str, str], gain: str, *writers: str) -> Scale:
+    """A LayerScale that folds backwards into these layers."""
+    return Scale(gain, reads(tensors, *writers))
+
+
+def old_norm_names(tensors: Tensors, names: Names) -> Tensors:
+    """Checkpoints converted from TensorFlow call a LayerNorm's weight and bias gamma and beta; transformers renames them on loading."""
+    if not names.has("LayerNorm.gamma"):
+        return tensors
+    return {n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): a for n, a in tensors.items()}
 
 
 LAYER_NORM = "LayerNorm gains and the mean follow permutations only"

@@ -1,0 +1,108 @@
+"""DeBERTa-v2 and v3: post-norm encoders whose attention also reads a table of relative positions, as queries and as keys."""
+
+from __future__ import annotations
+
+from regauge.families.bert import masked_language_head
+from regauge.families.family import Boundary, Family
+from regauge.families.pieces import LAYER_NORM, POST_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm, old_norm_names
+from regauge.groups import GeneralLinear, OrthogonalFixingOnes, Permutation, Trivial
+from regauge.spec import Space, Spec
+
+
+def spec(c: Config, names: Names) -> Spec:
+    base = names.prefix("deberta.")
+    width, heads = c.hidden_size, c.num_attention_heads
+    d = Draft("deberta-v2", buffers=(r".*embeddings\.position_ids",))
+    d.spaces["stream"] = Space(width, Permutation(), why=POST_NORM)
+    embed = embeddings(d, c, names, base)
+    for i in range(c.num_hidden_layers):
+        at = f"{base}encoder.layer.{i}."
+        a = attention(i, heads, c("attention_head_size", width // heads))
+        d.spaces |= a.spaces | {f"ffn.{i}": neurons(c.intermediate_size, c("hidden_act", "gelu"))}
+        d.backbone |= {
+            **linear(at + "attention.self.query_proj", a.q, "stream"),
+            **linear(at + "attention.self.key_proj", a.k, "stream"),
+            **linear(at + "attention.self.value_proj", a.v, "stream"),
+            **linear(at + "attention.output.dense", "stream", a.o),
+            **norm(at + "attention.output.LayerNorm"),
+            **linear(at + "intermediate.dense", f"ffn.{i}", "stream"),
+            **linear(at + "output.dense", "stream", f"ffn.{i}"),
+            **norm(at + "output.LayerNorm"),
+        }
+        for name, out in (("pos_query_proj", a.q), ("pos_key_proj", a.k)):
+            if names.starts(f"{at}attention.self.{name}."):
+                d.backbone |= linear(f"{at}attention.self.{name}", out, "rel")
+    relative_positions(d, names, base, width)
+    if names.starts(f"{base}encoder.conv."):  # reads the stream before block 0, writes it after
+        conv = f"{base}encoder.conv."
+        d.backbone |= {conv + "conv.weight": "stream stream* _", conv + "conv.bias": "stream", **norm(conv + "LayerNorm")}
+        if c("conv_groups", 1) > 1:
+            d.backbone[conv + "conv.weight"] = "stream _ _"
+            d.spaces["stream"] = Space(width, Trivial(), why="a grouped convolution ties channels to their places")
+    heads_of(d, c, names, base, embed)
+    d.embed, d.backbone, d.head = (old_norm_names(part, names) for part in (d.embed, d.backbone, d.head))
+    d.notes.append("tokens: relative positions are computed inside, so rows cannot be permuted from outside")
+    return d.spec()
+
+
+def embeddings(d: Draft, c: Config, names: Names, base: str) -> int:
+    """The tables live in the stream, or in a space `embed` of their own if a projection follows. Returns their width."""
+    width = int(c("embedding_size", c.hidden_size))
+    space = "stream" if width == c.hidden_size else "embed"
+    if space == "embed":
+        masked = names.starts("cls.predictions.") and c("tie_word_embeddings", True)
+        why = "the tied head's activation and norm act on it" if masked else "a linear layer reads the sum of the tables"
+        d.spaces["embed"] = Space(width, Permutation() if masked else GeneralLinear(), why=why)
+        d.embed |= linear(f"{base}embeddings.embed_proj", "stream", "embed", bias=False)
+    for table in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
+        if names.starts(f"{base}embeddings.{table}."):
+            d.embed[f"{base}embeddings.{table}.weight"] = f"_ {space}"
+    d.embed |= norm(f"{base}embeddings.LayerNorm")
+    return width
+
+
+def relative_positions(d: Draft, names: Names, base: str, width: int) -> None:
+    """The table of relative positions: in the stream where it shares the query and key projections, else in a space `rel` with readers of its own."""
+    if not names.starts(f"{base}encoder.rel_embeddings."):
+        return
+    readers = [n.removesuffix(".weight") for n, axes in d.backbone.items() if axes.endswith(" rel*")]
+    space, normed = "rel" if readers else "stream", names.starts(f"{base}encoder.LayerNorm.")
+    d.embed[f"{base}encoder.rel_embeddings.weight"] = f"_ {space}"
+    if normed:
+        d.embed |= norm(f"{base}encoder.LayerNorm", space)
+    if readers and normed:
+        d.spaces["rel"] = Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
+        if not names.has("LayerNorm.gamma"):
+            d.norms.append(folding(d.embed | d.backbone, f"{base}encoder.LayerNorm", *readers))
+    elif readers:
+        d.spaces["rel"] = Space(width, GeneralLinear(), why="linear layers read the table")
+
+
+def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
+    logits = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", embed)
+    if names.starts("lm_predictions."):  # multiplies with the word table itself
+        lm = "lm_predictions.lm_head."
+        d.head |= {**linear(lm + "dense", "stream", "stream"), **norm(lm + "LayerNorm"), lm + "bias": "_"}
+        logits = True
+    if names.starts("pooler.dense."):
+        d.spaces["pool"] = neurons(c("pooler_hidden_size", c.hidden_size), c("pooler_hidden_act", "gelu"))
+        d.head |= linear("pooler.dense", "pool", "stream")
+    for name, reads in (("classifier", "pool" if "pool" in d.spaces else "stream"), ("qa_outputs", "stream")):
+        if names.starts(f"{name}."):
+            d.head |= linear(name, "_", reads)
+            logits = True
+    if not logits:
+        d.outputs = {"last_hidden_state": "_ _ stream"}
+
+
+def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
+    """Not for models with a convolution: it stands between the blocks and reads what entered the first of them."""
+    base = names.prefix("deberta.")
+    if c("conv_kernel_size", 0) > 0:
+        return ()
+    rel = "stream" if c("share_att_key", False) else "rel"
+    enter = {"hidden_states": "_ _ stream", "query_states": "_ _ stream", "rel_embeddings": f"_ {rel}"}
+    return (Boundary("", f"{base}encoder.layer", enter, "_ _ stream", ("hidden_states", "")),)
+
+
+FAMILY = Family("deberta", ("deberta-v2",), spec, boundaries)

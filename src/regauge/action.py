@@ -19,6 +19,7 @@ import numpy as np
 from regauge import axes as ax
 from regauge.element import Element, permutation_index
 from regauge.errors import ElementError, SpecError
+from regauge.groups import SignedPermutation
 from regauge.members import Complexes, Dense, Layout, Member, Monomial, planes
 from regauge.spec import PARTS, stored
 from regauge.streams import Floats, Ints
@@ -439,7 +440,7 @@ def _moved_optimizer_states(
     import torch
 
     for name, member in g.members.items():
-        if not isinstance(member, Monomial) or (member.scale is not None and not np.all(np.abs(member.scale) == 1)):
+        if SignedPermutation().fault(member):
             raise ElementError(
                 f'the optimizer\'s state cannot follow the element on "{name}": Adam-type states keep signed permutations only',
                 hint='draw the element with within="signed", or move before training starts',

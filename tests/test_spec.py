@@ -1,0 +1,112 @@
+"""Specs: every misfit at once, and specs that contradict themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from picos import build, spec_of
+
+from regauge.errors import SpecError
+from regauge.families import spec_from
+from regauge.fold import fold_norms
+from regauge.groups import GeneralLinear, Orthogonal, Permutation
+from regauge.spec import Space, Spec, check, check_spec, require, stored
+
+
+def texts(spec: Spec, state: dict) -> list[str]:
+    return [str(f) for f in check(spec, state)]
+
+
+def test_every_misfit_at_once() -> None:
+    model = build("llama")
+    spec, state = spec_of(model), dict(model.state_dict())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    state[name] = state[name][:8]
+    state["model.norm.weight"] = torch.ones(2, 2)
+    state["extra"] = torch.ones(1)
+    del state["model.layers.1.mlp.up_proj.weight"]
+    found = texts(spec, state)
+    assert f'axis 0 (kv.0 rep.0 qk.0) of "{name}" has size 8, the spec says 16' in found
+    assert '"model.norm.weight" has 2 axes [2, 2], the spec says 1: |stream|' in found
+    assert '"extra" is in the file but not in the spec' in found
+    assert '"model.layers.1.mlp.up_proj.weight" is in the spec but not in the file' in found
+    assert len(found) == 4
+    with pytest.raises(SpecError, match="extra"):
+        require(check(spec, state), "it does not fit")
+
+
+def test_a_config_that_contradicts_the_weights() -> None:
+    model = build("llama")
+    config = {**model.config.to_dict(), "hidden_size": 32, "num_hidden_layers": 3}
+    found = texts(spec_from(config, model.state_dict()), model.state_dict())
+    assert any("layers.2" in f and "not in the file" in f for f in found)
+    assert any("has size 16, the spec says 32" in f for f in found)
+
+
+def test_tied_tensors_may_be_stored_once_or_twice() -> None:
+    model = build("gpt2")
+    spec, state = spec_of(model), dict(model.state_dict())
+    assert texts(spec, state) == []
+    del state["lm_head.weight"]
+    assert texts(spec, state) == []
+    del state["transformer.wte.weight"]
+    assert sorted(texts(spec, state)) == [
+        '"lm_head.weight" is in the spec but not in the file',
+        '"transformer.wte.weight" is in the spec but not in the file',
+    ]
+
+
+def test_a_tied_table_needs_an_orthogonal_stream() -> None:
+    spec = spec_of(build("gpt2"))
+    wrong = replace(
+        spec, spaces={**spec.spaces, "stream": Space(12, GeneralLinear())}, tensors={k: v for k, v in spec.tensors.items() if "|" not in v}
+    )
+    assert any("must be orthogonal" in str(f) for f in check_spec(wrong))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: {"spaces": {k: v for k, v in s.spaces.items() if k != "ffn.0"}}, '"ffn.0" is not a space'),
+        (lambda s: {"tensors": {**s.tensors, "x": "(stream"}}, "expected ')'"),
+        (lambda s: {"spaces": {**s.spaces, "qk.0": replace(s.spaces["qk.0"], over="nowhere")}}, "which is not a space"),
+        (lambda s: {"spaces": {**s.spaces, "vo.0": replace(s.spaces["vo.0"], over="qk.0")}}, "must be a space of permutations"),
+        (lambda s: {"spaces": {**s.spaces, "stream": Space(12, Orthogonal())}}, "follows the permutation part"),
+        (lambda s: {"spaces": {**s.spaces, "stream": Space(0, Permutation())}}, "has size 0"),
+        (lambda s: {"parts": {**s.parts, "transformer.wte.weight": "tail"}}, 'the part "tail"'),
+        (lambda s: {"parts": {**s.parts, "nothing": "head"}}, "not a tensor of the spec"),
+        (lambda s: {"ties": {"a": "b"}}, "not both are tensors"),
+        (lambda s: {"fixed": {"nothing": 1.0}}, "must be constant"),
+        (lambda s: {"tensors": {**s.tensors, "x": "qk.0"}}, "which is no axis of it"),
+        (lambda s: {"tensors": {**s.tensors, "e.{head.0}": "stream head.0"}}, "first axis is not that"),
+        (lambda s: {"outputs": {"y": "_ lost"}}, '"lost" is not a space'),
+    ],
+)
+def test_specs_that_contradict_themselves(change, message: str) -> None:
+    spec = spec_of(build("gpt2"))
+    assert check_spec(spec) == []
+    faults = [str(f) for f in check_spec(replace(spec, **change(spec)))]
+    assert any(message in f for f in faults), faults
+
+
+def test_folded_gains_are_held_to_their_value() -> None:
+    model = build("llama")
+    spec, state = fold_norms(spec_of(model), model.state_dict())
+    assert texts(spec, state) == []
+    state["model.norm.weight"][0] = 1.5
+    assert texts(spec, state) == ['"model.norm.weight" was folded and must be 1 everywhere, but is not']
+
+
+def test_stacks_unroll_to_the_stored_names() -> None:
+    spec = Spec("toy", {"expert.0": Space(2, Permutation()), "d": Space(3, Permutation())}, {"e.{expert.0}.w": "expert.0 d _"})
+    assert {name: entry.axes for name, entry in stored(spec).items()} == {"e.0.w": "d _", "e.1.w": "d _"}
+    assert check(spec, {"e.0.w": torch.ones(3, 9), "e.1.w": torch.ones(3, 9)}) == []
+    assert len(check(spec, {"e.0.w": torch.ones(4, 9)})) == 2
+
+
+def test_sums_and_products_with_an_open_part() -> None:
+    spec = Spec("toy", {"a": Space(2, Permutation())}, {"x": "a+_ (a _)"})
+    assert check(spec, {"x": torch.ones(7, 8)}) == []
+    assert len(check(spec, {"x": torch.ones(1, 9)})) == 2

@@ -27,11 +27,14 @@ from regauge import axes as ax
 from regauge.action import act
 from regauge.element import Element
 from regauge.errors import CutError
-from regauge.families import Boundary, Family, family_of
+from regauge.families import Boundary, family_of
 from regauge.families.pieces import Config, Names
 
 Tensor = torch.Tensor
 Fn = Callable[["Crossing"], Tensor]
+
+# Spaces of activations alone: no weight has them, so a model's spec does not either.
+ROWS = frozenset({"token", "source"})
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,15 @@ class Crossing:
         """Every input with axes moved by an element.
 
         Spaces that the element's spec does not have stay as they are: an element of the model leaves the tokens alone, and one whose spec has only
-        `token` moves rows, masks, position ids and rotary tables together.
+        `token` moves rows, masks, position ids and rotary tables together. That needs the mask: models that leave a causal one to the kernel (sdpa,
+        flash) must be given it as a 4-D tensor, or be set to eager attention.
         """
+        missing = [name for name in self.boundary.implicit if self.inputs.get(name) is None]
+        if missing and "token" in g.members:
+            raise CutError(
+                f'the blocks make "{missing[0]}" from the order of their rows, so the rows cannot move',
+                hint="pass the model a 4-D mask, or call model.set_attn_implementation('eager')" if missing[0] == "attention_mask" else None,
+            )
         return replace(self, inputs={key: _moved(g, value, self.axes(key)) for key, value in self.inputs.items()})
 
     def restored(self, g: Element, z: Tensor) -> Tensor:
@@ -118,6 +128,11 @@ def _moved(g: Element, value: Any, axes: str | None) -> Any:
             hint="masks cross as 4-D tensors; pass one to the model, or choose attn_implementation='eager' or 'sdpa'",
         )
     sizes = g.spec.sizes
+    strange = ax.spaces(axes) - sizes.keys() - ROWS
+    if strange and not sizes.keys() <= ROWS:
+        raise CutError(
+            f'the boundary speaks of "{min(strange)}", which the element\'s model does not have', hint="draw the element from this model's spec"
+        )
     known = ax.Axes(tuple(ax.Hole() if n == 1 and ax.size(t, sizes) != 1 else t for t, n in zip(_known(terms, sizes), value.shape, strict=True)))
     return act(g, value, str(known)) if ax.spaces(str(known)) else value
 
@@ -207,27 +222,28 @@ def _give(z: Tensor) -> Fn:
     return lambda crossing: z
 
 
-def cut(model: torch.nn.Module, family: Family | None = None, *, boundaries: Sequence[Boundary] | None = None) -> Cut:
-    """Where a model is cut: by the family of its config, by a given one, or at given boundaries (for modules of your own)."""
+def cut(model: torch.nn.Module, config: Mapping[str, Any] | None = None, *, boundaries: Sequence[Boundary] | None = None) -> Cut:
+    """Where a model is cut: as the family of its config says (its own, or a given one), or at given boundaries for a module of your own."""
     if boundaries is None:
-        config = config_of(model)
-        family = family or family_of(config)
-        names = Names(name for name, _ in model.named_parameters())
-        base = next((p for p in family.prefixes if names.starts(p)), "")
-        boundaries = family.boundaries(Config(config), base)
+        config = config_of(model) if config is None else config
+        boundaries = family_of(config).boundaries(Config(config), Names(model.state_dict()))
     here = tuple(b for b in boundaries if _submodule(model, b.blocks) is not None)
     if not here:
-        tried = ", ".join(b.blocks for b in boundaries)
-        raise CutError(f"a {type(model).__name__} has no blocks at {tried}", hint="pass boundaries=[Boundary(...)] for a module of your own")
+        tried = " or ".join(b.blocks for b in boundaries)
+        why = f"has no blocks at {tried}" if boundaries else "is of a kind that its family does not cut"
+        raise CutError(f"this {type(model).__name__} {why}", hint="pass boundaries=[Boundary(...)] for a module of your own")
     return Cut(model, here)
 
 
 def config_of(model: torch.nn.Module) -> dict[str, Any]:
-    """A live model's config.json."""
+    """What config.json would say of a live model of transformers or timm."""
     config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(config, "to_dict"):
-        raise CutError(f"a {type(model).__name__} has no config", hint="pass boundaries=[Boundary(...)]")
-    return {**config.to_dict(), "architectures": [type(model).__name__]}
+    if config is not None and hasattr(config, "to_dict"):
+        return {**config.to_dict(), "architectures": [type(model).__name__]}
+    cfg: Any = getattr(model, "pretrained_cfg", None) or {}
+    if "architecture" not in cfg:
+        raise CutError(f"this {type(model).__name__} has no config", hint="pass its config.json as config=, or boundaries=[Boundary(...)]")
+    return dict(cfg)
 
 
 def _submodule(model: torch.nn.Module, path: str) -> torch.nn.Module | None:

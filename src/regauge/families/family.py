@@ -17,8 +17,9 @@ class Boundary:
     first; those not named cross as they are. `returns` names the places of the tuple that a block returns, the stream first; a place named after an
     argument goes to the next block (T5's position bias), others are "". Without it, blocks return the stream alone.
 
-    The token axes of a self-attention mask are "token _+token*": the keys are whatever a cache holds, and then the tokens themselves. `source` are
-    the tokens that cross-attention reads.
+    The token axes of a causal mask are "token _+token*": the keys are whatever a cache holds, and then the tokens themselves. `source` are the tokens
+    that cross-attention reads. `implicit` names arguments that the blocks make from the order of their rows where they are given none (a causal
+    mask, a position bias): rows move only with them.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Boundary:
     enter: Mapping[str, str]
     leave: str
     returns: tuple[str, ...] = ()
+    implicit: tuple[str, ...] = ()
 
     @property
     def stream(self) -> str:

@@ -46,9 +46,10 @@ def spec(c: Config, names: Names) -> Spec:
     return d.spec()
 
 
-def boundaries(c: Config, base: str) -> tuple[Boundary, ...]:
+def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
+    base = names.prefix("transformer.")
     enter = {"hidden_states": "_ token stream", "attention_mask": "_ _ token _+token*", "position_ids": "_ token"}
-    return (Boundary("", f"{base}h", enter, "_ token stream"),)
+    return (Boundary("", f"{base}h", enter, "_ token stream", implicit=("attention_mask",)),)
 
 
-FAMILY = Family("gpt2", ("gpt2",), spec, boundaries, prefixes=("transformer.",))
+FAMILY = Family("gpt2", ("gpt2",), spec, boundaries)

@@ -11,7 +11,7 @@ QKV_BIAS = {"llama": "attention_bias", "qwen3": "attention_bias"}
 
 
 def spec(c: Config, names: Names) -> Spec:
-    base = names.prefix("model.")
+    base = names.prefix("model.") or names.prefix("transformer.")  # LlamaForQuestionAnswering alone says transformer
     kind = c.model_type
     d = Draft(kind, buffers=(r".*rotary_emb\.inv_freq",))
     d.spaces["stream"] = Space(c.hidden_size, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
@@ -77,14 +77,14 @@ def language_head(d: Draft, c: Config, names: Names, base: str, fold: bool = Tru
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
-    base = names.prefix("model.")
+    base = names.prefix("model.") or names.prefix("transformer.")
     enter = {
         "hidden_states": "_ token stream",
         "attention_mask": "_ _ token _+token*",
         "position_ids": "_ token",
         "position_embeddings": "_ token _",
     }
-    return (Boundary("", f"{base}layers", enter, "_ token stream"),)
+    return (Boundary("", f"{base}layers", enter, "_ token stream", implicit=("attention_mask",)),)
 
 
 FAMILY = Family("llama", ("llama", "mistral", "qwen2", "qwen3"), spec, boundaries)

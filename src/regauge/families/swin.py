@@ -98,13 +98,14 @@ def block(d: Draft, c: Config, words: dict[str, str], at: str, s: int, b: int) -
     ]
 
 
-def boundaries(c: Config, base: str) -> tuple[Boundary, ...]:
+def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     """The stages are the backbone: the stream enters as that of stage 0 and leaves as that of the last.
 
     A stage returns two things more, for callers who ask for hidden states.
     """
+    base = names.prefix("swin.")
     leave = f"_ _ stream.{len(c.depths) - 1}"
     return (Boundary("", f"{base}encoder.layers", {"hidden_states": "_ _ stream.0"}, leave, ("hidden_states", "", "")),)
 
 
-FAMILY = Family("swin", ("swin",), spec, boundaries, prefixes=("swin.",))
+FAMILY = Family("swin", ("swin",), spec, boundaries)

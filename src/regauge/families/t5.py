@@ -101,7 +101,8 @@ def heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
     return readers
 
 
-def boundaries(c: Config, base: str) -> tuple[Boundary, ...]:
+def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
+    base = names.prefix("transformer.")
     carried = ("hidden_states", "position_bias", "encoder_decoder_position_bias")
     encoder = {"hidden_states": "_ token stream", "attention_mask": "_ _ token token*", "position_bias": "_ head.encoder token token*"}
     decoder = {
@@ -112,9 +113,9 @@ def boundaries(c: Config, base: str) -> tuple[Boundary, ...]:
         "encoder_attention_mask": "_ _ token source*",
     }
     return (
-        Boundary("encoder", f"{base}encoder.block", encoder, "_ token stream", carried),
-        Boundary("decoder", f"{base}decoder.block", decoder, "_ token stream", carried),
+        Boundary("encoder", f"{base}encoder.block", encoder, "_ token stream", carried, ("position_bias",)),
+        Boundary("decoder", f"{base}decoder.block", decoder, "_ token stream", carried, ("attention_mask", "position_bias")),
     )
 
 
-FAMILY = Family("t5", ("t5",), spec, boundaries, prefixes=("transformer.",))
+FAMILY = Family("t5", ("t5",), spec, boundaries)

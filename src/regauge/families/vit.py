@@ -81,8 +81,9 @@ def spec(c: Config, names: Names) -> Spec:
     return d.spec()
 
 
-def boundaries(c: Config, base: str) -> tuple[Boundary, ...]:
+def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
+    base = names.prefix(f"{c.model_type}.")
     return (Boundary("", f"{base}layers", {"hidden_states": "_ token stream", "attention_mask": "_ _ token token*"}, "_ token stream"),)
 
 
-FAMILY = Family("vit", ("vit", "deit"), spec, boundaries, prefixes=("vit.", "deit."))
+FAMILY = Family("vit", ("vit", "deit"), spec, boundaries)

@@ -39,6 +39,10 @@ def vit(**more: Any) -> Any:
     )
 
 
+def deit() -> Any:
+    return T.DeiTConfig(**vit().to_dict())
+
+
 def gpt2(**more: Any) -> Any:
     return T.GPT2Config(
         **{"n_embd": 12, "n_layer": 2, "n_head": 3, "vocab_size": 30, "n_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -145,15 +149,26 @@ PICOS: dict[str, Pico] = {
     "vit": Pico(lambda: T.ViTForImageClassification(vit()), IMAGES),
     "vit-base": Pico(lambda: T.ViTModel(vit()), IMAGES),
     "vit-no-qkv-bias": Pico(lambda: T.ViTForImageClassification(vit(qkv_bias=False)), IMAGES),
+    "vit-masked": Pico(lambda: T.ViTForMaskedImageModeling(vit(encoder_stride=4)), IMAGES),
+    "deit": Pico(lambda: T.DeiTForImageClassification(deit()), IMAGES),
+    "deit-base": Pico(lambda: T.DeiTModel(deit()), IMAGES),
+    "deit-teacher": Pico(lambda: T.DeiTForImageClassificationWithTeacher(deit()), IMAGES),
     "gpt2": Pico(lambda: T.GPT2LMHeadModel(gpt2()), IDS),
     "gpt2-untied": Pico(lambda: T.GPT2LMHeadModel(gpt2(tie_word_embeddings=False)), IDS),
     "gpt2-classifier": Pico(lambda: T.GPT2ForSequenceClassification(gpt2()), IDS),
+    "gpt2-double": Pico(lambda: T.GPT2DoubleHeadsModel(gpt2()), IDS),
+    "gpt2-tokens": Pico(lambda: T.GPT2ForTokenClassification(gpt2()), IDS),
+    "gpt2-answers": Pico(lambda: T.GPT2ForQuestionAnswering(gpt2()), IDS),
     "gpt2-base": Pico(lambda: T.GPT2Model(gpt2()), IDS),
     "llama": Pico(lambda: T.LlamaForCausalLM(T.LlamaConfig(**LLAMA)), IDS),
     "llama-mha-tied": Pico(lambda: T.LlamaForCausalLM(T.LlamaConfig(**LLAMA | {"num_key_value_heads": 4, "tie_word_embeddings": True})), IDS),
     "llama-mqa-biases": Pico(
         lambda: T.LlamaForCausalLM(T.LlamaConfig(**LLAMA | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True})), IDS
     ),
+    "llama-base": Pico(lambda: T.LlamaModel(T.LlamaConfig(**LLAMA)), IDS),
+    "llama-classifier": Pico(lambda: T.LlamaForSequenceClassification(T.LlamaConfig(**LLAMA)), IDS),
+    "llama-tokens": Pico(lambda: T.LlamaForTokenClassification(T.LlamaConfig(**LLAMA)), IDS),
+    "llama-answers": Pico(lambda: T.LlamaForQuestionAnswering(T.LlamaConfig(**LLAMA)), IDS),
     "mistral": Pico(lambda: T.MistralForCausalLM(T.MistralConfig(**LLAMA)), IDS),
     "qwen2": Pico(lambda: T.Qwen2ForCausalLM(T.Qwen2Config(**LLAMA)), IDS),
     "qwen3": Pico(lambda: T.Qwen3ForCausalLM(T.Qwen3Config(**LLAMA | {"head_dim": 8})), IDS),
@@ -183,6 +198,8 @@ PICOS: dict[str, Pico] = {
     "deberta-v2-xlarge": Pico(lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**XL)), IDS),
     "deberta-v2-xlarge-untied": Pico(lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**XL, tie_word_embeddings=False)), IDS),
     "deberta-v2-xlarge-classifier": Pico(lambda: T.DebertaV2ForSequenceClassification(T.DebertaV2Config(**XL)), IDS),
+    "deberta-v2-groups": Pico(lambda: T.DebertaV2ForTokenClassification(T.DebertaV2Config(**XL, conv_groups=2)), IDS),
+    "roberta-choice": Pico(bert("RobertaForMultipleChoice", num_hidden_layers=1), {"input_ids": IDS["input_ids"].view(1, 2, 7)}),
     "dinov2": Pico(lambda: T.Dinov2ForImageClassification(T.Dinov2Config(**DINOV2)), IMAGES),
     "dinov2-base": Pico(lambda: T.Dinov2Model(T.Dinov2Config(**DINOV2)), IMAGES),
     "dinov2-swiglu": Pico(lambda: T.Dinov2ForImageClassification(T.Dinov2Config(**DINOV2, use_swiglu_ffn=True)), IMAGES),

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from picos import PICOS, build, config_of, spec_of
 from regauge.action import act, apply
 from regauge.axes import dual
+from regauge.cut import cut
 from regauge.element import Element, element
-from regauge.errors import ElementError, SpecError
+from regauge.errors import CutError, ElementError, SpecError
 from regauge.families import spec_from
 from regauge.fold import fold_norms
 from regauge.groups import GeneralLinear, Orthogonal, Permutation, PlaneSigns, Rotary
@@ -232,6 +233,22 @@ def _reload(model: torch.nn.Module, state: dict[str, torch.Tensor], changes: Map
     for kind in ("_attn_implementation", "_experts_implementation"):
         setattr(config, kind, getattr(model.config, kind, None))
     return type(model).from_pretrained(folder, config=config, dtype=torch.float64).eval()
+
+
+@ALL
+def test_the_moved_backbone_fits_behind_its_boundary(name: str) -> None:
+    """The parts and the boundaries agree: with its backbone alone moved, the model breaks; moved at the boundary too, it is itself again."""
+    model = build(name)
+    spec, expected = spec_of(model), outputs(model, PICOS[name].inputs)
+    if name.startswith(("deberta-v2-xlarge", "deberta-v2-groups")):
+        with pytest.raises(CutError, match="does not cut"):
+            cut(model)
+        return
+    g = element(spec, 17)
+    model.load_state_dict(apply(g, model.state_dict(), part="backbone"))
+    assert moved_by(expected, outputs(model, PICOS[name].inputs)) > 1e-3
+    with cut(model, config_of(model)).route(lambda c: c.restored(g, c.moved(g).run())):
+        assert moved_by(expected, outputs(model, PICOS[name].inputs)) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["bert", "deberta-v3-classifier", "deberta-v2"])

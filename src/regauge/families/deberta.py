@@ -39,9 +39,10 @@ def spec(c: Config, names: Names) -> Spec:
         if c("conv_groups", 1) > 1:
             d.backbone[conv + "conv.weight"] = "stream _ _"
             d.spaces["stream"] = Space(width, Trivial(), why="a grouped convolution ties channels to their places")
+        d.notes.append("cut: the convolution stands between the blocks and reads what entered the first of them, so there is no boundary")
     heads_of(d, c, names, base, embed)
     d.embed, d.backbone, d.head = (old_norm_names(part, names) for part in (d.embed, d.backbone, d.head))
-    d.notes.append("tokens: relative positions are computed inside, so rows cannot be permuted from outside")
+    d.notes.append("tokens: rows may be permuted inside the encoder, with the mask and the relative positions that it computes")
     return d.spec()
 
 
@@ -84,6 +85,10 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
         lm = "lm_predictions.lm_head."
         d.head |= {**linear(lm + "dense", "stream", "stream"), **norm(lm + "LayerNorm"), lm + "bias": "_"}
         logits = True
+    if names.starts("mask_predictions."):  # v3's discriminator, which checkpoints carry and no class reads
+        d.spaces["mask"] = Space(c.hidden_size, Permutation(), why="a LayerNorm with gains follows the activation")
+        mask = "mask_predictions."
+        d.head |= {**linear(mask + "dense", "mask", "stream"), **norm(mask + "LayerNorm", "mask"), **linear(mask + "classifier", "_", "mask")}
     if names.starts("pooler.dense."):
         d.spaces["pool"] = neurons(c("pooler_hidden_size", c.hidden_size), c("pooler_hidden_act", "gelu"))
         d.head |= linear("pooler.dense", "pool", "stream")
@@ -96,13 +101,17 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
-    """Not for models with a convolution: it stands between the blocks and reads what entered the first of them."""
     base = names.prefix("deberta.")
-    if c("conv_kernel_size", 0) > 0:
+    if names.starts(f"{base}encoder.conv."):  # it stands between the blocks and reads what entered the first of them
         return ()
     rel = "stream" if c("share_att_key", False) else "rel"
-    enter = {"hidden_states": "_ _ stream", "query_states": "_ _ stream", "rel_embeddings": f"_ {rel}"}
-    return (Boundary("", f"{base}encoder.layer", enter, "_ _ stream", ("hidden_states", "")),)
+    enter = {
+        "hidden_states": "_ token stream",
+        "attention_mask": "_ _ token token*",
+        "relative_pos": "_ token token*",
+        "rel_embeddings": f"_ {rel}",
+    }
+    return (Boundary("", f"{base}encoder.layer", enter, "_ token stream", ("hidden_states", "")),)
 
 
 FAMILY = Family("deberta", ("deberta-v2",), spec, boundaries)

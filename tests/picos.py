@@ -112,8 +112,11 @@ def timm_vit(architecture: str = "vit_pico", **more: Any) -> Pico:
     from timm.models.deit import VisionTransformerDistilled
 
     arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_ratio": 2, "num_classes": 5} | more
+    pool = more.get("global_pool", "token")
     cls = VisionTransformerDistilled if "distilled" in architecture else timm.models.VisionTransformer
-    return Pico(lambda: cls(**arguments), {"x": IMAGES["pixel_values"]}, {"architecture": architecture, "model_args": {"num_heads": 3}})
+    return Pico(
+        lambda: cls(**arguments), {"x": IMAGES["pixel_values"]}, {"architecture": architecture, "model_args": {"num_heads": 3, "global_pool": pool}}
+    )
 
 
 def post_norm_block() -> dict[str, Any]:
@@ -219,6 +222,8 @@ PICOS: dict[str, Pico] = {
     "timm-vit": timm_vit(),
     "timm-vit-avg": timm_vit(class_token=False, global_pool="avg", reg_tokens=2, init_values=0.1, qkv_bias=False),
     "timm-vit-features": timm_vit(num_classes=0),
+    "timm-vit-tokens": timm_vit(num_classes=0, global_pool=""),
+    "timm-vit-max": timm_vit(global_pool="avgmax"),
     "timm-vit-clip": timm_vit(pre_norm=True),
     "timm-vit-qk-norm": timm_vit(qk_norm=True),
     "timm-vit-rms": timm_vit(norm_layer="rmsnorm", qk_norm=True),

@@ -16,7 +16,7 @@ from regauge.action import act, apply
 from regauge.axes import dual
 from regauge.cut import cut
 from regauge.element import Element, element
-from regauge.errors import CutError, ElementError, SpecError
+from regauge.errors import CutError, ElementError, SpecError, UnknownModelError
 from regauge.families import spec_from
 from regauge.fold import fold_norms
 from regauge.groups import GeneralLinear, Orthogonal, Permutation, PlaneSigns, Rotary
@@ -303,6 +303,9 @@ def test_timm_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, arguments in made.items():
         width, heads = arguments.get("embed_dim", 768), arguments.get("num_heads", 12)
         assert number_of_heads(Config({"architecture": name}), width) == heads, name
+    state = {"blocks.0.attn.qkv.weight": torch.zeros(6, 2), "blocks.0.attn.rel_pos.mlp.fc1.weight": torch.zeros(2, 2)}
+    with pytest.raises(UnknownModelError, match="vit_relpos_small"):
+        spec_from({"architecture": "vit_relpos_small"}, state)
     with pytest.raises(SpecError, match="20 wide") as error:
         number_of_heads(Config({"architecture": "vit_own"}), 20)
     assert "num_heads" in str(error.value.hint)

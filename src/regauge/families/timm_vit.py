@@ -30,12 +30,17 @@ from regauge.spec import Space, Spec
 
 # timm's own architectures: heads by the width of the stream, and the names for which that is not so.
 HEADS = {192: 3, 256: 4, 320: 5, 384: 6, 512: 8, 640: 10, 768: 12, 832: 13, 896: 14, 1024: 16, 1152: 16, 1280: 16, 1408: 16, 1536: 24, 1664: 16}
+# Tensors of other classes under the same names: rotary and relative positions, convolutional stems, differential attention.
+OTHER_CLASSES = ("blocks.0.gamma_1", "rope.", "rel_pos.", "patch_embed.backbone.", "attn.lambda_")
 OTHER_HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt": 16}
 
 
 def spec(c: Config, names: Names) -> Spec:
-    if not names.starts("blocks.0.attn.qkv."):
-        raise UnknownModelError(f'"{c("architecture", "this model")}" has no blocks.0.attn.qkv: parallel and other special blocks are not described')
+    if not names.starts("blocks.0.attn.qkv.") or any(names.has(part) for part in OTHER_CLASSES):
+        raise UnknownModelError(
+            f'"{c("architecture", "this model")}" is one of timm\'s classes that no family describes: only its plain VisionTransformer is known',
+            hint="docs/adding-a-model.md shows how to add one, or how to write a spec file for --spec",
+        )
     width = names.size("blocks.0.attn.qkv.weight", 1)
     inner = names.size("blocks.0.attn.qkv.weight", 0) // 3
     heads = number_of_heads(c, width)
@@ -50,7 +55,7 @@ def spec(c: Config, names: Names) -> Spec:
         d.embed |= norm("norm_pre", bias=not rms)
     for i in range(names.count("blocks.")):
         block(d, c, names, i, heads, inner // heads, rms)
-    heads_of(d, names, heads, width, rms)
+    heads_of(d, c, names, heads, width, rms)
     d.notes.append("tokens: patches may be shuffled after the position embedding; the class token is read at place 0")
     return d.spec()
 
@@ -65,6 +70,8 @@ def number_of_heads(c: Config, width: int) -> int:
 
 
 def stream(c: Config, names: Names, width: int, rms: bool) -> Space:
+    if pooling(c) in ("max", "avgmax"):
+        return Space(width, Permutation(), why="the maximum over the tokens follows permutations only")
     if names.starts("norm_pre."):
         return Space(width, SignedPermutation() if rms else Permutation(), why="norm_pre writes the stream: its gains cannot be folded")
     if post_norm(c):
@@ -72,6 +79,10 @@ def stream(c: Config, names: Names, width: int, rms: bool) -> Space:
     if rms:
         return Space(width, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
     return Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
+
+
+def pooling(c: Config) -> str:
+    return str(c("model_args", {}).get("global_pool", c("global_pool", "token")))
 
 
 def post_norm(c: Config) -> bool:
@@ -119,7 +130,7 @@ def qk_norm(a: Attention, names: Names, i: int) -> Attention:
     return replace(a, spaces=a.spaces | {f"qk.{i}": space})
 
 
-def heads_of(d: Draft, names: Names, heads: int, width: int, rms: bool) -> None:
+def heads_of(d: Draft, c: Config, names: Names, heads: int, width: int, rms: bool) -> None:
     """The final norm stands before pooling (norm) or behind it (fc_norm); for folding the two are the same."""
     final = next((n for n in ("norm", "fc_norm") if names.starts(f"{n}.")), None)
     if final:
@@ -132,8 +143,9 @@ def heads_of(d: Draft, names: Names, heads: int, width: int, rms: bool) -> None:
             d.head |= linear(name, "_", out, f"{name}.bias" in names.names)
             if out == "stream":
                 readers.append(name)
-    d.outputs = {"logits": "_ _" if names.starts("head.") else f"_ {out}"}
-    if final and readers:
+    rows = "_ _" if pooling(c) == "" else "_"
+    d.outputs = {"logits": f"{rows} _" if names.starts("head.") else f"{rows} {out}"}
+    if final and readers and pooling(c) not in ("max", "avgmax"):
         d.norms.append(folding(d.head, final, *readers))
 
 

@@ -286,6 +286,16 @@ def test_old_names(name: str) -> None:
     assert all(torch.equal(expected[n], moved[old(n)]) for n in state)
 
 
+@pytest.mark.parametrize("name", ["timm-vit", "timm-swin"])
+def test_timm_needs_shapes(name: str) -> None:
+    model = build(name)
+    shapes = {n: tuple(x.shape) for n, x in model.state_dict().items()}
+    assert spec_from(config_of(model), shapes) == spec_of(model)
+    with pytest.raises(SpecError, match="shape of") as error:
+        spec_from(config_of(model), shapes.keys())
+    assert "names to shapes" in str(error.value.hint)
+
+
 @pytest.mark.filterwarnings("ignore:Mapping deprecated")
 def test_timm_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of heads that a timm architecture's name and width stand for, against timm's own list."""

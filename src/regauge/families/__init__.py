@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from regauge.errors import UnknownModelError
@@ -44,6 +44,6 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
 
 
-def spec_from(config: Mapping[str, Any], names: Iterable[str] | Mapping[str, Shaped]) -> Spec:
-    """The spec of the model with this config and these tensor names (or tensors: timm's need the shapes), stored or live, old naming or new."""
+def spec_from(config: Mapping[str, Any], names: Iterable[str] | Mapping[str, Shaped | Sequence[int]]) -> Spec:
+    """The spec of the model with this config and these tensor names (or names with shapes, which timm's need), stored or live, old naming or new."""
     return family_of(config).spec(Config(config), Names(names))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,11 +36,13 @@ class Config:
 
 
 class Names:
-    """The tensor names at hand: what tells one naming, head or option from another. Given as a mapping to tensors, their shapes too."""
+    """The tensor names at hand: what tells one naming, head or option from another. Given as a mapping to tensors or shapes, their shapes too."""
 
-    def __init__(self, names: Iterable[str] | Mapping[str, Shaped]) -> None:
+    def __init__(self, names: Iterable[str] | Mapping[str, Shaped | Sequence[int]]) -> None:
         self.names = frozenset(names)
-        self.shapes = {n: tuple(t.shape) for n, t in names.items()} if isinstance(names, Mapping) else {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        if isinstance(names, Mapping):
+            self.shapes = {n: tuple(t if isinstance(t, Sequence) else t.shape) for n, t in names.items()}
 
     def has(self, fragment: str) -> bool:
         return any(fragment in n for n in self.names)
@@ -61,7 +63,7 @@ class Names:
         from regauge.errors import SpecError
 
         if name not in self.shapes:
-            raise SpecError(f'the shape of "{name}" is not at hand', hint="build the spec from a mapping of names to tensors, not from names alone")
+            raise SpecError(f'the shape of "{name}" is not at hand', hint="build the spec from a mapping of names to tensors, or of names to shapes")
         return int(self.shapes[name][dim])
 
 

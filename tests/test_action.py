@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from picos import build, spec_of
 
+from picos import build, spec_of
 from regauge import axes as ax
 from regauge.action import act, apply, apply_, apply_lazily
 from regauge.element import Element, element, identity, load_element, match_spaces, save_element

@@ -50,13 +50,17 @@ terms = st.recursive(
 )
 
 
-@given(st.lists(terms, max_size=4))
+sums = st.builds(ax.Sum, st.lists(terms, min_size=2, max_size=3).map(tuple))
+axes_terms = st.one_of(terms, sums)
+
+
+@given(st.lists(axes_terms, max_size=4))
 def test_parse_undoes_print(items: list[ax.Term]) -> None:
     axes = ax.Axes(tuple(items))
     assert ax.parse(str(axes)) == axes
 
 
-@given(st.lists(terms, min_size=1, max_size=4))
+@given(st.lists(axes_terms, min_size=1, max_size=4))
 def test_dual_is_an_involution_that_flips_every_star(items: list[ax.Term]) -> None:
     text = str(ax.Axes(tuple(items)))
     flipped = ax.dual(text)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from picos import build, spec_of
 
+from picos import build, spec_of
 from regauge.errors import SpecError
 from regauge.fold import fold_lazily, fold_norms
 from regauge.groups import Orthogonal, OrthogonalFixingOnes, SignedPermutation

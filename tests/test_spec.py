@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from picos import build, spec_of
 
+from picos import build, spec_of
 from regauge.errors import SpecError
 from regauge.families import spec_from
 from regauge.fold import fold_norms

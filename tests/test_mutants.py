@@ -1,0 +1,140 @@
+"""Deliberate faults in the core, one at a time. The suite must kill every one: a test that cannot fail proves nothing."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+SOURCE = TESTS.parent / "src" / "regauge"
+ACTION, GROUPS, SPEC, FOLD = "test_action.py", "test_groups.py", "test_spec.py", "test_fold.py"
+
+# what is broken: (file, what stands there, what the mutant has instead, the tests that must notice)
+MUTANTS = {
+    "gather in the wrong direction": (
+        "action.py",
+        "torch.as_tensor(self.index, device=x.device)",
+        "torch.as_tensor(np.argsort(self.index), device=x.device)",
+        GROUPS,
+    ),
+    "fused gathers in the wrong order": ("action.py", "Gather(first.index[later.index], scale)", "Gather(later.index[first.index], scale)", ACTION),
+    "a bracket's star forgotten": ("action.py", "member.dual() if leaf.star != star else member", "member.dual() if leaf.star else member", ACTION),
+    "every star forgotten": ("action.py", "member.dual() if leaf.star != star else member", "member", ACTION),
+    "products acted on from the outside in": (
+        "action.py",
+        "inner.then(_widen(_chain(g, outer, n, at, star), width))",
+        "_widen(_chain(g, outer, n, at, star), width).then(inner)",
+        ACTION,
+    ),
+    "the last axis skipped": ("action.py", "for dim, chain in enumerate(chains):", "for dim, chain in enumerate(chains[:-1]):", ACTION),
+    "a turn in the wrong direction": ("action.py", "[a * re - b * im, a * im + b * re]", "[a * re + b * im, b * re - a * im]", GROUPS),
+    "a barred axis scaled": ("action.py", "return Chain(n, (step(order),))", "return Chain(n, (step(member),))", ACTION),
+    "experts that do not change places": ("action.py", "at = {entry.parent: place}", "source, at = name, {entry.parent: place}", ACTION),
+    "second moments that follow signs": ("action.py", "ax.dual(text) if key in _FIRST else ax.bar(text)", "ax.dual(text)", ACTION),
+    "optimizer state left behind": ("action.py", "target.copy_(value)", "pass", ACTION),
+    "every head gets the first head's member": ("action.py", "np.array([at[space.over]])", "np.array([0])", ACTION),
+    "parents on another axis not permuted": ("action.py", "for j in order], dim=dim)", "for j in range(x.shape[dim])], dim=dim)", ACTION),
+    "float32 weights rounded twice": ("action.py", "if w.dtype == torch.float32 and not", "if w.dtype == torch.float16 and not", ACTION),
+    "the part ignored": ("action.py", "if part is not None and g.spec.parts.get(entry.pattern) != part:", "if False:", ACTION),
+    "composition in the wrong order": ("element.py", "members[name] = a.after(b)", "members[name] = b.after(a)", ACTION),
+    "members that travel the wrong way": ("element.py", "a.take(_argsort(other._parent(name)))", "a.take(other._parent(name))", ACTION),
+    "members that do not travel in the inverse": (
+        "element.py",
+        "(member if parent is None else member.take(parent)).inverse()",
+        "member.inverse()",
+        ACTION,
+    ),
+    "elements of other sizes let through": ("element.py", "elif member.size != space.size or", "elif False and", ACTION),
+    "elements outside the group let through": ("element.py", "wrong = space.group.fault(member)", "wrong = None", ACTION),
+    "an inverse scale at the wrong place": ("members.py", "1 / np.take_along_axis(self.scale, back, 1)", "1 / self.scale", GROUPS),
+    "a missing dual": ("members.py", "return Monomial(self.index, None if self.scale is None else 1 / self.scale)", "return self", GROUPS),
+    "a dual without its transpose": ("members.py", "self.inverse().values.swapaxes(1, 2)", "self.inverse().values", GROUPS),
+    "a turn's dual not conjugated": ("members.py", "1 / self.factor.conj()", "1 / self.factor", GROUPS),
+    "scales composed at the wrong place": ("members.py", "np.take_along_axis(other.scale, self.index, 1)", "other.scale", GROUPS),
+    "QR without the sign fix": ("groups.py", "q * np.where(np.diag(r) < 0, -1.0, 1.0)", "q", GROUPS),
+    "ones not kept": ("groups.py", "basis @ r @ basis.T + 1 / size", "basis @ r @ basis.T - 1 / size", GROUPS),
+    "a signed fit without signs": ("groups.py", "np.where(picked < 0, -1.0, 1.0)", "np.ones_like(picked)", GROUPS),
+    "a rotation that is fitted transposed": ("groups.py", "pair[0] @ pair[1].swapaxes(1, 2)", "pair[1] @ pair[0].swapaxes(1, 2)", GROUPS),
+    "anything passes as orthogonal": ("groups.py", 'else "is not orthogonal"', "else None", GROUPS),
+    "biased words kept": ("streams.py", "if word < 2**64 - 2**64 % n:", "if True:", "test_streams.py"),
+    "Sattolo's cycles for Fisher-Yates": ("streams.py", "j = word % (i + 1)", "j = word % i", "test_streams.py"),
+    "labels that do not separate": ("streams.py", 'b"regauge/1/" + label.encode()', 'b"regauge/1/"', "test_streams.py"),
+    "normals with a wrong radius": ("streams.py", "np.sqrt(-2 * np.log(", "np.sqrt(-np.log(", "test_streams.py"),
+    "duals that stop at sums": ("axes.py", "return Sum(tuple(_flip(t) for t in term.terms))", "return term", "test_axes.py"),
+    "a star that does not reach the factors": (
+        "axes.py",
+        "yield from leaves(factor, star != term.star)",
+        "yield from leaves(factor, star)",
+        "test_axes.py",
+    ),
+    "ties to a stream that is not orthogonal": ("spec.py", "if not spec.spaces[space_name].group.is_orthogonal:", "if False:", SPEC),
+    "surplus names let through": ("spec.py", "if name not in known and not spec.is_buffer(name):", "if False:", SPEC),
+    "wrong sizes let through": ("spec.py", "return sizes[term.space] == n", "return True", SPEC),
+    "folded gains not held to their value": ("spec.py", "if name in state and not bool((state[name] == value).all()):", "if False:", SPEC),
+    "a norm's bias multiplied by its gain": ("fold.py", "by=1 / gain.where(", "by=gain.where(", FOLD),
+    "a norm's bias lost": ("fold.py", "return a + _scaled(w, shift, dim).sum(dim).reshape(a.shape)", "return a", FOLD),
+    "rotations allowed beside a gain that stays": (
+        "fold.py",
+        "if space.folded is not None and name not in barred",
+        "if space.folded is not None",
+        FOLD,
+    ),
+}
+
+
+_FORKS = multiprocessing.get_context("forkserver")
+# Imported once, in the server that the runs are forked from: everything heavy but regauge itself.
+_FORKS.set_forkserver_preload(["torch", "scipy.stats", "scipy.optimize", "hypothesis", "pytest", "safetensors.numpy", "preloaded"])
+
+
+def _child(package_root: str, tests: str, log: str) -> None:
+    """One run of the tests against the package at this root, in a process of its own."""
+    sys.path[:0] = [package_root, str(TESTS)]
+    os.chdir(package_root)
+    with Path(log).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        import regauge
+
+        assert Path(regauge.__file__).is_relative_to(package_root), "the copy is what is tested"
+        code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--rootdir={TESTS}", str(TESTS / tests)])
+        sys.stdout.flush()
+        os._exit(int(code))
+
+
+def run_tests(package_root: Path, tests: str) -> tuple[int | None, str]:
+    """The exit code of pytest, and what it printed."""
+    log = package_root / "log"
+    process = _FORKS.Process(target=_child, args=(str(package_root), tests, str(log)))
+    process.start()
+    process.join(300)
+    process.kill()
+    return process.exitcode, log.read_text()[-3000:]
+
+
+def mutate(tmp_path: Path, file: str, old: str, new: str) -> Path:
+    shutil.copytree(SOURCE, tmp_path / "regauge", ignore=shutil.ignore_patterns("__pycache__"))
+    target = tmp_path / "regauge" / file
+    text = target.read_text()
+    assert not old or text.count(old) == 1, f"{file} must have {old!r} exactly once; it has it {text.count(old)} times"
+    target.write_text(text.replace(old, new))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_suite_kills(name: str, tmp_path: Path) -> None:
+    file, old, new, tests = MUTANTS[name]
+    code, printed = run_tests(mutate(tmp_path, file, old, new), tests)
+    assert code == 1, f"this mutant lives:\n{printed}"
+
+
+@pytest.mark.parametrize("tests", sorted({m[3] for m in MUTANTS.values()}))
+def test_the_suite_spares_the_original(tests: str, tmp_path: Path) -> None:
+    """The same run on an unchanged copy passes, so what kills the mutants is the fault and not the set-up."""
+    code, printed = run_tests(mutate(tmp_path, "action.py", "", ""), tests)
+    assert code == 0, printed

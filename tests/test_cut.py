@@ -21,7 +21,7 @@ from regauge.groups import Orthogonal, OrthogonalFixingOnes, Permutation
 from regauge.spec import Space, Spec, stored
 from regauge.testing import outputs, strict_float64
 
-UNCUT = {name for name in PICOS if name.startswith("deberta-v2-xlarge")}  # a convolution stands between the blocks
+UNCUT = {name for name in PICOS if name.startswith(("deberta-v2-xlarge", "deberta-v2-groups"))}  # a convolution stands between the blocks
 ALL = pytest.mark.parametrize("name", [name for name in PICOS if name not in UNCUT])
 SPEAKERS = pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "mixtral", "t5", "t5-gated-unscaled", "bart"])
 
@@ -438,6 +438,15 @@ def test_gradient_checkpointing_is_refused() -> None:
     model.gradient_checkpointing_enable()
     with cut(model).route(local), pytest.raises(CutError, match="gradient checkpointing"):
         model(**IDS)
+
+
+def test_layer_dropping_is_refused() -> None:
+    model = build("bart")
+    model.config.encoder_layerdrop = 0.5
+    with cut(model).route(local):
+        outputs(model, IDS)
+        with pytest.raises(CutError, match="layer dropping"):
+            model.train()(**IDS)
 
 
 def test_mistakes_are_named() -> None:

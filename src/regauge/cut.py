@@ -258,12 +258,14 @@ class Route:
 
     def __init__(self, cut: Cut, fns: Mapping[str, Fn]) -> None:
         self._passes: list[_Pass] = []
+        config = getattr(cut.model, "config", None)
+        drops = any(getattr(config, name, 0) for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"))
         for boundary in cut.boundaries:
             if boundary.name in fns:
                 found = _submodule(cut.model, boundary.blocks)
                 listed = isinstance(found, torch.nn.ModuleList | torch.nn.Sequential)
                 blocks = tuple(found) if listed else (found,)  # type: ignore[arg-type]
-                self._passes.append(_Pass(boundary, blocks, fns[boundary.name]))  # type: ignore[arg-type]
+                self._passes.append(_Pass(boundary, blocks, fns[boundary.name], drops))  # type: ignore[arg-type]
 
     def remove(self) -> None:
         """Give the blocks back. A second call does nothing."""
@@ -281,8 +283,8 @@ class Route:
 class _Pass:
     """The stand-ins of one boundary's blocks. What one pass has noted so far is kept per thread."""
 
-    def __init__(self, boundary: Boundary, blocks: tuple[torch.nn.Module, ...], fn: Fn) -> None:
-        self.boundary, self.blocks, self.fn = boundary, blocks, fn
+    def __init__(self, boundary: Boundary, blocks: tuple[torch.nn.Module, ...], fn: Fn, drops: bool) -> None:
+        self.boundary, self.blocks, self.fn, self.drops = boundary, blocks, fn, drops
         self.signatures = [inspect.signature(b.forward) for b in blocks]
         self.before = [b._compiled_call_impl for b in blocks]
         self.real = tuple(impl or b._call_impl for b, impl in zip(blocks, self.before, strict=True))
@@ -310,9 +312,11 @@ class _Pass:
         block = self.blocks[i]
         if block.training and getattr(block, "gradient_checkpointing", False):
             raise CutError("gradient checkpointing would run a routed backbone twice", hint="call model.gradient_checkpointing_disable() first")
+        if block.training and self.drops:
+            raise CutError("layer dropping skips blocks, and with them the route", hint="set layerdrop to 0, or call model.eval()")
         noted: list[tuple[inspect.BoundArguments, int]] = [] if i == 0 else getattr(self.noted, "calls", [])
         if len(noted) != i:
-            raise CutError(f'block {i} of "{self.boundary.blocks}" was called before block {len(noted)}', hint="switch layer dropping off")
+            raise CutError(f'block {i} of "{self.boundary.blocks}" was called before block {len(noted)}')
         noted.append((self.signatures[i].bind(*args, **kwargs), len(args)))
         self.noted.calls = noted
         z = self._stream(noted[-1][0])

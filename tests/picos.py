@@ -201,7 +201,7 @@ PICOS: dict[str, Pico] = {
     "deberta-v2-xlarge": Pico(lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**XL)), IDS),
     "deberta-v2-xlarge-untied": Pico(lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**XL, tie_word_embeddings=False)), IDS),
     "deberta-v2-xlarge-classifier": Pico(lambda: T.DebertaV2ForSequenceClassification(T.DebertaV2Config(**XL)), IDS),
-    "deberta-v2-groups": Pico(lambda: T.DebertaV2ForTokenClassification(T.DebertaV2Config(**XL, conv_groups=2)), IDS),
+    "deberta-v2-xlarge-groups": Pico(lambda: T.DebertaV2ForTokenClassification(T.DebertaV2Config(**XL, conv_groups=2)), IDS),
     "roberta-choice": Pico(bert("RobertaForMultipleChoice", num_hidden_layers=1), {"input_ids": IDS["input_ids"].view(1, 2, 7)}),
     "dinov2": Pico(lambda: T.Dinov2ForImageClassification(T.Dinov2Config(**DINOV2)), IMAGES),
     "dinov2-base": Pico(lambda: T.Dinov2Model(T.Dinov2Config(**DINOV2)), IMAGES),

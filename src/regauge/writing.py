@@ -32,6 +32,7 @@ Progress = Callable[[int, int], None]
 
 _JOURNAL = ".regauge.json"  # in the partial folder: the plan's digest, and the shards that are done
 _FLUSH = 1 << 27  # bytes written between two flushes of a shard
+_CHUNK = 1 << 18  # bytes handed to the system at once: as cp does; larger writes make it look for large pages, which takes longer
 _SMALL = 1 << 24  # memory for tensors in flight that is always allowed
 
 # Weights in other formats are not carried over: they would be the old ones.
@@ -392,7 +393,7 @@ class _Run:
         view = memoryview(data)
         n = len(view)
         while len(view):
-            view = view[os.write(fd, view) :]
+            view = view[os.write(fd, view[:_CHUNK]) :]
         self.written += n
         if self.progress:
             self.progress(self.written, self.total)

@@ -18,6 +18,8 @@ from regauge.cli import convert, demo, inspect, move
 from regauge.cli.console import fail, say
 from regauge.errors import RegaugeError
 
+_SIGINT = 130  # what typer makes of an interrupt
+
 app = typer.Typer(
     name="regauge",
     help="A Transformer's weights are one of many equal descriptions of the same function. regauge chooses which one.",
@@ -48,22 +50,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     _stop_on_sigterm()
     try:
-        return int(app(args=arguments, standalone_mode=False) or 0)
+        code = int(app(args=arguments, prog_name="regauge", standalone_mode=False) or 0)
+        return _interrupted() if code == _SIGINT else code
     except RegaugeError as error:
         if _debugging(arguments):
             traceback.print_exc()
         fail(error)
         return 1
     except typer.Exit as stop:
-        return int(stop.exit_code)
+        return _interrupted() if stop.exit_code == _SIGINT else int(stop.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        say("error: interrupted; the output was not written")
-        return 1
+        return _interrupted()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
         return _unexpected(error, arguments)
+
+
+def _interrupted() -> int:
+    say("error: interrupted; the output was not written")
+    return 1
 
 
 def _unexpected(error: Any, arguments: list[str]) -> int:

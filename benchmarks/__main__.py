@@ -1,0 +1,15 @@
+"""Run all benchmarks, or those that are named."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks import move
+
+BENCHMARKS = {"move": move.main}
+
+names = sys.argv[1:] or list(BENCHMARKS)
+unknown = [n for n in names if n not in BENCHMARKS]
+if unknown:
+    sys.exit(f"no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+sys.exit(max(BENCHMARKS[n]() for n in names))

@@ -1,0 +1,181 @@
+"""How long it takes to move a 2 GB bf16 Llama-shaped checkpoint, against `cp` and `sync` of the same files.
+
+Goals: a permutation in at most 2.0 times the wall time, private memory at most two of the largest tensors plus 200 MB. The time runs from the
+opening of the checkpoint to the renamed output, once torch is loaded; the whole command, Python's and torch's start included, is shown too. Warm
+cache, interleaved, median of five. Full elements and rotations are reported beside it, from one run each.
+The checkpoint is made once from a fixed seed and kept in a cache folder: $REGAUGE_BENCH, or regauge-bench in the system's temporary folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+GOAL_RATIO, GOAL_EXTRA = 2.0, 200e6
+RUNS = 5
+HIDDEN, LAYERS, HEADS, KV, FFN, VOCAB = 2048, 20, 32, 8, 5504, 32000
+SHARD = 500_000_000
+LARGEST = VOCAB * HIDDEN * 2
+MOVES = {
+    "permutation": ["--group", "permutation"],
+    "full, no folding": ["--group", "full"],
+    "fold, orthogonal": ["--fold", "--group", "orthogonal"],
+}
+
+
+def main() -> int:
+    cache = Path(os.environ.get("REGAUGE_BENCH") or Path(tempfile.gettempdir()) / "regauge-bench")
+    cache.mkdir(parents=True, exist_ok=True)
+    model = cache / "llama-2gb"
+    if not model.exists():
+        print(f"making {model}", file=sys.stderr)
+        make(model)
+    out = cache / "out"
+    copy = partial(_shell, f"cp -r '{model}' '{out}' && sync")
+    size = sum(p.stat().st_size for p in model.iterdir())
+    print(f"{size / 1e9:.2f} GB in {len(list(model.glob('*.safetensors')))} shards, largest tensor {LARGEST / 1e6:.0f} MB, {os.cpu_count()} cores")
+    times = _interleaved({"cp + sync": copy, "permutation": partial(_move, model, out, MOVES["permutation"])}, out)
+    memory: dict[str, float] = {}
+    for name, options in MOVES.items():
+        _clean(out)
+        alone = _move(model, out, options, sample=True)
+        memory[name] = alone.pop("private")
+        for key, seconds in alone.items():
+            times.setdefault(f"{name}{key}", [seconds])
+    _clean(out)
+    base = statistics.median(times["cp + sync"])
+    print(f"{'':26}  {'median':>8}  {'least':>7}  {'most':>7}  {'ratio':>6}  {'private memory':>14}")
+    for name, seconds in times.items():
+        median, private = statistics.median(seconds), f"{memory[name] / 1e6:11.0f} MB" if name in memory else ""
+        print(f"{name:26}  {median:6.2f} s  {min(seconds):5.2f} s  {max(seconds):5.2f} s  {median / base:6.2f}  {private:>14}")
+    ratio, private, limit = statistics.median(times["permutation"]) / base, memory["permutation"], 2 * LARGEST + GOAL_EXTRA
+    met = "met" if ratio <= GOAL_RATIO and private <= limit else "NOT MET"
+    print(f"goal: ratio {ratio:.2f} (at most {GOAL_RATIO}), private memory {private / 1e6:.0f} MB (at most {limit / 1e6:.0f} MB): {met}")
+    return 0 if met == "met" else 1
+
+
+def make(folder: Path, seed: int = 0) -> None:
+    """The checkpoint, through regauge's own writer."""
+    import torch
+
+    from regauge.writing import File, Plan, nbytes, write_plan
+
+    kv = HIDDEN * KV // HEADS
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    for i in range(LAYERS):
+        at = f"model.layers.{i}."
+        shapes |= {at + f"self_attn.{x}_proj.weight": (kv if x in "kv" else HIDDEN, HIDDEN) for x in "qkvo"}
+        shapes |= {at + "mlp.gate_proj.weight": (FFN, HIDDEN), at + "mlp.up_proj.weight": (FFN, HIDDEN), at + "mlp.down_proj.weight": (HIDDEN, FFN)}
+        shapes |= {at + "input_layernorm.weight": (HIDDEN,), at + "post_attention_layernorm.weight": (HIDDEN,)}
+    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, shape in shapes.items():
+        n = nbytes("BF16", shape)
+        if held + n > SHARD:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += n
+    files = [
+        File(f"model-{i + 1:05}-of-{len(groups):05}.safetensors", tuple((n, "BF16", shapes[n]) for n in names), {"format": "pt"})
+        for i, names in enumerate(groups)
+    ]
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+    index = {
+        "metadata": {"total_size": sum(nbytes("BF16", s) for s in shapes.values())},
+        "weight_map": {n: f.name for f in files for n, _, _ in f.tensors},
+    }
+
+    def draw(place: int, shape: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * seed + place)
+        return torch.empty(shape, dtype=torch.bfloat16).normal_(1.0 if len(shape) == 1 else 0.0, 0.02, generator=generator)
+
+    thunks: dict[str, Callable[[], torch.Tensor]] = {name: partial(draw, i, shape) for i, (name, shape) in enumerate(shapes.items())}
+    small = {"config.json": json.dumps(config).encode(), "model.safetensors.index.json": json.dumps(index).encode()}
+    write_plan(folder, Plan(tuple(files), small), thunks)
+
+
+def _interleaved(subjects: dict[str, Callable[[], dict[str, float]]], out: Path) -> dict[str, list[float]]:
+    """Wall times, one subject after the other, after one round that only warms the cache."""
+    times: dict[str, list[float]] = {}
+    for turn in range(RUNS + 1):
+        for name, run in subjects.items():
+            _clean(out)
+            for key, seconds in run().items():
+                if turn:
+                    times.setdefault(f"{name}{key}", []).append(seconds)
+    return times
+
+
+def _clean(out: Path) -> None:
+    shutil.rmtree(out, ignore_errors=True)
+    os.sync()
+
+
+def _shell(command: str) -> dict[str, float]:
+    start = time.perf_counter()
+    subprocess.run(command, shell=True, check=True)
+    return {"": time.perf_counter() - start}
+
+
+def _move(model: Path, out: Path, options: list[str], sample: bool = False) -> dict[str, float]:
+    """Seconds of the move and of the whole command; with `sample`, the largest private memory in bytes too."""
+    how = "sample" if sample else "plain"
+    command = [sys.executable, "-m", "benchmarks.move", how, "move", str(model), "-o", str(out), "--random", "--seed", "1", *options]
+    start = time.perf_counter()
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    whole = time.perf_counter() - start
+    seconds, private = map(float, done.stdout.split())
+    return {"": seconds, ", command": whole, **({"private": private} if sample else {})}
+
+
+def _child(arguments: list[str]) -> int:
+    """The command in this process: prints its seconds, and the largest private dirty memory that "sample" saw, every 20 ms."""
+    import torch  # noqa: F401
+
+    from regauge.cli import main as command
+
+    how, *rest = arguments
+    largest, stop = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal largest
+        while not stop.wait(0.02):
+            lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+            largest = max(largest, sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:")))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    if how == "sample":
+        watcher.start()
+    start = time.perf_counter()
+    code = command(rest)
+    print(time.perf_counter() - start, end=" ")
+    stop.set()
+    print(largest)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(_child(sys.argv[1:]))

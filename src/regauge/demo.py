@@ -1,0 +1,249 @@
+"""A short, honest demonstration on models made on the spot: what moves, what stays, and what a wrong element does.
+
+Two small checkpoints (Llama- and GPT-2-shaped, random weights, norm gains and biases too) are written to a folder as any other checkpoint would be.
+Each chapter is a function that prints a few lines and returns its numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from regauge.streams import Stream, seed_key
+
+Say = Callable[[str], None]
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_inner": 256,
+    "n_positions": 128,
+    "vocab_size": 256,
+    "activation_function": "gelu_new",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a chapter plays: its folder, its seed, and how it speaks."""
+
+    folder: Path
+    seed: int
+    say: Say
+
+
+def run(say: Say, out: Path | None = None, seed: int = 0, *, as_json: bool = False) -> dict[str, Any]:
+    """Play every chapter. With `out` the models are kept there; with `as_json` only one JSON object is said, at the end."""
+    with tempfile.TemporaryDirectory(prefix="regauge-demo-") as temporary:
+        folder = Path(temporary) if out is None else out
+        folder.mkdir(parents=True, exist_ok=True)
+        quiet: Say = (lambda text: None) if as_json else say
+        result: dict[str, Any] = {"version": 1}
+        for number, chapter in enumerate(CHAPTERS, 1):
+            title = (chapter.__doc__ or "").splitlines()[0]
+            quiet(f"{number}. {title}\n")
+            result[chapter.__name__] = chapter(Stage(folder, seed, quiet))
+            quiet("")
+        if out is not None:
+            quiet(f"the models are in {out}")
+    if as_json:
+        say(json.dumps(result, indent=2))
+    return result
+
+
+def make(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
+    """A checkpoint of random weights for a config, written through regauge's own writer. A folder that is there already is kept."""
+    import torch
+
+    from regauge.writing import File, Plan, write_plan
+
+    shapes = _shapes(config)
+    if folder.exists():
+        return folder
+
+    def draw(name: str) -> torch.Tensor:
+        shape = shapes[name]
+        values = Stream(seed_key(seed), f"demo/{name}").normals(int(np.prod(shape))).reshape(shape)
+        values = 1 + 0.2 * values if _is_gain(name) else 0.2 * values
+        return torch.from_numpy(values.astype(np.float32))
+
+    file = File("model.safetensors", tuple((name, "F32", shape) for name, shape in shapes.items()), {"format": "pt"})
+    thunks = {name: (lambda name=name: draw(name)) for name in shapes}
+    write_plan(folder, Plan((file,), {"config.json": json.dumps(dict(config), indent=2).encode()}), thunks)
+    return folder
+
+
+def _is_gain(name: str) -> bool:
+    return name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
+
+
+def _shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    out: dict[str, tuple[int, ...]] = {}
+    if c["model_type"] == "llama":
+        d, ffn, kv = c["hidden_size"], c["intermediate_size"], c["hidden_size"] * c["num_key_value_heads"] // c["num_attention_heads"]
+        out["model.embed_tokens.weight"] = (c["vocab_size"], d)
+        for i in range(c["num_hidden_layers"]):
+            at = f"model.layers.{i}."
+            out |= {f"{at}self_attn.{x}_proj.weight": (kv if x in "kv" else d, d) for x in "qkvo"}
+            out |= {f"{at}mlp.gate_proj.weight": (ffn, d), f"{at}mlp.up_proj.weight": (ffn, d), f"{at}mlp.down_proj.weight": (d, ffn)}
+            out |= {f"{at}input_layernorm.weight": (d,), f"{at}post_attention_layernorm.weight": (d,)}
+        return out | {"model.norm.weight": (d,), "lm_head.weight": (c["vocab_size"], d)}
+    d, ffn = c["n_embd"], c["n_inner"]
+    out |= {"transformer.wte.weight": (c["vocab_size"], d), "transformer.wpe.weight": (c["n_positions"], d)}
+    for i in range(c["n_layer"]):
+        at = f"transformer.h.{i}."
+        layers = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d), "mlp.c_fc": (d, ffn), "mlp.c_proj": (ffn, d)}
+        for name, (into, width) in layers.items():
+            out |= {f"{at}{name}.weight": (into, width), f"{at}{name}.bias": (width,)}
+        out |= {f"{at}{norm}.{x}": (d,) for norm in ("ln_1", "ln_2") for x in ("weight", "bias")}
+    return out | {"transformer.ln_f.weight": (d,), "transformer.ln_f.bias": (d,)}
+
+
+def symmetry(stage: Stage) -> dict[str, Any]:
+    """What a model's symmetry is."""
+    from regauge.checkpoint import open_checkpoint
+    from regauge.cli.inspect import facts_of, text_of
+    from regauge.families import spec_from
+
+    checkpoint = open_checkpoint(make(stage.folder / "llama", LLAMA, stage.seed))
+    facts = facts_of(checkpoint, spec_from(LLAMA, checkpoint.names))
+    stage.say(text_of(facts, []))
+    return {"bits": facts["bits"], "dimensions": facts["dimensions"]}
+
+
+def moving(stage: Stage) -> dict[str, Any]:
+    """Moving it: other weights, the same function; a wrong element breaks it."""
+    from regauge.cli.console import columns
+
+    rows = [("model", "element", "weights moved", "moved back", "logits differ by")]
+    numbers: list[dict[str, Any]] = []
+    for name, config in (("llama", LLAMA), ("gpt2", GPT2)):
+        for found in _moves(stage, make(stage.folder / name, config, stage.seed)):
+            numbers.append({"model": name, **found})
+            logits = "(needs transformers)" if found["logits"] is None else f"{found['logits']:.1e}"
+            back = "bit for bit" if found["back"] == 0 else f"to {found['back']:.1e}"
+            rows.append((name, found["element"], f"{100 * found['moved']:.0f} %", back, logits))
+    stage.say(columns(rows, right=(2,)))
+    stage.say(
+        "\nDifferences are the largest one, relative to the largest logit. The wrong element rotates the stream under norms that were not folded:"
+    )
+    stage.say("regauge refuses it, and here it is forced.")
+    return {"moves": numbers}
+
+
+def _moves(stage: Stage, folder: Path) -> list[dict[str, Any]]:
+    from dataclasses import replace
+
+    from regauge.action import apply
+    from regauge.checkpoint import open_checkpoint
+    from regauge.element import Element, element
+    from regauge.families import spec_from
+    from regauge.fold import fold_norms
+    from regauge.groups import Orthogonal
+
+    checkpoint = open_checkpoint(folder)
+    state = dict(checkpoint)
+    assert checkpoint.config is not None
+    spec = spec_from(checkpoint.config, checkpoint.names)
+    folded_spec, folded = fold_norms(spec, state)
+    free = replace(spec, spaces={**spec.spaces, "stream": replace(spec.spaces["stream"], group=Orthogonal())})
+    cases = [
+        ("permutation", spec, state, element(spec, stage.seed, within="permutation"), False),
+        ("full", spec, state, element(spec, stage.seed), False),
+        ("rotation, norms folded", folded_spec, folded, element(folded_spec, stage.seed, within="orthogonal"), False),
+        ("wrong, forced", spec, state, Element(spec, element(free, stage.seed, spaces=["stream"]).members), True),
+    ]
+    out = []
+    for label, described, before, g, force in cases:
+        bars_lifted = _lift_bars(described) if force else described
+        g = Element(bars_lifted, g.members)
+        after = apply(g, before, force=force)
+        back = apply(~g, after, force=force)
+        total = sum(t.numel() for t in before.values())
+        out.append(
+            {
+                "element": label,
+                "moved": sum(int((after[n] != t).sum()) for n, t in before.items()) / total,
+                "back": max(float((back[n] - t).abs().max()) for n, t in before.items()),
+                "logits": _logits_differ(checkpoint.config, state, after, described.config),
+            }
+        )
+    return out
+
+
+def _lift_bars(spec: Any) -> Any:
+    """The spec with norm gains left out of the action: what someone who forgets them would write."""
+    from dataclasses import replace
+
+    return replace(spec, tensors={name: "_" if text == "|stream|" else text for name, text in spec.tensors.items()})
+
+
+def _logits_differ(config: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], changes: Mapping[str, Any]) -> float | None:
+    """How far apart two states' logits are through the transformers library, or None where it is not installed."""
+    import torch
+
+    _declare_torchvision_operators()
+    try:
+        import transformers
+
+        kind = getattr(transformers, config["architectures"][0])
+    except Exception:  # absent, or broken by another library
+        return None
+    logits = []
+    for state, more in ((before, {}), (after, changes)):
+        model = kind(transformers.AutoConfig.for_model(**{**config, **more})).eval()
+        model.load_state_dict(dict(state), strict=False)
+        model.tie_weights()
+        with torch.no_grad():
+            logits.append(model(torch.arange(48).view(2, 24) * 5 % 256).logits)
+    return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+
+
+@cache
+def _declare_torchvision_operators() -> None:
+    """A torchvision without compiled operators breaks the import of transformers, unless they are declared."""
+    import importlib.util
+
+    import torch
+
+    if importlib.util.find_spec("torchvision") is None:
+        return
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError:
+        library = torch.library.Library("torchvision", "DEF")
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT.append(library)
+
+
+_KEPT: list[Any] = []  # a library's operators live as long as it does
+
+CHAPTERS: tuple[Callable[[Stage], dict[str, Any]], ...] = (symmetry, moving)

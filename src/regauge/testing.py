@@ -15,6 +15,7 @@ import torch
 
 from regauge.action import act, apply
 from regauge.element import Element
+from regauge.errors import SpecError
 from regauge.spec import Spec
 
 # Largest |difference| of the outputs, relative to their largest absolute value (and at least 1), that rounding alone explains.
@@ -66,8 +67,12 @@ def outputs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, torc
 
 def declared(spec: Spec, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The outputs that the spec speaks of, or all if it names none: T5 also hands out its encoder's last state, which is an inner value."""
+    if not spec.outputs:
+        return dict(outs)
     named = {name: value for name, value in outs.items() if name in spec.outputs}
-    return named or dict(outs)
+    if not named:
+        raise SpecError(f"the spec speaks of {', '.join(spec.outputs)}, but the model returns {', '.join(outs) or 'nothing'}")
+    return named
 
 
 def symmetry_error(model: torch.nn.Module, spec: Spec, g: Element, inputs: Mapping[str, Any], *, force: bool = False) -> float:
@@ -80,8 +85,10 @@ def symmetry_error(model: torch.nn.Module, spec: Spec, g: Element, inputs: Mappi
     state = {k: v.detach() for k, v in model.state_dict().items()}
     moved.load_state_dict(apply(g.to(spec), state, force=force))
     before, after = declared(spec, outputs(model, inputs)), outputs(moved, inputs)
+    if not before:
+        raise SpecError(f"{type(model).__name__} returned no floating-point output to compare")
     worst = 0.0
-    for name in before.keys() & after.keys():
+    for name in before:
         expected = act(g, before[name], spec.outputs[name]) if name in spec.outputs and spec.visible else before[name]
         scale = max(1.0, float(expected.abs().max()))
         error = float((after[name].double() - expected.double()).abs().max()) / scale

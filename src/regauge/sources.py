@@ -1,0 +1,90 @@
+"""From whatever a user holds to its spec: a live module, a checkpoint, a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regauge.errors import RegaugeError, SpecError, UnknownModelError
+from regauge.families import spec_from
+from regauge.spec import Shaped, Spec
+
+if TYPE_CHECKING:
+    import torch
+
+    from regauge.checkpoint import Checkpoint
+
+
+def spec_of(source: torch.nn.Module | Checkpoint | str | Path | Mapping[str, Any] | object, *, config: Mapping[str, Any] | None = None) -> Spec:
+    """The spec of a model.
+
+    `source` is a live module of the transformers library or timm; a checkpoint, by path or hub id or opened; or a config, as a dict or as the library's
+    own object (its class is then built without memory, for the names of its tensors). `config` stands in for a module's or checkpoint's own.
+
+    >>> # spec = regauge.spec_of(model); spec = regauge.spec_of("path/to/checkpoint")
+    """
+    import torch
+
+    from regauge.checkpoint import Checkpoint, open_checkpoint
+
+    if isinstance(source, str | Path):
+        source = open_checkpoint(source)
+    if isinstance(source, Checkpoint):
+        return _spec_of_checkpoint(source, config)
+    if isinstance(source, torch.nn.Module):
+        return _read(config or config_of(source), source.state_dict(), type(source).__name__)
+    found = dict(source) if isinstance(source, Mapping) else _as_dict(source)
+    module = _empty_module(found)
+    return _read({**found, "architectures": [type(module).__name__]}, module.state_dict(), "the config")
+
+
+def config_of(module: torch.nn.Module) -> dict[str, Any]:
+    """A live module's config, as its config.json would have it."""
+    config = getattr(module, "config", None)
+    if config is not None:
+        return {**_as_dict(config), "architectures": [type(module).__name__]}
+    timm = getattr(module, "pretrained_cfg", None)
+    if timm:
+        heads = [m.num_heads for m in module.modules() if isinstance(getattr(m, "num_heads", None), int)]
+        return {**_as_dict(timm), "num_heads": heads[0] if heads else None, "global_pool": getattr(module, "global_pool", None)}
+    raise UnknownModelError(
+        f"{type(module).__name__} has neither a config nor a pretrained_cfg, so its family is not known",
+        hint="give spec_of a config, or describe the module in a spec file (docs/adding-a-model.md) and use load_spec",
+    )
+
+
+def _spec_of_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Spec:
+    config = config or checkpoint.config
+    if config is None:
+        raise SpecError(
+            f"{checkpoint.path} has no config.json, so its family is not known",
+            hint="put config.json beside it, or describe the model in a spec file and give it with --spec",
+        )
+    return _read(config, checkpoint.entries, str(checkpoint.config_path or "the config"))
+
+
+def _read(config: Mapping[str, Any], tensors: Mapping[str, Shaped | Sequence[int]], where: str) -> Spec:
+    try:
+        return spec_from(config, tensors)
+    except RegaugeError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:  # a config whose values make no sense
+        kind = config.get("model_type") or config.get("architecture")
+        raise SpecError(f"{where} cannot be understood as a {kind}: {error}", hint="compare it with the model's original config.json") from error
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    return dict(config.to_dict()) if hasattr(config, "to_dict") else dict(config)
+
+
+def _empty_module(config: Mapping[str, Any]) -> torch.nn.Module:
+    """The module that a config describes, on the meta device: all its names and shapes, none of its weights."""
+    import torch
+    import transformers
+
+    made = transformers.AutoConfig.for_model(**{k: v for k, v in config.items() if k != "architectures"})
+    wanted = (config.get("architectures") or [None])[0]
+    kind = getattr(transformers, wanted, None) if wanted else None
+    with torch.device("meta"):
+        return kind(made) if kind is not None else transformers.AutoModel.from_config(made)  # type: ignore[no-any-return]

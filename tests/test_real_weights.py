@@ -1,0 +1,79 @@
+"""Real weights, moved by the command line, loaded with from_pretrained by a process that never imports regauge: the same outputs.
+
+The Llamas and the GPT-2 lie in the shared assets; `make real` fetches MiniLM, DINOv2-small and the float32 Llama into a cache and runs these on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from regauge.cli import main
+
+HERE = Path(__file__).parent
+ASSETS = HERE.parents[1] / "shared" / "assets"
+FETCHED = Path(os.environ.get("REGAUGE_ASSETS", Path.home() / ".cache" / "regauge" / "assets"))
+
+# name: (where, its class, largest difference relative to the largest output)
+MODELS = {
+    "stories260K": (ASSETS / "llama_stories260K.safetensors", "AutoModelForCausalLM", 1e-4),
+    "stories15M-fp16": (ASSETS / "llama_stories15M_fp16.safetensors", "AutoModelForCausalLM", 1e-2),
+    "gpt2-pair": (ASSETS / "gpt2_pair" / "seed1", "AutoModelForCausalLM", 1e-2),
+    "stories15m": (FETCHED / "stories15m", "AutoModelForCausalLM", 1e-4),
+    "minilm": (FETCHED / "minilm", "AutoModel", 1e-4),
+    "dinov2-small": (FETCHED / "dinov2-small", "AutoModel", 1e-4),
+}
+
+COMPARE = """
+import json, sys
+sys.path.insert(0, sys.argv[4])
+import torchvision_ops, torch, transformers
+def outputs(folder):
+    model = getattr(transformers, sys.argv[3]).from_pretrained(folder).eval()
+    generator = torch.Generator().manual_seed(0)
+    if hasattr(model.config, "vocab_size"):
+        inputs = {"input_ids": torch.randint(3, min(400, model.config.vocab_size), (2, 24), generator=generator)}
+    else:
+        inputs = {"pixel_values": torch.randn(1, 3, 224, 224, generator=generator, dtype=model.dtype)}
+    with torch.no_grad():
+        result = model(**inputs)
+    return {k: v.double() for k, v in result.items() if isinstance(v, torch.Tensor)}, model
+(a, before), (b, after) = outputs(sys.argv[1]), outputs(sys.argv[2])
+error = max(float((a[k] - b[k]).abs().max() / a[k].abs().max()) for k in a)
+moved = max(float((p.double() - q.double()).abs().max()) for p, q in zip(before.parameters(), after.parameters()))
+assert not any(m == "regauge" or m.startswith("regauge.") for m in sys.modules)
+print(json.dumps({"error": error, "moved": moved, "dtype": str(before.dtype)}))
+"""
+
+
+def folder_of(source: Path, tmp_path: Path) -> Path:
+    """The model as a folder that from_pretrained takes."""
+    if source.is_dir():
+        return source
+    folder = tmp_path / "original"
+    folder.mkdir()
+    shutil.copy(source, folder / "model.safetensors")
+    shutil.copy(source.with_suffix(".config.json"), folder / "config.json")
+    return folder
+
+
+@pytest.mark.parametrize("options", [["--group", "permutation"], ["--group", "full"], ["--fold", "--group", "orthogonal"]], ids=lambda o: o[-1])
+@pytest.mark.parametrize("name", MODELS)
+def test_moved_real_weights_give_the_same_outputs(name: str, options: list[str], tmp_path: Path) -> None:
+    source, kind, tolerance = MODELS[name]
+    if not source.exists():
+        pytest.skip(f"{source} is absent; `make real` fetches what the assets can fetch")
+    folder, out = folder_of(source, tmp_path), tmp_path / "moved"
+    assert main(["move", str(folder), "--random", "--seed", "7", *options, "-o", str(out)]) == 0
+    command = [sys.executable, "-c", COMPARE, str(folder), str(out), kind, str(HERE)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert found["moved"] > 0.01
+    assert found["error"] < tolerance, found

@@ -229,6 +229,7 @@ def _logits_differ(config: Mapping[str, Any], before: Mapping[str, Any], after: 
 @cache
 def _declare_torchvision_operators() -> None:
     """A torchvision without compiled operators breaks the import of transformers, unless they are declared."""
+    import importlib
     import importlib.util
 
     import torch
@@ -236,9 +237,9 @@ def _declare_torchvision_operators() -> None:
     if importlib.util.find_spec("torchvision") is None:
         return
     try:
-        import torchvision  # noqa: F401
+        importlib.import_module("torchvision")
     except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
+        library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _KEPT.append(library)

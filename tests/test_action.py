@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from picos import build, spec_of
 from regauge import axes as ax
 from regauge.action import act, apply, apply_, apply_lazily
-from regauge.element import Element, element, identity, load_element, match_spaces, save_element
+from regauge.elements import Element, element, identity, load_element, match_spaces, save_element
 from regauge.errors import ElementError, SpecError
 from regauge.groups import GROUPS, Permutation, Trivial
 from regauge.members import Dense, Monomial

@@ -332,19 +332,25 @@ def test_two_runs_do_not_write_the_same_output(tmp_path: Path) -> None:
     refuse("another run is writing", lambda: write_checkpoint(tmp_path / "out", source, copied(source) | {"a": second}, threads=1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_nan_and_inf_are_found(dtype: torch.dtype) -> None:
-    x = torch.randn(300_001).to(dtype)
-    x[3], x[5] = torch.finfo(dtype).max, torch.finfo(dtype).min
-    assert is_finite(x)
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
+def test_nan_and_inf_are_found(dtype: str) -> None:
+    kind, whole = {"BF16": ("bfloat16", "int16"), "F16": ("float16", "int16"), "F32": ("float32", "int32"), "F64": ("float64", "int64")}[dtype]
+    floats = getattr(torch, kind)
+
+    def found_finite(x: torch.Tensor) -> bool:
+        return is_finite(x.view(getattr(torch, whole)).numpy(), dtype)
+
+    x = torch.randn(300_001).to(floats)
+    x[3], x[5] = torch.finfo(floats).max, torch.finfo(floats).min
+    assert found_finite(x)
     for bad in ("nan", "inf", "-inf"):
         for place in (0, 200_000, 300_000):
             y = x.clone()
             y[place] = float(bad)
-            assert not is_finite(y)
+            assert not found_finite(y)
     y = x.clone()
-    y[7] = -torch.tensor(float("nan"), dtype=dtype).abs()
-    assert not is_finite(y)
+    y[7] = -torch.tensor(float("nan"), dtype=floats).abs()
+    assert not found_finite(y)
 
 
 def test_nan_is_reported_once_per_tensor(tmp_path: Path) -> None:

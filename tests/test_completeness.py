@@ -13,7 +13,7 @@ import transformers as T
 
 from picos import config_of, gpt2, vit
 from regauge.action import apply
-from regauge.element import Element
+from regauge.elements import Element
 from regauge.families import spec_from
 from regauge.fold import folded_spec
 from regauge.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling, ones_complement

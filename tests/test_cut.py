@@ -12,8 +12,8 @@ import torch
 from picos import IDS, PICOS, build, config_of, spec_of
 from regauge.action import act, apply
 from regauge.axes import dual
-from regauge.cut import Crossing, Cut, cut
-from regauge.element import Element, element
+from regauge.cutting import Crossing, Cut, cut
+from regauge.elements import Element, element
 from regauge.errors import CutError
 from regauge.families import Boundary
 from regauge.fold import fold_norms

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from picos import PICOS, build, config_of, spec_of
 from regauge.action import act, apply
 from regauge.axes import dual
-from regauge.cut import cut
-from regauge.element import Element, element
+from regauge.cutting import cut
+from regauge.elements import Element, element
 from regauge.errors import CutError, ElementError, SpecError, UnknownModelError
 from regauge.families import spec_from
 from regauge.fold import fold_norms

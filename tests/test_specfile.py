@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from regauge.action import apply
 from regauge.checkpoint import open_checkpoint
 from regauge.cli import main
-from regauge.element import Element, element
+from regauge.elements import Element, element
 from regauge.errors import SpecError
 from regauge.fold import fold_norms
 from regauge.groups import Orthogonal

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from picos import PICOS, build, config_of, spec_of
 from regauge.action import apply
-from regauge.element import element
+from regauge.elements import element
 from regauge.families import spec_from
 from regauge.fold import fold_norms
 from regauge.groups import Orthogonal, OrthogonalFixingOnes, Permutation

@@ -14,22 +14,26 @@ if TYPE_CHECKING:
     from regauge.action import apply_ as apply_
     from regauge.axes import dual as dual
     from regauge.axes import parse as parse
-    from regauge.element import Element as Element
-    from regauge.element import element as element
-    from regauge.element import identity as identity
-    from regauge.element import load_element as load_element
-    from regauge.element import save_element as save_element
+    from regauge.checkpoint import open_checkpoint as open_checkpoint
+    from regauge.cutting import cut as cut
+    from regauge.elements import Element as Element
+    from regauge.elements import element as element
+    from regauge.elements import identity as identity
+    from regauge.elements import load_element as load_element
+    from regauge.elements import save_element as save_element
     from regauge.errors import RegaugeError as RegaugeError
     from regauge.fold import fold_norms as fold_norms
+    from regauge.sources import spec_of as spec_of
     from regauge.spec import Space as Space
     from regauge.spec import Spec as Spec
     from regauge.spec import check as check
+    from regauge.specfile import load_spec as load_spec
 
 __version__ = "0.1.0"
 
 # name -> the module it lives in. A test holds this table, the imports above and `__all__` together.
 _HOME = {
-    "Element": "element",
+    "Element": "elements",
     "RegaugeError": "errors",
     "Space": "spec",
     "Spec": "spec",
@@ -37,13 +41,17 @@ _HOME = {
     "apply": "action",
     "apply_": "action",
     "check": "spec",
+    "cut": "cutting",
     "dual": "axes",
-    "element": "element",
+    "element": "elements",
     "fold_norms": "fold",
-    "identity": "element",
-    "load_element": "element",
+    "identity": "elements",
+    "load_element": "elements",
+    "load_spec": "specfile",
+    "open_checkpoint": "checkpoint",
     "parse": "axes",
-    "save_element": "element",
+    "save_element": "elements",
+    "spec_of": "sources",
 }
 
 __all__ = sorted(_HOME)

@@ -1,28 +1,30 @@
 """Acting on tensors: one rule for weights, gradients, activations and masks.
 
 Convention. An element moves activations, h' = M h; a weight of axes "out in*" becomes R W M^-1. A composite axis "(a b c)" is acted on from the
-inside out: c, then b, then a. Permutations gather, (p . x)[i] = x[p[i]], and are never multiplied out: all gathers along one axis become one index.
+inside out: c, then b, then a.
 
-`act` works in the tensor's own dtype, but never below float32. `apply` moves stored weights: what is not a pure gather goes through
-float64 (float32 for half precision) and is rounded once.
+`act` works in the tensor's own dtype, but never below float32. `apply` moves stored weights: what is not a pure gather goes through float64 (float32
+for half precision) and is rounded once. Gathers keep every bit of any dtype, and move numpy arrays of bits as well, without torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from regauge import axes as ax
-from regauge.element import Element, permutation_index
+from regauge.elements import Element, permutation_index
 from regauge.errors import ElementError, SpecError
 from regauge.groups import SignedPermutation
-from regauge.members import Complexes, Dense, Layout, Member, Monomial, planes
+from regauge.members import Monomial
 from regauge.spec import PARTS, stored
-from regauge.streams import Floats, Ints
+from regauge.steps import Chain, Gather, direct_sum, step, widen
+from regauge.streams import Ints
 
 if TYPE_CHECKING:
     import torch
@@ -30,186 +32,8 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 State = Mapping[str, "Tensor"]
-
-
-@dataclass(frozen=True, eq=False)
-class Gather:
-    """out[i] = scale[i] * x[index[i]]"""
-
-    index: Ints
-    scale: Floats | None = None
-
-    @property
-    def size(self) -> int:
-        return len(self.index)
-
-    def __call__(self, x: Tensor, dim: int) -> Tensor:
-        import torch
-
-        out = x.index_select(dim, torch.as_tensor(self.index, device=x.device))
-        if self.scale is None:
-            return out
-        shape = [1] * x.dim()
-        shape[dim] = -1
-        return out * torch.as_tensor(self.scale, dtype=x.dtype, device=x.device).view(shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Multiply:
-    """A block-diagonal matrix: values[b] on block b."""
-
-    values: Floats
-
-    @property
-    def size(self) -> int:
-        return int(self.values.shape[0] * self.values.shape[1])
-
-    def __call__(self, x: Tensor, dim: int) -> Tensor:
-        import torch
-
-        m = torch.as_tensor(self.values, dtype=x.dtype, device=x.device)
-        rows = x.movedim(dim, -1)
-        out = torch.einsum("bij,...bj->...bi", m, rows.reshape(*rows.shape[:-1], m.shape[0], m.shape[1]))
-        return out.reshape(rows.shape).movedim(-1, dim)
-
-
-@dataclass(frozen=True, eq=False)
-class Turn:
-    """A complex factor on each 2-plane of each block."""
-
-    factor: Complexes
-    layout: Layout
-
-    @property
-    def size(self) -> int:
-        return 2 * int(self.factor.size)
-
-    def __call__(self, x: Tensor, dim: int) -> Tensor:
-        import torch
-
-        count, half = self.factor.shape
-        first, second = (torch.as_tensor(p, device=x.device) for p in planes(2 * half, self.layout))
-        re, im = (torch.as_tensor(np.ascontiguousarray(f), dtype=x.dtype, device=x.device) for f in (self.factor.real, self.factor.imag))
-        rows = x.movedim(dim, -1)
-        blocks = rows.reshape(*rows.shape[:-1], count, 2 * half)
-        a, b = blocks.index_select(-1, first), blocks.index_select(-1, second)
-        joined = torch.cat([a * re - b * im, a * im + b * re], dim=-1)
-        back = torch.argsort(torch.cat([first, second]))
-        return joined.index_select(-1, back).reshape(rows.shape).movedim(-1, dim)
-
-
-@dataclass(frozen=True, eq=False)
-class Blocks:
-    """A direct sum of unlike steps: each acts on its own stretch of the axis."""
-
-    chains: tuple[Chain, ...]
-
-    @property
-    def size(self) -> int:
-        return sum(c.size for c in self.chains)
-
-    def __call__(self, x: Tensor, dim: int) -> Tensor:
-        import torch
-
-        pieces = torch.split(x, [c.size for c in self.chains], dim=dim)
-        return torch.cat([chain(piece, dim) for chain, piece in zip(self.chains, pieces, strict=True)], dim=dim)
-
-
-Step = Gather | Multiply | Turn | Blocks
-
-
-@dataclass(frozen=True, eq=False)
-class Chain:
-    """Steps along one axis, first one first. No steps: nothing acts."""
-
-    size: int
-    steps: tuple[Step, ...] = ()
-
-    def __call__(self, x: Tensor, dim: int) -> Tensor:
-        for one in self.steps:
-            x = one(x, dim)
-        return x
-
-    def then(self, later: Chain) -> Chain:
-        steps = list(self.steps)
-        for one in later.steps:
-            if steps and isinstance(steps[-1], Gather) and isinstance(one, Gather):
-                steps[-1] = _fuse(steps[-1], one)
-            else:
-                steps.append(one)
-        return Chain(self.size, tuple(steps))
-
-    @property
-    def gather(self) -> Gather | None:
-        """The one gather that this chain is, if it is just that."""
-        return self.steps[0] if len(self.steps) == 1 and isinstance(self.steps[0], Gather) else None
-
-
-def _fuse(first: Gather, later: Gather) -> Gather:
-    scale = later.scale
-    if first.scale is not None:
-        scale = first.scale[later.index] if scale is None else scale * first.scale[later.index]
-    return Gather(first.index[later.index], scale)
-
-
-def step(member: Member) -> Step:
-    """A member as a step along an axis of size count * size: its matrices are the diagonal blocks, in order."""
-    match member:
-        case Monomial():
-            offset = member.size * np.arange(member.count)[:, None]
-            return Gather((member.index + offset).reshape(-1), None if member.scale is None else member.scale.reshape(-1))
-        case Dense():
-            return Multiply(member.values)
-        case _:
-            return Turn(member.factor, member.layout)
-
-
-def direct_sum(chains: Sequence[Chain]) -> Chain:
-    """Chains side by side along one axis. Like steps are joined; unlike ones stay blocks."""
-    size = sum(c.size for c in chains)
-    if all(not c.steps for c in chains):
-        return Chain(size)
-    if all(not c.steps or c.gather for c in chains):
-        starts = np.cumsum([0, *(c.size for c in chains[:-1])])
-        index = np.concatenate([s + (c.gather.index if c.gather else np.arange(c.size)) for s, c in zip(starts, chains, strict=True)])
-        scale = None
-        if any(c.gather and c.gather.scale is not None for c in chains):
-            scale = np.concatenate([c.gather.scale if c.gather and c.gather.scale is not None else np.ones(c.size) for c in chains])
-        return Chain(size, (Gather(index, scale),))
-    if len({len(c.steps) for c in chains}) == 1:
-        columns = [_join(column) for column in zip(*(c.steps for c in chains), strict=True)]
-        if all(c is not None for c in columns):
-            return Chain(size, tuple(cast("Sequence[Step]", columns)))
-    return Chain(size, (Blocks(tuple(chains)),))
-
-
-def _join(steps: Sequence[Step]) -> Step | None:
-    first = steps[0]
-    if isinstance(first, Multiply) and all(isinstance(s, Multiply) and s.values.shape[1:] == first.values.shape[1:] for s in steps):
-        return Multiply(np.concatenate([s.values for s in steps if isinstance(s, Multiply)]))
-    if isinstance(first, Turn) and all(isinstance(s, Turn) and (s.layout, s.factor.shape[1]) == (first.layout, first.factor.shape[1]) for s in steps):
-        return Turn(np.concatenate([s.factor for s in steps if isinstance(s, Turn)]), first.layout)
-    if all(isinstance(s, Gather) for s in steps):
-        return direct_sum([Chain(s.size, (s,)) for s in steps]).gather
-    return None
-
-
-def _widen(chain: Chain, width: int) -> Chain:
-    """The chain of an outer factor, on an axis whose inner factors together have this width."""
-    if width == 1 or not chain.steps:
-        return Chain(chain.size * width, chain.steps)
-    steps: list[Step] = []
-    for one in chain.steps:
-        if not isinstance(one, Gather):
-            # M (x) I: gather so that the inner index comes first, act, gather back.
-            order = np.arange(chain.size * width).reshape(chain.size, width).T.reshape(-1)
-            inner = direct_sum([Chain(chain.size, (one,))] * width)
-            swap, back = Gather(order), Gather(np.argsort(order))
-            steps += [swap, *inner.steps, back]
-        else:
-            index = (one.index[:, None] * width + np.arange(width)).reshape(-1)
-            steps.append(Gather(index, None if one.scale is None else np.repeat(one.scale, width)))
-    return Chain(chain.size * width, tuple(steps))
+Bits = npt.NDArray[Any]
+Array = TypeVar("Array", "Tensor", Bits)
 
 
 def _chain(g: Element, term: ax.Term, n: int, at: Mapping[str, int], star: bool = False) -> Chain:
@@ -242,7 +66,7 @@ def _product(g: Element, factors: tuple[ax.Term, ...], parts: list[int], at: Map
         inner = direct_sum([_product(g, factors[1:], parts[1:], {**at, parent: i}, star) for i in range(n)])
     else:
         inner = direct_sum([_product(g, factors[1:], parts[1:], at, star)] * n)
-    return inner.then(_widen(_chain(g, outer, n, at, star), width))
+    return inner.then(widen(_chain(g, outer, n, at, star), width))
 
 
 def _leaf(g: Element, leaf: ax.Leaf, n: int, at: Mapping[str, int], star: bool) -> Chain:
@@ -277,57 +101,67 @@ def _outer_parents(g: Element, terms: Sequence[ax.Term]) -> list[int]:
     return out
 
 
-def act(g: Element, x: Tensor, axes: str, *, at: Mapping[str, int] | None = None) -> Tensor:
+def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None) -> Array:
     """Move a tensor with these axes. Differentiable; the result is a new tensor of the same shape, dtype and device.
+
+    A numpy array is moved too, by elements that only gather.
 
     >>> # act(g, hidden, "_ _ stream"); act(g, grad, dual(weight_axes)); act(rows, mask, "_ _ token token*")
     """
     terms = ax.parse(axes).terms
-    if len(terms) != x.dim():
-        raise SpecError(f"a tensor of shape {list(x.shape)} has {x.dim()} axes, but {axes!r} has {len(terms)}")
+    if len(terms) != x.ndim:
+        raise SpecError(f"a tensor of shape {list(x.shape)} has {x.ndim} axes, but {axes!r} has {len(terms)}")
     at = dict(at or {})
     outer = _outer_parents(g, terms)
     if outer:
         return _act_by_place(g, x, terms, outer[0], at)
     chains = [_chain(g, t, n, at) for t, n in zip(terms, x.shape, strict=True)]
-    return _run(x, chains)
+    gathers = [c.gather for c in chains]
+    if all(not c.steps or (gather and gather.scale is None) for c, gather in zip(chains, gathers, strict=True)):
+        return _gather(x, [gather.index if gather else None for gather in gathers])
+    if isinstance(x, np.ndarray):
+        raise ElementError("an array of bits follows permutations only", hint="give act a tensor")
+    return _compute(x, chains)
 
 
-def _act_by_place(g: Element, x: Tensor, terms: Sequence[ax.Term], dim: int, at: Mapping[str, int]) -> Tensor:
-    import torch
-
+def _act_by_place(g: Element, x: Array, terms: Sequence[ax.Term], dim: int, at: Mapping[str, int]) -> Array:
     leaf = terms[dim]
     assert isinstance(leaf, ax.Leaf)
     rest = str(ax.Axes((*terms[:dim], *terms[dim + 1 :])))
     member = g.members.get(leaf.space)
     order = range(x.shape[dim]) if member is None else permutation_index(member).tolist()
+    if isinstance(x, np.ndarray):
+        return np.stack([act(g, x.take(j, axis=dim), rest, at={**at, leaf.space: j}) for j in order], axis=dim)
+    import torch
+
     return torch.stack([act(g, x.select(dim, j), rest, at={**at, leaf.space: j}) for j in order], dim=dim)
 
 
-def _run(x: Tensor, chains: Sequence[Chain]) -> Tensor:
-    """Gathers alone keep every bit in any dtype; everything else is computed in float32 or better."""
+def _compute(x: Tensor, chains: Sequence[Chain]) -> Tensor:
+    """Everything but gathers is computed in float32 or better."""
     import torch
 
-    if all(not c.steps for c in chains):
-        return x.clone()
-    gathers = [c.gather for c in chains]
-    if all(not c.steps or (gather and gather.scale is None) for c, gather in zip(chains, gathers, strict=True)):
-        if x.device.type == "cpu" and not x.requires_grad:
-            return _gather_numpy(x, [gather.index if gather else None for gather in gathers])
-        work = x
-    else:
-        work = x if x.dtype.itemsize >= 4 and x.dtype.is_floating_point else x.to(torch.float32)
+    work = x if x.dtype.itemsize >= 4 and x.dtype.is_floating_point else x.to(torch.float32)
     for dim, chain in enumerate(chains):
         work = chain(work, dim)
     return work.to(x.dtype)
 
 
-def _gather_numpy(x: Tensor, indices: Sequence[Ints | None]) -> Tensor:
-    """Index every axis at once, on the bits. numpy's take is about three times as fast along the last axis as torch's index_select."""
+def _gather(x: Array, indices: Sequence[Ints | None]) -> Array:
+    if isinstance(x, np.ndarray):
+        return _gather_bits(x, indices)
+    if x.device.type != "cpu" or x.requires_grad:
+        for dim, index in enumerate(indices):
+            x = x if index is None else Gather(index)(x, dim)
+        return x
     import torch
 
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    source = x.detach().view(bits[x.dtype.itemsize]).numpy() if x.dtype not in (torch.int64, torch.bool) else x.detach().numpy()
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
+    return torch.from_numpy(_gather_bits(x.detach().view(bits).numpy(), indices)).view(x.dtype)
+
+
+def _gather_bits(source: Bits, indices: Sequence[Ints | None]) -> Bits:
+    """Index every axis at once, on the bits. numpy's take is about three times as fast along the last axis as torch's index_select."""
     moving = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(moving) == 2 and source.ndim == 2 and source.size > 1 << 16:
         (_, rows), (_, columns) = moving
@@ -335,12 +169,11 @@ def _gather_numpy(x: Tensor, indices: Sequence[Ints | None]) -> Tensor:
         block = max(1, (1 << 18) // max(1, source.shape[1]))  # rows that stay in the cache between the two takes
         for start in range(0, len(rows), block):
             np.take(source[rows[start : start + block]], columns, axis=1, out=out[start : start + block], mode="clip")
-    else:
-        out = source
-        for dim, index in moving:
-            out = np.take(out, index, axis=dim)
-    moved = torch.from_numpy(np.ascontiguousarray(out))
-    return moved.view(x.dtype) if moved.dtype != x.dtype else moved
+        return out
+    out = source
+    for dim, index in moving:
+        out = np.take(out, index, axis=dim)
+    return out.copy() if out is source else out
 
 
 @dataclass(frozen=True)
@@ -349,7 +182,7 @@ class Move:
 
     name: str
     source: str
-    run: Callable[[Tensor], Tensor]
+    run: Callable[[Any], Any]
 
 
 def moves(g: Element, part: str | None = None) -> Iterator[Move]:
@@ -368,19 +201,23 @@ def moves(g: Element, part: str | None = None) -> Iterator[Move]:
         yield Move(name, source, _weight_move(g, entry.axes, at))
 
 
-def _weight_move(g: Element, axes: str, at: Mapping[str, int]) -> Callable[[Tensor], Tensor]:
-    def run(w: Tensor) -> Tensor:
-        import torch
+def _weight_move(g: Element, axes: str, at: Mapping[str, int]) -> Callable[[Any], Any]:
+    moved = ax.spaces(axes) & g.members.keys()
 
-        if w.dtype == torch.float32 and not _only_gathers(g, axes):
-            return act(g, w.to(torch.float64), axes, at=at).to(torch.float32)
-        return act(g, w, axes, at=at)
+    def run(w: Array) -> Array:
+        if not moved:
+            return w
+        if isinstance(w, np.ndarray) or w.dtype.itemsize != 4 or only_gathers(g, moved):
+            return act(g, w, axes, at=at)
+        return act(g, w.double(), axes, at=at).to(w.dtype)
 
     return run
 
 
-def _only_gathers(g: Element, axes: str) -> bool:
-    return all(isinstance(m, Monomial) and m.scale is None for s in ax.spaces(axes) if (m := g.members.get(s)) is not None)
+def only_gathers(g: Element, spaces: Iterable[str] | None = None) -> bool:
+    """Does the element, or its members on these spaces, permute and do nothing else?"""
+    members = g.members.values() if spaces is None else [g.members[s] for s in spaces]
+    return all(isinstance(m, Monomial) and m.scale is None for m in members)
 
 
 def apply(g: Element, state: State, part: str | None = None, *, force: bool = False) -> dict[str, Tensor]:
@@ -391,22 +228,24 @@ def apply(g: Element, state: State, part: str | None = None, *, force: bool = Fa
     return {name: thunk() for name, thunk in apply_lazily(g, state, part, force=force).items()}
 
 
-def apply_lazily(g: Element, state: State, part: str | None = None, *, force: bool = False) -> dict[str, Callable[[], Tensor]]:
+def apply_lazily(g: Element, state: Mapping[str, Array], part: str | None = None, *, force: bool = False) -> dict[str, Callable[[], Array]]:
     """What `apply` does, one thunk per tensor, so that a checkpoint can be moved without ever being in memory."""
     if not force:
         g.require()
-    unknown = [n for n in state if n not in stored(g.spec) and not g.spec.is_buffer(n)]
-    if unknown:
-        raise SpecError(f'"{unknown[0]}" is in the state but not in the spec "{g.spec.family}"', hint="regauge.check lists every misfit")
-    thunks: dict[str, Callable[[], Tensor]] = {name: partial(state.__getitem__, name) for name in state}
+    known = stored(g.spec)
+    unknown = next((n for n in state if n not in known and not g.spec.is_buffer(n)), None)
+    if unknown is not None:
+        raise SpecError(f'"{unknown}" is in the state but not in the spec "{g.spec.family}"', hint="regauge.check lists every misfit")
+    thunks: dict[str, Callable[[], Array]] = {name: partial(state.__getitem__, name) for name in state}
     for move in moves(g, part):
         if move.name in state:
             thunks[move.name] = partial(_moved, move, state)
     return thunks
 
 
-def _moved(move: Move, state: State) -> Tensor:
-    return move.run(state[move.source])
+def _moved(move: Move, state: Mapping[str, Array]) -> Array:
+    out: Array = move.run(state[move.source])
+    return out
 
 
 def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, optimizer: torch.optim.Optimizer | None = None) -> None:

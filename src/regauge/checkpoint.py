@@ -102,6 +102,21 @@ class Checkpoint(Mapping[str, "Tensor"]):
             return torch.frombuffer(bytearray(data[entry.start : entry.stop]), dtype=dtype).view(entry.shape)
         return torch.frombuffer(data, dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=entry.start).view(entry.shape)
 
+    @property
+    def bits(self) -> Mapping[str, Any]:
+        """The same tensors as numpy arrays of unsigned integers, for what looks at no value: no torch is loaded."""
+        return _Bits(self)
+
+    def read_bits(self, name: str) -> Any:
+        import numpy as np
+
+        entry = self.entries[name]
+        size = DTYPES[entry.dtype][1]
+        if not entry.nbytes:
+            return np.empty(entry.shape, f"<u{size}")
+        data = self._map(self._home[name])
+        return np.frombuffer(data, f"<u{size}", entry.nbytes // size, entry.start).reshape(entry.shape)
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
 
@@ -148,6 +163,23 @@ class Checkpoint(Mapping[str, "Tensor"]):
                         raise CheckpointError(f"{shard.path} changed while it was read")
                     self._maps[shard.path] = _private_map(file.fileno())
             return self._maps[shard.path]
+
+
+class _Bits(Mapping[str, Any]):
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def __getitem__(self, name: str) -> Any:
+        return self.checkpoint.read_bits(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.checkpoint)
+
+    def __len__(self) -> int:
+        return len(self.checkpoint)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.checkpoint
 
 
 def _private_map(fd: int) -> mmap.mmap:
@@ -400,12 +432,12 @@ def fsync_folder(folder: Path) -> None:
             os.close(fd)
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Write one file so that it appears whole or not at all, in place of an older one of that name."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with writing(path):
         try:
-            with partial.open("xb") as file:
+            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

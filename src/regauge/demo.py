@@ -10,7 +10,6 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +162,7 @@ def _moves(stage: Stage, folder: Path) -> list[dict[str, Any]]:
 
     from regauge.action import apply
     from regauge.checkpoint import open_checkpoint
-    from regauge.element import Element, element
+    from regauge.elements import Element, element
     from regauge.families import spec_from
     from regauge.fold import fold_norms
     from regauge.groups import Orthogonal
@@ -209,7 +208,6 @@ def _logits_differ(config: Mapping[str, Any], before: Mapping[str, Any], after: 
     """How far apart two states' logits are through the transformers library, or None where it is not installed."""
     import torch
 
-    _declare_torchvision_operators()
     try:
         import transformers
 
@@ -225,26 +223,5 @@ def _logits_differ(config: Mapping[str, Any], before: Mapping[str, Any], after: 
             logits.append(model(torch.arange(48).view(2, 24) * 5 % 256).logits)
     return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
 
-
-@cache
-def _declare_torchvision_operators() -> None:
-    """A torchvision without compiled operators breaks the import of transformers, unless they are declared."""
-    import importlib
-    import importlib.util
-
-    import torch
-
-    if importlib.util.find_spec("torchvision") is None:
-        return
-    try:
-        importlib.import_module("torchvision")
-    except RuntimeError:
-        library: Any = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _KEPT.append(library)
-
-
-_KEPT: list[Any] = []  # a library's operators live as long as it does
 
 CHAPTERS: tuple[Callable[[Stage], dict[str, Any]], ...] = (symmetry, moving)

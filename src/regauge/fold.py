@@ -103,7 +103,7 @@ class _Folding:
                 lost = (gain == 0) & (shift != 0)
                 if bool(lost.any()):
                     raise SpecError(
-                        f'"{norm.gain}" has {int(lost.sum())} zero gains with a bias, and its reader has no bias to take it up: this norm cannot be folded'
+                        f'"{norm.gain}" cannot be folded: {int(lost.sum())} zero gains have a bias that its reader, without one, cannot take up'
                     )
                 self.edit(norm.bias, partial(_scaled, by=1 / gain.where(gain != 0, gain.new_ones(())), dim=0))
         self.constants[norm.gain] = norm.neutral

@@ -48,7 +48,7 @@ class Group(ABC):
 
     def act(self, member: Member, x: torch.Tensor, dim: int = -1, *, dual: bool = False) -> torch.Tensor:
         """Move one axis of x, of size count * size, by the member (or its dual)."""
-        from regauge.action import step
+        from regauge.steps import step
 
         return step(member.dual() if dual else member)(x, dim)
 

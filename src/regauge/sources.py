@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 def spec_of(source: torch.nn.Module | Checkpoint | str | Path | Mapping[str, Any] | object, *, config: Mapping[str, Any] | None = None) -> Spec:
     """The spec of a model.
 
-    `source` is a live module of the transformers library or timm; a checkpoint, by path or hub id or opened; or a config, as a dict or as the library's
-    own object (its class is then built without memory, for the names of its tensors). `config` stands in for a module's or checkpoint's own.
+    `source` is a live module of the transformers library or timm; a checkpoint, by path or hub id or opened; or a config, as a dict or as the
+    library's own object (its class is then built without memory, for the names of its tensors). `config` stands in for a module's or a
+    checkpoint's own.
 
     >>> # spec = regauge.spec_of(model); spec = regauge.spec_of("path/to/checkpoint")
     """
-    import torch
-
     from regauge.checkpoint import Checkpoint, open_checkpoint
 
     if isinstance(source, str | Path):
         source = open_checkpoint(source)
     if isinstance(source, Checkpoint):
         return _spec_of_checkpoint(source, config)
+    import torch
+
     if isinstance(source, torch.nn.Module):
         return _read(config or config_of(source), source.state_dict(), type(source).__name__)
     found = dict(source) if isinstance(source, Mapping) else _as_dict(source)
@@ -87,4 +88,5 @@ def _empty_module(config: Mapping[str, Any]) -> torch.nn.Module:
     wanted = (config.get("architectures") or [None])[0]
     kind = getattr(transformers, wanted, None) if wanted else None
     with torch.device("meta"):
-        return kind(made) if kind is not None else transformers.AutoModel.from_config(made)  # type: ignore[no-any-return]
+        module: torch.nn.Module = (kind or transformers.AutoModel.from_config)(made)
+    return module

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from regauge.action import act, apply
-from regauge.element import Element
+from regauge.elements import Element
 from regauge.errors import SpecError
 from regauge.spec import Spec
 

@@ -76,8 +76,9 @@ def _interrupted() -> int:
 def _unexpected(error: Any, arguments: list[str]) -> int:
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's and click's usage errors
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "regauge"
-        say(f"error: {error.format_message()}")
-        say(f"hint: {command} --help")
+        if error.format_message():  # without one the help has been shown
+            say(f"error: {error.format_message()}")
+            say(f"hint: {command} --help")
         return 2
     if _debugging(arguments):
         traceback.print_exc()

@@ -71,6 +71,7 @@ def runs(spec: Spec) -> list[Run]:
 
 def facts_of(checkpoint: Checkpoint, spec: Spec) -> dict[str, Any]:
     """Everything that `inspect` says, as JSON."""
+    from regauge.fold import folded_spec
     from regauge.spec import stored
 
     entries = stored(spec)
@@ -80,7 +81,8 @@ def facts_of(checkpoint: Checkpoint, spec: Spec) -> dict[str, Any]:
     for part in ("embed", "backbone", "head"):
         names = [n for n in covered if spec.parts.get(entries[n].pattern) == part]
         parts[part] = {"tensors": len(names), "parameters": sum(numel[n] for n in names)}
-    spaces = [_space(spec, run) for run in runs(spec)]
+    folded = folded_spec(spec)
+    spaces = [_space(spec, folded, run) for run in runs(spec)]
     buffers = [n for n in checkpoint if n not in entries and spec.is_buffer(n)]
     return {
         "version": VERSION,
@@ -106,7 +108,7 @@ def facts_of(checkpoint: Checkpoint, spec: Spec) -> dict[str, Any]:
     }
 
 
-def _space(spec: Spec, run: Run) -> dict[str, Any]:
+def _space(spec: Spec, folded: Spec, run: Run) -> dict[str, Any]:
     first = run.members[0]
     space = spec.spaces[first]
     times = sum(spec.count(m) for m in run.members)
@@ -116,7 +118,7 @@ def _space(spec: Spec, run: Run) -> dict[str, Any]:
         "size": space.size,
         "group": str(space.group),
         "over": space.over if len(run.members) == 1 else None if space.over is None else re.sub(r"\d+$", "*", space.over),
-        "folded": None if space.folded is None else str(space.folded),
+        "folded": None if folded.spaces[first].group == space.group else str(folded.spaces[first].group),
         "why": space.why,
         "visible": first in spec.visible,
         "copies": times,

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from regauge.errors import RegaugeError, SpecError
-
 if TYPE_CHECKING:
     from regauge.checkpoint import Checkpoint
     from regauge.spec import Fault, Spec
@@ -26,22 +24,9 @@ def spec_of(checkpoint: Checkpoint, spec_file: Path | None) -> Spec:
         from regauge.specfile import load_spec
 
         return load_spec(spec_file)
-    if checkpoint.config is None:
-        raise SpecError(
-            f"{checkpoint.path} has no config.json, so its family is not known",
-            hint="put config.json beside it, or describe the model in a spec file and give it with --spec",
-        )
-    from regauge.families import spec_from
+    from regauge import sources
 
-    try:
-        return spec_from(checkpoint.config, checkpoint.names)
-    except RegaugeError:
-        raise
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-        raise SpecError(
-            f"{checkpoint.config_path} cannot be understood as a {checkpoint.config.get('model_type')}: {error}",
-            hint="compare it with the model's original config.json",
-        ) from error
+    return sources.spec_of(checkpoint)
 
 
 def faults_of(checkpoint: Checkpoint, spec: Spec) -> list[Fault]:

@@ -18,7 +18,7 @@ from regauge.errors import ElementError, RegaugeError
 if TYPE_CHECKING:
     import torch
 
-    from regauge.element import Element
+    from regauge.elements import Element
     from regauge.spec import Spec
 
 VERSION = 1
@@ -28,6 +28,7 @@ def move(
     model: options.Model,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")],
     element: Annotated[Path | None, typer.Option("-g", "--element", metavar="ELEMENT", help="An element file.")] = None,
+    invert: Annotated[bool, typer.Option("--invert", help="Apply the element's inverse: undo a move.")] = False,
     random: Annotated[bool, typer.Option("--random", help="Draw an element.")] = False,
     group: Annotated[options.Kind, typer.Option("--group", help="Draw from this subgroup.")] = options.Kind.permutation,
     spaces: Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="Move these spaces only; `ffn` is ffn.0, ffn.1, ...")] = None,
@@ -47,6 +48,8 @@ def move(
         raise typer.BadParameter("give either -g ELEMENT or --random")
     if not random and (seed is not None or save_element is not None):
         raise typer.BadParameter("--seed and --save-element belong to --random")
+    if random and invert:
+        raise typer.BadParameter("--invert belongs to -g")
     if random and resume and seed is None:
         raise typer.BadParameter("--resume needs the element of the interrupted run: give it with -g, or draw it with --seed")
     started = time.monotonic()
@@ -60,18 +63,21 @@ def move(
         raise ElementError(f"{save_element} exists already", hint="an element is a secret that cannot be made again: name a new file")
     require_fit(checkpoint, described)
 
-    from regauge.action import apply_lazily
+    from regauge.action import apply_lazily, only_gathers
     from regauge.fold import fold_lazily
 
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
-    state: Mapping[str, torch.Tensor] = checkpoint
+    state: Mapping[str, Any] = checkpoint
     if fold:
         described, folded = fold_lazily(described, checkpoint)
         state = Thunks(folded)
     g = _element(described, element, group.value, spaces, seed)
+    g = ~g if invert else g
+    if not fold and only_gathers(g):
+        state = checkpoint.bits  # permutations look at no value, so torch is not even loaded
+    elif threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
     say(f"{described.family}: moves {_summary(g)}{' after folding' if fold else ''}{f', {part.value} only' if part else ''}")
     thunks = apply_lazily(g, state, part.value if part else None)
     report: dict[str, Any] = {
@@ -91,7 +97,7 @@ def move(
             data_json(report)
         return 0
     if save_element is not None:
-        from regauge.element import save_element as save
+        from regauge.elements import save_element as save
 
         save(g, save_element)
     try:
@@ -145,7 +151,7 @@ class Thunks(Mapping[str, "torch.Tensor"]):
 
 
 def _element(spec: Spec, file: Path | None, group: Any, spaces: str | None, seed: int | None) -> Element:
-    from regauge.element import element, load_element
+    from regauge.elements import element, load_element
 
     named = [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
     if file is not None:

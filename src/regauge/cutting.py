@@ -25,7 +25,7 @@ import torch
 
 from regauge import axes as ax
 from regauge.action import act
-from regauge.element import Element
+from regauge.elements import Element
 from regauge.errors import CutError
 from regauge.families import Boundary, family_of
 from regauge.families.pieces import Config, Names

@@ -150,7 +150,7 @@ def _argsort(index: Ints | None) -> Ints:
 
 
 def save_element(g: Element, path: Path | str) -> None:
-    """Write an element as a safetensors file: members as arrays, spaces as metadata. The file appears whole or not at all."""
+    """Write an element as a safetensors file, members as arrays. It appears whole or not at all, for its owner only: who has it can undo it."""
     from safetensors.numpy import save
 
     from regauge.checkpoint import write_bytes
@@ -171,7 +171,7 @@ def save_element(g: Element, path: Path | str) -> None:
                 kinds[name] = f"planes-{member.layout}"
                 arrays[f"{name}:factor"] = np.stack([member.factor.real, member.factor.imag], axis=-1)
     metadata = {"regauge": "element", "version": str(VERSION), "family": g.spec.family, "members": json.dumps(kinds)}
-    write_bytes(Path(path), save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata))
+    write_bytes(Path(path), save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata), mode=0o600)
 
 
 def load_element(path: Path | str, spec: Spec) -> Element:
@@ -186,22 +186,43 @@ def load_element(path: Path | str, spec: Spec) -> Element:
         raise ElementError(f"{path} cannot be read as an element: {error}") from error
     if metadata.get("regauge") != "element":
         raise ElementError(f"{path} is not an element", hint="regauge move --random --save-element FILE writes one")
-    if int(metadata["version"]) > VERSION:
-        raise ElementError(f"{path} has format version {metadata['version']}; this regauge reads up to {VERSION}", hint="upgrade regauge")
-    members: dict[str, Member] = {}
     try:
-        for name, kind in json.loads(metadata["members"]).items():
-            if kind == "monomial":
-                members[name] = Monomial(arrays[f"{name}:index"], arrays.get(f"{name}:scale"))
-            elif kind == "dense":
-                members[name] = Dense(arrays[f"{name}:matrix"])
-            elif kind in ("planes-half", "planes-interleaved"):
-                factor = arrays[f"{name}:factor"]
-                members[name] = Planes(factor[..., 0] + 1j * factor[..., 1], "half" if kind.endswith("half") else "interleaved")
-            else:
-                raise ElementError(f'{path} has a member of unknown kind "{kind}" on "{name}"', hint="upgrade regauge")
-    except (KeyError, ValueError) as error:
-        raise ElementError(f"{path} is damaged: {error} is missing or unreadable") from error
+        version = int(metadata["version"])
+        if version > VERSION:
+            raise ElementError(f"{path} has format version {version}; this regauge reads up to {VERSION}", hint="upgrade regauge")
+        members = {name: _member(path, name, kind, arrays) for name, kind in json.loads(metadata["members"]).items()}
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise ElementError(f"{path} is damaged: {error}", hint="restore it from a copy") from error
     g = Element(spec, members)
     g.require()
     return g
+
+
+def _member(path: Path | str, name: str, kind: str, arrays: Mapping[str, Any]) -> Member:
+    """One member out of its arrays, whose shapes and dtypes must be those that it was written with."""
+
+    def array(key: str, ndim: int, dtype: str) -> Any:
+        found = arrays[f"{name}:{key}"]
+        if found.ndim != ndim or found.dtype != dtype or 0 in found.shape:
+            raise ValueError(f'"{name}:{key}" is {found.dtype} {list(found.shape)}')
+        return found
+
+    match kind:
+        case "monomial":
+            index = array("index", 2, "int64")
+            scale = array("scale", 2, "float64") if f"{name}:scale" in arrays else None
+            if scale is not None and scale.shape != index.shape:
+                raise ValueError(f'"{name}:scale" has shape {list(scale.shape)}, its index {list(index.shape)}')
+            return Monomial(index, scale)
+        case "dense":
+            values = array("matrix", 3, "float64")
+            if values.shape[1] != values.shape[2]:
+                raise ValueError(f'"{name}:matrix" has shape {list(values.shape)}')
+            return Dense(values)
+        case "planes-half" | "planes-interleaved":
+            factor = array("factor", 3, "float64")
+            if factor.shape[2] != 2:
+                raise ValueError(f'"{name}:factor" has shape {list(factor.shape)}')
+            return Planes(factor[..., 0] + 1j * factor[..., 1], "half" if kind.endswith("half") else "interleaved")
+        case _:
+            raise ElementError(f'{path} has a member of unknown kind "{kind}" on "{name}"', hint="upgrade regauge")

@@ -1,0 +1,50 @@
+"""From a live module, a checkpoint or a config to the same spec."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+import transformers as T
+
+import regauge
+from picos import IMAGES, LLAMA, build, config_of, gpt2
+from regauge.errors import SpecError, UnknownModelError
+from regauge.sources import spec_of
+from regauge.testing import assert_symmetry
+
+
+def test_module_checkpoint_and_config_agree(tmp_path) -> None:
+    model = build("llama")
+    model.save_pretrained(tmp_path)
+    live = spec_of(model)
+    assert spec_of(tmp_path) == live
+    assert spec_of(str(tmp_path)) == live
+    assert spec_of(config_of(model)) == live
+    config = T.LlamaConfig(**LLAMA)
+    config.architectures = ["LlamaForCausalLM"]
+    assert spec_of(config) == live
+
+
+def test_a_config_without_a_class_is_the_base_model() -> None:
+    assert spec_of(gpt2()).visible == {"stream"}
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
+def test_live_timm_models_bring_their_own_config(name: str) -> None:
+    model = timm.create_model(name, embed_dim=12, depth=2, num_heads=3, img_size=8, patch_size=4, num_classes=5).double().eval()
+    spec = spec_of(model)
+    assert spec.spaces["head.0"].size == 3
+    assert_symmetry(model, spec, regauge.element(spec, 1), {"x": IMAGES["pixel_values"]})
+
+
+def test_what_cannot_be_understood_is_named(tmp_path) -> None:
+    with pytest.raises(UnknownModelError, match="Linear has neither"):
+        spec_of(torch.nn.Linear(2, 2))
+    model = build("llama")
+    with pytest.raises(UnknownModelError, match="'rwkv'"):
+        spec_of(model, config={"model_type": "rwkv"})
+    with pytest.raises(SpecError, match="cannot be understood as a llama"):
+        spec_of(model, config={**config_of(model), "num_hidden_layers": "two"})
+    with pytest.raises(SpecError, match="hidden_size"):
+        spec_of(model, config={"model_type": "llama", "num_hidden_layers": 1})

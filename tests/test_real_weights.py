@@ -82,4 +82,4 @@ def test_moved_real_weights_give_the_same_outputs(name: str, tmp_path: Path) -> 
     assert result.returncode == 0, result.stderr[-3000:]
     for move, (error, moved) in zip(MOVES, json.loads(result.stdout.splitlines()[-1]), strict=True):
         assert moved > 0.01, move
-        assert error < (1e-4 if move == "permutation" and "fp16" not in name else tolerance), (move, error)
+        assert error < tolerance, (move, error)

@@ -81,7 +81,7 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, stream: dict[str, str
         d.outputs = {"logits": "_ _"}
     if names.starts("qa_outputs."):
         d.head |= linear("qa_outputs", "_", here)
-        d.outputs = {"start_logits": "_ _", "end_logits": "_ _"}
+        d.outputs = answers()
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regauge.families.family import Boundary, Family
-from regauge.families.pieces import LAYER_NORM, Config, Draft, Names, attention, conv1d, folding, linear, neurons, norm
+from regauge.families.pieces import LAYER_NORM, Config, Draft, Names, answers, attention, conv1d, folding, linear, neurons, norm
 from regauge.groups import OrthogonalFixingOnes, Permutation
 from regauge.spec import Space, Spec
 
@@ -40,7 +40,7 @@ def spec(c: Config, names: Names) -> Spec:
             d.head |= linear(name, "_", "stream", bias)
             readers.append(name)
     if readers:
-        d.outputs = {"logits": "_ _ _"}
+        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _ _"}
         d.norms.append(folding(d.head, f"{base}ln_f", *readers))
     d.notes.append("tokens: rows may be permuted together with the 4-D causal mask and the position ids")
     return d.spec()

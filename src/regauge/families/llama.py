@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regauge.families.family import Boundary, Family
-from regauge.families.pieces import RMS_NORM, Attention, Config, Draft, Names, attention, folding, linear, neurons, norm
+from regauge.families.pieces import RMS_NORM, Attention, Config, Draft, Names, answers, attention, folding, linear, neurons, norm
 from regauge.groups import Group, Orthogonal, PlaneSigns, Rotary, SignedPermutation
 from regauge.spec import Space, Spec
 
@@ -70,7 +70,7 @@ def language_head(d: Draft, c: Config, names: Names, base: str, fold: bool = Tru
             d.head |= linear(name, "_", "stream", bias)
             readers.append(name)
     if readers:
-        d.outputs = {"logits": "_ _ _"}
+        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _ _"}
         if fold:
             d.norms.append(folding(d.head, f"{base}norm", *readers))
     d.notes.append("tokens: rows may be permuted together with the 4-D causal mask and the position ids")

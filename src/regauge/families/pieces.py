@@ -111,6 +111,11 @@ def old_norm_names(tensors: Tensors, names: Names) -> Tensors:
     return {n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): a for n, a in tensors.items()}
 
 
+def answers() -> dict[str, str]:
+    """What question-answering models return: for each token, how well it begins or ends the answer."""
+    return {"start_logits": "_ _", "end_logits": "_ _"}
+
+
 LAYER_NORM = "LayerNorm gains and the mean follow permutations only"
 RMS_NORM = "RMSNorm gains follow signed permutations only"
 POST_NORM = "LayerNorm gains act on the stream itself and cannot be folded"

@@ -7,7 +7,7 @@ has no bias and its own heads in each layer. Old T5 scales the decoder's output 
 from __future__ import annotations
 
 from regauge.families.family import Boundary, Family
-from regauge.families.pieces import RMS_NORM, Attention, Config, Draft, Names, attention, folding, linear, neurons, norm
+from regauge.families.pieces import RMS_NORM, Attention, Config, Draft, Names, answers, attention, folding, linear, neurons, norm
 from regauge.groups import Orthogonal, Permutation, SignedPermutation
 from regauge.spec import Space, Spec
 
@@ -94,7 +94,7 @@ def heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
             d.head |= linear(name, "_", "stream")
             readers.append(name)
     if readers:
-        d.outputs = {"start_logits": "_ _", "end_logits": "_ _"} if "qa_outputs" in readers else {"logits": "_ _ _"}
+        d.outputs = answers() if "qa_outputs" in readers else {"logits": "_ _ _"}
         d.norms.append(folding(d.head, final, *readers))
     else:
         d.outputs = {"last_hidden_state": "_ _ stream", "encoder_last_hidden_state": "_ _ stream"}

@@ -75,7 +75,7 @@ def spec(c: Config, names: Names) -> Spec:
         d.head |= {"decoder.0.weight": "_ stream* _ _", "decoder.0.bias": "_"}
         readers.append("decoder.0")
     if readers:
-        d.outputs = {"logits": "_ _"}
+        d.outputs = {"reconstruction": "_ _ _ _"} if readers == ["decoder.0"] else {"logits": "_ _"}
         d.norms.append(folding(d.head, f"{base}layernorm", *readers))
     d.notes.append("tokens: patches may be shuffled after the position embedding; the class token is read at place 0")
     return d.spec()

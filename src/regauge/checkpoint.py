@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,25 @@ class Shard:
     size: int
 
 
+class Lazy(Mapping[str, Any]):
+    """A state whose tensors are made each time they are asked for, so that none is kept."""
+
+    def __init__(self, names: Collection[str], read: Callable[[str], Any]) -> None:
+        self.names, self.read = names, read
+
+    def __getitem__(self, name: str) -> Any:
+        return self.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+
 class Checkpoint(Mapping[str, "Tensor"]):
     """A checkpoint's tensors by name, read when touched. `config` is its config.json, or None.
 
@@ -105,9 +124,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
     @property
     def bits(self) -> Mapping[str, Any]:
         """The same tensors as numpy arrays of unsigned integers, for what looks at no value: no torch is loaded."""
-        return _Bits(self)
+        return Lazy(self.entries, self._read_bits)
 
-    def read_bits(self, name: str) -> Any:
+    def _read_bits(self, name: str) -> Any:
         import numpy as np
 
         entry = self.entries[name]
@@ -163,23 +182,6 @@ class Checkpoint(Mapping[str, "Tensor"]):
                         raise CheckpointError(f"{shard.path} changed while it was read")
                     self._maps[shard.path] = _private_map(file.fileno())
             return self._maps[shard.path]
-
-
-class _Bits(Mapping[str, Any]):
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-
-    def __getitem__(self, name: str) -> Any:
-        return self.checkpoint.read_bits(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.checkpoint)
-
-    def __len__(self) -> int:
-        return len(self.checkpoint)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.checkpoint
 
 
 def _private_map(fd: int) -> mmap.mmap:

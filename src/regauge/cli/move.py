@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +16,6 @@ from regauge.cli.console import data_json, progress_bar, say, warn
 from regauge.errors import ElementError, RegaugeError
 
 if TYPE_CHECKING:
-    import torch
-
     from regauge.elements import Element
     from regauge.spec import Spec
 
@@ -64,12 +62,13 @@ def move(
     require_fit(checkpoint, described)
 
     from regauge.action import apply_lazily, only_gathers
+    from regauge.checkpoint import Lazy
     from regauge.fold import fold_lazily
 
     state: Mapping[str, Any] = checkpoint
     if fold:
         described, folded = fold_lazily(described, checkpoint)
-        state = Thunks(folded)
+        state = Lazy(folded, lambda name: folded[name]())
     g = _element(described, element, group.value, spaces, seed)
     g = ~g if invert else g
     if not fold and only_gathers(g):
@@ -129,25 +128,6 @@ def move(
         details = {"bytes": written.bytes, "files": list(written.files), "nonfinite": list(written.nonfinite), "left": list(written.left)}
         data_json(report | details | {"element": str(save_element or element or ""), "seconds": round(seconds, 3)})
     return 0
-
-
-class Thunks(Mapping[str, "torch.Tensor"]):
-    """A state whose tensors are computed each time they are asked for, so that none is kept."""
-
-    def __init__(self, thunks: Mapping[str, Callable[[], torch.Tensor]]) -> None:
-        self.thunks = thunks
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self.thunks[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.thunks)
-
-    def __len__(self) -> int:
-        return len(self.thunks)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.thunks
 
 
 def _element(spec: Spec, file: Path | None, group: Any, spaces: str | None, seed: int | None) -> Element:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regauge.families.family import Boundary, Family
-from regauge.families.pieces import POST_NORM, Config, Draft, Names, Tensors, attention, linear, neurons, norm
+from regauge.families.pieces import POST_NORM, Config, Draft, Names, Tensors, answers, attention, linear, neurons, norm
 from regauge.groups import Permutation
 from regauge.spec import Space, Spec
 

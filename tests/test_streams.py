@@ -81,3 +81,24 @@ def test_signs_are_fair() -> None:
 def test_uniforms_never_touch_the_ends() -> None:
     assert Fixed([0]).uniforms(1)[0] > 0
     assert Fixed([2**64 - 1]).uniforms(1)[0] < 1
+
+
+def test_the_documented_vectors_are_these() -> None:
+    """docs/formats.md lists what this code draws."""
+    from pathlib import Path
+
+    text = (Path(__file__).parents[1] / "docs" / "formats.md").read_text()
+
+    def row(draw: str) -> str:
+        return next(line for line in text.splitlines() if line.startswith(f"| {draw} |")).split("|")[2].strip()
+
+    def fresh() -> Stream:
+        return Stream(KEY, "test")
+
+    assert row("key of seed 0") == f"`{seed_key(0).hex()}`"
+    assert row("16 bytes") == f"`{fresh().bytes(16).hex()}`"
+    assert row("permutation of 10") == str(fresh().permutation(10).tolist())[1:-1]
+    assert row("8 signs") == str(fresh().signs(8).astype(int).tolist())[1:-1]
+    assert row("below(2), below(10), below(2^33)") == str([fresh().below(n) for n in (2, 10, 2**33)])[1:-1]
+    np.testing.assert_allclose([float(x) for x in row("3 uniforms").split(",")], fresh().uniforms(3), rtol=0, atol=1e-15)
+    np.testing.assert_allclose([float(x) for x in row("3 normals").split(",")], fresh().normals(3), rtol=0, atol=1e-12)

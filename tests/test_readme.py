@@ -1,0 +1,63 @@
+"""Every command and snippet of the README runs as it is written, on a small model in place of the reader's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from picos import build
+from regauge.cli import main
+from regauge.errors import RegaugeError
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    build("llama").float().save_pretrained(tmp_path / "MODEL")
+    (tmp_path / "PICKLED").mkdir()
+    shutil.copy(tmp_path / "MODEL" / "config.json", tmp_path / "PICKLED")
+    torch.save(build("llama").state_dict(), tmp_path / "PICKLED" / "pytorch_model.bin")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_commands(folder: Path) -> None:
+    lines = [line.split("#")[0].strip() for line in README.splitlines() if line.startswith("regauge ")]
+    assert len(lines) >= 4
+    for line in lines:
+        words = shlex.split(line)[1:]
+        if words[0] == "convert":
+            words[-1] = "CONVERTED"
+        assert main(words) == 0, line
+    before, after = (folder / name / "model.safetensors" for name in ("MODEL", "BACK"))
+    assert before.read_bytes() == after.read_bytes(), "and back, bit for bit"
+
+
+def test_python(folder: Path) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", README, re.S)
+    assert snippets
+    for snippet in snippets:
+        scope: dict[str, object] = {}
+        exec(snippet.replace("path/to/llama", "MODEL"), scope)
+    spec = scope["spec"]
+    assert f"`{spec.tensors['model.layers.0.self_attn.q_proj.weight']!r}`" in README  # type: ignore[attr-defined]
+
+
+def test_the_documented_refusal_is_the_real_one() -> None:
+    from picos import spec_of
+    from regauge.elements import Element, element
+    from regauge.groups import Orthogonal
+    from regauge.streams import Stream, seed_key
+
+    spec = spec_of(build("gpt2"))
+    turned = Orthogonal().sample(12, 1, Stream(seed_key(1), "x"))
+    with pytest.raises(RegaugeError) as refused:
+        Element(spec, {**element(spec, 1, spaces=[]).members, "stream": turned}).require()
+    text = (Path(__file__).parents[1] / "docs" / "notation.md").read_text()
+    assert str(refused.value) in text

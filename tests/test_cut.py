@@ -14,7 +14,7 @@ from regauge.action import act, apply
 from regauge.axes import dual
 from regauge.cutting import Crossing, Cut, cut
 from regauge.elements import Element, element
-from regauge.errors import CutError
+from regauge.errors import CutError, UnknownModelError
 from regauge.families import Boundary
 from regauge.fold import fold_norms
 from regauge.groups import Orthogonal, OrthogonalFixingOnes, Permutation
@@ -459,7 +459,7 @@ def test_mistakes_are_named() -> None:
         model(**IDS)
     with pytest.raises(CutError, match='"stream", which the element'):
         crossing.moved(element(spec_of(build("swin")), 1))
-    with pytest.raises(CutError, match="has no config"):
+    with pytest.raises(UnknownModelError, match="neither a config"):
         cut(torch.nn.Linear(2, 2))
     with pytest.raises(CutError, match="no blocks at h"):
         cut(torch.nn.Linear(2, 2), boundaries=[Boundary("", "h", {"x": "_ stream"}, "_ stream")])

@@ -29,6 +29,7 @@ from regauge.elements import Element
 from regauge.errors import CutError
 from regauge.families import Boundary, family_of
 from regauge.families.pieces import Config, Names
+from regauge.sources import config_of
 
 Tensor = torch.Tensor
 Fn = Callable[["Crossing"], Tensor]
@@ -233,17 +234,6 @@ def cut(model: torch.nn.Module, config: Mapping[str, Any] | None = None, *, boun
         why = f"has no blocks at {tried}" if boundaries else "is of a kind that its family does not cut"
         raise CutError(f"this {type(model).__name__} {why}", hint="pass boundaries=[Boundary(...)] for a module of your own")
     return Cut(model, here)
-
-
-def config_of(model: torch.nn.Module) -> dict[str, Any]:
-    """What config.json would say of a live model of transformers or timm."""
-    config: Any = getattr(model, "config", None)
-    if config is not None and hasattr(config, "to_dict"):
-        return {**config.to_dict(), "architectures": [type(model).__name__]}
-    cfg: Any = getattr(model, "pretrained_cfg", None) or {}
-    if "architecture" not in cfg:
-        raise CutError(f"this {type(model).__name__} has no config", hint="pass its config.json as config=, or boundaries=[Boundary(...)]")
-    return dict(cfg)
 
 
 def _submodule(model: torch.nn.Module, path: str) -> torch.nn.Module | None:

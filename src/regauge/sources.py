@@ -51,7 +51,7 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
         return {**_as_dict(timm), "num_heads": heads[0] if heads else None, "global_pool": getattr(module, "global_pool", None)}
     raise UnknownModelError(
         f"{type(module).__name__} has neither a config nor a pretrained_cfg, so its family is not known",
-        hint="give spec_of a config, or describe the module in a spec file (docs/adding-a-model.md) and use load_spec",
+        hint="pass its config, or describe the module in a spec file (docs/adding-a-model.md)",
     )
 
 

@@ -115,7 +115,9 @@ def timm_vit(architecture: str = "vit_pico", **more: Any) -> Pico:
     pool = more.get("global_pool", "token")
     cls = VisionTransformerDistilled if "distilled" in architecture else timm.models.VisionTransformer
     return Pico(
-        lambda: cls(**arguments), {"x": IMAGES["pixel_values"]}, {"architecture": architecture, "model_args": {"num_heads": 3, "global_pool": pool}}
+        lambda: cls(**arguments),
+        {"x": IMAGES["pixel_values"]},
+        {"architecture": architecture, "model_args": {"num_heads": 3, "global_pool": pool, "norm_layer": more.get("norm_layer")}},
     )
 
 
@@ -227,12 +229,14 @@ PICOS: dict[str, Pico] = {
     "timm-vit-clip": timm_vit(pre_norm=True),
     "timm-vit-qk-norm": timm_vit(qk_norm=True),
     "timm-vit-rms": timm_vit(norm_layer="rmsnorm", qk_norm=True),
+    "timm-vit-simple-norm": timm_vit(norm_layer="simplenorm", qk_norm=True),
     "timm-vit-post-norm": timm_vit("vit_pico_rpn_8", **post_norm_block()),
     "timm-vit-swiglu": timm_vit(**swiglu()),
     "timm-siglip": timm_vit(class_token=False, global_pool="map"),
     "timm-deit-distilled": timm_vit("deit_pico_distilled"),
     "timm-swin": timm_swin(),
     "timm-swin-features": timm_swin(num_classes=0),
+    "timm-swin-padded": timm_swin(window_size=3),
 }
 
 # T5 and Swin. The classifier reads the place of the one end token (1) in every row.
@@ -266,6 +270,7 @@ PICOS |= {
     "t5-tokens": Pico(lambda: T.T5ForTokenClassification(t5()), T5_ENCODER_IDS),
     "t5-qa": Pico(lambda: T.T5ForQuestionAnswering(t5(num_labels=2, feed_forward_proj="gelu")), T5_IDS),
     "swin": Pico(lambda: T.SwinForImageClassification(swin()), SWIN_IMAGES),
+    "swin-padded": Pico(lambda: T.SwinForImageClassification(swin(window_size=3)), SWIN_IMAGES),
     "swin-base": Pico(lambda: T.SwinModel(swin(depths=[1, 1, 2], num_heads=[2, 4, 2], qkv_bias=False)), SWIN_IMAGES),
     "swin-mim": Pico(
         lambda: T.SwinForMaskedImageModeling(swin(use_absolute_embeddings=True)),

@@ -353,6 +353,60 @@ def test_optimizers_that_cannot_follow_are_refused() -> None:
     assert before.keys() == model.state_dict().keys()
 
 
+def test_moving_between_backward_and_step_moves_the_gradients() -> None:
+    def run(move: bool) -> torch.Tensor:
+        model = build("llama")
+        g = element(spec_of(model), 5, within="signed")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with strict_float64():
+            model(input_ids=torch.arange(12).view(2, 6)).logits.square().mean().backward()
+        if move:
+            apply_(g, model, optimizer=optimizer)
+        optimizer.step()
+        return outputs(model, {"input_ids": torch.arange(12).view(2, 6)})["logits"]
+
+    torch.testing.assert_close(run(True), run(False), rtol=0, atol=1e-9)
+
+
+def test_a_wrapped_module_and_a_strange_optimizer_are_refused() -> None:
+    model = build("llama")
+    g = element(spec_of(model), 5, within="signed")
+    wrapped = torch.nn.ModuleDict({"module": model})
+    with pytest.raises(SpecError, match=r'no "model\.embed_tokens\.weight"'):
+        apply_(g, wrapped)
+    with pytest.raises(ElementError, match="the module does not have"):
+        apply_(g, model, optimizer=torch.optim.Adam(build("llama").parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_only_permutations_move_what_is_no_real_number(dtype: torch.dtype) -> None:
+    with pytest.raises(ElementError, match="follows permutations only"):
+        act(draw(1), torch.ones(6).to(dtype), "s")
+    assert act(draw(1), torch.ones(6).to(dtype), "p").dtype == dtype
+
+
+def test_act_composes_with_transforms_of_torch() -> None:
+    g, x = draw(3), torch.randn(4, 6, dtype=torch.float64)
+    assert torch.equal(torch.func.vmap(lambda row: act(g, row, "p"))(x), act(g, x, "_ p"))
+    _, tangent = torch.func.jvp(lambda t: act(g, t, "_ p"), (x,), (x,))
+    assert torch.equal(tangent, act(g, x, "_ p"))
+
+
+@pytest.mark.parametrize("key", [b"", b"short", True, "text", 1.5, None])
+def test_keys_that_are_none_are_refused(key: object) -> None:
+    with pytest.raises(ElementError, match="a key is 32 bytes"):
+        element(SPEC, key)  # type: ignore[arg-type]
+
+
+def test_a_reason_with_the_word_size_is_no_size() -> None:
+    spec = Spec("toy", {"p": Space(3, Permutation(), why="the size of the gain")}, {"w": "p"})
+    g = Element(spec, {"p": GROUPS["orthogonal"].sample(3, 1, Stream(seed_key(0), "x"))})
+    assert g.to(spec).members
+    with pytest.raises(ElementError) as refused:
+        g.require()
+    assert "another model" not in str(refused.value.hint)
+
+
 def test_apply_in_place_moves_tied_tensors_once() -> None:
     model = build("gpt2")
     expected = apply(element(spec_of(model), 2), model.state_dict())
@@ -410,3 +464,22 @@ def test_a_wrong_member_names_the_space_and_the_reason() -> None:
     with pytest.raises(ElementError, match=r'on "p" the element is a rotation .* the group there is permutation \(GELU'):
         apply(g, {"w": torch.ones(3)})
     assert apply(g, {"w": torch.ones(3)}, force=True)
+
+
+def test_an_element_of_a_folded_spec_is_refused_on_weights_that_were_not_folded() -> None:
+    from regauge.fold import fold_norms
+
+    model = build("gpt2-untied")
+    spec, folded = fold_norms(spec_of(model), model.state_dict())
+    g = element(spec, 1)
+    assert apply(g, folded)
+    with pytest.raises(SpecError, match=r"not the folded one.*\n.*ln_1\.weight"):
+        apply(g, model.state_dict())
+    with pytest.raises(SpecError, match="not the folded one"):
+        apply_(g, model)
+
+
+def test_kinds_and_spaces_are_checked() -> None:
+    with pytest.raises(ElementError, match='no kind "rotation"'):
+        element(SPEC, 1, within="rotation")  # type: ignore[arg-type]
+    assert set(element(SPEC, 1, spaces="h").members) == {"h"}

@@ -199,7 +199,7 @@ def test_fold_and_rotate(run: Run, tmp_path: Path, llama: Path) -> None:
     said = run("move", llama, "-g", tmp_path / "g", "-o", tmp_path / "no")
     assert said.code == 1
     assert 'on "stream" the element is a rotation' in said.err
-    assert "fold the norms first" in said.err
+    assert "need folded norms (move --fold" in said.err
     assert not (tmp_path / "no").exists()
 
 

@@ -490,3 +490,27 @@ def test_a_module_of_your_own_is_cut_at_given_boundaries() -> None:
         mine.between = 2
         with pytest.raises(CutError, match="changes the stream between"):
             mine(x)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "bert-decoder"])
+def test_rows_refuse_where_any_block_makes_its_own_mask(kind: str) -> None:
+    """Only the second layer of this Qwen2, and a BERT as decoder, leave the causal mask to the kernel: a silent wrong answer otherwise."""
+    import transformers as T
+
+    from picos import BERT, LLAMA
+
+    if kind == "qwen2":
+        mixed = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+        model = T.Qwen2ForCausalLM(T.Qwen2Config(**LLAMA | mixed, attn_implementation="sdpa")).double().eval()
+    else:
+        model = T.BertLMHeadModel(T.BertConfig(**BERT, is_decoder=True, attn_implementation="sdpa")).double().eval()
+    rows = element(Spec("rows", {"token": Space(7, Permutation())}, {}), 1)
+    with pytest.raises(CutError, match="attention_mask"), cut(model).route(lambda c: c.moved(rows).run()):
+        model(**IDS)
+
+
+def test_rows_refuse_where_there_are_none() -> None:
+    model = build("swin")
+    rows = element(Spec("rows", {"token": Space(64, Permutation())}, {}), 1)
+    with pytest.raises(CutError, match="has tokens"), cut(model).route(lambda c: c.moved(rows).run()):
+        model(**PICOS["swin"].inputs)

@@ -99,3 +99,26 @@ def test_signed_permutations_survive_where_rotations_do_not() -> None:
     spec, state = fold_norms(spec_of(model), model.state_dict())
     assert spec.spaces["stream"].group == SignedPermutation()
     assert check(spec, state) == []
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-mha-tied"])
+def test_a_tied_table_that_is_stored_under_the_heads_name(name: str) -> None:
+    """safetensors.torch.save_model keeps one of two tied names, and not always the same."""
+    model = build(name)
+    spec, state = spec_of(model), dict(model.state_dict())
+    whole = fold_norms(spec, state)[1]
+    del state[spec.ties["lm_head.weight"]]
+    folded_spec, folded = fold_norms(spec, state)
+    assert check(folded_spec, folded) == []
+    assert folded.keys() == whole.keys()
+    assert all(torch.equal(folded[k], whole[k]) for k in whole)
+
+
+def test_padding_keeps_the_bias_before_it() -> None:
+    """Swin fills its windows up with zeros between norm and attention: W b would reach them too."""
+    model = build("swin-padded")
+    _, folded = fold_norms(spec_of(model), model.state_dict())
+    name = "swin.encoder.layers.0.blocks.0."
+    assert torch.equal(folded[name + "attention.q_proj.bias"], model.state_dict()[name + "attention.q_proj.bias"])
+    assert folded[name + "layernorm_before.bias"].any()
+    assert not folded[name + "layernorm_after.bias"].any()

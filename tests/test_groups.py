@@ -216,6 +216,15 @@ def test_fit_finds_what_was_planted(group: Group, sides: str) -> None:
 
 
 @EACH
+def test_fit_from_the_permutation_alone(group: Group) -> None:
+    """Only a gate is seen, say: the permutation is found, the rest stays as it is."""
+    member = draw(group.within("permutation"), "bar")
+    x = np.random.default_rng(3).normal(size=(K, N, 30))
+    assert isinstance(member, Monomial)
+    assert close(group.fit(bar=(member.matrix() @ x, x)), member)
+
+
+@EACH
 def test_fit_bears_noise_and_beats_the_identity(group: Group) -> None:
     rng = np.random.default_rng(1)
     member = draw(group, "noisy")

@@ -31,10 +31,7 @@ def test_commands(folder: Path) -> None:
     lines = [line.split("#")[0].strip() for line in README.splitlines() if line.startswith("regauge ")]
     assert len(lines) >= 4
     for line in lines:
-        words = shlex.split(line)[1:]
-        if words[0] == "convert":
-            words[-1] = "CONVERTED"
-        assert main(words) == 0, line
+        assert main(shlex.split(line)[1:]) == 0, line
     before, after = (folder / name / "model.safetensors" for name in ("MODEL", "BACK"))
     assert before.read_bytes() == after.read_bytes(), "and back, bit for bit"
 

@@ -45,6 +45,21 @@ def test_a_config_that_contradicts_the_weights() -> None:
     assert any("has size 16, the spec says 32" in f for f in found)
 
 
+@pytest.mark.parametrize("field", ["num_hidden_layers", "intermediate_size", "hidden_size", "head_dim"])
+@pytest.mark.parametrize("value", [10**12, "16", [16], {}, 16.0, -1, 0])
+def test_absurd_configs_are_refused_at_once(field: str, value: object) -> None:
+    from regauge.errors import RegaugeError
+    from regauge.sources import spec_of as described
+
+    model = build("llama")
+    config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], field: value}
+    try:
+        spec = described(model, config=config)
+    except RegaugeError:
+        return
+    assert check(spec, model.state_dict())
+
+
 def test_tied_tensors_may_be_stored_once_or_twice() -> None:
     model = build("gpt2")
     spec, state = spec_of(model), dict(model.state_dict())
@@ -75,6 +90,10 @@ def test_a_tied_table_needs_an_orthogonal_stream() -> None:
         (lambda s: {"spaces": {**s.spaces, "vo.0": replace(s.spaces["vo.0"], over="qk.0")}}, "must be a space of permutations"),
         (lambda s: {"spaces": {**s.spaces, "stream": Space(12, Orthogonal())}}, "follows the permutation part"),
         (lambda s: {"spaces": {**s.spaces, "stream": Space(0, Permutation())}}, "has size 0"),
+        (lambda s: {"spaces": {**s.spaces, "stream": Space(12.0, Permutation())}}, "has size 12.0"),
+        (lambda s: {"ties": {"lm_head.weight": "transformer.h.0.ln_1.bias"}}, "but has axes _ stream*"),
+        (lambda s: {"norms": (replace(s.norms[0], gain="gone"),)}, 'folds with "gone"'),
+        (lambda s: {"norms": (replace(s.norms[0], readers=(("lost", None),)),)}, 'folds with "lost"'),
         (lambda s: {"parts": {**s.parts, "transformer.wte.weight": "tail"}}, 'the part "tail"'),
         (lambda s: {"parts": {**s.parts, "nothing": "head"}}, "not a tensor of the spec"),
         (lambda s: {"ties": {"a": "b"}}, "not both are tensors"),

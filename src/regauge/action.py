@@ -22,7 +22,7 @@ from regauge.elements import Element, permutation_index
 from regauge.errors import ElementError, SpecError
 from regauge.groups import SignedPermutation
 from regauge.members import Monomial
-from regauge.spec import PARTS, stored
+from regauge.spec import PARTS, check_fixed, require, stored
 from regauge.steps import Chain, Gather, direct_sum, step, widen
 from regauge.streams import Ints
 
@@ -139,9 +139,11 @@ def _act_by_place(g: Element, x: Array, terms: Sequence[ax.Term], dim: int, at: 
 
 def _compute(x: Tensor, chains: Sequence[Chain]) -> Tensor:
     """Everything but gathers is computed in float32 or better."""
-    import torch
-
-    work = x if x.dtype.itemsize >= 4 and x.dtype.is_floating_point else x.to(torch.float32)
+    if not x.dtype.is_floating_point:
+        raise ElementError(
+            f"a tensor of {x.dtype} follows permutations only, and this element does more", hint="convert it to a floating-point dtype"
+        )
+    work = x if x.dtype.itemsize >= 4 else x.float()
     for dim, chain in enumerate(chains):
         work = chain(work, dim)
     return work.to(x.dtype)
@@ -150,14 +152,11 @@ def _compute(x: Tensor, chains: Sequence[Chain]) -> Tensor:
 def _gather(x: Array, indices: Sequence[Ints | None]) -> Array:
     if isinstance(x, np.ndarray):
         return _gather_bits(x, indices)
-    if x.device.type != "cpu" or x.requires_grad:
-        for dim, index in enumerate(indices):
-            x = x if index is None else Gather(index)(x, dim)
-        return x
-    import torch
-
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.dtype.itemsize]
-    return torch.from_numpy(_gather_bits(x.detach().view(bits).numpy(), indices)).view(x.dtype)
+    if all(index is None for index in indices):
+        return x.clone()
+    for dim, index in enumerate(indices):
+        x = x if index is None else Gather(index)(x, dim)
+    return x
 
 
 def _gather_bits(source: Bits, indices: Sequence[Ints | None]) -> Bits:
@@ -207,11 +206,21 @@ def _weight_move(g: Element, axes: str, at: Mapping[str, int]) -> Callable[[Any]
     def run(w: Array) -> Array:
         if not moved:
             return w
-        if isinstance(w, np.ndarray) or w.dtype.itemsize != 4 or only_gathers(g, moved):
+        if isinstance(w, np.ndarray):
             return act(g, w, axes, at=at)
-        return act(g, w.double(), axes, at=at).to(w.dtype)
+        if only_gathers(g, moved):
+            return _act_on_bits(g, w.detach(), axes, at) if w.device.type == "cpu" else act(g, w, axes, at=at)
+        return act(g, w.double() if w.dtype.itemsize == 4 else w, axes, at=at).to(w.dtype)
 
     return run
+
+
+def _act_on_bits(g: Element, w: Tensor, axes: str, at: Mapping[str, int]) -> Tensor:
+    """A stored tensor moved as its bits: no gradient to carry, and numpy gathers faster."""
+    import torch
+
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[w.dtype.itemsize]
+    return torch.from_numpy(act(g, w.view(bits).numpy(), axes, at=at)).view(w.dtype)
 
 
 def only_gathers(g: Element, spaces: Iterable[str] | None = None) -> bool:
@@ -223,6 +232,8 @@ def only_gathers(g: Element, spaces: Iterable[str] | None = None) -> bool:
 def apply(g: Element, state: State, part: str | None = None, *, force: bool = False) -> dict[str, Tensor]:
     """A new state dict, moved: all of it, or one part. Names that the spec calls buffers, and other parts, are passed on as they are.
 
+    A state may hold some of the spec's tensors only; a name that the spec does not know is refused.
+
     `force` applies an element that the spec does not allow. It exists for tests and demonstrations: the function breaks.
     """
     return {name: thunk() for name, thunk in apply_lazily(g, state, part, force=force).items()}
@@ -232,6 +243,7 @@ def apply_lazily(g: Element, state: Mapping[str, Array], part: str | None = None
     """What `apply` does, one thunk per tensor, so that a checkpoint can be moved without ever being in memory."""
     if not force:
         g.require()
+        _require_fixed(g, state)
     known = stored(g.spec)
     unknown = next((n for n in state if n not in known and not g.spec.is_buffer(n)), None)
     if unknown is not None:
@@ -243,13 +255,18 @@ def apply_lazily(g: Element, state: Mapping[str, Array], part: str | None = None
     return thunks
 
 
+def _require_fixed(g: Element, state: Mapping[str, Any]) -> None:
+    """An element of a folded spec, on weights that were not folded, would break the function."""
+    require(check_fixed(g.spec, state), "the state is not the folded one that the element's spec is of", hint="apply it to what fold_norms returned")
+
+
 def _moved(move: Move, state: Mapping[str, Array]) -> Array:
     out: Array = move.run(state[move.source])
     return out
 
 
 def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Move a live module in place, and with it the state of its optimizer, so that training goes on across the move.
+    """Move a live module in place, its gradients too, and with it the state of its optimizer, so that training goes on across the move.
 
     First moments and momenta follow as gradients do, second moments by the permutation alone. With an optimizer, the element must be made of
     (signed) permutations: Adam-type states have no other symmetry.
@@ -258,10 +275,22 @@ def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, opti
 
     g.require()
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    every = dict(module.named_parameters(remove_duplicate=False)).keys() | tensors.keys()
+    missing = [name for name in stored(g.spec) if name not in every]
+    if missing:
+        raise SpecError(
+            f'the module has no "{missing[0]}", which the spec "{g.spec.family}" speaks of ({len(missing)} such names)',
+            hint="move the model inside its wrapper (DDP, PEFT), before adapters are put on",
+        )
+    _require_fixed(g, tensors)
     plan = [m for m in moves(g, part) if m.name in tensors]
     entries = stored(g.spec)
     with torch.no_grad():
         states = _moved_optimizer_states(g, {m.name: entries[m.name].axes for m in plan}, tensors, optimizer) if optimizer else []
+        for m in plan:
+            grad = tensors[m.name].grad
+            if grad is not None:
+                states.append((grad, act(g, grad, ax.dual(entries[m.name].axes))))
         staged = {m.name: m.run(tensors[m.source]) for m in plan if m.source != m.name}
         for m in plan:
             tensors[m.name].copy_(staged[m.name] if m.name in staged else m.run(tensors[m.name]))
@@ -284,13 +313,17 @@ def _moved_optimizer_states(
                 f'the optimizer\'s state cannot follow the element on "{name}": Adam-type states keep signed permutations only',
                 hint='draw the element with within="signed", or move before training starts',
             )
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
+        raise ElementError("the optimizer holds parameters that the module does not have", hint="give the optimizer of this module")
     out: list[tuple[Tensor, Tensor]] = []
-    for name, text in axes.items():
-        held: dict[str, Any] = optimizer.state.get(tensors[name], {})
+    for p, held in optimizer.state.items():
+        name = names[id(p)]
         for key, value in held.items():
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            if isinstance(value, int | float) or value is None or (isinstance(value, torch.Tensor) and value.dim() == 0):
                 continue
-            if value.shape != tensors[name].shape or key not in _FIRST | _SECOND:
+            if not isinstance(value, torch.Tensor) or value.shape != p.shape or key not in _FIRST | _SECOND:
                 raise ElementError(f'the optimizer holds "{key}" for "{name}", which regauge does not know how to move')
-            out.append((value, act(g, value, ax.dual(text) if key in _FIRST else ax.bar(text))))
+            if name in axes:
+                out.append((value, act(g, value, ax.dual(axes[name]) if key in _FIRST else ax.bar(axes[name]))))
     return out

@@ -257,8 +257,9 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _pickle(path: Path) -> CheckpointError:
+    source = path.parent if (path.parent / "config.json").is_file() else path
     return CheckpointError(
-        f"{path} is a pickle, which can run code when it is read", hint=f"regauge convert {path} -o OUT reads it safely and writes safetensors"
+        f"{path} is a pickle, which can run code when it is read", hint=f"regauge convert {source} -o OUT reads it safely and writes safetensors"
     )
 
 
@@ -359,6 +360,9 @@ def read_header(path: Path) -> Shard:
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
         raise damaged("its metadata are not strings")
+    for text in [*header, *(metadata or {}), *(metadata or {}).values()]:
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise damaged("its header has text that is not Unicode")
     entries = {name: _entry(name, value, 8 + length, damaged) for name, value in header.items()}
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     at = 8 + length
@@ -381,7 +385,7 @@ def _entry(name: str, value: Any, base: int, damaged: Any) -> Entry:
     if not isinstance(value, dict) or not isinstance(value.get("dtype"), str):
         raise damaged(f'the header entry of "{name}" has no dtype')
     shape, offsets = numbers("shape"), numbers("data_offsets")
-    if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if shape is None or len(shape) > 32 or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1] or max(shape, default=0) >= 2**48:
         raise damaged(f'the header entry of "{name}" has no usable shape and offsets')
     known, given = DTYPES.get(value["dtype"]), offsets[1] - offsets[0]
     if known and _product(shape) * known[1] != given:

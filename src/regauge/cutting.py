@@ -102,8 +102,12 @@ class Crossing:
         `token` moves rows, masks, position ids and rotary tables together. That needs the mask: models that leave a causal one to the kernel (sdpa,
         flash) must be given it as a 4-D tensor, or be set to eager attention.
         """
-        missing = [name for name in self.boundary.implicit if self.inputs.get(name) is None]
-        if missing and "token" in g.members:
+        rows = "token" in g.members
+        if rows and not any("token" in ax.spaces(axes) for axes in self.boundary.enter.values()):
+            raise CutError(f'nothing that crosses at "{self.boundary.blocks}" has tokens that may change places')
+        given = {name: [v for key, v in self.inputs.items() if key.partition("@")[0] == name] for name in self.boundary.implicit}
+        missing = [name for name, values in given.items() if not values or any(v is None for v in values)]
+        if missing and rows:
             raise CutError(
                 f'the blocks make "{missing[0]}" from the order of their rows, so the rows cannot move',
                 hint="pass the model a 4-D mask, or call model.set_attn_implementation('eager')" if missing[0] == "attention_mask" else None,

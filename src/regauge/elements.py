@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from regauge.errors import ElementError
-from regauge.groups import Kind
+from regauge.groups import KINDS, Kind
 from regauge.members import Dense, Member, Monomial, Planes
 from regauge.spec import Fault, Spec
 from regauge.streams import Ints, Stream, seed_key
@@ -73,10 +73,15 @@ class Element:
     def to(self, spec: Spec) -> Element:
         """The same element on another spec with the same spaces: the live model and its stored form, say."""
         moved = replace(self, spec=spec)
-        strangers = [f for f in moved.faults() if f.name not in spec.spaces or "size" in f.text]
+        strangers = [f for f in moved.faults() if moved._is_stranger(f.name)]
         if strangers:
             raise ElementError("the element belongs to another model\n" + "\n".join(f"  {f}" for f in strangers[:20]))
         return moved
+
+    def _is_stranger(self, name: str) -> bool:
+        """Is this a member for another model: of a space that this one lacks, or of another size?"""
+        space, member = self.spec.spaces.get(name), self.members[name]
+        return space is None or member.size != space.size or member.count != self.spec.count(name)
 
     def faults(self) -> list[Fault]:
         """Every reason why this element is not allowed on its spec."""
@@ -85,7 +90,7 @@ class Element:
             space = self.spec.spaces.get(name)
             if space is None:
                 out.append(Fault(name, f'the model has no space "{name}"'))
-            elif member.size != space.size or member.count != self.spec.count(name):
+            elif self._is_stranger(name):
                 has, want = f"{member.count} x {member.size}", f"{self.spec.count(name)} x {space.size}"
                 out.append(Fault(name, f'the element has size {has} on "{name}", the model {want}'))
             else:
@@ -99,10 +104,12 @@ class Element:
         """Raise one error that lists every fault."""
         faults = self.faults()
         if faults:
-            other = all(f.name not in self.spec.spaces or "size" in f.text for f in faults)
+            other = all(self._is_stranger(f.name) for f in faults)
             raise ElementError(
                 f'the element does not fit the model "{self.spec.family}"\n' + "\n".join(f"  {f}" for f in faults[:20]),
-                hint="it was made for another model" if other else "draw it with regauge.element(spec, key), or fold the norms first for rotations",
+                hint="it was made for another model"
+                if other
+                else "draw it from this model's spec; rotations of the stream need folded norms (move --fold, fold_norms)",
             )
 
 
@@ -111,7 +118,10 @@ def element(spec: Spec, key: bytes | int, *, within: Kind = "full", spaces: Iter
 
     Each space has its own stream, labelled "element/" and its name, so a restriction to some spaces draws the same members.
     """
-    secret = seed_key(key) if isinstance(key, int) else key
+    secret = _secret(key)
+    if within not in KINDS:
+        raise ElementError(f'there is no kind "{within}"', hint=f"kinds are {', '.join(KINDS)}")
+    spaces = [spaces] if isinstance(spaces, str) else spaces
     chosen = spec.spaces.keys() if spaces is None else match_spaces(spec, spaces)
     members: dict[str, Member] = {}
     for name, space in spec.spaces.items():
@@ -119,6 +129,15 @@ def element(spec: Spec, key: bytes | int, *, within: Kind = "full", spaces: Iter
         if name in chosen and group.bits(space.size) + group.dim(space.size) > 0:
             members[name] = group.sample(space.size, spec.count(name), Stream(secret, f"element/{name}"))
     return Element(spec, members)
+
+
+def _secret(key: bytes | int) -> bytes:
+    given: object = key
+    if isinstance(given, bytes) and len(given) == 32:
+        return given
+    if isinstance(given, int | np.integer) and not isinstance(given, bool):
+        return seed_key(int(given))
+    raise ElementError("a key is 32 bytes, or a whole number as a public seed", hint="os.urandom(32) makes one")
 
 
 def identity(spec: Spec) -> Element:

@@ -2,8 +2,10 @@
 
 A norm with gain c and bias b that is read by linear layers only satisfies W (c * n + b) + a = (W diag(c)) n + (W b + a), where n is the normalised
 vector. So the gain goes into the columns of every reader and the bias into theirs, and what is left of the norm commutes with rotations: all of
-them for RMSNorm, those that keep the all-ones vector for LayerNorm (the mean is a product with that vector). A reader without a bias of its own
-leaves the norm's bias where it is, divided by the gain: c * n + b = c * (n + b / c); it then lives in the stream and rotates with it.
+them for RMSNorm, those that keep the all-ones vector for LayerNorm (the mean is a product with that vector). A reader without a bias of its own, or
+one that is also given zeros for padding, leaves the norm's bias where it is, divided by the gain: c * n + b = c * (n + b / c); it then lives in the
+stream and rotates with it.
+
 LayerScale stands behind a writer, s * (W x + a) = (diag(s) W) x + s * a, and folds backwards into its rows.
 
 A reader that is tied to the embedding is untied first: the table that writes the stream keeps its values, the one that reads it takes the gain.
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 def fold_norms(spec: Spec, state: State) -> tuple[Spec, dict[str, Tensor]]:
     """Fold every norm and LayerScale that can be folded; a new spec and a new state of the same function (the module's docstring says why).
 
-    In the new spec folded gains are constant, and `check` holds them to it: freeze them in training. Spaces whose norms are all folded get
+    Tensors that folding does not touch are the input's own, not copies. In the new spec folded gains are constant, and `check` holds them to it: freeze them in training. Spaces whose norms are all folded get
     their larger group. Computed in float64 (float32 for half precision) and rounded once.
     """
     new, thunks = fold_lazily(spec, state)
@@ -79,8 +81,10 @@ class _Folding:
         self.edits.setdefault(name, []).append(change)
 
     def source(self, name: str) -> str:
-        """Where a tensor's values are: under its own name, or under that of the tensor it repeats."""
-        return name if name in self.state else self.spec.ties[name]
+        """Where a tensor's values are: under its own name, or under that of one that is tied to it."""
+        target = self.spec.ties.get(name, name)
+        tied = [name, target, *(alias for alias, t in self.spec.ties.items() if t == target)]
+        return next(n for n in tied if n in self.state)
 
     def each(self, pattern: str) -> dict[str, Stored]:
         return {name: entry for name, entry in self.stored.items() if entry.pattern == pattern}
@@ -89,15 +93,16 @@ class _Folding:
         gain = _work(self.state[norm.gain]) + (1.0 - norm.neutral)
         term = ax.parse(self.spec.tensors[norm.gain]).terms[-1]
         shift = None if norm.bias is None else _work(self.state[norm.bias])
+        taken = not norm.padded and all(b is not None for _, b in norm.readers)
         for weight, bias in norm.readers:
             for name, entry in self.each(weight).items():
                 dim = _reading_axis(entry, term)
                 self.edit(name, partial(_scaled, by=gain, dim=dim))
-                if shift is not None and all(b is not None for _, b in norm.readers):
+                if shift is not None and taken:
                     assert bias is not None
                     self.edit(bias, partial(self._shifted, name=name, dim=dim, shift=shift))
         if norm.bias is not None and shift is not None:
-            if all(b is not None for _, b in norm.readers):
+            if taken:
                 self.constants[norm.bias] = 0.0
             else:
                 lost = (gain == 0) & (shift != 0)
@@ -124,6 +129,8 @@ class _Folding:
     def thunks(self) -> dict[str, Callable[[], Tensor]]:
         out: dict[str, Callable[[], Tensor]] = {name: partial(self.state.__getitem__, name) for name in self.state}
         out |= {name: partial(self._edited, name) for name in self.edits}
+        for alias in self.edits.keys() & self.spec.ties.keys():  # the one it repeats may not be stored: it becomes a tensor of its own too
+            out.setdefault(self.spec.ties[alias], partial(self.state.__getitem__, self.source(alias)))
         out |= {name: partial(self._constant, name, value) for name, value in self.constants.items()}
         return out
 

@@ -139,7 +139,7 @@ class SignedPermutation(Permutation):
         return Monomial(index, stream.signs(count * size).reshape(count, size))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        c = _correlation(plain, dual, None)
+        c = _correlation(plain, dual) if plain is not None or dual is not None else np.zeros_like(_correlation(bar))
         index = _assign(np.abs(c) + (0 if bar is None else _correlation(bar)))
         picked = np.take_along_axis(c, index[:, :, None], 2)[:, :, 0]
         return Monomial(index, np.where(picked < 0, -1.0, 1.0))
@@ -177,7 +177,7 @@ class Scaling(Group):
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
         """Scale-free scores (cosines) decide who goes where; the scale then balances the two sides. From one side: least squares."""
         sides = [_cosines(p) for p in (plain, dual) if p is not None]
-        if self.positive:
+        if self.positive or not sides:
             scores = np.asarray(sum(sides))
         else:  # a sign may flip both sides at once, so only the product of their cosines is seen
             scores = np.abs(sides[0]) if len(sides) == 1 else sides[0] * sides[1]
@@ -226,6 +226,8 @@ class Orthogonal(Group):
         return Dense(np.stack([haar(size, stream) for _ in range(count)]))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        if plain is None and dual is None:
+            return Permutation().fit(bar=bar)
         return Dense(polar(_correlation(plain, dual)))
 
     def within(self, kind: Kind) -> Group:
@@ -238,6 +240,8 @@ class Orthogonal(Group):
                 return self
 
     def fault(self, member: Member) -> str | None:
+        if isinstance(member, Monomial):
+            return SignedPermutation().fault(member)
         m = member.matrix()
         return None if np.allclose(m @ m.swapaxes(1, 2), np.eye(member.size), rtol=0, atol=1e-7) else "is not orthogonal"
 
@@ -258,6 +262,8 @@ class OrthogonalFixingOnes(Orthogonal):
         return Dense(np.stack([_lift(haar(size - 1, stream)) for _ in range(count)]))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+        if plain is None and dual is None:
+            return Permutation().fit(bar=bar)
         c = _correlation(plain, dual)
         basis = ones_complement(c.shape[1])
         return Dense(np.stack([_lift(r) for r in polar(basis.T @ c @ basis)]))
@@ -266,6 +272,8 @@ class OrthogonalFixingOnes(Orthogonal):
         return Permutation() if kind in ("permutation", "signed") else self
 
     def fault(self, member: Member) -> str | None:
+        if isinstance(member, Monomial):
+            return Permutation().fault(member)
         kept = np.allclose(member.matrix().sum(2), 1, rtol=0, atol=1e-7)
         return super().fault(member) or (None if kept else "does not keep the all-ones vector")
 
@@ -299,6 +307,9 @@ class Rotary(Group):
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
         """The phase of the summed products; the modulus from balancing the two sides, or by least squares from one."""
+        if plain is None and dual is None:
+            shape = _first(bar).shape
+            return self.identity(shape[1], shape[0])
         sides = [None if s is None else (self._complex(s[0]), self._complex(s[1])) for s in (plain, dual)]
         z = sum((_inner(y, x) for y, x in (s for s in sides if s is not None)), np.zeros((), np.complex128))
         modulus = np.ones(z.shape)
@@ -404,7 +415,9 @@ class GeneralLinear(Group):
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
         """Balance both sides, then Procrustes. From one side only: least squares."""
-        if plain is None and dual is not None:
+        if plain is None and dual is None:
+            return Permutation().fit(bar=bar)
+        if plain is None:
             return self.fit(plain=dual).dual()
         if dual is None:
             y, x = _pair(plain)
@@ -419,10 +432,12 @@ class GeneralLinear(Group):
                 return Orthogonal().within(kind)
 
     def fault(self, member: Member) -> str | None:
+        if isinstance(member, Monomial):
+            return Scaling(positive=False).fault(member)
         m = member.matrix()
         if not np.isfinite(m).all():
             return "is not finite"
-        return None if (np.linalg.cond(m) < 1e12).all() else "is singular"
+        return None if (np.linalg.cond(m, 1) < 1e12).all() else "is singular"
 
     def bits(self, size: int) -> float:
         return 1.0

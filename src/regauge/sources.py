@@ -48,7 +48,9 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
     timm = getattr(module, "pretrained_cfg", None)
     if timm:
         heads = [m.num_heads for m in module.modules() if isinstance(getattr(m, "num_heads", None), int)]
-        return {**_as_dict(timm), "num_heads": heads[0] if heads else None, "global_pool": getattr(module, "global_pool", None)}
+        first: Any = next(iter(getattr(module, "blocks", [])), None)
+        live = {"num_heads": heads[0] if heads else None, "global_pool": getattr(module, "global_pool", None)}
+        return {**_as_dict(timm), **live, "block_fn": type(first).__name__, "norm_layer": type(getattr(first, "norm1", None)).__name__}
     raise UnknownModelError(
         f"{type(module).__name__} has neither a config nor a pretrained_cfg, so its family is not known",
         hint="pass its config, or describe the module in a spec file (docs/adding-a-model.md)",

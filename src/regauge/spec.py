@@ -44,13 +44,15 @@ class Space:
 class Norm:
     """A norm that can be folded: its gain (and bias), and the (weight, bias) of every layer that reads it.
 
-    `neutral` is the stored value that means no gain: 1, or 0 where the model adds one to it.
+    `neutral` is the stored value that means no gain: 1, or 0 where the model adds one to it. `padded`: zeros are put in between norm and readers
+    (Swin fills up its windows), so only the gain may go into the readers; the bias must stay before the padding.
     """
 
     gain: str
     bias: str | None
     readers: tuple[tuple[str, str | None], ...]
     neutral: float = 1.0
+    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,10 @@ def check(spec: Spec, state: Mapping[str, Shaped]) -> list[Fault]:
 
     Values are read only where the spec demands them: folded gains must be constant.
     """
-    return [*check_spec(spec), *_check_names(spec, state), *_check_shapes(spec, state), *_check_fixed(spec, state)]
+    itself = check_spec(spec)
+    if any(f.name in spec.spaces for f in itself):  # spaces that make no sense fit nothing
+        return itself
+    return [*itself, *_check_names(spec, state), *_check_shapes(spec, state), *check_fixed(spec, state)]
 
 
 def require(faults: Sequence[Fault], what: str, hint: str | None = None) -> None:
@@ -168,8 +173,8 @@ def check_spec(spec: Spec) -> list[Fault]:
         faults.append(Fault(name, text))
 
     for name, space in spec.spaces.items():
-        if space.size < 1:
-            fault(name, f'space "{name}" has size {space.size}')
+        if type(space.size) is not int or space.size < 1:
+            fault(name, f'space "{name}" has size {space.size!r}, which must be a positive whole number')
         if space.over is not None:
             parent = spec.spaces.get(space.over)
             if parent is None:
@@ -192,6 +197,8 @@ def check_spec(spec: Spec) -> list[Fault]:
     for alias, target in spec.ties.items():
         if target not in spec.tensors or alias not in spec.tensors:
             fault(alias, f'"{alias}" repeats "{target}", but not both are tensors of the spec')
+        elif _places(spec.tensors[alias]) != _places(spec.tensors[target]):
+            fault(alias, f'"{alias}" repeats "{target}", but has axes {spec.tensors[alias]} where that has {spec.tensors[target]}')
         elif _signature(spec.tensors[alias]) != _signature(spec.tensors[target]):
             for space_name in sorted(ax.spaces(spec.tensors[target])):
                 if not spec.spaces[space_name].group.is_orthogonal:
@@ -205,6 +212,12 @@ def check_spec(spec: Spec) -> list[Fault]:
     for name in spec.fixed:
         if name not in spec.tensors:
             fault(name, f'"{name}" must be constant, but is not a tensor of the spec')
+    for gain, pairs in [
+        *((n.gain, [(n.gain, n.bias), *n.readers]) for n in spec.norms),
+        *((s.gain, [(s.gain, None), *s.writers]) for s in spec.scales),
+    ]:
+        for name in (name for pair in pairs for name in pair if name is not None and name not in spec.tensors):
+            fault(name, f'"{gain}" folds with "{name}", which is not a tensor of the spec')
     return faults
 
 
@@ -217,6 +230,10 @@ def _check_bars(spec: Spec, name: str, text: str) -> Iterator[Fault]:
             over = spec.spaces[leaf.space].over
             if over is not None and over not in ax.spaces(text) and not name.startswith("output "):
                 yield Fault(name, f'"{name}" has axes {text}: "{leaf.space}" lies over "{over}", which is no axis of it')
+
+
+def _places(text: str) -> list[list[tuple[str, bool]]]:
+    return [[(leaf.space, leaf.bar) for leaf in ax.leaves(t)] for t in ax.parse(text).terms]
 
 
 def _signature(text: str) -> list[list[ax.Leaf]]:
@@ -266,7 +283,7 @@ def _fits(term: ax.Term, n: int, sizes: Mapping[str, int]) -> bool:
             return parts is not None and all(_fits(t, p, sizes) for t, p in zip(inner, parts, strict=True))
 
 
-def _check_fixed(spec: Spec, state: Mapping[str, Any]) -> Iterator[Fault]:
-    for name, value in spec.fixed.items():
-        if name in state and not bool((state[name] == value).all()):
-            yield Fault(name, f'"{name}" was folded and must be {value:g} everywhere, but is not')
+def check_fixed(spec: Spec, state: Mapping[str, Any]) -> list[Fault]:
+    """The tensors that the spec says are constant, and are not."""
+    wrong = [(name, value) for name, value in spec.fixed.items() if name in state and not bool((state[name] == value).all())]
+    return [Fault(name, f'"{name}" was folded and must be {value:g} everywhere, but is not') for name, value in wrong]

@@ -28,7 +28,7 @@ def move(
     element: Annotated[Path | None, typer.Option("-g", "--element", metavar="ELEMENT", help="An element file.")] = None,
     invert: Annotated[bool, typer.Option("--invert", help="Apply the element's inverse: undo a move.")] = False,
     random: Annotated[bool, typer.Option("--random", help="Draw an element.")] = False,
-    group: Annotated[options.Kind, typer.Option("--group", help="Draw from this subgroup.")] = options.Kind.permutation,
+    group: Annotated[options.Kind | None, typer.Option("--group", help="Draw from this subgroup. Default: permutation.")] = None,
     spaces: Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="Move these spaces only; `ffn` is ffn.0, ffn.1, ...")] = None,
     seed: options.Seed = None,
     save_element: Annotated[Path | None, typer.Option("--save-element", metavar="F", help="Save the drawn element here.")] = None,
@@ -44,8 +44,8 @@ def move(
     """Move a checkpoint by an element: the same function, written in other weights."""
     if random == (element is not None):
         raise typer.BadParameter("give either -g ELEMENT or --random")
-    if not random and (seed is not None or save_element is not None):
-        raise typer.BadParameter("--seed and --save-element belong to --random")
+    if not random and (seed is not None or save_element is not None or group is not None):
+        raise typer.BadParameter("--seed, --group and --save-element belong to --random")
     if random and invert:
         raise typer.BadParameter("--invert belongs to -g")
     if random and resume and seed is None:
@@ -69,7 +69,7 @@ def move(
     if fold:
         described, folded = fold_lazily(described, checkpoint)
         state = Lazy(folded, lambda name: folded[name]())
-    g = _element(described, element, group.value, spaces, seed)
+    g = _element(described, element, (group or options.Kind.permutation).value, spaces, seed)
     g = ~g if invert else g
     if not fold and only_gathers(g):
         state = checkpoint.bits  # permutations look at no value, so torch is not even loaded
@@ -123,6 +123,8 @@ def move(
     if written.resumed:
         say(f"kept from the interrupted run: {', '.join(sorted(written.resumed))}")
     seconds = time.monotonic() - started
+    if random and seed is None and save_element is None:
+        say("the element was not saved, so this move cannot be undone; --save-element keeps it")
     say(f"wrote {out}: {written.bytes / 1e6:,.1f} MB in {seconds:.1f} s{f'; the element is in {save_element}' if save_element else ''}")
     if json:
         details = {"bytes": written.bytes, "files": list(written.files), "nonfinite": list(written.nonfinite), "left": list(written.left)}
@@ -137,14 +139,17 @@ def _element(spec: Spec, file: Path | None, group: Any, spaces: str | None, seed
     if file is not None:
         g = load_element(file, spec)
         g = g.only(*named) if named is not None else g
-        shown = sorted(spec.visible & g.members.keys())
-        if shown:
-            warn(f"{', '.join(shown)} is visible at the outputs ({', '.join(spec.outputs)}): they move too")
     else:
         if named is None and spec.visible:
             say(f"leaves {', '.join(sorted(spec.visible))} alone, which callers see at the outputs ({', '.join(spec.outputs)}); --spaces overrides")
         chosen = named if named is not None else [s for s in spec.spaces if s not in spec.visible]
         g = element(spec, os.urandom(32) if seed is None else seed, within=group, spaces=_exactly(spec, chosen) if named is None else chosen)
+    shown = sorted(spec.visible & g.members.keys())
+    if shown:
+        warn(f"{', '.join(shown)} {'is' if len(shown) == 1 else 'are'} visible at the outputs ({', '.join(spec.outputs)}), which move too")
+    less = sorted(n for n in g.members if file is None and group in ("orthogonal", "full") and spec.spaces[n].folded is not None)
+    if less:
+        say(f"{', '.join(less)}: {spec.spaces[less[0]].group.within(group)} only; --fold gives rotations")
     if not g.members:
         raise RegaugeError("the element moves nothing", hint="regauge inspect lists the spaces and their groups")
     return g

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from regauge.errors import UnknownModelError
+from regauge.errors import SpecError, UnknownModelError
 from regauge.families import bart, bert, clip, deberta, dinov2, gemma2, gpt2, llama, mixtral, swin, t5, timm_swin, timm_vit, vit
 from regauge.families.family import Boundary, Family
 from regauge.families.pieces import Config, Names
@@ -28,6 +28,9 @@ FAMILIES: tuple[Family, ...] = (
     timm_swin.FAMILY,
 )
 
+# What a model has at least one tensor for each of.
+_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "depths")
+
 __all__ = ["FAMILIES", "Boundary", "Family", "family_of", "spec_from"]
 
 
@@ -46,4 +49,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def spec_from(config: Mapping[str, Any], names: Iterable[str] | Mapping[str, Shaped | Sequence[int]]) -> Spec:
     """The spec of the model with this config and these tensor names (or names with shapes, which timm's need), stored or live, old naming or new."""
-    return family_of(config).spec(Config(config), Names(names))
+    family, known = family_of(config), Names(names)
+    for key in _COUNTS:
+        count = config.get(key)
+        count = sum(count) if isinstance(count, list) and all(isinstance(n, int) for n in count) else count
+        if isinstance(count, int) and count > max(1000, len(known.names)):
+            raise SpecError(f'config.json says "{key}" is {count}, but there are only {len(known.names)} tensors', hint="is it this model's config?")
+    return family.spec(Config(config), known)

@@ -41,6 +41,8 @@ def spec(c: Config, names: Names) -> Spec:
             readers.append(name)
     if readers:
         d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _ _"}
+        if "multiple_choice_head.summary" in readers:
+            d.outputs["mc_logits"] = "_ _"
         d.norms.append(folding(d.head, f"{base}ln_f", *readers))
     d.notes.append("tokens: rows may be permuted together with the 4-D causal mask and the position ids")
     return d.spec()

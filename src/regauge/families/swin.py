@@ -93,7 +93,7 @@ def block(d: Draft, c: Config, words: dict[str, str], at: str, s: int, b: int) -
         **linear(at + words["down"], stream, ffn),
     }
     d.norms += [
-        folding(d.backbone, at + "layernorm_before", *(at + words[x] for x in "qkv")),
+        folding(d.backbone, at + "layernorm_before", *(at + words[x] for x in "qkv"), padded=True),
         folding(d.backbone, at + "layernorm_after", at + words["up"]),
     ]
 

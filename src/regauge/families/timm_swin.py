@@ -67,7 +67,7 @@ def block(d: Draft, names: Names, s: int, b: int) -> None:
         **linear(at + "mlp.fc1", f"ffn.{label}", stream),
         **linear(at + "mlp.fc2", stream, f"ffn.{label}"),
     }
-    d.norms += [folding(d.backbone, at + "norm1", at + "attn.qkv"), folding(d.backbone, at + "norm2", at + "mlp.fc1")]
+    d.norms += [folding(d.backbone, at + "norm1", at + "attn.qkv", padded=True), folding(d.backbone, at + "norm2", at + "mlp.fc1")]
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:

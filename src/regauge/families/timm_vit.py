@@ -73,10 +73,10 @@ def stream(c: Config, names: Names, width: int, rms: bool) -> Space:
     if pooling(c) in ("max", "avgmax"):
         return Space(width, Permutation(), why="the maximum over the tokens follows permutations only")
     if names.starts("norm_pre."):
-        return Space(width, SignedPermutation() if rms else Permutation(), why="norm_pre writes the stream: its gains cannot be folded")
+        return Space(width, SignedPermutation() if rms and is_rms(c) else Permutation(), why="norm_pre writes the stream: its gains cannot be folded")
     if post_norm(c):
         return Space(width, Permutation(), why=POST_NORM)
-    if rms:
+    if rms and is_rms(c):
         return Space(width, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
     return Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
 
@@ -86,13 +86,18 @@ def pooling(c: Config) -> str:
 
 
 def post_norm(c: Config) -> bool:
-    """The norms stand behind the branches. No tensor name tells: the architecture's name does."""
-    return "_rpn_" in str(c("architecture", ""))
+    """The norms stand behind the branches. No tensor name tells: the architecture's name does, or a live model's block."""
+    return "_rpn_" in str(c("architecture", "")) or c("block_fn", "") == "ResPostBlock"
+
+
+def is_rms(c: Config) -> bool:
+    """Does the norm leave the mean alone? A missing bias does not tell (timm's SimpleNorm has none, and centres): without word, it may not."""
+    return "rms" in str(c("norm_layer", c("model_args", {}).get("norm_layer", ""))).lower()
 
 
 def block(d: Draft, c: Config, names: Names, i: int, heads: int, size: int, rms: bool) -> None:
     at, ffn = f"blocks.{i}.", f"ffn.{i}"
-    a = qk_norm(attention(i, heads, size), names, i)
+    a = qk_norm(c, attention(i, heads, size), names, i)
     up, down = names.size(at + "mlp.fc1.weight", 0), names.size(at + "mlp.fc2.weight", 1)
     packed = up == 2 * down  # SwiGLU in one layer, the gate first
     d.spaces |= a.spaces | {ffn: neurons(down, "gelu", gated=packed)}
@@ -120,11 +125,11 @@ def block(d: Draft, c: Config, names: Names, i: int, heads: int, size: int, rms:
             d.scales.append(scaling(tensors, at + scale, at + writer))
 
 
-def qk_norm(a: Attention, names: Names, i: int) -> Attention:
+def qk_norm(c: Config, a: Attention, names: Names, i: int) -> Attention:
     """Norms on queries and keys have one gain for all heads: what is left is one order of the coordinates, the same in every head."""
     if not names.starts(f"blocks.{i}.attn.q_norm."):
         return a
-    rms = f"blocks.{i}.attn.q_norm.bias" not in names.names
+    rms = f"blocks.{i}.attn.q_norm.bias" not in names.names and is_rms(c)
     why = "QK-norm gains are shared by all heads: one order of the coordinates for all of them"
     space = Space(a.spaces[f"qk.{i}"].size, SignedPermutation() if rms else Permutation(), why=why)
     return replace(a, spaces=a.spaces | {f"qk.{i}": space})

@@ -117,7 +117,10 @@ def timm_vit(architecture: str = "vit_pico", **more: Any) -> Pico:
     return Pico(
         lambda: cls(**arguments),
         {"x": IMAGES["pixel_values"]},
-        {"architecture": architecture, "model_args": {"num_heads": 3, "global_pool": pool, "norm_layer": more.get("norm_layer")}},
+        {
+            "architecture": architecture,
+            "model_args": {"num_heads": 3, "global_pool": pool, "norm_layer": more.get("norm_layer"), "mlp_layer": str(more.get("mlp_layer"))},
+        },
     )
 
 
@@ -125,6 +128,12 @@ def post_norm_block() -> dict[str, Any]:
     from timm.models.vision_transformer import ResPostBlock
 
     return {"block_fn": ResPostBlock}
+
+
+def glu() -> dict[str, Any]:
+    from timm.layers import GluMlp
+
+    return {"mlp_layer": GluMlp}
 
 
 def swiglu() -> dict[str, Any]:
@@ -229,6 +238,7 @@ PICOS: dict[str, Pico] = {
     "timm-vit-clip": timm_vit(pre_norm=True),
     "timm-vit-qk-norm": timm_vit(qk_norm=True),
     "timm-vit-rms": timm_vit(norm_layer="rmsnorm", qk_norm=True),
+    "timm-vit-gate-last": timm_vit(**glu()),
     "timm-vit-simple-norm": timm_vit(norm_layer="simplenorm", qk_norm=True),
     "timm-vit-post-norm": timm_vit("vit_pico_rpn_8", **post_norm_block()),
     "timm-vit-swiglu": timm_vit(**swiglu()),

@@ -23,8 +23,8 @@ MUTANTS = {
         GROUPS,
     ),
     "fused gathers in the wrong order": ("steps.py", "Gather(first.index[later.index], scale)", "Gather(later.index[first.index], scale)", ACTION),
-    "a bracket's star forgotten": ("action.py", "member.dual() if leaf.star != star else member", "member.dual() if leaf.star else member", ACTION),
-    "every star forgotten": ("action.py", "member.dual() if leaf.star != star else member", "member", ACTION),
+    "a bracket's star forgotten": ("action.py", "if leaf.star != star and not", "if leaf.star and not", ACTION),
+    "every star forgotten": ("action.py", "        member = member.dual()\n", "        pass\n", ACTION),
     "products acted on from the outside in": (
         "action.py",
         "inner.then(widen(_chain(g, outer, n, at, star), width))",
@@ -35,7 +35,7 @@ MUTANTS = {
     "a turn in the wrong direction": ("steps.py", "[a * re - b * im, a * im + b * re]", "[a * re + b * im, b * re - a * im]", GROUPS),
     "a barred axis scaled": ("action.py", "return Chain(n, (step(order),))", "return Chain(n, (step(member),))", ACTION),
     "experts that do not change places": ("action.py", "at = {entry.parent: place}", "source, at = name, {entry.parent: place}", ACTION),
-    "second moments that follow signs": ("action.py", "ax.dual(axes[name]) if key in _FIRST else ax.bar(axes[name])", "ax.dual(axes[name])", ACTION),
+    "second moments that follow signs": ("action.py", "ax.dual(m.axes) if key in _FIRST else ax.bar(m.axes)", "ax.dual(m.axes)", ACTION),
     "optimizer state left behind": ("action.py", "target.copy_(value)", "pass", ACTION),
     "every head gets the first head's member": ("action.py", "np.array([at[space.over]])", "np.array([0])", ACTION),
     "parents on another axis not permuted": (

@@ -21,7 +21,7 @@ from regauge import axes as ax
 from regauge.elements import Element, permutation_index
 from regauge.errors import ElementError, SpecError
 from regauge.groups import SignedPermutation
-from regauge.members import Monomial
+from regauge.members import Dense, Monomial
 from regauge.spec import PARTS, check_fixed, require, stored
 from regauge.steps import Chain, Gather, direct_sum, step, widen
 from regauge.streams import Ints
@@ -87,7 +87,9 @@ def _leaf(g: Element, leaf: ax.Leaf, n: int, at: Mapping[str, int], star: bool) 
         if order is None:
             raise ElementError(f"|{leaf.space}| follows a permutation, but the element is none there")
         return Chain(n, (step(order),))
-    return Chain(n, (step(member.dual() if leaf.star != star else member),))
+    if leaf.star != star and not (isinstance(member, Dense) and space.group.is_orthogonal):  # an orthogonal matrix is its own dual
+        member = member.dual()
+    return Chain(n, (step(member),))
 
 
 def _outer_parents(g: Element, terms: Sequence[ax.Term]) -> list[int]:
@@ -181,6 +183,8 @@ class Move:
 
     name: str
     source: str
+    axes: str
+    at: Mapping[str, int]
     run: Callable[[Any], Any]
 
 
@@ -197,7 +201,7 @@ def moves(g: Element, part: str | None = None) -> Iterator[Move]:
             place = entry.place if member is None else int(permutation_index(member)[entry.place])
             source = entry.pattern.replace("{" + entry.parent + "}", str(place))
             at = {entry.parent: place}
-        yield Move(name, source, _weight_move(g, entry.axes, at))
+        yield Move(name, source, entry.axes, at, _weight_move(g, entry.axes, at))
 
 
 def _weight_move(g: Element, axes: str, at: Mapping[str, int]) -> Callable[[Any], Any]:
@@ -276,21 +280,26 @@ def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, opti
     g.require()
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     every = dict(module.named_parameters(remove_duplicate=False)).keys() | tensors.keys()
-    missing = [name for name in stored(g.spec) if name not in every]
+    known = stored(g.spec)
+    missing = [name for name in known if name not in every]
     if missing:
         raise SpecError(
             f'the module has no "{missing[0]}", which the spec "{g.spec.family}" speaks of ({len(missing)} such names)',
             hint="move the model inside its wrapper (DDP, PEFT), before adapters are put on",
         )
+    strange = [name for name, _ in module.named_parameters() if name not in known and not g.spec.is_buffer(name)]
+    if strange:
+        raise SpecError(
+            f'the module has "{strange[0]}", which is not in the spec "{g.spec.family}"', hint="move the model before adapters are put on"
+        )
     _require_fixed(g, tensors)
     plan = [m for m in moves(g, part) if m.name in tensors]
-    entries = stored(g.spec)
     with torch.no_grad():
-        states = _moved_optimizer_states(g, {m.name: entries[m.name].axes for m in plan}, tensors, optimizer) if optimizer else []
+        states = _moved_optimizer_states(g, plan, tensors, optimizer) if optimizer else []
         for m in plan:
-            grad = tensors[m.name].grad
-            if grad is not None:
-                states.append((grad, act(g, grad, ax.dual(entries[m.name].axes))))
+            grad, source = tensors[m.name].grad, tensors[m.source].grad
+            if grad is not None and source is not None:
+                states.append((grad, act(g, source, ax.dual(m.axes), at=m.at)))
         staged = {m.name: m.run(tensors[m.source]) for m in plan if m.source != m.name}
         for m in plan:
             tensors[m.name].copy_(staged[m.name] if m.name in staged else m.run(tensors[m.name]))
@@ -298,12 +307,12 @@ def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, opti
             target.copy_(value)
 
 
-_FIRST = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "previous_grad", "prev"})
-_SECOND = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
+_FIRST = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "prev"})
+_SECOND = frozenset({"step_size", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
 
 
 def _moved_optimizer_states(
-    g: Element, axes: Mapping[str, str], tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    g: Element, plan: Sequence[Move], tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
 ) -> list[tuple[Tensor, Tensor]]:
     import torch
 
@@ -314,16 +323,17 @@ def _moved_optimizer_states(
                 hint='draw the element with within="signed", or move before training starts',
             )
     names = {id(tensor): name for name, tensor in tensors.items()}
-    if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
+    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
         raise ElementError("the optimizer holds parameters that the module does not have", hint="give the optimizer of this module")
-    out: list[tuple[Tensor, Tensor]] = []
     for p, held in optimizer.state.items():
-        name = names[id(p)]
         for key, value in held.items():
-            if isinstance(value, int | float) or value is None or (isinstance(value, torch.Tensor) and value.dim() == 0):
-                continue
-            if not isinstance(value, torch.Tensor) or value.shape != p.shape or key not in _FIRST | _SECOND:
-                raise ElementError(f'the optimizer holds "{key}" for "{name}", which regauge does not know how to move')
-            if name in axes:
-                out.append((value, act(g, value, ax.dual(axes[name]) if key in _FIRST else ax.bar(axes[name]))))
+            plain = isinstance(value, int | float) or value is None or (isinstance(value, torch.Tensor) and value.dim() == 0)
+            if id(p) in names and not plain and (not isinstance(value, torch.Tensor) or value.shape != p.shape or key not in _FIRST | _SECOND):
+                raise ElementError(f'the optimizer holds "{key}" for "{names[id(p)]}", which regauge does not know how to move')
+    out: list[tuple[Tensor, Tensor]] = []
+    for m in plan:
+        mine, theirs = optimizer.state.get(tensors[m.name], {}), optimizer.state.get(tensors[m.source], {})
+        for key in (_FIRST | _SECOND) & mine.keys() & theirs.keys():
+            if isinstance(mine[key], torch.Tensor):
+                out.append((mine[key], act(g, theirs[key], ax.dual(m.axes) if key in _FIRST else ax.bar(m.axes), at=m.at)))
     return out

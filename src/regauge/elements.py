@@ -114,7 +114,7 @@ class Element:
 
 
 def element(spec: Spec, key: bytes | int, *, within: Kind = "full", spaces: Iterable[str] | None = None) -> Element:
-    """The element that a key (32 bytes, or a seed for experiments) draws, uniformly from each space's group or its subgroup `within`.
+    """The element that a key (32 bytes, or a seed for experiments) draws at random from each space's group or its subgroup `within`.
 
     Each space has its own stream, labelled "element/" and its name, so a restriction to some spaces draws the same members.
     """

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 def fold_norms(spec: Spec, state: State) -> tuple[Spec, dict[str, Tensor]]:
     """Fold every norm and LayerScale that can be folded; a new spec and a new state of the same function (the module's docstring says why).
 
-    Tensors that folding does not touch are the input's own, not copies. In the new spec folded gains are constant, and `check` holds them to it: freeze them in training. Spaces whose norms are all folded get
-    their larger group. Computed in float64 (float32 for half precision) and rounded once.
+    Tensors that folding does not touch are the input's own, not copies. In the new spec folded gains are constant, and `check` holds them to it:
+    freeze them in training. Spaces whose norms are all folded get their larger group. Computed in float64 (float32 for half precision), rounded once.
     """
     new, thunks = fold_lazily(spec, state)
     return new, {name: thunk() for name, thunk in thunks.items()}

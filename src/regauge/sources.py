@@ -50,11 +50,23 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
         heads = [m.num_heads for m in module.modules() if isinstance(getattr(m, "num_heads", None), int)]
         first: Any = next(iter(getattr(module, "blocks", [])), None)
         live = {"num_heads": heads[0] if heads else None, "global_pool": getattr(module, "global_pool", None)}
-        return {**_as_dict(timm), **live, "block_fn": type(first).__name__, "norm_layer": type(getattr(first, "norm1", None)).__name__}
+        return {
+            **_as_dict(timm),
+            **live,
+            "block_fn": type(first).__name__,
+            "norm_layer": type(getattr(first, "norm1", None)).__name__,
+            "mlp_layer": _gate_first(first),
+        }
     raise UnknownModelError(
         f"{type(module).__name__} has neither a config nor a pretrained_cfg, so its family is not known",
         hint="pass its config, or describe the module in a spec file (docs/adding-a-model.md)",
     )
+
+
+def _gate_first(block: Any) -> str:
+    """The kind of a live timm block's FFN, where it is the one whose gate comes first."""
+    mlp = getattr(block, "mlp", None)
+    return "swiglu" if getattr(mlp, "gate_last", True) is False else type(mlp).__name__ if "glu" not in type(mlp).__name__.lower() else ""
 
 
 def _spec_of_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Spec:

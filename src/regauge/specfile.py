@@ -207,13 +207,16 @@ class _Reader:
         return tuple(out)
 
     def norms(self) -> Iterator[Norm]:
-        for i, entry in enumerate(self.entries("norms", ("gain", "bias", "readers", "neutral"))):
-            gain, bias, neutral = entry.get("gain"), entry.get("bias"), entry.get("neutral", 1.0)
+        for i, entry in enumerate(self.entries("norms", ("gain", "bias", "readers", "neutral", "padded"))):
+            gain, bias, neutral, padded = entry.get("gain"), entry.get("bias"), entry.get("neutral", 1.0), entry.get("padded", False)
             readers = self.pairs(f"norms[{i}].readers", entry.get("readers"))
-            if not isinstance(gain, str) or not isinstance(bias, str | None) or not isinstance(neutral, int | float) or readers is None:
-                self.fault(f"norms[{i}]", f'norms[{i}] needs gain = "name", readers = [["weight", "bias"], ...], and may have bias and neutral')
+            right = isinstance(bias, str | None) and isinstance(neutral, int | float) and isinstance(padded, bool)
+            if not isinstance(gain, str) or not right or readers is None:
+                self.fault(
+                    f"norms[{i}]", f'norms[{i}] needs gain = "name", readers = [["weight", "bias"], ...], and may have bias, neutral and padded'
+                )
                 continue
-            yield from (Norm(g, b, r, float(neutral)) for g, b, r in self.repeated(gain, bias, readers))
+            yield from (Norm(g, b, r, float(neutral), padded) for g, b, r in self.repeated(gain, bias, readers))
 
     def scales(self) -> Iterator[Scale]:
         for i, entry in enumerate(self.entries("scales", ("gain", "writers"))):
@@ -264,6 +267,7 @@ def dump_spec(spec: Spec) -> str:
         lines += [f"bias = {_quote(norm.bias)}"] if norm.bias is not None else []
         lines += [f"readers = {_pairs(norm.readers)}"]
         lines += [f"neutral = {norm.neutral!r}"] if norm.neutral != 1.0 else []
+        lines += ["padded = true"] if norm.padded else []
     for scale in spec.scales:
         lines += ["", "[[scales]]", f"gain = {_quote(scale.gain)}", f"writers = {_pairs(scale.writers)}"]
     return "\n".join(lines) + "\n"

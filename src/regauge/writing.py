@@ -123,10 +123,25 @@ def write_checkpoint(
     without a thunk are left out. `config_changes` are merged into config.json. `recipe` is whatever, besides the source, determines the values: with
     `resume`, shards that an interrupted run of the same recipe has finished are kept.
     """
+    plan = plan_checkpoint(out, source, thunks, config_changes=config_changes, extra_metadata=extra_metadata, recipe=recipe)
+    return write_plan(Path(out), plan, thunks, progress=progress, resume=resume, threads=threads)
+
+
+def plan_checkpoint(
+    out: str | Path,
+    source: Checkpoint,
+    thunks: Thunks,
+    *,
+    config_changes: Mapping[str, Any] | None = None,
+    extra_metadata: Mapping[str, str] | None = None,
+    recipe: bytes = b"",
+) -> Plan:
+    """What `write_checkpoint` would write; refuses what it would refuse before the first byte."""
     target = Path(out)
     check_target(target, source.path)
     plan = _plan(target, source, thunks, dict(config_changes or {}), extra_metadata, recipe)
-    return write_plan(target, plan, thunks, progress=progress, resume=resume, threads=threads)
+    _check_space(_real(target).parent, plan, 0)
+    return plan
 
 
 def check_target(out: Path, source: Path) -> None:

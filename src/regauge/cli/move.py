@@ -53,7 +53,7 @@ def move(
     started = time.monotonic()
 
     from regauge.cli.model import open_model, require_fit
-    from regauge.writing import check_target, write_checkpoint
+    from regauge.writing import check_target, plan_checkpoint, write_checkpoint
 
     checkpoint, described = open_model(model, spec)
     check_target(out, checkpoint.path)
@@ -91,6 +91,7 @@ def move(
         "dry_run": dry_run,
     }
     if dry_run:
+        plan_checkpoint(out, checkpoint, thunks, config_changes=described.config)
         say(f"dry run: {len(thunks)} tensors would be written to {out}")
         if json:
             data_json(report)
@@ -112,7 +113,7 @@ def move(
                 threads=threads,
             )
     except BaseException:
-        if save_element is not None:
+        if save_element is not None and not os.path.lexists(out):  # a finished output keeps its only key
             save_element.unlink(missing_ok=True)
         raise
     if written.nonfinite:

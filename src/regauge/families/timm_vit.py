@@ -99,8 +99,9 @@ def block(d: Draft, c: Config, names: Names, i: int, heads: int, size: int, rms:
     at, ffn = f"blocks.{i}.", f"ffn.{i}"
     a = qk_norm(c, attention(i, heads, size), names, i)
     up, down = names.size(at + "mlp.fc1.weight", 0), names.size(at + "mlp.fc2.weight", 1)
-    packed = up == 2 * down  # SwiGLU in one layer, the gate first
-    d.spaces |= a.spaces | {ffn: neurons(down, "gelu", gated=packed)}
+    packed = up == 2 * down  # a gated FFN in one layer: SwiGLUPacked has the gate first, GluMlp last, and no shape tells
+    first = packed and "swiglu" in str(c("mlp_layer", c("model_args", {}).get("mlp_layer", ""))).lower()
+    d.spaces |= a.spaces | {ffn: neurons(down, "a gate on an unknown side" if packed else "gelu", gated=first)}
     if names.starts(at + "mlp.norm."):
         d.spaces[ffn] = Space(down, Permutation(), why="a norm with gains stands behind the activation")
     tensors = {
@@ -108,7 +109,7 @@ def block(d: Draft, c: Config, names: Names, i: int, heads: int, size: int, rms:
         **linear(at + "attn.qkv", f"{a.q}+{a.k}+{a.v}", "stream", f"{at}attn.qkv.bias" in names.names),
         **linear(at + "attn.proj", "stream", a.o, f"{at}attn.proj.bias" in names.names),
         **norm(at + "norm2", bias=not rms),
-        **linear(at + "mlp.fc1", f"|{ffn}|+{ffn}" if packed else ffn, "stream", f"{at}mlp.fc1.bias" in names.names),
+        **linear(at + "mlp.fc1", f"|{ffn}|+{ffn}" if first else f"{ffn}+{ffn}" if packed else ffn, "stream", f"{at}mlp.fc1.bias" in names.names),
         **linear(at + "mlp.fc2", "stream", ffn, f"{at}mlp.fc2.bias" in names.names),
     }
     for x in ("q_norm", "k_norm"):

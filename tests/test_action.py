@@ -489,7 +489,7 @@ def test_elements_of_another_model_are_refused(tmp_path) -> None:
         load_element(path, stricter)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "text", "newer", "other"])
+@pytest.mark.parametrize("damage", ["truncate", "text", "newer", "other", "older", "list", "deep", "scale", "flat"])
 def test_damaged_element_files_are_refused(tmp_path, damage: str) -> None:
     from safetensors.numpy import save_file
 
@@ -501,10 +501,22 @@ def test_damaged_element_files_are_refused(tmp_path, damage: str) -> None:
         path.write_text("hello")
     elif damage == "newer":
         save_file({}, path, {"regauge": "element", "version": "99", "members": "{}"})
+    elif damage == "older":
+        save_file({}, path, {"regauge": "element", "version": "-1", "members": "{}"})
+    elif damage == "list":
+        save_file({}, path, {"regauge": "element", "version": "1", "members": "[1]"})
+    elif damage == "deep":
+        save_file({}, path, {"regauge": "element", "version": "1", "members": "[" * 100_000})
+    elif damage == "scale":
+        arrays = {"m:index": np.arange(4)[None], "m:scale": np.ones((1, 3))}
+        save_file(arrays, path, {"regauge": "element", "version": "1", "members": '{"m": "monomial"}'})
+    elif damage == "flat":
+        save_file({"m:index": np.arange(4)}, path, {"regauge": "element", "version": "1", "members": '{"m": "monomial"}'})
     else:
         save_file({"x": np.ones(1)}, path)
-    with pytest.raises(ElementError):
+    with pytest.raises(ElementError) as refused:
         load_element(path, SPEC)
+    assert refused.value.hint
 
 
 def test_a_wrong_member_names_the_space_and_the_reason() -> None:

@@ -430,3 +430,11 @@ def test_demo(run: Run, tmp_path: Path) -> None:
             assert move["logits"] < 1e-4
             assert move["moved"] > 0.9
         assert (move["back"] == 0) == (move["element"] == "permutation")
+
+
+def test_paths_that_are_none(run: Run, tmp_path: Path, llama: Path) -> None:
+    for arguments in (["inspect", "z" * 5000], ["inspect", "~nobody-of-that-name/model"], ["move", llama, "--random", "-o", tmp_path / ("y" * 4000)]):
+        said = run(*arguments)
+        assert said.code == 1
+        assert "fault in regauge" not in said.err
+        assert "hint:" in said.err

@@ -194,7 +194,12 @@ def _private_map(fd: int) -> mmap.mmap:
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
     """Open a folder, a .safetensors file, or a hub id ("owner/name", "owner/name@revision"). No tensor is read."""
-    path = Path(source).expanduser()
+    try:
+        path = Path(source).expanduser()
+        path.is_dir()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL
+        raise CheckpointError(f"{str(source)[:100]!r} is no usable path: {error.__class__.__name__}", hint="check its spelling") from error
     if path.is_dir():
         return _open_folder(path)
     if path.exists():

@@ -104,7 +104,8 @@ def _load(path: Path) -> Mapping[str, Any]:
         ) from error
     except (RuntimeError, ValueError, EOFError, OSError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read as a torch checkpoint: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+            f"{path} cannot be read as a torch checkpoint: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            hint="fetch the file again",
         ) from error
     for wrapper in _WRAPPERS:
         inner = loaded.get(wrapper) if isinstance(loaded, Mapping) else None
@@ -112,6 +113,11 @@ def _load(path: Path) -> Mapping[str, Any]:
             loaded = inner
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors", hint="save model.state_dict()")
+    for name, value in loaded.items():
+        if not isinstance(name, str) or any("\ud800" <= c <= "\udfff" for c in name):
+            raise CheckpointError(f"{path} has the key {name!r}, which cannot name a tensor", hint="save model.state_dict()")
+        if isinstance(value, torch.Tensor) and (value.layout != torch.strided or value.is_meta):
+            raise CheckpointError(f'"{name}" of {path} is sparse or has no data, and cannot be written', hint="save dense tensors")
     return loaded
 
 

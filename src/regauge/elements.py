@@ -202,7 +202,7 @@ def load_element(path: Path | str, spec: Spec) -> Element:
             metadata = file.metadata() or {}
             arrays = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 (not a dict)
     except (SafetensorError, OSError) as error:
-        raise ElementError(f"{path} cannot be read as an element: {error}") from error
+        raise ElementError(f"{path} cannot be read as an element: {error}", hint="regauge move --random --save-element FILE writes one") from error
     if metadata.get("regauge") != "element":
         raise ElementError(f"{path} is not an element", hint="regauge move --random --save-element FILE writes one")
     try:
@@ -210,7 +210,9 @@ def load_element(path: Path | str, spec: Spec) -> Element:
         if version > VERSION:
             raise ElementError(f"{path} has format version {version}; this regauge reads up to {VERSION}", hint="upgrade regauge")
         members = {name: _member(path, name, kind, arrays) for name, kind in json.loads(metadata["members"]).items()}
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        if version < 1:
+            raise ValueError(f"its version is {version}")
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ElementError(f"{path} is damaged: {error}", hint="restore it from a copy") from error
     g = Element(spec, members)
     g.require()

@@ -42,7 +42,7 @@ def parse_spec(text: str, where: str = "spec file") -> Spec:
     """Read the text of a spec file; `where` names it in errors."""
     try:
         file = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise SpecError(f"{where} is not TOML: {error}") from error
     version = file.get("regauge")
     if type(version) is not int:
@@ -75,10 +75,10 @@ class _Reader:
     def spec(self) -> Spec:
         self.known("", self.file, _FIELDS)
         for variable, n in self.table("repeat").items():
-            if type(n) is int and n > 0 and variable.isidentifier():
+            if type(n) is int and 0 < n <= 10_000 and variable.isidentifier():
                 self.repeat[variable] = n
             else:
-                self.fault("repeat", f"repeat.{variable} is {n!r}, not a number of times")
+                self.fault("repeat", f"repeat.{variable} is {n!r}, not a number of times (1 to 10000)")
         family = self.file.get("family")
         if not isinstance(family, str) or not family:
             self.fault("family", 'the file does not say its "family": a name for this kind of model')

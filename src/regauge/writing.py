@@ -146,7 +146,10 @@ def plan_checkpoint(
 
 def check_target(out: Path, source: Path) -> None:
     """Refuse an output that is there already, or that overlaps the source."""
-    here, there = _real(out), source.resolve()
+    with writing(out):
+        here, there = _real(out), source.resolve()
+        os.path.lexists(out)
+        out.is_dir()
     if here == there:
         raise CheckpointError(f"the output {out} is the input", hint="name another folder with -o")
     if here.is_relative_to(there) or there.is_relative_to(here):

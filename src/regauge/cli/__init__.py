@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 error, 2 usage. Commands import what they need when they r
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     _stop_on_sigterm()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no error
     try:
         code = int(app(args=arguments, prog_name="regauge", standalone_mode=False) or 0)
         return _interrupted() if code == _SIGINT else code

@@ -438,3 +438,17 @@ def test_paths_that_are_none(run: Run, tmp_path: Path, llama: Path) -> None:
         assert said.code == 1
         assert "fault in regauge" not in said.err
         assert "hint:" in said.err
+
+
+def test_what_is_not_regauges_is_left_alone(run: Run, tmp_path: Path, llama: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "data").write_text("precious")
+    (tmp_path / ".out.partial").symlink_to(victim)
+    said = run("move", llama, "--random", "-o", tmp_path / "out")
+    assert said.code == 1
+    assert "is in the way" in said.err
+    assert (victim / "data").read_text() == "precious"
+    (tmp_path / "b.config.json").write_text("precious")
+    assert run("move", llama / "model.safetensors", "--random", "-o", tmp_path / "b.safetensors").code == 1
+    assert (tmp_path / "b.config.json").read_text() == "precious"

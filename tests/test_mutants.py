@@ -44,7 +44,7 @@ MUTANTS = {
         "torch.stack([act(g, x.select(dim, j), rest, at={**at, leaf.space: j}) for j in range(x.shape[dim])]",
         ACTION,
     ),
-    "float32 weights rounded twice": ("action.py", "w.double() if w.dtype.itemsize == 4 else w", "w", ACTION),
+    "float32 weights rounded twice": ("action.py", "w.double() if w.dtype.itemsize == 4 and w.dtype.is_floating_point else w", "w", ACTION),
     "the part ignored": ("action.py", "if part is not None and g.spec.parts.get(entry.pattern) != part:", "if False:", ACTION),
     "composition in the wrong order": ("elements.py", "members[name] = a.after(b)", "members[name] = b.after(a)", ACTION),
     "members that travel the wrong way": ("elements.py", "a.take(_argsort(other._parent(name)))", "a.take(other._parent(name))", ACTION),

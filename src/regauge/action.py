@@ -214,7 +214,7 @@ def _weight_move(g: Element, axes: str, at: Mapping[str, int]) -> Callable[[Any]
             return act(g, w, axes, at=at)
         if only_gathers(g, moved):
             return _act_on_bits(g, w.detach(), axes, at) if w.device.type == "cpu" else act(g, w, axes, at=at)
-        return act(g, w.double() if w.dtype.itemsize == 4 else w, axes, at=at).to(w.dtype)
+        return act(g, w.double() if w.dtype.itemsize == 4 and w.dtype.is_floating_point else w, axes, at=at).to(w.dtype)
 
     return run
 

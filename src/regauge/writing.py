@@ -157,6 +157,9 @@ def check_target(out: Path, source: Path) -> None:
         raise CheckpointError(f"the output {out} lies {inside} the input {source}", hint="name a folder beside it with -o")
     if os.path.lexists(out) and not (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
         raise CheckpointError(f"the output {out} exists already", hint="name a new folder with -o, or remove this one first")
+    config = out.with_name(f"{out.stem}.config.json")
+    if is_file_name(out) and os.path.lexists(config):
+        raise CheckpointError(f"{config} exists already, and the output's config would take its place", hint="name another file with -o")
     if not here.parent.is_dir():
         raise CheckpointError(f"the folder {here.parent} for the output does not exist", hint="make it first")
 
@@ -287,6 +290,8 @@ def _check_space(parent: Path, plan: Plan, kept: int) -> None:
 def _staged(partial: Path, plan: Plan, resume: bool) -> Iterator[set[str]]:
     """The partial folder, empty or with the finished shards of the same plan (which are yielded). An error removes it."""
     digest = plan.digest()
+    if partial.is_symlink() or (partial.is_dir() and any(partial.iterdir()) and not (partial / _JOURNAL).is_file()):
+        raise CheckpointError(f"{partial} is in the way, and is not regauge's", hint="remove or rename it first")
     with writing(partial):
         partial.mkdir(exist_ok=True)
     with _alone(partial):

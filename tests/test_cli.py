@@ -452,3 +452,12 @@ def test_what_is_not_regauges_is_left_alone(run: Run, tmp_path: Path, llama: Pat
     (tmp_path / "b.config.json").write_text("precious")
     assert run("move", llama / "model.safetensors", "--random", "-o", tmp_path / "b.safetensors").code == 1
     assert (tmp_path / "b.config.json").read_text() == "precious"
+
+
+def test_the_element_is_kept_apart(run: Run, tmp_path: Path, llama: Path) -> None:
+    for place in (llama / "key", tmp_path / "out" / "key", tmp_path / "out"):
+        said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", place)
+        assert said.code == 1
+        assert "published" in said.err
+    assert not (tmp_path / "out").exists()
+    assert not (llama / "key").exists()

@@ -443,8 +443,8 @@ def fsync_folder(folder: Path) -> None:
             os.close(fd)
 
 
-def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write one file so that it appears whole or not at all, in place of an older one of that name."""
+def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, new: bool = False) -> None:
+    """Write one file so that it appears whole or not at all, in place of an older one of that name, or refusing to if it must be `new`."""
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with writing(path):
         try:
@@ -452,7 +452,7 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            partial.replace(path)
+            os.link(partial, path) if new else partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
     fsync_folder(path.parent)

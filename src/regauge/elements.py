@@ -168,7 +168,7 @@ def _argsort(index: Ints | None) -> Ints:
     return np.argsort(index)
 
 
-def save_element(g: Element, path: Path | str) -> None:
+def save_element(g: Element, path: Path | str, *, new: bool = False) -> None:
     """Write an element as a safetensors file, members as arrays. It appears whole or not at all, for its owner only: who has it can undo it."""
     from safetensors.numpy import save
 
@@ -190,7 +190,7 @@ def save_element(g: Element, path: Path | str) -> None:
                 kinds[name] = f"planes-{member.layout}"
                 arrays[f"{name}:factor"] = np.stack([member.factor.real, member.factor.imag], axis=-1)
     metadata = {"regauge": "element", "version": str(VERSION), "family": g.spec.family, "members": json.dumps(kinds)}
-    write_bytes(Path(path), save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata), mode=0o600)
+    write_bytes(Path(path), save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata), mode=0o600, new=new)
 
 
 def load_element(path: Path | str, spec: Spec) -> Element:

@@ -59,6 +59,8 @@ def move(
     check_target(out, checkpoint.path)
     if save_element is not None and os.path.lexists(save_element):
         raise ElementError(f"{save_element} exists already", hint="an element is a secret that cannot be made again: name a new file")
+    if save_element is not None:
+        _keep_apart(save_element, out, checkpoint.path)
     require_fit(checkpoint, described)
 
     from regauge.action import apply_lazily, only_gathers
@@ -99,7 +101,7 @@ def move(
     if save_element is not None:
         from regauge.elements import save_element as save
 
-        save(g, save_element)
+        save(g, save_element, new=True)
     try:
         with progress_bar(f"moving to {out.name}") as progress:
             written = write_checkpoint(
@@ -131,6 +133,18 @@ def move(
         details = {"bytes": written.bytes, "files": list(written.files), "nonfinite": list(written.nonfinite), "left": list(written.left)}
         data_json(report | details | {"element": str(save_element or element or ""), "seconds": round(seconds, 3)})
     return 0
+
+
+def _keep_apart(element: Path, out: Path, source: Path) -> None:
+    """An element is a secret: it must not lie in what is published, nor where the output is written."""
+    here, taken = (
+        element.resolve(),
+        [out.resolve(), out.resolve().with_name(f"{out.stem}.config.json"), out.resolve().with_name(f".{out.name}.partial")],
+    )
+    if any(here.is_relative_to(place) for place in (*taken, source.resolve())):
+        raise ElementError(
+            f"{element} lies in the model or in the output, and would be published with it", hint="keep the element in a folder of its own"
+        )
 
 
 def _element(spec: Spec, file: Path | None, group: Any, spaces: str | None, seed: int | None) -> Element:

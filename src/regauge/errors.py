@@ -33,3 +33,19 @@ class CutError(RegaugeError):
 
 class UnknownModelError(RegaugeError):
     """No family describes this model."""
+
+
+class FindingsError(RegaugeError):
+    """A file of results that cannot be read."""
+
+
+class MissingExtraError(RegaugeError):
+    """A library that is needed here and not installed."""
+
+
+def need(module: str, extra: str) -> None:
+    """Raise the error that names the extra, unless the library is there."""
+    from importlib.util import find_spec
+
+    if find_spec(module) is None:
+        raise MissingExtraError(f"{module} is needed for this and not installed", hint=f"pip install 'regauge[{extra}]'")

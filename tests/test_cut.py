@@ -245,18 +245,20 @@ def test_an_implicit_causal_mask_keeps_rows_in_place() -> None:
     assert "4-D mask" in str(error.value.hint)
 
 
-def test_t5_rows_move_with_a_position_bias_that_is_passed() -> None:
-    model, inputs = build("t5-encoder"), PICOS["t5-encoder"].inputs
-    expected = outputs(model, inputs)
-    r, table = rows(7), model.encoder.block[0].layer[0].SelfAttention
-
-    def shuffled(c: Crossing) -> torch.Tensor:
-        return c.restored(r, c.replaced(position_bias=table.compute_bias(7, 7)).moved(r).run())
-
-    with cut(model).route(shuffled):
+@pytest.mark.parametrize("name", ["t5-encoder", "t5"])
+def test_t5_rows_take_their_position_bias_along(name: str) -> None:
+    model, inputs = build(name), PICOS[name].inputs
+    model.set_attn_implementation("eager")
+    spec = spec_of(model)
+    g, r, expected = element(spec, 3), rows(7), outputs(model, inputs)
+    with cut(model).route(lambda c: c.restored(r, c.moved(r).run())):
         assert distance(outputs(model, inputs), expected) < 1e-9
-    with pytest.raises(CutError, match="position_bias"):
-        cut(model).embed(**inputs).moved(r)
+    with cut(model).route(lambda c: c.moved(r).run()):
+        assert distance(outputs(model, inputs), expected) > 1e-3
+    model.load_state_dict(apply(g, model.state_dict(), part="backbone"))
+    for both in (lambda c: c.moved(g).moved(r), lambda c: c.moved(r).moved(g)):  # the bias is made by moved blocks, whichever comes first
+        with cut(model).route(lambda c, both=both: c.restored(g, c.restored(r, both(c).run()))):
+            assert distance(outputs(model, inputs), expected) < 1e-9
 
 
 # Housekeeping.

@@ -57,7 +57,9 @@ class Crossing:
     boundary: Boundary
     inputs: Mapping[str, Any]
     calls: tuple[Call, ...]
-    blocks: tuple[Callable[..., Any], ...]
+    blocks: tuple[torch.nn.Module, ...]
+    real: tuple[Callable[..., Any], ...]
+    made: frozenset[str] = frozenset()
 
     @property
     def stream(self) -> Tensor:
@@ -85,7 +87,7 @@ class Crossing:
         values = {**self.replaced(**inputs).inputs}
         z: Any = values[self.boundary.stream]
         carried: dict[str, Any] = {}
-        for block, call in zip(self.blocks, self.calls, strict=True):
+        for block, call in zip(self.real, self.calls, strict=True):
             given = {**values, self.boundary.stream: z}
             args = [carried.get(name, given[key]) for name, key in call.args]
             result = block(*args, **{name: carried.get(name, given[key]) for name, key in call.kwargs})
@@ -102,17 +104,30 @@ class Crossing:
         `token` moves rows, masks, position ids and rotary tables together. That needs the mask: models that leave a causal one to the kernel (sdpa,
         flash) must be given it as a 4-D tensor, or be set to eager attention.
         """
-        rows = "token" in g.members
-        if rows and not any("token" in ax.spaces(axes) for axes in self.boundary.enter.values()):
+        if "token" not in g.members:
+            return replace(self, inputs={key: v if key in self.made else _moved(g, v, self.axes(key)) for key, v in self.inputs.items()})
+        if not any("token" in ax.spaces(axes) for axes in self.boundary.enter.values()):
             raise CutError(f'nothing that crosses at "{self.boundary.blocks}" has tokens that may change places')
-        given = {name: [v for key, v in self.inputs.items() if key.partition("@")[0] == name] for name in self.boundary.implicit}
-        missing = [name for name, values in given.items() if not values or any(v is None for v in values)]
-        if missing and rows:
-            raise CutError(
-                f'the blocks make "{missing[0]}" from the order of their rows, so the rows cannot move',
-                hint="pass the model a 4-D mask, or call model.set_attn_implementation('eager')" if missing[0] == "attention_mask" else None,
-            )
-        return replace(self, inputs={key: _moved(g, value, self.axes(key)) for key, value in self.inputs.items()})
+        here = self._explicit()
+        return replace(here, inputs={key: _moved(g, value, here.axes(key)) for key, value in here.inputs.items()})
+
+    def _explicit(self) -> Crossing:
+        """The same crossing with everything that the blocks would make from the order of their rows.
+
+        It is made by the blocks that are here, and so is as moved as they are already.
+        """
+        made: dict[str, Any] = {}
+        for name, make in self.boundary.implicit.items():
+            given = [v for key, v in self.inputs.items() if key.partition("@")[0] == name]
+            if given and all(v is not None for v in given):
+                continue
+            if make is None:
+                raise CutError(
+                    f'the blocks make "{name}" from the order of their rows, so the rows cannot move',
+                    hint="pass the model a 4-D mask, or call model.set_attn_implementation('eager')" if name == "attention_mask" else None,
+                )
+            made[name] = make(self.blocks[0], self.inputs)
+        return replace(self, inputs={**self.inputs, **made}, made=self.made | made.keys())
 
     def restored(self, g: Element, z: Tensor) -> Tensor:
         """The stream that a moved backbone returned, as the head expects it."""
@@ -337,7 +352,7 @@ class _Pass:
                 keys[name] = name if i > 0 and name in carried else _key(inputs, name, value, i)
             pairs = tuple(keys.items())
             calls.append(Call(pairs[:places], pairs[places:]))
-        return Crossing(self.boundary, inputs, tuple(calls), self.real)
+        return Crossing(self.boundary, inputs, tuple(calls), self.blocks, self.real)
 
 
 def _stub(passing: _Pass, i: int) -> Callable[..., Any]:

@@ -97,7 +97,7 @@ def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     }
     return (
         Boundary("encoder", f"{base}encoder.layers", encoder, f"_ token {here['encoder']}"),
-        Boundary("decoder", f"{base}decoder.layers", decoder, f"_ token {here['decoder']}", implicit=("attention_mask",)),
+        Boundary("decoder", f"{base}decoder.layers", decoder, f"_ token {here['decoder']}", implicit={"attention_mask": None}),
     )
 
 

@@ -123,7 +123,7 @@ def masked_language_head(d: Draft, c: Config, names: Names, table: str, width: i
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     words = DISTILBERT if c.model_type == "distilbert" else BERT
     enter = {"hidden_states": "_ token stream", "attention_mask": "_ _ token token*"}
-    implicit = ("attention_mask",) if c("is_decoder", False) else ()
+    implicit = {"attention_mask": None} if c("is_decoder", False) else {}
     return (Boundary("", f"{names.prefix(BASE[c.model_type])}{words['layer']}", enter, "_ token stream", implicit=implicit),)
 
 

@@ -96,7 +96,7 @@ def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
             f"{names.prefix(f'{s}_model.')}encoder.layers",
             {"hidden_states": f"_ token stream.{s}", "attention_mask": mask[s]},
             f"_ token stream.{s}",
-            implicit=("attention_mask",) if s == "text" else (),
+            implicit={"attention_mask": None} if s == "text" else {},
         )
         for s in sides
     )

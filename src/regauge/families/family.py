@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from regauge.families.pieces import Config, Names
 from regauge.spec import Spec
@@ -19,7 +20,7 @@ class Boundary:
 
     The token axes of a causal mask are "token _+token*": the keys are whatever a cache holds, and then the tokens themselves. `source` are the tokens
     that cross-attention reads. `implicit` names arguments that the blocks make from the order of their rows where they are given none (a causal
-    mask, a position bias): rows move only with them.
+    mask, a position bias): rows move only with them. It says how to make one from the first block and what crosses, where a family can.
     """
 
     name: str
@@ -27,7 +28,7 @@ class Boundary:
     enter: Mapping[str, str]
     leave: str
     returns: tuple[str, ...] = ()
-    implicit: tuple[str, ...] = ()
+    implicit: Mapping[str, Callable[[Any, Mapping[str, Any]], Any] | None] = field(default_factory=dict)
 
     @property
     def stream(self) -> str:

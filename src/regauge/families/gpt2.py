@@ -51,7 +51,7 @@ def spec(c: Config, names: Names) -> Spec:
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     base = names.prefix("transformer.")
     enter = {"hidden_states": "_ token stream", "attention_mask": "_ _ token _+token*", "position_ids": "_ token"}
-    return (Boundary("", f"{base}h", enter, "_ token stream", implicit=("attention_mask",)),)
+    return (Boundary("", f"{base}h", enter, "_ token stream", implicit={"attention_mask": None}),)
 
 
 FAMILY = Family("gpt2", ("gpt2",), spec, boundaries)

@@ -84,7 +84,7 @@ def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
         "position_ids": "_ token",
         "position_embeddings": "_ token _",
     }
-    return (Boundary("", f"{base}layers", enter, "_ token stream", implicit=("attention_mask",)),)
+    return (Boundary("", f"{base}layers", enter, "_ token stream", implicit={"attention_mask": None}),)
 
 
 FAMILY = Family("llama", ("llama", "mistral", "qwen2", "qwen3"), spec, boundaries)

@@ -6,6 +6,9 @@ has no bias and its own heads in each layer. Old T5 scales the decoder's output 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from regauge.families.family import Boundary, Family
 from regauge.families.pieces import RMS_NORM, Attention, Config, Draft, Names, answers, attention, folding, linear, neurons, norm
 from regauge.groups import Orthogonal, Permutation, SignedPermutation
@@ -101,6 +104,13 @@ def heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
     return readers
 
 
+def _position_bias(block: Any, inputs: Mapping[str, Any]) -> Any:
+    """What block 0 looks up in its table where it is given no bias. Behind a cache it stands for the tokens that are new."""
+    cache, n = inputs.get("past_key_values"), inputs["hidden_states"].shape[1]
+    seen = cache.get_seq_length() if cache is not None else 0
+    return block.layer[0].SelfAttention.compute_bias(n, seen + n, past_seen_tokens=seen)
+
+
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     base = names.prefix("transformer.")
     carried = ("hidden_states", "position_bias", "encoder_decoder_position_bias")
@@ -113,8 +123,8 @@ def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
         "encoder_attention_mask": "_ _ token source*",
     }
     return (
-        Boundary("encoder", f"{base}encoder.block", encoder, "_ token stream", carried, ("position_bias",)),
-        Boundary("decoder", f"{base}decoder.block", decoder, "_ token stream", carried, ("attention_mask", "position_bias")),
+        Boundary("encoder", f"{base}encoder.block", encoder, "_ token stream", carried, {"position_bias": _position_bias}),
+        Boundary("decoder", f"{base}decoder.block", decoder, "_ token stream", carried, {"attention_mask": None, "position_bias": _position_bias}),
     )
 
 

@@ -23,17 +23,21 @@ if TYPE_CHECKING:
     from regauge.elements import save_element as save_element
     from regauge.errors import RegaugeError as RegaugeError
     from regauge.fold import fold_norms as fold_norms
+    from regauge.loading import load_model as load_model
+    from regauge.permuting import Permuted as Permuted
     from regauge.sources import spec_of as spec_of
     from regauge.spec import Space as Space
     from regauge.spec import Spec as Spec
     from regauge.spec import check as check
     from regauge.specfile import load_spec as load_spec
+    from regauge.verification import verify as verify
 
 __version__ = "0.1.0"
 
 # name -> the module it lives in. A test holds this table, the imports above and `__all__` together.
 _HOME = {
     "Element": "elements",
+    "Permuted": "permuting",
     "RegaugeError": "errors",
     "Space": "spec",
     "Spec": "spec",
@@ -47,11 +51,13 @@ _HOME = {
     "fold_norms": "fold",
     "identity": "elements",
     "load_element": "elements",
+    "load_model": "loading",
     "load_spec": "specfile",
     "open_checkpoint": "checkpoint",
     "parse": "axes",
     "save_element": "elements",
     "spec_of": "sources",
+    "verify": "verification",
 }
 
 __all__ = sorted(_HOME)

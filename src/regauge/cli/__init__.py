@@ -1,6 +1,7 @@
-"""The command line: `regauge inspect | move | convert | demo`.
+"""The command line: `regauge inspect | verify | move | convert | demo`.
 
-Exit codes: 0 done, 1 error, 2 usage. Commands import what they need when they run: `regauge --help` loads neither numpy nor torch.
+Exit codes: 0 done, 1 error, 2 usage, 3 a law that should hold does not. Commands import what they need when they run: `regauge --help` loads
+neither numpy nor torch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import typer
 
-from regauge.cli import convert, demo, inspect, move
+from regauge.cli import convert, demo, inspect, move, verify
 from regauge.cli.console import fail, say
 from regauge.errors import RegaugeError
 
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (inspect.inspect, move.move, convert.convert, demo.demo):
+for _command in (inspect.inspect, verify.verify, move.move, convert.convert, demo.demo):
     app.command()(_command)
 
 

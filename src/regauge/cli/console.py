@@ -57,3 +57,23 @@ def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
         cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+@contextmanager
+def step_bar(what: str) -> Iterator[Any]:
+    """A function of (done, total, what now) that draws a bar on stderr, or says each step where stderr is no terminal."""
+    if not sys.stderr.isatty():
+
+        def plainly(done: int, total: int, now: str) -> None:
+            if now:
+                say(f"{what} {done + 1}/{total}: {now}")
+
+        yield plainly
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(what, total=None, now="")
+        yield lambda done, total, now: bars.update(task, completed=done, total=total, now=now)

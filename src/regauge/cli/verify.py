@@ -1,0 +1,166 @@
+"""`regauge verify`: the theorems on a model of one's own."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from regauge.cli import options
+from regauge.cli.console import columns, data, say, step_bar
+from regauge.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from regauge.findings import Finding, Results
+
+FAILED = 3
+
+
+class Dtype(StrEnum):
+    float64 = "float64"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+class Optimizer(StrEnum):
+    sgd = "sgd"
+    adamw = "adamw"
+
+
+def verify(
+    model: options.Model,
+    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Compute in this dtype. Default: that of the stored weights.")] = None,
+    steps: Annotated[int, typer.Option("--steps", min=0, metavar="N", help="Steps of training to compare; 0 for none.")] = 3,
+    optimizer: Annotated[Optimizer, typer.Option("--optimizer", help="What trains.")] = Optimizer.sgd,
+    inputs: Annotated[
+        Path | None, typer.Option("--inputs", metavar="FILE", help="Inputs by name (.npz or .safetensors). Default: random ones.")
+    ] = None,
+    general: Annotated[bool, typer.Option("--general/--no-general", help="Also check Theorem 4.7, operator by operator.")] = True,
+    optimizers: Annotated[bool, typer.Option("--optimizers", help="Also measure which optimizers keep which symmetry (half a minute).")] = False,
+    spec: options.SpecFile = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")] = None,
+    report: Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of inputs, targets and elements.")] = 0,
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Check that permuting tokens and channels commutes with forward, backward and training. Exit code 3 if a law that should hold does not."""
+    started = time.monotonic()
+    if report is not None:
+        from regauge.errors import need
+
+        need("jinja2", "report")
+        need("matplotlib", "report")
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+    from regauge.findings import to_json
+    from regauge.loading import load_model
+    from regauge.verification import verify as check
+    from regauge.verification.general import with_general
+
+    say(f"loads {model}")
+    module = load_model(model, dtype.value if dtype else None)
+    given = None if inputs is None else read_inputs(inputs, module)
+    described = None
+    if spec is not None:
+        from regauge.specfile import load_spec
+
+        described = load_spec(spec)
+    with step_bar("verify") as progress:
+        results = check(module, given, spec=described, steps=steps, optimizer=optimizer.value, seed=seed, progress=progress)
+    if general or optimizers:
+        results = with_general(
+            results, next(p.dtype for p in module.parameters() if p.is_floating_point()), seed, operators=general, optimizers=optimizers
+        )
+    results = replace(results, facts={**facts(module, model, seed, steps, optimizer.value), "seconds": round(time.monotonic() - started, 1)})
+    if json is not None and str(json) == "-":
+        data(to_json(results))
+    else:
+        data(text_of(results))
+    from regauge.files import write_bytes
+
+    if json is not None and str(json) != "-":
+        write_bytes(json, to_json(results).encode())
+        say(f"results: {json}")
+    if report is not None:
+        from regauge.report import page
+
+        write_bytes(report, page(results).encode())
+        say(f"report: {report}")
+    return FAILED if results.failed else 0
+
+
+def facts(module: Any, model: str, seed: int, steps: int, optimizer: str) -> dict[str, Any]:
+    """What is needed to repeat a run, and to know what it was of."""
+    import platform
+
+    import torch
+
+    from regauge import __version__
+
+    versions = {"regauge": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    for name in ("transformers", "timm"):
+        if name in sys.modules:
+            versions[name] = str(getattr(sys.modules[name], "__version__", "?"))
+    return {
+        "command": shlex.join(["regauge", *sys.argv[1:]]),
+        "model": model,
+        "class": type(module).__name__,
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "dtype": str(next(p.dtype for p in module.parameters() if p.is_floating_point())).removeprefix("torch."),
+        "seed": seed,
+        "training": f"{steps} steps of {optimizer}",
+        "versions": versions,
+    }
+
+
+def read_inputs(path: Path, module: Any) -> dict[str, Any]:
+    """Inputs by name; floating-point ones in the model's dtype."""
+    import torch
+
+    try:
+        if path.suffix == ".npz":
+            import numpy as np
+
+            with np.load(path, allow_pickle=False) as arrays:
+                found = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+        else:
+            from safetensors.torch import load_file
+
+            found = load_file(path)
+    except Exception as error:  # numpy and safetensors raise errors of many kinds for files that are none of theirs
+        raise CheckpointError(
+            f"{path} cannot be read as inputs: {error}", hint="a .npz or .safetensors file of arrays by the names of the forward's arguments"
+        ) from error
+    first = next(p for p in module.parameters() if p.is_floating_point())
+    return {name: value.to(first.device, first.dtype) if value.is_floating_point() else value.to(first.device) for name, value in found.items()}
+
+
+def text_of(results: Results) -> str:
+    """Results as a terminal shows them."""
+    rows = [("", "check", "error", "allowed", "control", "")]
+    for f in results.findings:
+        rows.append((_mark(f), f.id, _number(f.value), _number(f.floor), _number(f.ceiling), "" if f.holds else f.sentence))
+    held = sum(f.holds is True for f in results.findings)
+    told = sum(f.holds is not None for f in results.findings)
+    lines = [results.title, "", columns(rows, right=(2, 3, 4)), ""]
+    lines += [f"not checked: {text}" for text in results.unchecked]
+    return "\n".join([*lines, f"{held} of {told} checks hold" + (f"; {len(results.failed)} FAILED" if results.failed else "")])
+
+
+def _mark(f: Finding) -> str:
+    return {True: "holds", False: "FAILS", None: "-"}[f.holds]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1e}"

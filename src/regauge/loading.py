@@ -1,0 +1,102 @@
+"""From a checkpoint to a live module: the class that its config names, of the transformers library or timm, with its weights in a chosen dtype."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regauge.checkpoint import Checkpoint, open_checkpoint
+from regauge.errors import CheckpointError, UnknownModelError, need
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> torch.nn.Module:
+    """The model of a checkpoint (a folder, a .safetensors file with its config beside it, a hub id), in evaluation mode.
+
+    `dtype` is that of the stored weights unless given. No code of the checkpoint is run.
+    """
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    config = checkpoint.config
+    if config is None:
+        raise UnknownModelError(
+            f"{checkpoint.path} has no config.json, so that no class can be built for it",
+            hint="put config.json beside it; for a module of your own use regauge.verify(module, spec=..., boundaries=...) in Python",
+        )
+    if dtype is not None and dtype not in DTYPES:
+        raise CheckpointError(f'there is no dtype "{dtype}" here', hint=f"choose from {', '.join(DTYPES)}")
+    if "model_type" not in config and "architecture" in config:
+        return _of_timm(checkpoint, config, dtype)
+    return _of_transformers(checkpoint, config, dtype)
+
+
+def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> torch.nn.Module:
+    need("transformers", "models")
+    import torch
+    import transformers
+
+    name = next(iter(config.get("architectures") or []), None)
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
+    if kind is None:
+        why = f"names the class {name}, which the transformers library does not have" if name else 'names no class ("architectures")'
+        raise UnknownModelError(f"the config of {checkpoint.path} {why}", hint="regauge loads classes of the transformers library and timm only")
+    before = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
+    try:
+        with _folder(checkpoint) as folder:
+            chosen = "auto" if dtype is None else getattr(torch, dtype)
+            model, report = kind.from_pretrained(folder, dtype=chosen, local_files_only=True, output_loading_info=True, use_safetensors=True)
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{checkpoint.path} cannot be loaded as a {name}: {first}", hint="regauge inspect shows what does not fit") from error
+    finally:
+        transformers.utils.logging.set_verbosity(before)
+    _require_whole(checkpoint, name, report)
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _require_whole(checkpoint: Checkpoint, name: Any, report: Any) -> None:
+    """Weights that are missing would be drawn at random, and those left over be ignored: neither is the model that was given."""
+    for key, what in (("missing_keys", "has no"), ("mismatched_keys", "has another shape for"), ("unexpected_keys", "has, and the class has not,")):
+        found = sorted(str(k[0] if isinstance(k, tuple) else k) for k in report.get(key) or ())
+        if found:
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            raise CheckpointError(f'as a {name}, {checkpoint.path} {what} "{found[0]}"{more}', hint='"architectures" in config.json names the class')
+
+
+@contextlib.contextmanager
+def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
+    """The folder that the library loads from: the checkpoint's own, or one with links to a file and its config."""
+    if checkpoint.is_folder:
+        yield checkpoint.path
+        return
+    with tempfile.TemporaryDirectory(prefix="regauge-") as temporary:
+        folder = Path(temporary)
+        (folder / "model.safetensors").symlink_to(checkpoint.path.resolve())
+        if checkpoint.config_path is not None:
+            (folder / "config.json").symlink_to(checkpoint.config_path.resolve())
+        yield folder
+
+
+def _of_timm(checkpoint: Checkpoint, config: Any, dtype: str | None) -> torch.nn.Module:
+    need("timm", "timm")
+    import timm
+    import torch
+
+    arguments = {**config.get("model_args", {})}
+    if config.get("num_classes") is not None:
+        arguments.setdefault("num_classes", config["num_classes"])
+    try:
+        model: torch.nn.Module = timm.create_model(config["architecture"], pretrained=False, **arguments)
+        model.load_state_dict(dict(checkpoint))
+    except (RuntimeError, TypeError, ValueError) as error:
+        first = str(error).strip().splitlines()
+        raise CheckpointError(f"{checkpoint.path} cannot be loaded as a {config['architecture']}: {' '.join(first[:2])}") from error
+    stored = next(t.dtype for t in checkpoint.values() if t.is_floating_point())
+    return model.to(stored if dtype is None else getattr(torch, dtype)).eval()

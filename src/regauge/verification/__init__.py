@@ -1,0 +1,102 @@
+"""Verify: do permutations of tokens (rows) and of channels (columns) commute with forward, backward and training, on the model at hand?
+
+    for finding in regauge.verify(model).findings:
+        print(finding.id, finding.holds, finding.sentence)
+
+Every check runs the unmodified model, cut where the stream enters and leaves its blocks, and compares it with the plain run; `subject` says how.
+Beside each check stands its negative control: the same with something wrong, which must fail by far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from regauge.cutting import Cut, cut
+from regauge.errors import CutError, SpecError
+from regauge.families import Boundary
+from regauge.findings import Finding, Results
+from regauge.sources import spec_of
+from regauge.spec import Spec, check, require, stored
+from regauge.verification import checks
+from regauge.verification.inputs import example_inputs
+from regauge.verification.subject import Subject
+
+Progress = Callable[[int, int, str], None]
+
+OPTIMIZERS = ("sgd", "adamw")
+# (check, does it need the rows to move, does it need a cut)
+CHECKS: tuple[tuple[Callable[[checks.Case], list[Finding]], bool, bool], ...] = (
+    (checks.row_forward, True, True),
+    (checks.row_backward, True, True),
+    (checks.column_forward, False, True),
+    (checks.column_heads, False, True),
+    (checks.column_backward, False, True),
+    (checks.both, True, True),
+    (checks.training, False, True),
+    (checks.mixed, False, True),
+    (checks.dropout, False, True),
+    (checks.description, False, False),
+)
+
+
+def verify(
+    model: torch.nn.Module,
+    inputs: Mapping[str, Any] | None = None,
+    *,
+    spec: Spec | None = None,
+    boundaries: Sequence[Boundary] | None = None,
+    steps: int = 3,
+    optimizer: str = "sgd",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Results:
+    """Check the theorems on a model, with its own inputs or random ones of the right shape. The model is left as it was.
+
+    A module of your own needs its `spec` (a spec file) and `boundaries` (where its backbone is). `steps` of the optimizer ("sgd" with momentum, or
+    "adamw") are trained; 0 leaves training out.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise SpecError(f'there is no optimizer "{optimizer}" here', hint=f"choose from {', '.join(OPTIMIZERS)}")
+    spec = spec_of(model) if spec is None else spec
+    for name, value in model.state_dict().items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise SpecError(f'"{name}" holds values that are not finite', hint="nothing can be verified on such weights; look at how they came about")
+    findings, unchecked = [_fits(spec, model)], []
+    here: Cut | None = None
+    try:
+        here = cut(model, boundaries=boundaries)
+    except CutError as error:
+        unchecked.append(f"rows and columns at the cut: {error}")
+    subject = Subject(model, dict(inputs) if inputs is not None else example_inputs(model, seed), spec, here)
+    case = checks.prepare(subject, seed, steps, optimizer)
+    if subject.rows_fixed and here is not None:
+        findings.append(Finding("row/forward", "Shuffling the tokens shuffles the result.", None, sentence=subject.rows_fixed, source="000 Thm 4.1"))
+    chosen = [one for one, rows, parts in CHECKS if not (rows and subject.rows_fixed) and not (parts and here is None)]
+    chosen = [one for one in chosen if one is not checks.training or steps > 0]
+    for done, one in enumerate(chosen):
+        if progress:
+            progress(done, len(chosen), one.__name__.replace("_", " "))
+        if one is checks.training:  # needs room for weights, gradients and momenta in float64, and no check after it needs these gradients
+            case = replace(case, plain=replace(case.plain, gradients={}))
+        findings += one(case)
+    if progress:
+        progress(len(chosen), len(chosen), "")
+    if steps == 0:
+        unchecked.append("training (0 steps)")
+    return Results(f"{type(model).__name__}: rows and columns", tuple(findings), unchecked=tuple(unchecked))
+
+
+def _fits(spec: Spec, model: torch.nn.Module) -> Finding:
+    """Does the spec speak of every tensor? One that it does not know is a finding; one that is missing or has another shape is an error."""
+    state, known = model.state_dict(), stored(spec)
+    strange = [n for n in state if n not in known and not spec.is_buffer(n)]
+    require([f for f in check(spec, state) if f.name not in strange], f"{type(model).__name__} does not fit its spec")
+    statement = "The spec speaks of every tensor of the model."
+    if not strange:
+        return Finding("spec/fits", statement, True, sentence=f"{len(state)} tensors, all known")
+    names = ", ".join(strange[:3])
+    return Finding("spec/fits", statement, False, sentence=f"{len(strange)} tensors that nothing is known of: {names}", where=strange[0])

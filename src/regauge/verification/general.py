@@ -1,0 +1,21 @@
+"""What holds for networks in general, beside what was found on a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from regauge.findings import Results
+from regauge.verification.operators import operators as operator_findings
+from regauge.verification.optimizers import optimizer_matrix
+
+
+def with_general(results: Results, dtype: torch.dtype, seed: int, *, operators: bool = True, optimizers: bool = False) -> Results:
+    """The results, with Theorem 4.7 operator by operator, and with the matrix of optimizers if asked."""
+    if operators:
+        results = replace(results, findings=(*results.findings, *operator_findings(dtype, seed)))
+    if not optimizers:
+        return replace(results, unchecked=(*results.unchecked, "which optimizers keep which symmetry (--optimizers)"))
+    findings, table, figure = optimizer_matrix(seed)
+    return replace(results, findings=(*results.findings, *findings), tables=(*results.tables, table), figures=(*results.figures, figure))

@@ -1,0 +1,296 @@
+"""Verify: every law on every family, in every dtype; broken models are caught and named; the model is left as it was."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from picos import PICOS, build, config_of, spec_of
+from regauge import verify
+from regauge.cutting import cut
+from regauge.errors import CutError, RegaugeError, SpecError
+from regauge.families import family_of
+from regauge.families.pieces import Config, Names
+from regauge.permuting import Permuted
+from regauge.verification.checks import MARGIN
+from regauge.verification.inputs import example_inputs
+
+# One of each family for the coarser dtypes; every pico in float64.
+FAMILIES = ["vit", "deit", "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral", "bert", "roberta", "distilbert", "deberta-v3", "dinov2"]
+FAMILIES += ["bart", "clip", "timm-vit", "timm-deit-distilled", "timm-swin", "t5", "swin"]
+WHOLE = ["deberta-v2-xlarge"]  # has no cut
+
+
+def tame(name: str, dtype: torch.dtype) -> torch.nn.Module:
+    """A pico-model with weights of the sizes that trained models have: half precision drowns wilder ones in rounding."""
+    model = build(name)
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=draw, dtype=p.dtype)
+            if p.dim() < 2:
+                p.copy_(0.1 * noise + (1.0 if key.endswith(("weight", "gamma", "lambda1")) else 0.0))
+            else:
+                table = any(word in key for word in ("embed", "token", "wte", "wpe", "shared"))
+                p.copy_(noise if table else noise * p[0].numel() ** -0.5)
+    return model.to(dtype)
+
+
+def run(model: torch.nn.Module, **more: Any) -> Any:
+    if hasattr(model, "regauge_config"):  # timm's classes, built without a pretrained_cfg
+        config = config_of(model)
+        more |= {"boundaries": family_of(config).boundaries(Config(config), Names(model.state_dict()))}
+    return verify(model, spec=spec_of(model), **more)
+
+
+def faults(results: Any) -> list[str]:
+    return [f"{f.id}: {f.sentence}" for f in results.findings if f.holds is False or "cannot be told" in f.sentence]
+
+
+@pytest.mark.parametrize("name", list(PICOS))
+def test_every_law_holds_in_float64(name: str) -> None:
+    results = run(build(name))
+    assert not faults(results)
+    held = {f.id for f in results.findings if f.holds}
+    assert {"spec/fits", "description/forward"} <= held
+    if "xlarge" not in name:
+        assert {"column/forward", "column/weights", "column/features", "column/trained", "column/trained-weights"} <= held
+    if "xlarge" not in name and "swin" not in name:
+        assert {"row/forward", "row/weights", "row/features", "row/trained", "both/forward", "both/trained-weights", "both/embedding"} <= held
+    for f in results.findings:
+        if f.holds and f.floor is not None:
+            assert f.floor == pytest.approx(1e-9)
+            assert f.ceiling >= 1e6 * f.floor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_holds_in_coarser_dtypes(name: str, dtype: torch.dtype) -> None:
+    results = run(tame(name, dtype))
+    assert not faults(results)
+    for f in results.findings:
+        if f.holds and f.floor is not None:
+            own = torch.bfloat16 if f.id == "both/mixed" else dtype
+            assert f.ceiling >= MARGIN[own] * f.floor
+            assert f.floor < (1e-2 if own == torch.float32 else 0.5)
+
+
+def test_rows_that_cannot_move_say_why() -> None:
+    rows = next(f for f in run(build("swin"), steps=0).findings if f.id == "row/forward")
+    assert rows.holds is None
+    assert "windows of neighbouring tokens" in rows.sentence
+    results = run(build("deberta-v2-xlarge"), steps=0)
+    assert "does not cut" in results.unchecked[0]
+    assert next(f for f in results.findings if f.id == "description/forward").holds
+
+
+def test_the_papers_columns() -> None:
+    """Whole heads under rotary positions, heads and their insides elsewhere, none with grouped queries."""
+    heads = {n: next(f for f in run(build(n), steps=0).findings if f.id == "column/heads") for n in ("vit", "llama-mha-tied", "llama")}
+    assert heads["vit"].holds
+    assert "only whole heads" in heads["llama-mha-tied"].sentence
+    assert heads["llama"].holds is None
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = build("gpt2").train()
+    model.transformer.h[0].eval()
+    before, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
+    run(model)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert [m.training for m in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_key_biases_have_no_gradient_and_are_named() -> None:
+    weights = next(f for f in run(build("gpt2-untied"), steps=0).findings if f.id == "column/weights")
+    bert = next(f for f in run(build("bert"), steps=0).findings if f.id == "column/weights")
+    assert "no gradient" not in weights.sentence  # fused with the others
+    assert "2 tensors have no gradient (bert.encoder.layer.0.attention.self.key.bias" in bert.sentence
+
+
+# Broken models.
+
+
+class PositionalNorm(torch.nn.LayerNorm):
+    """A norm that adds something by place: rows are no longer alike."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0.1 * torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+
+
+class Mixed(torch.nn.Module):
+    """A projection whose output is mixed by a fixed matrix that no state dict shows."""
+
+    def __init__(self, inner: torch.nn.Module, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = inner.weight, inner.bias
+        self.matrix = (
+            torch.eye(size, dtype=torch.float64).roll(1, 0) + 0.1 * torch.arange(size * size, dtype=torch.float64).view(size, size) / size**2
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias) @ self.matrix
+
+
+class Convolved(torch.nn.Module):
+    """A feed-forward with a convolution over the tokens before it."""
+
+    def __init__(self, inner: torch.nn.Module, size: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.conv = torch.nn.Conv1d(size, size, 3, padding=1, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.conv(x.transpose(1, 2)).transpose(1, 2))
+
+
+def broken(model: torch.nn.Module, path: str, make: Any) -> torch.nn.Module:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, make(model.get_submodule(path)))
+    return model
+
+
+def positional(norm: torch.nn.Module) -> torch.nn.Module:
+    out = PositionalNorm(norm.normalized_shape, norm.eps, dtype=torch.float64)
+    out.load_state_dict(norm.state_dict())
+    return out
+
+
+def found(results: Any, name: str) -> Any:
+    return next(f for f in results.findings if f.id == name)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_norm_with_a_positional_bias_is_named(layer: int) -> None:
+    path = f"vit.layers.{layer}.layernorm_after"
+    results = run(broken(build("vit"), path, positional), steps=0)
+    assert found(results, "row/forward").holds is False
+    assert found(results, "row/forward").where == f"{path} (PositionalNorm)"
+    assert found(results, "column/forward").holds  # it adds the same to every channel of a token
+
+
+@pytest.mark.parametrize("path", ["vit.layers.0.attention.v_proj", "vit.layers.1.attention.o_proj"])
+def test_a_fixed_matrix_in_a_head_is_named(path: str) -> None:
+    results = run(broken(build("vit"), path, lambda inner: Mixed(inner, 12)), steps=0)
+    assert found(results, "column/forward").holds is False
+    assert found(results, "column/forward").where == f"{path} (Mixed)"
+    assert found(results, "row/forward").holds
+
+
+def test_a_convolution_in_the_backbone_is_named() -> None:
+    model = build("vit")
+    spec = spec_of(model)
+    broken(model, "vit.layers.1.mlp", lambda inner: Convolved(inner, 12))
+    with pytest.raises(SpecError, match=r'"vit.layers.1.mlp.fc1.weight" is in the spec but not in the file'):
+        verify(model, spec=spec)  # its tensors have other names
+
+    model = build("vit")
+    conv = torch.nn.Conv1d(12, 12, 3, padding=1, dtype=torch.float64)
+    model.vit.layers[1].mlp.conv = conv
+    model.vit.layers[1].mlp.register_forward_pre_hook(lambda module, args: (conv(args[0].transpose(1, 2)).transpose(1, 2),))
+    results = verify(model, spec=spec, steps=0)
+    assert found(results, "spec/fits").where == "vit.layers.1.mlp.conv.weight"
+    assert found(results, "row/forward").where == "vit.layers.1.mlp.conv (Conv1d)"
+    assert found(results, "column/forward").where == "vit.layers.1.mlp.conv (Conv1d)"
+
+
+def test_gradients_that_do_not_follow_are_seen() -> None:
+    """A forward that is right and a backward that is not: a hook that changes one gradient by its place."""
+    model = build("vit")
+    model.vit.layers[0].mlp.fc1.weight.register_hook(lambda g: g * (1 + torch.arange(len(g), dtype=g.dtype)[:, None]))
+    results = run(model, steps=0)
+    assert found(results, "column/forward").holds
+    assert found(results, "column/weights").holds is False
+    assert found(results, "column/weights").where == "vit.layers.0.mlp.fc1.weight"
+
+
+def test_nan_fails_and_is_no_pass() -> None:
+    model = build("vit")
+    with torch.no_grad():
+        model.vit.layers[0].mlp.fc1.weight[0, 0] = torch.nan
+    with pytest.raises(RegaugeError, match=r'"vit.layers.0.mlp.fc1.weight" holds values that are not finite'):
+        run(model)
+
+
+# Inputs.
+
+
+@pytest.mark.parametrize("name", list(PICOS))
+def test_inputs_of_the_right_kind(name: str) -> None:
+    model = build(name)
+    inputs = example_inputs(model, 3)
+    assert inputs.keys() >= PICOS[name].inputs.keys() - {"encoder_hidden_states"}
+    model(**inputs)
+    again = example_inputs(model, 3)
+    assert all(torch.equal(v, again[k]) for k, v in inputs.items())
+
+
+def test_inputs_of_ones_own() -> None:
+    model = build("bert")
+    ids = torch.randint(3, 30, (1, 5))
+    assert not faults(run(model, inputs={"input_ids": ids, "attention_mask": torch.ones_like(ids)}, steps=1))
+
+
+def test_an_optimizer_that_is_none() -> None:
+    with pytest.raises(SpecError, match='no optimizer "adagrad"'):
+        run(build("vit"), optimizer="adagrad")
+
+
+def test_adamw_keeps_permutations_too() -> None:
+    assert not faults(run(build("llama"), optimizer="adamw", steps=5))
+
+
+# Algorithm 1 as a wrapper.
+
+
+@pytest.mark.parametrize("name", ["vit", "bert", "llama", "t5", "swin"])
+def test_permuted_training_ends_at_the_plain_weights(name: str) -> None:
+    plain, inputs = build(name), PICOS[name].inputs
+    if name != "swin":
+        plain.set_attn_implementation("eager")
+    wrapped = Permuted(copy.deepcopy(plain), columns=5, rows=name != "swin", key=b"k" * 32)
+    assert not torch.equal(_flat(wrapped.model), _flat(plain))
+    for model in (plain, wrapped):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(**inputs).logits.square().mean().backward()
+            optimizer.step()
+    moved = _flat(wrapped.model)
+    assert (_flat(wrapped.unwrap()) - _flat(plain)).abs().max() < 1e-6  # float32 inside the models
+    assert (moved - _flat(plain)).abs().max() > 1e-2
+
+
+def _flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_rows_are_fresh_in_every_pass() -> None:
+    seen = []
+    wrapped = Permuted(build("vit"))
+    wrapped.model.vit.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    for _ in range(2):
+        wrapped(**PICOS["vit"].inputs)
+    plain = cut(wrapped.model).embed(**PICOS["vit"].inputs).stream
+    assert not torch.equal(seen[0], seen[1])
+    for rows in seen:
+        assert not torch.equal(rows, plain)
+        assert torch.equal(rows.sort(dim=1).values, plain.sort(dim=1).values)
+
+
+def test_generation_with_a_wrapped_model() -> None:
+    model = build("gpt2")
+    expected = model.generate(**PICOS["gpt2"].inputs, max_new_tokens=4, do_sample=False)
+    wrapped = Permuted(model, columns=1, rows=False)
+    with wrapped.routed():
+        assert torch.equal(model.generate(**PICOS["gpt2"].inputs, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_rows_of_a_windowed_model_are_refused() -> None:
+    with pytest.raises(CutError, match="look at neighbours"):
+        Permuted(build("swin"))

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from picos import build, spec_of
 from regauge import axes as ax
@@ -491,8 +493,6 @@ def test_elements_of_another_model_are_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("damage", ["truncate", "text", "newer", "other", "older", "list", "deep", "scale", "flat"])
 def test_damaged_element_files_are_refused(tmp_path, damage: str) -> None:
-    from safetensors.numpy import save_file
-
     path = tmp_path / "g.safetensors"
     save_element(draw(9), path)
     if damage == "truncate":
@@ -525,6 +525,27 @@ def test_a_wrong_member_names_the_space_and_the_reason() -> None:
     with pytest.raises(ElementError, match=r'on "p" the element is a rotation .* the group there is permutation \(GELU'):
         apply(g, {"w": torch.ones(3)})
     assert apply(g, {"w": torch.ones(3)}, force=True)
+
+
+def test_an_element_that_stretches_too_far_is_refused_by_name(tmp_path) -> None:
+    g = draw(9)
+    wild = Element(SPEC, {**g.members, "m": Monomial(np.arange(4)[None], np.array([[1e-60, 1.0, 1.0, 2.0]]))})
+    with pytest.raises(
+        ElementError, match=r'on "m" the element stretches by factors from 1e-60 to 2, .* a ratio of 1000; the group there is monomial'
+    ):
+        apply(wild, {})
+    path = tmp_path / "g.safetensors"
+    save_element(g, path)
+    arrays, metadata = _read(path)
+    arrays["q:matrix"][1] = np.diag([1e12, 1, 1, 1])
+    save_file(arrays, path, metadata)
+    with pytest.raises(ElementError, match=r'on "q" the element stretches by factors from 1 to 1e\+12'):
+        load_element(path, SPEC)
+
+
+def _read(path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    with safe_open(path, framework="numpy") as file:
+        return {k: file.get_tensor(k).copy() for k in file.keys()}, file.metadata()  # noqa: SIM118 (not a dict)
 
 
 def test_an_element_of_a_folded_spec_is_refused_on_weights_that_were_not_folded() -> None:

@@ -65,6 +65,13 @@ MUTANTS = {
     "ones not kept": ("groups.py", "basis @ r @ basis.T + 1 / size", "basis @ r @ basis.T - 1 / size", GROUPS),
     "a signed fit without signs": ("groups.py", "np.where(picked < 0, -1.0, 1.0)", "np.ones_like(picked)", GROUPS),
     "a rotation that is fitted transposed": ("groups.py", "pair[0] @ pair[1].swapaxes(1, 2)", "pair[1] @ pair[0].swapaxes(1, 2)", GROUPS),
+    "any scale let through": (
+        "groups.py",
+        "np.maximum(factors.max(1), 1) / np.minimum(factors.min(1), 1)",
+        "factors.max(1) / factors.min(1)",
+        GROUPS,
+    ),
+    "fits that stretch without a limit": ("groups.py", "np.clip(factors, middle / half, middle * half)", "factors", GROUPS),
     "anything passes as orthogonal": ("groups.py", 'else "is not orthogonal"', "else None", GROUPS),
     "biased words kept": ("streams.py", "if word < 2**64 - 2**64 % n:", "if True:", "test_streams.py"),
     "Sattolo's cycles for Fisher-Yates": ("streams.py", "j = word % (i + 1)", "j = word % i", "test_streams.py"),

@@ -2,7 +2,7 @@
 
 A group is a value without a size; a member is a stack of `count` matrices (one per index of the space's parent, or one). `within(kind)`
 is the largest subgroup of a kind: "permutation" (stored losslessly), "signed", "orthogonal" (norms kept), "full". `fault` says why a member
-is not in the group. Registry: `GROUPS`, by the name that spec files use.
+is not in the group, or stretches more than `LIMIT` allows. Registry: `GROUPS`, by the name that spec files use.
 
 `fit` finds the member M that moves x nearest to y: least squares over `plain` pairs (M x against y), `dual` pairs (M^-T x against y) and
 `bar` pairs (the permutation of M alone). Pairs are stacks [count, size, features].
@@ -30,6 +30,9 @@ Pair = tuple[Floats, Floats]
 
 # Sampled scales and singular values lie within [1/sqrt(3), sqrt(3)]: condition numbers of at most 3, which bf16 bears.
 _SPREAD = math.log(3.0) / 2
+# The largest ratio between two factors by which a member stretches, 1 counted among them: so it bounds condition numbers and scales alike.
+# Rounding grows with it: at the limit a float32 model still keeps its function to about 1e-4. Six samples composed stay within.
+LIMIT = 1e3
 
 
 class Group(ABC):
@@ -190,6 +193,7 @@ class Scaling(Group):
         else:
             scale = _ratio(xx_dual, np.abs(yx_dual))
         sign = np.where((yx if plain is not None else yx_dual) < 0, -1.0, 1.0)
+        scale = _restrained(scale)
         return Monomial(index, scale if self.positive else scale * sign)
 
     def within(self, kind: Kind) -> Group:
@@ -203,7 +207,9 @@ class Scaling(Group):
             return fault
         if self.positive and (scale <= 0).any():
             return "has scales that are not positive"
-        return None if (scale != 0).all() and np.isfinite(scale).all() else "has scales that are zero or not finite"
+        if not np.isfinite(scale).all() or (scale == 0).any():
+            return "has scales that are zero or not finite"
+        return _strain(np.abs(scale))
 
     def bits(self, size: int) -> float:
         return Permutation().bits(size) + (0 if self.positive else size)
@@ -325,7 +331,7 @@ class Rotary(Group):
             elif d is not None:
                 modulus = _ratio(_norm2(d[1]), np.abs(z))
         turn = np.where(np.abs(z) > 0, z / np.where(np.abs(z) > 0, np.abs(z), 1), 1)
-        return Planes(np.asarray(modulus * turn, np.complex128), self.layout)
+        return Planes(np.asarray(_restrained(modulus) * turn, np.complex128), self.layout)
 
     def _complex(self, x: Floats) -> Complexes:
         first, second = planes(x.shape[1], self.layout)
@@ -353,7 +359,7 @@ class Rotary(Group):
             return "has plane factors that are zero or not finite"
         if self.unit and not np.allclose(np.abs(member.factor), 1, rtol=0, atol=1e-9):
             return "scales planes"
-        return None
+        return _strain(np.abs(member.factor))
 
     def dim(self, size: int) -> int:
         return size // 2 if self.unit else size
@@ -414,15 +420,17 @@ class GeneralLinear(Group):
         return Dense(np.stack([one() for _ in range(count)]))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        """Balance both sides, then Procrustes. From one side only: least squares."""
+        """Balance both sides, then Procrustes. From one side only: least squares. Singular values beyond the limit are brought within."""
         if plain is None and dual is None:
             return Permutation().fit(bar=bar)
         if plain is None:
             return self.fit(plain=dual).dual()
         if dual is None:
-            y, x = _pair(plain)
-            return Dense(np.stack([b @ np.linalg.pinv(a) for b, a in zip(y, x, strict=True)]))
-        return Dense(np.stack([_balanced_fit(*q, *k) for q, k in zip(_rows(plain), _rows(dual), strict=True)]))
+            best = np.stack([y @ np.linalg.pinv(x) for y, x in _rows(plain)])
+        else:
+            best = np.stack([_balanced_fit(*q, *k) for q, k in zip(_rows(plain), _rows(dual), strict=True)])
+        u, s, vt = np.linalg.svd(best)
+        return Dense((u * _restrained(s)[:, None, :]) @ vt)
 
     def within(self, kind: Kind) -> Group:
         match kind:
@@ -437,7 +445,7 @@ class GeneralLinear(Group):
         m = member.matrix()
         if not np.isfinite(m).all():
             return "is not finite"
-        return None if (np.linalg.cond(m, 1) < 1e12).all() else "is singular"
+        return _strain(np.asarray(np.linalg.svd(m, compute_uv=False), np.float64))
 
     def bits(self, size: int) -> float:
         return 1.0
@@ -528,14 +536,9 @@ def _first(*pairs: Pair | None) -> Floats:
     return next(p[0] for p in pairs if p is not None)
 
 
-def _pair(pair: Pair | None) -> Pair:
-    assert pair is not None, "fit needs at least one pair"
-    return pair
-
-
 def _rows(pair: Pair | None) -> Sequence[Pair]:
-    y, x = _pair(pair)
-    return list(zip(y, x, strict=True))
+    assert pair is not None, "fit needs at least one pair"
+    return list(zip(*pair, strict=True))
 
 
 def _correlation(*pairs: Pair | None) -> Floats:
@@ -582,6 +585,28 @@ def _inner(y: Complexes, x: Complexes) -> Complexes:
 
 def _norm2(x: Complexes) -> Floats:
     return np.asarray((np.abs(x) ** 2).sum(2))
+
+
+def _reach(factors: Floats) -> Floats:
+    """For each row, the largest ratio between two of its factors, 1 counted among them."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.maximum(factors.max(1), 1) / np.minimum(factors.min(1), 1))
+
+
+def _strain(factors: Floats) -> str | None:
+    """Why the factors by which a stack of members stretches are refused, or None."""
+    reach = _reach(factors)
+    worst = factors[int(reach.argmax())]
+    if reach.max() <= LIMIT * (1 + 1e-9):
+        return None
+    return f"stretches by factors from {worst.min():.3g} to {worst.max():.3g}, which with 1 must lie within a ratio of {LIMIT:g}"
+
+
+def _restrained(factors: Floats) -> Floats:
+    """The same factors where the limit allows them; elsewhere those far from the middle are cut off."""
+    half = math.sqrt(LIMIT)
+    middle = np.clip(np.median(factors, axis=1, keepdims=True), 1 / half, half)
+    return np.where(_reach(factors)[:, None] <= LIMIT, factors, np.clip(factors, middle / half, middle * half))
 
 
 def _monomial_scale(member: Member) -> tuple[Floats, str | None]:

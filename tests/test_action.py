@@ -428,6 +428,56 @@ def test_a_wrapped_module_and_a_strange_optimizer_are_refused() -> None:
         apply_(g, model, optimizer=torch.optim.Adam(build("llama").parameters()))
 
 
+class Pair(torch.nn.Module):
+    """Two tensors, the second of another shape or dtype than the spec of the test below has in mind."""
+
+    def __init__(self, second: torch.Tensor) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.arange(6.0))
+        self.register_buffer("b", second)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (torch.ones(5), 'axis 0 s of "b" has size 5, the spec says 6'),
+        (torch.ones(6, 1), r'"b" has 2 axes \[6, 1\], the spec says 1'),
+        (torch.ones(6, dtype=torch.int32), '"b" is torch.int32, which follows permutations only'),
+        (torch.ones(6, dtype=torch.complex64), '"b" is torch.complex64, which follows permutations only'),
+    ],
+)
+def test_a_module_that_does_not_fit_is_left_as_it_is(second: torch.Tensor, message: str) -> None:
+    spec = Spec("pair", {"s": SPACES["s"]}, {"a": "s", "b": "s"})
+    model = Pair(second)
+    with pytest.raises(SpecError, match=message):
+        apply_(element(spec, 1), model)
+    assert torch.equal(model.a, torch.arange(6.0))
+    fits = Pair(torch.ones(6))
+    apply_(element(spec, 1), fits)
+    assert not torch.equal(fits.a, torch.arange(6.0))
+
+
+@pytest.mark.parametrize(
+    ("w", "message"),
+    [
+        (torch.ones(5), '^"b": an axis of size 5 cannot live'),
+        (torch.ones(6, 1), '^"b": a tensor of shape'),
+        (torch.ones(6, dtype=torch.int32), '^"b": a tensor of torch.int32 follows permutations only'),
+    ],
+)
+def test_apply_names_the_tensor_that_does_not_fit(w: torch.Tensor, message: str) -> None:
+    spec = Spec("pair", {"s": SPACES["s"]}, {"a": "s", "b": "s"})
+    with pytest.raises((SpecError, ElementError), match=message):
+        apply(element(spec, 1), {"a": torch.ones(6), "b": w})
+
+
+def test_a_stack_with_a_gap_is_refused() -> None:
+    spec = Spec("experts", {"e": Space(3, Permutation())}, {"e.{e}.weight": "e _"})
+    g = Element(spec, {"e": Monomial(np.array([[1, 2, 0]]))})
+    with pytest.raises(SpecError, match=r'"e\.0\.weight" is made from "e\.1\.weight", which the state lacks'):
+        apply(g, {"e.0.weight": torch.ones(2), "e.2.weight": torch.ones(2)})
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
 def test_only_permutations_move_what_is_no_real_number(dtype: torch.dtype) -> None:
     with pytest.raises(ElementError, match="follows permutations only"):

@@ -16,7 +16,7 @@ from regauge.action import act, apply, apply_, apply_lazily
 from regauge.elements import Element, element, identity, load_element, match_spaces, save_element
 from regauge.errors import ElementError, SpecError
 from regauge.groups import GROUPS, Permutation, Trivial
-from regauge.members import Dense, Monomial
+from regauge.members import Dense, Member, Monomial, Planes
 from regauge.spec import Space, Spec
 from regauge.streams import Stream, seed_key
 from regauge.testing import outputs, strict_float64
@@ -250,6 +250,8 @@ def test_experts_on_one_tensor_and_on_many_agree() -> None:
         ("s", (5,), "size 5 cannot live in the space"),
         ("s s", (6,), "has 1 axes"),
         ("nowhere", (3,), 'no space "nowhere"'),
+        ("(nowhere _)", (6,), 'no space "nowhere"'),
+        ("s+nowhere _", (6, 1), 'no space "nowhere"'),
         ("q", (4,), "which is no axis of this tensor"),
         ("(h q)", (13,), "is not"),
         ("|s|", (6,), "follows a permutation"),
@@ -258,6 +260,38 @@ def test_experts_on_one_tensor_and_on_many_agree() -> None:
 def test_misfits_are_named(text: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises((SpecError, ElementError), match=message.replace("|", r"\|")):
         act(draw(1), torch.ones(*shape), text)
+
+
+@pytest.mark.parametrize(
+    ("name", "member"),
+    [
+        ("s", Dense(np.zeros((1, 6, 6)))),
+        ("m", Monomial(np.arange(4)[None], np.array([[1.0, 0, 1, 1]]))),
+        ("u", Planes(np.array([[1j, 0]]), "interleaved")),
+    ],
+)
+def test_singular_members_have_no_inverse_and_are_not_saved(name: str, member: Member, tmp_path) -> None:
+    flat = {n: Space(s.size, GROUPS["linear"]) for n, s in SPACES.items()}
+    for spec in (SPEC, Spec("flat", flat, {})):
+        g = Element(spec, {name: member})
+        with pytest.raises(ElementError, match=f'on "{name}" the element is singular'):
+            ~g  # noqa: B018 (it raises)
+        with pytest.raises(ElementError, match=f'on "{name}"'):
+            save_element(g, tmp_path / "g.safetensors")
+        assert not (tmp_path / "g.safetensors").exists()
+    with pytest.raises(ElementError, match=f'on "{name}" the element is singular'):
+        act(g, torch.ones(member.size), f"{name}*")
+
+
+def test_views_that_are_negated_or_conjugated_move_by_value() -> None:
+    spec = Spec("views", {"p": SPACES["p"]}, {"w": "p"})
+    g, p = element(spec, 1), element(spec, 1).members["p"].matrix()[0].argmax(1)
+    z = torch.randn(6, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.complex64, torch.complex128):
+        for w in (z.to(dtype), z.to(dtype).conj(), z.to(dtype).conj().imag, torch._neg_view(z.to(dtype).real)):
+            assert torch.equal(apply(g, {"w": w})["w"], w[p])
+    assert z.conj().is_conj()
+    assert z.conj().imag.is_neg()
 
 
 def test_restriction() -> None:

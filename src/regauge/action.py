@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge import axes as ax
-from regauge.elements import Element, permutation_index
+from regauge.elements import Element, invertible, permutation_index
 from regauge.errors import ElementError, RegaugeError, SpecError
 from regauge.groups import SignedPermutation
 from regauge.members import Dense, Monomial
@@ -70,8 +70,6 @@ def _product(g: Element, factors: tuple[ax.Term, ...], parts: list[int], at: Map
 
 
 def _leaf(g: Element, leaf: ax.Leaf, n: int, at: Mapping[str, int], star: bool) -> Chain:
-    if leaf.space not in g.spec.spaces:
-        raise SpecError(f'the spec "{g.spec.family}" has no space "{leaf.space}"')
     space = g.spec.spaces[leaf.space]
     if n != space.size:
         raise SpecError(f'an axis of size {n} cannot live in the space "{leaf.space}" of size {space.size}')
@@ -88,7 +86,8 @@ def _leaf(g: Element, leaf: ax.Leaf, n: int, at: Mapping[str, int], star: bool) 
             raise ElementError(f"|{leaf.space}| follows a permutation, but the element is none there")
         return Chain(n, (step(order),))
     if leaf.star != star and not (isinstance(member, Dense) and space.group.is_orthogonal):  # an orthogonal matrix is its own dual
-        member = member.dual()
+        with invertible(leaf.space):
+            member = member.dual()
     return Chain(n, (step(member),))
 
 
@@ -113,6 +112,9 @@ def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None)
     terms = ax.parse(axes).terms
     if len(terms) != x.ndim:
         raise SpecError(f"a tensor of shape {list(x.shape)} has {x.ndim} axes, but {axes!r} has {len(terms)}")
+    unknown = ax.spaces(axes) - g.spec.spaces.keys()
+    if unknown:
+        raise SpecError(f'the spec "{g.spec.family}" has no space "{min(unknown)}", which {axes!r} speaks of')
     at = dict(at or {})
     outer = _outer_parents(g, terms)
     if outer:
@@ -222,8 +224,11 @@ def _act_on_bits(g: Element, w: Tensor, axes: str, at: Mapping[str, int]) -> Ten
     """A stored tensor moved as its bits: no gradient to carry, and numpy gathers faster."""
     import torch
 
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[w.dtype.itemsize]
-    return torch.from_numpy(act(g, w.view(bits).numpy(), axes, at=at)).view(w.dtype)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(w.dtype.itemsize)
+    if bits is None:
+        return act(g, w, axes, at=at)
+    # A view may say in its head, and not in its bits, that it is negated or conjugated.
+    return torch.from_numpy(act(g, w.resolve_neg().resolve_conj().view(bits).numpy(), axes, at=at)).view(w.dtype)
 
 
 def only_gathers(g: Element, spaces: Iterable[str] | None = None) -> bool:

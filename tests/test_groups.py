@@ -9,8 +9,8 @@ import pytest
 import torch
 from scipy import stats
 
-from regauge.groups import GROUPS, KINDS, LIMIT, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling, haar
-from regauge.members import Dense, Member, Monomial, Planes
+from regauge.groups import GROUPS, KINDS, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling, haar
+from regauge.members import LIMIT, Dense, Member, Monomial, Planes
 from regauge.streams import Stream, seed_key
 
 N, K = 6, 3

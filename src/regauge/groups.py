@@ -4,21 +4,20 @@ A group is a value without a size; a member is a stack of `count` matrices (one 
 is the largest subgroup of a kind: "permutation" (stored losslessly), "signed", "orthogonal" (norms kept), "full". `fault` says why a member
 is not in the group, or stretches more than `LIMIT` allows. Registry: `GROUPS`, by the name that spec files use.
 
-`fit` finds the member M that moves x nearest to y: least squares over `plain` pairs (M x against y), `dual` pairs (M^-T x against y) and
-`bar` pairs (the permutation of M alone). Pairs are stacks [count, size, features].
+`fit` finds the member that moves x nearest to y; fitting.py says what its three sides are.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from regauge.members import Complexes, Dense, Layout, Member, Monomial, Planes, planes
+from regauge.fitting import Pair, assign, correlation, first, fit_linear, fit_planes, fit_scaled, fit_signed, polar
+from regauge.members import LIMIT, Dense, Layout, Member, Monomial, Planes, planes, reach
 from regauge.streams import Floats, Ints, Stream
 
 if TYPE_CHECKING:
@@ -26,13 +25,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["permutation", "signed", "orthogonal", "full"]
 KINDS: tuple[Kind, ...] = ("permutation", "signed", "orthogonal", "full")
-Pair = tuple[Floats, Floats]
 
 # Sampled scales and singular values lie within [1/sqrt(3), sqrt(3)]: condition numbers of at most 3, which bf16 bears.
 _SPREAD = math.log(3.0) / 2
-# The largest ratio between two factors by which a member stretches, 1 counted among them: so it bounds condition numbers and scales alike.
-# Rounding grows with it: at the limit a float32 model still keeps its function to about 1e-4. Six samples composed stay within.
-LIMIT = 1e3
 
 
 class Group(ABC):
@@ -95,7 +90,7 @@ class Trivial(Group):
         return self.identity(size, count)
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        shape = _first(plain, dual, bar).shape
+        shape = first(plain, dual, bar).shape
         return self.identity(shape[1], shape[0])
 
     def within(self, kind: Kind) -> Group:
@@ -116,7 +111,7 @@ class Permutation(Group):
         return Monomial(_permutations(size, count, stream))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        return Monomial(_assign(_correlation(plain, dual, bar)))
+        return Monomial(assign(correlation(plain, dual, bar)))
 
     def within(self, kind: Kind) -> Group:
         return self
@@ -142,10 +137,7 @@ class SignedPermutation(Permutation):
         return Monomial(index, stream.signs(count * size).reshape(count, size))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        c = _correlation(plain, dual) if plain is not None or dual is not None else np.zeros_like(_correlation(bar))
-        index = _assign(np.abs(c) + (0 if bar is None else _correlation(bar)))
-        picked = np.take_along_axis(c, index[:, :, None], 2)[:, :, 0]
-        return Monomial(index, np.where(picked < 0, -1.0, 1.0))
+        return fit_signed(plain, dual, bar)
 
     def within(self, kind: Kind) -> Group:
         return Permutation() if kind == "permutation" else self
@@ -178,23 +170,7 @@ class Scaling(Group):
         return Monomial(index, scale.reshape(count, size))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        """Scale-free scores (cosines) decide who goes where; the scale then balances the two sides. From one side: least squares."""
-        sides = [_cosines(p) for p in (plain, dual) if p is not None]
-        if self.positive or not sides:
-            scores = np.asarray(sum(sides))
-        else:  # a sign may flip both sides at once, so only the product of their cosines is seen
-            scores = np.abs(sides[0]) if len(sides) == 1 else sides[0] * sides[1]
-        index = _assign(scores if bar is None else scores + _cosines(bar))
-        (yx, yy, xx), (yx_dual, yy_dual, xx_dual) = _inner_products(plain, index), _inner_products(dual, index)
-        if plain is not None and dual is not None:
-            scale = (_ratio(yy, xx) * _ratio(xx_dual, yy_dual)) ** 0.25
-        elif plain is not None:
-            scale = _ratio(np.abs(yx), xx)
-        else:
-            scale = _ratio(xx_dual, np.abs(yx_dual))
-        sign = np.where((yx if plain is not None else yx_dual) < 0, -1.0, 1.0)
-        scale = _restrained(scale)
-        return Monomial(index, scale if self.positive else scale * sign)
+        return fit_scaled(plain, dual, bar, self.positive)
 
     def within(self, kind: Kind) -> Group:
         if kind == "full":
@@ -234,7 +210,7 @@ class Orthogonal(Group):
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
         if plain is None and dual is None:
             return Permutation().fit(bar=bar)
-        return Dense(polar(_correlation(plain, dual)))
+        return Dense(polar(correlation(plain, dual)))
 
     def within(self, kind: Kind) -> Group:
         match kind:
@@ -270,7 +246,7 @@ class OrthogonalFixingOnes(Orthogonal):
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
         if plain is None and dual is None:
             return Permutation().fit(bar=bar)
-        c = _correlation(plain, dual)
+        c = correlation(plain, dual)
         basis = ones_complement(c.shape[1])
         return Dense(np.stack([_lift(r) for r in polar(basis.T @ c @ basis)]))
 
@@ -312,30 +288,10 @@ class Rotary(Group):
         return Planes(factor.reshape(count, -1), self.layout)
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        """The phase of the summed products; the modulus from balancing the two sides, or by least squares from one."""
         if plain is None and dual is None:
-            shape = _first(bar).shape
-            return self.identity(shape[1], shape[0])
-        sides = [None if s is None else (self._complex(s[0]), self._complex(s[1])) for s in (plain, dual)]
-        z = sum((_inner(y, x) for y, x in (s for s in sides if s is not None)), np.zeros((), np.complex128))
-        modulus = np.ones(z.shape)
-        if not self.unit:
-            p, d = sides
-            if p is not None and d is not None:
-                (q1, q2), (k1, k2) = p, d
-                c1, c2 = (_ratio(_norm2(k1), _norm2(q1)) ** 0.25, _ratio(_norm2(k2), _norm2(q2)) ** 0.25)
-                z = (c1 * c2) * _inner(q1, q2) + _inner(k1, k2) / (c1 * c2)
-                modulus = c2 / c1
-            elif p is not None:
-                modulus = _ratio(np.abs(z), _norm2(p[1]))
-            elif d is not None:
-                modulus = _ratio(_norm2(d[1]), np.abs(z))
-        turn = np.where(np.abs(z) > 0, z / np.where(np.abs(z) > 0, np.abs(z), 1), 1)
-        return Planes(np.asarray(_restrained(modulus) * turn, np.complex128), self.layout)
-
-    def _complex(self, x: Floats) -> Complexes:
-        first, second = planes(x.shape[1], self.layout)
-        return np.asarray(x[:, first] + 1j * x[:, second])
+            count, size, _ = first(bar).shape
+            return self.identity(size, count)
+        return Planes(fit_planes(plain, dual, self.layout, self.unit), self.layout)
 
     def within(self, kind: Kind) -> Group:
         match kind:
@@ -420,17 +376,9 @@ class GeneralLinear(Group):
         return Dense(np.stack([one() for _ in range(count)]))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        """Balance both sides, then Procrustes. From one side only: least squares. Singular values beyond the limit are brought within."""
-        if plain is None and dual is None:
-            return Permutation().fit(bar=bar)
         if plain is None:
-            return self.fit(plain=dual).dual()
-        if dual is None:
-            best = np.stack([y @ np.linalg.pinv(x) for y, x in _rows(plain)])
-        else:
-            best = np.stack([_balanced_fit(*q, *k) for q, k in zip(_rows(plain), _rows(dual), strict=True)])
-        u, s, vt = np.linalg.svd(best)
-        return Dense((u * _restrained(s)[:, None, :]) @ vt)
+            return Permutation().fit(bar=bar) if dual is None else Dense(fit_linear(dual, None)).dual()
+        return Dense(fit_linear(plain, dual))
 
     def within(self, kind: Kind) -> Group:
         match kind:
@@ -486,12 +434,6 @@ def haar(size: int, stream: Stream) -> Floats:
     return np.asarray(q * np.where(np.diag(r) < 0, -1.0, 1.0))
 
 
-def polar(c: Floats) -> Floats:
-    """The orthogonal matrix nearest to each c: U V^T of its singular value decomposition (Procrustes)."""
-    u, _, vt = np.linalg.svd(c)
-    return np.asarray(u @ vt)
-
-
 def ones_complement(size: int) -> Floats:
     """Columns that span the complement of the all-ones vector: the Householder reflection of e_0 to ones/sqrt(n), without its first column."""
     v = np.full(size, 1 / math.sqrt(size))
@@ -512,101 +454,13 @@ def _permutations(size: int, count: int, stream: Stream) -> Ints:
     return np.stack([stream.permutation(size) for _ in range(count)])
 
 
-def _balanced_fit(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
-    b1, b2 = _balance(q1, k1), _balance(q2, k2)
-    if b1 is None or b2 is None:  # a rank-deficient side has no balanced form: the best rotation is safe
-        return polar(q1 @ q2.T + k1 @ k2.T)
-    i1, i2 = np.linalg.inv(b1), np.linalg.inv(b2)
-    rotation = polar((b1 @ q1) @ (b2 @ q2).T + (i1.T @ k1) @ (i2.T @ k2).T)
-    return np.asarray(i1 @ rotation @ b2)
-
-
-def _balance(q: Floats, k: Floats) -> Floats | None:
-    """B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T: the point of least norm on the orbit."""
-    rq, rk = np.linalg.qr(q.T)[1], np.linalg.qr(k.T)[1]
-    if rq.shape[0] < rq.shape[1] or rk.shape[0] < rk.shape[1]:
-        return None
-    u, s, _ = np.linalg.svd(rq @ rk.T)
-    if s[-1] <= 1e-10 * s[0]:
-        return None
-    return np.asarray(np.sqrt(s)[:, None] * (u.T @ np.linalg.inv(rq).T))
-
-
-def _first(*pairs: Pair | None) -> Floats:
-    return next(p[0] for p in pairs if p is not None)
-
-
-def _rows(pair: Pair | None) -> Sequence[Pair]:
-    assert pair is not None, "fit needs at least one pair"
-    return list(zip(*pair, strict=True))
-
-
-def _correlation(*pairs: Pair | None) -> Floats:
-    """Sum of y x^T: <M, C> is what the best orthogonal M maximises."""
-    shape = _first(*pairs).shape
-    total = np.zeros((shape[0], shape[1], shape[1]))
-    for pair in pairs:
-        if pair is not None:
-            total = total + pair[0] @ pair[1].swapaxes(1, 2)
-    return total
-
-
-def _assign(scores: Floats) -> Ints:
-    from scipy.optimize import linear_sum_assignment
-
-    return np.stack([linear_sum_assignment(s, maximize=True)[1] for s in scores]).astype(np.int64)
-
-
-def _cosines(pair: Pair) -> Floats:
-    def unit(x: Floats) -> Floats:
-        return np.asarray(x / np.maximum(np.linalg.norm(x, axis=2, keepdims=True), 1e-300))
-
-    return np.asarray(unit(pair[0]) @ unit(pair[1]).swapaxes(1, 2))
-
-
-def _inner_products(pair: Pair | None, index: Ints) -> tuple[Floats, Floats, Floats]:
-    """<y, x>, <y, y> and <x, x> of every coordinate and the one assigned to it."""
-    if pair is None:
-        return np.ones(index.shape), np.ones(index.shape), np.ones(index.shape)
-    y, x = pair[0], np.take_along_axis(pair[1], index[:, :, None], 1)
-    return (y * x).sum(2), (y * y).sum(2), (x * x).sum(2)
-
-
-def _ratio(a: Floats, b: Floats) -> Floats:
-    """a / b, and 1 where that is no usable scale."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        r = np.asarray(a / b)
-    return np.where(np.isfinite(r) & (r > 0), r, 1.0)
-
-
-def _inner(y: Complexes, x: Complexes) -> Complexes:
-    return np.asarray((y * x.conj()).sum(2))
-
-
-def _norm2(x: Complexes) -> Floats:
-    return np.asarray((np.abs(x) ** 2).sum(2))
-
-
-def _reach(factors: Floats) -> Floats:
-    """For each row, the largest ratio between two of its factors, 1 counted among them."""
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.maximum(factors.max(1), 1) / np.minimum(factors.min(1), 1))
-
-
 def _strain(factors: Floats) -> str | None:
     """Why the factors by which a stack of members stretches are refused, or None."""
-    reach = _reach(factors)
-    worst = factors[int(reach.argmax())]
-    if reach.max() <= LIMIT * (1 + 1e-9):
+    reaches = reach(factors)
+    worst = factors[int(reaches.argmax())]
+    if reaches.max() <= LIMIT * (1 + 1e-9):
         return None
     return f"stretches by factors from {worst.min():.3g} to {worst.max():.3g}, which with 1 must lie within a ratio of {LIMIT:g}"
-
-
-def _restrained(factors: Floats) -> Floats:
-    """The same factors where the limit allows them; elsewhere those far from the middle are cut off."""
-    half = math.sqrt(LIMIT)
-    middle = np.clip(np.median(factors, axis=1, keepdims=True), 1 / half, half)
-    return np.where(_reach(factors)[:, None] <= LIMIT, factors, np.clip(factors, middle / half, middle * half))
 
 
 def _monomial_scale(member: Member) -> tuple[Floats, str | None]:

@@ -73,7 +73,7 @@ MUTANTS = {
     ),
     "fits that stretch without a limit": ("fitting.py", "np.clip(factors, middle / half, middle * half)", "factors", GROUPS),
     "anything passes as orthogonal": ("groups.py", 'else "is not orthogonal"', "else None", GROUPS),
-    "biased words kept": ("streams.py", "if word < 2**64 - 2**64 % n:", "if True:", "test_streams.py"),
+    "biased words kept": ("streams.py", "if word < 2**64 - 2**64 % (i + 1):", "if True:", "test_streams.py"),
     "Sattolo's cycles for Fisher-Yates": ("streams.py", "j = word % (i + 1)", "j = word % i", "test_streams.py"),
     "labels that do not separate": ("streams.py", 'b"regauge/1/" + label.encode()', 'b"regauge/1/"', "test_streams.py"),
     "normals with a wrong radius": ("streams.py", "np.sqrt(-2 * np.log(", "np.sqrt(-np.log(", "test_streams.py"),

@@ -45,6 +45,13 @@ MUTANTS = {
         ACTION,
     ),
     "float32 weights rounded twice": ("action.py", "w.double() if w.dtype.itemsize == 4 and w.dtype.is_floating_point else w", "w", ACTION),
+    "modules moved before they are looked at": (
+        "action.py",
+        "misfits = check(g.spec, {name: every[name] for name in known})",
+        "misfits = []",
+        ACTION,
+    ),
+    "negated views moved by their bits": ("action.py", "w.resolve_neg().resolve_conj().view(bits)", "w.view(bits)", ACTION),
     "the part ignored": ("action.py", "if part is not None and g.spec.parts.get(entry.pattern) != part:", "if False:", ACTION),
     "composition in the wrong order": ("elements.py", "members[name] = a.after(b)", "members[name] = b.after(a)", ACTION),
     "members that travel the wrong way": ("elements.py", "a.take(_argsort(other._parent(name)))", "a.take(other._parent(name))", ACTION),

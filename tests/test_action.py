@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from picos import build, spec_of
 from regauge import axes as ax
@@ -14,7 +16,7 @@ from regauge.action import act, apply, apply_, apply_lazily
 from regauge.elements import Element, element, identity, load_element, match_spaces, save_element
 from regauge.errors import ElementError, SpecError
 from regauge.groups import GROUPS, Permutation, Trivial
-from regauge.members import Dense, Monomial
+from regauge.members import Dense, Member, Monomial, Planes
 from regauge.spec import Space, Spec
 from regauge.streams import Stream, seed_key
 from regauge.testing import outputs, strict_float64
@@ -248,6 +250,8 @@ def test_experts_on_one_tensor_and_on_many_agree() -> None:
         ("s", (5,), "size 5 cannot live in the space"),
         ("s s", (6,), "has 1 axes"),
         ("nowhere", (3,), 'no space "nowhere"'),
+        ("(nowhere _)", (6,), 'no space "nowhere"'),
+        ("s+nowhere _", (6, 1), 'no space "nowhere"'),
         ("q", (4,), "which is no axis of this tensor"),
         ("(h q)", (13,), "is not"),
         ("|s|", (6,), "follows a permutation"),
@@ -256,6 +260,38 @@ def test_experts_on_one_tensor_and_on_many_agree() -> None:
 def test_misfits_are_named(text: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises((SpecError, ElementError), match=message.replace("|", r"\|")):
         act(draw(1), torch.ones(*shape), text)
+
+
+@pytest.mark.parametrize(
+    ("name", "member"),
+    [
+        ("s", Dense(np.zeros((1, 6, 6)))),
+        ("m", Monomial(np.arange(4)[None], np.array([[1.0, 0, 1, 1]]))),
+        ("u", Planes(np.array([[1j, 0]]), "interleaved")),
+    ],
+)
+def test_singular_members_have_no_inverse_and_are_not_saved(name: str, member: Member, tmp_path) -> None:
+    flat = {n: Space(s.size, GROUPS["linear"]) for n, s in SPACES.items()}
+    for spec in (SPEC, Spec("flat", flat, {})):
+        g = Element(spec, {name: member})
+        with pytest.raises(ElementError, match=f'on "{name}" the element is singular'):
+            ~g  # noqa: B018 (it raises)
+        with pytest.raises(ElementError, match=f'on "{name}"'):
+            save_element(g, tmp_path / "g.safetensors")
+        assert not (tmp_path / "g.safetensors").exists()
+    with pytest.raises(ElementError, match=f'on "{name}" the element is singular'):
+        act(g, torch.ones(member.size), f"{name}*")
+
+
+def test_views_that_are_negated_or_conjugated_move_by_value() -> None:
+    spec = Spec("views", {"p": SPACES["p"]}, {"w": "p"})
+    g, p = element(spec, 1), element(spec, 1).members["p"].matrix()[0].argmax(1)
+    z = torch.randn(6, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.complex64, torch.complex128):
+        for w in (z.to(dtype), z.to(dtype).conj(), z.to(dtype).conj().imag, torch._neg_view(z.to(dtype).real)):
+            assert torch.equal(apply(g, {"w": w})["w"], w[p])
+    assert z.conj().is_conj()
+    assert z.conj().imag.is_neg()
 
 
 def test_restriction() -> None:
@@ -426,6 +462,56 @@ def test_a_wrapped_module_and_a_strange_optimizer_are_refused() -> None:
         apply_(g, model, optimizer=torch.optim.Adam(build("llama").parameters()))
 
 
+class Pair(torch.nn.Module):
+    """Two tensors, the second of another shape or dtype than the spec of the test below has in mind."""
+
+    def __init__(self, second: torch.Tensor) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.arange(6.0))
+        self.register_buffer("b", second)
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        (torch.ones(5), 'axis 0 s of "b" has size 5, the spec says 6'),
+        (torch.ones(6, 1), r'"b" has 2 axes \[6, 1\], the spec says 1'),
+        (torch.ones(6, dtype=torch.int32), '"b" is torch.int32, which follows permutations only'),
+        (torch.ones(6, dtype=torch.complex64), '"b" is torch.complex64, which follows permutations only'),
+    ],
+)
+def test_a_module_that_does_not_fit_is_left_as_it_is(second: torch.Tensor, message: str) -> None:
+    spec = Spec("pair", {"s": SPACES["s"]}, {"a": "s", "b": "s"})
+    model = Pair(second)
+    with pytest.raises(SpecError, match=message):
+        apply_(element(spec, 1), model)
+    assert torch.equal(model.a, torch.arange(6.0))
+    fits = Pair(torch.ones(6))
+    apply_(element(spec, 1), fits)
+    assert not torch.equal(fits.a, torch.arange(6.0))
+
+
+@pytest.mark.parametrize(
+    ("w", "message"),
+    [
+        (torch.ones(5), '^"b": an axis of size 5 cannot live'),
+        (torch.ones(6, 1), '^"b": a tensor of shape'),
+        (torch.ones(6, dtype=torch.int32), '^"b": a tensor of torch.int32 follows permutations only'),
+    ],
+)
+def test_apply_names_the_tensor_that_does_not_fit(w: torch.Tensor, message: str) -> None:
+    spec = Spec("pair", {"s": SPACES["s"]}, {"a": "s", "b": "s"})
+    with pytest.raises((SpecError, ElementError), match=message):
+        apply(element(spec, 1), {"a": torch.ones(6), "b": w})
+
+
+def test_a_stack_with_a_gap_is_refused() -> None:
+    spec = Spec("experts", {"e": Space(3, Permutation())}, {"e.{e}.weight": "e _"})
+    g = Element(spec, {"e": Monomial(np.array([[1, 2, 0]]))})
+    with pytest.raises(SpecError, match=r'"e\.0\.weight" is made from "e\.1\.weight", which the state lacks'):
+        apply(g, {"e.0.weight": torch.ones(2), "e.2.weight": torch.ones(2)})
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
 def test_only_permutations_move_what_is_no_real_number(dtype: torch.dtype) -> None:
     with pytest.raises(ElementError, match="follows permutations only"):
@@ -491,8 +577,6 @@ def test_elements_of_another_model_are_refused(tmp_path) -> None:
 
 @pytest.mark.parametrize("damage", ["truncate", "text", "newer", "other", "older", "list", "deep", "scale", "flat"])
 def test_damaged_element_files_are_refused(tmp_path, damage: str) -> None:
-    from safetensors.numpy import save_file
-
     path = tmp_path / "g.safetensors"
     save_element(draw(9), path)
     if damage == "truncate":
@@ -525,6 +609,27 @@ def test_a_wrong_member_names_the_space_and_the_reason() -> None:
     with pytest.raises(ElementError, match=r'on "p" the element is a rotation .* the group there is permutation \(GELU'):
         apply(g, {"w": torch.ones(3)})
     assert apply(g, {"w": torch.ones(3)}, force=True)
+
+
+def test_an_element_that_stretches_too_far_is_refused_by_name(tmp_path) -> None:
+    g = draw(9)
+    wild = Element(SPEC, {**g.members, "m": Monomial(np.arange(4)[None], np.array([[1e-60, 1.0, 1.0, 2.0]]))})
+    with pytest.raises(
+        ElementError, match=r'on "m" the element stretches by factors from 1e-60 to 2, .* a ratio of 1000; the group there is monomial'
+    ):
+        apply(wild, {})
+    path = tmp_path / "g.safetensors"
+    save_element(g, path)
+    arrays, metadata = _read(path)
+    arrays["q:matrix"][1] = np.diag([1e12, 1, 1, 1])
+    save_file(arrays, path, metadata)
+    with pytest.raises(ElementError, match=r'on "q" the element stretches by factors from 1 to 1e\+12'):
+        load_element(path, SPEC)
+
+
+def _read(path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    with safe_open(path, framework="numpy") as file:
+        return {k: file.get_tensor(k).copy() for k in file.keys()}, file.metadata()  # noqa: SIM118 (not a dict)
 
 
 def test_an_element_of_a_folded_spec_is_refused_on_weights_that_were_not_folded() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from picos import build, spec_of
+from picos import PICOS, build, spec_of
 from regauge.errors import SpecError
 from regauge.fold import fold_lazily, fold_norms
 from regauge.groups import Orthogonal, OrthogonalFixingOnes, SignedPermutation
-from regauge.spec import check
+from regauge.spec import Norm, Space, Spec, check
+from regauge.testing import outputs
 
 
 def test_rms_models_get_all_rotations_and_layer_norm_models_those_that_fix_ones() -> None:
@@ -68,6 +69,46 @@ def test_half_precision_is_rounded_once() -> None:
     exact = state[name].float() * state["model.layers.0.input_layernorm.weight"].float()
     assert torch.equal(folded[name], exact.to(torch.bfloat16))
     assert folded[name].dtype == torch.bfloat16
+
+
+def test_float32_is_rounded_once() -> None:
+    """The folded tensors are those of float64, rounded; so the function differs by rounding and nothing else."""
+    model = build("gpt2-untied").to(torch.float32)
+    state = {name: w.clone() for name, w in model.state_dict().items()}
+    _, folded = fold_norms(spec_of(model), state)
+    _, exact = fold_norms(spec_of(model), {name: w.double() for name, w in state.items()})
+    assert all(w.dtype == torch.float32 and torch.equal(w, exact[name].float()) for name, w in folded.items())
+    before = outputs(model.double(), PICOS["gpt2-untied"].inputs)["logits"]
+    model.load_state_dict(folded)
+    after = outputs(model, PICOS["gpt2-untied"].inputs)["logits"]
+    assert 0 < float((after - before).abs().max()) < 4 * torch.finfo(torch.float32).eps * float(before.abs().max())
+
+
+@pytest.mark.parametrize(("neutral", "stored"), [(1.0, [2.0, 3.0, 0.5]), (0.0, [1.0, 2.0, -0.5])])
+def test_a_gain_that_is_stored_as_its_distance_from_one_folds_to_the_same(neutral: float, stored: list[float]) -> None:
+    """Gemma's norms multiply by 1 + w: the readers take that, and 0 is what is left."""
+    norm = Norm("g", "b", (("w", "a"),), neutral=neutral)
+    spec = Spec("toy", {"s": Space(3, SignedPermutation(), folded=Orthogonal())}, {"g": "|s|", "b": "s", "w": "_ s*", "a": "_"}, norms=(norm,))
+    w, b = torch.arange(6.0).view(2, 3), torch.tensor([1.0, 0.0, -1.0])
+    new, folded = fold_norms(spec, {"g": torch.tensor(stored), "b": b, "w": w, "a": torch.zeros(2)})
+    torch.testing.assert_close(folded["w"], w * torch.tensor([2.0, 3.0, 0.5]))
+    torch.testing.assert_close(folded["a"], w @ b)
+    assert folded["g"].tolist() == [neutral] * 3
+    assert new.fixed == {"g": neutral}
+    assert check(new, folded) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int8, torch.bool, torch.complex64])
+def test_norms_and_readers_that_are_no_real_numbers_are_refused(dtype: torch.dtype) -> None:
+    model = build("dinov2")
+    state, spec = dict(model.state_dict()), spec_of(model)
+    names = [spec.norms[0].gain, spec.norms[1].bias, spec.norms[0].readers[0][0], spec.scales[0].gain, spec.scales[0].writers[0][1]]
+    for name in names:
+        state[name] = torch.zeros_like(state[name]).to(dtype)
+    with pytest.raises(SpecError, match="cannot be folded") as refused:
+        fold_norms(spec, state)
+    assert sorted(str(refused.value).splitlines()[1:]) == sorted(f'  "{name}" is {dtype}' for name in names)
+    assert "floating-point" in str(refused.value.hint)
 
 
 def test_post_norm_models_have_nothing_to_fold() -> None:

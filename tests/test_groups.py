@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 
 from regauge.groups import GROUPS, KINDS, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling, haar
-from regauge.members import Dense, Member, Monomial, Planes
+from regauge.members import LIMIT, Dense, Member, Monomial, Planes
 from regauge.streams import Stream, seed_key
 
 N, K = 6, 3
@@ -112,6 +112,55 @@ def test_broken_members_are_refused() -> None:
     assert GROUPS["linear"].fault(Dense(np.zeros((1, 2, 2))))
     assert GROUPS["linear"].fault(Dense(np.full((1, 2, 2), np.nan)))
     assert GROUPS["rotary-half"].fault(Planes(np.array([[0j]]), "half"))
+
+
+@pytest.mark.parametrize("name", ["monomial", "monomial+", "rotary-half", "linear"])
+@pytest.mark.parametrize(
+    ("low", "high", "allowed"),
+    [
+        (1.0, 1e3, True),
+        (1e-3, 1.0, True),
+        (0.1, 99.0, True),
+        (900.0, 901.0, True),
+        (0.1, 101.0, False),
+        (1e-60, 1e-59, False),
+        (2000.0, 2001.0, False),
+    ],
+)
+def test_members_stretch_within_the_limit(name: str, low: float, high: float, allowed: bool) -> None:
+    """Condition numbers and scales are bounded by the same number, and the worst matrix of the stack is the one that counts."""
+    factors, index = np.array([[1.0, 1.0], [high, low]]), np.tile(np.arange(2), (2, 1))
+    member = {
+        "monomial": Monomial(index, -factors),
+        "monomial+": Monomial(index, factors),
+        "rotary-half": Planes(factors * 1j, "half"),
+        "linear": Dense(factors[:, None, :] * haar(2, Stream(seed_key(9), "limit"))),
+    }[name]
+    refused = f"stretches by factors from {low:.3g} to {high:.3g}, which with 1 must lie within a ratio of {LIMIT:g}"
+    assert GROUPS[name].fault(member) == (None if allowed else refused)
+
+
+@EACH
+@pytest.mark.parametrize("sides", ["plain", "dual", "both"])
+@pytest.mark.parametrize("case", ["one far coordinate", "all far", "rank one"])
+def test_fit_stays_within_the_limit(group: Group, sides: str, case: str) -> None:
+    rng = np.random.default_rng(7)
+    x, xd = rng.normal(size=(2, K, N, 40))
+    factors = np.ones(N)
+    factors[: 1 if case == "one far coordinate" else N] = 1e9
+    y, yd = factors[:, None] * x, xd / factors[:, None]
+    if case == "rank one":
+        y, yd = np.tile(y[:, :1], (1, N, 1)), np.tile(yd[:, :1], (1, N, 1))
+    found = group.fit(plain=(y, x) if sides != "dual" else None, dual=(yd, xd) if sides != "plain" else None)
+    assert group.fault(found) is None
+
+
+@pytest.mark.parametrize("name", ["monomial", "monomial+", "rotary-half", "linear"])
+def test_fit_leaves_alone_what_the_limit_allows(name: str) -> None:
+    factors = np.array([900.0, 1, 1, 900, 1, 1])  # the half-split planes are (0, 3), (1, 4), (2, 5)
+    x, xd = np.random.default_rng(8).normal(size=(2, 1, N, 40))
+    found = GROUPS[name].fit(plain=(factors[:, None] * x, x), dual=(xd / factors[:, None], xd))
+    np.testing.assert_allclose(found.matrix()[0], np.diag(factors), rtol=0, atol=1e-8)
 
 
 def test_counts() -> None:

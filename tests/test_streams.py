@@ -14,6 +14,13 @@ from regauge.streams import Stream, hkdf, seed_key
 KEY = bytes(range(32))
 
 
+def below(stream: Stream, n: int) -> int:
+    """A uniform integer in [0, n), word by word as the definition has it."""
+    while (word := int(stream.words(1)[0])) >= 2**64 - 2**64 % n:
+        pass
+    return word % n
+
+
 def test_hkdf_matches_the_library() -> None:
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -27,7 +34,7 @@ def test_vectors() -> None:
     assert Stream(KEY, "test").bytes(16).hex() == "ff3d60d5291205ae164cd5e36e7e8c72"
     assert Stream(KEY, "test").permutation(10).tolist() == [8, 9, 7, 4, 0, 1, 5, 6, 2, 3]
     assert Stream(KEY, "test").signs(8).tolist() == [-1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, 1.0]
-    assert [Stream(KEY, "test").below(n) for n in (2, 10, 2**33)] == [1, 3, 7874821631]
+    assert [below(Stream(KEY, "test"), n) for n in (2, 10, 2**33)] == [1, 3, 7874821631]
     np.testing.assert_allclose(Stream(KEY, "test").uniforms(3), [0.6797648765690391, 0.4474562664725755, 0.3765697768168278], rtol=0, atol=1e-15)
     np.testing.assert_allclose(Stream(KEY, "test").normals(3), [-0.831194708781226, 0.28483675465988606, -0.8692077342361199], rtol=0, atol=1e-12)
 
@@ -50,13 +57,25 @@ class Fixed(Stream):
 
 def test_words_beyond_the_last_multiple_are_dropped() -> None:
     top = 2**64 - 1  # 2^64 mod 3 is 1: the largest word is biased and must be dropped
-    assert Fixed([top, 7]).below(3) == 1
+    assert below(Fixed([top, 7]), 3) == 1
     assert Fixed([top, 7, 0]).permutation(3).tolist() == Fixed([7, 0]).permutation(3).tolist()
 
 
 def test_permutation_is_fisher_yates_from_the_top() -> None:
     # i = 3: j = 1; i = 2: j = 2; i = 1: j = 0
     assert Fixed([5, 2, 4]).permutation(4).tolist() == [3, 0, 2, 1]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 100, 1000])
+def test_permutations_are_those_of_the_definition(n: int) -> None:
+    """All words are read at once; the definition takes them one by one."""
+    slow, order = Stream(KEY, "test"), list(range(n))
+    for i in range(n - 1, 0, -1):
+        j = below(slow, i + 1)
+        order[i], order[j] = order[j], order[i]
+    fast = Stream(KEY, "test")
+    assert fast.permutation(n).tolist() == order
+    assert fast.bytes(8) == slow.bytes(8)
 
 
 def test_small_permutations_are_uniform() -> None:
@@ -99,6 +118,6 @@ def test_the_documented_vectors_are_these() -> None:
     assert row("16 bytes") == f"`{fresh().bytes(16).hex()}`"
     assert row("permutation of 10") == str(fresh().permutation(10).tolist())[1:-1]
     assert row("8 signs") == str(fresh().signs(8).astype(int).tolist())[1:-1]
-    assert row("below(2), below(10), below(2^33)") == str([fresh().below(n) for n in (2, 10, 2**33)])[1:-1]
+    assert row("below(2), below(10), below(2^33)") == str([below(fresh(), n) for n in (2, 10, 2**33)])[1:-1]
     np.testing.assert_allclose([float(x) for x in row("3 uniforms").split(",")], fresh().uniforms(3), rtol=0, atol=1e-15)
     np.testing.assert_allclose([float(x) for x in row("3 normals").split(",")], fresh().normals(3), rtol=0, atol=1e-12)

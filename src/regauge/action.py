@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge import axes as ax
-from regauge.elements import Element, permutation_index
-from regauge.errors import ElementError, SpecError
+from regauge.elements import Element, invertible, permutation_index
+from regauge.errors import ElementError, RegaugeError, SpecError
 from regauge.groups import SignedPermutation
 from regauge.members import Dense, Monomial
-from regauge.spec import PARTS, check_fixed, require, stored
+from regauge.spec import PARTS, Fault, check, check_fixed, require, stored
 from regauge.steps import Chain, Gather, direct_sum, step, widen
 from regauge.streams import Ints
 
@@ -70,8 +70,6 @@ def _product(g: Element, factors: tuple[ax.Term, ...], parts: list[int], at: Map
 
 
 def _leaf(g: Element, leaf: ax.Leaf, n: int, at: Mapping[str, int], star: bool) -> Chain:
-    if leaf.space not in g.spec.spaces:
-        raise SpecError(f'the spec "{g.spec.family}" has no space "{leaf.space}"')
     space = g.spec.spaces[leaf.space]
     if n != space.size:
         raise SpecError(f'an axis of size {n} cannot live in the space "{leaf.space}" of size {space.size}')
@@ -88,7 +86,8 @@ def _leaf(g: Element, leaf: ax.Leaf, n: int, at: Mapping[str, int], star: bool) 
             raise ElementError(f"|{leaf.space}| follows a permutation, but the element is none there")
         return Chain(n, (step(order),))
     if leaf.star != star and not (isinstance(member, Dense) and space.group.is_orthogonal):  # an orthogonal matrix is its own dual
-        member = member.dual()
+        with invertible(leaf.space):
+            member = member.dual()
     return Chain(n, (step(member),))
 
 
@@ -113,6 +112,9 @@ def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None)
     terms = ax.parse(axes).terms
     if len(terms) != x.ndim:
         raise SpecError(f"a tensor of shape {list(x.shape)} has {x.ndim} axes, but {axes!r} has {len(terms)}")
+    unknown = ax.spaces(axes) - g.spec.spaces.keys()
+    if unknown:
+        raise SpecError(f'the spec "{g.spec.family}" has no space "{min(unknown)}", which {axes!r} speaks of')
     at = dict(at or {})
     outer = _outer_parents(g, terms)
     if outer:
@@ -201,13 +203,12 @@ def moves(g: Element, part: str | None = None) -> Iterator[Move]:
             place = entry.place if member is None else int(permutation_index(member)[entry.place])
             source = entry.pattern.replace("{" + entry.parent + "}", str(place))
             at = {entry.parent: place}
-        yield Move(name, source, entry.axes, at, _weight_move(g, entry.axes, at))
+        yield Move(name, source, entry.axes, at, partial(_move_weight, g, source, entry.axes, at))
 
 
-def _weight_move(g: Element, axes: str, at: Mapping[str, int]) -> Callable[[Any], Any]:
+def _move_weight(g: Element, name: str, axes: str, at: Mapping[str, int], w: Array) -> Array:
     moved = ax.spaces(axes) & g.members.keys()
-
-    def run(w: Array) -> Array:
+    try:
         if not moved:
             return w
         if isinstance(w, np.ndarray):
@@ -215,16 +216,19 @@ def _weight_move(g: Element, axes: str, at: Mapping[str, int]) -> Callable[[Any]
         if only_gathers(g, moved):
             return _act_on_bits(g, w.detach(), axes, at) if w.device.type == "cpu" else act(g, w, axes, at=at)
         return act(g, w.double() if w.dtype.itemsize == 4 and w.dtype.is_floating_point else w, axes, at=at).to(w.dtype)
-
-    return run
+    except RegaugeError as error:
+        raise type(error)(f'"{name}": {error}', hint=error.hint) from error
 
 
 def _act_on_bits(g: Element, w: Tensor, axes: str, at: Mapping[str, int]) -> Tensor:
     """A stored tensor moved as its bits: no gradient to carry, and numpy gathers faster."""
     import torch
 
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[w.dtype.itemsize]
-    return torch.from_numpy(act(g, w.view(bits).numpy(), axes, at=at)).view(w.dtype)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(w.dtype.itemsize)
+    if bits is None:
+        return act(g, w, axes, at=at)
+    # A view may say in its head, and not in its bits, that it is negated or conjugated.
+    return torch.from_numpy(act(g, w.resolve_neg().resolve_conj().view(bits).numpy(), axes, at=at)).view(w.dtype)
 
 
 def only_gathers(g: Element, spaces: Iterable[str] | None = None) -> bool:
@@ -255,6 +259,8 @@ def apply_lazily(g: Element, state: Mapping[str, Array], part: str | None = None
     thunks: dict[str, Callable[[], Array]] = {name: partial(state.__getitem__, name) for name in state}
     for move in moves(g, part):
         if move.name in state:
+            if move.source not in state:
+                raise SpecError(f'"{move.name}" is made from "{move.source}", which the state lacks', hint="a stack moves as a whole")
             thunks[move.name] = partial(_moved, move, state)
     return thunks
 
@@ -272,6 +278,8 @@ def _moved(move: Move, state: Mapping[str, Array]) -> Array:
 def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Move a live module in place, its gradients too, and with it the state of its optimizer, so that training goes on across the move.
 
+    Everything that can be wrong is looked at first: a refused move changes nothing.
+
     First moments and momenta follow as gradients do, second moments by the permutation alone. With an optimizer, the element must be made of
     (signed) permutations: Adam-type states have no other symmetry.
     """
@@ -279,7 +287,7 @@ def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, opti
 
     g.require()
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    every = dict(module.named_parameters(remove_duplicate=False)).keys() | tensors.keys()
+    every = {**tensors, **dict(module.named_parameters(remove_duplicate=False))}
     known = stored(g.spec)
     missing = [name for name in known if name not in every]
     if missing:
@@ -294,6 +302,13 @@ def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, opti
         )
     _require_fixed(g, tensors)
     plan = [m for m in moves(g, part) if m.name in tensors]
+    misfits = check(g.spec, {name: every[name] for name in known})
+    misfits += [
+        Fault(m.name, f'"{m.name}" is {tensors[m.name].dtype}, which follows permutations only')
+        for m in plan
+        if not tensors[m.name].is_floating_point() and not only_gathers(g, ax.spaces(m.axes) & g.members.keys())
+    ]
+    require(misfits, f'the module does not fit the spec "{g.spec.family}"')
     with torch.no_grad():
         states = _moved_optimizer_states(g, plan, tensors, optimizer) if optimizer else []
         for m in plan:

@@ -7,7 +7,8 @@ parent's place *before* the move, and travel with it: (pi, A) @ (rho, B) permute
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ class Element:
         members: dict[str, Member] = {}
         for name, member in self.members.items():
             parent = self._parent(name)
-            members[name] = (member if parent is None else member.take(parent)).inverse()
+            with invertible(name):
+                members[name] = (member if parent is None else member.take(parent)).inverse()
         return Element(self.spec, members)
 
     def __repr__(self) -> str:
@@ -156,6 +158,16 @@ def match_spaces(spec: Spec, names: Iterable[str]) -> set[str]:
     return out
 
 
+@contextmanager
+def invertible(space: str) -> Iterator[None]:
+    """Inverses and duals are computed in here: a singular member of this space becomes an error that names it."""
+    try:
+        with np.errstate(divide="raise", invalid="raise"):
+            yield
+    except (np.linalg.LinAlgError, FloatingPointError) as error:
+        raise ElementError(f'on "{space}" the element is singular: it has no inverse', hint="g.faults() lists all that is wrong with it") from error
+
+
 def permutation_index(member: Member) -> Ints:
     """The index of a single permutation."""
     order = member.permutation()
@@ -169,11 +181,15 @@ def _argsort(index: Ints | None) -> Ints:
 
 
 def save_element(g: Element, path: Path | str, *, new: bool = False) -> None:
-    """Write an element as a safetensors file, members as arrays. It appears whole or not at all, for its owner only: who has it can undo it."""
+    """Write an element as a safetensors file, members as arrays. It appears whole or not at all, for its owner only: who has it can undo it.
+
+    One that its model does not allow is refused: it could not be loaded again.
+    """
     from safetensors.numpy import save
 
     from regauge.checkpoint import write_bytes
 
+    g.require()
     arrays: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     for name, member in g.members.items():

@@ -2,23 +2,22 @@
 
 A group is a value without a size; a member is a stack of `count` matrices (one per index of the space's parent, or one). `within(kind)`
 is the largest subgroup of a kind: "permutation" (stored losslessly), "signed", "orthogonal" (norms kept), "full". `fault` says why a member
-is not in the group. Registry: `GROUPS`, by the name that spec files use.
+is not in the group, or stretches more than `LIMIT` allows. Registry: `GROUPS`, by the name that spec files use.
 
-`fit` finds the member M that moves x nearest to y: least squares over `plain` pairs (M x against y), `dual` pairs (M^-T x against y) and
-`bar` pairs (the permutation of M alone). Pairs are stacks [count, size, features].
+`fit` finds the member that moves x nearest to y; fitting.py says what its three sides are.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from regauge.members import Complexes, Dense, Layout, Member, Monomial, Planes, planes
+from regauge.fitting import Pair, assign, correlation, first, fit_linear, fit_planes, fit_scaled, fit_signed, polar
+from regauge.members import LIMIT, Dense, Layout, Member, Monomial, Planes, planes, reach
 from regauge.streams import Floats, Ints, Stream
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["permutation", "signed", "orthogonal", "full"]
 KINDS: tuple[Kind, ...] = ("permutation", "signed", "orthogonal", "full")
-Pair = tuple[Floats, Floats]
 
 # Sampled scales and singular values lie within [1/sqrt(3), sqrt(3)]: condition numbers of at most 3, which bf16 bears.
 _SPREAD = math.log(3.0) / 2
@@ -92,7 +90,7 @@ class Trivial(Group):
         return self.identity(size, count)
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        shape = _first(plain, dual, bar).shape
+        shape = first(plain, dual, bar).shape
         return self.identity(shape[1], shape[0])
 
     def within(self, kind: Kind) -> Group:
@@ -113,7 +111,7 @@ class Permutation(Group):
         return Monomial(_permutations(size, count, stream))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        return Monomial(_assign(_correlation(plain, dual, bar)))
+        return Monomial(assign(correlation(plain, dual, bar)))
 
     def within(self, kind: Kind) -> Group:
         return self
@@ -139,10 +137,7 @@ class SignedPermutation(Permutation):
         return Monomial(index, stream.signs(count * size).reshape(count, size))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        c = _correlation(plain, dual) if plain is not None or dual is not None else np.zeros_like(_correlation(bar))
-        index = _assign(np.abs(c) + (0 if bar is None else _correlation(bar)))
-        picked = np.take_along_axis(c, index[:, :, None], 2)[:, :, 0]
-        return Monomial(index, np.where(picked < 0, -1.0, 1.0))
+        return fit_signed(plain, dual, bar)
 
     def within(self, kind: Kind) -> Group:
         return Permutation() if kind == "permutation" else self
@@ -175,22 +170,7 @@ class Scaling(Group):
         return Monomial(index, scale.reshape(count, size))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        """Scale-free scores (cosines) decide who goes where; the scale then balances the two sides. From one side: least squares."""
-        sides = [_cosines(p) for p in (plain, dual) if p is not None]
-        if self.positive or not sides:
-            scores = np.asarray(sum(sides))
-        else:  # a sign may flip both sides at once, so only the product of their cosines is seen
-            scores = np.abs(sides[0]) if len(sides) == 1 else sides[0] * sides[1]
-        index = _assign(scores if bar is None else scores + _cosines(bar))
-        (yx, yy, xx), (yx_dual, yy_dual, xx_dual) = _inner_products(plain, index), _inner_products(dual, index)
-        if plain is not None and dual is not None:
-            scale = (_ratio(yy, xx) * _ratio(xx_dual, yy_dual)) ** 0.25
-        elif plain is not None:
-            scale = _ratio(np.abs(yx), xx)
-        else:
-            scale = _ratio(xx_dual, np.abs(yx_dual))
-        sign = np.where((yx if plain is not None else yx_dual) < 0, -1.0, 1.0)
-        return Monomial(index, scale if self.positive else scale * sign)
+        return fit_scaled(plain, dual, bar, self.positive)
 
     def within(self, kind: Kind) -> Group:
         if kind == "full":
@@ -203,7 +183,9 @@ class Scaling(Group):
             return fault
         if self.positive and (scale <= 0).any():
             return "has scales that are not positive"
-        return None if (scale != 0).all() and np.isfinite(scale).all() else "has scales that are zero or not finite"
+        if not np.isfinite(scale).all() or (scale == 0).any():
+            return "has scales that are zero or not finite"
+        return _strain(np.abs(scale))
 
     def bits(self, size: int) -> float:
         return Permutation().bits(size) + (0 if self.positive else size)
@@ -228,7 +210,7 @@ class Orthogonal(Group):
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
         if plain is None and dual is None:
             return Permutation().fit(bar=bar)
-        return Dense(polar(_correlation(plain, dual)))
+        return Dense(polar(correlation(plain, dual)))
 
     def within(self, kind: Kind) -> Group:
         match kind:
@@ -264,7 +246,7 @@ class OrthogonalFixingOnes(Orthogonal):
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
         if plain is None and dual is None:
             return Permutation().fit(bar=bar)
-        c = _correlation(plain, dual)
+        c = correlation(plain, dual)
         basis = ones_complement(c.shape[1])
         return Dense(np.stack([_lift(r) for r in polar(basis.T @ c @ basis)]))
 
@@ -306,30 +288,10 @@ class Rotary(Group):
         return Planes(factor.reshape(count, -1), self.layout)
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        """The phase of the summed products; the modulus from balancing the two sides, or by least squares from one."""
         if plain is None and dual is None:
-            shape = _first(bar).shape
-            return self.identity(shape[1], shape[0])
-        sides = [None if s is None else (self._complex(s[0]), self._complex(s[1])) for s in (plain, dual)]
-        z = sum((_inner(y, x) for y, x in (s for s in sides if s is not None)), np.zeros((), np.complex128))
-        modulus = np.ones(z.shape)
-        if not self.unit:
-            p, d = sides
-            if p is not None and d is not None:
-                (q1, q2), (k1, k2) = p, d
-                c1, c2 = (_ratio(_norm2(k1), _norm2(q1)) ** 0.25, _ratio(_norm2(k2), _norm2(q2)) ** 0.25)
-                z = (c1 * c2) * _inner(q1, q2) + _inner(k1, k2) / (c1 * c2)
-                modulus = c2 / c1
-            elif p is not None:
-                modulus = _ratio(np.abs(z), _norm2(p[1]))
-            elif d is not None:
-                modulus = _ratio(_norm2(d[1]), np.abs(z))
-        turn = np.where(np.abs(z) > 0, z / np.where(np.abs(z) > 0, np.abs(z), 1), 1)
-        return Planes(np.asarray(modulus * turn, np.complex128), self.layout)
-
-    def _complex(self, x: Floats) -> Complexes:
-        first, second = planes(x.shape[1], self.layout)
-        return np.asarray(x[:, first] + 1j * x[:, second])
+            count, size, _ = first(bar).shape
+            return self.identity(size, count)
+        return Planes(fit_planes(plain, dual, self.layout, self.unit), self.layout)
 
     def within(self, kind: Kind) -> Group:
         match kind:
@@ -353,7 +315,7 @@ class Rotary(Group):
             return "has plane factors that are zero or not finite"
         if self.unit and not np.allclose(np.abs(member.factor), 1, rtol=0, atol=1e-9):
             return "scales planes"
-        return None
+        return _strain(np.abs(member.factor))
 
     def dim(self, size: int) -> int:
         return size // 2 if self.unit else size
@@ -414,15 +376,9 @@ class GeneralLinear(Group):
         return Dense(np.stack([one() for _ in range(count)]))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
-        """Balance both sides, then Procrustes. From one side only: least squares."""
-        if plain is None and dual is None:
-            return Permutation().fit(bar=bar)
         if plain is None:
-            return self.fit(plain=dual).dual()
-        if dual is None:
-            y, x = _pair(plain)
-            return Dense(np.stack([b @ np.linalg.pinv(a) for b, a in zip(y, x, strict=True)]))
-        return Dense(np.stack([_balanced_fit(*q, *k) for q, k in zip(_rows(plain), _rows(dual), strict=True)]))
+            return Permutation().fit(bar=bar) if dual is None else Dense(fit_linear(dual, None)).dual()
+        return Dense(fit_linear(plain, dual))
 
     def within(self, kind: Kind) -> Group:
         match kind:
@@ -437,7 +393,7 @@ class GeneralLinear(Group):
         m = member.matrix()
         if not np.isfinite(m).all():
             return "is not finite"
-        return None if (np.linalg.cond(m, 1) < 1e12).all() else "is singular"
+        return _strain(np.asarray(np.linalg.svd(m, compute_uv=False), np.float64))
 
     def bits(self, size: int) -> float:
         return 1.0
@@ -478,12 +434,6 @@ def haar(size: int, stream: Stream) -> Floats:
     return np.asarray(q * np.where(np.diag(r) < 0, -1.0, 1.0))
 
 
-def polar(c: Floats) -> Floats:
-    """The orthogonal matrix nearest to each c: U V^T of its singular value decomposition (Procrustes)."""
-    u, _, vt = np.linalg.svd(c)
-    return np.asarray(u @ vt)
-
-
 def ones_complement(size: int) -> Floats:
     """Columns that span the complement of the all-ones vector: the Householder reflection of e_0 to ones/sqrt(n), without its first column."""
     v = np.full(size, 1 / math.sqrt(size))
@@ -504,84 +454,13 @@ def _permutations(size: int, count: int, stream: Stream) -> Ints:
     return np.stack([stream.permutation(size) for _ in range(count)])
 
 
-def _balanced_fit(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
-    b1, b2 = _balance(q1, k1), _balance(q2, k2)
-    if b1 is None or b2 is None:  # a rank-deficient side has no balanced form: the best rotation is safe
-        return polar(q1 @ q2.T + k1 @ k2.T)
-    i1, i2 = np.linalg.inv(b1), np.linalg.inv(b2)
-    rotation = polar((b1 @ q1) @ (b2 @ q2).T + (i1.T @ k1) @ (i2.T @ k2).T)
-    return np.asarray(i1 @ rotation @ b2)
-
-
-def _balance(q: Floats, k: Floats) -> Floats | None:
-    """B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T: the point of least norm on the orbit."""
-    rq, rk = np.linalg.qr(q.T)[1], np.linalg.qr(k.T)[1]
-    if rq.shape[0] < rq.shape[1] or rk.shape[0] < rk.shape[1]:
+def _strain(factors: Floats) -> str | None:
+    """Why the factors by which a stack of members stretches are refused, or None."""
+    reaches = reach(factors)
+    worst = factors[int(reaches.argmax())]
+    if reaches.max() <= LIMIT * (1 + 1e-9):
         return None
-    u, s, _ = np.linalg.svd(rq @ rk.T)
-    if s[-1] <= 1e-10 * s[0]:
-        return None
-    return np.asarray(np.sqrt(s)[:, None] * (u.T @ np.linalg.inv(rq).T))
-
-
-def _first(*pairs: Pair | None) -> Floats:
-    return next(p[0] for p in pairs if p is not None)
-
-
-def _pair(pair: Pair | None) -> Pair:
-    assert pair is not None, "fit needs at least one pair"
-    return pair
-
-
-def _rows(pair: Pair | None) -> Sequence[Pair]:
-    y, x = _pair(pair)
-    return list(zip(y, x, strict=True))
-
-
-def _correlation(*pairs: Pair | None) -> Floats:
-    """Sum of y x^T: <M, C> is what the best orthogonal M maximises."""
-    shape = _first(*pairs).shape
-    total = np.zeros((shape[0], shape[1], shape[1]))
-    for pair in pairs:
-        if pair is not None:
-            total = total + pair[0] @ pair[1].swapaxes(1, 2)
-    return total
-
-
-def _assign(scores: Floats) -> Ints:
-    from scipy.optimize import linear_sum_assignment
-
-    return np.stack([linear_sum_assignment(s, maximize=True)[1] for s in scores]).astype(np.int64)
-
-
-def _cosines(pair: Pair) -> Floats:
-    def unit(x: Floats) -> Floats:
-        return np.asarray(x / np.maximum(np.linalg.norm(x, axis=2, keepdims=True), 1e-300))
-
-    return np.asarray(unit(pair[0]) @ unit(pair[1]).swapaxes(1, 2))
-
-
-def _inner_products(pair: Pair | None, index: Ints) -> tuple[Floats, Floats, Floats]:
-    """<y, x>, <y, y> and <x, x> of every coordinate and the one assigned to it."""
-    if pair is None:
-        return np.ones(index.shape), np.ones(index.shape), np.ones(index.shape)
-    y, x = pair[0], np.take_along_axis(pair[1], index[:, :, None], 1)
-    return (y * x).sum(2), (y * y).sum(2), (x * x).sum(2)
-
-
-def _ratio(a: Floats, b: Floats) -> Floats:
-    """a / b, and 1 where that is no usable scale."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        r = np.asarray(a / b)
-    return np.where(np.isfinite(r) & (r > 0), r, 1.0)
-
-
-def _inner(y: Complexes, x: Complexes) -> Complexes:
-    return np.asarray((y * x.conj()).sum(2))
-
-
-def _norm2(x: Complexes) -> Floats:
-    return np.asarray((np.abs(x) ** 2).sum(2))
+    return f"stretches by factors from {worst.min():.3g} to {worst.max():.3g}, which with 1 must lie within a ratio of {LIMIT:g}"
 
 
 def _monomial_scale(member: Member) -> tuple[Floats, str | None]:

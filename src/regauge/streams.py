@@ -53,13 +53,6 @@ class Stream:
         """The next n 64-bit words."""
         return np.frombuffer(self.bytes(8 * n), dtype="<u8")
 
-    def below(self, n: int) -> int:
-        """A uniform integer in [0, n)."""
-        while True:
-            word = int(self.words(1)[0])
-            if word < 2**64 - 2**64 % n:
-                return word % n
-
     def permutation(self, n: int) -> Ints:
         """A uniform permutation of n things."""
         order = list(range(n))

@@ -461,3 +461,16 @@ def test_the_element_is_kept_apart(run: Run, tmp_path: Path, llama: Path) -> Non
         assert "published" in said.err
     assert not (tmp_path / "out").exists()
     assert not (llama / "key").exists()
+
+
+def test_an_element_in_the_model_is_not_published(run: Run, tmp_path: Path, llama: Path) -> None:
+    assert run("move", llama, "--random", "-o", tmp_path / "first", "--save-element", tmp_path / "key.bak").code == 0
+    (llama / "notes").mkdir()
+    for place in ("key.bak", "notes/key"):
+        shutil.copy(tmp_path / "key.bak", llama / place)
+    (llama / "notes" / "short").write_bytes(b"12")
+    said = run("move", llama, "-g", llama / "key.bak", "-o", tmp_path / "out", "--json")
+    assert said.code == 0
+    assert "elements): key.bak, notes/key" in said.err
+    assert json.loads(said.out)["left"] == ["key.bak", "notes/key"]
+    assert set(contents(tmp_path / "out")) == {"config.json", "model.safetensors", "notes/short"}

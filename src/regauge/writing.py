@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, fsync_folder, write_bytes, writing
+from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, fsync_folder, read_header, write_bytes, writing
 from regauge.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -223,18 +223,31 @@ def _index(index: Mapping[str, Any], files: Sequence[File]) -> bytes:
 
 
 def other_files(folder: Path, written: set[str]) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """The files of a folder to carry over, and those to leave: weights in other formats and their indices, and hidden files."""
+    """The files of a folder to carry over, and those to leave: other weights and their indices, and elements. Hidden files count as absent."""
     copies: dict[str, Path] = {}
     left: list[str] = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts) or not path.is_file() or name in written:
             continue
-        if path.suffix in _OTHER_WEIGHTS or name.endswith((".index.json", ".safetensors.json")) or path.name.startswith(("tf_model", "flax_model")):
+        if _is_weights(path) or _is_element(path):
             left.append(name)
         else:
             copies[name] = path
     return copies, tuple(left)
+
+
+def _is_weights(path: Path) -> bool:
+    indices, others = (".index.json", ".safetensors.json"), ("tf_model", "flax_model")
+    return path.suffix in _OTHER_WEIGHTS or path.name.endswith(indices) or path.name.startswith(others)
+
+
+def _is_element(path: Path) -> bool:
+    """Is this an element, whatever its name? It is a secret, and could undo the output that it would lie in."""
+    try:
+        return (read_header(path).metadata or {}).get("regauge") == "element"
+    except CheckpointError:
+        return False
 
 
 def write_plan(

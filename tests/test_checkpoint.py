@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 import regauge.writing as writing_module
-from regauge.checkpoint import Checkpoint, open_checkpoint, read_header, write_bytes
+from regauge.checkpoint import Checkpoint, open_checkpoint, read_header
 from regauge.errors import CheckpointError
+from regauge.files import write_bytes
 from regauge.writing import is_finite, write_checkpoint
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}

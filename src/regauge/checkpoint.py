@@ -2,13 +2,11 @@
 
 A `Checkpoint` is a mapping of tensors that lie in the files: memory-mapped, private (a write to a tensor never reaches the file), read when touched.
 Headers are checked whole before the first tensor is handed out, so what is wrong with a file is said once, at the start, by name.
-`write_bytes` writes one small file atomically; whole checkpoints are written by `regauge.writing`.
+They are written by `regauge.writing`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import mmap
 import os
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.errors import CheckpointError
+from regauge.files import reading, require_file
 
 if TYPE_CHECKING:
     import torch
@@ -177,7 +176,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def _map(self, shard: Shard) -> mmap.mmap:
         with self._lock:
             if shard.path not in self._maps:
-                with _reading(shard.path), shard.path.open("rb") as file:
+                with reading(shard.path), shard.path.open("rb") as file:
                     if os.fstat(file.fileno()).st_size != shard.size:
                         raise CheckpointError(f"{shard.path} changed while it was read")
                     self._maps[shard.path] = _private_map(file.fileno())
@@ -243,7 +242,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     if (folder / INDEX).exists():
         index = read_index(folder / INDEX)
         return _opened(folder, _read_shards(folder, index["weight_map"]), config_path, index)
-    with _reading(folder):
+    with reading(folder):
         found = sorted(p for p in folder.iterdir() if p.is_file())
     tensors = [p for p in found if p.suffix == ".safetensors"]
     if len(tensors) == 1 and not re.search(r"-of-\d+$", tensors[0].stem):
@@ -293,7 +292,8 @@ def _opened(path: Path, shards: Iterable[Shard], config_path: Path | None, index
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object."""
-    with _reading(path):
+    require_file(path)
+    with reading(path):
         data = path.read_bytes()
     try:
         value = json.loads(data)
@@ -345,7 +345,8 @@ def read_header(path: Path) -> Shard:
     def damaged(what: str) -> CheckpointError:
         return CheckpointError(f"{path} is damaged: {what}", hint="fetch the file again")
 
-    with _reading(path), path.open("rb") as file:
+    require_file(path)
+    with reading(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         first = file.read(8)
         if first[:8] == b"version ":
@@ -410,49 +411,3 @@ def _product(numbers: Iterable[int]) -> int:
     for n in numbers:
         total *= n
     return total
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says into one error that names the file and the way out."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(
-                f"no space left on the device while writing {path}; nothing was kept", hint="free some space, or write to another disk"
-            ) from error
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}", hint="check that the folder exists and is writable") from error
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, new: bool = False) -> None:
-    """Write one file so that it appears whole or not at all, in place of an older one of that name, or refusing to if it must be `new`."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    with writing(path):
-        try:
-            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(partial, path) if new else partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    fsync_folder(path.parent)

@@ -172,7 +172,7 @@ def save_element(g: Element, path: Path | str, *, new: bool = False) -> None:
     """Write an element as a safetensors file, members as arrays. It appears whole or not at all, for its owner only: who has it can undo it."""
     from safetensors.numpy import save
 
-    from regauge.checkpoint import write_bytes
+    from regauge.files import write_bytes
 
     arrays: dict[str, Any] = {}
     kinds: dict[str, str] = {}

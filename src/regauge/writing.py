@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, fsync_folder, read_header, write_bytes, writing
+from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, read_header
 from regauge.errors import CheckpointError
+from regauge.files import fsync_folder, write_bytes, writing
 
 if TYPE_CHECKING:
     import torch

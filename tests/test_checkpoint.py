@@ -162,7 +162,13 @@ def test_bad_folders_are_refused_by_name(tmp_path: Path) -> None:
     case("other", lambda f: save_file({"x": torch.ones(1)}, f / shard), f'places ".*" in {shard}, which does not have it')
     case("index", lambda f: (f / "model.safetensors.index.json").write_text("{"), "index.json is not JSON")
     case("no-map", lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map")
-    case("escape", lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'), "which is no file name")
+    for i, file in enumerate(("../x", "", "..", ".regauge.json", ".x.safetensors", "config.json", "x" * 300, "x\0", "\ud800", 3)):
+        index = json.dumps({"weight_map": {"a": file}})
+        case(
+            f"shard-{i}",
+            lambda f, index=index: (f / "model.safetensors.index.json").write_text(index),
+            'places "a" in .*, which is no name of a shard',
+        )
     case("no-index", lambda f: (f / "model.safetensors.index.json").unlink(), "but no model.safetensors.index.json")
     case("config", lambda f: (f / "config.json").write_text("[]"), "holds no JSON object")
     case("quantised", lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'), r"quantised \(gptq\)")

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -391,6 +392,80 @@ def test_convert_one_file_and_shards(run: Run, tmp_path: Path) -> None:
     assert set(open_checkpoint(tmp_path / "train.safetensors")) == set(state)
     torch.save(state, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
     assert run("convert", tmp_path / "legacy.pt", "-o", tmp_path / "legacy.safetensors").code == 0
+
+
+def repacked(source: Path, out: Path, compression: int = zipfile.ZIP_STORED, change: Callable[[str, bytes], bytes] = lambda name, data: data) -> Path:
+    """A zipped pickle with its records compressed or changed."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(out, "w", compression) as new:
+        for info in old.infolist():
+            new.writestr(info.filename, change(info.filename, old.read(info)))
+    return out
+
+
+def test_convert_reads_repacked_files_and_refuses_shortened_ones(run: Run, tmp_path: Path) -> None:
+    state = {"a": torch.randn(300), "b": torch.zeros(500, dtype=torch.int64), "c": torch.randn(7).bfloat16(), "p": torch.nn.Parameter(torch.ones(3))}
+    torch.save(state | {"odd": {torch.device("cpu"): torch.Size([2])}}, tmp_path / "x.pt")
+    for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        out = tmp_path / f"{compression}.safetensors"
+        assert run("convert", repacked(tmp_path / "x.pt", tmp_path / "y.pt", compression), "-o", out).code == 0
+        assert all(torch.equal(open_checkpoint(out)[n], t) for n, t in state.items())
+        short = repacked(tmp_path / "x.pt", tmp_path / "short.pt", compression, lambda name, data: data[:-8] if name.endswith("data/1") else data)
+        said = run("convert", short, "-o", tmp_path / "no")
+        assert said.code == 1
+        assert 'short.pt is damaged: its record "x/data/1" has 3992 bytes, the storage in it 4000' in said.err
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:-100])
+    assert "cut.pt cannot be read as a torch checkpoint" in run("convert", tmp_path / "cut.pt", "-o", tmp_path / "no").err
+    assert not (tmp_path / "no").exists()
+
+
+ONE, TWO = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
+SHARDS: dict[str, tuple[dict[str, list[str]], dict[str, str], str]] = {
+    "twice": (
+        {ONE: ["a", "b"], TWO: ["b", "c"]},
+        {"a": ONE, "b": ONE, "c": TWO},
+        f'{TWO} has "b", which pytorch_model.bin.index.json does not place',
+    ),
+    "nowhere": ({ONE: ["a"], TWO: ["c"]}, {"a": ONE, "b": ONE, "c": TWO}, f'places "b" in {ONE}, which does not have it'),
+    "unplaced": ({ONE: ["a", "b"], TWO: ["c"]}, {"a": ONE, "c": TWO}, f'{ONE} has "b", which'),
+    "one name": ({"x.bin": ["a"], "x.pt": ["b"]}, {"a": "x.bin", "b": "x.pt"}, "x.bin and x.pt of"),
+    "no shard": ({ONE: ["a"]}, {"a": ONE, "b": TWO}, f"lacks 1 of its 2 shards: {TWO}"),
+    "hidden": ({".x.bin": ["a"]}, {"a": ".x.bin"}, "which is no name of a shard"),
+}
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_convert_holds_index_and_shards_together(run: Run, tmp_path: Path, case: str) -> None:
+    files, where, message = SHARDS[case]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for file, names in files.items():
+        torch.save({n: torch.ones(2) for n in names} | {"step": 3}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    said = run("convert", folder, "-o", tmp_path / "out")
+    assert said.code == 1
+    assert message in said.err
+    assert "hint: " in said.err
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_convert_says_what_it_leaves_out(run: Run, tmp_path: Path) -> None:
+    torch.save({"model": {"a": torch.ones(2), "step": 1}, "b": torch.ones(1), "epoch": 3}, tmp_path / "x.pt")
+    said = run("convert", tmp_path / "x.pt", "-o", tmp_path / "out", "--json")
+    assert said.code == 0
+    for line in ('"b" stands beside "model" and is left out', '"epoch" stands beside "model" and is left out', '"step" is no tensor and is left out'):
+        assert f"regauge: warning: {line}\n" in said.err
+    assert json.loads(said.out)["dropped"] == ["b", "epoch", "step"]
+    assert set(open_checkpoint(tmp_path / "out")) == {"a"}
+
+
+def test_convert_refuses_what_safetensors_cannot_hold(run: Run, tmp_path: Path) -> None:
+    for name, value in (("__metadata__", torch.ones(2)), ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))):
+        torch.save({"a": torch.ones(2), name: value}, tmp_path / "x.pt")
+        said = run("convert", tmp_path / "x.pt", "-o", tmp_path / "out")
+        assert said.code == 1
+        assert f'"{name}"' in said.err
+        assert "fault in regauge" not in said.err
+        assert not (tmp_path / "out").exists()
 
 
 class Evil:

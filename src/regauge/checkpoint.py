@@ -305,15 +305,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The index of a sharded folder; its weight_map is checked to map names to plain file names."""
+    """The index of a sharded folder; its weight_map is checked to map names to file names that a shard may have."""
     index = read_json(path)
     where = index.get("weight_map")
     if not isinstance(where, dict) or not where:
         raise CheckpointError(f"{path} has no weight_map", hint="fetch the file again")
     for name, file in where.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f'{path} places "{name}" in {file!r}, which is no file name', hint="fetch the file again")
+        if not _is_shard_name(file):
+            shown = repr(file) if len(repr(file)) <= 80 else f"{repr(file)[:80]}..."
+            raise CheckpointError(f'{path} places "{name}" in {shown}, which is no name of a shard', hint="fetch the file again")
     return index
+
+
+def _is_shard_name(file: Any) -> bool:
+    """A plain name that a file can have, neither hidden nor that of another file of a model."""
+    if not isinstance(file, str) or not file or Path(file).name != file or file.startswith(".") or file.endswith(".json"):
+        return False
+    return file.isprintable() and len(os.fsencode(file)) <= 255
 
 
 def _read_shards(folder: Path, where: Mapping[str, str]) -> list[Shard]:
@@ -325,18 +333,20 @@ def _read_shards(folder: Path, where: Mapping[str, str]) -> list[Shard]:
             hint=f"fetch what {INDEX} names",
         )
     shards = {f: read_header(folder / f) for f in sorted(files)}
-    for name, file in where.items():
-        if name not in shards[file].entries:
-            raise CheckpointError(
-                f'{INDEX} places "{name}" in {file}, which does not have it', hint="index and shards are from different saves: fetch both again"
-            )
-    for file, shard in shards.items():
-        for name in shard.entries:
-            if where.get(name) != file:
-                raise CheckpointError(
-                    f'{file} has "{name}", which {INDEX} does not place there', hint="index and shards are from different saves: fetch both again"
-                )
+    require_placed(folder / INDEX, where, {file: shard.entries for file, shard in shards.items()})
     return list(shards.values())
+
+
+def require_placed(index: Path, where: Mapping[str, str], names: Mapping[str, Collection[str]]) -> None:
+    """Hold an index to the names that its shards have: each tensor is where the index places it, and nowhere else."""
+    hint = "index and shards are from different saves: fetch both again"
+    for name, file in where.items():
+        if name not in names[file]:
+            raise CheckpointError(f'{index.name} places "{name}" in {file}, which does not have it', hint=hint)
+    for file, found in names.items():
+        for name in found:
+            if where.get(name) != file:
+                raise CheckpointError(f'{file} has "{name}", which {index.name} does not place there', hint=hint)
 
 
 def read_header(path: Path) -> Shard:

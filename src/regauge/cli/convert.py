@@ -30,9 +30,17 @@ def convert(
     plan, thunks = plan_conversion(out, pickles)
     for alias, kept in pickles.aliases.items():
         say(f"{alias} is the same tensor as {kept}, and is stored once")
-    for name in pickles.dropped:
-        warn(f'"{name}" is no tensor and is left out')
-    report = {"version": VERSION, "command": "convert", "out": str(out), "tensors": len(thunks), "aliases": dict(pickles.aliases), "dry_run": dry_run}
+    for name, why in pickles.dropped.items():
+        warn(f'"{name}" {why} and is left out')
+    report = {
+        "version": VERSION,
+        "command": "convert",
+        "out": str(out),
+        "tensors": len(thunks),
+        "aliases": dict(pickles.aliases),
+        "dropped": list(pickles.dropped),
+        "dry_run": dry_run,
+    }
     if dry_run:
         say(f"dry run: {len(thunks)} tensors would be written to {out}")
     else:

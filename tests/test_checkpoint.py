@@ -20,7 +20,7 @@ import regauge.writing as writing_module
 from regauge.checkpoint import Checkpoint, open_checkpoint, read_header
 from regauge.errors import CheckpointError
 from regauge.files import write_bytes
-from regauge.writing import is_finite, write_checkpoint
+from regauge.writing import Thunks, Written, is_finite, plan_checkpoint, write_plan
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
 
@@ -62,8 +62,18 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
+def shards_of(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    return {name: list(shard.entries) for name, shard in checkpoint.files.items()}
+
+
 def copied(source: Checkpoint) -> dict[str, Callable[[], torch.Tensor]]:
     return {name: (lambda name=name: source[name].clone()) for name in source}
+
+
+def write_checkpoint(
+    out: Path, source: Checkpoint, thunks: Thunks, *, recipe: bytes = b"", config_changes: dict[str, Any] | None = None, **more: Any
+) -> Written:
+    return write_plan(out, plan_checkpoint(out, source, thunks, config_changes=config_changes, recipe=recipe), thunks, **more)
 
 
 def test_every_dtype_is_read_from_a_folder_a_file_and_shards(tmp_path: Path) -> None:
@@ -78,8 +88,8 @@ def test_every_dtype_is_read_from_a_folder_a_file_and_shards(tmp_path: Path) -> 
         assert opened.config == CONFIG
         assert opened.dtypes["a"] == "BF16"
         assert opened.shapes["a"] == (4, 6)
-    assert len(opened.shards) == 3
-    assert opened.metadata["model-00002-of-00003.safetensors"] == {"format": "pt", "shard": "2"}
+    assert len(opened.files) == 3
+    assert opened.files["model-00002-of-00003.safetensors"].metadata == {"format": "pt", "shard": "2"}
 
 
 def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
@@ -101,26 +111,25 @@ def test_a_copy_keeps_everything(tmp_path: Path) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
     written = write_checkpoint(tmp_path / "out", source, copied(source))
     out = open_checkpoint(tmp_path / "out")
-    assert out.shards == source.shards
-    assert out.metadata == source.metadata
+    assert shards_of(out) == shards_of(source)
+    assert all(out.files[file].metadata == shard.metadata for file, shard in source.files.items())
     assert all(same(out[n], source[n]) for n in source)
     assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "in" / "config.json").read_bytes()
     assert (tmp_path / "out" / "sub" / "extra.txt").read_text() == "carried over"
     assert written.left == ("pytorch_model.bin",)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
-    for file in out.shards:  # another reader agrees
-        assert set(load_file(tmp_path / "out" / file)) == set(out.shards[file])
+    for file, names in shards_of(out).items():  # another reader agrees
+        assert set(load_file(tmp_path / "out" / file)) == set(names)
 
 
 def test_new_tensors_join_the_last_shard_and_the_config_changes(tmp_path: Path) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
     thunks = copied(source) | {"new": lambda: torch.full((2, 2), 7.0)}
-    write_checkpoint(tmp_path / "out", source, thunks, config_changes={"tied": False}, extra_metadata={"how": "moved"})
+    write_checkpoint(tmp_path / "out", source, thunks, config_changes={"tied": False})
     out = open_checkpoint(tmp_path / "out")
-    assert out.shards["model-00003-of-00003.safetensors"][-1] == "new"
+    assert shards_of(out)["model-00003-of-00003.safetensors"][-1] == "new"
     assert bool((out["new"] == 7).all())
     assert out.config == CONFIG | {"tied": False}
-    assert out.metadata["model-00001-of-00003.safetensors"] == {"format": "pt", "shard": "1", "how": "moved"}
     assert out.index is not None
     assert out.index["metadata"] == {"total_size": sum(e.nbytes for e in out.entries.values()), "note": "kept"}
 
@@ -229,6 +238,9 @@ def test_no_damaged_file_gives_anything_but_our_error(tmp_path_factory: pytest.T
         '{"__metadata__": {"a": 1}}',
         "[" * 100_000,
         "\xff",
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-16").decode("latin-1"),
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-16-le").decode("latin-1"),
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-8-sig").decode("latin-1"),
     ],
 )
 def test_damaged_headers(tmp_path: Path, header: str) -> None:
@@ -305,7 +317,7 @@ def test_resume_keeps_finished_shards_of_the_same_recipe_only(tmp_path: Path) ->
 
     def thunks(stop: bool) -> dict[str, Callable[[], torch.Tensor]]:
         def make(name: str) -> torch.Tensor:
-            if stop and name in source.shards["model-00003-of-00003.safetensors"]:
+            if stop and name in source.files["model-00003-of-00003.safetensors"].entries:
                 raise KeyboardInterrupt
             made.append(name)
             return source[name].clone()
@@ -321,12 +333,34 @@ def test_resume_keeps_finished_shards_of_the_same_recipe_only(tmp_path: Path) ->
     made.clear()
     written = write_checkpoint(tmp_path / "out", source, thunks(False), recipe=b"one", resume=True)
     assert set(written.resumed) == {"model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"}
-    assert set(made) == set(source.shards["model-00003-of-00003.safetensors"])
+    assert set(made) == set(source.files["model-00003-of-00003.safetensors"].entries)
     assert all(same(open_checkpoint(tmp_path / "out")[n], source[n]) for n in source)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
     shutil.rmtree(tmp_path / "out")
     interrupted()
     assert write_checkpoint(tmp_path / "out", source, thunks(False), recipe=b"two", resume=True).resumed == ()
+
+
+@pytest.mark.parametrize("journal", [b"[" * 200_000, b"{", b"[]", b'{"plan": 1, "done": 2}', b"\xff"])
+def test_a_journal_that_is_none_is_no_reason_to_keep_anything(tmp_path: Path, journal: bytes) -> None:
+    source = open_checkpoint(sharded(tmp_path / "in"))
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / ".regauge.json").write_bytes(journal)
+    assert write_checkpoint(tmp_path / "out", source, copied(source), resume=True).resumed == ()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_source_that_goes_away_after_the_rename_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_checkpoint(sharded(tmp_path / "in"))
+    real = writing_module._finish
+
+    def finish(partial: Path, out: Path) -> None:
+        real(partial, out)
+        shutil.rmtree(tmp_path / "in")
+
+    monkeypatch.setattr(writing_module, "_finish", finish)
+    written = write_checkpoint(tmp_path / "out", source, copied(source))
+    assert written.bytes == sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
 
 
 def test_two_runs_do_not_write_the_same_output(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_folding_a_tied_model_unties_it(run: Run, tmp_path: Path) -> None:
     assert out.config is not None
     assert out.config["tie_word_embeddings"] is False
     assert "lm_head.weight" in out
-    assert list(out.shards)[-1] == out.index["weight_map"]["lm_head.weight"]  # type: ignore[index]
+    assert list(out.files)[-1] == out.index["weight_map"]["lm_head.weight"]  # type: ignore[index]
     assert run("inspect", tmp_path / "out").code == 0
 
 
@@ -350,8 +350,8 @@ def test_terminated_politely_nothing_is_left(tmp_path: Path, llama: Path) -> Non
     assert process.stdout.readline() == "on\n"
     process.terminate()
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "interrupted" in err
+    assert process.returncode == 130
+    assert err.endswith(f"regauge: error: interrupted; {tmp_path / 'out'} was not written\n")
     assert [p.name for p in tmp_path.iterdir()] == ["llama"]
 
 
@@ -372,7 +372,7 @@ def test_convert_one_file_and_shards(run: Run, tmp_path: Path) -> None:
     new = open_checkpoint(tmp_path / "new")
     assert set(new) == {*state, "transposed"}
     assert all(torch.equal(new[n], pickled[n]) for n in new)
-    assert new.metadata["model.safetensors"] == {"format": "pt"}
+    assert new.files["model.safetensors"].metadata == {"format": "pt"}
     assert (tmp_path / "new" / "vocab.txt").read_text() == "a b"
 
     (tmp_path / "parts").mkdir()
@@ -384,7 +384,7 @@ def test_convert_one_file_and_shards(run: Run, tmp_path: Path) -> None:
     (tmp_path / "parts" / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     shutil.copy(folder / "config.json", tmp_path / "parts")
     assert run("convert", tmp_path / "parts", "-o", tmp_path / "joined", "--json").code == 0
-    assert list(open_checkpoint(tmp_path / "joined").shards) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert list(open_checkpoint(tmp_path / "joined").files) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     assert run("inspect", tmp_path / "joined").code == 0
 
     torch.save({"state_dict": state, "epoch": 3}, tmp_path / "train.pt")
@@ -549,3 +549,133 @@ def test_an_element_in_the_model_is_not_published(run: Run, tmp_path: Path, llam
     assert "elements): key.bak, notes/key" in said.err
     assert json.loads(said.out)["left"] == ["key.bak", "notes/key"]
     assert set(contents(tmp_path / "out")) == {"config.json", "model.safetensors", "notes/short"}
+
+
+def test_resume_keeps_nothing_of_another_spec_or_version(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import regauge
+    import regauge.writing as writing
+    from regauge.specfile import dump_spec
+
+    folder = shard(llama, tmp_path / "shards")
+    text = dump_spec(regauge.spec_of(folder))
+    arguments = ["move", folder, "--spec", tmp_path / "spec.toml", "--random", "--seed", 1, "--resume", "--threads", 1, "-o", tmp_path / "out"]
+
+    def resumed(change: Callable[[pytest.MonkeyPatch], Any]) -> str:
+        """What the second run says, after a first one that was interrupted in its last shard, and a change."""
+        (tmp_path / "spec.toml").write_text(text)
+        with monkeypatch.context() as patch:
+            calls: list[Any] = []
+
+            def stop(*given: Any) -> bool:
+                calls.append(given)
+                if len(calls) > 30:
+                    raise KeyboardInterrupt
+                return True
+
+            patch.setattr(writing, "is_finite", stop)
+            assert run(*arguments).code == 130
+        with monkeypatch.context() as patch:
+            change(patch)
+            said = run(*arguments)
+        assert said.code == 0
+        shutil.rmtree(tmp_path / "out")
+        return said.err
+
+    axes = '"model.layers.0.mlp.gate_proj.weight" = "|ffn.0| stream*"'
+    assert axes in text
+    assert "kept from the interrupted run: model-00001-of-00003.safetensors, model-00002" in resumed(lambda patch: None)
+    assert "kept" not in resumed(lambda patch: (tmp_path / "spec.toml").write_text(text.replace(axes, axes.replace("|", ""))))
+    assert "kept" not in resumed(lambda patch: patch.setattr(regauge, "__version__", "9"))
+
+
+def test_an_interrupt_says_what_became_of_the_output(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import regauge.writing as writing
+
+    real = writing._finish
+    for late in (False, True):
+
+        def finish(partial: Path, out: Path, late: bool = late) -> None:
+            if late:
+                real(partial, out)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(writing, "_finish", finish)
+        (tmp_path / "out").mkdir()  # an empty folder may be taken, and is no output
+        said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+        assert said.code == 130
+        assert said.err.endswith(f"regauge: error: interrupted; {tmp_path / 'out'} was {'' if late else 'not '}written\n")
+        assert (tmp_path / "g").exists() == (tmp_path / "out" / "config.json").exists() == late
+        if not late:
+            (tmp_path / "out").rmdir()
+
+
+def test_pipes_are_refused(run: Run, tmp_path: Path, llama: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "folder" / "model.safetensors.index.json")
+    for arguments in (
+        ["inspect", pipe],
+        ["inspect", tmp_path / "pipe.safetensors"],
+        ["inspect", tmp_path / "folder"],
+        ["inspect", llama, "--spec", pipe],
+        ["move", llama, "-g", pipe, "-o", tmp_path / "out"],
+        ["move", llama, "-g", llama, "-o", tmp_path / "out"],
+        ["convert", pipe, "-o", tmp_path / "out"],
+    ):
+        said = run(*arguments)
+        assert said.code == 1
+        assert "is no regular file\nregauge: hint: " in said.err
+
+
+def test_threads_have_a_limit(run: Run, tmp_path: Path, llama: Path) -> None:
+    said = run("move", llama, "--random", "-o", tmp_path / "out", "--threads", 1_000_000)
+    assert said.code == 2
+    assert "'--threads'" in said.err
+
+
+STREAMS = {
+    "stdout closed": ("inspect", ">&-", 1, "regauge: error: stdout is closed"),
+    "stdout full": ("inspect", ">/dev/full", 1, "regauge: error: stdout cannot be written: No space left on device\n"),
+    "stdout full, much": ("inspect -v", ">/dev/full", 1, "regauge: error: stdout cannot be written: No space left on device\n"),
+    "stdout full, version": ("--version", ">/dev/full", 1, "regauge: error: stdout cannot be written: No space left on device\n"),
+    "stdout full, help": ("--help", ">/dev/full", 1, "regauge: error: stdout cannot be written: No space left on device\n"),
+    "stdout closed, unused": ("move --random", ">&-", 0, "regauge: wrote "),
+    "stderr closed": ("move --random", "2>&-", 0, ""),
+    "stderr full": ("move --random", "2>/dev/full", 0, ""),
+    "stderr full, an error": ("move --seed 1 --spaces no --random", "2>/dev/full", 1, ""),
+    "all closed": ("move --random", "<&- >&- 2>&-", 0, ""),
+}
+
+
+@pytest.mark.parametrize(("case", "unbuffered"), [(case, more) for case in STREAMS for more in (["", "1"] if "full" in case else [""])])
+def test_broken_streams(tmp_path: Path, llama: Path, case: str, unbuffered: str) -> None:
+    command, where, code, message = STREAMS[case]
+    given = "" if command.startswith("--") else f"{llama}" + (f" -o {tmp_path / 'out'}" if command.startswith("move") else "")
+    line = f"exec {sys.executable} -m regauge.cli {command} {given} {where}"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["sh", "-c", line], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
+    assert done.returncode == code, done
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    if command.startswith("move") and code == 0:
+        assert open_checkpoint(tmp_path / "out").names
+
+
+@pytest.mark.parametrize("module", ["typer", "regauge.cli.move", "numpy"])
+def test_an_interrupt_while_importing_is_quiet(llama: Path, module: str) -> None:
+    """The import of a module is where the signal comes."""
+    code = (
+        "import os, signal, sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n            sys.meta_path.remove(self); os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from regauge.cli import main\nsys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "inspect", str(llama)], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stdout == ""
+    assert done.stderr in ("", "regauge: error: interrupted\n")

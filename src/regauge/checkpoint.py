@@ -160,16 +160,6 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return {name: entry.dtype for name, entry in self.entries.items()}
 
     @property
-    def shards(self) -> dict[str, tuple[str, ...]]:
-        """File name -> tensor names, in the order of their bytes."""
-        return {name: tuple(shard.entries) for name, shard in self.files.items()}
-
-    @property
-    def metadata(self) -> dict[str, dict[str, str]]:
-        """File name -> the file's own metadata."""
-        return {name: dict(shard.metadata or {}) for name, shard in self.files.items()}
-
-    @property
     def is_folder(self) -> bool:
         return self.path.is_dir()
 
@@ -368,7 +358,7 @@ def read_header(path: Path) -> Shard:
             raise CheckpointError(f"{path} is truncated: it has {size} bytes, its header alone {8 + length}", hint="fetch the file again")
         raw = file.read(length)
     try:
-        header = json.loads(raw, object_pairs_hook=_unique)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)  # bytes would pass as UTF-16 too
     except (ValueError, RecursionError) as error:
         raise damaged(f"its header is not JSON ({str(error)[:80]})") from error
     if not isinstance(header, dict):

@@ -106,42 +106,16 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
     return total
 
 
-def write_checkpoint(
-    out: str | Path,
-    source: Checkpoint,
-    thunks: Thunks,
-    *,
-    config_changes: Mapping[str, Any] | None = None,
-    extra_metadata: Mapping[str, str] | None = None,
-    recipe: bytes = b"",
-    progress: Progress | None = None,
-    resume: bool = False,
-    threads: int | None = None,
-) -> Written:
-    """Write the tensors that thunks make, as the source is laid out: same shards, order, dtypes and metadata, and all its other files.
+def plan_checkpoint(out: Path, source: Checkpoint, thunks: Thunks, *, config_changes: Mapping[str, Any] | None = None, recipe: bytes = b"") -> Plan:
+    """Plan to write the tensors that thunks make, as the source is laid out: same shards, order, dtypes and metadata, and all its other files.
 
     `out` is a folder, or a .safetensors file if the source is one file. Tensors that the source lacks go to the end of the last shard; tensors
-    without a thunk are left out. `config_changes` are merged into config.json. `recipe` is whatever, besides the source, determines the values: with
-    `resume`, shards that an interrupted run of the same recipe has finished are kept.
+    without a thunk are left out. `config_changes` are merged into config.json. `recipe` is whatever, besides the source, determines the values.
+    What can be refused before the first byte is refused here.
     """
-    plan = plan_checkpoint(out, source, thunks, config_changes=config_changes, extra_metadata=extra_metadata, recipe=recipe)
-    return write_plan(Path(out), plan, thunks, progress=progress, resume=resume, threads=threads)
-
-
-def plan_checkpoint(
-    out: str | Path,
-    source: Checkpoint,
-    thunks: Thunks,
-    *,
-    config_changes: Mapping[str, Any] | None = None,
-    extra_metadata: Mapping[str, str] | None = None,
-    recipe: bytes = b"",
-) -> Plan:
-    """What `write_checkpoint` would write; refuses what it would refuse before the first byte."""
-    target = Path(out)
-    check_target(target, source.path)
-    plan = _plan(target, source, thunks, dict(config_changes or {}), extra_metadata, recipe)
-    _check_space(_real(target).parent, plan, 0)
+    check_target(out, source.path)
+    plan = _plan(out, source, thunks, dict(config_changes or {}), recipe)
+    _check_space(_real(out).parent, plan.size)
     return plan
 
 
@@ -156,13 +130,18 @@ def check_target(out: Path, source: Path) -> None:
     if here.is_relative_to(there) or there.is_relative_to(here):
         inside = "inside" if here.is_relative_to(there) else "around"
         raise CheckpointError(f"the output {out} lies {inside} the input {source}", hint="name a folder beside it with -o")
-    if os.path.lexists(out) and not (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
+    if is_taken(out):
         raise CheckpointError(f"the output {out} exists already", hint="name a new folder with -o, or remove this one first")
     config = out.with_name(f"{out.stem}.config.json")
     if is_file_name(out) and os.path.lexists(config):
         raise CheckpointError(f"{config} exists already, and the output's config would take its place", hint="name another file with -o")
     if not here.parent.is_dir():
         raise CheckpointError(f"the folder {here.parent} for the output does not exist", hint="make it first")
+
+
+def is_taken(out: Path) -> bool:
+    """Is there something at an output's place? An empty folder is nothing; what is written appears there all at once."""
+    return os.path.lexists(out) and not (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
 
 
 def _real(path: Path) -> Path:
@@ -173,12 +152,11 @@ def is_file_name(out: Path) -> bool:
     return out.suffix == ".safetensors"
 
 
-def _plan(out: Path, source: Checkpoint, thunks: Thunks, changes: dict[str, Any], extra: Mapping[str, str] | None, recipe: bytes) -> Plan:
+def _plan(out: Path, source: Checkpoint, thunks: Thunks, changes: dict[str, Any], recipe: bytes) -> Plan:
     files: list[File] = []
     for shard in source.files.values():
         kept = tuple((name, e.dtype, e.shape) for name, e in shard.entries.items() if name in thunks)
-        metadata = {**(shard.metadata or {}), **extra} if extra else shard.metadata
-        files.append(File(shard.path.name, kept, metadata))
+        files.append(File(shard.path.name, kept, shard.metadata))
     new = tuple((name, *_described(name, thunks[name]())) for name in thunks if name not in source)
     files[-1] = File(files[-1].name, files[-1].tensors + new, files[-1].metadata)
     config = _config(source, changes)
@@ -254,11 +232,16 @@ def _is_element(path: Path) -> bool:
 def write_plan(
     out: Path, plan: Plan, thunks: Thunks, *, progress: Progress | None = None, resume: bool = False, threads: int | None = None
 ) -> Written:
-    """Write a plan beside the output and rename it into place. The output has been checked."""
+    """Write a plan beside the output and rename it into place. The output has been checked.
+
+    With `resume`, shards that an interrupted run of the same plan has finished are kept.
+    """
     parent = _real(out).parent
     partial = parent / f".{out.name}.partial"
+    with writing(out):
+        size = plan.size
     with _staged(partial, plan, resume) as done:
-        _check_space(parent, plan, sum(f.size for f in plan.files if f.name in done))
+        _check_space(parent, size - sum(f.size for f in plan.files if f.name in done))
         run = _Run(partial, plan, thunks, done, progress, threads or min(4, os.cpu_count() or 1))
         with writing(out):
             run.write()
@@ -270,7 +253,7 @@ def write_plan(
                 write_bytes(partial / name, data)
             _finish(partial, out)
     files = (*(f.name for f in plan.files), *plan.small, *plan.copies)
-    return Written(out, files, plan.size, tuple(run.nonfinite), plan.left, tuple(done))
+    return Written(out, files, size, tuple(run.nonfinite), plan.left, tuple(done))
 
 
 def _finish(partial: Path, out: Path) -> None:
@@ -291,8 +274,8 @@ def _fsync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _check_space(parent: Path, plan: Plan, kept: int) -> None:
-    need, free = plan.size - kept, shutil.disk_usage(parent).free
+def _check_space(parent: Path, need: int) -> None:
+    free = shutil.disk_usage(parent).free
     if need > free:
         raise CheckpointError(
             f"no space left on the device: {parent} has {free / 1e9:.2f} GB free, the output needs {need / 1e9:.2f} GB",
@@ -354,7 +337,7 @@ def _finished(partial: Path, plan: Plan, digest: str) -> set[str]:
     try:
         journal = json.loads((partial / _JOURNAL).read_bytes())
         names = set(journal["done"]) if journal["plan"] == digest else set()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
     return {f.name for f in plan.files if f.name in names and (partial / f.name).is_file() and (partial / f.name).stat().st_size == f.size}
 

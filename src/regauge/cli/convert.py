@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, progress_bar, say, warn
+from regauge.cli.console import data_json, say, warn, writing_to
 
 VERSION = 1
 
@@ -44,7 +44,7 @@ def convert(
     if dry_run:
         say(f"dry run: {len(thunks)} tensors would be written to {out}")
     else:
-        with progress_bar(f"converting to {out.name}") as progress:
+        with writing_to(out, "converting") as progress:
             written = write_plan(out, plan, thunks, progress=progress, threads=threads)
         if written.nonfinite:
             warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {', '.join(written.nonfinite[:5])}")

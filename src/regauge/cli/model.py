@@ -21,8 +21,10 @@ def open_model(source: str, spec_file: Path | None) -> tuple[Checkpoint, Spec]:
 
 def spec_of(checkpoint: Checkpoint, spec_file: Path | None) -> Spec:
     if spec_file is not None:
+        from regauge.files import require_file
         from regauge.specfile import load_spec
 
+        require_file(spec_file)
         return load_spec(spec_file)
     from regauge import sources
 

@@ -71,9 +71,17 @@ def copied(source: Checkpoint) -> dict[str, Callable[[], torch.Tensor]]:
 
 
 def write_checkpoint(
-    out: Path, source: Checkpoint, thunks: Thunks, *, recipe: bytes = b"", config_changes: dict[str, Any] | None = None, **more: Any
+    out: Path,
+    source: Checkpoint,
+    thunks: Thunks,
+    *,
+    origins: dict[str, str] | None = None,
+    config_changes: dict[str, Any] | None = None,
+    recipe: bytes = b"",
+    **more: Any,
 ) -> Written:
-    return write_plan(out, plan_checkpoint(out, source, thunks, config_changes=config_changes, recipe=recipe), thunks, **more)
+    plan = plan_checkpoint(out, source, thunks, origins=origins, config_changes=config_changes, recipe=recipe)
+    return write_plan(out, plan, thunks, **more)
 
 
 def test_every_dtype_is_read_from_a_folder_a_file_and_shards(tmp_path: Path) -> None:
@@ -394,10 +402,30 @@ def test_nan_and_inf_are_found(dtype: str) -> None:
     assert not found_finite(y)
 
 
-def test_nan_is_reported_once_per_tensor(tmp_path: Path) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
-    thunks = copied(source) | {"c": lambda: torch.full((3, 2), float("nan"))}
-    assert write_checkpoint(tmp_path / "out", source, thunks).nonfinite == ("c",)
+def test_nan_is_reported_where_it_was_and_refused_where_it_was_not(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "in")
+    save_file({"c": torch.full((3, 2), float("nan")), "e": torch.ones(3, 2)}, folder / "model.safetensors")
+    source = open_checkpoint(folder)
+    assert write_checkpoint(tmp_path / "out", source, copied(source)).nonfinite == ("c",)
+    swapped = {"c": lambda: source["e"], "e": lambda: source["c"]}
+    assert write_checkpoint(tmp_path / "swapped", source, swapped, origins={"c": "e", "e": "c"}).nonfinite == ("e",)
+    refuse('"e" would hold NaN or Inf', lambda: write_checkpoint(tmp_path / "no", source, swapped))
+    refuse('"new" would hold NaN or Inf', lambda: write_checkpoint(tmp_path / "no", source, copied(source) | {"new": swapped["e"]}))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out", "swapped"]
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000])
+def test_a_source_that_changes_its_size_is_an_error_and_no_crash(tmp_path: Path, size: int) -> None:
+    save_file({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "x.safetensors")
+    for touched in (False, True):
+        source = open_checkpoint(tmp_path / "x.safetensors")
+        whole = (tmp_path / "x.safetensors").read_bytes()
+        if touched:
+            assert float(source["b"].sum()) == 1000
+        os.truncate(tmp_path / "x.safetensors", size)
+        for read in (source, source.bits):
+            refuse(rf"x.safetensors changed while it was read: it had {len(whole)} bytes, now it has {size}", lambda read=read: read["a"])
+        (tmp_path / "x.safetensors").write_bytes(whole)
 
 
 def test_write_bytes_replaces_or_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,6 +255,57 @@ def test_nan_is_a_warning(run: Run, tmp_path: Path, llama: Path) -> None:
     assert json.loads(said.out)["nonfinite"] == ["model.norm.weight"]
 
 
+def test_what_becomes_infinite_is_an_error(run: Run, tmp_path: Path, llama: Path) -> None:
+    def large(state: dict[str, torch.Tensor]) -> None:
+        state.update({n: t.half() for n, t in state.items()})
+        state["model.layers.2.input_layernorm.weight"].fill_(60_000)
+        state["model.layers.2.self_attn.v_proj.weight"].fill_(2)
+
+    rewrite(llama, large)
+    said = run("move", llama, "--random", "--fold", "--group", "orthogonal", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+    assert said.code == 1
+    assert 'error: "model.layers.2.self_attn.v_proj.weight" would hold NaN or Inf' in said.err
+    assert "F16" in said.err
+    assert [p.name for p in tmp_path.iterdir()] == ["llama"]
+
+
+def test_nan_travels_with_an_expert(run: Run, tmp_path: Path) -> None:
+    from picos import build
+    from regauge.elements import load_element
+    from regauge.sources import spec_of
+
+    build("mixtral").save_pretrained(tmp_path / "in")
+    rewrite(tmp_path / "in", lambda s: s["model.layers.0.block_sparse_moe.experts.1.w2.weight"].fill_(float("nan")))
+    said = run(
+        "move", tmp_path / "in", "--random", "--seed", 1, "--group", "full", "-o", tmp_path / "out", "--save-element", tmp_path / "g", "--json"
+    )
+    assert said.code == 0
+    index = load_element(tmp_path / "g", spec_of(tmp_path / "in")).members["expert.0"].permutation().index[0].tolist()  # type: ignore[union-attr]
+    assert index[1] != 1, "the seed moves this expert"
+    assert json.loads(said.out)["nonfinite"] == [f"model.layers.0.block_sparse_moe.experts.{index.index(1)}.w2.weight"]
+
+
+def test_folding_and_rotating_rounds_once(run: Run, tmp_path: Path) -> None:
+    """The tied head too, which is a tensor of its own afterwards."""
+    from regauge.action import apply
+    from regauge.elements import Element, load_element
+    from regauge.fold import fold_norms
+    from regauge.sources import spec_of
+
+    folder = make(tmp_path / "gpt2", GPT2, 0)
+    rewrite(folder, lambda s: s.update({n: t.bfloat16() for n, t in s.items()}))
+    said = run("move", folder, "--random", "--seed", 1, "--group", "full", "--fold", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+    assert said.code == 0
+    spec, exact = fold_norms(spec_of(folder), {n: t.double() for n, t in open_checkpoint(folder).items()})
+    expected = apply(Element(spec, load_element(tmp_path / "g", spec).members), exact)
+    out = open_checkpoint(tmp_path / "out")
+    assert set(out.dtypes.values()) == {"BF16"}
+    assert out.keys() == expected.keys()
+    for name, values in expected.items():
+        differ = float((out[name] != values.bfloat16()).double().mean())
+        assert differ < 0.01, name  # rounded twice, a tenth and more differ
+
+
 def test_outputs_are_never_overwritten(run: Run, tmp_path: Path, llama: Path) -> None:
     before = contents(tmp_path)
     for out, message in ((llama, "is the input"), (llama / "x", "lies inside the input"), (tmp_path, "lies around the input")):

@@ -167,10 +167,16 @@ class Checkpoint(Mapping[str, "Tensor"]):
         with self._lock:
             if shard.path not in self._maps:
                 with reading(shard.path), shard.path.open("rb") as file:
-                    if os.fstat(file.fileno()).st_size != shard.size:
-                        raise CheckpointError(f"{shard.path} changed while it was read")
+                    _require_size(shard, os.fstat(file.fileno()).st_size)
                     self._maps[shard.path] = _private_map(file.fileno())
-            return self._maps[shard.path]
+            found = self._maps[shard.path]
+        _require_size(shard, found.size())  # the file's size, not the map's: behind a shortened file's end, a read would kill the process
+        return found
+
+
+def _require_size(shard: Shard, size: int) -> None:
+    if size != shard.size:
+        raise CheckpointError(f"{shard.path} changed while it was read: it had {shard.size} bytes, now it has {size}", hint="start again")
 
 
 def _private_map(fd: int) -> mmap.mmap:

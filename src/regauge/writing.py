@@ -15,7 +15,8 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,13 +69,17 @@ class File:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run writes: safetensors files, small files by their bytes, and files to copy. `digest` tells one plan from another."""
+    """What a run writes: safetensors files, small files by their bytes, and files to copy. `digest` tells one plan from another.
+
+    `was_finite` says whether what a tensor is made of holds neither NaN nor Inf. Without it, nobody minds either.
+    """
 
     files: tuple[File, ...]
     small: Mapping[str, bytes] = field(default_factory=dict)
     copies: Mapping[str, Path] = field(default_factory=dict)
     left: tuple[str, ...] = ()
     recipe: bytes = b""
+    was_finite: Callable[[str], bool] | None = None
 
     @property
     def size(self) -> int:
@@ -106,15 +111,24 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
     return total
 
 
-def plan_checkpoint(out: Path, source: Checkpoint, thunks: Thunks, *, config_changes: Mapping[str, Any] | None = None, recipe: bytes = b"") -> Plan:
+def plan_checkpoint(
+    out: Path,
+    source: Checkpoint,
+    thunks: Thunks,
+    *,
+    origins: Mapping[str, str] | None = None,
+    config_changes: Mapping[str, Any] | None = None,
+    recipe: bytes = b"",
+) -> Plan:
     """Plan to write the tensors that thunks make, as the source is laid out: same shards, order, dtypes and metadata, and all its other files.
 
     `out` is a folder, or a .safetensors file if the source is one file. Tensors that the source lacks go to the end of the last shard; tensors
-    without a thunk are left out. `config_changes` are merged into config.json. `recipe` is whatever, besides the source, determines the values.
+    without a thunk are left out. `origins` names the tensor of the source that one is made of, where that has another name: if it was finite and
+    the new one is not, writing fails. `config_changes` are merged into config.json. `recipe` is whatever, besides the source, determines the values.
     What can be refused before the first byte is refused here.
     """
     check_target(out, source.path)
-    plan = _plan(out, source, thunks, dict(config_changes or {}), recipe)
+    plan = replace(_plan(out, source, thunks, dict(config_changes or {}), recipe), was_finite=partial(_was_finite, source, origins or {}))
     _check_space(_real(out).parent, plan.size)
     return plan
 
@@ -409,7 +423,13 @@ class _Run:
         if made.shape != shape or made.itemsize != DTYPES[dtype][1]:
             raise CheckpointError(f'"{name}" became {made.itemsize} bytes x {list(made.shape)}, but {dtype} {list(shape)} was announced')
         bits = np.ascontiguousarray(made).reshape(-1)
-        return (bits.view(np.uint8), dtype not in FLOATS or is_finite(bits, dtype)) if bits.size else (b"", True)
+        finite = dtype not in FLOATS or is_finite(bits, dtype)
+        if not finite and self.plan.was_finite is not None and self.plan.was_finite(name):
+            raise CheckpointError(
+                f'"{name}" would hold NaN or Inf, which what it is made of does not',
+                hint=f"its new values are too large for {dtype}: store the model in a wider dtype first, or draw another element",
+            )
+        return (bits.view(np.uint8), finite) if bits.size else (b"", True)
 
     def _put(self, fd: int, data: Any) -> int:
         view = memoryview(data)
@@ -460,3 +480,10 @@ def is_finite(bits: Any, dtype: str) -> bool:
         if signed[at : at + step].max() >= first or unsigned[at : at + step].max() >= last:
             return False
     return True
+
+
+def _was_finite(source: Checkpoint, origins: Mapping[str, str], name: str) -> bool:
+    import numpy as np
+
+    entry = source.entries.get(origins.get(name, name))
+    return entry is None or entry.dtype not in FLOATS or is_finite(np.ravel(source.bits[origins.get(name, name)]), entry.dtype)

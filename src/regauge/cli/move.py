@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,14 +64,14 @@ def move(
         _keep_apart(save_element, out, checkpoint.path)
     require_fit(checkpoint, unfolded)
 
-    from regauge.action import apply_lazily, only_gathers
+    from regauge.action import apply_lazily, moves, only_gathers
     from regauge.checkpoint import Lazy
-    from regauge.fold import fold_lazily
+    from regauge.fold import fold_lazily, origin
 
     state: Mapping[str, Any] = checkpoint
     described = unfolded
     if fold:
-        described, folded = fold_lazily(unfolded, checkpoint)
+        described, folded = fold_lazily(unfolded, checkpoint, rounded=False)
         state = Lazy(folded, lambda name: folded[name]())
     g = _element(described, element, (group or options.Kind.permutation).value, spaces, seed)
     g = ~g if invert else g
@@ -81,7 +82,12 @@ def move(
 
         torch.set_num_threads(threads)
     say(f"{described.family}: moves {_summary(g)}{' after folding' if fold else ''}{f', {part.value} only' if part else ''}")
-    thunks = apply_lazily(g, state, part.value if part else None)
+    chosen = part.value if part else None
+    thunks = apply_lazily(g, state, chosen)
+    if fold:  # once, and only now
+        thunks = {name: partial(_rounded, make, checkpoint[origin(unfolded, checkpoint, name)].dtype) for name, make in thunks.items()}
+    sources = {m.name: m.source for m in moves(g, chosen)}
+    origins = {name: origin(unfolded, checkpoint, sources.get(name, name)) for name in thunks}
     report: dict[str, Any] = {
         "version": VERSION,
         "command": "move",
@@ -89,11 +95,12 @@ def move(
         "out": str(out),
         "moved": list(g.members),
         "folded": fold,
-        "part": part.value if part else None,
+        "part": chosen,
         "tensors": len(thunks),
         "dry_run": dry_run,
     }
-    plan = plan_checkpoint(out, checkpoint, thunks, config_changes=described.config, recipe=_recipe(g, unfolded, fold, part))
+    recipe = _recipe(g, unfolded, fold, chosen)
+    plan = plan_checkpoint(out, checkpoint, thunks, origins=origins, config_changes=described.config, recipe=recipe)
     if dry_run:
         say(f"dry run: {len(thunks)} tensors would be written to {out}")
         if json:
@@ -177,12 +184,16 @@ def _summary(g: Element) -> str:
     return ", ".join(f"{root} ({n})" if n > 1 else root for root, n in roots.items()) or "nothing"
 
 
-def _recipe(g: Element, unfolded: Spec, fold: bool, part: options.Part | None) -> bytes:
+def _rounded(make: Callable[[], Any], dtype: Any) -> Any:
+    return make().to(dtype)
+
+
+def _recipe(g: Element, unfolded: Spec, fold: bool, part: str | None) -> bytes:
     """What, besides the source, determines the values that are written."""
     from regauge import __version__
     from regauge.specfile import dump_spec
 
-    whole = hashlib.sha256(f"version={__version__} fold={fold} part={part.value if part else ''}\n{dump_spec(unfolded)}".encode())
+    whole = hashlib.sha256(f"version={__version__} fold={fold} part={part or ''}\n{dump_spec(unfolded)}".encode())
     for name in sorted(g.members):
         member = g.members[name]
         whole.update(name.encode() + type(member).__name__.encode())

@@ -335,7 +335,7 @@ def test_no_space(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
     said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
     assert said.code == 1
-    assert "0.00 GB free, the output needs 0.00 GB" in said.err
+    assert "has 10 B free, the output needs 862.7 kB" in said.err
     assert [p.name for p in tmp_path.iterdir()] == ["llama"]
 
 
@@ -556,6 +556,55 @@ def test_demo(run: Run, tmp_path: Path) -> None:
             assert move["logits"] < 1e-4
             assert move["moved"] > 0.9
         assert (move["back"] == 0) == (move["element"] == "permutation")
+
+
+def test_the_demo_takes_no_place_that_is_taken(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "llama").write_text("precious")
+    before = contents(tmp_path)
+    for out, message in (("file", "exists already"), ("full", "exists already"), ("no/where", "does not exist"), ("y" * 300, "cannot be written")):
+        said = run("demo", "--out", tmp_path / out)
+        assert said.code == 1
+        assert said.out == ""
+        assert message in said.err
+        assert "hint: " in said.err
+    assert contents(tmp_path) == before
+
+
+def test_sizes_are_said_as_people_say_them(run: Run, tmp_path: Path, llama: Path) -> None:
+    assert "1 file, 858.4 kB\n" in run("inspect", llama).out
+    assert ": 862.7 kB in " in run("move", llama, "--random", "-o", tmp_path / "out").err
+
+
+def test_misfits_of_many_layers_are_told_once(run: Run, llama: Path) -> None:
+    def change(state: dict[str, torch.Tensor]) -> None:
+        for i in range(4):
+            state[f"model.layers.{i}.mlp.up_proj.weight"] = torch.ones(171, 64)
+        for i in (0, 2, 3):
+            state[f"model.layers.{i}.self_attn.q_norm.weight"] = torch.ones(8)
+        state["model.norm.weight"] = torch.ones(65)
+
+    rewrite(llama, change)
+    said = run("inspect", llama)
+    assert said.code == 1
+    lines = said.err.splitlines()
+    assert lines[1:-1] == [
+        'regauge:   "model.layers.0.self_attn.q_norm.weight" is in the file but not in the spec (and 2 more like it, layers 2-3)',
+        'regauge:   axis 0 ffn.0 of "model.layers.0.mlp.up_proj.weight" has size 171, the spec says 172 (and 3 more like it, layers 1-3)',
+        'regauge:   axis 0 |stream| of "model.norm.weight" has size 65, the spec says 64',
+    ]
+    assert len(json.loads(run("inspect", llama, "--json").out)["faults"]) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_inspect_knows_a_folded_model(run: Run, tmp_path: Path, llama: Path, dtype: torch.dtype) -> None:
+    rewrite(llama, lambda s: s.update({n: t.to(dtype) for n, t in s.items()}))
+    assert "folding (9 norms, 0 scales): stream would be orthogonal" in run("inspect", llama).out
+    assert json.loads(run("inspect", llama, "--json").out)["folds"] == {"norms": 9, "scales": 0, "done": False}
+    assert run("move", llama, "--random", "--fold", "-o", tmp_path / "out").code == 0
+    assert "folded already (9 norms, 0 scales): stream is, with --fold, orthogonal" in run("inspect", tmp_path / "out").out
+    assert json.loads(run("inspect", tmp_path / "out", "--json").out)["folds"]["done"] is True
 
 
 def test_paths_that_are_none(run: Run, tmp_path: Path, llama: Path) -> None:

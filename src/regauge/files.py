@@ -1,4 +1,4 @@
-"""Single files: what may be read, what the system's errors mean, and writing that is all or nothing."""
+"""Single files: what may be read, what the system's errors mean, writing that is all or nothing, and how sizes are said."""
 
 from __future__ import annotations
 
@@ -61,3 +61,8 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, new: bool = False
         finally:
             partial.unlink(missing_ok=True)
     fsync_folder(path.parent)
+
+
+def amount(n: int) -> str:
+    """A number of bytes as people say it: 12 B, 3.4 kB, 1,234.5 MB."""
+    return f"{n} B" if n < 1_000 else f"{n / 1e3:.1f} kB" if n < 1_000_000 else f"{n / 1e6:,.1f} MB"

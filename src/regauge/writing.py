@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, read_header
 from regauge.errors import CheckpointError
-from regauge.files import fsync_folder, write_bytes, writing
+from regauge.files import amount, fsync_folder, write_bytes, writing
 
 if TYPE_CHECKING:
     import torch
@@ -137,20 +137,29 @@ def check_target(out: Path, source: Path) -> None:
     """Refuse an output that is there already, or that overlaps the source."""
     with writing(out):
         here, there = _real(out), source.resolve()
-        os.path.lexists(out)
-        out.is_dir()
     if here == there:
         raise CheckpointError(f"the output {out} is the input", hint="name another folder with -o")
     if here.is_relative_to(there) or there.is_relative_to(here):
         inside = "inside" if here.is_relative_to(there) else "around"
         raise CheckpointError(f"the output {out} lies {inside} the input {source}", hint="name a folder beside it with -o")
-    if is_taken(out):
-        raise CheckpointError(f"the output {out} exists already", hint="name a new folder with -o, or remove this one first")
+    check_new(out)
+
+
+def check_new(out: Path) -> None:
+    """Refuse an output that is there already, or that has no place to be."""
+    if out.name in ("", ".."):
+        raise CheckpointError(f"the output {out} has no name of its own", hint="name a new folder")
+    with writing(out):
+        out.is_dir()  # looks at more than the next line does: a name may be too long
+        taken = is_taken(out)
+    if taken:
+        raise CheckpointError(f"the output {out} exists already", hint="name a new one, or remove this one first")
     config = out.with_name(f"{out.stem}.config.json")
     if is_file_name(out) and os.path.lexists(config):
         raise CheckpointError(f"{config} exists already, and the output's config would take its place", hint="name another file with -o")
-    if not here.parent.is_dir():
-        raise CheckpointError(f"the folder {here.parent} for the output does not exist", hint="make it first")
+    parent = _real(out).parent
+    if not parent.is_dir():
+        raise CheckpointError(f"the folder {parent} for the output does not exist", hint="make it first")
 
 
 def is_taken(out: Path) -> bool:
@@ -292,7 +301,7 @@ def _check_space(parent: Path, need: int) -> None:
     free = shutil.disk_usage(parent).free
     if need > free:
         raise CheckpointError(
-            f"no space left on the device: {parent} has {free / 1e9:.2f} GB free, the output needs {need / 1e9:.2f} GB",
+            f"no space left on the device: {parent} has {amount(free)} free, the output needs {amount(need)}",
             hint="free some space, or write to another disk",
         )
 

@@ -23,6 +23,7 @@ def convert(
 ) -> int:
     """Write a pickled checkpoint as safetensors. Pickles are read without running code; tied tensors are stored once."""
     from regauge.converting import open_pickles, plan_conversion
+    from regauge.files import amount
     from regauge.writing import check_target, write_plan
 
     check_target(out, source)
@@ -48,7 +49,7 @@ def convert(
             written = write_plan(out, plan, thunks, progress=progress, threads=threads)
         if written.nonfinite:
             warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {', '.join(written.nonfinite[:5])}")
-        say(f"wrote {out}: {len(thunks)} tensors, {written.bytes / 1e6:,.1f} MB")
+        say(f"wrote {out}: {len(thunks)} tensors, {amount(written.bytes)}")
         report |= {"bytes": written.bytes, "files": list(written.files)}
     if json:
         data_json(report)

@@ -54,6 +54,7 @@ def move(
     started = time.monotonic()
 
     from regauge.cli.model import open_model, require_fit
+    from regauge.files import amount
     from regauge.writing import check_target, is_taken, plan_checkpoint, write_plan
 
     checkpoint, unfolded = open_model(model, spec)
@@ -127,7 +128,7 @@ def move(
     seconds = time.monotonic() - started
     if random and seed is None and save_element is None:
         say("the element was not saved, so this move cannot be undone; --save-element keeps it")
-    say(f"wrote {out}: {written.bytes / 1e6:,.1f} MB in {seconds:.1f} s{f'; the element is in {save_element}' if save_element else ''}")
+    say(f"wrote {out}: {amount(written.bytes)} in {seconds:.1f} s{f'; the element is in {save_element}' if save_element else ''}")
     if json:
         details = {"bytes": written.bytes, "files": list(written.files), "nonfinite": list(written.nonfinite), "left": list(written.left)}
         data_json(report | details | {"element": str(save_element or element or ""), "seconds": round(seconds, 3)})

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 import regauge.writing as writing_module
-from regauge.checkpoint import Checkpoint, open_checkpoint, read_header, write_bytes
+from regauge.checkpoint import Checkpoint, open_checkpoint, read_header
 from regauge.errors import CheckpointError
-from regauge.writing import is_finite, write_checkpoint
+from regauge.files import write_bytes
+from regauge.writing import Thunks, Written, is_finite, plan_checkpoint, write_plan
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
 
@@ -61,8 +62,26 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
+def shards_of(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    return {name: list(shard.entries) for name, shard in checkpoint.files.items()}
+
+
 def copied(source: Checkpoint) -> dict[str, Callable[[], torch.Tensor]]:
     return {name: (lambda name=name: source[name].clone()) for name in source}
+
+
+def write_checkpoint(
+    out: Path,
+    source: Checkpoint,
+    thunks: Thunks,
+    *,
+    origins: dict[str, str] | None = None,
+    config_changes: dict[str, Any] | None = None,
+    recipe: bytes = b"",
+    **more: Any,
+) -> Written:
+    plan = plan_checkpoint(out, source, thunks, origins=origins, config_changes=config_changes, recipe=recipe)
+    return write_plan(out, plan, thunks, **more)
 
 
 def test_every_dtype_is_read_from_a_folder_a_file_and_shards(tmp_path: Path) -> None:
@@ -77,8 +96,8 @@ def test_every_dtype_is_read_from_a_folder_a_file_and_shards(tmp_path: Path) -> 
         assert opened.config == CONFIG
         assert opened.dtypes["a"] == "BF16"
         assert opened.shapes["a"] == (4, 6)
-    assert len(opened.shards) == 3
-    assert opened.metadata["model-00002-of-00003.safetensors"] == {"format": "pt", "shard": "2"}
+    assert len(opened.files) == 3
+    assert opened.files["model-00002-of-00003.safetensors"].metadata == {"format": "pt", "shard": "2"}
 
 
 def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
@@ -100,26 +119,25 @@ def test_a_copy_keeps_everything(tmp_path: Path) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
     written = write_checkpoint(tmp_path / "out", source, copied(source))
     out = open_checkpoint(tmp_path / "out")
-    assert out.shards == source.shards
-    assert out.metadata == source.metadata
+    assert shards_of(out) == shards_of(source)
+    assert all(out.files[file].metadata == shard.metadata for file, shard in source.files.items())
     assert all(same(out[n], source[n]) for n in source)
     assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "in" / "config.json").read_bytes()
     assert (tmp_path / "out" / "sub" / "extra.txt").read_text() == "carried over"
     assert written.left == ("pytorch_model.bin",)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
-    for file in out.shards:  # another reader agrees
-        assert set(load_file(tmp_path / "out" / file)) == set(out.shards[file])
+    for file, names in shards_of(out).items():  # another reader agrees
+        assert set(load_file(tmp_path / "out" / file)) == set(names)
 
 
 def test_new_tensors_join_the_last_shard_and_the_config_changes(tmp_path: Path) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
     thunks = copied(source) | {"new": lambda: torch.full((2, 2), 7.0)}
-    write_checkpoint(tmp_path / "out", source, thunks, config_changes={"tied": False}, extra_metadata={"how": "moved"})
+    write_checkpoint(tmp_path / "out", source, thunks, config_changes={"tied": False})
     out = open_checkpoint(tmp_path / "out")
-    assert out.shards["model-00003-of-00003.safetensors"][-1] == "new"
+    assert shards_of(out)["model-00003-of-00003.safetensors"][-1] == "new"
     assert bool((out["new"] == 7).all())
     assert out.config == CONFIG | {"tied": False}
-    assert out.metadata["model-00001-of-00003.safetensors"] == {"format": "pt", "shard": "1", "how": "moved"}
     assert out.index is not None
     assert out.index["metadata"] == {"total_size": sum(e.nbytes for e in out.entries.values()), "note": "kept"}
 
@@ -161,7 +179,13 @@ def test_bad_folders_are_refused_by_name(tmp_path: Path) -> None:
     case("other", lambda f: save_file({"x": torch.ones(1)}, f / shard), f'places ".*" in {shard}, which does not have it')
     case("index", lambda f: (f / "model.safetensors.index.json").write_text("{"), "index.json is not JSON")
     case("no-map", lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map")
-    case("escape", lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x"}}'), "which is no file name")
+    for i, file in enumerate(("../x", "", "..", ".regauge.json", ".x.safetensors", "config.json", "x" * 300, "x\0", "\ud800", 3)):
+        index = json.dumps({"weight_map": {"a": file}})
+        case(
+            f"shard-{i}",
+            lambda f, index=index: (f / "model.safetensors.index.json").write_text(index),
+            'places "a" in .*, which is no name of a shard',
+        )
     case("no-index", lambda f: (f / "model.safetensors.index.json").unlink(), "but no model.safetensors.index.json")
     case("config", lambda f: (f / "config.json").write_text("[]"), "holds no JSON object")
     case("quantised", lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'), r"quantised \(gptq\)")
@@ -222,6 +246,9 @@ def test_no_damaged_file_gives_anything_but_our_error(tmp_path_factory: pytest.T
         '{"__metadata__": {"a": 1}}',
         "[" * 100_000,
         "\xff",
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-16").decode("latin-1"),
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-16-le").decode("latin-1"),
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-8-sig").decode("latin-1"),
     ],
 )
 def test_damaged_headers(tmp_path: Path, header: str) -> None:
@@ -253,7 +280,7 @@ def test_outputs_that_would_do_harm_are_refused(tmp_path: Path) -> None:
 def test_no_space_is_noticed_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
-    refuse("no space left on the device: .* 0.00 GB free", lambda: write_checkpoint(tmp_path / "out", source, copied(source)))
+    refuse("no space left on the device: .* 10 B free", lambda: write_checkpoint(tmp_path / "out", source, copied(source)))
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
@@ -298,7 +325,7 @@ def test_resume_keeps_finished_shards_of_the_same_recipe_only(tmp_path: Path) ->
 
     def thunks(stop: bool) -> dict[str, Callable[[], torch.Tensor]]:
         def make(name: str) -> torch.Tensor:
-            if stop and name in source.shards["model-00003-of-00003.safetensors"]:
+            if stop and name in source.files["model-00003-of-00003.safetensors"].entries:
                 raise KeyboardInterrupt
             made.append(name)
             return source[name].clone()
@@ -314,12 +341,34 @@ def test_resume_keeps_finished_shards_of_the_same_recipe_only(tmp_path: Path) ->
     made.clear()
     written = write_checkpoint(tmp_path / "out", source, thunks(False), recipe=b"one", resume=True)
     assert set(written.resumed) == {"model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"}
-    assert set(made) == set(source.shards["model-00003-of-00003.safetensors"])
+    assert set(made) == set(source.files["model-00003-of-00003.safetensors"].entries)
     assert all(same(open_checkpoint(tmp_path / "out")[n], source[n]) for n in source)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
     shutil.rmtree(tmp_path / "out")
     interrupted()
     assert write_checkpoint(tmp_path / "out", source, thunks(False), recipe=b"two", resume=True).resumed == ()
+
+
+@pytest.mark.parametrize("journal", [b"[" * 200_000, b"{", b"[]", b'{"plan": 1, "done": 2}', b"\xff"])
+def test_a_journal_that_is_none_is_no_reason_to_keep_anything(tmp_path: Path, journal: bytes) -> None:
+    source = open_checkpoint(sharded(tmp_path / "in"))
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / ".regauge.json").write_bytes(journal)
+    assert write_checkpoint(tmp_path / "out", source, copied(source), resume=True).resumed == ()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a_source_that_goes_away_after_the_rename_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = open_checkpoint(sharded(tmp_path / "in"))
+    real = writing_module._finish
+
+    def finish(partial: Path, out: Path) -> None:
+        real(partial, out)
+        shutil.rmtree(tmp_path / "in")
+
+    monkeypatch.setattr(writing_module, "_finish", finish)
+    written = write_checkpoint(tmp_path / "out", source, copied(source))
+    assert written.bytes == sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
 
 
 def test_two_runs_do_not_write_the_same_output(tmp_path: Path) -> None:
@@ -353,10 +402,30 @@ def test_nan_and_inf_are_found(dtype: str) -> None:
     assert not found_finite(y)
 
 
-def test_nan_is_reported_once_per_tensor(tmp_path: Path) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
-    thunks = copied(source) | {"c": lambda: torch.full((3, 2), float("nan"))}
-    assert write_checkpoint(tmp_path / "out", source, thunks).nonfinite == ("c",)
+def test_nan_is_reported_where_it_was_and_refused_where_it_was_not(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "in")
+    save_file({"c": torch.full((3, 2), float("nan")), "e": torch.ones(3, 2)}, folder / "model.safetensors")
+    source = open_checkpoint(folder)
+    assert write_checkpoint(tmp_path / "out", source, copied(source)).nonfinite == ("c",)
+    swapped = {"c": lambda: source["e"], "e": lambda: source["c"]}
+    assert write_checkpoint(tmp_path / "swapped", source, swapped, origins={"c": "e", "e": "c"}).nonfinite == ("e",)
+    refuse('"e" would hold NaN or Inf', lambda: write_checkpoint(tmp_path / "no", source, swapped))
+    refuse('"new" would hold NaN or Inf', lambda: write_checkpoint(tmp_path / "no", source, copied(source) | {"new": swapped["e"]}))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out", "swapped"]
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000])
+def test_a_source_that_changes_its_size_is_an_error_and_no_crash(tmp_path: Path, size: int) -> None:
+    save_file({"a": torch.ones(1000), "b": torch.ones(1000)}, tmp_path / "x.safetensors")
+    for touched in (False, True):
+        source = open_checkpoint(tmp_path / "x.safetensors")
+        whole = (tmp_path / "x.safetensors").read_bytes()
+        if touched:
+            assert float(source["b"].sum()) == 1000
+        os.truncate(tmp_path / "x.safetensors", size)
+        for read in (source, source.bits):
+            refuse(rf"x.safetensors changed while it was read: it had {len(whole)} bytes, now it has {size}", lambda read=read: read["a"])
+        (tmp_path / "x.safetensors").write_bytes(whole)
 
 
 def test_write_bytes_replaces_or_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

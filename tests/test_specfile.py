@@ -86,7 +86,7 @@ def data(name: str, n: int) -> tuple[Callable[[State, torch.Tensor], torch.Tenso
         file = np.load(ASSETS / "mnist.npz")
         x = torch.from_numpy(file["X_test"][:n]) / 255
         return mnist, (x - 0.1307) / 0.3081, torch.from_numpy(file["y_test"][:n].astype(np.int64))
-    metadata = open_checkpoint(ASSETS / f"{name}.safetensors").metadata[f"{name}.safetensors"]
+    metadata = open_checkpoint(ASSETS / f"{name}.safetensors").files[f"{name}.safetensors"].metadata or {}
     places = {c: i for i, c in enumerate(json.loads(metadata["chars"]))}
     text = (ASSETS / "tinyshakespeare.txt").read_text()[-(128 * n + 1) :]
     ids = torch.tensor([places[c] for c in text])
@@ -120,7 +120,7 @@ def test_moved_by_the_command_line_with_a_spec_file(name: str, group: str, tmp_p
     assert main(["move", str(source), *spec, "--random", "--seed", "3", "--group", group, "-o", str(out), "--save-element", str(tmp_path / "g")]) == 0
     forward, x, _ = data(name, 16)
     before, after = dict(open_checkpoint(source)), dict(open_checkpoint(out))
-    assert open_checkpoint(out).metadata["out.safetensors"] == open_checkpoint(source).metadata[source.name]
+    assert open_checkpoint(out).files["out.safetensors"].metadata == open_checkpoint(source).files[source.name].metadata
     assert not torch.equal(before["cls_token" if "vit" in name else "lm_head.weight"], after["cls_token" if "vit" in name else "lm_head.weight"])
     expected = forward(before, x)
     assert float((forward(after, x) - expected).abs().max() / expected.abs().max()) < 1e-4

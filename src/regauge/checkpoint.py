@@ -2,13 +2,11 @@
 
 A `Checkpoint` is a mapping of tensors that lie in the files: memory-mapped, private (a write to a tensor never reaches the file), read when touched.
 Headers are checked whole before the first tensor is handed out, so what is wrong with a file is said once, at the start, by name.
-`write_bytes` writes one small file atomically; whole checkpoints are written by `regauge.writing`.
+They are written by `regauge.writing`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import mmap
 import os
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.errors import CheckpointError
+from regauge.files import reading, require_file
 
 if TYPE_CHECKING:
     import torch
@@ -161,27 +160,23 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return {name: entry.dtype for name, entry in self.entries.items()}
 
     @property
-    def shards(self) -> dict[str, tuple[str, ...]]:
-        """File name -> tensor names, in the order of their bytes."""
-        return {name: tuple(shard.entries) for name, shard in self.files.items()}
-
-    @property
-    def metadata(self) -> dict[str, dict[str, str]]:
-        """File name -> the file's own metadata."""
-        return {name: dict(shard.metadata or {}) for name, shard in self.files.items()}
-
-    @property
     def is_folder(self) -> bool:
         return self.path.is_dir()
 
     def _map(self, shard: Shard) -> mmap.mmap:
         with self._lock:
             if shard.path not in self._maps:
-                with _reading(shard.path), shard.path.open("rb") as file:
-                    if os.fstat(file.fileno()).st_size != shard.size:
-                        raise CheckpointError(f"{shard.path} changed while it was read")
+                with reading(shard.path), shard.path.open("rb") as file:
+                    _require_size(shard, os.fstat(file.fileno()).st_size)
                     self._maps[shard.path] = _private_map(file.fileno())
-            return self._maps[shard.path]
+            found = self._maps[shard.path]
+        _require_size(shard, found.size())  # the file's size, not the map's: behind a shortened file's end, a read would kill the process
+        return found
+
+
+def _require_size(shard: Shard, size: int) -> None:
+    if size != shard.size:
+        raise CheckpointError(f"{shard.path} changed while it was read: it had {shard.size} bytes, now it has {size}", hint="start again")
 
 
 def _private_map(fd: int) -> mmap.mmap:
@@ -243,7 +238,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     if (folder / INDEX).exists():
         index = read_index(folder / INDEX)
         return _opened(folder, _read_shards(folder, index["weight_map"]), config_path, index)
-    with _reading(folder):
+    with reading(folder):
         found = sorted(p for p in folder.iterdir() if p.is_file())
     tensors = [p for p in found if p.suffix == ".safetensors"]
     if len(tensors) == 1 and not re.search(r"-of-\d+$", tensors[0].stem):
@@ -293,7 +288,8 @@ def _opened(path: Path, shards: Iterable[Shard], config_path: Path | None, index
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds an object."""
-    with _reading(path):
+    require_file(path)
+    with reading(path):
         data = path.read_bytes()
     try:
         value = json.loads(data)
@@ -305,15 +301,23 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The index of a sharded folder; its weight_map is checked to map names to plain file names."""
+    """The index of a sharded folder; its weight_map is checked to map names to file names that a shard may have."""
     index = read_json(path)
     where = index.get("weight_map")
     if not isinstance(where, dict) or not where:
         raise CheckpointError(f"{path} has no weight_map", hint="fetch the file again")
     for name, file in where.items():
-        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-            raise CheckpointError(f'{path} places "{name}" in {file!r}, which is no file name', hint="fetch the file again")
+        if not _is_shard_name(file):
+            shown = repr(file) if len(repr(file)) <= 80 else f"{repr(file)[:80]}..."
+            raise CheckpointError(f'{path} places "{name}" in {shown}, which is no name of a shard', hint="fetch the file again")
     return index
+
+
+def _is_shard_name(file: Any) -> bool:
+    """A plain name that a file can have, neither hidden nor that of another file of a model."""
+    if not isinstance(file, str) or not file or Path(file).name != file or file.startswith(".") or file.endswith(".json"):
+        return False
+    return file.isprintable() and len(os.fsencode(file)) <= 255
 
 
 def _read_shards(folder: Path, where: Mapping[str, str]) -> list[Shard]:
@@ -325,18 +329,20 @@ def _read_shards(folder: Path, where: Mapping[str, str]) -> list[Shard]:
             hint=f"fetch what {INDEX} names",
         )
     shards = {f: read_header(folder / f) for f in sorted(files)}
-    for name, file in where.items():
-        if name not in shards[file].entries:
-            raise CheckpointError(
-                f'{INDEX} places "{name}" in {file}, which does not have it', hint="index and shards are from different saves: fetch both again"
-            )
-    for file, shard in shards.items():
-        for name in shard.entries:
-            if where.get(name) != file:
-                raise CheckpointError(
-                    f'{file} has "{name}", which {INDEX} does not place there', hint="index and shards are from different saves: fetch both again"
-                )
+    require_placed(folder / INDEX, where, {file: shard.entries for file, shard in shards.items()})
     return list(shards.values())
+
+
+def require_placed(index: Path, where: Mapping[str, str], names: Mapping[str, Collection[str]]) -> None:
+    """Hold an index to the names that its shards have: each tensor is where the index places it, and nowhere else."""
+    hint = "index and shards are from different saves: fetch both again"
+    for name, file in where.items():
+        if name not in names[file]:
+            raise CheckpointError(f'{index.name} places "{name}" in {file}, which does not have it', hint=hint)
+    for file, found in names.items():
+        for name in found:
+            if where.get(name) != file:
+                raise CheckpointError(f'{file} has "{name}", which {index.name} does not place there', hint=hint)
 
 
 def read_header(path: Path) -> Shard:
@@ -345,7 +351,8 @@ def read_header(path: Path) -> Shard:
     def damaged(what: str) -> CheckpointError:
         return CheckpointError(f"{path} is damaged: {what}", hint="fetch the file again")
 
-    with _reading(path), path.open("rb") as file:
+    require_file(path)
+    with reading(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         first = file.read(8)
         if first[:8] == b"version ":
@@ -357,7 +364,7 @@ def read_header(path: Path) -> Shard:
             raise CheckpointError(f"{path} is truncated: it has {size} bytes, its header alone {8 + length}", hint="fetch the file again")
         raw = file.read(length)
     try:
-        header = json.loads(raw, object_pairs_hook=_unique)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique)  # bytes would pass as UTF-16 too
     except (ValueError, RecursionError) as error:
         raise damaged(f"its header is not JSON ({str(error)[:80]})") from error
     if not isinstance(header, dict):
@@ -410,49 +417,3 @@ def _product(numbers: Iterable[int]) -> int:
     for n in numbers:
         total *= n
     return total
-
-
-@contextlib.contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says into one error that names the file and the way out."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise CheckpointError(
-                f"no space left on the device while writing {path}; nothing was kept", hint="free some space, or write to another disk"
-            ) from error
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}", hint="check that the folder exists and is writable") from error
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
-    with contextlib.suppress(OSError):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, new: bool = False) -> None:
-    """Write one file so that it appears whole or not at all, in place of an older one of that name, or refusing to if it must be `new`."""
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    with writing(path):
-        try:
-            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(partial, path) if new else partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    fsync_folder(path.parent)

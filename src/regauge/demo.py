@@ -128,7 +128,7 @@ def _shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def symmetry(stage: Stage) -> dict[str, Any]:
     """What a model's symmetry is."""
     from regauge.checkpoint import open_checkpoint
-    from regauge.cli.inspect import facts_of, text_of
+    from regauge.facts import facts_of, text_of
     from regauge.families import spec_from
 
     checkpoint = open_checkpoint(make(stage.folder / "llama", LLAMA, stage.seed))
@@ -139,7 +139,7 @@ def symmetry(stage: Stage) -> dict[str, Any]:
 
 def moving(stage: Stage) -> dict[str, Any]:
     """Moving it: other weights, the same function; a wrong element breaks it."""
-    from regauge.cli.console import columns
+    from regauge.facts import columns
 
     rows = [("model", "element", "weights moved", "moved back", "logits differ by")]
     numbers: list[dict[str, Any]] = []

@@ -187,7 +187,7 @@ def save_element(g: Element, path: Path | str, *, new: bool = False) -> None:
     """
     from safetensors.numpy import save
 
-    from regauge.checkpoint import write_bytes
+    from regauge.files import write_bytes
 
     g.require()
     arrays: dict[str, Any] = {}

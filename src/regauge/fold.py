@@ -13,7 +13,7 @@ A reader that is tied to the embedding is untied first: the table that writes th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -40,8 +40,11 @@ def fold_norms(spec: Spec, state: State) -> tuple[Spec, dict[str, Tensor]]:
     return new, {name: thunk() for name, thunk in thunks.items()}
 
 
-def fold_lazily(spec: Spec, state: State) -> tuple[Spec, dict[str, Callable[[], Tensor]]]:
-    """What `fold_norms` does, one thunk per tensor. Norm vectors are read at once, everything else when its thunk is called."""
+def fold_lazily(spec: Spec, state: State, *, rounded: bool = True) -> tuple[Spec, dict[str, Callable[[], Tensor]]]:
+    """What `fold_norms` does, one thunk per tensor. Norm vectors are read at once, everything else when its thunk is called.
+
+    Without `rounded` what folding touches stays in the precision it is computed in, for whoever computes on and rounds in the end.
+    """
     require(check(spec, state), f'the state does not fit the spec "{spec.family}"')
     folding = _Folding(spec, state)
     require(folding.faults(), f'the state of "{spec.family}" cannot be folded', hint="convert these tensors to a floating-point dtype first")
@@ -49,7 +52,14 @@ def fold_lazily(spec: Spec, state: State) -> tuple[Spec, dict[str, Callable[[], 
         folding.fold(norm)
     for scale in spec.scales:
         folding.fold_back(scale)
-    return folded_spec(spec), folding.thunks()
+    return folded_spec(spec), folding.thunks(rounded)
+
+
+def origin(spec: Spec, state: Container[str], name: str) -> str:
+    """Where a tensor's values are: under its own name, or under that of one that is tied to it."""
+    target = spec.ties.get(name, name)
+    tied = [name, target, *(alias for alias, t in spec.ties.items() if t == target)]
+    return next(n for n in tied if n in state)
 
 
 def folded_spec(spec: Spec) -> Spec:
@@ -82,10 +92,7 @@ class _Folding:
         self.edits.setdefault(name, []).append(change)
 
     def source(self, name: str) -> str:
-        """Where a tensor's values are: under its own name, or under that of one that is tied to it."""
-        target = self.spec.ties.get(name, name)
-        tied = [name, target, *(alias for alias, t in self.spec.ties.items() if t == target)]
-        return next(n for n in tied if n in self.state)
+        return origin(self.spec, self.state, name)
 
     def each(self, pattern: str) -> dict[str, Stored]:
         return {name: entry for name, entry in self.stored.items() if entry.pattern == pattern}
@@ -135,9 +142,9 @@ class _Folding:
                 self.edit(name, partial(_scaled, by=gain, dim=dim))
         self.constants[scale.gain] = 1.0
 
-    def thunks(self) -> dict[str, Callable[[], Tensor]]:
+    def thunks(self, rounded: bool) -> dict[str, Callable[[], Tensor]]:
         out: dict[str, Callable[[], Tensor]] = {name: partial(self.state.__getitem__, name) for name in self.state}
-        out |= {name: partial(self._edited, name) for name in self.edits}
+        out |= {name: partial(self._edited, name, rounded) for name in self.edits}
         for alias in self.edits.keys() & self.spec.ties.keys():  # the one it repeats may not be stored: it becomes a tensor of its own too
             out.setdefault(self.spec.ties[alias], partial(self.state.__getitem__, self.source(alias)))
         out |= {name: partial(self._constant, name, value) for name, value in self.constants.items()}
@@ -146,12 +153,12 @@ class _Folding:
     def _constant(self, name: str, value: float) -> Tensor:
         return self.state[name].new_full(self.state[name].shape, value)
 
-    def _edited(self, name: str) -> Tensor:
+    def _edited(self, name: str, rounded: bool) -> Tensor:
         original = self.state[self.source(name)]
         work = _work(original) * self.spec.untied.get(name, 1.0)
         for change in self.edits[name]:
             work = change(work)
-        return work.to(original.dtype)
+        return work.to(original.dtype) if rounded else work
 
 
 def _work(x: Tensor) -> Tensor:

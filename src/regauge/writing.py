@@ -15,12 +15,14 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, fsync_folder, write_bytes, writing
+from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, read_header
 from regauge.errors import CheckpointError
+from regauge.files import amount, fsync_folder, write_bytes, writing
 
 if TYPE_CHECKING:
     import torch
@@ -67,13 +69,17 @@ class File:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run writes: safetensors files, small files by their bytes, and files to copy. `digest` tells one plan from another."""
+    """What a run writes: safetensors files, small files by their bytes, and files to copy. `digest` tells one plan from another.
+
+    `was_finite` says whether what a tensor is made of holds neither NaN nor Inf. Without it, nobody minds either.
+    """
 
     files: tuple[File, ...]
     small: Mapping[str, bytes] = field(default_factory=dict)
     copies: Mapping[str, Path] = field(default_factory=dict)
     left: tuple[str, ...] = ()
     recipe: bytes = b""
+    was_finite: Callable[[str], bool] | None = None
 
     @property
     def size(self) -> int:
@@ -105,42 +111,25 @@ def nbytes(dtype: str, shape: Sequence[int]) -> int:
     return total
 
 
-def write_checkpoint(
-    out: str | Path,
-    source: Checkpoint,
-    thunks: Thunks,
-    *,
-    config_changes: Mapping[str, Any] | None = None,
-    extra_metadata: Mapping[str, str] | None = None,
-    recipe: bytes = b"",
-    progress: Progress | None = None,
-    resume: bool = False,
-    threads: int | None = None,
-) -> Written:
-    """Write the tensors that thunks make, as the source is laid out: same shards, order, dtypes and metadata, and all its other files.
-
-    `out` is a folder, or a .safetensors file if the source is one file. Tensors that the source lacks go to the end of the last shard; tensors
-    without a thunk are left out. `config_changes` are merged into config.json. `recipe` is whatever, besides the source, determines the values: with
-    `resume`, shards that an interrupted run of the same recipe has finished are kept.
-    """
-    plan = plan_checkpoint(out, source, thunks, config_changes=config_changes, extra_metadata=extra_metadata, recipe=recipe)
-    return write_plan(Path(out), plan, thunks, progress=progress, resume=resume, threads=threads)
-
-
 def plan_checkpoint(
-    out: str | Path,
+    out: Path,
     source: Checkpoint,
     thunks: Thunks,
     *,
+    origins: Mapping[str, str] | None = None,
     config_changes: Mapping[str, Any] | None = None,
-    extra_metadata: Mapping[str, str] | None = None,
     recipe: bytes = b"",
 ) -> Plan:
-    """What `write_checkpoint` would write; refuses what it would refuse before the first byte."""
-    target = Path(out)
-    check_target(target, source.path)
-    plan = _plan(target, source, thunks, dict(config_changes or {}), extra_metadata, recipe)
-    _check_space(_real(target).parent, plan, 0)
+    """Plan to write the tensors that thunks make, as the source is laid out: same shards, order, dtypes and metadata, and all its other files.
+
+    `out` is a folder, or a .safetensors file if the source is one file. Tensors that the source lacks go to the end of the last shard; tensors
+    without a thunk are left out. `origins` names the tensor of the source that one is made of, where that has another name: if it was finite and
+    the new one is not, writing fails. `config_changes` are merged into config.json. `recipe` is whatever, besides the source, determines the values.
+    What can be refused before the first byte is refused here.
+    """
+    check_target(out, source.path)
+    plan = replace(_plan(out, source, thunks, dict(config_changes or {}), recipe), was_finite=partial(_was_finite, source, origins or {}))
+    _check_space(_real(out).parent, plan.size)
     return plan
 
 
@@ -148,20 +137,34 @@ def check_target(out: Path, source: Path) -> None:
     """Refuse an output that is there already, or that overlaps the source."""
     with writing(out):
         here, there = _real(out), source.resolve()
-        os.path.lexists(out)
-        out.is_dir()
     if here == there:
         raise CheckpointError(f"the output {out} is the input", hint="name another folder with -o")
     if here.is_relative_to(there) or there.is_relative_to(here):
         inside = "inside" if here.is_relative_to(there) else "around"
         raise CheckpointError(f"the output {out} lies {inside} the input {source}", hint="name a folder beside it with -o")
-    if os.path.lexists(out) and not (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
-        raise CheckpointError(f"the output {out} exists already", hint="name a new folder with -o, or remove this one first")
+    check_new(out)
+
+
+def check_new(out: Path) -> None:
+    """Refuse an output that is there already, or that has no place to be."""
+    if out.name in ("", ".."):
+        raise CheckpointError(f"the output {out} has no name of its own", hint="name a new folder")
+    with writing(out):
+        out.is_dir()  # looks at more than the next line does: a name may be too long
+        taken = is_taken(out)
+    if taken:
+        raise CheckpointError(f"the output {out} exists already", hint="name a new one, or remove this one first")
     config = out.with_name(f"{out.stem}.config.json")
     if is_file_name(out) and os.path.lexists(config):
         raise CheckpointError(f"{config} exists already, and the output's config would take its place", hint="name another file with -o")
-    if not here.parent.is_dir():
-        raise CheckpointError(f"the folder {here.parent} for the output does not exist", hint="make it first")
+    parent = _real(out).parent
+    if not parent.is_dir():
+        raise CheckpointError(f"the folder {parent} for the output does not exist", hint="make it first")
+
+
+def is_taken(out: Path) -> bool:
+    """Is there something at an output's place? An empty folder is nothing; what is written appears there all at once."""
+    return os.path.lexists(out) and not (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
 
 
 def _real(path: Path) -> Path:
@@ -172,12 +175,11 @@ def is_file_name(out: Path) -> bool:
     return out.suffix == ".safetensors"
 
 
-def _plan(out: Path, source: Checkpoint, thunks: Thunks, changes: dict[str, Any], extra: Mapping[str, str] | None, recipe: bytes) -> Plan:
+def _plan(out: Path, source: Checkpoint, thunks: Thunks, changes: dict[str, Any], recipe: bytes) -> Plan:
     files: list[File] = []
     for shard in source.files.values():
         kept = tuple((name, e.dtype, e.shape) for name, e in shard.entries.items() if name in thunks)
-        metadata = {**(shard.metadata or {}), **extra} if extra else shard.metadata
-        files.append(File(shard.path.name, kept, metadata))
+        files.append(File(shard.path.name, kept, shard.metadata))
     new = tuple((name, *_described(name, thunks[name]())) for name in thunks if name not in source)
     files[-1] = File(files[-1].name, files[-1].tensors + new, files[-1].metadata)
     config = _config(source, changes)
@@ -223,28 +225,46 @@ def _index(index: Mapping[str, Any], files: Sequence[File]) -> bytes:
 
 
 def other_files(folder: Path, written: set[str]) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """The files of a folder to carry over, and those to leave: weights in other formats and their indices, and hidden files."""
+    """The files of a folder to carry over, and those to leave: other weights and their indices, and elements. Hidden files count as absent."""
     copies: dict[str, Path] = {}
     left: list[str] = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts) or not path.is_file() or name in written:
             continue
-        if path.suffix in _OTHER_WEIGHTS or name.endswith((".index.json", ".safetensors.json")) or path.name.startswith(("tf_model", "flax_model")):
+        if _is_weights(path) or _is_element(path):
             left.append(name)
         else:
             copies[name] = path
     return copies, tuple(left)
 
 
+def _is_weights(path: Path) -> bool:
+    indices, others = (".index.json", ".safetensors.json"), ("tf_model", "flax_model")
+    return path.suffix in _OTHER_WEIGHTS or path.name.endswith(indices) or path.name.startswith(others)
+
+
+def _is_element(path: Path) -> bool:
+    """Is this an element, whatever its name? It is a secret, and could undo the output that it would lie in."""
+    try:
+        return (read_header(path).metadata or {}).get("regauge") == "element"
+    except CheckpointError:
+        return False
+
+
 def write_plan(
     out: Path, plan: Plan, thunks: Thunks, *, progress: Progress | None = None, resume: bool = False, threads: int | None = None
 ) -> Written:
-    """Write a plan beside the output and rename it into place. The output has been checked."""
+    """Write a plan beside the output and rename it into place. The output has been checked.
+
+    With `resume`, shards that an interrupted run of the same plan has finished are kept.
+    """
     parent = _real(out).parent
     partial = parent / f".{out.name}.partial"
+    with writing(out):
+        size = plan.size
     with _staged(partial, plan, resume) as done:
-        _check_space(parent, plan, sum(f.size for f in plan.files if f.name in done))
+        _check_space(parent, size - sum(f.size for f in plan.files if f.name in done))
         run = _Run(partial, plan, thunks, done, progress, threads or min(4, os.cpu_count() or 1))
         with writing(out):
             run.write()
@@ -256,7 +276,7 @@ def write_plan(
                 write_bytes(partial / name, data)
             _finish(partial, out)
     files = (*(f.name for f in plan.files), *plan.small, *plan.copies)
-    return Written(out, files, plan.size, tuple(run.nonfinite), plan.left, tuple(done))
+    return Written(out, files, size, tuple(run.nonfinite), plan.left, tuple(done))
 
 
 def _finish(partial: Path, out: Path) -> None:
@@ -277,11 +297,11 @@ def _fsync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _check_space(parent: Path, plan: Plan, kept: int) -> None:
-    need, free = plan.size - kept, shutil.disk_usage(parent).free
+def _check_space(parent: Path, need: int) -> None:
+    free = shutil.disk_usage(parent).free
     if need > free:
         raise CheckpointError(
-            f"no space left on the device: {parent} has {free / 1e9:.2f} GB free, the output needs {need / 1e9:.2f} GB",
+            f"no space left on the device: {parent} has {amount(free)} free, the output needs {amount(need)}",
             hint="free some space, or write to another disk",
         )
 
@@ -340,7 +360,7 @@ def _finished(partial: Path, plan: Plan, digest: str) -> set[str]:
     try:
         journal = json.loads((partial / _JOURNAL).read_bytes())
         names = set(journal["done"]) if journal["plan"] == digest else set()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
     return {f.name for f in plan.files if f.name in names and (partial / f.name).is_file() and (partial / f.name).stat().st_size == f.size}
 
@@ -412,7 +432,13 @@ class _Run:
         if made.shape != shape or made.itemsize != DTYPES[dtype][1]:
             raise CheckpointError(f'"{name}" became {made.itemsize} bytes x {list(made.shape)}, but {dtype} {list(shape)} was announced')
         bits = np.ascontiguousarray(made).reshape(-1)
-        return (bits.view(np.uint8), dtype not in FLOATS or is_finite(bits, dtype)) if bits.size else (b"", True)
+        finite = dtype not in FLOATS or is_finite(bits, dtype)
+        if not finite and self.plan.was_finite is not None and self.plan.was_finite(name):
+            raise CheckpointError(
+                f'"{name}" would hold NaN or Inf, which what it is made of does not',
+                hint=f"its new values are too large for {dtype}: store the model in a wider dtype first, or draw another element",
+            )
+        return (bits.view(np.uint8), finite) if bits.size else (b"", True)
 
     def _put(self, fd: int, data: Any) -> int:
         view = memoryview(data)
@@ -463,3 +489,10 @@ def is_finite(bits: Any, dtype: str) -> bool:
         if signed[at : at + step].max() >= first or unsigned[at : at + step].max() >= last:
             return False
     return True
+
+
+def _was_finite(source: Checkpoint, origins: Mapping[str, str], name: str) -> bool:
+    import numpy as np
+
+    entry = source.entries.get(origins.get(name, name))
+    return entry is None or entry.dtype not in FLOATS or is_finite(np.ravel(source.bits[origins.get(name, name)]), entry.dtype)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from regauge.errors import RegaugeError
 
 
+class StoppedError(RegaugeError):
+    """Ctrl-C, or a polite kill, while an output was written. The message says what became of it."""
+
+
 def data(text: str) -> None:
+    if getattr(sys, "stdout", None) is None:
+        raise RegaugeError("stdout is closed, so the result cannot be shown", hint="send stdout to a file")
     sys.stdout.write(text + "\n")
 
 
@@ -20,7 +28,18 @@ def data_json(value: Any) -> None:
 
 
 def say(text: str) -> None:
-    sys.stderr.write("".join(f"regauge: {line}\n" for line in text.splitlines()))
+    """Talk. Where nobody can hear it, it is lost: that is no error."""
+    try:
+        sys.stderr.write("".join(f"regauge: {line}\n" for line in text.splitlines()))
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        silence(sys.stderr)
+
+
+def silence(stream: Any) -> None:
+    """Send what a broken stream still holds, and whatever comes after it, nowhere."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def warn(text: str) -> None:
@@ -32,6 +51,18 @@ def fail(error: RegaugeError) -> None:
     say("\n".join([f"error: {first}", *rest]))
     if error.hint:
         say(f"hint: {error.hint}")
+
+
+@contextmanager
+def writing_to(out: Path, what: str) -> Iterator[Any]:
+    """A progress bar for the writing of an output. An interrupt is told with what became of it."""
+    from regauge.writing import is_taken
+
+    try:
+        with progress_bar(f"{what} to {out.name}") as progress:
+            yield progress
+    except KeyboardInterrupt as stop:
+        raise StoppedError(f"interrupted; {out} was {'' if is_taken(out) else 'not '}written") from stop
 
 
 @contextmanager
@@ -47,16 +78,6 @@ def progress_bar(what: str) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
-
-
-def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows as aligned text; the columns in `right` are flush right, the last one is left as long as it is."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 @contextmanager

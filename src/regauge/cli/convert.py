@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, progress_bar, say, warn
+from regauge.cli.console import data_json, say, warn, writing_to
 
 VERSION = 1
 
@@ -23,6 +23,7 @@ def convert(
 ) -> int:
     """Write a pickled checkpoint as safetensors. Pickles are read without running code; tied tensors are stored once."""
     from regauge.converting import open_pickles, plan_conversion
+    from regauge.files import amount
     from regauge.writing import check_target, write_plan
 
     check_target(out, source)
@@ -30,17 +31,25 @@ def convert(
     plan, thunks = plan_conversion(out, pickles)
     for alias, kept in pickles.aliases.items():
         say(f"{alias} is the same tensor as {kept}, and is stored once")
-    for name in pickles.dropped:
-        warn(f'"{name}" is no tensor and is left out')
-    report = {"version": VERSION, "command": "convert", "out": str(out), "tensors": len(thunks), "aliases": dict(pickles.aliases), "dry_run": dry_run}
+    for name, why in pickles.dropped.items():
+        warn(f'"{name}" {why} and is left out')
+    report = {
+        "version": VERSION,
+        "command": "convert",
+        "out": str(out),
+        "tensors": len(thunks),
+        "aliases": dict(pickles.aliases),
+        "dropped": list(pickles.dropped),
+        "dry_run": dry_run,
+    }
     if dry_run:
         say(f"dry run: {len(thunks)} tensors would be written to {out}")
     else:
-        with progress_bar(f"converting to {out.name}") as progress:
+        with writing_to(out, "converting") as progress:
             written = write_plan(out, plan, thunks, progress=progress, threads=threads)
         if written.nonfinite:
             warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {', '.join(written.nonfinite[:5])}")
-        say(f"wrote {out}: {len(thunks)} tensors, {written.bytes / 1e6:,.1f} MB")
+        say(f"wrote {out}: {len(thunks)} tensors, {amount(written.bytes)}")
         report |= {"bytes": written.bytes, "files": list(written.files)}
     if json:
         data_json(report)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from regauge.checkpoint import Checkpoint
     from regauge.spec import Fault, Spec
+
+_NUMBER = re.compile(r"(?<=\.)\d+\b")
 
 
 def open_model(source: str, spec_file: Path | None) -> tuple[Checkpoint, Spec]:
@@ -21,8 +25,10 @@ def open_model(source: str, spec_file: Path | None) -> tuple[Checkpoint, Spec]:
 
 def spec_of(checkpoint: Checkpoint, spec_file: Path | None) -> Spec:
     if spec_file is not None:
+        from regauge.files import require_file
         from regauge.specfile import load_spec
 
+        require_file(spec_file)
         return load_spec(spec_file)
     from regauge import sources
 
@@ -40,7 +46,31 @@ def require_fit(checkpoint: Checkpoint, spec: Spec, faults: Sequence[Fault] | No
     from regauge.spec import require
 
     require(
-        faults_of(checkpoint, spec) if faults is None else faults,
+        grouped(faults_of(checkpoint, spec) if faults is None else faults),
         f'{checkpoint.path} does not fit the spec "{spec.family}"',
         hint="its config contradicts its weights, or the spec is not this model's: regauge inspect shows both",
     )
+
+
+def grouped(faults: Sequence[Fault]) -> list[Fault]:
+    """Faults that differ in nothing but the numbers in their names, told once: by the first, with how many there are and in which layers."""
+    alike: dict[str, list[Fault]] = {}
+    for fault in faults:
+        alike.setdefault(_NUMBER.sub("#", fault.text), []).append(fault)
+    return [
+        first if not rest else replace(first, text=f"{first.text} (and {len(rest)} more like it{_layers(rest)})") for first, *rest in alike.values()
+    ]
+
+
+def _layers(faults: Sequence[Fault]) -> str:
+    """`, layers 1-11`, where names differ in their first number alone."""
+    numbers = [[int(n) for n in _NUMBER.findall(fault.name)] for fault in faults]
+    if not all(numbers) or len({tuple(rest) for _, *rest in numbers}) > 1:
+        return ""
+    runs: list[list[int]] = []
+    for layer in sorted({first for first, *_ in numbers}):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", layers " + ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, progress_bar, say, warn
+from regauge.cli.console import data_json, say, warn, writing_to
 from regauge.errors import ElementError, RegaugeError
 
 if TYPE_CHECKING:
@@ -53,23 +54,25 @@ def move(
     started = time.monotonic()
 
     from regauge.cli.model import open_model, require_fit
-    from regauge.writing import check_target, plan_checkpoint, write_checkpoint
+    from regauge.files import amount
+    from regauge.writing import check_target, is_taken, plan_checkpoint, write_plan
 
-    checkpoint, described = open_model(model, spec)
+    checkpoint, unfolded = open_model(model, spec)
     check_target(out, checkpoint.path)
     if save_element is not None and os.path.lexists(save_element):
         raise ElementError(f"{save_element} exists already", hint="an element is a secret that cannot be made again: name a new file")
     if save_element is not None:
         _keep_apart(save_element, out, checkpoint.path)
-    require_fit(checkpoint, described)
+    require_fit(checkpoint, unfolded)
 
-    from regauge.action import apply_lazily, only_gathers
+    from regauge.action import apply_lazily, moves, only_gathers
     from regauge.checkpoint import Lazy
-    from regauge.fold import fold_lazily
+    from regauge.fold import fold_lazily, origin
 
     state: Mapping[str, Any] = checkpoint
+    described = unfolded
     if fold:
-        described, folded = fold_lazily(described, checkpoint)
+        described, folded = fold_lazily(unfolded, checkpoint, rounded=False)
         state = Lazy(folded, lambda name: folded[name]())
     g = _element(described, element, (group or options.Kind.permutation).value, spaces, seed)
     g = ~g if invert else g
@@ -80,7 +83,12 @@ def move(
 
         torch.set_num_threads(threads)
     say(f"{described.family}: moves {_summary(g)}{' after folding' if fold else ''}{f', {part.value} only' if part else ''}")
-    thunks = apply_lazily(g, state, part.value if part else None)
+    chosen = part.value if part else None
+    thunks = apply_lazily(g, state, chosen)
+    if fold:  # once, and only now
+        thunks = {name: partial(_rounded, make, checkpoint[origin(unfolded, checkpoint, name)].dtype) for name, make in thunks.items()}
+    sources = {m.name: m.source for m in moves(g, chosen)}
+    origins = {name: origin(unfolded, checkpoint, sources.get(name, name)) for name in thunks}
     report: dict[str, Any] = {
         "version": VERSION,
         "command": "move",
@@ -88,12 +96,13 @@ def move(
         "out": str(out),
         "moved": list(g.members),
         "folded": fold,
-        "part": part.value if part else None,
+        "part": chosen,
         "tensors": len(thunks),
         "dry_run": dry_run,
     }
+    recipe = _recipe(g, unfolded, fold, chosen)
+    plan = plan_checkpoint(out, checkpoint, thunks, origins=origins, config_changes=described.config, recipe=recipe)
     if dry_run:
-        plan_checkpoint(out, checkpoint, thunks, config_changes=described.config)
         say(f"dry run: {len(thunks)} tensors would be written to {out}")
         if json:
             data_json(report)
@@ -103,32 +112,23 @@ def move(
 
         save(g, save_element, new=True)
     try:
-        with progress_bar(f"moving to {out.name}") as progress:
-            written = write_checkpoint(
-                out,
-                checkpoint,
-                thunks,
-                config_changes=described.config,
-                recipe=_recipe(g, fold, part),
-                progress=progress,
-                resume=resume,
-                threads=threads,
-            )
+        with writing_to(out, "moving") as progress:
+            written = write_plan(out, plan, thunks, progress=progress, resume=resume, threads=threads)
     except BaseException:
-        if save_element is not None and not os.path.lexists(out):  # a finished output keeps its only key
+        if save_element is not None and not is_taken(out):  # a finished output keeps its only key
             save_element.unlink(missing_ok=True)
         raise
     if written.nonfinite:
         names = ", ".join(written.nonfinite[:5]) + (f" and {len(written.nonfinite) - 5} more" if len(written.nonfinite) > 5 else "")
         warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {names}")
     if written.left:
-        say(f"not carried over (weights in other formats): {', '.join(written.left)}")
+        say(f"not carried over (weights in other formats, elements): {', '.join(written.left)}")
     if written.resumed:
         say(f"kept from the interrupted run: {', '.join(sorted(written.resumed))}")
     seconds = time.monotonic() - started
     if random and seed is None and save_element is None:
         say("the element was not saved, so this move cannot be undone; --save-element keeps it")
-    say(f"wrote {out}: {written.bytes / 1e6:,.1f} MB in {seconds:.1f} s{f'; the element is in {save_element}' if save_element else ''}")
+    say(f"wrote {out}: {amount(written.bytes)} in {seconds:.1f} s{f'; the element is in {save_element}' if save_element else ''}")
     if json:
         details = {"bytes": written.bytes, "files": list(written.files), "nonfinite": list(written.nonfinite), "left": list(written.left)}
         data_json(report | details | {"element": str(save_element or element or ""), "seconds": round(seconds, 3)})
@@ -149,9 +149,11 @@ def _keep_apart(element: Path, out: Path, source: Path) -> None:
 
 def _element(spec: Spec, file: Path | None, group: Any, spaces: str | None, seed: int | None) -> Element:
     from regauge.elements import element, load_element
+    from regauge.files import require_file
 
     named = [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
     if file is not None:
+        require_file(file)
         g = load_element(file, spec)
         g = g.only(*named) if named is not None else g
     else:
@@ -183,9 +185,16 @@ def _summary(g: Element) -> str:
     return ", ".join(f"{root} ({n})" if n > 1 else root for root, n in roots.items()) or "nothing"
 
 
-def _recipe(g: Element, fold: bool, part: options.Part | None) -> bytes:
+def _rounded(make: Callable[[], Any], dtype: Any) -> Any:
+    return make().to(dtype)
+
+
+def _recipe(g: Element, unfolded: Spec, fold: bool, part: str | None) -> bytes:
     """What, besides the source, determines the values that are written."""
-    whole = hashlib.sha256(f"fold={fold} part={part.value if part else ''} family={g.spec.family}".encode())
+    from regauge import __version__
+    from regauge.specfile import dump_spec
+
+    whole = hashlib.sha256(f"version={__version__} fold={fold} part={part or ''}\n{dump_spec(unfolded)}".encode())
     for name in sorted(g.members):
         member = g.members[name]
         whole.update(name.encode() + type(member).__name__.encode())

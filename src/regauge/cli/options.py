@@ -27,5 +27,7 @@ SpecFile = Annotated[Path | None, typer.Option("--spec", metavar="FILE", help="A
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="A public seed, for experiments. Without it: the system's randomness.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, metavar="N", help="Threads that compute. Default: one per core, at most four.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, max=256, metavar="N", help="Threads that compute. Default: one per core, at most four.")
+]
 Verbose = Annotated[int, typer.Option("-v", count=True, help="Say more; twice: show tracebacks.", show_default=False)]

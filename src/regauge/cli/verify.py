@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import columns, data, say, step_bar
+from regauge.cli.console import data, say, step_bar
 from regauge.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -148,6 +148,8 @@ def read_inputs(path: Path, module: Any) -> dict[str, Any]:
 
 def text_of(results: Results) -> str:
     """Results as a terminal shows them."""
+    from regauge.facts import columns
+
     rows = [("", "check", "error", "allowed", "control", "")]
     for f in results.findings:
         rows.append((_mark(f), f.id, _number(f.value), _number(f.floor), _number(f.ceiling), "" if f.holds else f.sentence))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ def example_inputs(model: torch.nn.Module, seed: int = 0) -> dict[str, Any]:
             raise CutError(f"regauge does not know what a {type(model).__name__} is given", hint="pass inputs={name: tensor}")
         return {"x": torch.randn(BATCH, *size, generator=draw).to(first.device, first.dtype)}
     out: dict[str, Any] = {}
-    if model.main_input_name == "pixel_values" or hasattr(config, "vision_config"):
+    takes = inspect.signature(model.forward).parameters
+    if "pixel_values" in takes:
         out |= _images(model, config, draw, first)
-    if model.main_input_name == "input_ids" or hasattr(config, "text_config"):
+    if "input_ids" in takes:
         out |= {k: v.to(first.device) for k, v in _tokens(model, config, draw).items()}
     return out
 

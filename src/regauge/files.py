@@ -1,0 +1,68 @@
+"""Single files: what may be read, what the system's errors mean, writing that is all or nothing, and how sizes are said."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from regauge.errors import CheckpointError
+
+
+def require_file(path: Path) -> None:
+    """Refuse what is there and is no regular file: opening a pipe would wait for its other end. What is absent is left to whoever opens it."""
+    if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 (these take names that are too long for the system)
+        raise CheckpointError(f"{path} is no regular file", hint="name a file on the disk: pipes and devices cannot be read twice")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says into one error that names the file and the way out."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError(
+                f"no space left on the device while writing {path}; nothing was kept", hint="free some space, or write to another disk"
+            ) from error
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}", hint="check that the folder exists and is writable") from error
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the system can."""
+    with contextlib.suppress(OSError):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, new: bool = False) -> None:
+    """Write one file so that it appears whole or not at all, in place of an older one of that name, or refusing to if it must be `new`."""
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    with writing(path):
+        try:
+            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.link(partial, path) if new else partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    fsync_folder(path.parent)
+
+
+def amount(n: int) -> str:
+    """A number of bytes as people say it: 12 B, 3.4 kB, 1,234.5 MB."""
+    return f"{n} B" if n < 1_000 else f"{n / 1e3:.1f} kB" if n < 1_000_000 else f"{n / 1e6:,.1f} MB"

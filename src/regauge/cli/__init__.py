@@ -1,4 +1,4 @@
-"""The command line: `regauge inspect | move | convert | demo`.
+"""The command line: `regauge inspect | move | convert | report | demo`.
 
 Exit codes: 0 done, 1 error, 2 usage. Commands import what they need when they run: `regauge --help` loads neither numpy nor torch.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import typer
 
-from regauge.cli import convert, demo, inspect, move
+from regauge.cli import convert, demo, inspect, move, report
 from regauge.cli.console import fail, say
 from regauge.errors import RegaugeError
 
@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (inspect.inspect, move.move, convert.convert, demo.demo):
+for _command in (inspect.inspect, move.move, convert.convert, report.report, demo.demo):
     app.command()(_command)
 
 

@@ -64,6 +64,7 @@ def verdict(results: Results) -> tuple[str, str]:
 
 
 def section(finding: Finding) -> str:
+    """What a finding is listed under: its id up to the first slash."""
     return finding.id.split("/")[0]
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from regauge.errors import FindingsError, need
 from regauge.findings import Figure, Finding
+from regauge.report import number, section
 
 # stand-ins in matplotlib's SVG, and what they become on the page
 _INK, _RULE = "#010101", "#010102"
@@ -51,11 +52,11 @@ def panels(findings: Sequence[Finding]) -> list[Panel]:
     groups: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
     for i, f in enumerate(findings):
         if f.value is not None and (f.floor is not None or f.ceiling is not None):
-            groups.setdefault((f.id.split("/")[0], f.measure), []).append((i, f))
+            groups.setdefault((section(f), f.measure), []).append((i, f))
     return [_panel(*key, group) for key, group in groups.items()]
 
 
-def _panel(section: str, measure: str, group: list[tuple[int, Finding]]) -> Panel:
+def _panel(name: str, measure: str, group: list[tuple[int, Finding]]) -> Panel:
     log = measure == "relative error"
     numbers = [x for _, f in group for x in (f.value, f.floor, f.ceiling) if x is not None]
     scaled = [math.log10(x) if log else max(min(x, _HUGE), -_HUGE) for x in numbers if math.isfinite(x) and (x > 0 or not log)]
@@ -82,7 +83,7 @@ def _panel(section: str, measure: str, group: list[tuple[int, Finding]]) -> Pane
         ticks = [(along(k * step), f"{k * step:.4g}") for k in range(round(low / step), round(high / step) + 1)]
     ticks += [(3.0, "0" if log else "−∞")] * left + [(97.0, "∞")] * right
     dots = [Dot(i, f, *(None if x is None else place(x) for x in (f.value, f.floor, f.ceiling))) for i, f in group]
-    return Panel(section, measure, 0.0 if log else first, ticks, dots)
+    return Panel(name, measure, 0.0 if log else first, ticks, dots)
 
 
 def _step(size: float) -> float:
@@ -135,8 +136,6 @@ def _bars(figure: Figure, prefix: str) -> tuple[str, int]:
     tall = 0.8 / max(1, len(series))
 
     def paint(axes: Any) -> None:
-        from regauge.report import number
-
         nonlocal skipped
         for i, (label, values) in enumerate(series.items()):
             y, missing = _numbers(values)
@@ -172,11 +171,9 @@ def _matrix(figure: Figure, prefix: str) -> tuple[str, int]:
         from matplotlib import colormaps
         from matplotlib.colors import LogNorm, Normalize
 
-        from regauge.report import number
-
         known = values[values == values]
         low, high = (float(known.min()), float(known.max())) if known.size else (1.0, 10.0)
-        norm = (LogNorm if log else Normalize)(low, high if high > low else low * 1.1 + (low == 0))
+        norm = (LogNorm if log else Normalize)(low, high if high > low else low + (abs(low) / 10 or 1))
         image = axes.imshow(values, cmap="cividis", norm=norm, aspect="auto", interpolation="none")
         for (i, j), value in ((p, float(v)) for p, v in np.ndenumerate(values) if written):
             shade = sum(colormaps["cividis"](norm(value))[:3]) if value == value else -1
@@ -293,8 +290,6 @@ def _legend(axes: Any, series: int) -> None:
 
 def _log_labels(axis: Any) -> None:
     from matplotlib.ticker import FuncFormatter, NullFormatter
-
-    from regauge.report import number
 
     low, high = axis.get_view_interval()
     axis.set_major_formatter(FuncFormatter(lambda x, _: number(float(x), 2) if 0.01 < x < 100 else f"1e{round(math.log10(x))}"))

@@ -190,9 +190,8 @@ def test_a_convolution_in_the_backbone_is_named() -> None:
         verify(model, spec=spec)  # its tensors have other names
 
     model = build("vit")
-    conv = torch.nn.Conv1d(12, 12, 3, padding=1, dtype=torch.float64)
-    model.vit.layers[1].mlp.conv = conv
-    model.vit.layers[1].mlp.register_forward_pre_hook(lambda module, args: (conv(args[0].transpose(1, 2)).transpose(1, 2),))
+    model.vit.layers[1].mlp.conv = torch.nn.Conv1d(12, 12, 3, padding=1, dtype=torch.float64)
+    model.vit.layers[1].mlp.register_forward_pre_hook(lambda module, args: (module.conv(args[0].transpose(1, 2)).transpose(1, 2),))
     results = verify(model, spec=spec, steps=0)
     assert found(results, "spec/fits").where == "vit.layers.1.mlp.conv.weight"
     assert found(results, "row/forward").where == "vit.layers.1.mlp.conv (Conv1d)"

@@ -104,7 +104,7 @@ def from_json(text: str | bytes, where: str = "the text") -> Results:
             facts=dict(document["facts"]),
             unchecked=tuple(map(str, document["unchecked"])),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise FindingsError(f"{where} is damaged: {type(error).__name__}: {error}", hint="run the command again with --json") from error
 
 

@@ -137,20 +137,25 @@ class Trained:
 
 
 def train(subject: Subject, way: Way, steps: int, optimizer: str, rate: float) -> Trained:
-    """Train a subject's model in place, with fresh rows in every step."""
+    """Train a subject's model in place, with fresh rows in every step. In half precision the optimizer holds the weights in float32, as is usual."""
     parameters = dict(subject.model.named_parameters())
+    masters = {n: p if p.dtype.itemsize >= 4 else p.detach().float().requires_grad_() for n, p in parameters.items()}
     chosen: torch.optim.Optimizer
     if optimizer == "sgd":
-        chosen = torch.optim.SGD(parameters.values(), lr=rate, momentum=0.9, foreach=False)
+        chosen = torch.optim.SGD(masters.values(), lr=rate, momentum=0.9, foreach=False)
     else:
-        chosen = torch.optim.AdamW(parameters.values(), lr=1e-3, foreach=False)
+        chosen = torch.optim.AdamW(masters.values(), lr=1e-3, foreach=False)
     for step in range(steps):
         gradients = run(subject, replace(way, rows=None if way.rows is None else way.rows + step), backward=True).gradients
-        for name, p in parameters.items():
-            p.grad = gradients.get(name)
+        for name, master in masters.items():
+            master.grad = gradients[name].to(master.dtype) if name in gradients else None
         chosen.step()
         chosen.zero_grad()
-    return Trained(run(subject, way).forward, {n: p.detach() for n, p in parameters.items()})
+        with torch.no_grad():
+            for name, p in parameters.items():
+                if p is not masters[name]:
+                    p.copy_(masters[name])
+    return Trained(run(subject, way).forward, {n: p.detach() for n, p in masters.items()})
 
 
 def run(subject: Subject, way: Way = PLAIN, *, backward: bool = False, training: bool = False) -> Pass:

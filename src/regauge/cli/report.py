@@ -1,0 +1,34 @@
+"""`regauge report`: results in, a page out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from regauge.cli import options
+from regauge.cli.console import say
+
+
+def report(
+    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="The results that a command wrote with --json.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new HTML file.")],
+    verbose: options.Verbose = 0,
+) -> int:
+    """Write results as one HTML page that opens from disk, without a network."""
+    from regauge.errors import FindingsError
+    from regauge.files import write_bytes, writing
+    from regauge.findings import load_results
+    from regauge.report import page, verdict
+
+    with writing(out):
+        taken = os.path.lexists(out)
+    if taken:
+        raise FindingsError(f"the output {out} exists already", hint="name a new file with -o, or remove this one first")
+    found = load_results(results)
+    text = page(found).encode()
+    write_bytes(out, text, new=True)
+    say(f"wrote {out}: {verdict(found)[1].lower()}; {len(text) / 1e3:,.1f} kB")
+    return 0

@@ -1,0 +1,414 @@
+"""The report: a page is a function of the results' JSON, says all of it, trusts none of it, and fits the screen."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regauge.cli import main
+from regauge.errors import FindingsError, MissingExtraError
+from regauge.findings import Figure, Finding, Results, Table, from_json, to_json
+from regauge.report import amount, number, page
+from regauge.report.plots import panels
+
+GREY = [[0.0, 0.5], [1.0, 0.25]]
+FIGURES = {
+    "lines": {"x": [1, 2, 3], "y": {"plain": [1.0, 0.1, 0.0], "moved": [1.0, math.nan, 0.02]}, "xlabel": "step", "ylabel": "loss", "log": True},
+    "bars": {"labels": ["a", "b"], "y": {"weights": [0.9, 0.1], "_all": [1.0, math.inf]}, "ylabel": "share"},
+    "images": {
+        "columns": ["first", "second"],
+        "rows": [{"label": "grey", "images": [GREY, [[True, False]]]}, {"label": "rgb", "images": [[[[1, 0, 0]]]]}],
+    },
+    "matrix": {"rows": ["r", "s"], "columns": ["stream", "ffn"], "values": [[1e-7, 1.0], [0.5, math.nan]], "log": True},
+}
+RESULTS = Results(
+    "Symmetries of a model",
+    (
+        Finding("row/forward", "the output stays", True, 2.13e-7, 1e-6, 0.83, "It agrees to rounding.", "docs/notation.md", spread=3e-8, trials=5),
+        Finding("row/exact", "the bits stay", True, 0.0, 1e-6, 1.0),
+        Finding("row/rotary", "positions stay", False, math.nan, 1e-6, math.inf, "It holds NaN.", where="layers.0.q_proj"),
+        Finding("attack/match", "matching is a guess", True, 0.0312, 0.05, 0.97, measure="accuracy"),
+        Finding("row/scale", "scales are free", None, sentence="The model has no ReLU."),
+    ),
+    (Table("Sizes", ("model", "parameters", "error"), (("a", 260_032, 1.3e-7), ("b", 7, None), ("c", 8, math.nan)), "a note"),),
+    tuple(Figure(f"The {kind}", kind, data, f"about {kind}") for kind, data in FIGURES.items()),
+    {
+        "command": "regauge verify 'a model'",
+        "model": "stories",
+        "dtype": "float32",
+        "seed": 12345,
+        "versions": {"torch": "2.13.0"},
+        "flags": ["x", 1],
+    },
+    ("quantised weights",),
+)
+
+
+def text_of(html: str) -> str:
+    """What a reader sees, on one line."""
+    seen: list[str] = []
+
+    class Reader(HTMLParser):
+        hidden = False
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.hidden = tag == "style"
+
+        def handle_data(self, data: str) -> None:
+            seen.append("" if self.hidden else data)
+
+    Reader().feed(html)
+    return re.sub(r"\s+", " ", " ".join(seen))
+
+
+def test_the_page_is_a_function_of_the_json() -> None:
+    first = page(RESULTS)
+    assert page(RESULTS) == first
+    assert page(from_json(to_json(RESULTS))) == first
+    assert page(replace(RESULTS, title="another")) != first
+
+
+def test_another_process_with_another_matplotlibrc_gives_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "r.json").write_text(to_json(RESULTS))
+    (tmp_path / "matplotlibrc").write_text("axes.labelpad: 40\ngrid.linestyle: --\nfont.family: serif\n")
+    script = "from regauge.findings import load_results as load; from regauge.report import page; open('p.html', 'w').write(page(load('r.json')))"
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    assert (tmp_path / "p.html").read_text() == page(RESULTS)
+
+
+def test_charts_leave_matplotlib_as_it_was() -> None:
+    script = (
+        "import sys, matplotlib; before = matplotlib.rcParams.copy(); from regauge.findings import *; from regauge.report import page; "
+        "page(Results('t', figures=(Figure('f', 'lines', {'x': [1], 'y': {'a': [1]}}),))); assert matplotlib.rcParams.copy() == before; "
+        "assert 'matplotlib.pyplot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_importing_regauge_or_its_help_loads_neither_jinja_nor_matplotlib() -> None:
+    script = "import sys, regauge.report.plots; from regauge.cli import main; main(['--help']); assert not {'jinja2', 'matplotlib'} & {*sys.modules}"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("holds", "says", "colour"),
+    [
+        ((True, True, None), "✓ All 2 checks hold", "good"),
+        ((True, False, None), "✕ 1 of 2 checks fails", "bad"),
+        ((False, False), "✕ 2 of 2 checks fail", "bad"),
+        ((True,), "✓ The one check holds", "good"),
+        ((None,), "○ Nothing was checked", "none"),
+        ((), "○ Nothing was checked", "none"),
+    ],
+)
+def test_the_verdict(holds: tuple[bool | None, ...], says: str, colour: str) -> None:
+    html = page(Results("t", tuple(Finding(f"s/{i}", "it is so", h) for i, h in enumerate(holds))))
+    assert says in text_of(html)
+    assert f'<section class="banner {colour}"' in html
+
+
+def test_everything_in_the_results_is_on_the_page() -> None:
+    html = page(RESULTS)
+    seen = text_of(html)
+    for words in (
+        "positions stay , at layers.0.q_proj : It holds NaN. model stories dtype float32 without a verdict 1",
+        "✓ holds the output stays It agrees to rounding.",
+        "5 trials · docs/notation.md 2.1e-7 ± 3.0e-8 1.0e-6 0.83",
+        "✕ fails positions stay",
+        "nan 1.0e-6 inf",
+        "matching is a guess attack/match · accuracy 0.0312 0.05 0.97",
+        "○ scales are free The model has no ReLU.",
+        "a 260,032 1.3e-7 b 7 – c 8 nan",
+        "about lines 2 values are nan, inf or not on this axis, and not drawn.",
+        "about bars 1 value is nan",
+        "What was not checked quantised weights",
+        "How to repeat this regauge verify 'a model'",
+        "seed 12345 versions torch 2.13.0 flags x, 1",
+    ):
+        assert words in seen, words
+    order = [
+        "Symmetries of a model",
+        "checks fail",
+        "At a glance",
+        "Findings",
+        "Tables",
+        "Figures",
+        "What was not",
+        "How to repeat",
+    ]
+    assert [seen.index(words) for words in order] == sorted(seen.index(words) for words in order)
+    assert len(re.findall(r"(https?:)?//(?!www\.w3\.org)", re.sub(r"base64,[^\"]*", "", html))) == 0  # nothing comes from a network
+    ids = re.findall(r'\sid="([^"]*)"', html)
+    assert len(ids) == len(set(ids))
+
+
+def test_the_summary_stays_short() -> None:
+    seen = text_of(page(Results("t", tuple(Finding(f"s/{i}", f"statement {i}", False) for i in range(30)))))
+    assert "and 22 more, below" in seen
+    assert "statement 7 : fails." in seen
+    assert seen.count("statement 7") == 2
+    assert seen.count("statement 8") == 1
+
+
+def test_panels() -> None:
+    errors, guesses = panels(RESULTS.findings)
+    assert (errors.section, errors.measure, len(errors.dots)) == ("row", "relative error", 3)
+    forward, exact, rotary = errors.dots
+    ticks = {text: at for at, text in errors.ticks}
+    assert ticks["0"] < forward.value < forward.floor == ticks["1e-6"]
+    assert ticks["1e-2"] < forward.ceiling < ticks["1"]
+    assert ticks["1"] - ticks["1e-2"] == pytest.approx(ticks["1e-2"] - ticks["1e-4"], abs=0.02)  # a log axis
+    assert exact.value == ticks["0"]
+    assert rotary.value == rotary.ceiling == ticks["∞"] > ticks["1"]
+    ticks = {text: at for at, text in guesses.ticks}
+    assert list(ticks) == ["0", "0.25", "0.5", "0.75", "1"]
+    assert guesses.dots[0].value == pytest.approx(ticks["0"] + 0.0312 * (ticks["1"] - ticks["0"]), abs=0.02)  # a linear one
+    assert panels([replace(RESULTS.findings[0], floor=None, ceiling=None)]) == []
+
+
+@pytest.mark.parametrize("measure", ["relative error", "accuracy"])
+@pytest.mark.parametrize("value", [0.0, -0.0, 5e-324, 1.7e308, -1.7e308, -3.0, math.nan, math.inf, -math.inf, 0.3])
+def test_no_number_breaks_the_panels(value: float, measure: str) -> None:
+    for other in (value, 1.0, -1e308, None):
+        for dot in panels([Finding("a/b", "c", True, value, other, value, measure=measure)])[0].dots:
+            assert dot.value is not None
+            assert math.isfinite(dot.value)
+    assert "At a glance" in page(Results("t", (Finding("a/b", "c", True, value, value, value, measure=measure),)))
+
+
+@pytest.mark.parametrize(
+    ("value", "cell", "error"),
+    [(2.134e-7, "2.1e-7", "2.1e-7"), (0.0, "0", "0"), (0.98123, "0.9812", "0.98"), (0.0312, "0.0312", "3.1e-2"), (12345.6, "12,346", "12,346"),
+     (1.5e12, "1.5e12", "1.5e12"), (math.nan, "nan", "nan"), (-math.inf, "-inf", "-inf"), (None, "–", "–")],
+)  # fmt: skip
+def test_numbers(value: float | None, cell: str, error: str) -> None:
+    assert number(value) == cell
+    assert amount(value, RESULTS.findings[0]) == error
+
+
+def poisoned(value: Any, poison: str) -> Any:
+    """The same JSON with the poison at the end of every text, keys of data included."""
+    if isinstance(value, dict):
+        fixed = {"id", "statement", "sentence", "source", "where", "measure", "title", "note", "caption", "label", "xlabel", "ylabel"}
+        kept = fixed | {"rows", "columns", "images", "values", "x", "y", "labels", "log", "data", "kind", "facts", "command", "model", "dtype"}
+        kept |= {"findings", "tables", "figures", "unchecked", "regauge", "version", "holds", "value", "floor", "ceiling", "spread", "trials"}
+        return {k if k in kept else k + poison: v if k in ("kind", "regauge") else poisoned(v, poison) for k, v in value.items()}
+    if isinstance(value, list):
+        return [poisoned(v, poison) for v in value]
+    return value + poison if isinstance(value, str) and value not in ("nan", "inf") else value
+
+
+@pytest.mark.parametrize(
+    "poison", ["</title></style></svg><script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "$\\frac{1}$", "{{ 7 * 7 }}", "\0\x1b\ud800"]
+)
+def test_no_text_is_trusted(poison: str) -> None:
+    html = page(from_json(json.dumps(poisoned(json.loads(to_json(RESULTS)), poison))))
+    tags: list[tuple[str, dict[str, str | None]]] = []
+
+    class Tags(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            tags.append((tag, dict(attrs)))
+
+    Tags().feed(html)
+    assert {tag for tag, _ in tags} & {"script", "iframe", "object", "foreignobject"} == set()
+    assert not [a for _, attrs in tags for a in attrs if a.startswith("on")]
+    assert all((attrs["src"] or "").startswith("data:image/png;base64,") for tag, attrs in tags if tag == "img")
+    assert "49" not in text_of(html).replace("seed 12345", "")
+    html.encode()
+    if poison.startswith("$"):
+        assert "stream$" in html  # no formula is made of it
+    if "script" in poison:
+        svg = html[html.index('id="f0-title"') : html.index("about lines")]
+        assert "plain&lt;/title&gt;" in svg.replace("</tspan>", "")  # in the text of a chart, too
+
+
+def pixels(html: str) -> list[list[list[int]]]:
+    """The rows of bytes of each image on the page."""
+    found = []
+    for data in re.findall(r'<img src="data:image/png;base64,([^"]*)"', html):
+        png = base64.b64decode(data)
+        at = png.index(b"IDAT")
+        width, colours = int.from_bytes(png[16:20]), 3 if png[25] == 2 else 1
+        raw = zlib.decompress(png[at + 4 : at + 4 + int.from_bytes(png[at - 4 : at])])
+        size = 1 + width * colours
+        found.append([list(raw[i + 1 : i + size]) for i in range(0, len(raw), size)])
+    return found
+
+
+def test_images_are_what_they_were() -> None:
+    html = page(RESULTS)
+    assert pixels(html) == [[[0, 128], [255, 64]], [[255, 0]], [[255, 0, 0]]]
+    assert 'alt="The images, grey, first"' in html
+    one = Figure("f", "images", {"rows": [{"images": [[[2.0, -1.0, math.nan]]]}]})
+    html = page(Results("t", figures=(one,)))
+    assert pixels(html) == [[[255, 0, 0]]]
+    assert "1 value is nan" in text_of(html)
+
+
+def test_charts_say_what_they_show() -> None:
+    seen = text_of(page(RESULTS))
+    for words in ("step", "loss", "plain", "moved", "0.9", "share", "weights", "_all", "stream", "1.0e-7", "0.5"):
+        assert words in seen, words
+    html = page(RESULTS)
+    assert 'role="img" aria-labelledby="f0-title"' in html
+    assert "#0101" not in html  # every stand-in has become a colour of the page
+    big = Figure("big", "matrix", {"rows": [str(i) for i in range(60)], "columns": [f"unit {i}" for i in range(60)], "values": [[0.5] * 60] * 60})
+    assert "unit 0" in page(Results("t", figures=(big,)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "says"),
+    [
+        ("pie", {}, "unknown kind 'pie'"),
+        ("lines", {"x": [1]}, '"y" is missing'),
+        ("lines", {"x": [1, 2], "y": {"a": [1]}}, "cannot be drawn"),
+        ("lines", {"x": ["one"], "y": {"a": [1]}}, "could not convert string to float"),
+        ("lines", {"x": [1], "y": [1]}, "cannot be drawn"),
+        ("bars", {"labels": ["a"], "y": {"a": [1, 2, 3]}}, "cannot be drawn"),
+        ("matrix", {"rows": ["a"], "columns": ["b"], "values": [[1, 2]]}, "the values are 1 x 2, the labels 1 x 1"),
+        ("matrix", {"rows": [], "columns": [], "values": []}, "cannot be drawn"),
+        ("images", {"rows": [{"images": [[1.0]]}]}, r"an image has the shape \(1,\)"),
+        ("images", {"rows": [{"images": [[[[1, 1]]]]}]}, r"an image has the shape \(1, 1, 2\)"),
+    ],
+)
+def test_figures_that_are_none_are_refused_by_name(kind: str, data: dict[str, Any], says: str) -> None:
+    with pytest.raises(FindingsError, match=says) as raised:
+        page(Results("t", figures=(Figure("my figure", kind, data),)))
+    assert '"my figure"' in str(raised.value)
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("lines", {"x": [], "y": {}}),
+        ("lines", {"x": [], "y": {"a": []}, "log": True}),
+        ("lines", {"x": [1, 2], "y": {"a": [0.0, -1.0], "b": [math.nan, math.inf]}, "log": True}),
+        ("lines", {"x": [1, 2], "y": {"a": [5e-324, 1.7e308]}}),
+        ("lines", {"x": [1, 1], "y": {f"_{i}": [i, i] for i in range(9)}}),
+        ("bars", {"labels": [], "y": {}}),
+        ("bars", {"labels": ["a", "a"], "y": {"": [-1, None]}}),
+        ("matrix", {"rows": ["a"], "columns": ["b"], "values": [[-1.0]]}),
+        ("matrix", {"rows": ["a"], "columns": ["b", "c"], "values": [[0, "nan"]], "log": True}),
+        ("matrix", {"rows": ["a"], "columns": list(range(20)), "values": [[10.0**-k for k in range(20)]], "log": True}),
+        ("matrix", {"rows": ["a"], "columns": list(range(20)), "values": [[0.0] * 20], "log": True}),
+    ],
+)
+def test_odd_charts_are_drawn(kind: str, data: dict[str, Any]) -> None:
+    assert 'aria-labelledby="f0-title"' in page(Results("t", figures=(Figure("f", kind, data),)))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"holds": "no"}, "holds is 'no'"),
+        ({"holds": 1}, "holds is 1"),
+        ({"statement": None, "where": 3}, "statement, where is no text"),
+        ({"trials": "5"}, "trials"),
+    ],
+)
+def test_findings_that_are_none_are_refused_by_name(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(FindingsError, match="finding 'row/forward'") as raised:
+        page(Results("t", (replace(RESULTS.findings[0], **change),)))
+    assert says in str(raised.value)
+
+
+def test_results_that_are_no_plain_data_are_refused() -> None:
+    with pytest.raises(FindingsError, match="the results are not plain data"):
+        page(Results("t", facts={"path": Path()}))
+
+
+def test_a_large_page_stays_small() -> None:
+    findings = tuple(Finding(f"s{i % 5}/{i}", f"statement {i}", True, 1e-7, 1e-6, 0.5, "A sentence of usual length.", "a source") for i in range(200))
+    long = {"x": list(range(5000)), "y": {"noise": [(i * 7919 % 1009) / 1009 for i in range(5000)]}}
+    figures = (*RESULTS.figures, Figure("long", "lines", long)) * 4
+    assert len(page(Results("t", findings, figures=figures)).encode()) < 2_000_000
+
+
+@pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
+def test_without_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == missing else found(name, *rest))
+    with pytest.raises(MissingExtraError, match=f"{missing} is needed") as raised:
+        page(RESULTS)
+    assert raised.value.hint == "pip install 'regauge[report]'"
+    if missing == "matplotlib":
+        page(replace(RESULTS, figures=()))  # which needs no charts
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = tmp_path / "r.json", tmp_path / "page.html"
+    source.write_text(to_json(RESULTS))
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        code = main(["report", *map(str, arguments)])
+        return (code, *capsys.readouterr())
+
+    assert run(source, "-o", out) == (0, "", f"regauge: wrote {out}: 1 of 4 checks fails; {out.stat().st_size / 1e3:,.1f} kB\n")
+    assert out.read_text("utf-8") == page(RESULTS)
+    before = out.read_bytes()
+    taken = "regauge: error: the output {} exists already\nregauge: hint: name a new file with -o, or remove this one first\n"
+    assert run(source, "-o", out) == (1, "", taken.format(out))
+    assert run(source, "-o", source) == (1, "", taken.format(source))
+    assert run(out, "-o", tmp_path / "b.html")[2].startswith(f"regauge: error: {out} is not JSON")
+    assert "No such file" in run(source, "-o", tmp_path / "none" / "b.html")[2]
+    assert "cannot be read" in run(tmp_path / "none.json", "-o", tmp_path / "b.html")[2]
+    assert run(source)[0] == 2
+    assert out.read_bytes() == before
+    assert {p.name for p in tmp_path.iterdir()} == {"r.json", "page.html"}
+
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def browse(html: str, folder: Path) -> tuple[list[int], list[str]]:
+    """How wide the page's contents are where it is shown 360 and 1280 pixels wide, and what the browser's console says."""
+    script = """onload = () => document.body.append("widths=" + [...document.querySelectorAll("iframe")].map(f =>
+        [f.contentDocument.documentElement.scrollWidth, f.contentDocument.body.scrollWidth].sort((a, b) => b - a)[0]))"""
+    frames = "".join(f'<iframe style="width:{w}px;height:600px;border:0"></iframe>' for w in (360, 1280))
+    fill = f"document.querySelectorAll('iframe').forEach(f => f.srcdoc = {json.dumps(html).replace('<', chr(92) + 'u003c')})"
+    (folder / "frames.html").write_text(f"<!doctype html><body>{frames}<script>{fill};{script}</script>")
+    command = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--enable-logging=stderr",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
+    done = subprocess.run([*command, "--dump-dom", (folder / "frames.html").as_uri()], capture_output=True, text=True, timeout=120)
+    widths = re.search(r"widths=([\d,]+)", done.stdout[done.stdout.rindex("</script>") :])
+    assert widths, done.stderr
+    return [int(w) for w in widths[1].split(",")], [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH to look at the page with")
+def test_in_a_browser(tmp_path: Path) -> None:
+    long = "model.layers.0.self_attn.q_proj.weight" * 4
+    wide = Table(long, tuple(f"a column {i}" for i in range(20)), (tuple(float(i) for i in range(20)),), long)
+    findings = (
+        *RESULTS.findings,
+        Finding(f"{long}/{long}", long, False, 1.0, 1e-6, 2.0, long, long, where=long),
+        Finding("n", long, None, sentence=long),
+    )
+    grid = Figure(long, "matrix", {"rows": [long] * 30, "columns": [long] * 30, "values": [[0.5] * 30] * 30}, long)
+    facts = {**RESULTS.facts, "command": long, long: {long: {long: [long]}}}
+    html = page(Results(long, findings, (*RESULTS.tables, wide), (*RESULTS.figures, grid), facts, (long,)))
+    assert browse(html, tmp_path) == ([360, 1280], [])
+    widths, said = browse(html.replace("<main>", '<main><div style="width:2000px">x</div><script>1</script>'), tmp_path)  # the test can fail
+    assert min(widths) >= 2000
+    assert any("Content Security Policy" in line for line in said)

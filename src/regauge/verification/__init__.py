@@ -1,0 +1,1 @@
+"""Checking the theorems on what runs."""

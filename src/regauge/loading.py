@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,7 +48,7 @@ def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> 
         why = f"names the class {name}, which the transformers library does not have" if name else 'names no class ("architectures")'
         raise UnknownModelError(f"the config of {checkpoint.path} {why}", hint="regauge loads classes of the transformers library and timm only")
     before = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity(transformers.utils.logging.ERROR)
+    transformers.utils.logging.set_verbosity(logging.ERROR)
     try:
         with _folder(checkpoint) as folder:
             chosen = "auto" if dtype is None else getattr(torch, dtype)

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from regauge.checkpoint import open_checkpoint
 from regauge.cli import main
-from regauge.demo import GPT2, LLAMA, make
+from regauge.demo.moving import GPT2, LLAMA, make
 
 HERE = Path(__file__).parent
 ASSETS = HERE.parents[1] / "shared" / "assets"

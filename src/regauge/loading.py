@@ -48,7 +48,9 @@ def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> 
         why = f"names the class {name}, which the transformers library does not have" if name else 'names no class ("architectures")'
         raise UnknownModelError(f"the config of {checkpoint.path} {why}", hint="regauge loads classes of the transformers library and timm only")
     before = transformers.utils.logging.get_verbosity()
+    bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.set_verbosity(logging.ERROR)
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         with _folder(checkpoint) as folder:
             chosen = "auto" if dtype is None else getattr(torch, dtype)
@@ -58,6 +60,8 @@ def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> 
         raise CheckpointError(f"{checkpoint.path} cannot be loaded as a {name}: {first}", hint="regauge inspect shows what does not fit") from error
     finally:
         transformers.utils.logging.set_verbosity(before)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     _require_whole(checkpoint, name, report)
     return model.eval()  # type: ignore[no-any-return]
 

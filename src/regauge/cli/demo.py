@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data
+from regauge.cli.console import data, say, step_bar
 
 
 def demo(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="DIR", help="Keep the models here, in a new folder. Default: a temporary folder.")
     ] = None,
+    report: Annotated[Path, typer.Option("--report", metavar="page.html", help="Write the page here.")] = Path("regauge-demo.html"),
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the models and elements.")] = 0,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Show what regauge does, on small models made on the spot. Nothing is downloaded."""
+    """Show what regauge does: move small models, train one plainly and permuted, verify it, write a page. Nothing is downloaded."""
+    from regauge.cli.run import FAILED, facts_of_run
     from regauge.demo import run
-    from regauge.files import writing
+    from regauge.errors import need
+    from regauge.files import write_bytes, writing
+    from regauge.findings import to_json
     from regauge.writing import check_new
 
+    started = time.monotonic()
+    for library, extra in (("jinja2", "report"), ("matplotlib", "report"), ("transformers", "experiments"), ("sklearn", "experiments")):
+        need(library, extra)
     if out is not None:
         check_new(out)
         with writing(out):
             out.mkdir(exist_ok=True)
-    run(data, out, seed, as_json=json)
-    return 0
+    results = run(say if json else data, step_bar, out, seed)
+    results = replace(results, facts={**facts_of_run(), **results.facts, "seconds": round(time.monotonic() - started, 1)})
+    from regauge.report import page
+
+    write_bytes(report, page(results).encode())
+    if json:
+        data(to_json(results))
+    if out is not None:
+        say(f"the models are in {out}")
+    say(f"open {report} in a browser")
+    return FAILED if results.failed else 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from dataclasses import replace
 from enum import StrEnum
@@ -14,12 +12,14 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import data, say, step_bar
+from regauge.cli.run import FAILED, facts_of_run
 from regauge.errors import CheckpointError
 
 if TYPE_CHECKING:
     from regauge.findings import Finding, Results
 
-FAILED = 3
+
+GENERAL = ("operator/", "optimizer/")
 
 
 class Dtype(StrEnum):
@@ -86,7 +86,7 @@ def verify(
     if json is not None and str(json) == "-":
         data(to_json(results))
     else:
-        data(text_of(results))
+        data(text_of(results, verbose))
     from regauge.files import write_bytes
 
     if json is not None and str(json) != "-":
@@ -102,25 +102,14 @@ def verify(
 
 def facts(module: Any, model: str, seed: int, steps: int, optimizer: str) -> dict[str, Any]:
     """What is needed to repeat a run, and to know what it was of."""
-    import platform
-
-    import torch
-
-    from regauge import __version__
-
-    versions = {"regauge": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    for name in ("transformers", "timm"):
-        if name in sys.modules:
-            versions[name] = str(getattr(sys.modules[name], "__version__", "?"))
     return {
-        "command": shlex.join(["regauge", *sys.argv[1:]]),
+        **facts_of_run(),
         "model": model,
         "class": type(module).__name__,
         "parameters": sum(p.numel() for p in module.parameters()),
         "dtype": str(next(p.dtype for p in module.parameters() if p.is_floating_point())).removeprefix("torch."),
         "seed": seed,
         "training": f"{steps} steps of {optimizer}",
-        "versions": versions,
     }
 
 
@@ -146,15 +135,18 @@ def read_inputs(path: Path, module: Any) -> dict[str, Any]:
     return {name: value.to(first.device, first.dtype) if value.is_floating_point() else value.to(first.device) for name, value in found.items()}
 
 
-def text_of(results: Results) -> str:
+def text_of(results: Results, verbose: int = 0) -> str:
     """Results as a terminal shows them."""
     from regauge.facts import columns
 
     rows = [("", "check", "error", "allowed", "control", "")]
+    general = [f for f in results.findings if f.id.startswith(GENERAL) and f.holds]
     for f in results.findings:
-        rows.append((_mark(f), f.id, _number(f.value), _number(f.floor), _number(f.ceiling), "" if f.holds else f.sentence))
-    held = sum(f.holds is True for f in results.findings)
-    told = sum(f.holds is not None for f in results.findings)
+        if f not in general or verbose:
+            rows.append((_mark(f), f.id, _number(f.value), _number(f.floor), _number(f.ceiling), "" if f.holds else f.sentence))
+    if general and not verbose:
+        rows.append(("holds", f"{len(general)} of networks in general (-v lists them)", "", "", "", ""))
+    held, told = sum(f.holds is True for f in results.findings), sum(f.holds is not None for f in results.findings)
     lines = [results.title, "", columns(rows, right=(2, 3, 4)), ""]
     lines += [f"not checked: {text}" for text in results.unchecked]
     return "\n".join([*lines, f"{held} of {told} checks hold" + (f"; {len(results.failed)} FAILED" if results.failed else "")])

@@ -1,23 +1,20 @@
-"""A short, honest demonstration on models made on the spot: what moves, what stays, and what a wrong element does.
+"""Two chapters on checkpoints made on the spot: what a model's symmetry is, and what a right and a wrong element do.
 
-Two small checkpoints (Llama- and GPT-2-shaped, random weights, norm gains and biases too) are written to a folder as any other checkpoint would be.
-Each chapter is a function that prints a few lines and returns its numbers.
+The checkpoints (Llama- and GPT-2-shaped, random weights, norm gains and biases too) are written to a folder as any other would be.
 """
 
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from regauge.demo.stage import Stage
+from regauge.findings import Finding, Results, Table
 from regauge.streams import Stream, seed_key
-
-Say = Callable[[str], None]
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -49,32 +46,7 @@ GPT2: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Where a chapter plays: its folder, its seed, and how it speaks."""
-
-    folder: Path
-    seed: int
-    say: Say
-
-
-def run(say: Say, out: Path | None = None, seed: int = 0, *, as_json: bool = False) -> dict[str, Any]:
-    """Play every chapter. With `out` the models are kept there; with `as_json` only one JSON object is said, at the end."""
-    with tempfile.TemporaryDirectory(prefix="regauge-demo-") as temporary:
-        folder = Path(temporary) if out is None else out
-        folder.mkdir(parents=True, exist_ok=True)
-        quiet: Say = (lambda text: None) if as_json else say
-        result: dict[str, Any] = {"version": 1}
-        for number, chapter in enumerate(CHAPTERS, 1):
-            title = (chapter.__doc__ or "").splitlines()[0]
-            quiet(f"{number}. {title}\n")
-            result[chapter.__name__] = chapter(Stage(folder, seed, quiet))
-            quiet("")
-        if out is not None:
-            quiet(f"the models are in {out}")
-    if as_json:
-        say(json.dumps(result, indent=2))
-    return result
+TOLERANCE = 1e-4  # of float32 logits, relative to the largest
 
 
 def make(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
@@ -125,7 +97,7 @@ def _shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return out | {"transformer.ln_f.weight": (d,), "transformer.ln_f.bias": (d,)}
 
 
-def symmetry(stage: Stage) -> dict[str, Any]:
+def symmetry(stage: Stage) -> Results:
     """What a model's symmetry is."""
     from regauge.checkpoint import open_checkpoint
     from regauge.facts import facts_of, text_of
@@ -134,27 +106,36 @@ def symmetry(stage: Stage) -> dict[str, Any]:
     checkpoint = open_checkpoint(make(stage.folder / "llama", LLAMA, stage.seed))
     facts = facts_of(checkpoint, spec_from(LLAMA, checkpoint.names))
     stage.say(text_of(facts, []))
-    return {"bits": facts["bits"], "dimensions": facts["dimensions"]}
+    rows = tuple((s["name"], s["size"], s["group"], s["why"]) for s in facts["spaces"])
+    note = f"about 10^{facts['bits'] * np.log10(2):.0f} descriptions of one function, and {facts['dimensions']} continuous directions"
+    return Results("symmetry", tables=(Table("The spaces of a small Llama", ("space", "size", "group", "why not more"), rows, note),))
 
 
-def moving(stage: Stage) -> dict[str, Any]:
+def moving(stage: Stage) -> Results:
     """Moving it: other weights, the same function; a wrong element breaks it."""
     from regauge.facts import columns
 
     rows = [("model", "element", "weights moved", "moved back", "logits differ by")]
-    numbers: list[dict[str, Any]] = []
+    findings = []
     for name, config in (("llama", LLAMA), ("gpt2", GPT2)):
-        for found in _moves(stage, make(stage.folder / name, config, stage.seed)):
-            numbers.append({"model": name, **found})
-            logits = "(needs transformers)" if found["logits"] is None else f"{found['logits']:.1e}"
-            back = "bit for bit" if found["back"] == 0 else f"to {found['back']:.1e}"
-            rows.append((name, found["element"], f"{100 * found['moved']:.0f} %", back, logits))
+        found = _moves(stage, make(stage.folder / name, config, stage.seed))
+        wrong = found[-1]["logits"]
+        for one in found:
+            logits = "(needs transformers)" if one["logits"] is None else f"{one['logits']:.1e}"
+            back = "bit for bit" if one["back"] == 0 else f"to {one['back']:.1e}"
+            rows.append((name, one["element"], f"{100 * one['moved']:.0f} %", back, logits))
+        for one in found[:-1]:
+            holds = None if one["logits"] is None else one["logits"] <= TOLERANCE < wrong
+            sentence = f"{100 * one['moved']:.0f} % of the weights changed; moved back {'bit for bit' if one['back'] == 0 else 'to rounding'}"
+            statement = f"A small {name} moved by {one['element']}: other weights, the same logits."
+            key = f"moving/{name}/{one['element'].split(',')[0]}"
+            findings.append(Finding(key, statement, holds, one["logits"], TOLERANCE, wrong, sentence, "THEORY 1"))
     stage.say(columns(rows, right=(2,)))
     stage.say(
         "\nDifferences are the largest one, relative to the largest logit. The wrong element rotates the stream under norms that were not folded:"
     )
     stage.say("regauge refuses it, and here it is forced.")
-    return {"moves": numbers}
+    return Results("moving", tuple(findings))
 
 
 def _moves(stage: Stage, folder: Path) -> list[dict[str, Any]]:
@@ -222,6 +203,3 @@ def _logits_differ(config: Mapping[str, Any], before: Mapping[str, Any], after: 
         with torch.no_grad():
             logits.append(model(torch.arange(48).view(2, 24) * 5 % 256).logits)
     return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
-
-
-CHAPTERS: tuple[Callable[[Stage], dict[str, Any]], ...] = (symmetry, moving)

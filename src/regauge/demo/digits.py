@@ -1,0 +1,190 @@
+"""A chapter on a model that learns: a small ViT reads scikit-learn's digits, plainly and under Algorithm 1, and is then verified."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from regauge.demo.stage import Stage
+from regauge.errors import need
+from regauge.findings import Figure, Finding, Results, Table
+
+if TYPE_CHECKING:
+    import torch
+
+EPOCHS, BATCH, RATE = 12, 50, 1e-3
+PATCH = 2
+
+
+def digits(stage: Stage) -> Results:
+    """A ViT that learns to read digits, the same learning under a shuffle, and the theorems on what it learned."""
+    need("transformers", "experiments")
+    need("sklearn", "experiments")
+    import torch
+
+    from regauge import Permuted, element, spec_of, verify
+    from regauge.facts import columns
+    from regauge.verification.general import with_general
+
+    images, labels = load()
+    split = 1500
+    plain = vit(stage.seed)
+    start = copy.deepcopy(plain)
+    key = element(spec_of(plain), stage.seed + 1, within="permutation")
+    permuted = Permuted(copy.deepcopy(plain), columns=key, rows=True, key=stage.seed + 2)
+    losses = {}
+    for name, model in (("plain", plain), ("permuted", permuted)):
+        with stage.bar(f"train, {name}") as tick:
+            losses[name] = train(model, images[:split], labels[:split], stage.seed, tick)
+    test, answers = images[split:], labels[split:]
+    moved = Permuted(copy.deepcopy(plain), columns=key, rows=False)
+    accuracies = {
+        "tested plainly": accuracy(plain, test, answers),
+        "tested with rows shuffled": accuracy(Permuted(copy.deepcopy(plain)), test, answers),
+        "tested with columns moved": accuracy(moved, test, answers),
+        "moved, but given plain features": accuracy(moved.model, test, answers),
+        "trained with rows and columns permuted": accuracy(permuted, test, answers),
+        "the same, put back": accuracy(copy.deepcopy(permuted).unwrap(), test, answers),
+        "before training": accuracy(start, test, answers),
+    }
+    rows = [("digits", "accuracy"), *((name, f"{100 * value:.1f} %") for name, value in accuracies.items())]
+    stage.say(columns(rows, right=(1,)))
+    with stage.bar("verify") as tick:
+        found = with_general(verify(plain, {"pixel_values": test[:8]}, seed=stage.seed, progress=tick), torch.float32, stage.seed, optimizers=True)
+    held, told = sum(f.holds is True for f in found.findings), sum(f.holds is not None for f in found.findings)
+    stage.say(f"\n{held} of {told} checks hold on it")
+    good, chance, lost = (
+        accuracies["tested plainly"],
+        max(float((answers == k).float().mean()) for k in range(10)),
+        accuracies["moved, but given plain features"],
+    )
+    agree = _agreement(plain, copy.deepcopy(permuted).unwrap(), test)
+    findings = (
+        Finding(
+            "digits/lost",
+            "Given plain features, the moved model reads no better than a guess.",
+            lost < chance + 0.1,
+            lost,
+            chance,
+            good,
+            f"{100 * lost:.1f} % right, where the most frequent digit alone gives {100 * chance:.1f} % and the key {100 * good:.1f} %",
+            "000 sec. 5.2",
+            measure="accuracy",
+        ),
+        Finding(
+            "digits/trained",
+            f"{EPOCHS} epochs of AdamW under Algorithm 1 end, put back, at the plain model's answers.",
+            agree >= 0.99,
+            agree,
+            chance,
+            1.0,
+            f"the two models agree on {100 * agree:.1f} % of the test images; their losses are drawn below",
+            "000 Alg. 1",
+            measure="agreement",
+        ),
+    )
+    table = Table(
+        "A ViT on scikit-learn's digits",
+        ("", "accuracy"),
+        tuple((n, v) for n, v in accuracies.items()),
+        f"{split} images to learn from, {len(test)} to be tested on, one seed",
+    )
+    return Results(
+        "digits",
+        findings + found.findings,
+        (table, *found.tables),
+        (_curves(losses), _pictures(test[:6], stage.seed), *found.figures),
+        {"model": "a ViT with 4 layers, 4 heads and width 48, trained here", "dtype": "float32", "epochs": EPOCHS},
+        found.unchecked,
+    )
+
+
+def load() -> tuple[torch.Tensor, torch.Tensor]:
+    """1,797 digits of 8 x 8 pixels that come with scikit-learn, in a fixed order."""
+    import numpy as np
+    import torch
+    from sklearn.datasets import load_digits
+
+    bunch: Any = load_digits()
+    order = np.random.default_rng(0).permutation(len(bunch.target))
+    images = torch.from_numpy(bunch.images[order]).float().unsqueeze(1) / 8 - 1
+    return images, torch.from_numpy(bunch.target[order]).long()
+
+
+def vit(seed: int) -> Any:
+    import torch
+    import transformers
+
+    config = transformers.ViTConfig(  # type: ignore[call-arg]
+        hidden_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=96,
+        image_size=8,
+        patch_size=PATCH,
+        num_channels=1,
+        num_labels=10,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return transformers.ViTForImageClassification(config)
+
+
+def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, seed: int, tick: Any) -> list[float]:
+    """Train, in an order that depends on the seed alone; the loss of every step."""
+    import torch
+
+    draw = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    losses = []
+    model.train()
+    for epoch in range(EPOCHS):
+        for batch in torch.randperm(len(images), generator=draw).split(BATCH):  # type: ignore[no-untyped-call]
+            loss = torch.nn.functional.cross_entropy(model(pixel_values=images[batch]).logits, labels[batch])
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            losses.append(float(loss))
+        tick(epoch, EPOCHS, f"loss {losses[-1]:.3f}")
+    tick(EPOCHS, EPOCHS, "")
+    model.eval()
+    return losses
+
+
+def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    return float((_answers(model, images) == labels).float().mean())
+
+
+def _answers(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    model.eval()
+    with torch.no_grad():
+        return model(pixel_values=images).logits.argmax(-1)  # type: ignore[no-any-return]
+
+
+def _agreement(a: torch.nn.Module, b: torch.nn.Module, images: torch.Tensor) -> float:
+    return float((_answers(a, images) == _answers(b, images)).float().mean())
+
+
+def _curves(losses: dict[str, list[float]]) -> Figure:
+    data = {"x": list(range(len(losses["plain"]))), "y": losses, "xlabel": "step", "ylabel": "loss", "log": True}
+    return Figure("Learning, plainly and under Algorithm 1", "lines", data, "One curve lies on the other: they differ by rounding alone.")
+
+
+def _pictures(images: torch.Tensor, seed: int) -> Figure:
+    """The digits, and their patches in the order in which the backbone is given them."""
+    from regauge.permuting import rows
+
+    index = rows((8 // PATCH) ** 2, seed).members["token"].index[0]  # type: ignore[union-attr]
+    made = []
+    for image in images:
+        patches = image[0].unfold(0, PATCH, PATCH).unfold(1, PATCH, PATCH).reshape(-1, PATCH, PATCH)[index]
+        shuffled = patches.view(8 // PATCH, 8 // PATCH, PATCH, PATCH).permute(0, 2, 1, 3).reshape(8, 8)
+        made.append([((x + 1) / 2).tolist() for x in (image[0], shuffled)])
+    labels = ("as it is", "as the rows of the backbone are ordered")
+    table = [{"label": label, "images": [pair[i] for pair in made]} for i, label in enumerate(labels)]
+    caption = "A shuffle hides the order of the patches, not the patches: who can put them together again sees the picture. This is no encryption."
+    return Figure("What a shuffle of rows does", "images", {"columns": ["" for _ in made], "rows": table}, caption)

@@ -12,7 +12,7 @@ from regauge.errors import SpecError
 from regauge.families import spec_from
 from regauge.fold import fold_norms
 from regauge.groups import GeneralLinear, Orthogonal, Permutation
-from regauge.spec import Space, Spec, check, check_spec, require, stored
+from regauge.spec import Scale, Space, Spec, check, check_spec, require, stored
 
 
 def texts(spec: Spec, state: dict) -> list[str]:
@@ -101,13 +101,25 @@ def test_a_tied_table_needs_an_orthogonal_stream() -> None:
         (lambda s: {"tensors": {**s.tensors, "x": "qk.0"}}, "which is no axis of it"),
         (lambda s: {"tensors": {**s.tensors, "e.{head.0}": "stream head.0"}}, "first axis is not that"),
         (lambda s: {"outputs": {"y": "_ lost"}}, '"lost" is not a space'),
+        (lambda s: {"tensors": {**s.tensors, "e.{head.0}": ""}}, "first axis is not that"),
+        (lambda s: {"tensors": {**s.tensors, "e.{gone}": "gone"}}, '"gone" is not a space'),
+        (lambda s: {"tensors": {**s.tensors, "e.{head.0}": "head.0", "e.1": "stream"}}, '"e.1" is described 2 times'),
+        (lambda s: {"tensors": {**s.tensors, "e.{head.0}": "head.0", "e.{head.1}": "head.1"}}, '"e.2" is described 2 times'),
+        (lambda s: {"tensors": {**s.tensors, "e.{big}": "big"}, "spaces": {**s.spaces, "big": Space(10**9, Permutation())}}, "of 1000000000 tensors"),
+        (lambda s: {"spaces": {**s.spaces, "big": Space(10**12, Permutation())}}, 'space "big" is on no axis'),
+        (lambda s: {"norms": (*s.norms, s.norms[0])}, '"transformer.h.0.ln_1.weight" is listed 2 times'),
+        (lambda s: {"scales": (Scale(s.norms[0].gain, s.norms[0].readers),)}, '"transformer.h.0.ln_1.weight" is listed 2 times'),
+        (lambda s: {"norms": (replace(s.norms[0], readers=()),)}, "no layer is named to take it"),
+        (lambda s: {"scales": (Scale("transformer.ln_f.weight", ()),)}, "no layer is named to take it"),
     ],
 )
 def test_specs_that_contradict_themselves(change, message: str) -> None:
     spec = spec_of(build("gpt2"))
     assert check_spec(spec) == []
-    faults = [str(f) for f in check_spec(replace(spec, **change(spec)))]
+    wrong = replace(spec, **change(spec))
+    faults = [str(f) for f in check_spec(wrong)]
     assert any(message in f for f in faults), faults
+    assert check(wrong, {}) == check_spec(wrong)
 
 
 def test_folded_gains_are_held_to_their_value() -> None:

@@ -20,6 +20,7 @@ from functools import lru_cache
 
 from regauge.errors import AxesError
 
+_DEEPEST = 20  # brackets within brackets; a real tensor has one or two, and everything here recurses into them
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 
 
@@ -193,10 +194,11 @@ def block_sizes(terms: tuple[Term, ...], sizes: Mapping[str, int], whole: int, *
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text, self.at, self.depth = text, 0, 0
 
     def fail(self, message: str) -> AxesError:
-        return AxesError(f"{message} in axes string\n  {self.text}\n  {' ' * self.at}^")
+        start = max(0, self.at - 100)
+        return AxesError(f"{message} in axes string\n  {self.text[start : self.at + 100]}\n  {' ' * (self.at - start)}^")
 
     def peek(self) -> str:
         return self.text[self.at : self.at + 1]
@@ -245,11 +247,15 @@ class _Parser:
                     raise self.fail("| | is its own dual and takes no star")
                 return Leaf(name, bar=True)
             case "(":
+                if self.depth == _DEEPEST:
+                    raise self.fail(f"brackets more than {_DEEPEST} deep")
                 self.at += 1
+                self.depth += 1
                 factors = self.listing(end=")")
                 if not factors:
                     raise self.fail("an empty bracket")
                 self.at += 1
+                self.depth -= 1
                 return Product(factors, star=self.star())
             case _:
                 return Leaf(self.name(), star=self.star())

@@ -6,9 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers as T
 
-from picos import build, spec_of
-from regauge.errors import SpecError
+from picos import build, config_of, spec_of, vit
+from regauge.action import act, apply
+from regauge.axes import parse
+from regauge.elements import element
+from regauge.errors import AxesError, SpecError
 from regauge.families import spec_from
 from regauge.fold import fold_norms
 from regauge.groups import GeneralLinear, Orthogonal, Permutation
@@ -60,6 +64,67 @@ def test_absurd_configs_are_refused_at_once(field: str, value: object) -> None:
     assert check(spec, model.state_dict())
 
 
+OPEN = {  # what no space holds to its size: the config does
+    "gpt2": ("vocab_size", "n_positions"),
+    "llama": ("vocab_size",),
+    "gemma2": ("vocab_size",),
+    "mixtral": ("vocab_size",),
+    "qwen3": ("vocab_size",),
+    "bert": ("vocab_size", "max_position_embeddings", "type_vocab_size"),
+    "distilbert": ("vocab_size", "max_position_embeddings"),
+    "deberta-v2": ("vocab_size", "max_position_embeddings", "type_vocab_size"),
+    "bart": ("vocab_size", "max_position_embeddings"),
+    "t5": ("vocab_size", "relative_attention_num_buckets"),
+    "vit": ("image_size", "patch_size", "num_channels"),
+    "deit": ("image_size", "patch_size", "num_channels"),
+    "dinov2": ("image_size", "patch_size", "num_channels"),
+    "swin": ("patch_size", "num_channels"),
+    "clip-text": ("vocab_size", "max_position_embeddings"),
+    "clip-vision": ("image_size", "patch_size", "num_channels"),
+}
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in OPEN.items() for field in fields])
+def test_sizes_that_no_space_has_are_compared_with_the_config(name: str, field: str) -> None:
+    model = build(name)
+    config, state = config_of(model), model.state_dict()
+    assert check(spec_from(config, state), state) == []
+    wrong = spec_from({**config, field: 4 * config[field]}, state)
+    assert any("the spec says" in str(f) for f in check(wrong, state))
+    assert check(spec_from({n: v for n, v in config.items() if n != field}, state), state) == []
+    with pytest.raises(SpecError, match=field):
+        spec_from({**config, field: -config[field]}, state)
+
+
+def test_images_and_patches_that_are_not_square() -> None:
+    model = T.ViTModel(vit(image_size=[8, 12], patch_size=[4, 2]))
+    spec = spec_from({**model.config.to_dict(), "architectures": ["ViTModel"]}, model.state_dict())
+    assert spec.tensors["embeddings.position_embeddings"] == "_1 _13 stream"
+    assert spec.tensors["embeddings.patch_embeddings.projection.weight"] == "stream _3 _4 _2"
+    assert check(spec, model.state_dict()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mixtral", {"num_local_experts": 10**9}),
+        ("swin", {"depths": [10**9, -(10**9)]}),
+        ("clip", {"text_config": {"num_hidden_layers": 10**9}}),
+        ("clip", {"vision_config": {"num_hidden_layers": 10**9}}),
+    ],
+)
+def test_counts_that_would_take_forever_are_refused(name: str, change: dict) -> None:
+    model = build(name)
+    with pytest.raises(SpecError, match="is 1000000000; with these tensors it is at most 1000"):
+        spec_from({**config_of(model), **change}, model.state_dict())
+
+
+def test_queries_that_cannot_share_their_keys() -> None:
+    model = build("llama")
+    with pytest.raises(SpecError, match="5 heads cannot share 2 key-value heads"):
+        spec_from({**config_of(model), "num_attention_heads": 5}, model.state_dict())
+
+
 def test_tied_tensors_may_be_stored_once_or_twice() -> None:
     model = build("gpt2")
     spec, state = spec_of(model), dict(model.state_dict())
@@ -91,7 +156,7 @@ def test_a_tied_table_needs_an_orthogonal_stream() -> None:
         (lambda s: {"spaces": {**s.spaces, "stream": Space(12, Orthogonal())}}, "follows the permutation part"),
         (lambda s: {"spaces": {**s.spaces, "stream": Space(0, Permutation())}}, "has size 0"),
         (lambda s: {"spaces": {**s.spaces, "stream": Space(12.0, Permutation())}}, "has size 12.0"),
-        (lambda s: {"ties": {"lm_head.weight": "transformer.h.0.ln_1.bias"}}, "but has axes _ stream*"),
+        (lambda s: {"ties": {"lm_head.weight": "transformer.h.0.ln_1.bias"}}, "but has axes _30 stream*"),
         (lambda s: {"norms": (replace(s.norms[0], gain="gone"),)}, 'folds with "gone"'),
         (lambda s: {"norms": (replace(s.norms[0], readers=(("lost", None),)),)}, 'folds with "lost"'),
         (lambda s: {"parts": {**s.parts, "transformer.wte.weight": "tail"}}, 'the part "tail"'),
@@ -141,3 +206,16 @@ def test_sums_and_products_with_an_open_part() -> None:
     spec = Spec("toy", {"a": Space(2, Permutation())}, {"x": "a+_ (a _)"})
     assert check(spec, {"x": torch.ones(7, 8)}) == []
     assert len(check(spec, {"x": torch.ones(1, 9)})) == 2
+    sized = Spec("toy", {"a": Space(2, Permutation())}, {"x": "a+_5 (a _4)* _3"})
+    assert str(parse(sized.tensors["x"])) == "a+_5 (a _4)* _3"
+    assert check(sized, {"x": torch.ones(7, 8, 3)}) == []
+    assert texts(sized, {"x": torch.ones(8, 8, 4)}) == [
+        'axis 0 a+_5 of "x" has size 8, the spec says 7',
+        'axis 2 _3 of "x" has size 4, the spec says 3',
+    ]
+    g = element(sized, 1)
+    x = torch.randn(7, 8, 3)
+    assert torch.equal(apply(g, {"x": x})["x"], act(g, x, "a+_ (a _)* _"))
+    for text in ("_0", "_5*", "_5a", "_" + "9" * 19):
+        with pytest.raises(AxesError, match="unexpected"):
+            parse(text)

@@ -6,8 +6,9 @@
     a+b+c               a direct sum along one axis; may stand inside a product
     |ffn.0|             follows the permutation part only: no sign, no scale, no rotation
     _                   nothing acts
+    _768                the same, and the axis has this size
 
-A star on a bracket stars every space in it: "(head.0 vo.0)*" is "(head.0* vo.0*)". `| |` is its own dual, and so is `_`.
+A star on a bracket stars every space in it: "(head.0 vo.0)*" is "(head.0* vo.0*)". `| |` and `_` are their own duals.
 Brackets around a single term only group: "(rot.0+rest.0)*".
 """
 
@@ -21,6 +22,7 @@ from functools import lru_cache
 from regauge.errors import AxesError
 
 _DEEPEST = 20  # brackets within brackets; a real tensor has one or two, and everything here recurses into them
+_HOLE = re.compile(r"_([1-9][0-9]{0,17})?")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 
 
@@ -38,10 +40,12 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Hole:
-    """An axis, or a part of one, on which nothing acts."""
+    """An axis, or a part of one, on which nothing acts. Its size may be known all the same: a vocabulary's."""
+
+    size: int | None = None
 
     def __str__(self) -> str:
-        return "_"
+        return "_" if self.size is None else f"_{self.size}"
 
 
 @dataclass(frozen=True)
@@ -160,7 +164,7 @@ def size(term: Term, sizes: Mapping[str, int]) -> int | None:
         case Leaf():
             return sizes[term.space]
         case Hole():
-            return None
+            return term.size
         case Product():
             total = 1
             for factor in term.factors:
@@ -235,8 +239,10 @@ class _Parser:
     def atom(self) -> Term:
         match self.peek():
             case "_":
-                self.at += 1
-                return Hole()
+                found = _HOLE.match(self.text, self.at)
+                assert found
+                self.at = found.end()
+                return Hole(int(found.group(1)) if found.group(1) else None)
             case "|":
                 self.at += 1
                 name = self.name()

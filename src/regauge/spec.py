@@ -293,7 +293,7 @@ def _check_shapes(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
 def _fits(term: ax.Term, n: int, sizes: Mapping[str, int]) -> bool:
     match term:
         case ax.Hole():
-            return True
+            return term.size in (None, n)
         case ax.Leaf():
             return sizes[term.space] == n
         case ax.Product() | ax.Sum():

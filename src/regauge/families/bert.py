@@ -8,6 +8,7 @@ from regauge.groups import Permutation
 from regauge.spec import Space, Spec
 
 BASE = {"bert": "bert.", "roberta": "roberta.", "xlm-roberta": "roberta.", "camembert": "roberta.", "distilbert": "distilbert."}
+TABLES = {"word_embeddings": "vocab_size", "position_embeddings": "max_position_embeddings", "token_type_embeddings": "type_vocab_size"}
 BERT = {
     "layers": "num_hidden_layers",
     "width": "hidden_size",
@@ -48,9 +49,9 @@ def spec(c: Config, names: Names) -> Spec:
     width, heads = getattr(c, words["width"]), getattr(c, words["heads"])
     d = Draft(c.model_type, buffers=(r".*embeddings\.(position|token_type)_ids",))
     d.spaces["stream"] = Space(width, Permutation(), why=POST_NORM)
-    for table in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
+    for table, rows in TABLES.items():
         if names.has(table):
-            d.embed[f"{base}embeddings.{table}.weight"] = "_ stream"
+            d.embed[f"{base}embeddings.{table}.weight"] = f"{c.axis(rows)} stream"
     d.embed |= norm(f"{base}embeddings.LayerNorm")
     for i in range(getattr(c, words["layers"])):
         at = f"{base}{words['layer']}.{i}."
@@ -105,15 +106,15 @@ def masked_language_head(d: Draft, c: Config, names: Names, table: str, width: i
     """The masked language head, if there is one. Tied, its activation and norm sit in the table's own space; untied, in a space `mlm`."""
     for dense, layer_norm, decoder, bias in MASKED:
         if names.starts(f"{dense}."):
-            tied = c("tie_word_embeddings", True)
+            tied, words = c("tie_word_embeddings", True), c.axis("vocab_size")
             space = d.embed[table].split()[-1] if tied else "mlm"
             if not tied:
                 d.spaces["mlm"] = Space(width, Permutation(), why="a LayerNorm with gains follows the activation")
-            d.head |= {**linear(dense, space, "stream"), **norm(layer_norm, space), f"{decoder}.weight": f"_ {space}*"}
+            d.head |= {**linear(dense, space, "stream"), **norm(layer_norm, space), f"{decoder}.weight": f"{words} {space}*"}
             if bias:
-                d.head[bias] = "_"
+                d.head[bias] = words
             if tied or f"{decoder}.bias" in names.names:
-                d.head[f"{decoder}.bias"] = "_"
+                d.head[f"{decoder}.bias"] = words
             if tied:
                 d.ties |= {f"{decoder}.weight": table} | ({f"{decoder}.bias": bias} if bias else {})
             return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from regauge.families.bert import masked_language_head
+from regauge.families.bert import TABLES, masked_language_head
 from regauge.families.family import Boundary, Family
 from regauge.families.pieces import LAYER_NORM, POST_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm, old_norm_names
 from regauge.groups import GeneralLinear, OrthogonalFixingOnes, Permutation, Trivial
@@ -55,9 +55,9 @@ def embeddings(d: Draft, c: Config, names: Names, base: str) -> int:
         why = "the tied head's activation and norm act on it" if masked else "a linear layer reads the sum of the tables"
         d.spaces["embed"] = Space(width, Permutation() if masked else GeneralLinear(), why=why)
         d.embed |= linear(f"{base}embeddings.embed_proj", "stream", "embed", bias=False)
-    for table in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
+    for table, rows in TABLES.items():
         if names.starts(f"{base}embeddings.{table}."):
-            d.embed[f"{base}embeddings.{table}.weight"] = f"_ {space}"
+            d.embed[f"{base}embeddings.{table}.weight"] = f"{c.axis(rows)} {space}"
     d.embed |= norm(f"{base}embeddings.LayerNorm")
     return width
 
@@ -83,7 +83,7 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
     logits = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", embed)
     if names.starts("lm_predictions."):  # multiplies with the word table itself
         lm = "lm_predictions.lm_head."
-        d.head |= {**linear(lm + "dense", "stream", "stream"), **norm(lm + "LayerNorm"), lm + "bias": "_"}
+        d.head |= {**linear(lm + "dense", "stream", "stream"), **norm(lm + "LayerNorm"), lm + "bias": c.axis("vocab_size")}
         logits = True
     if names.starts("mask_predictions."):  # v3's discriminator, which checkpoints carry and no class reads
         d.spaces["mask"] = Space(c.hidden_size, Permutation(), why="a LayerNorm with gains follows the activation")

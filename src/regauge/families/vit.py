@@ -34,8 +34,8 @@ def spec(c: Config, names: Names) -> Spec:
     d.spaces["stream"] = Space(c.hidden_size, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
     d.embed = {
         f"{base}embeddings.cls_token": "_ _ stream",
-        f"{base}embeddings.position_embeddings": "_ _ stream",
-        f"{base}embeddings.patch_embeddings.projection.weight": "stream _ _ _",
+        f"{base}embeddings.position_embeddings": f"_1 {c.places(2 if c.model_type == 'deit' else 1)} stream",
+        f"{base}embeddings.patch_embeddings.projection.weight": f"stream {c.patch()}",
         f"{base}embeddings.patch_embeddings.projection.bias": "stream",
     }
     for token in ("mask_token", "distillation_token"):

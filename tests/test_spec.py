@@ -11,6 +11,7 @@ import transformers as T
 from picos import build, config_of, spec_of, vit
 from regauge.action import act, apply
 from regauge.axes import parse
+from regauge.checkpoint import Entry
 from regauge.elements import element
 from regauge.errors import AxesError, SpecError
 from regauge.families import spec_from
@@ -193,6 +194,19 @@ def test_folded_gains_are_held_to_their_value() -> None:
     assert texts(spec, state) == []
     state["model.norm.weight"][0] = 1.5
     assert texts(spec, state) == ['"model.norm.weight" was folded and must be 1 everywhere, but is not']
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
+def test_what_moves_has_floats(dtype: torch.dtype) -> None:
+    model = build("clip")
+    state = {**model.state_dict()}
+    spec, norm, weight = spec_of(model), "text_model.final_layer_norm.weight", "text_projection.weight"
+    still = "logit_scale"
+    state |= {n: state[n].to(dtype) for n in (norm, weight, still)}
+    found = texts(spec, state)
+    assert sorted(found) == sorted(f'"{n}" is {str(dtype)[6:]}; what moves has floating-point numbers' for n in (norm, weight))
+    header = {n: Entry("I32" if n == weight else "BF16", tuple(x.shape), 0, 0) for n, x in state.items()}
+    assert texts(spec, header) == [f'"{weight}" is I32; what moves has floating-point numbers']
 
 
 def test_stacks_unroll_to_the_stored_names() -> None:

@@ -22,7 +22,7 @@ _HIGHEST = 10_000  # tensors in one stack: they are listed one by one, and a mis
 
 
 class Shaped(Protocol):
-    """Anything with a shape: a tensor, or the header entry of one."""
+    """Anything with a shape: a tensor, or the header entry of one. Its dtype is looked at if it has one."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -280,6 +280,9 @@ def _check_shapes(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
         if name not in state or not ax.spaces(entry.axes) <= spec.spaces.keys():
             continue
         shape, terms = tuple(state[name].shape), ax.parse(entry.axes).terms
+        dtype = str(getattr(state[name], "dtype", "float")).removeprefix("torch.")
+        if ax.spaces(entry.axes) and not dtype.lower().startswith(("f", "bf")):
+            yield Fault(name, f'"{name}" is {dtype}; what moves has floating-point numbers')
         if len(shape) != len(terms):
             yield Fault(name, f'"{name}" has {len(shape)} axes {list(shape)}, the spec says {len(terms)}: {entry.axes}')
             continue

@@ -41,18 +41,23 @@ _COUNTS = (
     "depths",
 )
 
-__all__ = ["FAMILIES", "Boundary", "Family", "family_of", "spec_from"]
+__all__ = ["FAMILIES", "Boundary", "Family", "check_counts", "family_of", "spec_from"]
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """The family that a config.json belongs to."""
-    kind, architecture = config.get("model_type"), str(config.get("architecture", ""))
+    kind, architecture = config.get("model_type"), str(config.get("architecture") or "")
+    if not kind and not architecture:
+        raise UnknownModelError(
+            "the config names neither a model_type nor an architecture, so the model's family is not known",
+            hint="take the model's original config.json, or write a spec file (docs/adding-a-model.md)",
+        )
     for family in FAMILIES:
         if kind in family.model_types or (kind is None and architecture.startswith(family.architectures)):
             return family
     known = ", ".join(sorted([*(t for f in FAMILIES for t in f.model_types), *(f"timm {a}*" for f in FAMILIES for a in f.architectures)]))
     raise UnknownModelError(
-        f"no family describes models of type {kind or architecture or None!r}; known are {known}",
+        f"no family describes models of type {kind or architecture!r}; known are {known}",
         hint="docs/adding-a-model.md shows how to add one, or how to write a spec file for --spec",
     )
 

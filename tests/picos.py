@@ -14,6 +14,7 @@ from regauge.families import spec_from
 from regauge.spec import Spec
 
 IDS = {"input_ids": torch.randint(0, 30, (2, 7), generator=torch.Generator().manual_seed(1))}
+CHOICES = {"input_ids": IDS["input_ids"].view(1, 2, 7)}
 IMAGES = {"pixel_values": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)}
 
 
@@ -170,7 +171,7 @@ PICOS: dict[str, Pico] = {
     "gpt2": Pico(lambda: T.GPT2LMHeadModel(gpt2()), IDS),
     "gpt2-untied": Pico(lambda: T.GPT2LMHeadModel(gpt2(tie_word_embeddings=False)), IDS),
     "gpt2-classifier": Pico(lambda: T.GPT2ForSequenceClassification(gpt2()), IDS),
-    "gpt2-double": Pico(lambda: T.GPT2DoubleHeadsModel(gpt2()), IDS),
+    "gpt2-double": Pico(lambda: T.GPT2DoubleHeadsModel(gpt2()), CHOICES),
     "gpt2-tokens": Pico(lambda: T.GPT2ForTokenClassification(gpt2()), IDS),
     "gpt2-answers": Pico(lambda: T.GPT2ForQuestionAnswering(gpt2()), IDS),
     "gpt2-base": Pico(lambda: T.GPT2Model(gpt2()), IDS),
@@ -213,7 +214,7 @@ PICOS: dict[str, Pico] = {
     "deberta-v2-xlarge-untied": Pico(lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**XL, tie_word_embeddings=False)), IDS),
     "deberta-v2-xlarge-classifier": Pico(lambda: T.DebertaV2ForSequenceClassification(T.DebertaV2Config(**XL)), IDS),
     "deberta-v2-xlarge-groups": Pico(lambda: T.DebertaV2ForTokenClassification(T.DebertaV2Config(**XL, conv_groups=2)), IDS),
-    "roberta-choice": Pico(bert("RobertaForMultipleChoice", num_hidden_layers=1), {"input_ids": IDS["input_ids"].view(1, 2, 7)}),
+    "roberta-choice": Pico(bert("RobertaForMultipleChoice", num_hidden_layers=1), CHOICES),
     "dinov2": Pico(lambda: T.Dinov2ForImageClassification(T.Dinov2Config(**DINOV2)), IMAGES),
     "dinov2-base": Pico(lambda: T.Dinov2Model(T.Dinov2Config(**DINOV2)), IMAGES),
     "dinov2-swiglu": Pico(lambda: T.Dinov2ForImageClassification(T.Dinov2Config(**DINOV2, use_swiglu_ffn=True)), IMAGES),

@@ -44,6 +44,15 @@ def test_the_spec_fits_and_covers_every_parameter(name: str) -> None:
 
 
 @ALL
+def test_what_the_model_returns_is_declared_with_its_axes(name: str) -> None:
+    """Nothing declared is missing; what is not declared is an inner value, or a loss."""
+    model = build(name)
+    spec, outs = spec_of(model), outputs(model, PICOS[name].inputs)
+    assert declared(spec, outs).keys() == spec.outputs.keys()
+    assert outs.keys() - spec.outputs.keys() <= {"encoder_last_hidden_state", "loss"}
+
+
+@ALL
 @pytest.mark.parametrize("kind", ["permutation", "signed", "orthogonal", "full"])
 def test_a_random_element_moves_the_weights_and_keeps_the_function(name: str, kind: str) -> None:
     model = build(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regauge.families.family import Boundary, Family
-from regauge.families.pieces import POST_NORM, Config, Draft, Names, attention, linear, neurons, norm, old_norm_names
+from regauge.families.pieces import POST_NORM, Config, Draft, Names, answers, attention, linear, neurons, norm, old_norm_names
 from regauge.groups import Permutation
 from regauge.spec import Space, Spec
 
@@ -75,24 +75,27 @@ def spec(c: Config, names: Names) -> Spec:
 
 def heads_of(d: Draft, c: Config, names: Names, base: str, width: int) -> None:
     """Whatever reads the stream. One name may read different things: BERT's `classifier` reads the pooler if there is one."""
-    logits = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", width)
+    d.outputs = {"last_hidden_state": "_ _ stream"}
+    masked = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", width)
     if names.starts(f"{base}pooler.dense."):
         d.spaces["pool"] = neurons(width, "tanh")
         d.head |= linear(f"{base}pooler.dense", "pool", "stream")
+        d.outputs["pooler_output"] = "_ pool"
     if names.starts("pre_classifier."):
         d.spaces["pool"] = neurons(width, "relu")
         d.head |= linear("pre_classifier", "pool", "stream")
     if names.starts("classifier.dense."):
         d.spaces["cls"] = neurons(width, "tanh")
         d.head |= {**linear("classifier.dense", "cls", "stream"), **linear("classifier.out_proj", "_", "cls")}
-        logits = True
+        d.outputs = {"logits": "_ _"}
     pooled = "pool" in d.spaces and not c.architecture.endswith("ForTokenClassification")
     for name, reads in (("classifier", "pool" if pooled else "stream"), ("cls.seq_relationship", "pool"), ("qa_outputs", "stream")):
         if f"{name}.weight" in names.names:
             d.head |= linear(name, "_", reads)
-            logits = True
-    if not logits:
-        d.outputs = {"last_hidden_state": "_ _ stream"} | ({"pooler_output": "_ pool"} if "pool" in d.spaces else {})
+            d.outputs = answers() if name == "qa_outputs" else {"logits": "_ _" if reads == "pool" else "_ _ _"}
+    if masked:  # BertForMaskedLM leaves out the other head, which its checkpoints may carry
+        both = "cls.seq_relationship.weight" in d.head and not c.architecture.endswith("ForMaskedLM")
+        d.outputs = {"prediction_logits": "_ _ _", "seq_relationship_logits": "_ _"} if both else {"logits": "_ _ _"}
 
 
 MASKED = (  # dense, norm, decoder, bias

@@ -84,6 +84,8 @@ def joint_space(d: Draft, names: Names, size: int) -> None:
         d.head |= linear("classifier", "_", "stream.vision")
         d.outputs = {"logits": "_ _"}
     else:
+        if seen:
+            del d.outputs["pooler_output"]
         d.outputs |= seen
         d.notes.append("the last state is returned too, so the final norm stays as it is")
 

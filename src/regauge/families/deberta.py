@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from regauge.families.bert import TABLES, masked_language_head
 from regauge.families.family import Boundary, Family
-from regauge.families.pieces import LAYER_NORM, POST_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm, old_norm_names
+from regauge.families.pieces import LAYER_NORM, POST_NORM, Config, Draft, Names, answers, attention, folding, linear, neurons, norm, old_norm_names
 from regauge.groups import GeneralLinear, OrthogonalFixingOnes, Permutation, Trivial
 from regauge.spec import Space, Spec
 
@@ -80,11 +80,11 @@ def relative_positions(d: Draft, names: Names, base: str, width: int) -> None:
 
 
 def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
-    logits = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", embed)
+    masked = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", embed)
     if names.starts("lm_predictions."):  # multiplies with the word table itself
         lm = "lm_predictions.lm_head."
         d.head |= {**linear(lm + "dense", "stream", "stream"), **norm(lm + "LayerNorm"), lm + "bias": c.axis("vocab_size")}
-        logits = True
+        masked = True
     if names.starts("mask_predictions."):  # v3's discriminator, which checkpoints carry and no class reads
         d.spaces["mask"] = Space(c.hidden_size, Permutation(), why="a LayerNorm with gains follows the activation")
         mask = "mask_predictions."
@@ -92,12 +92,11 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
     if names.starts("pooler.dense."):
         d.spaces["pool"] = neurons(c("pooler_hidden_size", c.hidden_size), c("pooler_hidden_act", "gelu"))
         d.head |= linear("pooler.dense", "pool", "stream")
+    d.outputs = {"logits": "_ _ _"} if masked else {"last_hidden_state": "_ _ stream"}
     for name, reads in (("classifier", "pool" if "pool" in d.spaces else "stream"), ("qa_outputs", "stream")):
         if names.starts(f"{name}."):
             d.head |= linear(name, "_", reads)
-            logits = True
-    if not logits:
-        d.outputs = {"last_hidden_state": "_ _ stream"}
+            d.outputs = answers() if name == "qa_outputs" else {"logits": "_ _" if reads == "pool" else "_ _ _"}
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:

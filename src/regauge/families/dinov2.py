@@ -54,6 +54,7 @@ def spec(c: Config, names: Names) -> Spec:
     if names.starts("classifier."):  # reads the class token and the mean of the patches, side by side
         d.head |= linear("classifier", "_", "stream+stream")
         d.norms.append(folding(d.head, f"{base}layernorm", "classifier"))
+        d.outputs = {"logits": "_ _"}
     else:
         d.outputs = {"last_hidden_state": "_ _ stream", "pooler_output": "_ stream"}
     d.notes.append("tokens: patches may be shuffled after the position embedding; the class token is read at place 0")

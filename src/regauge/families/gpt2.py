@@ -40,9 +40,9 @@ def spec(c: Config, names: Names) -> Spec:
             d.head |= linear(name, "_", "stream", bias)
             readers.append(name)
     if readers:
-        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _ _"}
-        if "multiple_choice_head.summary" in readers:
-            d.outputs["mc_logits"] = "_ _"
+        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _" if readers == ["score"] else "_ _ _"}
+        if "multiple_choice_head.summary" in readers:  # ids are rows of choices
+            d.outputs = {"logits": "_ _ _ _", "mc_logits": "_ _"}
         d.norms.append(folding(d.head, f"{base}ln_f", *readers))
     d.notes.append("tokens: rows may be permuted together with the 4-D causal mask and the position ids")
     return d.spec()

@@ -65,12 +65,13 @@ def language_head(d: Draft, c: Config, names: Names, base: str, fold: bool = Tru
         if c("tie_word_embeddings", False):
             d.ties["lm_head.weight"] = f"{base}embed_tokens.weight"
         readers.append("lm_head")
-    for name, bias in (("score", names.starts("score.bias")), ("qa_outputs", True)):
+    tokens = names.starts("score.bias")  # classifiers of sequences have no bias, those of tokens do
+    for name, bias in (("score", tokens), ("qa_outputs", True)):
         if names.starts(f"{name}."):
             d.head |= linear(name, "_", "stream", bias)
             readers.append(name)
     if readers:
-        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _ _"}
+        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _" if readers == ["score"] and not tokens else "_ _ _"}
         if fold:
             d.norms.append(folding(d.head, f"{base}norm", *readers))
     d.notes.append("tokens: rows may be permuted together with the 4-D causal mask and the position ids")

@@ -94,10 +94,10 @@ def heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
             d.head |= linear(name, "_", "stream")
             readers.append(name)
     if readers:
-        d.outputs = answers() if "qa_outputs" in readers else {"logits": "_ _ _"}
+        d.outputs = answers() if "qa_outputs" in readers else {"logits": "_ _" if "pool" in d.spaces else "_ _ _"}
         d.norms.append(folding(d.head, final, *readers))
     else:
-        d.outputs = {"last_hidden_state": "_ _ stream", "encoder_last_hidden_state": "_ _ stream"}
+        d.outputs = {"last_hidden_state": "_ _ stream"} | ({"encoder_last_hidden_state": "_ _ stream"} if "head.decoder" in d.spaces else {})
     return readers
 
 

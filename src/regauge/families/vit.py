@@ -76,6 +76,8 @@ def spec(c: Config, names: Names) -> Spec:
         readers.append("decoder.0")
     if readers:
         d.outputs = {"reconstruction": "_ _ _ _"} if readers == ["decoder.0"] else {"logits": "_ _"}
+        if "distillation_classifier" in readers:
+            d.outputs |= {"cls_logits": "_ _", "distillation_logits": "_ _"}
         d.norms.append(folding(d.head, f"{base}layernorm", *readers))
     d.notes.append("tokens: patches may be shuffled after the position embedding; the class token is read at place 0")
     return d.spec()

@@ -114,13 +114,14 @@ def timm_vit(architecture: str = "vit_pico", **more: Any) -> Pico:
 
     arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_ratio": 2, "num_classes": 5} | more
     pool = more.get("global_pool", "token")
+    layer = "swiglu" if getattr(more.get("mlp_layer"), "keywords", {}).get("gate_last") is False else ""
     cls = VisionTransformerDistilled if "distilled" in architecture else timm.models.VisionTransformer
     return Pico(
         lambda: cls(**arguments),
         {"x": IMAGES["pixel_values"]},
         {
             "architecture": architecture,
-            "model_args": {"num_heads": 3, "global_pool": pool, "norm_layer": more.get("norm_layer"), "mlp_layer": str(more.get("mlp_layer"))},
+            "model_args": {"num_heads": 3, "global_pool": pool, "norm_layer": more.get("norm_layer"), "mlp_layer": layer},
         },
     )
 

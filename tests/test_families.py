@@ -273,13 +273,15 @@ GROUPS = {
     **dict.fromkeys(["timm-vit-qk-norm", "timm-vit-simple-norm"], PRE | {"qk": "permutation"}),
     "timm-vit-rms": PRE | {"qk": "signed", "stream": "signed > orthogonal"},
     "timm-siglip": PRE | sides(BLOCK, "pool") | {"latent": "linear", "pool": "permutation > orthogonal-ones"},
+    "timm-siglip-rms": PRE | sides(BLOCK, "pool") | {"latent": "linear"} | dict.fromkeys(["stream", "pool"], "signed > orthogonal"),
     **dict.fromkeys(["llama", "llama-mqa-biases", "llama-base", "llama-classifier", "llama-tokens", "llama-answers", "mistral", "qwen2"], LLAMA),
     "llama-mha-tied": MHA | {"qk": "rotary-half over head", "ffn": "monomial", "stream": "signed > orthogonal"},
     "qwen3": LLAMA | {"qk": "signs-half over kv"},
     "gemma2": LLAMA | {"stream": "signed"},
     "mixtral": LLAMA | {"expert": "permutation", "ffn": "monomial over expert"},
     **dict.fromkeys(["bert", "bert-tokens", "bert-answers", "roberta", "camembert", "distilbert", "distilbert-base"], POST),
-    **dict.fromkeys(["deberta-v3", "deberta-v3-new-head", "deberta-v3-base", "timm-vit-max", "timm-vit-clip", "timm-vit-post-norm"], POST),
+    **dict.fromkeys(["deberta-v3", "deberta-v3-new-head", "deberta-v3-base", "deberta-v2-unread", "deberta-v2-absolute"], POST),
+    **dict.fromkeys(["timm-vit-max", "timm-vit-clip", "timm-vit-post-norm"], POST),
     "bert-untied": POST | {"mlm": "permutation"},
     **dict.fromkeys(["bert-base", "bert-pretraining", "bert-next-sentence", "bert-classifier", "xlm-roberta"], POST | {"pool": "signed"}),
     "roberta-choice": POST | {"pool": "signed"},
@@ -440,9 +442,9 @@ def test_timm_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, arguments in made.items():
         width, heads = arguments.get("embed_dim", 768), arguments.get("num_heads", 12)
         assert number_of_heads(Config({"architecture": name}), width) == heads, name
-    state = {"blocks.0.attn.qkv.weight": torch.zeros(6, 2), "blocks.0.attn.rel_pos.mlp.fc1.weight": torch.zeros(2, 2)}
-    with pytest.raises(UnknownModelError, match="vit_relpos_small"):
-        spec_from({"architecture": "vit_relpos_small"}, state)
+    for other in ("blocks.0.attn.rel_pos.mlp.fc1.weight", "blocks.0.mlp.fc1_g.weight"):
+        with pytest.raises(UnknownModelError, match='"vit_other_small" is one of timm'):
+            spec_from({"architecture": "vit_other_small"}, {"blocks.0.attn.qkv.weight": torch.zeros(6, 2), other: torch.zeros(2, 2)})
     with pytest.raises(SpecError, match="20 wide") as error:
         number_of_heads(Config({"architecture": "vit_own"}), 20)
     assert "num_heads" in str(error.value.hint)

@@ -63,13 +63,12 @@ def embeddings(d: Draft, c: Config, names: Names, base: str) -> int:
 
 
 def relative_positions(d: Draft, names: Names, base: str, width: int) -> None:
-    """The table of relative positions: in the stream where it shares the query and key projections, else in a space `rel` with readers of its own."""
-    if not names.starts(f"{base}encoder.rel_embeddings."):
-        return
+    """The table of relative positions: in a space `rel` where it has readers of its own, else in the stream, whose projections it shares."""
     readers = [n.removesuffix(".weight") for n, axes in d.backbone.items() if axes.endswith(" rel*")]
     space, normed = "rel" if readers else "stream", names.starts(f"{base}encoder.LayerNorm.")
-    d.embed[f"{base}encoder.rel_embeddings.weight"] = f"_ {space}"
-    if normed:
+    if names.starts(f"{base}encoder.rel_embeddings."):
+        d.embed[f"{base}encoder.rel_embeddings.weight"] = f"_ {space}"
+    if normed:  # it is there without relative attention too
         d.embed |= norm(f"{base}encoder.LayerNorm", space)
     if readers and normed:
         d.spaces["rel"] = Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
@@ -103,7 +102,7 @@ def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     base = names.prefix("deberta.")
     if names.starts(f"{base}encoder.conv."):  # it stands between the blocks and reads what entered the first of them
         return ()
-    rel = "stream" if c("share_att_key", False) else "rel"
+    rel = "rel" if names.has("attention.self.pos_") else "stream"
     enter = {
         "hidden_states": "_ token stream",
         "attention_mask": "_ _ token token*",

@@ -14,6 +14,7 @@ from regauge.families import spec_from
 from regauge.spec import Spec
 
 IDS = {"input_ids": torch.randint(0, 30, (2, 7), generator=torch.Generator().manual_seed(1))}
+CHOICES = {"input_ids": IDS["input_ids"].view(1, 2, 7)}
 IMAGES = {"pixel_values": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)}
 
 
@@ -113,13 +114,14 @@ def timm_vit(architecture: str = "vit_pico", **more: Any) -> Pico:
 
     arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_ratio": 2, "num_classes": 5} | more
     pool = more.get("global_pool", "token")
+    layer = "swiglu" if getattr(more.get("mlp_layer"), "keywords", {}).get("gate_last") is False else ""
     cls = VisionTransformerDistilled if "distilled" in architecture else timm.models.VisionTransformer
     return Pico(
         lambda: cls(**arguments),
         {"x": IMAGES["pixel_values"]},
         {
             "architecture": architecture,
-            "model_args": {"num_heads": 3, "global_pool": pool, "norm_layer": more.get("norm_layer"), "mlp_layer": str(more.get("mlp_layer"))},
+            "model_args": {"num_heads": 3, "global_pool": pool, "norm_layer": more.get("norm_layer"), "mlp_layer": layer},
         },
     )
 
@@ -170,7 +172,7 @@ PICOS: dict[str, Pico] = {
     "gpt2": Pico(lambda: T.GPT2LMHeadModel(gpt2()), IDS),
     "gpt2-untied": Pico(lambda: T.GPT2LMHeadModel(gpt2(tie_word_embeddings=False)), IDS),
     "gpt2-classifier": Pico(lambda: T.GPT2ForSequenceClassification(gpt2()), IDS),
-    "gpt2-double": Pico(lambda: T.GPT2DoubleHeadsModel(gpt2()), IDS),
+    "gpt2-double": Pico(lambda: T.GPT2DoubleHeadsModel(gpt2()), CHOICES),
     "gpt2-tokens": Pico(lambda: T.GPT2ForTokenClassification(gpt2()), IDS),
     "gpt2-answers": Pico(lambda: T.GPT2ForQuestionAnswering(gpt2()), IDS),
     "gpt2-base": Pico(lambda: T.GPT2Model(gpt2()), IDS),
@@ -213,7 +215,9 @@ PICOS: dict[str, Pico] = {
     "deberta-v2-xlarge-untied": Pico(lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**XL, tie_word_embeddings=False)), IDS),
     "deberta-v2-xlarge-classifier": Pico(lambda: T.DebertaV2ForSequenceClassification(T.DebertaV2Config(**XL)), IDS),
     "deberta-v2-xlarge-groups": Pico(lambda: T.DebertaV2ForTokenClassification(T.DebertaV2Config(**XL, conv_groups=2)), IDS),
-    "roberta-choice": Pico(bert("RobertaForMultipleChoice", num_hidden_layers=1), {"input_ids": IDS["input_ids"].view(1, 2, 7)}),
+    "deberta-v2-unread": Pico(lambda: T.DebertaV2Model(T.DebertaV2Config(**V2 | {"pos_att_type": []})), IDS),
+    "deberta-v2-absolute": Pico(lambda: T.DebertaV2Model(T.DebertaV2Config(**V2 | {"relative_attention": False})), IDS),
+    "roberta-choice": Pico(bert("RobertaForMultipleChoice", num_hidden_layers=1), CHOICES),
     "dinov2": Pico(lambda: T.Dinov2ForImageClassification(T.Dinov2Config(**DINOV2)), IMAGES),
     "dinov2-base": Pico(lambda: T.Dinov2Model(T.Dinov2Config(**DINOV2)), IMAGES),
     "dinov2-swiglu": Pico(lambda: T.Dinov2ForImageClassification(T.Dinov2Config(**DINOV2, use_swiglu_ffn=True)), IMAGES),
@@ -243,6 +247,7 @@ PICOS: dict[str, Pico] = {
     "timm-vit-post-norm": timm_vit("vit_pico_rpn_8", **post_norm_block()),
     "timm-vit-swiglu": timm_vit(**swiglu()),
     "timm-siglip": timm_vit(class_token=False, global_pool="map"),
+    "timm-siglip-rms": timm_vit(class_token=False, global_pool="map", norm_layer="rmsnorm"),
     "timm-deit-distilled": timm_vit("deit_pico_distilled"),
     "timm-swin": timm_swin(),
     "timm-swin-features": timm_swin(num_classes=0),

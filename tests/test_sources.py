@@ -9,7 +9,7 @@ import transformers as T
 
 import regauge
 from picos import IMAGES, LLAMA, build, config_of, gpt2
-from regauge.errors import SpecError, UnknownModelError
+from regauge.errors import RegaugeError, SpecError, UnknownModelError
 from regauge.sources import spec_of
 from regauge.testing import assert_symmetry
 
@@ -46,5 +46,39 @@ def test_what_cannot_be_understood_is_named(tmp_path) -> None:
         spec_of(model, config={"model_type": "rwkv"})
     with pytest.raises(SpecError, match="cannot be understood as a llama"):
         spec_of(model, config={**config_of(model), "num_hidden_layers": "two"})
+    with pytest.raises(UnknownModelError, match="neither a model_type"):
+        spec_of(model, config={"hidden_size": 16})
     with pytest.raises(SpecError, match="hidden_size"):
         spec_of(model, config={"model_type": "llama", "num_hidden_layers": 1})
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({}, "names neither a model_type nor an architecture"),
+        ({"model_type": None, "architecture": None}, "names neither a model_type nor an architecture"),
+        ({"model_type": "zzz"}, "models of type 'zzz'; known are"),
+        ({"model_type": ["llama"]}, "models of type"),
+        ({"architecture": "vit_base_patch16_224"}, "timm's configs do not say"),
+        ({"model_type": "llama", "num_hidden_layers": 10**9}, '"num_hidden_layers" is 1000000000'),
+        ({"model_type": "llama", "num_hidden_layers": "two"}, "cannot build a llama"),
+        ({"model_type": "llama", "num_attention_heads": 0}, "cannot build a llama"),
+        ({"model_type": "llama", "architectures": 5}, "cannot build a llama"),
+        ({"model_type": "llama", "architectures": ["logging"]}, "cannot build a llama"),
+        (None, "not read from None"),
+        (7, "not read from 7"),
+        (T.LlamaConfig, "not read from <class"),
+    ],
+)
+def test_what_is_no_model(source: object, says: str) -> None:
+    with pytest.raises(RegaugeError) as caught:
+        spec_of(source)
+    assert says in str(caught.value)
+    assert caught.value.hint
+
+
+def test_a_module_with_a_config_of_another_kind() -> None:
+    module = torch.nn.Linear(2, 2)
+    module.config = 5
+    with pytest.raises(UnknownModelError, match="not read from 5"):
+        spec_of(module)

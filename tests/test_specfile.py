@@ -223,6 +223,26 @@ def test_repetition_and_stacks() -> None:
         (("(head.{i} qk.{i}) stream*", "(head.{i} qk.{i}) steam*"), '"steam" is not a space'),
         (("mask", "(mask"), "is not a regular expression"),
         (("repeat = { i = 2, j = 3 }", "repeat = { i = 0, j = 3 }"), "repeat.i is 0, not a number of times"),
+        (("repeat = { i = 2, j = 3 }", "repeat = { i = 1000, j = 10000 }"), '"layers.{i}.{j}.w" stands for more than 100000 names'),
+        (("(head.{i} qk.{i}) stream*", "(" * 50_000 + "stream" + ")" * 50_000), "brackets more than 20 deep"),
+        (("(head.{i} qk.{i}) stream*", "("), "expected ')'"),
+        (('"experts.{expert}.w" = "expert stream*"', '"experts.{expert}.w" = ""'), "its first axis is not that"),
+        (('expert = { size = 2, group = "permutation" }', 'expert = { size = 1_000_000_000, group = "permutation" }'), "a stack of 1000000000"),
+        (('"experts.{expert}.w" = "expert stream*"', '"experts.{expert}.w" = "expert stream*"\n"experts.0.w" = "_"'), '"experts.0.w" is described'),
+        (
+            (
+                'expert = { size = 2, group = "permutation" }',
+                'expert = { size = 2, group = "permutation" }\nbig = { size = 1_000_000_000_000, group = "linear" }',
+            ),
+            'space "big"',
+        ),
+        (("buffers", f"colour = {'9' * 5000}\nbuffers"), "is not TOML"),
+        *(
+            (("[tensors.backbone]", f"[{table}]\nx = {value}\n[tensors.backbone]"), f'{table}."x" is {shown}, which config.json cannot hold')
+            for table in ("config", "untied_config")
+            for value, shown in (("1979-05-27", "1979-05-27"), ("[07:32:00]", "[datetime.time(7, 32)]"), ("inf", "inf"))
+        ),
+        *((("[tensors.backbone]", f"[fixed]\nx = {value}\n[tensors.backbone]"), 'fixed."x" is') for value in ("nan", "9" * 400)),
     ],
 )
 def test_errors_name_the_place(change: tuple[str, str], says: str) -> None:
@@ -231,6 +251,8 @@ def test_errors_name_the_place(change: tuple[str, str], says: str) -> None:
         parse_spec(SMALL.replace(*change), "my.toml")
     assert says in str(caught.value)
     assert "my.toml" in str(caught.value)
+    assert len(str(caught.value)) < 2000
+    assert caught.value.hint
 
 
 def test_all_faults_at_once_and_a_caret() -> None:
@@ -245,5 +267,12 @@ def test_all_faults_at_once_and_a_caret() -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="cannot be read"):
+    with pytest.raises(SpecError, match="cannot be read") as caught:
         load_spec(tmp_path / "no.toml")
+    assert "UTF-8" in str(caught.value.hint)
+
+
+def test_what_a_faulty_file_leaves_out_is_not_blamed_on_its_spaces() -> None:
+    with pytest.raises(SpecError, match="expected") as caught:
+        parse_spec(SMALL.replace("expert stream*", "expert stream)"))
+    assert "on no axis" not in str(caught.value)

@@ -43,6 +43,16 @@ def test_outputs_that_are_not_there_are_no_pass() -> None:
         symmetry_error(model, spec, element(spec, 1), IDS)
 
 
+def test_outputs_with_other_axes_are_no_pass() -> None:
+    model = build("llama-classifier")
+    spec = spec_of(model)
+    assert_symmetry(model, spec, element(spec, 1), IDS)
+    wrong = replace(spec, outputs={"logits": "_ _ _"})
+    with pytest.raises(SpecError, match=r'"logits" is _ _ _ in the spec, and \[2, 2\] in the model') as caught:
+        symmetry_error(model, wrong, element(wrong, 1), IDS)
+    assert "outputs" in str(caught.value.hint)
+
+
 def test_a_rotation_under_gains_breaks_the_function() -> None:
     """Refused even when forced, for a gain cannot follow it; with the gains told to stay, it is applied, and breaks."""
     model = build("llama")

@@ -6,8 +6,9 @@
     a+b+c               a direct sum along one axis; may stand inside a product
     |ffn.0|             follows the permutation part only: no sign, no scale, no rotation
     _                   nothing acts
+    _768                the same, and the axis has this size
 
-A star on a bracket stars every space in it: "(head.0 vo.0)*" is "(head.0* vo.0*)". `| |` is its own dual, and so is `_`.
+A star on a bracket stars every space in it: "(head.0 vo.0)*" is "(head.0* vo.0*)". `| |` and `_` are their own duals.
 Brackets around a single term only group: "(rot.0+rest.0)*".
 """
 
@@ -20,6 +21,8 @@ from functools import lru_cache
 
 from regauge.errors import AxesError
 
+_DEEPEST = 20  # brackets within brackets; a real tensor has one or two, and everything here recurses into them
+_HOLE = re.compile(r"_([1-9][0-9]{0,17})?")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 
 
@@ -37,10 +40,12 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Hole:
-    """An axis, or a part of one, on which nothing acts."""
+    """An axis, or a part of one, on which nothing acts. Its size may be known all the same: a vocabulary's."""
+
+    size: int | None = None
 
     def __str__(self) -> str:
-        return "_"
+        return "_" if self.size is None else f"_{self.size}"
 
 
 @dataclass(frozen=True)
@@ -159,7 +164,7 @@ def size(term: Term, sizes: Mapping[str, int]) -> int | None:
         case Leaf():
             return sizes[term.space]
         case Hole():
-            return None
+            return term.size
         case Product():
             total = 1
             for factor in term.factors:
@@ -193,10 +198,11 @@ def block_sizes(terms: tuple[Term, ...], sizes: Mapping[str, int], whole: int, *
 
 class _Parser:
     def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+        self.text, self.at, self.depth = text, 0, 0
 
     def fail(self, message: str) -> AxesError:
-        return AxesError(f"{message} in axes string\n  {self.text}\n  {' ' * self.at}^")
+        start = max(0, self.at - 100)
+        return AxesError(f"{message} in axes string\n  {self.text[start : self.at + 100]}\n  {' ' * (self.at - start)}^")
 
     def peek(self) -> str:
         return self.text[self.at : self.at + 1]
@@ -233,8 +239,10 @@ class _Parser:
     def atom(self) -> Term:
         match self.peek():
             case "_":
-                self.at += 1
-                return Hole()
+                found = _HOLE.match(self.text, self.at)
+                assert found
+                self.at = found.end()
+                return Hole(int(found.group(1)) if found.group(1) else None)
             case "|":
                 self.at += 1
                 name = self.name()
@@ -245,11 +253,15 @@ class _Parser:
                     raise self.fail("| | is its own dual and takes no star")
                 return Leaf(name, bar=True)
             case "(":
+                if self.depth == _DEEPEST:
+                    raise self.fail(f"brackets more than {_DEEPEST} deep")
                 self.at += 1
+                self.depth += 1
                 factors = self.listing(end=")")
                 if not factors:
                     raise self.fail("an empty bracket")
                 self.at += 1
+                self.depth -= 1
                 return Product(factors, star=self.star())
             case _:
                 return Leaf(self.name(), star=self.star())

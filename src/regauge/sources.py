@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
-from regauge.families import spec_from
+from regauge.families import check_counts, family_of, spec_from
 from regauge.spec import Shaped, Spec
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def spec_of(source: torch.nn.Module | Checkpoint | str | Path | Mapping[str, Any
 
     if isinstance(source, torch.nn.Module):
         return _read(config or config_of(source), source.state_dict(), type(source).__name__)
-    found = dict(source) if isinstance(source, Mapping) else _as_dict(source)
+    found = _as_dict(source)
     module = _empty_module(found)
     return _read({**found, "architectures": [type(module).__name__]}, module.state_dict(), "the config")
 
@@ -90,17 +90,34 @@ def _read(config: Mapping[str, Any], tensors: Mapping[str, Shaped | Sequence[int
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
-    return dict(config.to_dict()) if hasattr(config, "to_dict") else dict(config)
+    if isinstance(config, Mapping):
+        return dict(config)
+    if hasattr(config, "to_dict") and not isinstance(config, type):
+        return dict(config.to_dict())
+    raise UnknownModelError(
+        f"a spec is not read from {config!r:.100}",
+        hint="give a module of transformers or timm, a checkpoint or its path, or a config as a dict or as the library's object",
+    )
 
 
 def _empty_module(config: Mapping[str, Any]) -> torch.nn.Module:
     """The module that a config describes, on the meta device: all its names and shapes, none of its weights."""
     import torch
-    import transformers
 
-    made = transformers.AutoConfig.for_model(**{k: v for k, v in config.items() if k != "architectures"})
-    wanted = (config.get("architectures") or [None])[0]
-    kind = getattr(transformers, wanted, None) if wanted else None
-    with torch.device("meta"):
-        module: torch.nn.Module = (kind or transformers.AutoModel.from_config)(made)
+    check_counts(config)
+    if family_of(config).architectures:
+        raise SpecError("timm's configs do not say what a model's tensors are", hint="give the live module, or the checkpoint")
+    try:
+        import transformers
+
+        made = transformers.AutoConfig.for_model(**{k: v for k, v in config.items() if k != "architectures"})
+        wanted = (config.get("architectures") or [None])[0]
+        kind = getattr(transformers, wanted, None) if wanted else None
+        with torch.device("meta"):
+            module: torch.nn.Module = (kind or transformers.AutoModel.from_config)(made)
+    except Exception as error:  # transformers raises whatever its layers run into
+        raise SpecError(
+            f"transformers cannot build a {config['model_type']} from the config: {error}",
+            hint="compare it with the model's original config.json, or give the module or the checkpoint itself",
+        ) from error
     return module

@@ -7,6 +7,7 @@ per index, and the spec reads them as the stack.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -17,10 +18,11 @@ from regauge.groups import GeneralLinear, Group, Orthogonal, Permutation, Trivia
 
 PARTS = ("embed", "backbone", "head")
 _STACK = re.compile(r"\{([^{}]+)\}")
+_HIGHEST = 10_000  # tensors in one stack: they are listed one by one, and a mistaken size must not take forever
 
 
 class Shaped(Protocol):
-    """Anything with a shape: a tensor, or the header entry of one."""
+    """Anything with a shape: a tensor, or the header entry of one. Its dtype is looked at if it has one."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -120,18 +122,20 @@ class Stored(NamedTuple):
 
 def stored(spec: Spec) -> dict[str, Stored]:
     """Every tensor name that a state of this spec has, stacks unrolled."""
-    out: dict[str, Stored] = {}
+    return dict(_unrolled(spec))
+
+
+def _unrolled(spec: Spec) -> Iterator[tuple[str, Stored]]:
     for pattern, text in spec.tensors.items():
         found = _STACK.search(pattern)
         if not found:
-            out[pattern] = Stored(pattern, text)
+            yield pattern, Stored(pattern, text)
             continue
         parent = found.group(1)
         terms = ax.parse(text).terms
         rest = str(ax.Axes(terms[1:]))
         for i in range(spec.spaces[parent].size):
-            out[pattern[: found.start()] + str(i) + pattern[found.end() :]] = Stored(pattern, rest, parent, i)
-    return out
+            yield pattern[: found.start()] + str(i) + pattern[found.end() :], Stored(pattern, rest, parent, i)
 
 
 @dataclass(frozen=True)
@@ -150,10 +154,8 @@ def check(spec: Spec, state: Mapping[str, Shaped]) -> list[Fault]:
 
     Values are read only where the spec demands them: folded gains must be constant.
     """
-    itself = check_spec(spec)
-    if any(f.name in spec.spaces for f in itself):  # spaces that make no sense fit nothing
-        return itself
-    return [*itself, *_check_names(spec, state), *_check_shapes(spec, state), *check_fixed(spec, state)]
+    itself = check_spec(spec)  # a spec that makes no sense fits nothing
+    return itself or [*_check_names(spec, state), *_check_shapes(spec, state), *check_fixed(spec, state)]
 
 
 def require(faults: Sequence[Fault], what: str, hint: str | None = None) -> None:
@@ -165,8 +167,8 @@ def require(faults: Sequence[Fault], what: str, hint: str | None = None) -> None
         raise SpecError("\n".join([what, *lines]), hint=hint)
 
 
-def check_spec(spec: Spec) -> list[Fault]:
-    """Every way in which a spec contradicts itself."""
+def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
+    """Every way in which a spec contradicts itself. Not `whole`: parts of it could not be read, so a space without tensors is no fault."""
     faults: list[Fault] = []
 
     def fault(name: str, text: str) -> None:
@@ -192,8 +194,10 @@ def check_spec(spec: Spec) -> list[Fault]:
         if known <= spec.spaces.keys():
             faults += _check_bars(spec, name, text)
         found = _STACK.search(name)
-        if found and str(ax.parse(text).terms[0]) != found.group(1):
+        if found and str(ax.Axes(ax.parse(text).terms[:1])) != found.group(1):
             fault(name, f'"{name}" is stacked by "{found.group(1)}", but its first axis is not that')
+        elif found and found.group(1) in spec.spaces and spec.spaces[found.group(1)].size > _HIGHEST:
+            fault(name, f'"{name}" is a stack of {spec.spaces[found.group(1)].size} tensors; {_HIGHEST} are the most')
     for alias, target in spec.ties.items():
         if target not in spec.tensors or alias not in spec.tensors:
             fault(alias, f'"{alias}" repeats "{target}", but not both are tensors of the spec')
@@ -218,7 +222,23 @@ def check_spec(spec: Spec) -> list[Fault]:
     ]:
         for name in (name for pair in pairs for name in pair if name is not None and name not in spec.tensors):
             fault(name, f'"{gain}" folds with "{name}", which is not a tensor of the spec')
-    return faults
+        if len(pairs) == 1:
+            fault(gain, f'"{gain}" folds, but no layer is named to take it')
+    for gain, times in Counter([*(n.gain for n in spec.norms), *(s.gain for s in spec.scales)]).items():
+        if times > 1:
+            fault(gain, f'"{gain}" is listed {times} times among norms and scales: it would be folded as often')
+    return faults or [*_check_use(spec, whole)]
+
+
+def _check_use(spec: Spec, whole: bool) -> Iterator[Fault]:
+    """Stacks that meet other tensors, and spaces whose size no tensor vouches for."""
+    for name, times in Counter(name for name, _ in _unrolled(spec)).items():
+        if times > 1:
+            yield Fault(name, f'"{name}" is described {times} times: by a stack, and by another tensor or stack')
+    used = frozenset().union(*(ax.spaces(text) for text in spec.tensors.values()))
+    for name in spec.spaces if whole else ():
+        if name not in used:
+            yield Fault(name, f'space "{name}" is on no axis of any tensor')
 
 
 def _check_bars(spec: Spec, name: str, text: str) -> Iterator[Fault]:
@@ -260,6 +280,9 @@ def _check_shapes(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
         if name not in state or not ax.spaces(entry.axes) <= spec.spaces.keys():
             continue
         shape, terms = tuple(state[name].shape), ax.parse(entry.axes).terms
+        dtype = str(getattr(state[name], "dtype", "float")).removeprefix("torch.")
+        if ax.spaces(entry.axes) and not dtype.lower().startswith(("f", "bf")):
+            yield Fault(name, f'"{name}" is {dtype}; what moves has floating-point numbers')
         if len(shape) != len(terms):
             yield Fault(name, f'"{name}" has {len(shape)} axes {list(shape)}, the spec says {len(terms)}: {entry.axes}')
             continue
@@ -273,7 +296,7 @@ def _check_shapes(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
 def _fits(term: ax.Term, n: int, sizes: Mapping[str, int]) -> bool:
     match term:
         case ax.Hole():
-            return True
+            return term.size in (None, n)
         case ax.Leaf():
             return sizes[term.space] == n
         case ax.Product() | ax.Sum():

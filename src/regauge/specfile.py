@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,8 @@ from regauge.groups import GROUPS
 from regauge.spec import PARTS, Fault, Norm, Scale, Space, Spec, check_spec
 
 VERSION = 1
+_HINT = "docs/formats.md describes spec files"
+_MOST = 100_000  # names that one line may stand for
 
 _FIELDS = (
     *("regauge", "family", "repeat", "spaces", "tensors", "outputs", "ties", "untied", "untied_config"),
@@ -34,7 +37,7 @@ def load_spec(path: Path | str) -> Spec:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read: {error}") from error
+        raise SpecError(f"{path} cannot be read: {error}", hint="a spec file is TOML text in UTF-8") from error
     return parse_spec(text, str(path))
 
 
@@ -42,8 +45,8 @@ def parse_spec(text: str, where: str = "spec file") -> Spec:
     """Read the text of a spec file; `where` names it in errors."""
     try:
         file = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise SpecError(f"{where} is not TOML: {error}") from error
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number with thousands of digits
+        raise SpecError(f"{where} is not TOML: {error}", hint=_HINT) from error
     version = file.get("regauge")
     if type(version) is not int:
         raise SpecError(f"{where} does not say its format version", hint=f"a spec file begins with: regauge = {VERSION}")
@@ -51,11 +54,11 @@ def parse_spec(text: str, where: str = "spec file") -> Spec:
         raise SpecError(f"{where} has format version {version}; this regauge reads up to {VERSION}", hint="upgrade regauge")
     reader = _Reader(file)
     spec = reader.spec()
-    faults = [*reader.faults, *(f for f in check_spec(spec) if f.name not in reader.blamed)]
+    faults = [*reader.faults, *(f for f in check_spec(spec, whole=not reader.faults) if f.name not in reader.blamed)]
     if faults:
         lines = [line for fault in faults[:20] for line in f"  {fault}".replace("\n", "\n    ").splitlines()]
         more = [f"  ... and {len(faults) - 20} more"] if len(faults) > 20 else []
-        raise SpecError("\n".join([f"{where} is not a spec", *lines, *more]), hint="docs/formats.md describes spec files")
+        raise SpecError("\n".join([f"{where} is not a spec", *lines, *more]), hint=_HINT)
     return spec
 
 
@@ -91,14 +94,14 @@ class _Reader:
             parts=parts,
             ties=dict(self.strings("ties")),
             untied=dict(self.numbers("untied")),
-            untied_config=self.table("untied_config"),
+            untied_config=self.plain("untied_config"),
             outputs=dict(self.axes("outputs", self.table("outputs"))),
             norms=tuple(self.norms()),
             scales=tuple(self.scales()),
             fixed=dict(self.numbers("fixed")),
             buffers=self.patterns(),
             notes=tuple(self.listed("notes", self.file.get("notes", []))),
-            config=self.table("config"),
+            config=self.plain("config"),
         )
 
     def known(self, key: str, table: Mapping[str, Any], fields: tuple[str, ...]) -> None:
@@ -113,9 +116,22 @@ class _Reader:
         self.fault(key, f"{key} is not a table")
         return {}
 
+    def plain(self, key: str) -> dict[str, Any]:
+        """A table of what config.json can hold: TOML's dates and infinities are not among it."""
+        table = self.table(key)
+        for name, value in table.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError):
+                self.fault(key, f'{key}."{name}" is {value}, which config.json cannot hold')
+        return table
+
     def each(self, *texts: str) -> Iterator[tuple[str, ...]]:
         """These texts, once for every value of the repeat variables that the first one holds."""
         used = [v for v in self.repeat if "{" + v + "}" in texts[0]]
+        if math.prod(self.repeat[v] for v in used) > _MOST:
+            self.fault(texts[0], f'"{texts[0]}" stands for more than {_MOST} names')
+            return
         for values in itertools.product(*(range(self.repeat[v]) for v in used)):
             out = list(texts)
             for variable, value in zip(used, values, strict=True):
@@ -185,7 +201,7 @@ class _Reader:
 
     def numbers(self, key: str) -> Iterator[tuple[str, float]]:
         for name, value in self.table(key).items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if _is_number(value):
                 yield from ((one, float(value)) for (one,) in self.each(name))
             else:
                 self.fault(name, f'{key}."{name}" is {value!r}, not a number')
@@ -210,7 +226,7 @@ class _Reader:
         for i, entry in enumerate(self.entries("norms", ("gain", "bias", "readers", "neutral", "padded"))):
             gain, bias, neutral, padded = entry.get("gain"), entry.get("bias"), entry.get("neutral", 1.0), entry.get("padded", False)
             readers = self.pairs(f"norms[{i}].readers", entry.get("readers"))
-            right = isinstance(bias, str | None) and isinstance(neutral, int | float) and isinstance(padded, bool)
+            right = isinstance(bias, str | None) and _is_number(neutral) and isinstance(padded, bool)
             if not isinstance(gain, str) or not right or readers is None:
                 self.fault(
                     f"norms[{i}]", f'norms[{i}] needs gain = "name", readers = [["weight", "bias"], ...], and may have bias, neutral and padded'
@@ -243,6 +259,10 @@ class _Reader:
     def repeated(self, gain: str, bias: str | None, pairs: list[tuple[str, str]]) -> Iterator[tuple[str, str | None, Pairs]]:
         for one, shift, *names in self.each(gain, bias or "", *(n for pair in pairs for n in pair)):
             yield one, shift or None, tuple((w, b or None) for w, b in zip(names[0::2], names[1::2], strict=True))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # finite, and a float
 
 
 def dump_spec(spec: Spec) -> str:

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from regauge.action import act, apply
+from regauge.axes import parse
 from regauge.elements import Element
 from regauge.errors import SpecError
 from regauge.spec import Spec
 
 # Largest |difference| of the outputs, relative to their largest absolute value (and at least 1), that rounding alone explains.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+_OUTPUTS = "the spec's `outputs` name what this class of model returns, with its axes"
 
 
 @contextlib.contextmanager
@@ -66,12 +68,22 @@ def outputs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, torc
 
 
 def declared(spec: Spec, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The outputs that the spec speaks of, or all if it names none: T5 also hands out its encoder's last state, which is an inner value."""
+    """The outputs that the spec speaks of, or all if it names none: T5 also hands out its encoder's last state, which is an inner value.
+
+    They must have the axes that the spec says, or it is the spec of another model.
+    """
     if not spec.outputs:
         return dict(outs)
     named = {name: value for name, value in outs.items() if name in spec.outputs}
     if not named:
-        raise SpecError(f"the spec speaks of {', '.join(spec.outputs)}, but the model returns {', '.join(outs) or 'nothing'}")
+        raise SpecError(f"the spec speaks of {', '.join(spec.outputs)}, but the model returns {', '.join(outs) or 'nothing'}", hint=_OUTPUTS)
+    wrong = [
+        f'  "{name}" is {spec.outputs[name]} in the spec, and {list(value.shape)} in the model'
+        for name, value in named.items()
+        if value.dim() != len(parse(spec.outputs[name]))
+    ]
+    if wrong:
+        raise SpecError("\n".join(["the model's outputs have other axes than the spec says", *wrong]), hint=_OUTPUTS)
     return named
 
 

@@ -12,7 +12,7 @@ def spec(c: Config, names: Names) -> Spec:
     base = names.prefix("model.")
     d = Draft("bart")
     sides = [side for side in ("encoder", "decoder") if names.starts(f"{base}{side}.layers.")]
-    tied = c("tie_word_embeddings", True)
+    tied, words = c("tie_word_embeddings", True), c.axis("vocab_size")
     apart = not tied and all(f"{base}{side}.embed_tokens.weight" in names.names for side in sides)
     stream = {side: f"stream.{side}" if apart else "stream" for side in ("encoder", "decoder")}
     if sides == ["decoder"]:  # a language model without an encoder; encoder states, if any, are the caller's
@@ -20,10 +20,12 @@ def spec(c: Config, names: Names) -> Spec:
     for side in sides:
         d.spaces[stream[side]] = Space(c.d_model, Permutation(), why=POST_NORM)
     if f"{base}shared.weight" in names.names:
-        d.embed[f"{base}shared.weight"] = "_ _" if apart else "_ stream"
+        d.embed[f"{base}shared.weight"] = f"{words} _" if apart else f"{words} stream"
     for side in sides:
         at, table = f"{base}{side}.", f"{base}{side}.embed_tokens.weight"
-        d.embed |= {table: f"_ {stream[side]}", at + "embed_positions.weight": f"_ {stream[side]}", **norm(at + "layernorm_embedding", stream[side])}
+        places = c.axis("max_position_embeddings", 2)  # the first two rows are never read
+        d.embed |= {table: f"{words} {stream[side]}", at + "embed_positions.weight": f"{places} {stream[side]}"}
+        d.embed |= norm(at + "layernorm_embedding", stream[side])
         if f"{base}shared.weight" in names.names and not apart:
             d.ties[table] = f"{base}shared.weight"
         for i in range(c(f"{side}_layers", 12)):
@@ -69,9 +71,9 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, stream: dict[str, str
     here = stream["decoder"]
     d.outputs = {"last_hidden_state": f"_ _ {here}", "encoder_last_hidden_state": f"_ _ {stream['encoder']}"}
     if "final_logits_bias" in names.names:
-        d.head["final_logits_bias"] = "_ _"
+        d.head["final_logits_bias"] = f"_1 {c.axis('vocab_size')}"
     if names.starts("lm_head.") or "final_logits_bias" in d.head or c.architecture in ("BartForConditionalGeneration", "BartForCausalLM"):
-        d.head |= linear("lm_head", "_", here, bias=False)
+        d.head |= linear("lm_head", c.axis("vocab_size"), here, bias=False)
         if tied:
             d.ties["lm_head.weight"] = f"{base}shared.weight" if f"{base}shared.weight" in d.embed else f"{base}decoder.embed_tokens.weight"
         d.outputs = {"logits": "_ _ _"}

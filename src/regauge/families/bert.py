@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from regauge.families.family import Boundary, Family
-from regauge.families.pieces import POST_NORM, Config, Draft, Names, attention, linear, neurons, norm, old_norm_names
+from regauge.families.pieces import POST_NORM, Config, Draft, Names, answers, attention, linear, neurons, norm, old_norm_names
 from regauge.groups import Permutation
 from regauge.spec import Space, Spec
 
 BASE = {"bert": "bert.", "roberta": "roberta.", "xlm-roberta": "roberta.", "camembert": "roberta.", "distilbert": "distilbert."}
+TABLES = {"word_embeddings": "vocab_size", "position_embeddings": "max_position_embeddings", "token_type_embeddings": "type_vocab_size"}
 BERT = {
     "layers": "num_hidden_layers",
     "width": "hidden_size",
@@ -48,9 +49,9 @@ def spec(c: Config, names: Names) -> Spec:
     width, heads = getattr(c, words["width"]), getattr(c, words["heads"])
     d = Draft(c.model_type, buffers=(r".*embeddings\.(position|token_type)_ids",))
     d.spaces["stream"] = Space(width, Permutation(), why=POST_NORM)
-    for table in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
+    for table, rows in TABLES.items():
         if names.has(table):
-            d.embed[f"{base}embeddings.{table}.weight"] = "_ stream"
+            d.embed[f"{base}embeddings.{table}.weight"] = f"{c.axis(rows)} stream"
     d.embed |= norm(f"{base}embeddings.LayerNorm")
     for i in range(getattr(c, words["layers"])):
         at = f"{base}{words['layer']}.{i}."
@@ -74,24 +75,27 @@ def spec(c: Config, names: Names) -> Spec:
 
 def heads_of(d: Draft, c: Config, names: Names, base: str, width: int) -> None:
     """Whatever reads the stream. One name may read different things: BERT's `classifier` reads the pooler if there is one."""
-    logits = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", width)
+    d.outputs = {"last_hidden_state": "_ _ stream"}
+    masked = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", width)
     if names.starts(f"{base}pooler.dense."):
         d.spaces["pool"] = neurons(width, "tanh")
         d.head |= linear(f"{base}pooler.dense", "pool", "stream")
+        d.outputs["pooler_output"] = "_ pool"
     if names.starts("pre_classifier."):
         d.spaces["pool"] = neurons(width, "relu")
         d.head |= linear("pre_classifier", "pool", "stream")
     if names.starts("classifier.dense."):
         d.spaces["cls"] = neurons(width, "tanh")
         d.head |= {**linear("classifier.dense", "cls", "stream"), **linear("classifier.out_proj", "_", "cls")}
-        logits = True
+        d.outputs = {"logits": "_ _"}
     pooled = "pool" in d.spaces and not c.architecture.endswith("ForTokenClassification")
     for name, reads in (("classifier", "pool" if pooled else "stream"), ("cls.seq_relationship", "pool"), ("qa_outputs", "stream")):
         if f"{name}.weight" in names.names:
             d.head |= linear(name, "_", reads)
-            logits = True
-    if not logits:
-        d.outputs = {"last_hidden_state": "_ _ stream"} | ({"pooler_output": "_ pool"} if "pool" in d.spaces else {})
+            d.outputs = answers() if name == "qa_outputs" else {"logits": "_ _" if reads == "pool" else "_ _ _"}
+    if masked:  # BertForMaskedLM leaves out the other head, which its checkpoints may carry
+        both = "cls.seq_relationship.weight" in d.head and not c.architecture.endswith("ForMaskedLM")
+        d.outputs = {"prediction_logits": "_ _ _", "seq_relationship_logits": "_ _"} if both else {"logits": "_ _ _"}
 
 
 MASKED = (  # dense, norm, decoder, bias
@@ -105,15 +109,15 @@ def masked_language_head(d: Draft, c: Config, names: Names, table: str, width: i
     """The masked language head, if there is one. Tied, its activation and norm sit in the table's own space; untied, in a space `mlm`."""
     for dense, layer_norm, decoder, bias in MASKED:
         if names.starts(f"{dense}."):
-            tied = c("tie_word_embeddings", True)
+            tied, words = c("tie_word_embeddings", True), c.axis("vocab_size")
             space = d.embed[table].split()[-1] if tied else "mlm"
             if not tied:
                 d.spaces["mlm"] = Space(width, Permutation(), why="a LayerNorm with gains follows the activation")
-            d.head |= {**linear(dense, space, "stream"), **norm(layer_norm, space), f"{decoder}.weight": f"_ {space}*"}
+            d.head |= {**linear(dense, space, "stream"), **norm(layer_norm, space), f"{decoder}.weight": f"{words} {space}*"}
             if bias:
-                d.head[bias] = "_"
+                d.head[bias] = words
             if tied or f"{decoder}.bias" in names.names:
-                d.head[f"{decoder}.bias"] = "_"
+                d.head[f"{decoder}.bias"] = words
             if tied:
                 d.ties |= {f"{decoder}.weight": table} | ({f"{decoder}.bias": bias} if bias else {})
             return True

@@ -20,7 +20,8 @@ def spec(c: Config, names: Names) -> Spec:
         base = names.prefix("text_model.")
         text = Config({**TEXT, **c("text_config", c.values)})
         d.spaces["stream.text"] = Space(text.hidden_size, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
-        d.embed |= {f"{base}embeddings.{table}_embedding.weight": "_ stream.text" for table in ("token", "position")}
+        for table, rows in (("token", "vocab_size"), ("position", "max_position_embeddings")):
+            d.embed[f"{base}embeddings.{table}_embedding.weight"] = f"{text.axis(rows)} stream.text"
         tower(d, text, base, "text", fold=True)
         d.head |= norm(f"{base}final_layer_norm", "stream.text")
         d.outputs |= {"last_hidden_state": "_ _ stream.text", "pooler_output": "_ stream.text"}
@@ -30,8 +31,8 @@ def spec(c: Config, names: Names) -> Spec:
         d.spaces["stream.vision"] = Space(vision.hidden_size, Permutation(), why=PRE_NORM)
         d.embed |= {
             f"{base}embeddings.class_embedding": "stream.vision",
-            f"{base}embeddings.patch_embedding.weight": "stream.vision _ _ _",
-            f"{base}embeddings.position_embedding.weight": "_ stream.vision",
+            f"{base}embeddings.patch_embedding.weight": f"stream.vision {vision.patch()}",
+            f"{base}embeddings.position_embedding.weight": f"{vision.places(1)} stream.vision",
             **norm(f"{base}pre_layrnorm", "stream.vision"),
         }
         tower(d, vision, base, "vision", fold=False)
@@ -83,6 +84,8 @@ def joint_space(d: Draft, names: Names, size: int) -> None:
         d.head |= linear("classifier", "_", "stream.vision")
         d.outputs = {"logits": "_ _"}
     else:
+        if seen:
+            del d.outputs["pooler_output"]
         d.outputs |= seen
         d.notes.append("the last state is returned too, so the final norm stays as it is")
 

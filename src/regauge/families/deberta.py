@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from regauge.families.bert import masked_language_head
+from regauge.families.bert import TABLES, masked_language_head
 from regauge.families.family import Boundary, Family
-from regauge.families.pieces import LAYER_NORM, POST_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm, old_norm_names
+from regauge.families.pieces import LAYER_NORM, POST_NORM, Config, Draft, Names, answers, attention, folding, linear, neurons, norm, old_norm_names
 from regauge.groups import GeneralLinear, OrthogonalFixingOnes, Permutation, Trivial
 from regauge.spec import Space, Spec
 
@@ -55,21 +55,20 @@ def embeddings(d: Draft, c: Config, names: Names, base: str) -> int:
         why = "the tied head's activation and norm act on it" if masked else "a linear layer reads the sum of the tables"
         d.spaces["embed"] = Space(width, Permutation() if masked else GeneralLinear(), why=why)
         d.embed |= linear(f"{base}embeddings.embed_proj", "stream", "embed", bias=False)
-    for table in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
+    for table, rows in TABLES.items():
         if names.starts(f"{base}embeddings.{table}."):
-            d.embed[f"{base}embeddings.{table}.weight"] = f"_ {space}"
+            d.embed[f"{base}embeddings.{table}.weight"] = f"{c.axis(rows)} {space}"
     d.embed |= norm(f"{base}embeddings.LayerNorm")
     return width
 
 
 def relative_positions(d: Draft, names: Names, base: str, width: int) -> None:
-    """The table of relative positions: in the stream where it shares the query and key projections, else in a space `rel` with readers of its own."""
-    if not names.starts(f"{base}encoder.rel_embeddings."):
-        return
+    """The table of relative positions: in a space `rel` where it has readers of its own, else in the stream, whose projections it shares."""
     readers = [n.removesuffix(".weight") for n, axes in d.backbone.items() if axes.endswith(" rel*")]
     space, normed = "rel" if readers else "stream", names.starts(f"{base}encoder.LayerNorm.")
-    d.embed[f"{base}encoder.rel_embeddings.weight"] = f"_ {space}"
-    if normed:
+    if names.starts(f"{base}encoder.rel_embeddings."):
+        d.embed[f"{base}encoder.rel_embeddings.weight"] = f"_ {space}"
+    if normed:  # it is there without relative attention too
         d.embed |= norm(f"{base}encoder.LayerNorm", space)
     if readers and normed:
         d.spaces["rel"] = Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
@@ -80,11 +79,11 @@ def relative_positions(d: Draft, names: Names, base: str, width: int) -> None:
 
 
 def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
-    logits = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", embed)
+    masked = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", embed)
     if names.starts("lm_predictions."):  # multiplies with the word table itself
         lm = "lm_predictions.lm_head."
-        d.head |= {**linear(lm + "dense", "stream", "stream"), **norm(lm + "LayerNorm"), lm + "bias": "_"}
-        logits = True
+        d.head |= {**linear(lm + "dense", "stream", "stream"), **norm(lm + "LayerNorm"), lm + "bias": c.axis("vocab_size")}
+        masked = True
     if names.starts("mask_predictions."):  # v3's discriminator, which checkpoints carry and no class reads
         d.spaces["mask"] = Space(c.hidden_size, Permutation(), why="a LayerNorm with gains follows the activation")
         mask = "mask_predictions."
@@ -92,19 +91,18 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
     if names.starts("pooler.dense."):
         d.spaces["pool"] = neurons(c("pooler_hidden_size", c.hidden_size), c("pooler_hidden_act", "gelu"))
         d.head |= linear("pooler.dense", "pool", "stream")
+    d.outputs = {"logits": "_ _ _"} if masked else {"last_hidden_state": "_ _ stream"}
     for name, reads in (("classifier", "pool" if "pool" in d.spaces else "stream"), ("qa_outputs", "stream")):
         if names.starts(f"{name}."):
             d.head |= linear(name, "_", reads)
-            logits = True
-    if not logits:
-        d.outputs = {"last_hidden_state": "_ _ stream"}
+            d.outputs = answers() if name == "qa_outputs" else {"logits": "_ _" if reads == "pool" else "_ _ _"}
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     base = names.prefix("deberta.")
     if names.starts(f"{base}encoder.conv."):  # it stands between the blocks and reads what entered the first of them
         return ()
-    rel = "stream" if c("share_att_key", False) else "rel"
+    rel = "rel" if names.has("attention.self.pos_") else "stream"
     enter = {
         "hidden_states": "_ token stream",
         "attention_mask": "_ _ token token*",

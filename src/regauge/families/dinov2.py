@@ -19,8 +19,8 @@ def spec(c: Config, names: Names) -> Spec:
     d.spaces["stream"] = Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
     d.embed = {
         f"{base}embeddings.cls_token": "_ _ stream",
-        f"{base}embeddings.position_embeddings": "_ _ stream",
-        f"{base}embeddings.patch_embeddings.projection.weight": "stream _ _ _",
+        f"{base}embeddings.position_embeddings": f"_1 {c.places(1)} stream",
+        f"{base}embeddings.patch_embeddings.projection.weight": f"stream {c.patch()}",
         f"{base}embeddings.patch_embeddings.projection.bias": "stream",
     }
     for token, axes in (("mask_token", "_ stream"), ("register_tokens", "_ _ stream")):
@@ -54,6 +54,7 @@ def spec(c: Config, names: Names) -> Spec:
     if names.starts("classifier."):  # reads the class token and the mean of the patches, side by side
         d.head |= linear("classifier", "_", "stream+stream")
         d.norms.append(folding(d.head, f"{base}layernorm", "classifier"))
+        d.outputs = {"logits": "_ _"}
     else:
         d.outputs = {"last_hidden_state": "_ _ stream", "pooler_output": "_ stream"}
     d.notes.append("tokens: patches may be shuffled after the position embedding; the class token is read at place 0")

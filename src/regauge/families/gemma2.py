@@ -15,7 +15,7 @@ def spec(c: Config, names: Names) -> Spec:
     base = names.prefix("model.")
     d = Draft("gemma2", buffers=(r".*rotary_emb\.inv_freq",))
     d.spaces["stream"] = Space(c.hidden_size, SignedPermutation(), why=SANDWICH)
-    d.embed = {f"{base}embed_tokens.weight": "_ stream"}
+    d.embed = {f"{base}embed_tokens.weight": f"{c.axis('vocab_size')} stream"}
     bias = c("attention_bias", False)
     for i in range(c.num_hidden_layers):
         at = f"{base}layers.{i}."

@@ -13,7 +13,7 @@ def spec(c: Config, names: Names) -> Spec:
     width = c.n_embd
     d = Draft("gpt2", buffers=(r".*h\.\d+\.attn\.(masked_)?bias", r".*h\.\d+\.crossattention\.(masked_)?bias"))
     d.spaces["stream"] = Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
-    d.embed = {f"{base}wte.weight": "_ stream", f"{base}wpe.weight": "_ stream"}
+    d.embed = {f"{base}wte.weight": f"{c.axis('vocab_size')} stream", f"{base}wpe.weight": f"{c.axis('n_positions')} stream"}
     for i in range(c.n_layer):
         at = f"{base}h.{i}."
         a = attention(i, c.n_head, width // c.n_head)
@@ -31,7 +31,7 @@ def spec(c: Config, names: Names) -> Spec:
     d.outputs = {"last_hidden_state": "_ _ stream"}
     readers = []
     if c.architecture in ("GPT2LMHeadModel", "GPT2DoubleHeadsModel") or names.starts("lm_head."):
-        d.head |= linear("lm_head", "_", "stream", bias=False)
+        d.head |= linear("lm_head", c.axis("vocab_size"), "stream", bias=False)
         if c("tie_word_embeddings", True):
             d.ties["lm_head.weight"] = f"{base}wte.weight"
         readers.append("lm_head")
@@ -40,9 +40,9 @@ def spec(c: Config, names: Names) -> Spec:
             d.head |= linear(name, "_", "stream", bias)
             readers.append(name)
     if readers:
-        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _ _"}
-        if "multiple_choice_head.summary" in readers:
-            d.outputs["mc_logits"] = "_ _"
+        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _" if readers == ["score"] else "_ _ _"}
+        if "multiple_choice_head.summary" in readers:  # ids are rows of choices
+            d.outputs = {"logits": "_ _ _ _", "mc_logits": "_ _"}
         d.norms.append(folding(d.head, f"{base}ln_f", *readers))
     d.notes.append("tokens: rows may be permuted together with the 4-D causal mask and the position ids")
     return d.spec()

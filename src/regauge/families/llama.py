@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from regauge.families.family import Boundary, Family
-from regauge.families.pieces import RMS_NORM, Attention, Config, Draft, Names, answers, attention, folding, linear, neurons, norm
+from regauge.families.pieces import RMS_NORM, Attention, Config, Draft, Names, answers, attention, folding, hole, linear, neurons, norm
 from regauge.groups import Group, Orthogonal, PlaneSigns, Rotary, SignedPermutation
 from regauge.spec import Space, Spec
 
@@ -15,7 +15,7 @@ def spec(c: Config, names: Names) -> Spec:
     kind = c.model_type
     d = Draft(kind, buffers=(r".*rotary_emb\.inv_freq",))
     d.spaces["stream"] = Space(c.hidden_size, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
-    d.embed = {f"{base}embed_tokens.weight": "_ stream"}
+    d.embed = {f"{base}embed_tokens.weight": f"{c.axis('vocab_size')} stream"}
     bias = True if kind == "qwen2" else bool(c(QKV_BIAS.get(kind, ""), False))
     qk: Group = PlaneSigns("half") if kind == "qwen3" else Rotary("half")
     for i in range(c.num_hidden_layers):
@@ -26,7 +26,7 @@ def spec(c: Config, names: Names) -> Spec:
 
 def decoder_block(d: Draft, c: Config, at: str, i: int, qk: Group, bias: bool, out_bias: bool) -> dict[str, str]:
     a = decoder_attention(d, c, i, qk)
-    gated = bool(c("mlp_bias", False))
+    mlp_bias = bool(c("mlp_bias", False))
     d.spaces[f"ffn.{i}"] = neurons(c.intermediate_size, c("hidden_act", "silu"), gated=True)
     block = {
         **norm(at + "input_layernorm", bias=False),
@@ -35,12 +35,12 @@ def decoder_block(d: Draft, c: Config, at: str, i: int, qk: Group, bias: bool, o
         **linear(at + "self_attn.v_proj", a.v, "stream", bias),
         **linear(at + "self_attn.o_proj", "stream", a.o, out_bias),
         **norm(at + "post_attention_layernorm", bias=False),
-        **linear(at + "mlp.gate_proj", f"|ffn.{i}|", "stream", gated),
-        **linear(at + "mlp.up_proj", f"ffn.{i}", "stream", gated),
-        **linear(at + "mlp.down_proj", "stream", f"ffn.{i}", gated),
+        **linear(at + "mlp.gate_proj", f"|ffn.{i}|", "stream", mlp_bias),
+        **linear(at + "mlp.up_proj", f"ffn.{i}", "stream", mlp_bias),
+        **linear(at + "mlp.down_proj", "stream", f"ffn.{i}", mlp_bias),
     }
     if isinstance(qk, PlaneSigns):  # gains on the head axis, shared by all heads: a sign for each plane passes them by
-        block |= {at + "self_attn.q_norm.weight": "_", at + "self_attn.k_norm.weight": "_"}
+        block |= {f"{at}self_attn.{x}_norm.weight": hole(d.spaces[f"qk.{i}"].size, "head_dim") for x in "qk"}
     d.norms += [
         folding(block, at + "input_layernorm", *(at + f"self_attn.{x}_proj" for x in "qkv")),
         folding(block, at + "post_attention_layernorm", at + "mlp.gate_proj", at + "mlp.up_proj"),
@@ -61,16 +61,17 @@ def language_head(d: Draft, c: Config, names: Names, base: str, fold: bool = Tru
     d.outputs = {"last_hidden_state": "_ _ stream"}
     readers = []
     if c.architecture.endswith("ForCausalLM") or names.starts("lm_head."):
-        d.head |= linear("lm_head", "_", "stream", bias=False)
+        d.head |= linear("lm_head", c.axis("vocab_size"), "stream", bias=False)
         if c("tie_word_embeddings", False):
             d.ties["lm_head.weight"] = f"{base}embed_tokens.weight"
         readers.append("lm_head")
-    for name, bias in (("score", names.starts("score.bias")), ("qa_outputs", True)):
+    tokens = names.starts("score.bias")  # classifiers of sequences have no bias, those of tokens do
+    for name, bias in (("score", tokens), ("qa_outputs", True)):
         if names.starts(f"{name}."):
             d.head |= linear(name, "_", "stream", bias)
             readers.append(name)
     if readers:
-        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _ _"}
+        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _" if readers == ["score"] and not tokens else "_ _ _"}
         if fold:
             d.norms.append(folding(d.head, f"{base}norm", *readers))
     d.notes.append("tokens: rows may be permuted together with the 4-D causal mask and the position ids")

@@ -16,7 +16,7 @@ def spec(c: Config, names: Names) -> Spec:
     base = names.prefix("model.")
     d = Draft("mixtral", buffers=(r".*rotary_emb\.inv_freq",))
     d.spaces["stream"] = Space(c.hidden_size, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
-    d.embed = {f"{base}embed_tokens.weight": "_ stream"}
+    d.embed = {f"{base}embed_tokens.weight": f"{c.axis('vocab_size')} stream"}
     for i in range(c.num_hidden_layers):
         at = f"{base}layers.{i}."
         a = llama.decoder_attention(d, c, i, Rotary("half"))

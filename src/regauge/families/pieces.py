@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from regauge.errors import SpecError
 from regauge.groups import GeneralLinear, Group, Permutation, PlaneSigns, Rotary, Scaling, SignedPermutation
 from regauge.spec import Norm, Scale, Shaped, Space, Spec
 
@@ -19,8 +20,6 @@ class Config:
         self.values = values
 
     def __getattr__(self, name: str) -> Any:
-        from regauge.errors import SpecError
-
         if name.startswith("__") or name not in self.values:
             raise SpecError(f'config.json has no "{name}"', hint=f"a {self.values.get('model_type', 'model')} needs it")
         return self.values[name]
@@ -28,6 +27,20 @@ class Config:
     def __call__(self, name: str, default: Any) -> Any:
         value = self.values.get(name)
         return default if value is None else value
+
+    def axis(self, name: str, more: int = 0) -> str:
+        """An axis on which nothing acts, as long as the config says under this name (and some more), if it does."""
+        return hole(self(name, None), name, more)
+
+    def patch(self) -> str:
+        """The axes of a patch: channels, height and width."""
+        height, width = _both(self("patch_size", None))
+        return f"{self.axis('num_channels')} {hole(height, 'patch_size')} {hole(width, 'patch_size')}"
+
+    def places(self, more: int) -> str:
+        """The axis of a table with a row for each patch, and some more."""
+        h, w, p, q = (_whole(side, name) for name in ("image_size", "patch_size") for side in _both(self(name, None)))
+        return f"_{(h // p) * (w // q) + more}" if h and w and p and q else "_"
 
     @property
     def architecture(self) -> str:
@@ -60,16 +73,31 @@ class Names:
 
     def size(self, name: str, dim: int) -> int:
         """The size of one axis of a tensor, where no config says it."""
-        from regauge.errors import SpecError
-
         if name not in self.shapes:
             raise SpecError(f'the shape of "{name}" is not at hand', hint="build the spec from a mapping of names to tensors, or of names to shapes")
         return int(self.shapes[name][dim])
 
 
+def hole(size: Any, name: str, more: int = 0) -> str:
+    """An axis on which nothing acts, of a size that the config gives under this name, or of any."""
+    n = _whole(size, name)
+    return "_" if n is None else f"_{n + more}"
+
+
+def _whole(size: Any, name: str) -> int | None:
+    if size is None or (type(size) is int and size > 0):
+        return size
+    raise SpecError(f'config.json says "{name}" is {size!r}, which must be a positive whole number', hint="compare it with the original")
+
+
+def _both(side: Any) -> Sequence[Any]:
+    """Height and width, where a config gives one number for both, or two."""
+    return side if isinstance(side, list | tuple) and len(side) == 2 else (side, side)
+
+
 def star(term: str) -> str:
     """The dual of a term."""
-    if term == "_":
+    if term.startswith("_"):
         return term
     return f"({term})*" if "+" in term else f"{term}*"
 
@@ -161,6 +189,8 @@ def attention(
 ) -> Attention:
     """Multi-head attention, or grouped queries if there are fewer key-value heads. `shared` names a head space that several layers have in common."""
     kv = kv or heads
+    if heads % kv:
+        raise SpecError(f"{heads} heads cannot share {kv} key-value heads evenly", hint="config.json: num_attention_heads, num_key_value_heads")
     group = qk or GeneralLinear()
     why = _QK_WHY.get(type(group), "a dot product sees every invertible change of both sides as nothing")
     qk_space, vo_space = f"qk.{label}", f"vo.{label}"

@@ -21,12 +21,12 @@ def spec(c: Config, names: Names) -> Spec:
     base = names.prefix("transformer.")
     d = Draft("t5", buffers=(r".*decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",))
     d.spaces["stream"] = Space(c.d_model, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
-    d.embed[f"{base}shared.weight"] = "_ stream"
-    layers = {"encoder": c.num_layers}
+    layers, words = {"encoder": c.num_layers}, c.axis("vocab_size")
+    d.embed[f"{base}shared.weight"] = f"{words} stream"
     if names.starts(f"{base}decoder."):
         layers["decoder"] = c("num_decoder_layers", c.num_layers)
     for stack, depth in layers.items():
-        d.embed[f"{base}{stack}.embed_tokens.weight"] = "_ stream"
+        d.embed[f"{base}{stack}.embed_tokens.weight"] = f"{words} stream"
         d.ties[f"{base}{stack}.embed_tokens.weight"] = f"{base}shared.weight"
         d.spaces[f"head.{stack}"] = Space(
             c.num_heads, Permutation(), why="all blocks of a stack share one relative position bias, and with it the heads"
@@ -46,7 +46,7 @@ def block(d: Draft, c: Config, at: str, stack: str, i: int) -> None:
     own = attention(f"{stack}.{i}", c.num_heads, c.d_kv, shared=f"head.{stack}")
     attend(d, f"{at}0.SelfAttention.", own)
     if i == 0:
-        d.backbone[f"{at}0.SelfAttention.relative_attention_bias.weight"] = f"_ head.{stack}"
+        d.backbone[f"{at}0.SelfAttention.relative_attention_bias.weight"] = f"{c.axis('relative_attention_num_buckets')} head.{stack}"
     normed(d, f"{at}0.layer_norm", *(f"{at}0.SelfAttention.{x}" for x in "qkv"))
     last = 1
     if stack == "decoder":
@@ -81,7 +81,7 @@ def heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
     """Whatever reads the last final norm: the language head (tied or not), a classifier, or the caller."""
     readers = []
     if c.architecture == "T5ForConditionalGeneration" or names.starts("lm_head."):
-        d.head |= linear("lm_head", "_", "stream", bias=False)
+        d.head |= linear("lm_head", c.axis("vocab_size"), "stream", bias=False)
         scaled = c("scale_decoder_outputs", c("tie_word_embeddings", True))
         if scaled or not names.starts("lm_head."):
             d.ties["lm_head.weight"] = "shared.weight"
@@ -97,10 +97,10 @@ def heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
             d.head |= linear(name, "_", "stream")
             readers.append(name)
     if readers:
-        d.outputs = answers() if "qa_outputs" in readers else {"logits": "_ _ _"}
+        d.outputs = answers() if "qa_outputs" in readers else {"logits": "_ _" if "pool" in d.spaces else "_ _ _"}
         d.norms.append(folding(d.head, final, *readers))
     else:
-        d.outputs = {"last_hidden_state": "_ _ stream", "encoder_last_hidden_state": "_ _ stream"}
+        d.outputs = {"last_hidden_state": "_ _ stream"} | ({"encoder_last_hidden_state": "_ _ stream"} if "head.decoder" in d.spaces else {})
     return readers
 
 

@@ -30,15 +30,16 @@ from regauge.spec import Space, Spec
 
 # timm's own architectures: heads by the width of the stream, and the names for which that is not so.
 HEADS = {192: 3, 256: 4, 320: 5, 384: 6, 512: 8, 640: 10, 768: 12, 832: 13, 896: 14, 1024: 16, 1152: 16, 1280: 16, 1408: 16, 1536: 24, 1664: 16}
-# Tensors of other classes under the same names: rotary and relative positions, convolutional stems, differential attention.
-OTHER_CLASSES = ("blocks.0.gamma_1", "rope.", "rel_pos.", "patch_embed.backbone.", "attn.lambda_")
+# Tensors of other classes under the same names: rotary and relative positions, convolutional stems, differential attention, unpacked SwiGLU.
+OTHER_CLASSES = ("blocks.0.gamma_1", "rope.", "rel_pos.", "patch_embed.backbone.", "attn.lambda_", "mlp.fc1_g.")
 OTHER_HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt": 16}
 
 
 def spec(c: Config, names: Names) -> Spec:
     if not names.starts("blocks.0.attn.qkv.") or any(names.has(part) for part in OTHER_CLASSES):
+        name = c("architecture", "this model")
         raise UnknownModelError(
-            f'"{c("architecture", "this model")}" is one of timm\'s classes that no family describes: only its plain VisionTransformer is known',
+            f'"{name}" is one of timm\'s models that no family describes: only its plain VisionTransformer, with fc1 and fc2 in its FFN, is known',
             hint="docs/adding-a-model.md shows how to add one, or how to write a spec file for --spec",
         )
     width = names.size("blocks.0.attn.qkv.weight", 1)
@@ -76,7 +77,11 @@ def stream(c: Config, names: Names, width: int, rms: bool) -> Space:
         return Space(width, SignedPermutation() if rms and is_rms(c) else Permutation(), why="norm_pre writes the stream: its gains cannot be folded")
     if post_norm(c):
         return Space(width, Permutation(), why=POST_NORM)
-    if rms and is_rms(c):
+    return normed(width, rms and is_rms(c))
+
+
+def normed(width: int, rms: bool) -> Space:
+    if rms:
         return Space(width, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
     return Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
 
@@ -143,7 +148,7 @@ def heads_of(d: Draft, c: Config, names: Names, heads: int, width: int, rms: boo
         d.head = norm(final, bias=not rms)
     out, readers = "stream", []
     if names.starts("attn_pool."):
-        out, readers = "pool", attention_pool(d, names, heads, width)
+        out, readers = "pool", attention_pool(d, c, names, heads, width)
     for name in ("head", "head_dist"):
         if names.starts(f"{name}."):
             d.head |= linear(name, "_", out, f"{name}.bias" in names.names)
@@ -155,12 +160,12 @@ def heads_of(d: Draft, c: Config, names: Names, heads: int, width: int, rms: boo
         d.norms.append(folding(d.head, final, *readers))
 
 
-def attention_pool(d: Draft, names: Names, heads: int, width: int) -> list[str]:
+def attention_pool(d: Draft, c: Config, names: Names, heads: int, width: int) -> list[str]:
     """SigLIP's pooling: a learned query attends to the stream; its result is a little stream of its own."""
-    a = attention("pool", heads, width // heads)
+    a, bias = attention("pool", heads, width // heads), "attn_pool.norm.bias" in names.names
     d.spaces |= a.spaces | {
         "latent": Space(width, GeneralLinear(), why="one linear layer reads the query"),
-        "pool": Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM),
+        "pool": normed(width, rms=not bias and is_rms(c)),
         "ffn.pool": neurons(names.size("attn_pool.mlp.fc1.weight", 0), "gelu"),
     }
     d.head |= {
@@ -168,7 +173,7 @@ def attention_pool(d: Draft, names: Names, heads: int, width: int) -> list[str]:
         **linear("attn_pool.q", a.q, "latent"),
         **linear("attn_pool.kv", f"{a.k}+{a.v}", "stream"),
         **linear("attn_pool.proj", "pool", a.o),
-        **norm("attn_pool.norm", "pool"),
+        **norm("attn_pool.norm", "pool", bias),
         **linear("attn_pool.mlp.fc1", "ffn.pool", "pool"),
         **linear("attn_pool.mlp.fc2", "pool", "ffn.pool"),
     }

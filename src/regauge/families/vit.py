@@ -34,8 +34,8 @@ def spec(c: Config, names: Names) -> Spec:
     d.spaces["stream"] = Space(c.hidden_size, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
     d.embed = {
         f"{base}embeddings.cls_token": "_ _ stream",
-        f"{base}embeddings.position_embeddings": "_ _ stream",
-        f"{base}embeddings.patch_embeddings.projection.weight": "stream _ _ _",
+        f"{base}embeddings.position_embeddings": f"_1 {c.places(2 if c.model_type == 'deit' else 1)} stream",
+        f"{base}embeddings.patch_embeddings.projection.weight": f"stream {c.patch()}",
         f"{base}embeddings.patch_embeddings.projection.bias": "stream",
     }
     for token in ("mask_token", "distillation_token"):
@@ -76,6 +76,8 @@ def spec(c: Config, names: Names) -> Spec:
         readers.append("decoder.0")
     if readers:
         d.outputs = {"reconstruction": "_ _ _ _"} if readers == ["decoder.0"] else {"logits": "_ _"}
+        if "distillation_classifier" in readers:
+            d.outputs |= {"cls_logits": "_ _", "distillation_logits": "_ _"}
         d.norms.append(folding(d.head, f"{base}layernorm", *readers))
     d.notes.append("tokens: patches may be shuffled after the position embedding; the class token is read at place 0")
     return d.spec()

@@ -12,8 +12,9 @@ from regauge.findings import Figure, Finding, Results, Table
 if TYPE_CHECKING:
     import torch
 
-EPOCHS, BATCH, RATE = 12, 50, 1e-3
+EPOCHS, BATCH, RATE = 15, 50, 1e-3
 PATCH = 2
+FIRST, TOLERANCE = 100, 1e-9  # steps that are compared: training amplifies rounding without bound
 
 
 def digits(stage: Stage) -> Results:
@@ -50,7 +51,8 @@ def digits(stage: Stage) -> Results:
     rows = [("digits", "accuracy"), *((name, f"{100 * value:.1f} %") for name, value in accuracies.items())]
     stage.say(columns(rows, right=(1,)))
     with stage.bar("verify") as tick:
-        found = with_general(verify(plain, {"pixel_values": test[:8]}, seed=stage.seed, progress=tick), torch.float32, stage.seed, optimizers=True)
+        checked = verify(copy.deepcopy(plain).float(), {"pixel_values": test[:8].float()}, seed=stage.seed, progress=tick)
+    found = with_general(checked, torch.float32, stage.seed, optimizers=True)
     held, told = sum(f.holds is True for f in found.findings), sum(f.holds is not None for f in found.findings)
     stage.say(f"\n{held} of {told} checks hold on it")
     good, chance, lost = (
@@ -58,7 +60,8 @@ def digits(stage: Stage) -> Results:
         max(float((answers == k).float().mean()) for k in range(10)),
         accuracies["moved, but given plain features"],
     )
-    agree = _agreement(plain, copy.deepcopy(permuted).unwrap(), test)
+    apart = [abs(a - b) / losses["plain"][0] for a, b in zip(losses["plain"], losses["permuted"], strict=True)]
+    first = max(apart[:FIRST])
     findings = (
         Finding(
             "digits/lost",
@@ -73,14 +76,13 @@ def digits(stage: Stage) -> Results:
         ),
         Finding(
             "digits/trained",
-            f"{EPOCHS} epochs of AdamW under Algorithm 1 end, put back, at the plain model's answers.",
-            agree >= 0.99,
-            agree,
-            chance,
+            f"AdamW under Algorithm 1 follows the plain loss step by step, for the first {FIRST} steps in float64.",
+            first <= TOLERANCE,
+            first,
+            TOLERANCE,
             1.0,
-            f"the two models agree on {100 * agree:.1f} % of the test images; their losses are drawn below",
+            f"off by {first:.0e} of the first loss; after {len(apart)} steps by {apart[-1]:.0e}, since training amplifies rounding",
             "000 Alg. 1",
-            measure="agreement",
         ),
     )
     table = Table(
@@ -93,7 +95,7 @@ def digits(stage: Stage) -> Results:
         "digits",
         findings + found.findings,
         (table, *found.tables),
-        (_curves(losses), _pictures(test[:6], stage.seed), *found.figures),
+        (_curves(losses, apart), _pictures(test[:6], stage.seed), *found.figures),
         {"model": "a ViT with 4 layers, 4 heads and width 48, trained here", "dtype": "float32", "epochs": EPOCHS},
         found.unchecked,
     )
@@ -107,7 +109,7 @@ def load() -> tuple[torch.Tensor, torch.Tensor]:
 
     bunch: Any = load_digits()
     order = np.random.default_rng(0).permutation(len(bunch.target))
-    images = torch.from_numpy(bunch.images[order]).float().unsqueeze(1) / 8 - 1
+    images = torch.from_numpy(bunch.images[order]).double().unsqueeze(1) / 8 - 1
     return images, torch.from_numpy(bunch.target[order]).long()
 
 
@@ -129,7 +131,7 @@ def vit(seed: int) -> Any:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return transformers.ViTForImageClassification(config)
+        return transformers.ViTForImageClassification(config).double()  # so that training can be compared over hundreds of steps
 
 
 def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, seed: int, tick: Any) -> list[float]:
@@ -146,7 +148,7 @@ def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, se
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(loss.item())
         tick(epoch, EPOCHS, f"loss {losses[-1]:.3f}")
     tick(EPOCHS, EPOCHS, "")
     model.eval()
@@ -154,24 +156,20 @@ def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, se
 
 
 def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    return float((_answers(model, images) == labels).float().mean())
-
-
-def _answers(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
     import torch
 
     model.eval()
     with torch.no_grad():
-        return model(pixel_values=images).logits.argmax(-1)  # type: ignore[no-any-return]
+        return float((model(pixel_values=images).logits.argmax(-1) == labels).double().mean())
 
 
-def _agreement(a: torch.nn.Module, b: torch.nn.Module, images: torch.Tensor) -> float:
-    return float((_answers(a, images) == _answers(b, images)).float().mean())
-
-
-def _curves(losses: dict[str, list[float]]) -> Figure:
-    data = {"x": list(range(len(losses["plain"]))), "y": losses, "xlabel": "step", "ylabel": "loss", "log": True}
-    return Figure("Learning, plainly and under Algorithm 1", "lines", data, "One curve lies on the other: they differ by rounding alone.")
+def _curves(losses: dict[str, list[float]], apart: list[float]) -> Figure:
+    y = {**losses, "difference, relative to the first loss": [a or None for a in apart]}
+    data = {"x": list(range(len(apart))), "y": y, "xlabel": "step", "ylabel": "loss", "log": True}
+    caption = (
+        "One loss lies on the other. Their difference starts at the rounding error of float64 and grows with every step: two runs that differ in the"
+    )
+    return Figure("Learning, plainly and under Algorithm 1", "lines", data, f"{caption} last digit end at different, equally good models.")
 
 
 def _pictures(images: torch.Tensor, seed: int) -> Figure:

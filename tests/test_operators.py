@@ -78,7 +78,7 @@ def test_the_convolution_is_the_counter_example_and_a_kernel_of_one_is_none():
     rows, columns = check_operator(NAMES["convolution"])
     assert rows.holds
     assert rows.value > 0.1
-    assert "does not commute with permutations of the tokens" in rows.sentence
+    assert "does not commute with permutations of the tokens" in rows.statement
     assert columns.holds
     assert columns.value < TOLERANCE
     pointwise = bad("convolution", lambda t: NAMES["linear"].run(t | {"weight": t["weight"][:, :, 0]}))
@@ -89,7 +89,7 @@ def test_pooling_keeps_weight_gradients_and_permutes_feature_gradients():
     rows = next(check_operator(NAMES["pma"]))
     assert rows.holds
     assert rows.ceiling > 0.1
-    assert "is unchanged by permutations of the tokens" in rows.sentence
+    assert "is unchanged by permutations of the tokens" in rows.statement
     # What the paper says instead: the features' gradients stay where they are.
     papers = bad("pma", lambda t: NAMES["pma"].run(t | {"z": Unmoved.apply(t["z"])}))
     assert next(check_operator(papers)).holds is False

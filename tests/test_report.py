@@ -143,9 +143,9 @@ def test_everything_in_the_results_is_on_the_page() -> None:
         "Symmetries of a model",
         "checks fail",
         "At a glance",
-        "Findings",
-        "Tables",
         "Figures",
+        "Tables",
+        "Findings",
         "What was not",
         "How to repeat",
     ]

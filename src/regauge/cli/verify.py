@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from regauge.findings import Finding, Results
 
 
+SMALL = 5_000_000  # parameters below which threads wait for each other more than they compute
 GENERAL = ("operator/", "optimizer/")
 
 
@@ -60,9 +61,6 @@ def verify(
         need("matplotlib", "report")
     import torch
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-
     from regauge.findings import to_json
     from regauge.loading import load_model
     from regauge.verification import verify as check
@@ -70,6 +68,9 @@ def verify(
 
     say(f"loads {model}")
     module = load_model(model, dtype.value if dtype else None)
+    small = sum(p.numel() for p in module.parameters()) < SMALL
+    if threads is not None or small:
+        torch.set_num_threads(threads or 1)
     given = None if inputs is None else read_inputs(inputs, module)
     described = None
     if spec is not None:

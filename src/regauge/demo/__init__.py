@@ -21,6 +21,9 @@ CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits)
 
 def run(say: Callable[[str], None], bar: Bar, out: Path | None = None, seed: int = 0, chapters: Sequence[Chapter] = CHAPTERS) -> Results:
     """Play the chapters. With `out` the models are kept there."""
+    import torch
+
+    torch.set_num_threads(1)  # models this small only wait for each other's threads
     with tempfile.TemporaryDirectory(prefix="regauge-demo-") as temporary:
         folder = Path(temporary) if out is None else out
         played = []

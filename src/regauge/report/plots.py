@@ -57,7 +57,7 @@ def panels(findings: Sequence[Finding]) -> list[Panel]:
 
 
 def _panel(name: str, measure: str, group: list[tuple[int, Finding]]) -> Panel:
-    log = measure == "relative error"
+    log = "error" in measure
     numbers = [x for _, f in group for x in (f.value, f.floor, f.ceiling) if x is not None]
     scaled = [math.log10(x) if log else max(min(x, _HUGE), -_HUGE) for x in numbers if math.isfinite(x) and (x > 0 or not log)]
     low, high = (math.floor(min(scaled)), math.ceil(max(scaled))) if log and scaled else (min([0.0, *scaled]), max([0.0, *scaled]))

@@ -250,6 +250,7 @@ def check_operator(op: Operator, dtype: torch.dtype = torch.float64, seed: int =
         worst = max(errors, key=lambda name: errors[name] / floors[name])
         remark = op.remark if direction == op.directions[0] else ""
         commutes, breaks = errors[worst] <= floors[worst], direction in op.breaks
+        against = "" if commutes != breaks else f"{_claim(op, direction, commutes)}: "
         yield Finding(
             f"operator/{op.name}/{direction}",
             _claim(op, direction, not breaks) + ("" if breaks else ", and its gradients move along"),
@@ -257,7 +258,7 @@ def check_operator(op: Operator, dtype: torch.dtype = torch.float64, seed: int =
             value=errors[worst],
             floor=floors[worst],
             ceiling=max(wrong.values()),
-            sentence=f"{_claim(op, direction, commutes)}: the {worst} differs by {errors[worst]:.1e}. {remark}".rstrip(),
+            sentence=f"{against}the {worst} differs by {errors[worst]:.1e}. {remark}".rstrip(),
             source=op.source if op.source.startswith("Thm") else f"Thm 4.7, {op.source}",
             where=worst,
         )

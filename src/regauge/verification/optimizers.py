@@ -319,7 +319,7 @@ def finding(recipe: Recipe, moves: Sequence[Move], cells: Mapping[tuple[str, Mov
         ceiling=min(broken.values(), default=min(c.control for _, _, c in found)),
         sentence=f"Not as expected: {', '.join(wrong)}." if wrong else f"{recipe.name} {'; '.join(says)}.",
         source="Cor. 4.3, Cor. 4.6",
-        measure="deviation, relative to what training changed",
+        measure="error relative to the update",
         where=", ".join(wrong) or ("" if worst is None else _label(worst)),
     )
 

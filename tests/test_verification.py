@@ -14,9 +14,12 @@ from regauge.cutting import cut
 from regauge.errors import CutError, RegaugeError, SpecError
 from regauge.families import family_of
 from regauge.families.pieces import Config, Names
+from regauge.findings import Finding
 from regauge.permuting import Permuted
-from regauge.verification.checks import MARGIN
+from regauge.verification import DRAWS, _settled
+from regauge.verification.checks import MARGIN, prepare
 from regauge.verification.inputs import example_inputs
+from regauge.verification.subject import Subject
 
 # One of each family for the coarser dtypes; every pico in float64.
 FAMILIES = ["vit", "deit", "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral", "bert", "roberta", "distilbert", "deberta-v3", "dinov2"]
@@ -71,6 +74,7 @@ def test_every_law_holds_in_float64(name: str) -> None:
 def test_every_family_holds_in_coarser_dtypes(name: str, dtype: torch.dtype) -> None:
     results = run(tame(name, dtype))
     assert not faults(results)
+    assert ("column/trained" in {f.id for f in results.findings}) == (dtype == torch.float32)
     for f in results.findings:
         if f.holds and f.floor is not None:
             own = torch.bfloat16 if f.id == "both/mixed" else dtype
@@ -214,6 +218,21 @@ def test_nan_fails_and_is_no_pass() -> None:
         model.vit.layers[0].mlp.fc1.weight[0, 0] = torch.nan
     with pytest.raises(RegaugeError, match=r'"vit.layers.0.mlp.fc1.weight" holds values that are not finite'):
         run(model)
+
+
+@pytest.mark.parametrize(("ceiling", "good", "draws", "holds"), [(1.0, 0, 1, True), (1.0, 2, 3, True), (1.0, 99, DRAWS, False), (1e-3, 2, 1, False)])
+def test_a_unit_at_its_kink_is_no_broken_law(ceiling: float, good: int, draws: int, holds: bool) -> None:
+    """Rounding decides the gradient of a ReLU whose input is nothing but rounding; a law that is broken fails in every draw."""
+    seen: list[int] = []
+
+    def check(case: Any) -> list[Finding]:
+        seen.append(case.seed)
+        return [Finding("row/weights", "", case.seed >= good, 1e-4, 1e-6, ceiling, "")]
+
+    model = build("vit").float()
+    found = _settled(check, prepare(Subject(model, example_inputs(model), spec_of(model), None), 0, 0, "sgd"))[0]
+    assert (len(seen), found.holds) == (draws, holds)
+    assert ("kink" in found.sentence) == (draws > 1 and holds)
 
 
 # Inputs.

@@ -13,7 +13,8 @@ import typer
 from regauge.cli import options
 from regauge.cli.console import data, say, step_bar
 from regauge.cli.run import FAILED, facts_of_run
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, need
+from regauge.files import check_writable
 
 if TYPE_CHECKING:
     from regauge.findings import Finding, Results
@@ -55,10 +56,11 @@ def verify(
     """Check that permuting tokens and channels commutes with forward, backward and training. Exit code 3 if a law that should hold does not."""
     started = time.monotonic()
     if report is not None:
-        from regauge.errors import need
-
         need("jinja2", "report")
         need("matplotlib", "report")
+    for out in (json, report):
+        if out is not None and str(out) != "-":
+            check_writable(out)
     import torch
 
     from regauge.findings import to_json

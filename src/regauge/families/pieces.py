@@ -122,9 +122,9 @@ def reads(names: Mapping[str, str] | Iterable[str], *layers: str) -> tuple[tuple
     return tuple((f"{layer}.weight", f"{layer}.bias" if f"{layer}.bias" in names else None) for layer in layers)
 
 
-def folding(tensors: Mapping[str, str], name: str, *readers: str, neutral: float = 1.0, padded: bool = False) -> Norm:
+def folding(tensors: Mapping[str, str], name: str, *readers: str, padded: bool = False) -> Norm:
     """A norm that folds into these layers."""
-    return Norm(f"{name}.weight", f"{name}.bias" if f"{name}.bias" in tensors else None, reads(tensors, *readers), neutral, padded)
+    return Norm(f"{name}.weight", f"{name}.bias" if f"{name}.bias" in tensors else None, reads(tensors, *readers), padded=padded)
 
 
 def scaling(tensors: Mapping[str, str], gain: str, *writers: str) -> Scale:

@@ -58,7 +58,7 @@ def verify(
 ) -> Results:
     """Check the theorems on a model, with its own inputs or random ones of the right shape. The model is left as it was.
 
-    A module of your own needs its `spec` (a spec file) and `boundaries` (where its backbone is). `steps` of the optimizer ("sgd" with momentum, or
+    A module of your own needs its `spec` (a spec file) and `boundaries` (where its backbone is). `steps` of the optimizer ("sgd", or
     "adamw") are trained; 0 leaves training out.
     """
     if optimizer not in OPTIMIZERS:

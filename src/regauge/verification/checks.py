@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from regauge import axes as ax
-from regauge.action import act, apply, moves
+from regauge.action import act, apply_lazily, moves
+from regauge.checkpoint import Lazy
 from regauge.elements import Element, element
 from regauge.findings import Finding
+from regauge.spec import stored
 from regauge.verification.faults import first_fault
 from regauge.verification.paper import head_columns
 from regauge.verification.subject import (
@@ -22,9 +24,10 @@ from regauge.verification.subject import (
     PLAIN,
     Pass,
     Subject,
-    Tensors,
     Trained,
     Way,
+    against,
+    apart,
     errors,
     flat,
     overall,
@@ -35,6 +38,8 @@ from regauge.verification.subject import (
 # How many times the tolerance a negative control must reach, so that the check can be said to see anything.
 MARGIN = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 10.0, torch.float16: 10.0}
 
+Tensor = torch.Tensor
+State = Mapping[str, Tensor]
 Errors = Mapping[str, float]
 ALONE = "the rows shuffled, and nothing with them or after them"
 
@@ -60,53 +65,56 @@ class Case:
     def moved(self, g: Element) -> Subject:
         return self.subject.of(moved_copy(self.subject.model, g))
 
-    def live(self, values: Tensors) -> Tensors:
+    def live(self, values: State) -> State:
         """The tensors of parameters that have a gradient."""
-        return {n: v for n, v in values.items() if n not in self.flat}
+        return Lazy([n for n in values if n not in self.flat], values.__getitem__)
 
 
 def prepare(subject: Subject, seed: int, steps: int, optimizer: str) -> Case:
     """Run the plain model, and the same in float64, to know what rounding alone does."""
     subject = subject.aimed(seed)
-    plain = run(subject, backward=True)
     columns = element(subject.spec, seed, within="permutation")
-    kinds = ("forward", "gradients", "features")
+    plain = run(subject, backward=True)
+    own: dict[str, Errors]
     if subject.dtype == torch.float64:
-        none = frozenset(flat(plain.gradients))
-        own = {kind: dict.fromkeys(getattr(plain, kind), EXACT) for kind in kinds}
+        none = flat(plain.gradients)
+        own = {kind: dict.fromkeys(getattr(plain, kind), EXACT) for kind in ("forward", "gradients", "features")}
     else:
-        exact = run(subject.exact(), backward=True)
-        none = frozenset(flat(exact.gradients))
-        own = {kind: _at_least(errors(getattr(plain, kind), getattr(exact, kind)), subject.dtype) for kind in kinds}
+        exact, gradients, none = against(subject.exact(), plain)
+        own = {"forward": errors(plain.forward, exact.forward), "gradients": gradients, "features": errors(plain.features, exact.features)}
+        own = {kind: _at_least(parts, subject.dtype) for kind, parts in own.items()}
     own["gradients"] = {n: e for n, e in own["gradients"].items() if n not in none}
-    return Case(subject, plain, own, none, columns, seed, steps, optimizer, subject.rate(plain))
+    return Case(subject, plain, own, frozenset(none), columns, seed, steps, optimizer, subject.rate(plain))
 
 
 def moved_copy(model: torch.nn.Module, g: Element, part: str | None = "backbone") -> torch.nn.Module:
     """A copy with its backbone moved, or all of it. Tensors that the spec does not know stay as they are."""
-    out = copy.deepcopy(model)
+    out, known = copy.deepcopy(model), stored(g.spec)
     with torch.no_grad():
-        state = {k: v for k, v in model.state_dict().items() if k in {m.name for m in moves(g)}}
-        out.load_state_dict(apply(g, state, part=part), strict=False)
+        state, target = model.state_dict(), out.state_dict()
+        for name, thunk in apply_lazily(g, {k: v for k, v in state.items() if k in known}, part).items():
+            target[name].copy_(thunk())
     return out
 
 
-def moved_weights(g: Element, values: Tensors) -> Tensors:
-    """The backbone's tensors among these, moved as weights are."""
+def moved_weights(g: Element, values: State) -> State:
+    """These tensors, those of the backbone moved as weights are, each when it is asked for."""
     return _acted(g, values, lambda axes: axes)
 
 
-def moved_gradients(g: Element, values: Tensors) -> Tensors:
-    """The backbone's tensors among these, moved as gradients are."""
+def moved_gradients(g: Element, values: State) -> State:
+    """These tensors, those of the backbone moved as gradients are, each when it is asked for."""
     return _acted(g, values, ax.dual)
 
 
-def _acted(g: Element, values: Tensors, axes: Callable[[str], str]) -> Tensors:
-    out = dict(values)
-    for m in moves(g, "backbone"):
-        if m.name in values and m.source in values:
-            out[m.name] = act(g, values[m.source], axes(m.axes), at=m.at)
-    return out
+def _acted(g: Element, values: State, axes: Callable[[str], str]) -> State:
+    plan = {m.name: m for m in moves(g, "backbone")}
+
+    def read(name: str) -> Tensor:
+        move = plan.get(name)
+        return values[name] if move is None else act(g, values[move.source], axes(move.axes), at=move.at)
+
+    return Lazy(list(values), read)
 
 
 def _at_least(own: Errors, dtype: torch.dtype) -> dict[str, float]:
@@ -187,7 +195,7 @@ def both(c: Case) -> list[Finding]:
 
 def training(c: Case) -> list[Finding]:
     """Train the plain model, and the same with rows, with columns and with both (Algorithm 1); fresh rows in every step."""
-    start = {n: p.detach().clone() for n, p in c.subject.model.named_parameters()}
+    start = {n: p.detach() for n, p in c.subject.model.named_parameters()}
 
     def trained(subject: Subject, way: Way) -> Trained:
         return train(subject, way, c.steps, c.optimizer, c.rate)
@@ -287,9 +295,9 @@ def _only(values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
     return {n: values[n] for n in names if n in values}
 
 
-def _updates(c: Case, a: Tensors, b: Tensors, start: Tensors) -> dict[str, float]:
+def _updates(c: Case, a: State, b: State, start: State) -> dict[str, float]:
     """How far trained weights are apart, relative to how far they came."""
-    return errors(*({n: w.double() - start[n].double() for n, w in c.live(x).items()} for x in (a, b)))
+    return {n: apart(a[n], b[n], start[n]) for n in c.live(a)}
 
 
 # How a comparison becomes a finding.
@@ -322,7 +330,7 @@ class _Found:
         return Finding(name, statement, holds, self.value, self.tolerance, self.control, sentence, source, where=worst if holds is False else "")
 
 
-def _compare(c: Case, kind: str, got: Tensors, want: Tensors, wrong: Tensors, how: str) -> _Found:
+def _compare(c: Case, kind: str, got: State, want: State, wrong: State, how: str) -> _Found:
     own = {n: c.rounding[kind][n] for n in want if n in c.rounding[kind]}
     return _measured(c, own, errors(got, want), errors(wrong, want), how)
 

@@ -11,6 +11,7 @@ from regauge.cutting import cut
 from regauge.errors import CutError
 
 BATCH, LENGTH = 3, 12
+LARGE = 256 * 256  # pixels; above it one image is enough to compute
 
 
 def example_inputs(model: torch.nn.Module, seed: int = 0) -> dict[str, Any]:
@@ -25,7 +26,8 @@ def example_inputs(model: torch.nn.Module, seed: int = 0) -> dict[str, Any]:
             size = (embed.proj.in_channels, *embed.img_size)
         if size is None:
             raise CutError(f"regauge does not know what a {type(model).__name__} is given", hint="pass inputs={name: tensor}")
-        return {"x": torch.randn(BATCH, *size, generator=draw).to(first.device, first.dtype)}
+        batch = BATCH if size[-1] * size[-2] <= LARGE else 1
+        return {"x": torch.randn(batch, *size, generator=draw).to(first.device, first.dtype)}
     out: dict[str, Any] = {}
     takes = inspect.signature(model.forward).parameters
     if "pixel_values" in takes:
@@ -38,11 +40,12 @@ def example_inputs(model: torch.nn.Module, seed: int = 0) -> dict[str, Any]:
 def _images(model: torch.nn.Module, config: Any, draw: torch.Generator, first: torch.Tensor) -> dict[str, Any]:
     c = getattr(config, "vision_config", config)
     height, width = (c.image_size, c.image_size) if isinstance(c.image_size, int) else c.image_size
-    out: dict[str, Any] = {"pixel_values": torch.randn(BATCH, c.num_channels, height, width, generator=draw).to(first.device, first.dtype)}
+    batch = BATCH if height * width <= LARGE else 1
+    out: dict[str, Any] = {"pixel_values": torch.randn(batch, c.num_channels, height, width, generator=draw).to(first.device, first.dtype)}
     if "MaskedImage" in type(model).__name__:
         patch = c.patch_size if isinstance(c.patch_size, int) else c.patch_size[0]
         places = (height // patch) * (width // patch)
-        out["bool_masked_pos"] = (torch.rand(BATCH, places, generator=draw) < 0.4).to(first.device)
+        out["bool_masked_pos"] = (torch.rand(batch, places, generator=draw) < 0.4).to(first.device)
     return out
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -139,25 +139,66 @@ class Trained:
 
 
 def train(subject: Subject, way: Way, steps: int, optimizer: str, rate: float) -> Trained:
-    """Train a subject's model in place, with fresh rows in every step. In half precision the optimizer holds the weights in float32, as is usual."""
+    """Train a subject's model in place, with fresh rows in every step. In half precision the optimizer holds the weights in float32, as is usual.
+
+    Each weight is stepped as soon as its gradient is there, so that the gradients are never all in memory.
+    """
     parameters = dict(subject.model.named_parameters())
     masters = {n: p if p.dtype.itemsize >= 4 else p.detach().float().requires_grad_() for n, p in parameters.items()}
+    handles = [
+        p.register_post_accumulate_grad_hook(_stepper(masters[n], optimizer, rate))  # type: ignore[no-untyped-call]
+        for n, p in parameters.items()
+        if p.requires_grad
+    ]
+    try:
+        for step in range(steps):
+            run(subject, replace(way, rows=None if way.rows is None else way.rows + step), backward=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Trained(run(subject, way).forward, {n: p.detach() for n, p in masters.items()})
+
+
+def _stepper(master: Tensor, optimizer: str, rate: float) -> Callable[[Tensor], None]:
     chosen: torch.optim.Optimizer
     if optimizer == "sgd":
-        chosen = torch.optim.SGD(masters.values(), lr=rate, momentum=0.9, foreach=False)
+        chosen = torch.optim.SGD([master], lr=rate, foreach=False)
     else:
-        chosen = torch.optim.AdamW(masters.values(), lr=1e-3, foreach=False)
-    for step in range(steps):
-        gradients = run(subject, replace(way, rows=None if way.rows is None else way.rows + step), backward=True).gradients
-        for name, master in masters.items():
-            master.grad = gradients[name].to(master.dtype) if name in gradients else None
+        chosen = torch.optim.AdamW([master], lr=1e-3, foreach=False)
+
+    def step(p: Tensor) -> None:
+        assert p.grad is not None
+        gradient, p.grad = p.grad, None
+        master.grad = gradient.to(master.dtype)
         chosen.step()
-        chosen.zero_grad()
-        with torch.no_grad():
-            for name, p in parameters.items():
-                if p is not masters[name]:
-                    p.copy_(masters[name])
-    return Trained(run(subject, way).forward, {n: p.detach() for n, p in masters.items()})
+        master.grad = None
+        if p is not master:
+            p.data.copy_(master.data)
+
+    return step
+
+
+def against(exact: Subject, plain: Pass) -> tuple[Pass, dict[str, float], set[str]]:
+    """A pass of the exact model, the plain pass's errors in each weight gradient, and the parameters whose exact gradient is zero but for rounding.
+
+    Gradients are compared as they come, so that the exact ones are never all in memory.
+    """
+    own, sizes, handles = {}, {}, []
+    for name, p in exact.model.named_parameters():
+
+        def note(p: Tensor, name: str = name) -> None:
+            assert p.grad is not None
+            gradient, p.grad = p.grad, None
+            own[name] = apart(plain.gradients[name], gradient) if name in plain.gradients else math.inf
+            sizes[name] = float(gradient.norm()) / math.sqrt(gradient.numel())
+
+        handles.append(p.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+    try:
+        passed = run(exact, backward=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return passed, own, _flat(sizes)
 
 
 def run(subject: Subject, way: Way = PLAIN, *, backward: bool = False, training: bool = False) -> Pass:
@@ -181,7 +222,7 @@ def run(subject: Subject, way: Way = PLAIN, *, backward: bool = False, training:
         return z
 
     route = subject.cut.route(cross) if subject.cut else contextlib.nullcontext()
-    with evaluating(model, training), precisely(subject.dtype), torch.set_grad_enabled(backward), _whole_masks(model), route:
+    with evaluating(model, training), precisely(subject.dtype), torch.set_grad_enabled(backward), _whole_masks(subject), route:
         outs = _floats(model(**subject.inputs)) | leaving
         if not backward:
             return Pass({k: v.detach() for k, v in outs.items()})
@@ -224,10 +265,12 @@ def precisely(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
-def _whole_masks(model: Any) -> Iterator[None]:
+def _whole_masks(subject: Subject) -> Iterator[None]:
     """Attention that is given its mask: fused kernels make the causal one themselves, where no permutation reaches it."""
+    model: Any = subject.model
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if before is None or before == "eager" or not hasattr(model, "set_attn_implementation"):
+    implicit = subject.cut is not None and any("attention_mask" in b.implicit for b in subject.cut.boundaries)
+    if not implicit or before in (None, "eager"):
         yield
         return
     model.set_attn_implementation("eager")
@@ -239,15 +282,28 @@ def _whole_masks(model: Any) -> Iterator[None]:
 
 def errors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]:
     """How far each tensor of a is from its counterpart, relative to that. A tensor that is missing on one side is infinitely far."""
-    out = {}
-    for name in a.keys() | b.keys():
-        if name not in a or name not in b or a[name].shape != b[name].shape:
-            out[name] = math.inf
-            continue
-        want = b[name].double()
-        size, error = float(want.norm()), float((a[name].double() - want).norm())
-        out[name] = math.inf if error != error or (size == 0 and error > 0) else error / size if error else 0.0
+    out = dict.fromkeys(a.keys() ^ b.keys(), math.inf)
+    for name in a.keys() & b.keys():
+        out[name] = apart(a[name], b[name])
     return out
+
+
+def apart(got: Tensor, want: Tensor, start: Tensor | None = None) -> float:
+    """||got - want|| / ||want||, or / ||want - start||, in float64 but never as a whole."""
+    if got.shape != want.shape:
+        return math.inf
+    parts = [t.reshape(-1).split(_PIECE) for t in (got, want, want if start is None else start)]  # type: ignore[no-untyped-call]
+    error = size = 0.0
+    for x, y, z in zip(*parts, strict=True):
+        y = y.double()
+        error += float((x.double() - y).square().sum())
+        size += float((y if start is None else y - z.double()).square().sum())
+    if error != error or (size == 0 and error > 0):
+        return math.inf
+    return math.sqrt(error / size) if error else 0.0
+
+
+_PIECE = 1 << 22
 
 
 def overall(parts: Mapping[str, float], own: Mapping[str, float]) -> float:
@@ -259,6 +315,8 @@ def overall(parts: Mapping[str, float], own: Mapping[str, float]) -> float:
 
 def flat(gradients: Mapping[str, Tensor]) -> set[str]:
     """Parameters whose gradient is zero but for rounding, judged by an exact pass: key biases without rotary positions, unused tables."""
-    sizes = {n: float(g.double().square().mean().sqrt()) for n, g in gradients.items()}
-    largest = max(sizes.values(), default=0.0)
-    return {n for n, size in sizes.items() if size <= 1e-12 * largest}
+    return _flat({n: float(g.norm()) / math.sqrt(g.numel()) for n, g in gradients.items()})
+
+
+def _flat(sizes: Mapping[str, float]) -> set[str]:
+    return {n for n, size in sizes.items() if size <= 1e-12 * max(sizes.values())}

@@ -28,12 +28,12 @@ def test_a_model_that_keeps_the_laws(vit: Path, tmp_path: Path, capsys: pytest.C
     assert lines[2].split() == ["check", "error", "allowed", "control"]
     assert lines[4].split()[:2] == ["holds", "row/forward"]
     assert "38 of networks in general (-v lists them)" in said.out
-    assert lines[-1] == "57 of 57 checks hold"
-    assert "regauge: verify 1/10: row forward\n" in said.err
+    assert lines[-1] == "58 of 58 checks hold"
+    assert "regauge: verify 1/11: row forward\n" in said.err
     results = load_results(tmp_path / "r.json")
     assert results.facts["dtype"] == "float32"
     assert results.facts["versions"]["torch"] == torch.__version__
-    assert "All 57 checks hold" in (tmp_path / "page.html").read_text()
+    assert "All 58 checks hold" in (tmp_path / "page.html").read_text()
 
 
 def test_a_law_that_fails_is_exit_code_3(vit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_a_page_that_cannot_be_written(vit: Path, tmp_path: Path, capsys: pytest
     assert main(["verify", str(vit), "--report", str(tmp_path / "no" / "page.html")]) == 1
     said = capsys.readouterr()
     assert "page.html cannot be written" in said.err
-    assert "verify 1/10" not in said.err
+    assert "verify 1/11" not in said.err
 
 
 def test_a_timm_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

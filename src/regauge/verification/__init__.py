@@ -24,6 +24,7 @@ from regauge.sources import spec_of
 from regauge.spec import Spec, check, require, stored
 from regauge.verification import checks
 from regauge.verification.inputs import example_inputs
+from regauge.verification.scratch import scratch
 from regauge.verification.subject import Subject
 
 Progress = Callable[[int, int, str], None]
@@ -39,6 +40,7 @@ CHECKS: tuple[tuple[Callable[[checks.Case], list[Finding]], bool, bool], ...] = 
     (checks.column_backward, False, True),
     (checks.both, True, True),
     (checks.training, False, True),
+    (scratch, False, True),
     (checks.mixed, False, True),
     (checks.dropout, False, True),
     (checks.description, False, False),

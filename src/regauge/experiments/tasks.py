@@ -182,7 +182,7 @@ def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
 def measures(examples: Examples, confusion: Tensor, nats: float) -> dict[str, float]:
     """What a table reports, from the confusion matrix [truth, guess] of all examples or pixels, or from the mean nats of a next token."""
     if examples.causal:
-        return {"perplexity": float(np.exp(nats)), "nats": nats}
+        return {"perplexity": float(np.exp(min(nats, 700.0))), "nats": nats}
     table = confusion.double()
     right, truth, guess = table.diag(), table.sum(1), table.sum(0)
     accuracy = float(right.sum() / table.sum())

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from regauge.experiments.cells import Outcome
+from regauge.experiments.claims import Column, Scores, agree, columns_of, in_law, lost, outputs, outputs_of, same
 from regauge.experiments.lab import Lab
 from regauge.experiments.presets import Subject
 from regauge.findings import Figure, Finding, Results, Table
 
-Scores = dict[str, list[Outcome]]  # by way, one for each trial (and key)
-
-MEASURES = ("accuracy", "aAcc", "mIoU", "mAcc", "perplexity")
-SAME = 1e-3  # a share of the examples, or of the perplexity, that rounding may change
-LOST = 0.2  # a model without its key keeps at most this share of the way from a guess to the plain model
-KNOWS, KNOWS_TEXT = 0.05, math.log(4)  # how much better than a guess the plain model must be before anything can be lost
-TOLERANCE = {"float32": 1e-4, "float64": 1e-6}
 TEST = {
     "plain": "Test w/o P.",
     "rows": "Test w/ Row P.",
@@ -54,35 +44,6 @@ PAPER: dict[str, dict[str, dict[str, dict[str, Any]]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Column:
-    """One measure of one subject in every way: what a table shows of it, and what is claimed."""
-
-    key: str
-    subject: Subject
-    measure: str
-    scores: Scores
-
-    def values(self, way: str) -> list[float]:
-        return [s.values["measures"][self.measure] for s in self.scores[way]]
-
-    def mean(self, way: str) -> float:
-        found = self.values(way)
-        # Perplexities without the key spread over powers of ten: the mean is of their logarithms.
-        return math.exp(statistics.fmean(map(math.log, found))) if self.measure == "perplexity" else statistics.fmean(found)
-
-    def spread(self, way: str) -> float | None:
-        found = self.values(way)
-        return statistics.stdev(found) if len(found) > 1 else None
-
-    @property
-    def chance(self) -> float:
-        return statistics.fmean(s.values["chance"][self.measure] for s in self.scores["plain"])
-
-    def shown(self, way: str) -> float:
-        return self.mean(way) * (1 if self.measure == "perplexity" else 100)
-
-
 def table2(lab: Lab) -> Results:
     """Inference with rows and columns permuted: image classification, and segmentation with a dense head."""
     return _inference(lab, "table2", "Table 2: inference of a ViT with rows and columns permuted", ("rows", "columns"))
@@ -107,12 +68,12 @@ def _inference(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results
     subjects = lab.preset.tables[table]
     each = 1 + len(ways) + 2 * lab.preset.keys
     lab.total = sum(lab.trials_of(s) * (each + (s.recipe is not None)) for s in subjects.values())
-    columns = [c for key, subject in subjects.items() for c in _columns(key, subject, _tested(lab, subject, ways))]
+    columns = [c for key, subject in subjects.items() for c in columns_of(key, subject, _tested(lab, subject, ways))]
     findings: list[Finding] = []
     for column in columns:
-        findings += [_same(column, way, table) for way in ways] + [_lost(column, way, table) for way in ("moved", "wrong")]
+        findings += [same(column, way, table) for way in ways] + [lost(column, way, table) for way in ("moved", "wrong")]
     for column in {c.key: c for c in columns}.values():
-        findings += [_outputs(column, way, table) for way in ways]
+        findings += [outputs(column, way, table) for way in ways]
     shown = ("plain", *ways, "moved", "wrong")
     note = "Means over trials, in percent (perplexity as it is; its mean is geometric); spreads stand with the findings. "
     note += f"Without the key: also over {lab.preset.keys} keys per trial." if lab.preset.keys > 1 else ""
@@ -135,10 +96,6 @@ def _tested(lab: Lab, subject: Subject, ways: Sequence[str]) -> Scores:
     return scores
 
 
-def _columns(key: str, subject: Subject, scores: Scores) -> list[Column]:
-    return [Column(key, subject, m, scores) for m in MEASURES if m in scores["plain"][0].values["measures"]]
-
-
 def _training(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results:
     subjects = lab.preset.tables[table]
     allowed = {key: ("rows",) if key == "dropout" else tuple(ways) for key in subjects}
@@ -151,15 +108,15 @@ def _training(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results:
         scores: Scores = {
             w: [lab.score(subject, i, "plain", weights=t, dtype=dtype, trained=w) for i, t in enumerate(found)] for w, found in trained.items()
         }
-        column = _columns(key, subject, scores)[0]
+        column = columns_of(key, subject, scores)[0]
         columns.append(column)
         if key == "dropout":
-            findings += [_in_law(column, way, table) for way in allowed[key]]
+            findings += [in_law(column, way, table) for way in allowed[key]]
             continue
         for way in allowed[key]:
-            findings.append(_same(column, way, table, exact=dtype == "float64"))
-            findings.append(_agree(column, way, table, "outputs", scores, dtype, _outputs_of))
-            findings.append(_agree(column, way, table, "weights", trained, dtype, lambda o: o.tensors))
+            findings.append(same(column, way, table, exact=dtype == "float64"))
+            findings.append(agree(column, way, table, "outputs", scores, dtype, outputs_of))
+            findings.append(agree(column, way, table, "weights", trained, dtype, lambda o: o.tensors))
         figures.append(_losses(subject, trained))
     note = "Means over seeds, in percent; spreads stand with the findings. "
     note += "Dropout is off, so that the runs can agree to rounding; with it they agree in law only."
@@ -172,114 +129,6 @@ def _training(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results:
         _facts(lab, table),
         tuple(unchecked),
     )
-
-
-def _same(c: Column, way: str, table: str, *, exact: bool = True) -> Finding:
-    """The measure is that of the plain model, trial by trial."""
-    pairs = list(zip(c.values(way), c.values("plain"), strict=True))
-    worst = max(abs(a - b) / (b if c.measure == "perplexity" else 1) for a, b in pairs)
-    verb = "Training" if table in ("table3", "table5") else "Inference"
-    told = "the same in every trial" if worst == 0 else f"the largest difference in a trial is {worst:.1e}"
-    return Finding(
-        _id(c, way),
-        f"{verb} with permuted {way} leaves the {c.measure} of {c.subject.name} as it is.",
-        worst <= SAME if exact else None,
-        c.mean(way),
-        c.chance,
-        c.mean("plain"),
-        told if exact else f"{told}; in float32 the rounding of many steps adds up",
-        _source(table),
-        c.measure,
-        spread=c.spread(way),
-        trials=len(pairs),
-    )
-
-
-def _lost(c: Column, way: str, table: str) -> Finding:
-    """Without the key, no more is left than a guess."""
-    value, chance, plain = c.mean(way), c.chance, c.mean("plain")
-    gap, left = (math.log(chance / x) if c.measure == "perplexity" else x - chance for x in (plain, value))
-    knows = gap > (KNOWS_TEXT if c.measure == "perplexity" else KNOWS)
-    share = left / gap if knows else 0.0
-    told = f"{100 * share:.0f} % of the way from a guess to the plain model" if share > 0 else "no better than a guess, or worse"
-    given = "normal input" if way == "moved" else "input permuted by a wrong key"
-    return Finding(
-        _id(c, way),
-        f"The moved {c.subject.name} on {given} is no better than a guess ({c.measure}).",
-        share <= LOST if knows else None,
-        value,
-        chance,
-        plain,
-        told if knows else "the plain model itself is hardly better than a guess here",
-        _source(table),
-        c.measure,
-        spread=c.spread(way),
-        trials=len(c.scores[way]),
-    )
-
-
-def _in_law(c: Column, way: str, table: str) -> Finding:
-    gap, spread = c.mean(way) - c.mean("plain"), c.spread("plain")
-    told = f"the means differ by {gap:+.4f}" + (f", where seeds alone spread by {spread:.4f}" if spread is not None else "")
-    return Finding(
-        _id(c, way),
-        f"With dropout, training with permuted {way} agrees with plain training in law only: the masks fall on other entries.",
-        None,
-        c.mean(way),
-        c.chance,
-        c.mean("plain"),
-        told,
-        _source(table),
-        c.measure,
-        spread=c.spread(way),
-        trials=len(c.scores[way]),
-    )
-
-
-def _outputs(c: Column, way: str, table: str) -> Finding:
-    """The logits themselves, not only what they say."""
-    plain = c.scores["plain"]
-    value = max(distance(_outputs_of(a), _outputs_of(b)) for a, b in zip(c.scores[way], plain, strict=True))
-    keys = len(c.scores["moved"]) // len(plain)
-    control = min(distance(_outputs_of(a), _outputs_of(plain[i // keys])) for i, a in enumerate(c.scores["moved"]))
-    floor = TOLERANCE[c.subject.dtype]
-    statement = f"The logits of {c.subject.name} with permuted {way} are those of the plain model."
-    told = f"{c.subject.dtype}; the control is the moved model on normal input"
-    return Finding(f"{c.key}/{way}/outputs", statement, value <= floor, value, floor, control, told, _source(table), trials=len(plain))
-
-
-def _agree(c: Column, way: str, table: str, what: str, by_way: Scores, dtype: str, of: Any) -> Finding:
-    """What training ended with is what plain training ended with; the control is what another seed ends with."""
-    pairs = list(zip(by_way[way], by_way["plain"], strict=True))
-    value = max(distance(of(a), of(b)) for a, b in pairs)
-    others = [distance(of(a), of(b)) for a, b in zip(by_way["plain"][1:], by_way["plain"], strict=False)]
-    floor, exact = TOLERANCE[dtype], dtype == "float64"
-    statement = (
-        f"The {what} of a {c.subject.name} trained with permuted {way}{' and put back' if what == 'weights' else ''} are those of plain training."
-    )
-    told = f"{dtype}, after {by_way['plain'][0].values.get('steps', 'all')} steps" if what == "weights" else f"{dtype}, on the test data"
-    told += "; the control is training from another seed" if others else ""
-    return Finding(
-        f"{c.key}/{way}/{what}",
-        statement,
-        value <= floor if exact else None,
-        value,
-        floor,
-        min(others, default=None),
-        told if exact else f"{told}; in float32 the rounding of many steps adds up",
-        _source(table),
-        trials=len(pairs),
-    )
-
-
-def distance(a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
-    """||a - b|| / ||b|| over all tensors together."""
-    off = sum(float((a[name].double() - b[name].double()).square().sum()) for name in b)
-    return math.sqrt(off / sum(float(t.double().square().sum()) for t in b.values()))
-
-
-def _outputs_of(outcome: Outcome) -> Mapping[str, Any]:
-    return {"outputs": outcome.tensors["outputs"]}
 
 
 def _losses(subject: Subject, trained: Scores) -> Figure:
@@ -310,14 +159,6 @@ def _table(title: str, table: str, columns: Sequence[Column], names: Mapping[str
 
 def _head(c: Column) -> str:
     return f"{c.subject.name}, {c.measure}"
-
-
-def _id(c: Column, way: str) -> str:
-    return f"{c.key}/{way}" if c.measure in ("accuracy", "perplexity") else f"{c.key}/{way}/{c.measure}"
-
-
-def _source(table: str) -> str:
-    return f"000 Tab. {table.removeprefix('table')}"
 
 
 def _facts(lab: Lab, table: str) -> dict[str, Any]:

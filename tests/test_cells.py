@@ -159,6 +159,7 @@ KILLED = f"""
     from regauge.data import open_data
     from regauge.experiments import cells, training
 
+    cells.KEEP_EVERY = 0
     kept = cells.Work.save
     def save(self, values, tensors):
         kept(self, values, tensors)
@@ -177,7 +178,6 @@ def digits() -> Any:
 
 def test_a_killed_training_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(training.TRAIN, LONG, tmp_path / "whole", digits())
-    monkeypatch.setenv("REGAUGE_KEEP_EVERY", "0")
     script, cache = tmp_path / "killed.py", tmp_path / "killed"
     script.write_text(textwrap.dedent(KILLED))
     assert subprocess.run([sys.executable, str(script), str(cache)], check=False).returncode == -9

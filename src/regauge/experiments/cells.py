@@ -98,7 +98,7 @@ def run(cell: Cell, parameters: Mapping[str, Any], cache: Path, data: Mapping[st
     with _alone(path):
         if found := _read(path):  # another process was quicker
             return found
-        work = Work(path.with_suffix(".working"), float(os.environ.get("REGAUGE_KEEP_EVERY", KEEP_EVERY)), device)
+        work = Work(path.with_suffix(".working"), KEEP_EVERY, device)
         started = time.monotonic()
         outcome = cell.compute(parameters, data, work)
         outcome = Outcome(outcome.values, outcome.tensors, round(time.monotonic() - started, 3), versions())

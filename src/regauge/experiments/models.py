@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,17 +52,30 @@ def build(about: Mapping[str, Any], seed: int, source: str | None = None) -> tor
         if source is None:
             model = kind(transformers.AutoConfig.for_model(**about["config"]), **about.get("more", {}))
         else:
-            before = transformers.utils.logging.get_verbosity()
-            transformers.utils.logging.set_verbosity(logging.ERROR)
             try:
-                model = kind.from_pretrained(source, **about.get("config", {}), **about.get("more", {}))
+                with _quiet():
+                    model = kind.from_pretrained(source, **about.get("config", {}), **about.get("more", {}))
             except (OSError, ValueError) as error:
                 raise _absent(source, error) from error
-            finally:
-                transformers.utils.logging.set_verbosity(before)
         if "dense" in about:
             model = Dense(model, model.config.hidden_size, about["dense"], model.config.patch_size)
         return model  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the library's own talk and bars: progress is told by whoever runs the experiment."""
+    from transformers.utils import logging as talk
+
+    level, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
+    talk.set_verbosity(logging.ERROR)
+    talk.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        talk.set_verbosity(level)
+        if bars:
+            talk.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _of_timm(about: Mapping[str, Any], source: str | None) -> torch.nn.Module:

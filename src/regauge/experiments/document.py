@@ -70,7 +70,7 @@ def _section(name: str, about: str, results: Results) -> str:
     lines += ["| finding | value | spread | floor | ceiling | |", "|---|---|---|---|---|---|", *(_row(f) for f in results.findings), ""]
     models = "; ".join(f"{model}: {_told(details)}" for model, details in facts["models"].items())
     versions = ", ".join(f"{library} {version}" for library, version in facts["versions"].items())
-    cost = f"preset {facts['preset']}, {facts['seeds']} seeds, {facts['minutes of computing']} minutes of one core"
+    cost = f"preset {facts['preset']}, {facts['seeds']} seeds, {facts['minutes of computing']} minutes, summed over its cells"
     lines += [f"`{facts['command']}`: {cost}. {models}. {versions}."]
     return "\n".join([*lines, ""])
 

@@ -13,6 +13,7 @@ import torch
 
 from regauge.cli import main
 from regauge.experiments import EXPERIMENTS, models, training
+from regauge.experiments.claims import distance, outputs_of
 from regauge.experiments.document import ABOUT, document
 from regauge.experiments.lab import Lab
 from regauge.experiments.presets import PRESETS
@@ -153,6 +154,15 @@ def test_training_with_rows_that_are_not_put_back_is_noticed(tmp_path: Path, mon
     failed = {f.id for f in only("table3", "text", tmp_path).failed}
     assert {"text/rows/outputs", "text/rows/weights"} <= failed
     assert not any("columns" in name for name in failed)
+
+
+def test_a_test_in_float64_sees_differences_in_float64(tmp_path: Path) -> None:
+    lab = Lab("pico", cache=tmp_path)
+    subject = lab.preset.tables["table3"]["text"]
+    plain = lab.train(subject, 0, "plain")
+    other = replace(plain, tensors={name: t * (1 + 1e-10) for name, t in plain.tensors.items()})
+    a, b = (lab.score(subject, 0, "plain", weights=weights, dtype="float64") for weights in (plain, other))
+    assert 1e-12 < distance(outputs_of(a), outputs_of(b)) < 1e-7
 
 
 @pytest.mark.parametrize("way", models.WAYS)

@@ -92,10 +92,10 @@ def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     """Use a model in one way on all test examples: the measures, what a guess gets, and the logits (of texts: the nats of each token)."""
     examples = prepare(p["task"], data["test"], _uri(data, "tokenizer"))
     dtype = getattr(torch, p["dtype"])
-    model = build(p["model"], 0, _uri(data, "source"))
+    model = build(p["model"], 0, _uri(data, "source")).to(work.device, dtype)  # first, so that weights are not rounded on their way in
     if "weights" in data:
         model.load_state_dict(data["weights"].tensors)
-    model = used(model.to(work.device, dtype), p["way"], int(p["key"])).eval()
+    model = used(model, p["way"], int(p["key"])).eval()
     confusion = torch.zeros(examples.classes if not examples.causal else 1, examples.classes if not examples.causal else 1, dtype=torch.int64)
     kept: list[Tensor] = []
     with torch.no_grad(), _exact(dtype):
@@ -119,7 +119,7 @@ def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
 
 
 TRAIN = Cell("train", 1, train)
-SCORE = Cell("score", 1, score)
+SCORE = Cell("score", 2, score)
 
 
 def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:

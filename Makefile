@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test real lint bench format clean
+.PHONY: demo test real lint bench experiments format clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -41,6 +41,12 @@ format: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
+
+# The papers' tables, preset small: the findings in docs/results, and the page made of them. What is in the cache is not computed again.
+EXPERIMENTS := table2 table3 table4 table5
+experiments: $(VENV)/ready
+	for t in $(EXPERIMENTS); do REGAUGE_ASSETS=$(ASSETS) $(BIN)/regauge reproduce 000/$$t --json docs/results/000-$$t.json || exit; done
+	$(BIN)/python -m regauge.experiments.document docs
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,105 @@
+"""`regauge reproduce`: the papers' tables on this machine."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from regauge.cli import options
+from regauge.cli.console import data, say, step_bar
+from regauge.errors import RegaugeError
+
+if TYPE_CHECKING:
+    from regauge.findings import Finding, Results
+
+FAILED = 3
+
+
+class UnknownExperimentError(RegaugeError):
+    """No experiment has this id."""
+
+
+def reproduce(
+    id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Which: 000/table2, say. --list names all.")] = None,  # noqa: A002
+    preset: Annotated[
+        str, typer.Option("--preset", metavar="small|paper", help="Minutes on two cores, or the paper's own models and data.")
+    ] = "small",
+    seeds: Annotated[int | None, typer.Option("--seeds", min=1, metavar="N", help="Train from this many seeds. Default: the preset's.")] = None,
+    assets: Annotated[
+        Path | None, typer.Option("--assets", metavar="DIR", help="Where data and models lie. Default: $REGAUGE_ASSETS, or ../shared/assets.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")] = None,
+    report: Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Name the experiments.")] = False,
+    device: Annotated[str, typer.Option("--device", metavar="D", help="Where to compute: cpu, cuda, cuda:1, mps.")] = "cpu",
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Run a table of the papers and set its numbers beside theirs. What is computed is kept ($REGAUGE_CACHE) and not computed again: an interrupted
+    run goes on where it was. Exit code 3 if a finding that should hold does not."""
+    from regauge.errors import need
+
+    for library in ("transformers", *(("jinja2", "matplotlib") if report is not None else ())):
+        need(library, "experiments")
+    from regauge.experiments import EXPERIMENTS
+    from regauge.experiments.lab import Lab, default_assets
+
+    if listed:
+        data("\n".join(f"{name}  {(fn.__doc__ or '').splitlines()[0]}" for name, fn in EXPERIMENTS.items()))
+        return 0
+    if id not in EXPERIMENTS:
+        what = "no experiment is named" if id is None else f'there is no experiment "{id}"'
+        raise UnknownExperimentError(what, hint=f"choose from {', '.join(EXPERIMENTS)}")
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    from regauge.files import write_bytes
+    from regauge.findings import to_json
+
+    with step_bar(id) as progress:
+        results = EXPERIMENTS[id](Lab(preset, seeds, assets or default_assets(), device=device, progress=progress))
+    results = replace(results, facts={"command": shlex.join(["regauge", *sys.argv[1:]]), **results.facts})
+    if json is not None and str(json) == "-":
+        data(to_json(results))
+    else:
+        data(text_of(results))
+    if json is not None and str(json) != "-":
+        write_bytes(json, to_json(results).encode())
+        say(f"results: {json}")
+    if report is not None:
+        from regauge.report import page
+
+        write_bytes(report, page(results).encode())
+        say(f"report: {report}")
+    return FAILED if results.failed else 0
+
+
+def text_of(results: Results) -> str:
+    """Results as a terminal shows them: the tables, then what was claimed."""
+    from regauge.facts import columns
+    from regauge.report import number
+
+    lines: list[str] = []
+    for table in results.tables:
+        rows = [table.columns, *(tuple("" if cell is None else number(cell) for cell in row) for row in table.rows)]
+        lines += [table.title, "", columns([tuple(map(str, row)) for row in rows], right=tuple(range(1, len(table.columns)))), ""]
+    found = [("", "finding", "value", "floor", "ceiling", "")]
+    for f in results.findings:
+        found.append((_mark(f), f.id, _number(f.value), _number(f.floor), _number(f.ceiling), "" if f.holds else f.sentence))
+    held, told = sum(f.holds is True for f in results.findings), sum(f.holds is not None for f in results.findings)
+    lines += [columns(found, right=(2, 3, 4)), "", *(f"not checked: {text}" for text in results.unchecked)]
+    return "\n".join([*lines, f"{held} of {told} findings hold" + (f"; {len(results.failed)} FAILED" if results.failed else "")])
+
+
+def _mark(f: Finding) -> str:
+    return {True: "holds", False: "FAILS", None: "-"}[f.holds]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.1e}"

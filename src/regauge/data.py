@@ -1,0 +1,300 @@
+"""Data by uri: one way to open what experiments, audits and users bring.
+
+    open_data("digits", split="test")                                # scikit-learn's handwritten digits: nothing is downloaded
+    open_data("mnist.npz", fields={"image": "X_train", "label": "y_train"})
+    open_data("reviews.parquet")         open_data("train.tsv")       open_data("notes.jsonl")       open_data("book.txt")
+    open_data("photos/")                                             # a folder per class, or images alone
+    open_data("stanfordnlp/imdb", split="test")                      # a data set of the hub, as parquet
+
+`fields` maps the names that you want to those in the source; without it every field keeps its own. Numbers come as numpy arrays, texts as lists,
+encoded images as `Pictures`, which are decoded when they are looked at. The digest says what was read, wherever it lay.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from regauge.errors import RegaugeError, need
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+
+
+class DataError(RegaugeError):
+    """A data set that cannot be read, or has not what was asked of it."""
+
+
+@dataclass(frozen=True)
+class Pictures(Sequence[Any]):
+    """Encoded images: bytes, or paths of files. Looking at one decodes it, to `size` pixels on a side if that is given."""
+
+    sources: tuple[bytes | Path, ...]
+    size: int | None = None
+    nearest: bool = False  # for label maps, whose values must not be mixed
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, i: Any) -> Any:
+        if isinstance(i, slice):
+            return replace(self, sources=self.sources[i])
+        need("PIL", "experiments")
+        from PIL import Image
+
+        source = self.sources[i]
+        try:
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+                image: Image.Image = opened if self.nearest else opened.convert("L" if opened.mode in ("1", "L", "LA", "I;16") else "RGB")
+                if self.size is not None and image.size != (self.size, self.size):
+                    image = image.resize((self.size, self.size), Image.Resampling.NEAREST if self.nearest else Image.Resampling.BILINEAR)
+                return np.asarray(image)
+        except OSError as error:
+            raise DataError(f"{source if isinstance(source, Path) else f'image {i}'} cannot be read as an image: {error}") from error
+
+    def array(self, rows: Sequence[int] | None = None) -> Any:
+        """Those rows, or all, as one array [n, height, width(, channels)]."""
+        found = [self[i] for i in (range(len(self)) if rows is None else rows)]
+        if len({f.shape for f in found}) > 1:
+            raise DataError("the images have different sizes or colours", hint="give open_data a size")
+        return np.stack(found)
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Fields of equal length, by name, and the digest of what they were read from."""
+
+    name: str
+    fields: Mapping[str, Any]
+    digest: str
+
+    def __len__(self) -> int:
+        return len(next(iter(self.fields.values())))
+
+    def __getitem__(self, field: str) -> Any:
+        if field not in self.fields:
+            raise DataError(f'{self.name} has no field "{field}"', hint=f"it has {', '.join(map(repr, self.fields))}; name one with fields={{...}}")
+        return self.fields[field]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def take(self, n: int | None, seed: int | None = None) -> Data:
+        """The first n rows, or n drawn by a seed; all of them for None."""
+        if n is None or n >= len(self):
+            return self
+        rows = np.arange(n) if seed is None else np.sort(np.random.default_rng(seed).permutation(len(self))[:n])
+        return Data(self.name, {k: _rows(v, rows) for k, v in self.fields.items()}, _digest(self.digest.encode(), f"take {n} {seed}".encode()))
+
+
+def open_data(
+    uri: str | Path, *, fields: Mapping[str, str] | None = None, split: str = "train", config: str | None = None, size: int | None = None
+) -> Data:
+    """The data at a path, or of the hub (`owner/name`, with its `config` and `split`). `size` is for images of different sizes."""
+    path = Path(uri).expanduser()
+    if str(uri) == "digits":
+        found, digest = _digits(split)
+    elif path.is_dir():
+        found, digest = _folder(path, size)
+    elif path.is_file():
+        raw = _bytes_of(path)
+        found, digest = _reader(path)(raw, path, size), _digest(raw)
+    elif str(uri).count("/") == 1 and not path.suffix and not str(uri).startswith((".", "/", "~")):
+        found, digest = _hub(str(uri), config, split, size)
+    else:
+        raise DataError(f"there is no {uri}", hint=f"give a file ({', '.join(READERS)}), a folder of images, a hub id (owner/name), or digits")
+    if fields is not None:
+        whole = Data(str(uri), found, "")
+        found = {name: whole[source] for name, source in fields.items()}
+    lengths = {name: len(values) for name, values in found.items()}
+    if not lengths or not all(lengths.values()):
+        raise DataError(f"{uri} is empty")
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f'"{name}" has {n}' for name, n in lengths.items())
+        raise DataError(f"the fields of {uri} have different lengths: {told}", hint="choose those that belong together with fields={...}")
+    return Data(path.name, found, _digest(digest.encode(), json.dumps([fields, size]).encode()))
+
+
+def text_of(data: Data, field: str = "text") -> str:
+    """All of a text file, character by character as it was."""
+    return "\n".join(data[field])
+
+
+def _npz(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+    with np.load(io.BytesIO(raw), allow_pickle=False) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def _parquet(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+    need("pyarrow", "experiments")
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(io.BytesIO(raw))
+    return {name: _column(table[name].to_pylist(), size) for name in table.column_names}
+
+
+def _table(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+    """With a line of names first. Tabs need no quotes, so that quotes in a .tsv are text."""
+    lines = io.StringIO(raw.decode("utf-8-sig"), newline="")
+    reader = csv.reader(lines) if path.suffix == ".csv" else csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    names, *rows = list(reader) or [[]]
+    for number, row in enumerate(rows, 2):
+        if len(row) != len(names):
+            raise ValueError(f"line {number} has {len(row)} fields, the first line {len(names)}")
+    return {name: _typed([row[i] for row in rows]) for i, name in enumerate(names)}
+
+
+def _jsonl(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+    rows = [json.loads(line) for line in raw.decode().splitlines() if line.strip()]
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or row.keys() != rows[0].keys():
+            raise ValueError(f"object {number} has other fields than the first")
+    return {name: _column([row[name] for row in rows], size) for name in (rows[0] if rows else ())}
+
+
+def _txt(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+    return {"text": raw.decode().split("\n")}
+
+
+READERS: dict[str, Callable[[bytes, Path, int | None], dict[str, Any]]] = {
+    ".npz": _npz,
+    ".parquet": _parquet,
+    ".csv": _table,
+    ".tsv": _table,
+    ".jsonl": _jsonl,
+    ".txt": _txt,
+}
+
+
+def _reader(path: Path) -> Callable[[bytes, Path, int | None], dict[str, Any]]:
+    read = READERS.get(path.suffix)
+    if read is None:
+        raise DataError(f"{path} has an ending that is not known here", hint=f"known are {', '.join(READERS)}, and folders of images")
+
+    def named(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+        try:
+            return read(raw, path, size)
+        except RegaugeError:
+            raise
+        except Exception as error:  # numpy, pyarrow and zipfile raise errors of many kinds for files that are none of theirs
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            raise DataError(
+                f"{path} cannot be read as {path.suffix}: {first}", hint="the ending says how a file is read; is it the right one?"
+            ) from error
+
+    return named
+
+
+def _folder(path: Path, size: int | None) -> tuple[dict[str, Any], str]:
+    """A folder per class, or images alone (then their names are a field, by which label maps find their images)."""
+    classes = sorted(p for p in path.iterdir() if p.is_dir())
+    found = [(p, i) for i, folder in enumerate(classes) for p in _images(folder)] or [(p, 0) for p in _images(path)]
+    if not found:
+        raise DataError(f"{path} holds no images", hint=f"a folder per class, or images alone; known endings are {', '.join(IMAGES)}")
+    digest = hashlib.sha256()
+    for p, _ in found:
+        digest.update(_digest(str(p.relative_to(path)).encode(), _bytes_of(p)).encode())
+    pictures = Pictures(tuple(p for p, _ in found), size)
+    labels = {"label": np.array([i for _, i in found]), "class": [classes[i].name for _, i in found]} if classes else {}
+    return {"image": pictures, "name": [p.stem for p, _ in found], **labels}, digest.hexdigest()
+
+
+def _images(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGES)
+
+
+def _digits(split: str) -> tuple[dict[str, Any], str]:
+    """scikit-learn's digits come in the order of their writers: the last fifth, other hands, is the test."""
+    if split not in ("train", "test"):
+        raise DataError(f'digits has no split "{split}"', hint="train or test")
+    need("sklearn", "experiments")
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images, labels = np.round(bunch.images * (255 / 16)).astype(np.uint8), bunch.target.astype(np.int64)
+    part = slice(0, 1440) if split == "train" else slice(1440, None)
+    images, labels = images[part], labels[part]
+    return {"image": images, "label": labels}, _digest(images.tobytes(), labels.tobytes())
+
+
+def _hub(uri: str, config: str | None, split: str, size: int | None) -> tuple[dict[str, Any], str]:
+    """The hub keeps every public data set as parquet too, in its own branch: `config/split/0000.parquet`, and so on."""
+    need("huggingface_hub", "hub")
+    import huggingface_hub as hub
+
+    branch = "refs/convert/parquet"
+    try:
+        files = sorted(f for f in hub.list_repo_files(uri, repo_type="dataset", revision=branch) if f.endswith(".parquet"))
+        configs = sorted({f.split("/")[0] for f in files})
+        if config is None and len(configs) > 1:
+            raise DataError(f"the data set {uri} has several configs: {', '.join(configs)}", hint="give open_data a config")
+        chosen = [f for f in files if f.startswith(f"{config or ''.join(configs)}/{split}/")]
+        if not chosen:
+            known = ", ".join(sorted({"/".join(f.split("/")[:2]) for f in files})) or "none"
+            raise DataError(f'the data set {uri} has no split "{split}"' + (f" of {config}" if config else ""), hint=f"config/split: {known}")
+        paths = [Path(hub.hf_hub_download(uri, f, repo_type="dataset", revision=branch)) for f in chosen]
+    except RegaugeError:
+        raise
+    except Exception as error:  # no network, no such data set, no rights: the hub's library has an error for each
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataError(
+            f"there is no {uri} on the disk, and the hub did not give it: {first}", hint="give a path, or connect; HF_TOKEN opens gated data"
+        ) from error
+    raws = [_bytes_of(p) for p in paths]
+    parts = [_reader(p)(raw, p, size) for p, raw in zip(paths, raws, strict=True)]
+    return {name: _joined([part[name] for part in parts]) for name in parts[0]}, _digest(*raws)
+
+
+def _column(values: list[Any], size: int | None) -> Any:
+    """A column as what it is: numbers, encoded images, or texts."""
+    if values and all(isinstance(v, Mapping) and isinstance(v.get("bytes"), bytes) for v in values):  # how the hub stores images
+        values = [v["bytes"] for v in values]
+    if values and all(isinstance(v, bytes) for v in values):
+        return Pictures(tuple(values), size)
+    if values and all(isinstance(v, int | float) for v in values):
+        return np.array(values)
+    return [v if isinstance(v, str) else json.dumps(v) if isinstance(v, list | dict) else "" if v is None else str(v) for v in values]
+
+
+def _typed(texts: list[str]) -> Any:
+    """A column of a table as numbers where all of it is; otherwise letter by letter as it was."""
+    for kind in (int, float):
+        try:
+            return np.array([kind(text) for text in texts])
+        except (ValueError, OverflowError):
+            continue
+    return texts
+
+
+def _joined(parts: list[Any]) -> Any:
+    if isinstance(parts[0], Pictures):
+        return replace(parts[0], sources=tuple(s for p in parts for s in p.sources))
+    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else [v for part in parts for v in part]
+
+
+def _rows(values: Any, rows: Any) -> Any:
+    if isinstance(values, Pictures):
+        return replace(values, sources=tuple(values.sources[i] for i in rows))
+    return values[rows] if isinstance(values, np.ndarray) else [values[i] for i in rows]
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _digest(*parts: bytes) -> str:
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(len(part).to_bytes(8, "big"))
+        found.update(part)
+    return found.hexdigest()

@@ -1,0 +1,22 @@
+"""The papers' tables and figures as functions of the library. Adding one is an import and a line.
+
+    results = EXPERIMENTS["000/table2"](Lab("small", seeds=3))
+
+A `Lab` holds the preset and its seeds, and where to find and keep things. Every number that an experiment reports comes from cells (`cells`): what
+was computed once is not computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from regauge.experiments.lab import Lab
+from regauge.experiments.tables import table2, table3, table4, table5
+from regauge.findings import Results
+
+EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
+    "000/table2": table2,
+    "000/table3": table3,
+    "000/table4": table4,
+    "000/table5": table5,
+}

@@ -1,0 +1,99 @@
+"""docs/experiments.md, made from the findings in docs/results and from nothing else.
+
+python -m regauge.experiments.document docs        # writes docs/experiments.md
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from regauge.files import write_bytes
+from regauge.findings import Finding, Results, Table, load_results
+from regauge.report import number
+
+HEAD = """# Experiments
+
+The papers' tables, run by `regauge reproduce`. This page is made from the findings in [results](results) and from nothing else
+(`python -m regauge.experiments.document docs`); a test holds it to them.
+
+```
+regauge reproduce --list
+regauge reproduce 000/table2                                    # minutes on two cores
+regauge reproduce 000/table2 --report table2.html --json table2.json
+regauge reproduce 000/table2 --preset paper --device cuda       # the paper's own models and data, from the hub or by path
+```
+
+- **Presets.** `small` builds ViT, BERT and GPT-2 of the transformers library from small configs and trains them for real, on data in `--assets DIR`
+  (or `$REGAUGE_ASSETS`); images fall back to scikit-learn's digits. `paper` names the paper's models and data: timm's ViT-Base on CIFAR-10, BERT and
+  GPT-2 on IMDB, a small BERT on SNLI, GPT-2 on WikiText-2, and ADE20k in a folder `ADEChallengeData2016` of the assets. What is missing is named.
+  The `paper` preset has not been run for this page.
+- **Nothing is computed twice.** Every training and every test is a cell, kept in `$REGAUGE_CACHE` (`~/.cache/regauge/experiments`) by the hash of
+  its parameters, its data and its version. An interrupted run goes on where it was, in the middle of a training too, and ends with the same bits.
+- **A finding** stands between a guess (floor) and the plain model (ceiling); errors stand between what rounding allows and a control that must fail.
+- **Training is compared in float64 and without dropout**: two ways of training are then equal to rounding, and rounding does not grow into a
+  difference. The paper's gaps (97.75 against 97.94, 94.00 against 93.72) are randomness, as it says. With dropout the masks fall on other entries,
+  so that runs agree in law only.
+- **Rows of BERT.** The paper finds that the padding mask of the transformers library breaks rows. It does where the mask stays behind: regauge moves
+  the mask with the rows, and then padded batches agree to rounding. The same holds for GPT-2 with its causal mask.
+- **Without the key** a small model gives what a guess gives. The paper's perplexity of 1e7 is for a vocabulary of 50,257 and a far surer model; here
+  a guess has 1,024.
+"""
+ABOUT = {
+    "000-table2": "A trained ViT sees permuted patches (rows), or has permuted channels (columns): the same accuracy, the same segmentation. "
+    "The pixel labels are of scenes composed of MNIST digits; the dense head is one linear layer.",
+    "000-table3": "Training with permuted rows or columns ends where plain training ends: the same accuracy, logits and weights.",
+    "000-table4": "Trained language models with permuted columns, on sentences (SST-2 stands in for IMDB) and on running text, for which GPT-2s were "
+    "trained on the rest of the same book; WikiText-2 is zero-shot for them.",
+    "000-table5": "Training language models with permuted columns ends where plain training ends.",
+}
+
+
+def document(folder: Path) -> str:
+    """The page, from the results in a folder."""
+    parts = [HEAD]
+    for name, about in ABOUT.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            parts.append(_section(name, about, load_results(path)))
+    return "\n".join(parts)
+
+
+def _section(name: str, about: str, results: Results) -> str:
+    facts = results.facts
+    held, told = sum(f.holds is True for f in results.findings), sum(f.holds is not None for f in results.findings)
+    lines = [f"## {results.title}", "", about, ""]
+    for table in results.tables:
+        lines += [*_markdown(table), "", table.note, ""]
+    lines += [f"{held} of {told} findings hold ([all of them](results/{name}.json)).", ""]
+    lines += ["| finding | value | spread | floor | ceiling | |", "|---|---|---|---|---|---|", *(_row(f) for f in results.findings), ""]
+    models = "; ".join(f"{model}: {_told(details)}" for model, details in facts["models"].items())
+    versions = ", ".join(f"{library} {version}" for library, version in facts["versions"].items())
+    cost = f"preset {facts['preset']}, {facts['seeds']} seeds, {facts['minutes of computing']} minutes, summed over its cells"
+    lines += [f"`{facts['command']}`: {cost}. {models}. {versions}."]
+    return "\n".join([*lines, ""])
+
+
+def _told(details: Any) -> str:
+    rest = ", ".join(f"{what} {value}" for what, value in details.items() if what != "parameters")
+    return f"{details['parameters']:,} parameters, {rest}"
+
+
+def _markdown(table: Table) -> list[str]:
+    rows = [list(table.columns), ["---"] * len(table.columns), *([_cell(c) for c in row] for row in table.rows)]
+    return [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.2f}" if isinstance(value, float) and value < 1e4 else number(value)
+
+
+def _row(f: Finding) -> str:
+    verdict = {True: "holds", False: "**fails**", None: f.sentence}[f.holds]
+    return f"| {f.id} | {' | '.join('' if v is None else number(v) for v in (f.value, f.spread, f.floor, f.ceiling))} | {verdict} |"
+
+
+if __name__ == "__main__":
+    docs = Path(sys.argv[1])
+    write_bytes(docs / "experiments.md", document(docs / "results").encode())

@@ -1,0 +1,134 @@
+"""Where experiments run: the cache, the assets, the device, and how far it is. Models are trained and scored here, each once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from regauge.data import Data, DataError, Pictures, open_data
+from regauge.experiments.cells import Cell, Outcome, default_cache, run
+from regauge.experiments.presets import PRESETS, From, Preset, Subject
+from regauge.experiments.training import SCORE, TRAIN, Source, source_of
+
+Progress = Callable[[int, int, str], None]
+
+
+def default_assets() -> Path:
+    """$REGAUGE_ASSETS, or the folder beside the repository."""
+    return Path(os.environ.get("REGAUGE_ASSETS") or "../shared/assets")
+
+
+@dataclass
+class Lab:
+    """One run of an experiment."""
+
+    preset_name: str = "small"
+    seeds: int | None = None
+    assets: Path = field(default_factory=default_assets)
+    cache: Path = field(default_factory=default_cache)
+    device: str = "cpu"
+    progress: Progress | None = None
+    total: int = 0
+    done: int = 0
+    seconds: float = 0.0
+    made: dict[str, set[str]] = field(default_factory=dict)
+    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.preset_name not in PRESETS:
+            raise DataError(f'there is no preset "{self.preset_name}"', hint="small or paper")
+        self.preset: Preset = PRESETS[self.preset_name]()
+        self._opened: dict[str, Data] = {}
+
+    @property
+    def trials(self) -> int:
+        return self.seeds or self.preset.seeds
+
+    def trials_of(self, subject: Subject) -> int:
+        """A model that is trained here has a trial for each seed; one that is used as it is, for each of its sources."""
+        return self.trials if subject.recipe is not None else len(subject.sources)
+
+    def train(self, subject: Subject, trial: int, way: str) -> Outcome:
+        """The subject's model, trained in one way from one seed."""
+        assert subject.train is not None
+        data = {"train": self.open(subject.train), **self._sources(subject, 0)}
+        parameters = {"model": subject.model, "task": subject.task, "recipe": subject.recipe, "seed": trial, "way": way}
+        outcome = self.run(TRAIN, parameters, data, f"train {subject.name}, {way}, seed {trial}")
+        self._note(subject, outcome, "trained on")
+        return outcome
+
+    def score(
+        self, subject: Subject, trial: int, way: str, *, key: int = 0, weights: Outcome | None = None, dtype: str | None = None, trained: str = ""
+    ) -> Outcome:
+        """The subject's model, with these weights, used in one way on all of its test data."""
+        data: dict[str, Any] = {"test": self.open(subject.test), **self._sources(subject, trial)}
+        if weights is not None:
+            data["weights"] = weights
+        task = {**subject.task, **subject.tested}
+        parameters = {"model": subject.model, "task": task, "dtype": dtype or subject.dtype, "way": way, "key": key, "batch": subject.batch}
+        outcome = self.run(SCORE, parameters, data, f"test {subject.name}, {f'trained with {trained}' if trained else way}, trial {trial}")
+        self._note(subject, outcome, "tested on")
+        return outcome
+
+    def run(self, cell: Cell, parameters: Mapping[str, Any], data: Mapping[str, Any], now: str) -> Outcome:
+        if self.progress:
+            self.progress(self.done, self.total, now)
+        outcome = run(cell, parameters, self.cache, data, device=self.device)
+        self.done += 1
+        self.seconds += outcome.seconds
+        for name, version in outcome.made.items():
+            self.made.setdefault(name, set()).add(version)
+        if self.progress and self.done == self.total:
+            self.progress(self.done, self.total, "")
+        return outcome
+
+    def open(self, source: From) -> Data:
+        """The data of a source: a file of the assets, a hub id, or what stands in for it."""
+        key = repr(source)
+        if key not in self._opened:
+            self._opened[key] = self._open(source)
+        return self._opened[key]
+
+    def _open(self, source: From) -> Data:
+        path = self.assets / source.uri
+        local = source.uri != "digits" and path.exists()
+        if source.otherwise is not None and not local:
+            return self.open(source.otherwise)
+        if not local and Path(source.uri).suffix:
+            raise DataError(f"{path} is not here", hint="--assets DIR or REGAUGE_ASSETS names the folder that holds it")
+        if source.maps is not None:
+            return self._with_maps(source)
+        fields = dict(source.fields) or None
+        found = open_data(path if local else source.uri, fields=fields, split=source.split, config=source.config, size=source.size)
+        return found.take(source.rows, seed=0)
+
+    def _with_maps(self, source: From) -> Data:
+        for folder in (source.uri, str(source.maps)):
+            if not (self.assets / folder).is_dir():
+                raise DataError(f"{self.assets / folder} is not here", hint="--assets DIR or REGAUGE_ASSETS names the folder that holds it")
+        images, maps = (open_data(self.assets / folder, size=source.size) for folder in (source.uri, str(source.maps)))
+        if images["name"] != maps["name"]:
+            raise DataError(f"the images of {source.uri} and the maps of {source.maps} have different names")
+        pictures: Pictures = maps["image"]
+        return Data(images.name, {"image": images["image"], "map": replace(pictures, nearest=True)}, images.digest + maps.digest)
+
+    def _sources(self, subject: Subject, trial: int) -> dict[str, Source]:
+        found = {}
+        if subject.tokenizer is not None:
+            found["tokenizer"] = self._source(subject.tokenizer)
+        if subject.sources:
+            found["source"] = self._source(subject.sources[trial if subject.recipe is None else 0])
+        return found
+
+    def _source(self, uri: str) -> Source:
+        path = self.assets / uri
+        if not path.exists() and (Path(uri).suffix or self.preset_name != "paper"):
+            raise DataError(f"{path} is not here", hint="--assets DIR or REGAUGE_ASSETS names the folder that holds it")
+        return source_of(path if path.exists() else uri)
+
+    def _note(self, subject: Subject, outcome: Outcome, what: str) -> None:
+        about = self.sizes.setdefault(subject.name, {"parameters": outcome.values["parameters"]})
+        about[what] = f"{outcome.values['examples']:,} of {self.open(subject.train if what == 'trained on' and subject.train else subject.test).name}"

@@ -1,0 +1,207 @@
+"""Tasks: from data to batches, and from logits to numbers. Everything here is a function of a task's parameters and its data.
+
+A task's parameters are plain JSON: {"kind": "images", ...}. `prepare` makes examples of them; a batch is what a model's forward is given, and the
+labels of its logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from regauge.data import Data, DataError, Pictures, text_of
+
+Tensor = torch.Tensor
+Parameters = Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Examples by number: `batch(rows)` is (arguments of forward by name, labels). `classes` is how many a label can be."""
+
+    count: int
+    classes: int
+    batch: Callable[[Any], tuple[dict[str, Tensor], Tensor]]
+    dense: bool = False
+    causal: bool = False
+
+    def __len__(self) -> int:
+        return self.count
+
+
+def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -> Examples:
+    """Examples of a task. Texts need a tokenizer: a tokenizer.json, or what transformers' AutoTokenizer knows."""
+    match task["kind"]:
+        case "images":
+            return _images(task, data)
+        case "scenes":
+            return _scenes(task, data)
+        case "maps":
+            return _maps(task, data)
+        case "reviews":
+            return _reviews(task, data, tokenizer)
+        case "text":
+            return _text(task, data, tokenizer)
+    raise DataError(f'there is no task "{task["kind"]}"', hint="images, scenes, maps, reviews or text")
+
+
+def _images(task: Parameters, data: Data) -> Examples:
+    """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` makes every image that large."""
+    pictures, labels = data["image"], torch.from_numpy(np.asarray(data["label"]).astype(np.int64))
+
+    def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
+        pixels = pictures.array(rows) if isinstance(pictures, Pictures) else pictures[rows]
+        return {"pixel_values": _normal(pixels, task)}, labels[rows]
+
+    return Examples(len(data), int(task["classes"]), batch)
+
+
+def _normal(pixels: Any, task: Parameters) -> Tensor:
+    x = torch.from_numpy(np.ascontiguousarray(pixels)).float() / 255
+    x = x[:, None] if x.dim() == 3 else x.permute(0, 3, 1, 2)
+    if x.shape[1] == 1 and len(task["mean"]) == 3:
+        x = x.expand(-1, 3, -1, -1)
+    mean, std = (torch.tensor(task[name]).view(1, -1, 1, 1) for name in ("mean", "std"))
+    x = (x - mean) / std
+    size = task.get("size")
+    return x if size in (None, x.shape[-1]) else F.interpolate(x, (size, size), mode="bilinear", align_corners=False)
+
+
+def _scenes(task: Parameters, data: Data) -> Examples:
+    """Pixel labels from labelled images: each scene is a board of tiles, some of which hold one image, `piece` pixels wide and at a place of its own.
+    A pixel's class is that of the image it belongs to (+1), where that is brighter than a quarter; all else is background, 0."""
+    tiles, side, piece, count = task["tiles"], task["side"], task["piece"], task["count"]
+    pictures = torch.from_numpy(np.asarray(data["image"])).float()[:, None] / 255
+    small = F.interpolate(pictures, (piece, piece), mode="area")[:, 0].numpy()
+    draw = np.random.default_rng(task["seed"])
+    span, height = side // tiles, piece
+    scenes, maps = np.zeros((count, side, side), np.float32), np.zeros((count, side, side), np.int64)
+    for scene, truth in zip(scenes, maps, strict=True):
+        for row in range(tiles):
+            for column in range(tiles):
+                if draw.random() < task["empty"]:
+                    continue
+                i, top, left = (
+                    draw.integers(len(small)),
+                    row * span + draw.integers(span - height + 1),
+                    column * span + draw.integers(span - height + 1),
+                )
+                here = np.s_[top : top + height, left : left + height]
+                scene[here], truth[here] = small[i], np.where(small[i] > 0.25, int(data["label"][i]) + 1, 0)
+    pixels, labels = (torch.from_numpy(scenes)[:, None] - task["mean"][0]) / task["std"][0], torch.from_numpy(maps)
+    return Examples(count, int(task["classes"]), lambda rows: ({"pixel_values": pixels[rows]}, labels[rows]), dense=True)
+
+
+def _maps(task: Parameters, data: Data) -> Examples:
+    """Images and label maps of the same size (ADE20k): fields "image" and "map"; the map's 0 is no class and counts nowhere."""
+    pictures, maps = data["image"], data["map"]
+
+    def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
+        labels = torch.from_numpy(maps.array(rows).astype(np.int64)) - 1
+        return {"pixel_values": _normal(pictures.array(rows), task)}, torch.where(labels < 0, -100, labels)
+
+    return Examples(len(data), int(task["classes"]), batch, dense=True)
+
+
+def _reviews(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
+    """Texts and one label each, padded to the longest of the batch. `first` is a token put in front (BERT reads its place), `pad` fills up. Two
+    texts (`premise` and `hypothesis`) follow each other with `pad` between. Rows whose label is negative are left out, as SNLI's own page asks."""
+    keep = [i for i, label in enumerate(data["label"]) if int(label) >= 0]
+    texts = [data["text"]] if "text" in data.fields else [data["premise"], data["hypothesis"]]
+    parts = [encode(tokenizer, [field[i] for i in keep]) for field in texts]
+    first = [] if task.get("first") is None else [task["first"]]
+    pad, length = task["pad"], task["length"]
+    ids = [(first + _with(pad, row))[:length] for row in zip(*parts, strict=True)]
+    labels = torch.tensor([int(data["label"][i]) for i in keep])
+
+    def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
+        chosen = [ids[i] or [pad] for i in rows]
+        longest = max(map(len, chosen))
+        tokens = torch.tensor([row + [pad] * (longest - len(row)) for row in chosen])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in chosen])
+        return {"input_ids": tokens, "attention_mask": mask}, labels[rows]
+
+    return Examples(len(ids), int(task["classes"]), batch)
+
+
+def _with(between: int, rows: tuple[list[int], ...]) -> list[int]:
+    out = list(rows[0])
+    for row in rows[1:]:
+        out += [between, *row]
+    return out
+
+
+def _text(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
+    """One running text in windows of `length` tokens; `part` = [from, to] as shares of its characters. All but a window's first are predicted."""
+    whole = text_of(data)
+    begin, end = (round(share * len(whole)) for share in task.get("part", (0, 1)))
+    ids = encode(tokenizer, [whole[begin:end]])[0][: task.get("tokens")]
+    count = len(ids) // task["length"]
+    if count == 0:
+        raise DataError(f"{data.name} has {len(ids)} tokens, fewer than one window of {task['length']}")
+    windows = torch.tensor(ids[: count * task["length"]]).view(count, task["length"])
+    return Examples(count, int(task["classes"]), lambda rows: ({"input_ids": windows[rows]}, windows[rows]), causal=True)
+
+
+def encode(tokenizer: Path | str | None, texts: list[str]) -> list[list[int]]:
+    """The tokens of each text, without special ones."""
+    if tokenizer is None:
+        raise DataError("texts need a tokenizer")
+    if str(tokenizer).endswith(".json"):
+        from tokenizers import Tokenizer
+
+        try:
+            known = Tokenizer.from_file(str(tokenizer))
+        except Exception as error:  # the library raises plain Exceptions
+            raise DataError(f"{tokenizer} is no tokenizer: {error}", hint="give a tokenizer.json") from error
+        return [e.ids for e in known.encode_batch(texts, add_special_tokens=False)]
+    from transformers import AutoTokenizer
+
+    try:
+        found = AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"there is no tokenizer {tokenizer} here: {str(error).splitlines()[0]}", hint="give a folder, or connect to the hub"
+        ) from error
+    return [list(found(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
+
+
+def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross entropy: of examples, of pixels, or of next tokens."""
+    if examples.causal:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    return F.cross_entropy(logits, labels, ignore_index=-100)
+
+
+def measures(examples: Examples, confusion: Tensor, nats: float) -> dict[str, float]:
+    """What a table reports, from the confusion matrix [truth, guess] of all examples or pixels, or from the mean nats of a next token."""
+    if examples.causal:
+        return {"perplexity": float(np.exp(min(nats, 700.0))), "nats": nats}
+    table = confusion.double()
+    right, truth, guess = table.diag(), table.sum(1), table.sum(0)
+    accuracy = float(right.sum() / table.sum())
+    if not examples.dense:
+        return {"accuracy": accuracy}
+    there = truth > 0
+    return {
+        "aAcc": accuracy,
+        "mIoU": float((right / (truth + guess - right).clamp(min=1))[there].mean()),
+        "mAcc": float((right / truth.clamp(min=1))[there].mean()),
+    }
+
+
+def chances(examples: Examples, confusion: Tensor) -> dict[str, float]:
+    """What a guess without looking gets: the commonest class for pixels, any class for examples, every token alike for texts."""
+    if examples.causal:
+        return {"perplexity": float(examples.classes)}
+    if not examples.dense:
+        return {"accuracy": 1 / examples.classes}
+    truth = confusion.double().sum(1)
+    common, there = float(truth.max() / truth.sum()), int((truth > 0).sum())
+    return {"aAcc": common, "mIoU": common / there, "mAcc": 1 / there}

@@ -1,0 +1,181 @@
+"""Data by uri: every format gives the same rows, the digest says what was read, and what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from regauge.data import Data, DataError, Pictures, open_data, text_of
+
+TEXTS = ["one, two", 'a "quoted" word', "007"]
+LABELS = [1, 0, 1]
+
+
+def write(folder: Path, kind: str) -> Path:
+    path = folder / f"rows.{kind}"
+    match kind:
+        case "csv":
+            path.write_text('text,label\n"one, two",1\n"a ""quoted"" word",0\n007,1\n')
+        case "tsv":
+            path.write_text('text\tlabel\none, two\t1\na "quoted" word\t0\n007\t1\n')
+        case "jsonl":
+            path.write_text("".join(json.dumps({"text": t, "label": y}) + "\n" for t, y in zip(TEXTS, LABELS, strict=True)))
+        case "parquet":
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
+            pq.write_table(pa.table({"text": TEXTS, "label": LABELS}), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
+def test_every_table_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
+    data = open_data(write(tmp_path, kind))
+    assert list(data["text"]) == TEXTS  # letter by letter: 007 is no number in a column of texts
+    assert data["label"].dtype.kind == "i"
+    assert data["label"].tolist() == LABELS
+    assert len(data) == 3
+    renamed = open_data(write(tmp_path, kind), fields={"y": "label"})
+    assert list(renamed) == ["y"]
+    assert renamed.digest != data.digest
+
+
+def test_npz_and_fields_of_different_lengths(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", X_train=np.zeros((4, 2, 2), np.uint8), y_train=np.arange(4), y_test=np.arange(3))
+    with pytest.raises(DataError, match='"y_train" has 4, "y_test" has 3'):
+        open_data(tmp_path / "a.npz")
+    data = open_data(tmp_path / "a.npz", fields={"image": "X_train", "label": "y_train"})
+    assert data["label"].tolist() == [0, 1, 2, 3]
+    with pytest.raises(DataError, match='no field "y_val"') as caught:
+        open_data(tmp_path / "a.npz", fields={"label": "y_val"})
+    assert "'y_test'" in str(caught.value.hint)
+
+
+def test_a_text_is_what_it_was(tmp_path: Path) -> None:
+    whole = "first\r\nsecond\n\n  last\u2028line"
+    (tmp_path / "a.txt").write_bytes(whole.encode())
+    assert text_of(open_data(tmp_path / "a.txt")) == whole
+
+
+def test_the_digest_says_what_was_read_and_not_where(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    one, other = open_data(write(first, "tsv")), open_data(write(second, "tsv"))
+    assert one.digest == other.digest
+    (second / "rows.tsv").write_text("text\tlabel\nelse\t1\n")
+    assert open_data(second / "rows.tsv").digest != one.digest
+    assert one.take(2).digest != one.digest
+    assert one.take(2, seed=1).digest != one.take(2).digest
+    assert one.take(2)["text"] == TEXTS[:2]
+    assert one.take(9) is one
+
+
+def test_a_folder_of_images(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for i, name in enumerate(("cat/x.png", "cat/y.png", "dog/z.png")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("RGB", (4 + i, 4), (50 * i, 0, 0)).save(tmp_path / name)
+    data = open_data(tmp_path)
+    assert data["label"].tolist() == [0, 0, 1]
+    assert data["class"] == ["cat", "cat", "dog"]
+    with pytest.raises(DataError, match="different sizes"):
+        data["image"].array()
+    sized = open_data(tmp_path, size=4)["image"].array()
+    assert sized.shape == (3, 4, 4, 3)
+    assert sized[2, 0, 0].tolist() == [100, 0, 0]
+    (tmp_path / "cat" / "x.png").write_bytes(b"no image")
+    assert open_data(tmp_path).digest != data.digest
+    with pytest.raises(DataError, match="cannot be read as an image"):
+        open_data(tmp_path)["image"][0]
+
+
+def test_digits_are_embedded_and_the_test_is_apart() -> None:
+    train, test = open_data("digits"), open_data("digits", split="test")
+    assert train["image"].shape[1:] == (8, 8)
+    assert train["image"].max() == 255
+    assert len(train) + len(test) == 1797
+    assert train.digest != test.digest
+    with pytest.raises(DataError, match='no split "dev"'):
+        open_data("digits", split="dev")
+
+
+class Hub:
+    """The two functions of huggingface_hub that are called, over a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def list_repo_files(self, uri: str, *, repo_type: str, revision: str) -> list[str]:
+        assert (uri, repo_type, revision) == ("owner/name", "dataset", "refs/convert/parquet")
+        return [*(str(p.relative_to(self.folder)) for p in sorted(self.folder.rglob("*.parquet"))), "README.md"]
+
+    def hf_hub_download(self, uri: str, name: str, **_: Any) -> str:
+        return str(self.folder / name)
+
+
+def test_a_hub_id_is_read_from_its_parquet_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    from PIL import Image
+
+    Image.new("L", (2, 2), 7).save(tmp_path / "x.png")
+    encoded = (tmp_path / "x.png").read_bytes()
+    for part, labels in enumerate(([1, 2], [3])):
+        path = tmp_path / "plain" / "train" / f"000{part}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table({"label": labels, "img": [{"bytes": encoded, "path": None}] * len(labels)}), path)
+    hub = Hub(tmp_path)
+    monkeypatch.setitem(
+        sys.modules, "huggingface_hub", SimpleNamespace(list_repo_files=hub.list_repo_files, hf_hub_download=hub.hf_hub_download, __spec__=1)
+    )
+    data = open_data("owner/name", fields={"image": "img", "label": "label"})
+    assert data["label"].tolist() == [1, 2, 3]
+    assert isinstance(data["image"], Pictures)
+    assert data["image"].array([2]).tolist() == [[[7, 7], [7, 7]]]
+    with pytest.raises(DataError, match='no split "test"') as caught:
+        open_data("owner/name", split="test")
+    assert "plain/train" in str(caught.value.hint)
+    (tmp_path / "other" / "train").mkdir(parents=True)
+    (tmp_path / "plain" / "train" / "0001.parquet").rename(tmp_path / "other" / "train" / "0000.parquet")
+    with pytest.raises(DataError, match="several configs: other, plain"):
+        open_data("owner/name")
+    assert open_data("owner/name", config="other")["label"].tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("a.npz", b"no zip", "cannot be read as .npz"),
+        ("a.parquet", b"no table", "cannot be read as .parquet"),
+        ("a.csv", b"x,y\n1\n", "line 2 has 1 fields, the first line 2"),
+        ("a.jsonl", b'{"x": 1}\n{"y": 1}\n', "object 2 has other fields"),
+        ("a.jsonl", b"", "is empty"),
+        ("a.csv", b"x,y\n", "is empty"),
+        ("a.txt", b"\xff\xfe\x00", "cannot be read as .txt"),
+        ("a.pickle", b"", "an ending that is not known"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, name: str, content: bytes, match: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=match) as caught:
+        open_data(tmp_path / name)
+    assert name in str(caught.value)
+
+
+def test_what_is_absent_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no .*none\.npz"):
+        open_data(tmp_path / "none.npz")
+    with pytest.raises(DataError, match="holds no images"):
+        open_data(tmp_path)
+    with pytest.raises(DataError, match="the hub did not give it"):  # HF_HUB_OFFLINE is set for all tests
+        open_data("nobody/nothing")
+    with pytest.raises(DataError, match='rows has no field "y"'):
+        Data("rows", {"x": [1]}, "")["y"]

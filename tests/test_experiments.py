@@ -1,0 +1,232 @@
+"""Experiments: every table through the same code as the real runs, on pico models; a wrong element is noticed; the docs are what was found."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regauge.cli import main
+from regauge.experiments import EXPERIMENTS, models, training
+from regauge.experiments.claims import distance, outputs_of
+from regauge.experiments.document import ABOUT, document
+from regauge.experiments.lab import Lab
+from regauge.experiments.presets import PRESETS
+from regauge.experiments.tables import PAPER
+from regauge.findings import Results, load_results
+
+DOCS = Path(__file__).parents[1] / "docs"
+GOOD, BAD = ["fine", "bright", "lovely", "superb"], ["dull", "grim", "stale", "clumsy"]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of assets like the real one, with sentences that are easy to tell apart and a GPT-2 of random weights."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("assets")
+    draw = random.Random(0)
+
+    def sentence(label: int) -> str:
+        words = [draw.choice(["the", "a", "film", "plot", "and", "scene"]) for _ in range(draw.randint(1, 6))]
+        return " ".join([*words, draw.choice((BAD, GOOD)[label]), draw.choice(["film", "plot"])])
+
+    for name, field, count in (("train", "sentence", 300), ("dev", "content", 80)):
+        rows = [f"{i % 2}\t{sentence(i % 2)}\n" for i in range(count)]
+        (folder / f"sst2_{name}.tsv").write_text(f"label\t{field}\n" + "".join(rows))
+    text = "\n".join(sentence(i % 2) for i in range(600))
+    (folder / "tinyshakespeare.txt").write_text(text)
+    (folder / "wikitext2_test.txt").write_text(text)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.train_from_iterator(
+        [text], trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    )
+    (folder / "gpt2_pair").mkdir()
+    tokenizer.save(str(folder / "gpt2_pair" / "tokenizer.json"))
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=1024, bos_token_id=0, eos_token_id=0)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder / "gpt2_pair" / "seed1")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _here(cache: Path, assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REGAUGE_CACHE", str(cache))
+    monkeypatch.setenv("REGAUGE_ASSETS", str(assets))
+
+
+def reproduce(name: str, folder: Path, *more: str) -> tuple[int, Results]:
+    code = main(["reproduce", name, "--preset", "pico", "--json", str(folder / "r.json"), *more])
+    return code, load_results(folder / "r.json")
+
+
+@pytest.mark.parametrize("name", list(EXPERIMENTS))
+def test_every_table_runs_and_holds(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, results = reproduce(name, tmp_path, "--report", str(tmp_path / "page.html"))
+    said = capsys.readouterr()
+    assert not [(f.id, f.value, f.sentence) for f in results.failed]
+    assert code == 0
+    assert "findings hold" in said.out
+    steps = said.err.splitlines()
+    assert all(line.startswith("regauge: ") for line in steps)  # nobody else talks
+    done, total = next(line for line in reversed(steps) if ": test " in line).split(" ")[2].rstrip(":").split("/")
+    assert done == total  # as many cells as were announced
+    assert results.title in (tmp_path / "page.html").read_text()
+    table = name.partition("/")[2]
+    assert {f.id for f in results.findings if f.holds} >= {f"{key}/columns/outputs" for key in PAPER[table]}
+    assert results.facts["experiment"] == name
+    assert str(tmp_path.parent) not in json.dumps({**results.facts, "command": ""})  # no machine's paths
+    shown = {column: [row[i] for row in results.tables[0].rows] for i, column in enumerate(results.tables[0].columns)}
+    plain = next(values for column, values in shown.items() if "accuracy" in column)
+    assert plain[0] == plain[1]
+
+
+def test_a_model_without_its_key_drops_to_a_guess(tmp_path: Path) -> None:
+    for name, key in (("000/table2", "image"), ("000/table4", "bert")):
+        found = {f.id: f for f in reproduce(name, tmp_path)[1].findings}
+        assert found[f"{key}/columns"].value > 0.8
+        for way in ("moved", "wrong"):
+            assert found[f"{key}/{way}"].holds
+            assert found[f"{key}/{way}"].value < found[f"{key}/{way}"].floor + 0.16
+            assert found[f"{key}/{way}"].trials == 3
+
+
+def test_training_agrees_to_rounding_and_another_seed_does_not(tmp_path: Path) -> None:
+    found = {f.id: f for f in reproduce("000/table5", tmp_path, "--seeds", "2")[1].findings}
+    for what in ("outputs", "weights"):
+        one = found[f"bert/columns/{what}"]
+        assert one.holds
+        assert one.trials == 2
+        assert one.value < 1e-9
+        assert one.ceiling > 0.1
+
+
+def only(table: str, key: str, cache: Path) -> Results:
+    """One subject of a table, with a cache of its own."""
+    lab = Lab("pico", cache=cache)
+    lab.preset = replace(lab.preset, tables={table: {key: lab.preset.tables[table][key]}})
+    return EXPERIMENTS[f"000/{table}"](lab)
+
+
+def test_a_wrong_element_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = models.used
+    monkeypatch.setattr(training, "used", lambda model, way, seed: right(model, "wrong" if way == "columns" else way, seed))
+    results = only("table2", "image", tmp_path)
+    assert {f.id for f in results.failed} == {"image/columns", "image/columns/outputs"}
+    wrong = next(f for f in results.failed if f.id == "image/columns")
+    assert wrong.value < wrong.floor + 0.16 < wrong.ceiling
+
+
+def test_training_with_a_wrong_element_ends_with_exit_code_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REGAUGE_CACHE", str(tmp_path / "other"))
+    right = models.used
+    monkeypatch.setattr(training, "used", lambda model, way, seed: right(model, "wrong" if way == "columns" else way, seed))
+    code, results = reproduce("000/table5", tmp_path)
+    assert code == 3
+    assert {"bert/columns/outputs", "gpt2/columns/weights"} <= {f.id for f in results.failed}
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_training_with_rows_that_are_not_put_back_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from regauge import permuting
+
+    right = permuting.passage
+
+    def wrong(crossing: Any, *, columns: Any = None, shuffle: Any = None) -> Any:
+        z = right(crossing, columns=columns, shuffle=shuffle)
+        return z if shuffle is None else crossing.restored(shuffle, z)
+
+    monkeypatch.setattr(permuting, "passage", wrong)
+    failed = {f.id for f in only("table3", "text", tmp_path).failed}
+    assert {"text/rows/outputs", "text/rows/weights"} <= failed
+    assert not any("columns" in name for name in failed)
+
+
+def test_a_test_in_float64_sees_differences_in_float64(tmp_path: Path) -> None:
+    lab = Lab("pico", cache=tmp_path)
+    subject = lab.preset.tables["table3"]["text"]
+    plain = lab.train(subject, 0, "plain")
+    other = replace(plain, tensors={name: t * (1 + 1e-10) for name, t in plain.tensors.items()})
+    a, b = (lab.score(subject, 0, "plain", weights=weights, dtype="float64") for weights in (plain, other))
+    assert 1e-12 < distance(outputs_of(a), outputs_of(b)) < 1e-7
+
+
+@pytest.mark.parametrize("way", models.WAYS)
+def test_the_ways_of_a_dense_model(way: str) -> None:
+    """The dense head stays outside: its ViT is what moves, and comes back."""
+    about = {**PRESETS["pico"]().tables["table2"]["scene"].model}
+    model = models.build(about, 0).double().eval()
+    x = torch.randn(2, 1, 16, 16, dtype=torch.float64)
+    before, state = model(x), {k: v.clone() for k, v in model.state_dict().items()}
+    assert before.shape == (2, 11, 16, 16)
+    moved = models.used(model, way, 5).eval()
+    error = float((moved(x) - before).norm() / before.norm())
+    assert error < 1e-9 if way not in ("moved", "wrong") else error > 0.1
+    if way not in ("moved", "wrong"):
+        back = models.plain(moved).state_dict()
+        assert all(torch.equal(back[k], state[k]) for k in state)
+
+
+def test_list_and_what_is_asked_wrongly(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["reproduce", "--list"]) == 0
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == list(EXPERIMENTS)
+    assert main(["reproduce", "000/table9"]) == 1
+    assert 'error: there is no experiment "000/table9"\nregauge: hint: choose from 000/table2' in capsys.readouterr().err
+    assert main(["reproduce"]) == 1
+    assert "error: no experiment is named" in capsys.readouterr().err
+    assert main(["reproduce", "000/table2", "--preset", "huge"]) == 1
+    assert 'error: there is no preset "huge"\nregauge: hint: small or paper' in capsys.readouterr().err
+    assert main(["reproduce", "000/table4", "--assets", str(tmp_path / "none")]) == 1
+    said = capsys.readouterr().err
+    assert f"error: {tmp_path / 'none' / 'sst2_train.tsv'} is not here" in said
+    assert "hint: --assets DIR or REGAUGE_ASSETS" in said
+    assert main(["reproduce", "--help"]) == 0
+    assert "pico" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"), [("000/table2", "uoft-cs/cifar10"), ("000/table3", "uoft-cs/cifar10"), ("000/table5", "stanfordnlp/imdb")]
+)
+def test_the_papers_preset_names_what_is_missing(name: str, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["reproduce", name, "--preset", "paper"]) == 1
+    assert f"error: there is no {missing} on the disk, and the hub did not give it" in capsys.readouterr().err
+
+
+def test_images_fall_back_to_digits(tmp_path: Path) -> None:
+    lab = Lab("small", assets=tmp_path)
+    subjects = lab.preset.tables["table2"]
+    test, train = (lab.open(source) for source in (subjects["image"].test, subjects["image"].train))
+    assert (train.name, len(train), len(test)) == ("digits", 1440, 357)
+    from regauge.experiments.tasks import prepare
+
+    inputs, labels = prepare(subjects["image"].task, test).batch(range(3))
+    assert inputs["pixel_values"].shape == (3, 1, 28, 28)
+    assert labels.tolist() == test["label"][:3].tolist()
+    dense = subjects["scene"]
+    inputs, maps = prepare({**dense.task, **dense.tested, "count": 2}, test).batch(range(2))
+    assert inputs["pixel_values"].shape[-2:] == maps.shape[-2:] == (28, 28)
+
+
+def test_the_page_is_made_of_the_results() -> None:
+    assert (DOCS / "experiments.md").read_text() == document(DOCS / "results")
+    for name in ABOUT:
+        text = (DOCS / "results" / f"{name}.json").read_text()
+        results = load_results(DOCS / "results" / f"{name}.json")
+        assert results.facts["preset"] == "small"
+        assert results.facts["seeds"] == 3
+        assert not results.failed
+        assert not any(root in text for root in ('"/', " /", "/home/", "/tmp/", "/root/", "/work/", ":\\"))

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from regauge.checkpoint import open_checkpoint
 from regauge.cli import main
 from regauge.demo.moving import GPT2, LLAMA, make
+from regauge.findings import Figure, Table, from_json
 
 HERE = Path(__file__).parent
 ASSETS = HERE.parents[1] / "shared" / "assets"
@@ -543,19 +544,27 @@ def test_convert_runs_no_code(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(p.name for p in tmp_path.iterdir()) == ["evil.bin", "list.pt", "noise.bin", "numbers.pt"]
 
 
-def test_demo(run: Run, tmp_path: Path) -> None:
+def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo as it is, but for the number of epochs and of optimizers."""
+    from regauge.demo import digits
+    from regauge.verification import general
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules[digits.__module__], "EPOCHS", 3)
+    monkeypatch.setattr(general, "optimizer_matrix", lambda seed: ([], Table("t", ("a",), ()), Figure("f", "lines", {"x": [0], "y": {"a": [1]}})))
     said = run("demo", "--out", tmp_path / "demo")
-    assert said.code == 0
+    assert said.code == 0, said.err
     assert "bit for bit" in said.out
+    assert "moved, but given plain features" in said.out
     assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == ["gpt2", "llama"]
-    moves = json.loads(run("demo", "--json").out)["moving"]["moves"]
+    assert "All " in (tmp_path / "regauge-demo.html").read_text()
+    results = from_json(run("demo", "--json", "--report", "other.html").out)
+    moves = [f for f in results.findings if f.id.startswith("moving/")]
+    assert len(moves) == 6
     for move in moves:
-        if move["element"] == "wrong, forced":
-            assert move["logits"] > 0.1
-        else:
-            assert move["logits"] < 1e-4
-            assert move["moved"] > 0.9
-        assert (move["back"] == 0) == (move["element"] == "permutation")
+        assert move.holds
+        assert move.value < 1e-4 < 0.1 < move.ceiling
+        assert ("bit for bit" in move.sentence) == ("permutation" in move.id)
 
 
 def test_the_demo_takes_no_place_that_is_taken(run: Run, tmp_path: Path) -> None:

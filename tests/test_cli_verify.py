@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,8 @@ def test_a_law_that_fails_is_exit_code_3(vit: Path, tmp_path: Path, capsys: pyte
     [
         ({"architectures": ["NoSuchClass"]}, "names the class NoSuchClass, which the transformers library does not have"),
         ({"architectures": None}, "names no class"),
+        ({"architectures": "ViTModel"}, "names no class"),
+        ({"architectures": ["LlamaForCausalLM"]}, 'the model_type of a LlamaForCausalLM is "llama"'),
         ({"architectures": ["ViTForMaskedImageModeling"]}, 'as a ViTForMaskedImageModeling, {vit} has no "decoder.0.bias" and 2 more'),
         ({"hidden_size": 24}, "cannot be loaded as a ViTForImageClassification"),
         ({"num_hidden_layers": 1}, 'has, and the class has not, "vit.layers.1.'),
@@ -90,6 +93,17 @@ def test_a_page_that_cannot_be_written(vit: Path, tmp_path: Path, capsys: pytest
     said = capsys.readouterr()
     assert "page.html cannot be written" in said.err
     assert "verify 1/11" not in said.err
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+def test_a_device_is_not_replaced(vit: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert main(["verify", str(vit), option, str(pipe)]) == 1
+    assert "is no regular file" in capsys.readouterr().err
+    assert pipe.is_fifo()
+    assert main(["verify", str(vit), "--report", "-"]) == 2
+    assert main(["verify", str(vit), "--report", str(tmp_path / "x"), "--json", str(tmp_path / "x")]) == 2
 
 
 def test_a_timm_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

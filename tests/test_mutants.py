@@ -98,7 +98,6 @@ MUTANTS = {
     "a norm's bias multiplied by its gain": ("fold.py", "by=1 / gain.where(", "by=gain.where(", FOLD),
     "a gain that is stored as its distance from one taken the other way": ("fold.py", "+ (1.0 - norm.neutral)", "- (1.0 - norm.neutral)", FOLD),
     "float32 folded in float32": ("fold.py", "torch.float64 if x.dtype.itemsize >= 4 else torch.float32", "torch.float32", FOLD),
-    "integers folded": ("fold.py", "if not self.state[n].is_floating_point()]", "if False]", FOLD),
     "a norm's bias lost": ("fold.py", "return a + _scaled(w, shift, dim).sum(dim).reshape(a.shape)", "return a", FOLD),
     "rotations allowed beside a gain that stays": (
         "fold.py",

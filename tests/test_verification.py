@@ -17,7 +17,7 @@ from regauge.families import family_of
 from regauge.families.pieces import Config, Names
 from regauge.findings import Finding
 from regauge.permuting import Permuted
-from regauge.verification import DRAWS, _settled
+from regauge.verification import _settled
 from regauge.verification.checks import MARGIN, prepare
 from regauge.verification.inputs import example_inputs
 from regauge.verification.subject import Subject
@@ -221,7 +221,10 @@ def test_nan_fails_and_is_no_pass() -> None:
         run(model)
 
 
-@pytest.mark.parametrize(("ceiling", "good", "draws", "holds"), [(1.0, 0, 1, True), (1.0, 2, 3, True), (1.0, 99, DRAWS, False), (1e-3, 2, 1, False)])
+KINKS = [(1.0, 0, 1, True), (1.0, 1, 3, True), (1.0, 2, 3, False), (1.0, 99, 3, False), (1e-3, 1, 1, False)]
+
+
+@pytest.mark.parametrize(("ceiling", "good", "draws", "holds"), KINKS)
 def test_a_unit_at_its_kink_is_no_broken_law(ceiling: float, good: int, draws: int, holds: bool) -> None:
     """Rounding decides the gradient of a ReLU whose input is nothing but rounding; a law that is broken fails in every draw."""
     seen: list[int] = []
@@ -254,6 +257,150 @@ def test_an_initialisation_that_knows_its_channels_is_named() -> None:
     law = found(verify(ramped, spec=spec_of(build("vit")), steps=0), "column/scratch")
     assert law.holds is False
     assert law.where == "vit.layers.0.mlp.fc2.weight"
+
+
+class Reordered(torch.nn.LayerNorm):
+    """A norm that exchanges two channels, or two tokens, after itself: the numbers are the same, in a wrong order."""
+
+    axis = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).roll(1, self.axis)
+
+
+@pytest.mark.parametrize(("axis", "law", "where"), [(1, "row/forward", "vit.layers.1 "), (2, "column/forward", "vit.layers.1.mlp.fc1 ")])
+def test_what_only_reorders_is_seen_in_what_follows(axis: int, law: str, where: str) -> None:
+    def reordered(norm: torch.nn.Module) -> torch.nn.Module:
+        out = Reordered(norm.normalized_shape, norm.eps, dtype=torch.float64)
+        out.load_state_dict(norm.state_dict())
+        out.axis = axis
+        return out
+
+    failed = found(run(broken(build("vit"), "vit.layers.1.layernorm_after", reordered), steps=0), law)
+    assert failed.holds is False
+    assert failed.where.startswith(where)
+    assert "or just before it" in failed.sentence
+
+
+class OneRow(torch.nn.LayerNorm):
+    """A norm that treats one token apart, by a little: no shuffle that leaves this token in its place can see it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return torch.cat([y[:, :1], y[:, 1:2] + 0.05, y[:, 2:]], 1)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_single_row_that_is_treated_apart_is_seen(seed: int) -> None:
+    def one_row(norm: torch.nn.Module) -> torch.nn.Module:
+        out = OneRow(norm.normalized_shape, norm.eps)
+        out.load_state_dict(norm.state_dict())
+        return out
+
+    model = broken(tame("vit", torch.float32), "vit.layers.1.layernorm_after", one_row)
+    assert found(run(model, steps=0, seed=seed), "row/forward").holds is False
+
+
+def test_one_wrong_gradient_among_many_is_seen() -> None:
+    class Skewed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, w: torch.Tensor) -> torch.Tensor:
+            return w.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+            return g * (1 + 3e-4 * torch.arange(len(g), dtype=g.dtype)[:, None] / len(g))
+
+    class Layer(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.weight, self.bias = inner.weight, inner.bias
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, Skewed.apply(self.weight), self.bias)
+
+    results = run(broken(tame("vit", torch.float32), "vit.layers.0.mlp.fc1", Layer), steps=0)
+    assert found(results, "column/weights").holds is False
+    assert found(results, "column/weights").where == "vit.layers.0.mlp.fc1.weight"
+
+
+def test_a_gradient_that_is_noise_cannot_be_told() -> None:
+    model = tame("vit", torch.float32)
+    model.vit.layers[0].mlp.fc1.weight.register_hook(lambda g: g * torch.rand_like(g))
+    weights = found(run(model, steps=0), "row/weights")
+    assert not weights.holds
+    assert "vit.layers.0.mlp.fc1.weight" in weights.sentence
+
+
+# What models come with.
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_head_of_zeros(dtype: torch.dtype) -> None:
+    model = tame("vit", dtype)
+    for p in model.classifier.parameters():
+        torch.nn.init.zeros_(p)
+    assert not run(model).failed
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("frozen", ["", "vit.embeddings", "vit.layers"])
+def test_frozen_parameters(frozen: str, dtype: torch.dtype) -> None:
+    model = tame("vit", dtype)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith(frozen))
+    before = [p.requires_grad for p in model.parameters()]
+    results = run(model)
+    assert not results.failed
+    assert found(results, "column/forward").holds
+    assert [p.requires_grad for p in model.parameters()] == before
+
+
+def test_gradients_of_the_user_are_kept() -> None:
+    model = build("vit")
+    model(**PICOS["vit"].inputs).logits.sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    run(model, steps=1)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), before, strict=True))
+
+
+def test_attention_is_chosen_tower_by_tower() -> None:
+    model = build("clip")
+    model.text_model.config._attn_implementation = "eager"
+    run(model, steps=0)
+    assert (model.text_model.config._attn_implementation, model.vision_model.config._attn_implementation) == ("eager", "sdpa")
+
+
+def test_a_block_that_stands_twice() -> None:
+    model = build("vit")
+    model.vit.layers[1] = model.vit.layers[0]
+    with pytest.raises(RegaugeError):
+        run(model)
+    model(**PICOS["vit"].inputs)  # nothing of the route is left
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ({"input_ids": torch.tensor([[1, 5000]])}, "cannot be run on its inputs"),
+        ({"input_ids": torch.zeros(0, 4, dtype=torch.long)}, "GPT2LMHeadModel"),
+        ({"input_ids": torch.ones(1, 99, dtype=torch.long)}, "cannot be run on its inputs"),
+        ({"pixels": torch.ones(1)}, 'is given "pixels"'),
+    ],
+)
+def test_inputs_that_are_not_the_models_own(inputs: dict[str, torch.Tensor], says: str) -> None:
+    with pytest.raises(SpecError, match=says):
+        run(build("gpt2"), inputs=inputs)
+
+
+def test_where_nothing_can_be_verified() -> None:
+    with torch.inference_mode(), pytest.raises(SpecError, match="inference mode"):
+        run(build("vit"))
+    with pytest.raises(SpecError, match="meta device"):
+        run(build("vit").to("meta"), inputs=PICOS["vit"].inputs)
+    broad = {"pixel_values": torch.full((1, 3, 8, 8), torch.nan, dtype=torch.float64)}
+    with pytest.raises(SpecError, match="is not finite on these inputs"):
+        run(build("vit"), inputs=broad)
 
 
 # Inputs.
@@ -328,6 +475,15 @@ def test_generation_with_a_wrapped_model() -> None:
     wrapped = Permuted(model, columns=1, rows=False)
     with wrapped.routed():
         assert torch.equal(model.generate(**PICOS["gpt2"].inputs, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_a_model_is_wrapped_once() -> None:
+    wrapped = Permuted(build("vit"), columns=5)
+    with pytest.raises(CutError, match="is wrapped already"):
+        Permuted(wrapped.model, columns=6)
+    Permuted(wrapped.unwrap(), columns=6)
+    with pytest.raises(RegaugeError, match="32 bytes"):
+        Permuted(build("vit"), key=b"short")
 
 
 def test_rows_of_a_windowed_model_are_refused() -> None:

@@ -274,6 +274,8 @@ class Route:
                 found = _submodule(cut.model, boundary.blocks)
                 listed = isinstance(found, torch.nn.ModuleList | torch.nn.Sequential)
                 blocks = tuple(found) if listed else (found,)  # type: ignore[arg-type]
+                if len({id(b) for b in blocks}) < len(blocks):
+                    raise CutError(f'one block stands twice in "{boundary.blocks}"', hint="a route needs blocks of their own; copy the shared one")
                 self._passes.append(_Pass(boundary, blocks, fns[boundary.name], drops))  # type: ignore[arg-type]
 
     def remove(self) -> None:

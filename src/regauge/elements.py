@@ -120,7 +120,7 @@ def element(spec: Spec, key: bytes | int, *, within: Kind = "full", spaces: Iter
 
     Each space has its own stream, labelled "element/" and its name, so a restriction to some spaces draws the same members.
     """
-    secret = _secret(key)
+    secret = secret_of(key)
     if within not in KINDS:
         raise ElementError(f'there is no kind "{within}"', hint=f"kinds are {', '.join(KINDS)}")
     spaces = [spaces] if isinstance(spaces, str) else spaces
@@ -133,7 +133,7 @@ def element(spec: Spec, key: bytes | int, *, within: Kind = "full", spaces: Iter
     return Element(spec, members)
 
 
-def _secret(key: bytes | int) -> bytes:
+def secret_of(key: bytes | int) -> bytes:
     given: object = key
     if isinstance(given, bytes) and len(given) == 32:
         return given

@@ -51,16 +51,24 @@ def fsync_folder(folder: Path) -> None:
 def check_writable(path: Path) -> None:
     """Refuse a file that cannot be written before the work that it is for."""
     with writing(path):
-        if path.is_dir():
-            raise CheckpointError(f"{path} is a folder", hint="name a file")
+        _require_plain(path)
         if not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
             raise CheckpointError(
                 f"{path} cannot be written: its folder does not exist, or is not yours", hint="check that the folder exists and is writable"
             )
 
 
+def _require_plain(path: Path) -> None:
+    """A target is a regular file or nothing: a rename over a device or a pipe would take its place."""
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder", hint="name a file")
+    require_file(path)
+
+
 def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, new: bool = False) -> None:
     """Write one file so that it appears whole or not at all, in place of an older one of that name, or refusing to if it must be `new`."""
+    with writing(path):
+        _require_plain(path)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with writing(path):
         try:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from regauge import axes as ax
 from regauge.action import State
 from regauge.errors import SpecError
-from regauge.spec import Fault, Norm, Scale, Spec, Stored, check, require, stored
+from regauge.spec import Norm, Scale, Spec, Stored, check, require, stored
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +47,6 @@ def fold_lazily(spec: Spec, state: State, *, rounded: bool = True) -> tuple[Spec
     """
     require(check(spec, state), f'the state does not fit the spec "{spec.family}"')
     folding = _Folding(spec, state)
-    require(folding.faults(), f'the state of "{spec.family}" cannot be folded', hint="convert these tensors to a floating-point dtype first")
     for norm in spec.norms:
         folding.fold(norm)
     for scale in spec.scales:
@@ -96,14 +95,6 @@ class _Folding:
 
     def each(self, pattern: str) -> dict[str, Stored]:
         return {name: entry for name, entry in self.stored.items() if entry.pattern == pattern}
-
-    def faults(self) -> list[Fault]:
-        """The tensors that take part and are no real numbers: rounded back to integers they would be another function."""
-        pairs = [p for n in self.spec.norms for p in ((n.gain, n.bias), *n.readers)] + [
-            p for s in self.spec.scales for p in ((s.gain, None), *s.writers)
-        ]
-        names = dict.fromkeys(self.source(name) for pair in pairs for pattern in pair if pattern is not None for name in self.each(pattern))
-        return [Fault(n, f'"{n}" is {self.state[n].dtype}') for n in names if not self.state[n].is_floating_point()]
 
     def fold(self, norm: Norm) -> None:
         gain = _work(self.state[norm.gain]) + (1.0 - norm.neutral)

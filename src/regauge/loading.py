@@ -42,11 +42,18 @@ def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> 
     import torch
     import transformers
 
-    name = next(iter(config.get("architectures") or []), None)
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
     kind = getattr(transformers, name, None) if isinstance(name, str) else None
     if kind is None:
         why = f"names the class {name}, which the transformers library does not have" if name else 'names no class ("architectures")'
         raise UnknownModelError(f"the config of {checkpoint.path} {why}", hint="regauge loads classes of the transformers library and timm only")
+    expected = getattr(getattr(kind, "config_class", None), "model_type", None)
+    if expected is not None and expected != config.get("model_type"):  # built from a config that is not its own, a class takes sizes of its own
+        raise UnknownModelError(
+            f'the config of {checkpoint.path} names the class {name} and the model_type "{config.get("model_type")}", which is not that of the class',
+            hint=f'the model_type of a {name} is "{expected}"',
+        )
     before = transformers.utils.logging.get_verbosity()
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.set_verbosity(logging.ERROR)

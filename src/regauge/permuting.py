@@ -17,17 +17,17 @@ import torch
 
 from regauge.action import apply_
 from regauge.cutting import Crossing, Route, cut
-from regauge.elements import Element, element
+from regauge.elements import Element, element, secret_of
 from regauge.errors import CutError
 from regauge.groups import Permutation
 from regauge.sources import spec_of
 from regauge.spec import Space, Spec
-from regauge.streams import Stream, seed_key
+from regauge.streams import Stream
 
 
 def rows(n: int, key: bytes | int, label: str = "rows") -> Element:
     """A permutation of n tokens, as an element that moves rows, masks, position ids and rotary tables together."""
-    secret = key if isinstance(key, bytes) else seed_key(key)
+    secret = secret_of(key)
     return Element(Spec("rows", {"token": Space(n, Permutation())}, {}), {"token": Permutation().sample(n, 1, Stream(secret, f"{label}/token"))})
 
 
@@ -37,6 +37,9 @@ def passage(crossing: Crossing, *, columns: Element | None = None, shuffle: Elem
     z = (there if shuffle is None else there.moved(shuffle)).run()
     z = z if shuffle is None else crossing.restored(shuffle, z)
     return z if columns is None else crossing.restored(columns, z)
+
+
+_MARK = "_regauge_permuted"
 
 
 class Permuted(torch.nn.Module):
@@ -54,7 +57,10 @@ class Permuted(torch.nn.Module):
             raise CutError(f"the rows of a {type(model).__name__} cannot move: its blocks look at neighbours", hint="pass rows=False")
         given = columns
         self._columns = given if given is None or isinstance(given, Element) else element(spec_of(model), given, within="permutation")
-        self._rows, self._key, self._passes = rows, key, 0
+        self._rows, self._key, self.passes = rows, secret_of(key), 0  # a run that is resumed sets `passes` to what it was
+        if getattr(model, _MARK, False):
+            raise CutError(f"this {type(model).__name__} is wrapped already", hint="unwrap it first: its backbone is moved, and would be moved twice")
+        setattr(model, _MARK, True)
         if self._columns is not None:
             apply_(self._columns, model, part="backbone")
         self.model = model
@@ -72,9 +78,11 @@ class Permuted(torch.nn.Module):
         if self._columns is not None:
             apply_(~self._columns, self.model, part="backbone")
         self._columns, self._rows = None, False
+        if hasattr(self.model, _MARK):
+            delattr(self.model, _MARK)
         return self.model
 
     def _cross(self, crossing: Crossing) -> torch.Tensor:
-        shuffle = rows(crossing.stream.shape[1], self._key, f"rows/{self._passes}/{crossing.boundary.name}") if self._rows else None
-        self._passes += 1
+        shuffle = rows(crossing.stream.shape[1], self._key, f"rows/{self.passes}/{crossing.boundary.name}") if self._rows else None
+        self.passes += 1
         return passage(crossing, columns=self._columns, shuffle=shuffle)

@@ -58,6 +58,8 @@ def verify(
     if report is not None:
         need("jinja2", "report")
         need("matplotlib", "report")
+    if report is not None and (str(report) == "-" or (json is not None and json.absolute() == report.absolute())):
+        raise typer.BadParameter("a page needs a file of its own")
     for out in (json, report):
         if out is not None and str(out) != "-":
             check_writable(out)
@@ -152,7 +154,13 @@ def text_of(results: Results, verbose: int = 0) -> str:
     held, told = sum(f.holds is True for f in results.findings), sum(f.holds is not None for f in results.findings)
     lines = [results.title, "", columns(rows, right=(2, 3, 4)), ""]
     lines += [f"not checked: {text}" for text in results.unchecked]
-    return "\n".join([*lines, f"{held} of {told} checks hold" + (f"; {len(results.failed)} FAILED" if results.failed else "")])
+    open_ = sum("cannot be told" in f.sentence for f in results.findings)
+    last = (
+        f"{held} of {told} checks hold"
+        + (f"; {open_} cannot be told" if open_ else "")
+        + (f"; {len(results.failed)} FAILED" if results.failed else "")
+    )
+    return "\n".join([*lines, last])
 
 
 def _mark(f: Finding) -> str:

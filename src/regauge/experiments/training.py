@@ -168,5 +168,5 @@ def _resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Work
         torch.cuda.set_rng_state(found.tensors["random/cuda"])
     wrapped = wrapper(model)
     if wrapped is not None:
-        wrapped._passes = int(found.values["step"])  # the shuffles of rows go by the number of the pass: one per step
+        wrapped.passes = int(found.values["step"])  # the shuffles of rows go by the number of the pass: one per step
     return int(found.values["step"]), list(found.values["losses"])

@@ -1,7 +1,8 @@
 """Where it goes wrong: the innermost module that is given what it should be and returns what it should not.
 
-A permutation of rows or columns changes the order of a module's numbers and nothing else. So every module of the moved pass is given and returns, for
-each sample, the numbers of the plain pass in another order; sorted, they are the same.
+A permutation of rows or columns changes the order of a module's numbers along one axis and nothing else. So every module of the moved pass is
+given and returns the numbers of the plain pass in another order; sorted along that axis, they are the same. A module that only reorders along
+that very axis does not show here: what follows it does.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from regauge.verification.subject import PLAIN, Subject, Way, run
 
 Tensor = torch.Tensor
-Calls = list[tuple[str, list[Tensor], list[Tensor]]]
+Orders = list[Tensor]
+Calls = list[tuple[str, list[Orders], list[Orders]]]
 
 
 def first_fault(plain: Subject, moved: Subject, way: Way, tolerance: float) -> str | None:
@@ -58,21 +60,23 @@ def _noted(subject: Subject, calls: Calls) -> Iterator[None]:
             handle.remove()
 
 
-def _sorted(values: list[Any]) -> list[Tensor]:
-    """The tensors among these, nested ones too, each sample's numbers in order."""
-    out: list[Tensor] = []
+def _sorted(values: list[Any]) -> list[Orders]:
+    """The tensors among these, nested ones too, with their numbers in order: along either axis that may have moved, or all of a sample's."""
+    out: list[Orders] = []
     for value in values:
         if isinstance(value, Tensor):
             if value.is_floating_point() and value.dim() > 1:
-                out.append(value.detach().double().flatten(1).sort(dim=1).values)
+                value = value.detach().double()
+                out.append([value.sort(dim=i).values for i in (1, 2)] if value.dim() == 3 else [value.flatten(1).sort(dim=1).values])
         elif isinstance(value, list | tuple):
             out += _sorted(list(value))
     return out
 
 
-def _same(a: list[Tensor], b: list[Tensor], tolerance: float) -> bool:
-    if [x.shape for x in a] != [x.shape for x in b]:
-        return False
-    return all(
-        float((torch.nan_to_num(x - y)).norm()) <= tolerance * max(float(torch.nan_to_num(x).norm()), 1e-300) for x, y in zip(a, b, strict=True)
-    )
+def _same(a: list[Orders], b: list[Orders], tolerance: float) -> bool:
+    """Is each tensor, in one order or the other, what it was?"""
+    return len(a) == len(b) and all(any(_close(x, y, tolerance) for x, y in zip(p, q, strict=False)) for p, q in zip(a, b, strict=True))
+
+
+def _close(x: Tensor, y: Tensor, tolerance: float) -> bool:
+    return x.shape == y.shape and float(torch.nan_to_num(x - y).norm()) <= tolerance * max(float(torch.nan_to_num(x).norm()), 1e-300)

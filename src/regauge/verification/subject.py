@@ -110,7 +110,8 @@ class Subject:
 
     def rate(self, plain: Pass) -> float:
         """A learning rate for SGD at which the first step takes about a hundredth off the loss, if that is as steep as it looks."""
-        return 0.01 * float(loss(plain.forward, self.targets)) / sum(float(g.double().square().sum()) for g in plain.gradients.values())
+        steepness = sum(float(g.double().square().sum()) for g in plain.gradients.values())
+        return 0.01 * float(loss(plain.forward, self.targets)) / steepness if steepness else 0.0
 
     def of(self, model: torch.nn.Module) -> Subject:
         """The same with another model of the same shape."""
@@ -126,7 +127,8 @@ class Subject:
         out = {}
         for name, value in run(self).forward.items():
             drawn = torch.from_numpy(Stream(seed_key(seed), f"verify/target/{name}").normals(value.numel())).view(value.shape)
-            out[name] = drawn.to(value.device) * value.double().square().mean().sqrt()
+            size = float(value.double().square().mean().sqrt())
+            out[name] = drawn.to(value.device) * (size or 1.0)  # a head of zeros gives zeros
         return replace(self, targets=out)
 
 
@@ -185,6 +187,8 @@ def against(exact: Subject, plain: Pass) -> tuple[Pass, dict[str, float], set[st
     """
     own, sizes, handles = {}, {}, []
     for name, p in exact.model.named_parameters():
+        if not p.requires_grad:
+            continue
 
         def note(p: Tensor, name: str = name) -> None:
             assert p.grad is not None
@@ -273,11 +277,14 @@ def _whole_masks(subject: Subject) -> Iterator[None]:
     if not implicit or before in (None, "eager"):
         yield
         return
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")}
+    chosen = [(c, c._attn_implementation) for c in configs.values()]
     model.set_attn_implementation("eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        for config, implementation in chosen:
+            config._attn_implementation = implementation
 
 
 def errors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]:

@@ -243,9 +243,7 @@ def training(c: Case) -> list[Finding]:
             c, function, errors(got.forward, plain.forward), errors(wrong.forward, plain.forward), "the trained model used plainly"
         )
         of_weights = replace(
-            _measured(
-                c, weights, _updates(c, got.weights, expected, first), _updates(c, other, expected, first), "the same weights otherwise described"
-            ),
+            _measured(c, weights, _updates(c, got.weights, expected, first), _updates(c, other, expected, first), "in another description"),
             noise=math.inf,  # an update may be less than its weight's last digit
         )
         if c.subject.dtype.itemsize >= 4:  # the weights of a half-precision model are rounded after training; its float32 copies are compared below

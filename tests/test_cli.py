@@ -778,6 +778,7 @@ def test_an_interrupt_while_importing_is_quiet(llama: Path, module: str) -> None
     """The import of a module is where the signal comes."""
     code = (
         "import os, signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs are started with it ignored
         "class Stop:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name == {module!r}:\n            sys.meta_path.remove(self); os.kill(os.getpid(), signal.SIGINT)\n"

@@ -30,7 +30,8 @@ regauge reproduce 000/table2 --preset paper --device cuda       # the paper's ow
   GPT-2 on IMDB, a small BERT on SNLI, GPT-2 on WikiText-2, and ADE20k in a folder `ADEChallengeData2016` of the assets. What is missing is named.
   The `paper` preset has not been run for this page.
 - **Nothing is computed twice.** Every training and every test is a cell, kept in `$REGAUGE_CACHE` (`~/.cache/regauge/experiments`) by the hash of
-  its parameters, its data and its version. An interrupted run goes on where it was, in the middle of a training too, and ends with the same bits.
+  its parameters, its data and its version. An interrupted run goes on where it was, in the middle of a training too, and ends
+  with the same bits, on the same number of threads.
 - **A finding** stands between a guess (floor) and the plain model (ceiling); errors stand between what rounding allows and a control that must fail.
 - **Training is compared in float64 and without dropout**: two ways of training are then equal to rounding, and rounding does not grow into a
   difference. The paper puts its gaps (97.75 against 97.94, 94.00 against 93.72) down to randomness; that the ways agree here shows that nothing else

@@ -229,4 +229,4 @@ def test_the_page_is_made_of_the_results() -> None:
         assert results.facts["preset"] == "small"
         assert results.facts["seeds"] == 3
         assert not results.failed
-        assert not any(root in text for root in ('"/', " /", "/home/", "/tmp/", "/root/", "/work/", ":\\"))
+        assert not any(root in text for root in ('"/', " /", "=/", ":\\"))  # no path of the machine that it ran on

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data, say, step_bar
-from regauge.errors import RegaugeError
+from regauge.cli.console import data, step_bar
+from regauge.cli.run import check_outputs, deliver, facts_of_run, mark
+from regauge.errors import RegaugeError, need
 
 if TYPE_CHECKING:
-    from regauge.findings import Finding, Results
-
-FAILED = 3
+    from regauge.findings import Results
 
 
 class UnknownExperimentError(RegaugeError):
@@ -42,10 +39,8 @@ def reproduce(
 ) -> int:
     """Run a table of the papers and set its numbers beside theirs. What is computed is kept ($REGAUGE_CACHE) and not computed again: an interrupted
     run goes on where it was. Exit code 3 if a finding that should hold does not."""
-    from regauge.errors import need
-
-    for library in ("transformers", *(("jinja2", "matplotlib") if report is not None else ())):
-        need(library, "experiments")
+    need("transformers", "experiments")
+    check_outputs(json, report)
     from regauge.experiments import EXPERIMENTS
     from regauge.experiments.lab import Lab, default_assets
 
@@ -59,25 +54,10 @@ def reproduce(
         import torch
 
         torch.set_num_threads(threads)
-    from regauge.files import write_bytes
-    from regauge.findings import to_json
-
     with step_bar(id) as progress:
         results = EXPERIMENTS[id](Lab(preset, seeds, assets or default_assets(), device=device, progress=progress))
-    results = replace(results, facts={"command": shlex.join(["regauge", *sys.argv[1:]]), **results.facts})
-    if json is not None and str(json) == "-":
-        data(to_json(results))
-    else:
-        data(text_of(results))
-    if json is not None and str(json) != "-":
-        write_bytes(json, to_json(results).encode())
-        say(f"results: {json}")
-    if report is not None:
-        from regauge.report import page
-
-        write_bytes(report, page(results).encode())
-        say(f"report: {report}")
-    return FAILED if results.failed else 0
+    results = replace(results, facts={"command": facts_of_run()["command"], **results.facts})
+    return deliver(results, text_of(results), json, report)
 
 
 def text_of(results: Results) -> str:
@@ -91,14 +71,10 @@ def text_of(results: Results) -> str:
         lines += [table.title, "", columns([tuple(map(str, row)) for row in rows], right=tuple(range(1, len(table.columns)))), ""]
     found = [("", "finding", "value", "floor", "ceiling", "")]
     for f in results.findings:
-        found.append((_mark(f), f.id, _number(f.value), _number(f.floor), _number(f.ceiling), "" if f.holds else f.sentence))
+        found.append((mark(f), f.id, _number(f.value), _number(f.floor), _number(f.ceiling), "" if f.holds else f.sentence))
     held, told = sum(f.holds is True for f in results.findings), sum(f.holds is not None for f in results.findings)
     lines += [columns(found, right=(2, 3, 4)), "", *(f"not checked: {text}" for text in results.unchecked)]
     return "\n".join([*lines, f"{held} of {told} findings hold" + (f"; {len(results.failed)} FAILED" if results.failed else "")])
-
-
-def _mark(f: Finding) -> str:
-    return {True: "holds", False: "FAILS", None: "-"}[f.holds]
 
 
 def _number(value: float | None) -> str:

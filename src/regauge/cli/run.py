@@ -5,7 +5,17 @@ from __future__ import annotations
 import platform
 import shlex
 import sys
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from regauge.cli.console import data, say
+from regauge.errors import need
+from regauge.files import check_writable, write_bytes
+
+if TYPE_CHECKING:
+    from regauge.findings import Finding, Results
 
 FAILED = 3  # the exit code where a law that should hold does not
 
@@ -19,3 +29,35 @@ def facts_of_run() -> dict[str, Any]:
         if name in sys.modules:
             versions[name] = str(getattr(sys.modules[name], "__version__", "?"))
     return {"command": shlex.join(["regauge", *sys.argv[1:]]), "versions": versions}
+
+
+def check_outputs(json: Path | None, report: Path | None) -> None:
+    """Refuse what could not be written, before the work that it is for."""
+    if report is not None:
+        need("jinja2", "report")
+        need("matplotlib", "report")
+        if str(report) == "-" or (json is not None and json.absolute() == report.absolute()):
+            raise typer.BadParameter("a page needs a file of its own")
+    for out in (json, report):
+        if out is not None and str(out) != "-":
+            check_writable(out)
+
+
+def deliver(results: Results, text: str, json: Path | None, report: Path | None) -> int:
+    """Say the text, or the JSON in its place, write what was asked for, and return the exit code."""
+    from regauge.findings import to_json
+
+    data(to_json(results) if str(json) == "-" else text)
+    if json is not None and str(json) != "-":
+        write_bytes(json, to_json(results).encode())
+        say(f"results: {json}")
+    if report is not None:
+        from regauge.report import page
+
+        write_bytes(report, page(results).encode())
+        say(f"report: {report}")
+    return FAILED if results.failed else 0
+
+
+def mark(f: Finding) -> str:
+    return {True: "holds", False: "FAILS", None: "-"}[f.holds]

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data, say, step_bar
-from regauge.cli.run import FAILED, facts_of_run
-from regauge.errors import CheckpointError, need
-from regauge.files import check_writable
+from regauge.cli.console import say, step_bar
+from regauge.cli.run import check_outputs, deliver, facts_of_run, mark
+from regauge.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from regauge.findings import Finding, Results
+    from regauge.findings import Results
 
 
 SMALL = 5_000_000  # parameters below which threads wait for each other more than they compute
@@ -55,17 +54,9 @@ def verify(
 ) -> int:
     """Check that permuting tokens and channels commutes with forward, backward and training. Exit code 3 if a law that should hold does not."""
     started = time.monotonic()
-    if report is not None:
-        need("jinja2", "report")
-        need("matplotlib", "report")
-    if report is not None and (str(report) == "-" or (json is not None and json.absolute() == report.absolute())):
-        raise typer.BadParameter("a page needs a file of its own")
-    for out in (json, report):
-        if out is not None and str(out) != "-":
-            check_writable(out)
+    check_outputs(json, report)
     import torch
 
-    from regauge.findings import to_json
     from regauge.loading import load_model
     from regauge.verification import verify as check
     from regauge.verification.general import with_general
@@ -88,21 +79,7 @@ def verify(
             results, next(p.dtype for p in module.parameters() if p.is_floating_point()), seed, operators=general, optimizers=optimizers
         )
     results = replace(results, facts={**facts(module, model, seed, steps, optimizer.value), "seconds": round(time.monotonic() - started, 1)})
-    if json is not None and str(json) == "-":
-        data(to_json(results))
-    else:
-        data(text_of(results, verbose))
-    from regauge.files import write_bytes
-
-    if json is not None and str(json) != "-":
-        write_bytes(json, to_json(results).encode())
-        say(f"results: {json}")
-    if report is not None:
-        from regauge.report import page
-
-        write_bytes(report, page(results).encode())
-        say(f"report: {report}")
-    return FAILED if results.failed else 0
+    return deliver(results, text_of(results, verbose), json, report)
 
 
 def facts(module: Any, model: str, seed: int, steps: int, optimizer: str) -> dict[str, Any]:
@@ -148,7 +125,7 @@ def text_of(results: Results, verbose: int = 0) -> str:
     general = [f for f in results.findings if f.id.startswith(GENERAL) and f.holds]
     for f in results.findings:
         if f not in general or verbose:
-            rows.append((_mark(f), f.id, _number(f.value), _number(f.floor), _number(f.ceiling), "" if f.holds else f.sentence))
+            rows.append((mark(f), f.id, _number(f.value), _number(f.floor), _number(f.ceiling), "" if f.holds else f.sentence))
     if general and not verbose:
         rows.append(("holds", f"{len(general)} of networks in general (-v lists them)", "", "", "", ""))
     held, told = sum(f.holds is True for f in results.findings), sum(f.holds is not None for f in results.findings)
@@ -161,10 +138,6 @@ def text_of(results: Results, verbose: int = 0) -> str:
         + (f"; {len(results.failed)} FAILED" if results.failed else "")
     )
     return "\n".join([*lines, last])
-
-
-def _mark(f: Finding) -> str:
-    return {True: "holds", False: "FAILS", None: "-"}[f.holds]
 
 
 def _number(value: float | None) -> str:

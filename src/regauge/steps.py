@@ -34,7 +34,9 @@ class Gather:
     def __call__(self, x: Tensor, dim: int) -> Tensor:
         import torch
 
-        out = x.index_select(dim, torch.as_tensor(self.index, device=x.device))
+        from regauge.gathering import permute
+
+        out = permute(x, torch.as_tensor(self.index, device=x.device), dim)
         if self.scale is None:
             return out
         shape = [1] * x.dim()

@@ -111,11 +111,20 @@ def fit_linear(plain: Pair, dual: Pair | None) -> Floats:
 
 def _balanced(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
     b1, b2 = _balance(q1, k1), _balance(q2, k2)
-    if b1 is None or b2 is None:  # a rank-deficient side has no balanced form: the best rotation is safe
+    if b1 is None or b2 is None:  # a rank-deficient side has no balanced form: the other one decides, or the best rotation, which is safe
+        if _has_full_rank(k1) and _has_full_rank(k2):
+            return np.asarray(np.linalg.pinv(k1 @ np.linalg.pinv(k2)).T)
+        if _has_full_rank(q1) and _has_full_rank(q2):
+            return np.asarray(q1 @ np.linalg.pinv(q2))
         return polar(q1 @ q2.T + k1 @ k2.T)
     i1, i2 = np.linalg.inv(b1), np.linalg.inv(b2)
     rotation = polar((b1 @ q1) @ (b2 @ q2).T + (i1.T @ k1) @ (i2.T @ k2).T)
     return np.asarray(i1 @ rotation @ b2)
+
+
+def _has_full_rank(x: Floats) -> bool:
+    s = np.linalg.svd(x, compute_uv=False)
+    return x.shape[0] <= x.shape[1] and bool(s[-1] > 1e-8 * s[0])
 
 
 def _balance(q: Floats, k: Floats) -> Floats | None:

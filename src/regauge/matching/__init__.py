@@ -1,0 +1,173 @@
+"""Matching: the description of one model that is nearest to another.
+
+    found = match(spec, a, b)            # the element that moves a next to b
+    moved = apply(found.element, a)      # the same function as a, in b's basis
+
+One algorithm over the spec serves every family: `blocks` cuts tensors by their axes, `costs` says what is compared, `finding` searches, and each
+group's own `fit` solves the part that is closed-form. `forms` holds what is beyond one group: gauge-free scores of heads, two-level assignment, and the
+formulas of paper 003.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from regauge.action import State
+from regauge.elements import Element, identity, match_spaces
+from regauge.groups import Group, Kind
+from regauge.matching.costs import Costs, MatchError, Shared, Weights
+from regauge.matching.finding import Search
+from regauge.spec import Spec, check, require
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Match", "MatchError", "Shared", "layers_of", "match"]
+
+SWEEPS = 10
+ENOUGH = 1e-4  # a sweep that gains less than this share of the squared distance is the last
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the search: what was fitted, the squared distance after it, and how long it took."""
+
+    name: str
+    squared: float
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """What matching found. `before` and `after` are squared distances by tensor, `size` the squared norms of b; `steps` the search in its order."""
+
+    element: Element
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    size: Mapping[str, float]
+    steps: Sequence[Step] = ()
+    order: Sequence[str] = ()
+    seconds: float = 0.0
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    @property
+    def distance_before(self) -> float:
+        return math.sqrt(sum(self.before.values()))
+
+    @property
+    def distance(self) -> float:
+        return math.sqrt(sum(self.after.values()))
+
+    @property
+    def relative(self) -> float:
+        """The distance as a share of b's norm."""
+        return self.distance / max(math.sqrt(sum(self.size.values())), 1e-300)
+
+    def by_module(self) -> dict[str, tuple[float, float]]:
+        """Distances before and after, by module: a weight and its bias are one."""
+        out: dict[str, tuple[float, float]] = {}
+        for name in self.before:
+            module = name.rsplit(".", 1)[0]
+            one, other = out.get(module, (0.0, 0.0))
+            out[module] = (one + self.before[name], other + self.after[name])
+        return {module: (one**0.5, other**0.5) for module, (one, other) in out.items()}
+
+
+def match(
+    spec: Spec,
+    a: State,
+    b: State,
+    *,
+    spaces: Iterable[str] | None = None,
+    layers: Iterable[int] | None = None,
+    within: Kind = "full",
+    weights: Weights | None = None,
+    rows: Mapping[str, Shared] | None = None,
+    start: Element | None = None,
+    sweeps: int = SWEEPS,
+    whole: bool = False,
+    progress: Progress | None = None,
+) -> Match:
+    """The element that moves a nearest to b, both states of this spec.
+
+    `spaces` take part ("qk", "head.3", ...; all by default), of these `layers` only; `within` restricts every group to a kind ("orthogonal": the
+    paper's rotations). `weights` of the tensors in what is minimised, by name or as a function of name and value. `rows`: the rows that two tables
+    have in common, where vocabularies differ. `start` is an element to go on from, which skips the first pass. `whole`: key and value biases are
+    compared as they are stored, as paper 003 does, although no function sees the one and the other acts elsewhere.
+    """
+    started = time.monotonic()
+    _require_pair(spec, a, b, rows or {})
+    costs = Costs(spec, a, b, weights=weights, rows=rows, whole=whole)
+    groups = chosen_groups(spec, spaces, layers, within)
+    none = identity(spec)
+    first = costs.distances(none)
+    before, size = ({n: d[i] for n, d in first.items()} for i in (0, 1))
+    if not any(before.values()):
+        return Match(none, before, before, size, notes=("the two are equal",), seconds=time.monotonic() - started)
+    search = Search(costs, groups, start or none)
+    steps: list[Step] = []
+    tell = progress or (lambda done, total, now: None)
+
+    def took(name: str) -> float:
+        total = sum(d for d, _ in costs.distances(search.g).values())
+        steps.append(Step(name, total, time.monotonic() - started))
+        return total
+
+    tell(0, sweeps + 1, "first pass")
+    if start is None:
+        order = search.first_pass()
+    else:
+        order = list(search.groups)
+        search.known |= set(order)
+    best, left = search.g, took("first pass")
+    for i in range(sweeps):
+        tell(i + 1, sweeps + 1, f"sweep {i + 1}")
+        search.sweep(order)
+        now = took(f"sweep {i + 1}")
+        gained, left, best = left - now, *((now, search.g) if now < left else (left, best))
+        if gained <= ENOUGH * left or left <= 1e-24 * sum(size.values()):
+            break
+    tell(sweeps + 1, sweeps + 1, "")
+    lost = [s for s in search.groups if s not in search.known]
+    notes = (f"no evidence for {', '.join(lost)}",) if lost else ()
+    after = {n: d for n, (d, _) in costs.distances(best).items()}
+    best = Element(spec, {s: m for s, m in best.members.items() if s in groups})
+    best.require()
+    return Match(best, before, after, size, steps, order, time.monotonic() - started, notes)
+
+
+def chosen_groups(spec: Spec, spaces: Iterable[str] | None, layers: Iterable[int] | None, within: Kind) -> dict[str, Group]:
+    """The spaces that take part, and the group that each may move in."""
+    names = set(spec.spaces) if spaces is None else match_spaces(spec, [spaces] if isinstance(spaces, str) else spaces)
+    if layers is not None:
+        of, wanted = layers_of(spec), set(layers)
+        absent = wanted - set(of.values())
+        if absent:
+            raise MatchError(f"there is no layer {min(absent)}", hint=f"layers are counted from 0 to {max(of.values(), default=-1)}")
+        names = {n for n in names if n not in of or of[n] in wanted}
+    return {n: space.group.within(within) for n, space in spec.spaces.items() if n in names}
+
+
+def layers_of(spec: Spec) -> dict[str, int]:
+    """The layer of every space that belongs to one. Layers are counted through the whole model, in the order of the spec."""
+    labels: dict[str, int] = {}
+    out: dict[str, int] = {}
+    for name in spec.spaces:
+        label = name.partition(".")[2]
+        if any(part.isdigit() for part in label.split(".")):
+            out[name] = labels.setdefault(label, len(labels))
+    return out
+
+
+def _require_pair(spec: Spec, a: State, b: State, rows: Mapping[str, Shared]) -> None:
+    for name, state in (("the model that moves", a), ("the model that stays", b)):
+        faults = [f for f in check(spec, state) if f.name not in rows]
+        require(faults, f'{name} does not fit the spec "{spec.family}"', hint="both must be models of one architecture and size")
+        for tensor in state:
+            if not bool(state[tensor].isfinite().all()) if state[tensor].dtype.is_floating_point else False:
+                raise MatchError(f'"{tensor}" of {name} has values that are not finite', hint="matching would find nothing but NaN")

@@ -1,0 +1,88 @@
+"""Tensors as blocks: pieces in which every axis is one space, or a plain axis. All that matching knows of a model's layout is here.
+
+A fused qkv weight "(head.0 qk.0)+(head.0 qk.0*)+(head.0 vo.0) stream*" has three blocks: [head.0, qk.0, stream*], [head.0, qk.0*, stream*] and
+[head.0, vo.0, stream*].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from regauge import axes as ax
+from regauge.errors import SpecError
+from regauge.spec import Spec
+
+Values = npt.NDArray[Any]
+Dims = tuple[ax.Leaf | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One piece of a tensor. `dims` names the space of each axis of `values`, or None where nothing acts."""
+
+    dims: Dims
+    values: Values
+
+    @property
+    def spaces(self) -> frozenset[str]:
+        return frozenset(d.space for d in self.dims if d is not None)
+
+    def places(self, space: str) -> list[int]:
+        """The axes that live in a space."""
+        return [i for i, d in enumerate(self.dims) if d is not None and d.space == space]
+
+    def unfolded(self, *leading: int | None) -> Values:
+        """These axes first (None: an axis of one), and all others as one last axis of features."""
+        given = [i for i in leading if i is not None]
+        rest = [i for i in range(self.values.ndim) if i not in given]
+        moved = self.values.transpose([*given, *rest])
+        shape = [1 if i is None else self.values.shape[i] for i in leading]
+        return np.ascontiguousarray(moved).reshape(*shape, -1)
+
+
+def blocks(spec: Spec, axes: str, values: Values) -> list[Block]:
+    """A tensor with these axes, cut into blocks."""
+    terms = ax.parse(axes).terms
+    if len(terms) != values.ndim:
+        raise SpecError(f"a tensor of shape {list(values.shape)} has {values.ndim} axes, but {axes!r} has {len(terms)}")
+    return [Block(dims, piece) for piece, dims in _expanded(values, 0, [(t, False) for t in terms], spec.sizes)]
+
+
+def layout(spec: Spec, axes: str, shape: Sequence[int]) -> list[Block]:
+    """The blocks of a tensor of this shape, without its values."""
+    return blocks(spec, axes, np.broadcast_to(np.zeros(()), tuple(shape)))
+
+
+def _expanded(values: Values, dim: int, terms: Sequence[tuple[ax.Term, bool]], sizes: Any) -> list[tuple[Values, Dims]]:
+    """Cut the axes from `dim` on, one term each."""
+    if not terms:
+        return [(values, ())]
+    (term, star), rest = terms[0], terms[1:]
+    out: list[tuple[Values, Dims]] = []
+    match term:
+        case ax.Hole():
+            out = [(v, (None, *dims)) for v, dims in _expanded(values, dim + 1, rest, sizes)]
+        case ax.Leaf():
+            leaf = term if term.bar else replace(term, star=term.star != star)
+            out = [(v, (leaf, *dims)) for v, dims in _expanded(values, dim + 1, rest, sizes)]
+        case ax.Sum():
+            parts = _parts(term.terms, sizes, values.shape[dim], product=False)
+            for piece, one in zip(np.split(values, np.cumsum(parts)[:-1], axis=dim), term.terms, strict=True):
+                out += _expanded(piece, dim, [(one, star), *rest], sizes)
+        case ax.Product():
+            parts = _parts(term.factors, sizes, values.shape[dim], product=True)
+            opened = values.reshape(*values.shape[:dim], *parts, *values.shape[dim + 1 :])
+            out = _expanded(opened, dim, [*((f, star != term.star) for f in term.factors), *rest], sizes)
+    return out
+
+
+def _parts(terms: tuple[ax.Term, ...], sizes: Any, n: int, *, product: bool) -> list[int]:
+    parts = ax.block_sizes(terms, sizes, n, product=product)
+    if parts is None:
+        raise SpecError(f"an axis of size {n} is not {' '.join(map(str, terms)) if product else '+'.join(map(str, terms))}")
+    return parts

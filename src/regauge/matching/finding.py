@@ -1,0 +1,198 @@
+"""The search: one member after the other, over the spec, from what is known to what is not.
+
+A space can be fitted once everything else on some of its tensors is known. The residual stream begins (embedding, positions and head have axes on
+which nothing acts), heads follow by what is free of the basis inside them, then the insides of heads and the neurons. Which space comes next is not
+written down for any family: it is the one with the most evidence, and evidence is counted from the axes strings. After that first pass every space
+is fitted again from all of its tensors, in turn, as long as it helps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from regauge.elements import Element, permutation_index
+from regauge.fitting import Pair, correlation
+from regauge.groups import Group, Orthogonal, Permutation, Rotary, Trivial
+from regauge.matching.blocks import Block
+from regauge.matching.costs import Costs
+from regauge.matching.forms import overlap, plane_overlap, rows_overlap, two_level
+from regauge.members import Member, Monomial
+from regauge.streams import Floats
+
+
+@dataclass
+class Search:
+    """Members found so far, as an element that moves a next to b. `groups` are the spaces that take part, and how far each may go."""
+
+    costs: Costs
+    groups: Mapping[str, Group]
+    g: Element
+    known: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.spec = self.costs.spec
+        self.groups = {s: group for s, group in self.groups.items() if not isinstance(group, Trivial)}
+        self.known |= {s for s in self.spec.spaces if s not in self.groups}
+
+    def first_pass(self, wanted: Iterable[str] | None = None) -> list[str]:
+        """Find every wanted space from the evidence there is, best first; the order in which they were found."""
+        order: list[str] = []
+        open_ = [s for s in (self.groups if wanted is None else wanted) if s not in self.known]
+        while open_:
+            evidence = {s: self.evidence(s) for s in open_}
+            best = max(open_, key=lambda s: evidence[s])
+            if evidence[best] <= 0:
+                break
+            order += self.resolve(best)
+            self.known.update(order)
+            open_ = [s for s in open_ if s not in self.known]
+        return order
+
+    def evidence(self, space: str) -> float:
+        """How well a space could be found now. For permutations n ln-independent features N count as N / ln n: the square of the noise that an
+        assignment bears. A dense member needs as many features as coordinates."""
+        size, over = self.spec.spaces[space].size, self.spec.spaces[space].over
+        if over is not None and over not in self.known:
+            return 0.0
+        if self._is_inner(space):
+            return 0.0 if over in self.groups else 1.0
+        direct, sides = 0.0, dict.fromkeys(self.spec.children(space), (0.0, 0.0))
+        for pattern in self.costs.where(space):
+            for block in self.costs.layouts[pattern]:
+                if space not in block.spaces or not self._usable(block, space):
+                    continue
+                inside = self._contracted(block, space)
+                features = block.values.size / (size * math.prod(self.spec.spaces[c].size for c in inside))
+                if not inside:
+                    direct += features / (self.spec.count(space))
+                for child in inside:
+                    plain, dual = sides[child]
+                    star = any(d is not None and d.space == child and d.star for d in block.dims)
+                    sides[child] = (plain, dual + features) if star else (plain + features, dual)
+        total = direct + sum(p * d for p, d in sides.values())
+        return total / size if isinstance(self.groups[space], Orthogonal) else total / math.log(size + 1)
+
+    def resolve(self, space: str, *, everything: bool = False) -> list[str]:
+        """Fit one space (and what is assigned together with it) and go on from there; the spaces that were fitted."""
+        found = self._fit_parent(space, everything) if self.spec.children(space) else self._fit(space, everything)
+        if found:
+            self.g = Element(self.spec, found) @ self.g
+        return [space, *(s for s in found if s != space)]
+
+    def sweep(self, order: Iterable[str]) -> None:
+        """Fit every space once more, each from all of its tensors."""
+        done: set[str] = set()
+        for space in order:
+            if space not in done and not self._is_inner(space):
+                done.update(self.resolve(space, everything=True))
+
+    def _usable(self, block: Block, space: str, everything: bool = False) -> bool:
+        """Is everything else on this block known, or inside what is asked for?"""
+        children = self.spec.children(space)
+        others = [d.space for d in block.dims if d is not None]
+        others.remove(space)
+        return everything or all(s in self.known or s in children for s in others)
+
+    def _contracted(self, block: Block, space: str) -> list[str]:
+        """The children of a space on a block whose own basis is not known and must not matter."""
+        return [c for c in self.spec.children(space) if c in block.spaces and c in self.groups and not self._is_inner(c)]
+
+    def _is_inner(self, space: str) -> bool:
+        """Is this space an index inside another one's members (the queries of a key-value head), to be assigned together with them?"""
+        over = self.spec.spaces[space].over
+        if over is None or not isinstance(self.spec.spaces[space].group, Permutation | Trivial):
+            return False
+        siblings = [s for s in self.spec.children(over) if s != space]
+        return any(space in b.spaces and any(s in b.spaces for s in siblings) for p in self.costs.where(space) for b in self.costs.layouts[p])
+
+    def _fit(self, space: str, everything: bool) -> dict[str, Member]:
+        group, over = self.groups[space], self.spec.spaces[space].over
+        if self._is_inner(space):
+            return self._fit_parent(over, everything, fixed=True) if over is not None else {}
+        sides: dict[str, list[Pair]] = {"plain": [], "dual": [], "bar": []}
+        for y, x in self.costs.each(space, self.g, lambda b: self._usable(b, space, everything)):
+            for place in y.places(space):
+                leaf = y.dims[place]
+                assert leaf is not None
+                outer = y.places(over)[0] if over is not None else None
+                pair = (y.unfolded(outer, place), x.unfolded(outer, place))
+                sides["bar" if leaf.bar else "dual" if leaf.star else "plain"].append(pair)
+                if group.is_orthogonal and len(sides["plain"]) + len(sides["dual"]) > 1:
+                    sides = _condensed(sides)
+        if not any(sides.values()):
+            return {}
+        joined = {side: _joined(pairs) for side, pairs in sides.items() if pairs}
+        return {space: group.fit(**joined)}
+
+    def _fit_parent(self, parent: str, everything: bool, fixed: bool = False) -> dict[str, Member]:
+        """Heads, key-value heads with their queries, experts: assigned by what does not depend on the basis inside them.
+
+        `fixed`: the parent itself stays in its place, and only what is inside is assigned.
+        """
+        inner = [s for s in self.spec.children(parent) if self._is_inner(s) and s in self.groups]
+        stacks: dict[tuple[str, str], list[tuple[Floats, Floats]]] = {}
+        scores: list[Floats] = []
+        for y, x in self.costs.each(parent, self.g, lambda b: self._usable(b, parent, everything)):
+            inside = self._contracted(y, parent)
+            at = y.places(parent)[0]
+            if not inside:
+                stacks.setdefault(("", "rows"), []).append((y.unfolded(at), x.unfolded(at)))
+                continue
+            (child,) = inside[:1]
+            leaf = y.dims[y.places(child)[0]]
+            assert leaf is not None
+            side = "bar" if leaf.bar else "dual" if leaf.star else "plain"
+            within = next((y.places(s)[0] for s in self.spec.children(parent) if self._is_inner(s) and s in y.spaces), None)
+            where = (at, within, y.places(child)[0])
+            stacks.setdefault((child, side), []).append((y.unfolded(*where), x.unfolded(*where)))
+        for (child, side), pairs in stacks.items():
+            q1, q2 = _joined(pairs)
+            if side == "rows":
+                scores.append(rows_overlap(q1, q2))
+            elif side == "bar":
+                scores.append(overlap((q1, q1), (q2, q2)))
+            elif side == "plain":
+                other = stacks.get((child, "dual"))
+                k1, k2 = _joined(other) if other else (q1, q2)
+                group = self.spec.spaces[child].group
+                scores.append(plane_overlap((q1, k1), (q2, k2), group) if isinstance(group, Rotary) else overlap((q1, k1), (q2, k2)))
+        if not scores:
+            return {}
+        shape = np.broadcast_shapes(*(s.shape for s in scores))
+        total = np.zeros(shape) + sum(scores)
+        if fixed or parent not in self.groups:
+            n = shape[0]
+            total = total - 1e9 * (1 - np.eye(n))[:, None, :, None]
+        outer, inside_index = two_level(total)
+        found: dict[str, Member] = {} if fixed or parent not in self.groups else {parent: Monomial(outer[None])}
+        for space in inner:
+            found[space] = Monomial(inside_index).take(np.argsort(outer))  # members go by the place that they come from
+        return found
+
+    def moved_places(self) -> dict[str, float]:
+        """For each permutation space the share of places that move."""
+        out = {}
+        for space, member in self.g.members.items():
+            if self.spec.spaces[space].over is None and member.permutation() is not None:
+                index = permutation_index(member)
+                out[space] = float((index != np.arange(len(index))).mean())
+        return out
+
+
+def _joined(pairs: list[Pair]) -> Pair:
+    if len(pairs) == 1:
+        return pairs[0]
+    count = [max(p[0].shape[i] for p in pairs) for i in range(pairs[0][0].ndim - 1)]
+    y, x = (np.concatenate([np.broadcast_to(p[i], (*count, p[i].shape[-1])) for p in pairs], axis=-1) for i in (0, 1))
+    return y, x
+
+
+def _condensed(sides: dict[str, list[Pair]]) -> dict[str, list[Pair]]:
+    """For orthogonal groups only sum y x^T counts: two sides become one pair that has it, and nothing else is kept."""
+    pairs = [*sides["plain"], *sides["dual"]]
+    total = sum((correlation(p) for p in pairs[1:]), correlation(pairs[0]))
+    return {"plain": [(total, np.broadcast_to(np.eye(total.shape[1]), total.shape))], "dual": [], "bar": sides["bar"]}

@@ -129,7 +129,7 @@ def _has_full_rank(x: Floats) -> bool:
 
 def _balance(q: Floats, k: Floats) -> Floats | None:
     """B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T: the point of least norm on the orbit."""
-    rq, rk = np.linalg.qr(q.T)[1], np.linalg.qr(k.T)[1]
+    rq, rk = (np.asarray(np.linalg.qr(side.T, mode="r")) for side in (q, k))
     if rq.shape[0] < rq.shape[1] or rk.shape[0] < rk.shape[1]:
         return None
     u, s, _ = np.linalg.svd(rq @ rk.T)

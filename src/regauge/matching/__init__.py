@@ -4,8 +4,8 @@
     moved = apply(found.element, a)      # the same function as a, in b's basis
 
 One algorithm over the spec serves every family: `blocks` cuts tensors by their axes, `costs` says what is compared, `finding` searches, and each
-group's own `fit` solves the part that is closed-form. `forms` holds what is beyond one group: gauge-free scores of heads, two-level assignment, and the
-formulas of paper 003.
+group's own `fit` solves the part that is closed-form. `forms` holds what is beyond one group: gauge-free scores of heads, two-level assignment, and
+the formulas of paper 003.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from regauge.action import State
 from regauge.elements import Element, identity, match_spaces
@@ -22,9 +21,6 @@ from regauge.groups import Group, Kind
 from regauge.matching.costs import Costs, MatchError, Shared, Weights
 from regauge.matching.finding import Search
 from regauge.spec import Spec, check, require
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["Match", "MatchError", "Shared", "layers_of", "match"]
 
@@ -90,6 +86,7 @@ def match(
     rows: Mapping[str, Shared] | None = None,
     start: Element | None = None,
     sweeps: int = SWEEPS,
+    rescale: bool = False,
     whole: bool = False,
     progress: Progress | None = None,
 ) -> Match:
@@ -97,7 +94,8 @@ def match(
 
     `spaces` take part ("qk", "head.3", ...; all by default), of these `layers` only; `within` restricts every group to a kind ("orthogonal": the
     paper's rotations). `weights` of the tensors in what is minimised, by name or as a function of name and value. `rows`: the rows that two tables
-    have in common, where vocabularies differ. `start` is an element to go on from, which skips the first pass. `whole`: key and value biases are
+    have in common, where vocabularies differ. `start` is an element to go on from, which skips the first pass. `rescale`: with rotations alone, one
+    factor per head besides (the paper's optional rescaling). `whole`: key and value biases are
     compared as they are stored, as paper 003 does, although no function sees the one and the other acts elsewhere.
     """
     started = time.monotonic()
@@ -109,7 +107,7 @@ def match(
     before, size = ({n: d[i] for n, d in first.items()} for i in (0, 1))
     if not any(before.values()):
         return Match(none, before, before, size, notes=("the two are equal",), seconds=time.monotonic() - started)
-    search = Search(costs, groups, start or none)
+    search = Search(costs, groups, start or none, rescale=rescale)
     steps: list[Step] = []
     tell = progress or (lambda done, total, now: None)
 

@@ -1,8 +1,7 @@
 """What matching compares: the tensors of two models as blocks, each weighted, with the directions left out that no function sees.
 
-A key bias without rotary positions shifts all scores of a query alike, and softmax does not see it: it takes no part. A value bias reaches the
-output through attention rows that sum to one: it is counted in the output's bias, where it acts. Both concern what is compared, and nothing else: what
-moves in the end is the whole model, as it is.
+A key bias without rotary positions shifts all scores of a query alike, and softmax does not see it: it takes no part. That concerns what is
+compared, and nothing else: what moves in the end is the whole model, as it is.
 """
 
 from __future__ import annotations
@@ -12,15 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from regauge import axes as ax
 from regauge.action import State, act
 from regauge.elements import Element
 from regauge.errors import RegaugeError
 from regauge.fold import origin
 from regauge.groups import GeneralLinear
-from regauge.matching.blocks import Block, Values, blocks, layout
+from regauge.matching.blocks import Block, blocks, layout
 from regauge.spec import Spec, stored
 
 if TYPE_CHECKING:
@@ -87,64 +84,21 @@ class Costs:
             return 1.0
         return float(self._weights.get(pattern, 1.0) if isinstance(self._weights, Mapping) else self._weights(pattern, value))
 
-    def pairs(self, pattern: str, g: Element, scaled: bool = True) -> list[tuple[Block, Block]]:
+    def pairs(self, pattern: str, g: Element) -> list[tuple[Block, Block]]:
         """The blocks of one tensor: those of b, and those of a as g moves them. Weighted by the root of the tensor's weight."""
         axes = self.spec.tensors[pattern]
-        y = self._effective(self.b, pattern)
-        x = act(g, self._effective(self.a, pattern), axes)
-        if pattern in self.rows:
-            dim = _free_axis(axes)
-            y, x = (v.index_select(dim, _index(v, r)) for v, r in ((y, self.rows[pattern].b), (x, self.rows[pattern].a)))
-        root = self.weight(pattern, y) ** 0.5 if scaled else 1.0
+        y, x = self._paired(pattern, g)
+        root = self.weight(pattern, y) ** 0.5
         found = (blocks(self.spec, axes, (v * root if root != 1 else v).numpy()) for v in (y, x))
         return [(one, other) for one, other in zip(*found, strict=True) if not self._unseen(one)]
 
     def _unseen(self, block: Block) -> bool:
-        """A key bias, or a value bias that is counted elsewhere."""
-        if self.whole or any(d is None for d in block.dims):
+        """A key bias, in a space where nothing but products count."""
+        if self.whole or len(block.dims) != 2:
             return False
         inner = [d for d in block.dims if d is not None and self.spec.spaces[d.space].over is not None]
-        if len(inner) != 1 or len(block.dims) != 2 or not isinstance(self.spec.spaces[inner[0].space].group, GeneralLinear):
-            return False
-        return inner[0].star or inner[0].space in self._values
-
-    @cached_property
-    def _values(self) -> dict[str, tuple[str, str, str]]:
-        """For each value space: the tensors of the value bias, of the output weight and of the output bias."""
-        out: dict[str, tuple[str, str, str]] = {}
-        for space, about in self.spec.spaces.items():
-            if about.over is None or not isinstance(about.group, GeneralLinear):
-                continue
-            biases = [p for p in self.where(space) if len(ax.parse(self.spec.tensors[p]).terms) == 1]
-            weights = [p for p in self.where(space) for blk in self.layouts[p] if _writes_from(blk, space)]
-            into = weights[0].removesuffix("weight") + "bias" if weights else ""
-            plain = [p for p in biases for blk in self.layouts[p] if any(d is not None and d.space == space and not d.star for d in blk.dims)]
-            if len(plain) == 1 and len(weights) == 1 and into in self.layouts and into not in plain:
-                out[space] = (plain[0], weights[0], into)
-        return out
-
-    @cached_property
-    def _absorbs(self) -> dict[str, list[str]]:
-        """For each output bias the value spaces whose bias it takes up."""
-        out: dict[str, list[str]] = {}
-        for space, (_, _, into) in self._values.items():
-            out.setdefault(into, []).append(space)
-        return out
-
-    def _effective(self, state: State, pattern: str) -> torch.Tensor:
-        """One tensor, stacks joined, in the precision of matching; an output bias with the value biases that act through it."""
-        value = self._value(state, pattern)
-        if self.whole:
-            return value
-        for space in self._absorbs.get(pattern, ()):
-            bias, weight, _ = self._values[space]
-            (v,) = [blk for blk in self._blocks(state, bias) if space in blk.spaces]
-            (o,) = [blk for blk in self._blocks(state, weight) if space in blk.spaces]
-            value = value + value.new_tensor(_through(o, v, space, self.spec.spaces[space].over))
-        return value
-
-    def _blocks(self, state: State, pattern: str) -> list[Block]:
-        return blocks(self.spec, self.spec.tensors[pattern], self._value(state, pattern).numpy())
+        outer = [d for d in block.dims if d is not None and inner and d.space == self.spec.spaces[inner[0].space].over]
+        return len(inner) == len(outer) == 1 and inner[0].star and isinstance(self.spec.spaces[inner[0].space].group, GeneralLinear)
 
     def _value(self, state: State, pattern: str) -> torch.Tensor:
         import torch
@@ -162,14 +116,20 @@ class Costs:
         """For each tensor |b - g a|^2 and |b|^2: all of it, unweighted, as it is stored."""
         out = {}
         for pattern in (p for p in self.spec.tensors if p not in self.spec.ties):
-            if pattern in self.rows:
-                y, x = self._value(self.b, pattern), act(g, self._value(self.a, pattern), self.spec.tensors[pattern])
-                dim = _free_axis(self.spec.tensors[pattern])
-                y, x = (v.index_select(dim, _index(v, r)) for v, r in ((y, self.rows[pattern].b), (x, self.rows[pattern].a)))
-            else:
-                y, x = self._value(self.b, pattern), act(g, self._value(self.a, pattern), self.spec.tensors[pattern])
-            out[pattern] = (float((y.double() - x.double()).square().sum()), float(y.double().square().sum()))
+            y, x = self._paired(pattern, g)
+            out[pattern] = (_squared(y - x), _squared(y))
         return out
+
+    def _paired(self, pattern: str, g: Element) -> tuple[torch.Tensor, torch.Tensor]:
+        """A tensor of b, and that of a as g moves it; of tables only the rows that both have."""
+        import torch
+
+        axes = self.spec.tensors[pattern]
+        y, x = self._value(self.b, pattern), act(g, self._value(self.a, pattern), axes)
+        if pattern not in self.rows:
+            return y, x
+        dim, shared = _free_axis(axes), self.rows[pattern]
+        return y.index_select(dim, torch.tensor(shared.b)), x.index_select(dim, torch.tensor(shared.a))
 
     def each(self, space: str, g: Element, usable: Callable[[Block], bool]) -> Iterator[tuple[Block, Block]]:
         """The pairs of blocks that live in a space and are usable, judged by their layout before anything is read."""
@@ -181,30 +141,14 @@ class Costs:
                         yield y, x
 
 
-def _writes_from(block: Block, space: str) -> bool:
-    """Does this block contract a space and write another that is not a head's own?"""
-    starred = [d for d in block.dims if d is not None and d.space == space and d.star]
-    return bool(starred) and any(d is not None and not d.star and not d.bar for d in block.dims)
-
-
-def _through(o: Block, v: Block, space: str, parent: str | None) -> Values:
-    """sum over heads of O_h v_h: the value bias as the output sees it."""
-    assert parent is not None
-    outer, inner = o.places(parent)[0], o.places(space)[0]
-    extra = [i for i, d in enumerate(o.dims) if d is not None and d.star and i not in (outer, inner)]
-    weight = o.values.sum(axis=tuple(extra), keepdims=True) if extra else o.values
-    flat = Block(o.dims, weight).unfolded(outer, inner)
-    return np.asarray(np.einsum("hcf,hc->f", flat, v.unfolded(v.places(parent)[0], v.places(space)[0])[:, :, 0]))
-
-
 def _free_axis(axes: str) -> int:
     return next(i for i, t in enumerate(ax.parse(axes).terms) if isinstance(t, ax.Hole))
 
 
-def _index(value: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
+def _squared(x: torch.Tensor) -> float:
     import torch
 
-    return torch.tensor(rows, device=value.device)
+    return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def _work(x: torch.Tensor) -> torch.Tensor:

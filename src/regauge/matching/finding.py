@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from regauge.elements import Element, permutation_index
+from regauge.elements import Element
 from regauge.fitting import Pair, correlation
-from regauge.groups import Group, Orthogonal, Permutation, Rotary, Trivial
+from regauge.groups import GeneralLinear, Group, Orthogonal, Permutation, Rotary, Trivial
 from regauge.matching.blocks import Block
 from regauge.matching.costs import Costs
-from regauge.matching.forms import overlap, plane_overlap, rows_overlap, two_level
+from regauge.matching.forms import overlap, plane_overlap, rescaling, rows_overlap, two_level
 from regauge.members import Member, Monomial
 from regauge.streams import Floats
 
@@ -32,6 +32,7 @@ class Search:
     groups: Mapping[str, Group]
     g: Element
     known: set[str] = field(default_factory=set)
+    rescale: bool = False
 
     def __post_init__(self) -> None:
         self.spec = self.costs.spec
@@ -81,6 +82,8 @@ class Search:
         found = self._fit_parent(space, everything) if self.spec.children(space) else self._fit(space, everything)
         if found:
             self.g = Element(self.spec, found) @ self.g
+        if self.rescale and isinstance(self.spec.spaces[space].group, GeneralLinear) and isinstance(self.groups[space], Orthogonal):
+            self.rescaled(space)
         return [space, *(s for s in found if s != space)]
 
     def sweep(self, order: Iterable[str]) -> None:
@@ -128,6 +131,22 @@ class Search:
         joined = {side: _joined(pairs) for side, pairs in sides.items() if pairs}
         return {space: group.fit(**joined)}
 
+    def rescaled(self, space: str) -> None:
+        """One factor for each rotation of a general linear space, after it was found (paper 003)."""
+        over = self.spec.spaces[space].over
+        sides: dict[bool, list[Pair]] = {False: [], True: []}
+        for y, x in self.costs.each(space, self.g, lambda b: self._usable(b, space)):
+            place = y.places(space)[0]
+            outer = y.places(over)[0] if over is not None else None
+            leaf = y.dims[place]
+            sides[leaf is not None and leaf.star].append((y.unfolded(outer, place), x.unfolded(outer, place)))
+        if sides[False] and sides[True]:
+            (q1, q2), (k1, k2) = _joined(sides[False]), _joined(sides[True])
+            factors = np.array([rescaling(*one) for one in zip(q1, k1, q2, k2, strict=True)])
+            size = self.spec.spaces[space].size
+            member = Monomial(np.tile(np.arange(size), (len(factors), 1)), np.repeat(factors[:, None], size, 1))
+            self.g = Element(self.spec, {space: member}) @ self.g
+
     def _fit_parent(self, parent: str, everything: bool, fixed: bool = False) -> dict[str, Member]:
         """Heads, key-value heads with their queries, experts: assigned by what does not depend on the basis inside them.
 
@@ -172,15 +191,6 @@ class Search:
         for space in inner:
             found[space] = Monomial(inside_index).take(np.argsort(outer))  # members go by the place that they come from
         return found
-
-    def moved_places(self) -> dict[str, float]:
-        """For each permutation space the share of places that move."""
-        out = {}
-        for space, member in self.g.members.items():
-            if self.spec.spaces[space].over is None and member.permutation() is not None:
-                index = permutation_index(member)
-                out[space] = float((index != np.arange(len(index))).mean())
-        return out
 
 
 def _joined(pairs: list[Pair]) -> Pair:

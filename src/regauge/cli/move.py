@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, say, warn, writing_to
+from regauge.cli.console import data_json, say, warn
 from regauge.errors import ElementError, RegaugeError
 
 if TYPE_CHECKING:
@@ -54,45 +51,34 @@ def move(
     started = time.monotonic()
 
     from regauge.cli.model import open_model, require_fit
+    from regauge.cli.moved import moving, summary, write_moved
     from regauge.files import amount
-    from regauge.writing import check_target, is_taken, plan_checkpoint, write_plan
+    from regauge.writing import check_target, is_taken
 
     checkpoint, unfolded = open_model(model, spec)
     check_target(out, checkpoint.path)
     if save_element is not None and os.path.lexists(save_element):
         raise ElementError(f"{save_element} exists already", hint="an element is a secret that cannot be made again: name a new file")
     if save_element is not None:
-        _keep_apart(save_element, out, checkpoint.path)
+        keep_apart(save_element, out, checkpoint.path)
     require_fit(checkpoint, unfolded)
-
-    from regauge.action import apply_lazily, moves, only_gathers
-    from regauge.checkpoint import Lazy
-    from regauge.fold import fold_lazily, origin
-
-    state: Mapping[str, Any] = checkpoint
-    described = unfolded
-    if fold:
-        described, folded = fold_lazily(unfolded, checkpoint, rounded=False)
-        state = Lazy(folded, lambda name: folded[name]())
-    g = _element(described, element, (group or options.Kind.permutation).value, spaces, seed)
+    source = moving(checkpoint, unfolded, fold)
+    g = _element(source.described, element, (group or options.Kind.permutation).value, spaces, seed)
     g = ~g if invert else g
-    if not fold and only_gathers(g):
-        state = checkpoint.bits  # permutations look at no value, so torch is not even loaded
-    elif threads is not None:
+
+    from regauge.action import only_gathers
+
+    if threads is not None and (fold or not only_gathers(g)):
         import torch
 
         torch.set_num_threads(threads)
-    say(f"{described.family}: moves {_summary(g)}{' after folding' if fold else ''}{f', {part.value} only' if part else ''}")
+    say(f"{source.described.family}: moves {summary(g)}{' after folding' if fold else ''}{f', {part.value} only' if part else ''}")
     chosen = part.value if part else None
-    thunks = apply_lazily(g, state, chosen)
-    if fold:  # once, and only now
-        thunks = {name: partial(_rounded, make, checkpoint[origin(unfolded, checkpoint, name)].dtype) for name, make in thunks.items()}
-    sources = {m.name: m.source for m in moves(g, chosen)}
-    origins = {name: origin(unfolded, checkpoint, sources.get(name, name)) for name in thunks}
+    thunks = source.thunks(g, chosen)
     report: dict[str, Any] = {
         "version": VERSION,
         "command": "move",
-        "family": described.family,
+        "family": source.described.family,
         "out": str(out),
         "moved": list(g.members),
         "folded": fold,
@@ -100,8 +86,7 @@ def move(
         "tensors": len(thunks),
         "dry_run": dry_run,
     }
-    recipe = _recipe(g, unfolded, fold, chosen)
-    plan = plan_checkpoint(out, checkpoint, thunks, origins=origins, config_changes=described.config, recipe=recipe)
+    plan = source.plan(out, g, thunks, chosen)
     if dry_run:
         say(f"dry run: {len(thunks)} tensors would be written to {out}")
         if json:
@@ -112,19 +97,11 @@ def move(
 
         save(g, save_element, new=True)
     try:
-        with writing_to(out, "moving") as progress:
-            written = write_plan(out, plan, thunks, progress=progress, resume=resume, threads=threads)
+        written = write_moved(out, plan, thunks, "moving", resume, threads)
     except BaseException:
         if save_element is not None and not is_taken(out):  # a finished output keeps its only key
             save_element.unlink(missing_ok=True)
         raise
-    if written.nonfinite:
-        names = ", ".join(written.nonfinite[:5]) + (f" and {len(written.nonfinite) - 5} more" if len(written.nonfinite) > 5 else "")
-        warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {names}")
-    if written.left:
-        say(f"not carried over (weights in other formats, elements): {', '.join(written.left)}")
-    if written.resumed:
-        say(f"kept from the interrupted run: {', '.join(sorted(written.resumed))}")
     seconds = time.monotonic() - started
     if random and seed is None and save_element is None:
         say("the element was not saved, so this move cannot be undone; --save-element keeps it")
@@ -135,7 +112,7 @@ def move(
     return 0
 
 
-def _keep_apart(element: Path, out: Path, source: Path) -> None:
+def keep_apart(element: Path, out: Path, source: Path) -> None:
     """An element is a secret: it must not lie in what is published, nor where the output is written."""
     here, taken = (
         element.resolve(),
@@ -176,30 +153,3 @@ def _exactly(spec: Spec, names: list[str]) -> list[str]:
     """Names as they are: none of them may also stand for a longer, visible one."""
     hidden = {n for n in names if not any(v.startswith(n + ".") for v in spec.visible)}
     return [n for n in names if n in hidden]
-
-
-def _summary(g: Element) -> str:
-    roots: dict[str, int] = {}
-    for name in g.members:
-        roots[name.split(".")[0]] = roots.get(name.split(".")[0], 0) + 1
-    return ", ".join(f"{root} ({n})" if n > 1 else root for root, n in roots.items()) or "nothing"
-
-
-def _rounded(make: Callable[[], Any], dtype: Any) -> Any:
-    return make().to(dtype)
-
-
-def _recipe(g: Element, unfolded: Spec, fold: bool, part: str | None) -> bytes:
-    """What, besides the source, determines the values that are written."""
-    from regauge import __version__
-    from regauge.specfile import dump_spec
-
-    whole = hashlib.sha256(f"version={__version__} fold={fold} part={part or ''}\n{dump_spec(unfolded)}".encode())
-    for name in sorted(g.members):
-        member = g.members[name]
-        whole.update(name.encode() + type(member).__name__.encode())
-        for key in ("index", "scale", "values", "factor", "layout"):
-            value = getattr(member, key, None)
-            if value is not None:
-                whole.update(key.encode() + (value.encode() if isinstance(value, str) else value.tobytes()))
-    return whole.digest()

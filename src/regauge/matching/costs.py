@@ -87,7 +87,7 @@ class Costs:
     def pairs(self, pattern: str, g: Element) -> list[tuple[Block, Block]]:
         """The blocks of one tensor: those of b, and those of a as g moves them. Weighted by the root of the tensor's weight."""
         axes = self.spec.tensors[pattern]
-        y, x = self._paired(pattern, g)
+        y, x = self.paired(pattern, g)
         root = self.weight(pattern, y) ** 0.5
         found = (blocks(self.spec, axes, (v * root if root != 1 else v).numpy()) for v in (y, x))
         return [(one, other) for one, other in zip(*found, strict=True) if not self._unseen(one)]
@@ -99,6 +99,11 @@ class Costs:
         inner = [d for d in block.dims if d is not None and self.spec.spaces[d.space].over is not None]
         outer = [d for d in block.dims if d is not None and inner and d.space == self.spec.spaces[inner[0].space].over]
         return len(inner) == len(outer) == 1 and inner[0].star and isinstance(self.spec.spaces[inner[0].space].group, GeneralLinear)
+
+    def own(self, pattern: str) -> list[Block]:
+        """The blocks of one tensor of b."""
+        found = blocks(self.spec, self.spec.tensors[pattern], self._value(self.b, pattern).numpy())
+        return [block for block in found if not self._unseen(block)]
 
     def _value(self, state: State, pattern: str) -> torch.Tensor:
         import torch
@@ -116,11 +121,11 @@ class Costs:
         """For each tensor |b - g a|^2 and |b|^2: all of it, unweighted, as it is stored."""
         out = {}
         for pattern in (p for p in self.spec.tensors if p not in self.spec.ties):
-            y, x = self._paired(pattern, g)
+            y, x = self.paired(pattern, g)
             out[pattern] = (_squared(y - x), _squared(y))
         return out
 
-    def _paired(self, pattern: str, g: Element) -> tuple[torch.Tensor, torch.Tensor]:
+    def paired(self, pattern: str, g: Element) -> tuple[torch.Tensor, torch.Tensor]:
         """A tensor of b, and that of a as g moves it; of tables only the rows that both have."""
         import torch
 

@@ -1,0 +1,278 @@
+"""`regauge match` and `regauge compare`: two models, and the description of the one that is nearest to the other."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from regauge.cli import options
+from regauge.cli.console import say, step_bar
+from regauge.cli.pair import layers as read_layers
+from regauge.cli.pair import names, open_pair
+from regauge.cli.run import check_outputs, deliver, facts_of_run
+from regauge.errors import ElementError
+
+if TYPE_CHECKING:
+    from regauge.cli.pair import Pair
+    from regauge.findings import Results, Table
+    from regauge.matching import Match
+    from regauge.matching.comparing import Comparison
+
+One = Annotated[str, typer.Argument(metavar="A", help="The model that moves: a folder, a .safetensors file, or a hub id.")]
+Other = Annotated[str, typer.Argument(metavar="B", help="The model that stays.")]
+Spaces = Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="These spaces take part: stream, head, qk, vo, ffn, ... Default: all.")]
+Layers = Annotated[str | None, typer.Option("--layers", metavar="0-5,11", help="Of what belongs to a layer, these only.")]
+Group = Annotated[options.Kind, typer.Option("--group", help="How far members may go; orthogonal is paper 003's rotations.")]
+Fold = Annotated[bool, typer.Option("--fold", help="Fold the norms of both first, which gives the stream its rotations. Needs --out-b.")]
+Sweeps = Annotated[int, typer.Option("--sweeps", min=0, metavar="N", help="How often all is fitted again after the first pass, at most.")]
+SharedTokens = Annotated[bool, typer.Option("--shared-tokens", help="Match by the tokens that both have, where the vocabularies differ.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")]
+Report = Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")]
+
+
+def match(
+    a: One,
+    b: Other,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder: A, moved next to B, and match.json.")],
+    out_b: Annotated[Path | None, typer.Option("--out-b", metavar="OUT_B", help="With --fold: the folded B, which OUT is next to.")] = None,
+    spaces: Spaces = None,
+    layers: Layers = None,
+    group: Group = options.Kind.full,
+    fold: Fold = False,
+    rescale: Annotated[bool, typer.Option("--rescale", help="With --group orthogonal: one factor per head besides (paper 003).")] = False,
+    sweeps: Sweeps = 10,
+    shared_tokens: SharedTokens = False,
+    save_element: Annotated[Path | None, typer.Option("--save-element", metavar="F", help="Save the element that was found here.")] = None,
+    spec: options.SpecFile = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same match.")] = False,
+    dry_run: options.DryRun = False,
+    json: JsonFile = None,
+    report: Report = None,
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Move A next to B: the same function as A, in the description that is nearest to B's. Any merging tool can take the result."""
+    started = time.monotonic()
+    if fold != (out_b is not None):
+        raise typer.BadParameter("--fold and --out-b belong together: a folded A is next to a folded B, and not to B itself")
+    check_outputs(json, report)
+    from regauge.cli.move import keep_apart
+    from regauge.cli.moved import summary, write_moved
+    from regauge.elements import identity
+    from regauge.elements import save_element as save
+    from regauge.files import amount
+    from regauge.findings import to_json
+    from regauge.matching import match as find
+    from regauge.writing import check_target
+
+    pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
+    for target in (out, out_b):
+        for source in (pair.a, pair.b):
+            if target is not None:
+                check_target(target, source.checkpoint.path)
+    if save_element is not None:
+        if save_element.exists():
+            raise ElementError(f"{save_element} exists already", hint="name a new file")
+        keep_apart(save_element, out, pair.a.checkpoint.path)
+    _threads(threads)
+    with step_bar("match") as progress:
+        found = find(
+            pair.spec,
+            pair.a.state,
+            pair.b.state,
+            spaces=names(spaces),
+            layers=read_layers(layers),
+            within=group.value,
+            rows=pair.rows,
+            sweeps=sweeps,
+            rescale=rescale,
+            progress=progress,
+        )
+    results = results_of(pair, found, {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value})
+    if not dry_run:
+        thunks = pair.a.thunks(found.element)
+        plan = pair.a.plan(out, found.element, thunks, match_json=to_json(results).encode())
+        written = write_moved(out, plan, thunks, "matching", resume, threads)
+        say(f"wrote {out}: {amount(written.bytes)} in {time.monotonic() - started:.1f} s; moves {summary(found.element)}")
+        if out_b is not None:
+            none = identity(pair.spec)
+            thunks = pair.b.thunks(none)
+            write_moved(out_b, pair.b.plan(out_b, none, thunks), thunks, "folding", resume, threads)
+            say(f"wrote {out_b}: B, folded")
+        if save_element is not None:
+            save(found.element, save_element, new=True)
+    return deliver(results, text_of(found, results), json, report)
+
+
+def compare(
+    a: One,
+    b: Other,
+    spaces: Spaces = None,
+    fold: Annotated[bool, typer.Option("--fold", help="Fold the norms of both first: rotations of the stream are then looked for as well.")] = False,
+    group: Group = options.Kind.full,
+    sweeps: Sweeps = 3,
+    shared_tokens: SharedTokens = False,
+    spec: options.SpecFile = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the control.")] = 0,
+    json: JsonFile = None,
+    report: Report = None,
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Do two models share a basis, as they stand or after a match? To be asked before any merge."""
+    check_outputs(json, report)
+    from regauge.matching.comparing import compare as find
+
+    pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
+    _threads(threads)
+    with step_bar("compare") as progress:
+        found = find(
+            pair.spec,
+            pair.a.state,
+            pair.b.state,
+            seed=seed,
+            rows=pair.rows,
+            progress=progress,
+            spaces=names(spaces),
+            within=group.value,
+            sweeps=sweeps,
+        )
+    results = results_of_comparison(pair, found, {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "seed": seed})
+    return deliver(results, text_of_comparison(found, results), json, report)
+
+
+def _threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def results_of(pair: Pair, found: Match, facts: dict[str, Any]) -> Results:
+    """What a match found, as results."""
+    from regauge.findings import Figure, Finding, Results
+
+    distance = Finding(
+        "match/distance",
+        "the moved model is nearer than the model as it stands",
+        found.distance <= found.distance_before,
+        found.distance,
+        0.0,
+        found.distance_before,
+        f"distance {found.distance_before:.4g} as they stand, {found.distance:.4g} after matching ({found.relative:.1%} of B's norm)",
+        measure="Euclidean distance",
+    )
+    steps = [s.name for s in found.steps]
+    search = Figure(
+        "The search",
+        "lines",
+        {
+            "x": list(range(len(steps))),
+            "y": {"distance": [s.squared**0.5 for s in found.steps]},
+            "xlabel": "0: first pass; then sweeps",
+            "ylabel": "distance",
+        },
+    )
+    return Results(
+        f"{pair.a.checkpoint.path.name} next to {pair.b.checkpoint.path.name}",
+        (distance,),
+        (modules_table(found), steps_table(found)),
+        (search,) if len(steps) > 1 else (),
+        {**facts, "family": pair.spec.family, "order": list(found.order), "seconds": round(found.seconds, 2)},
+        tuple(found.notes),
+    )
+
+
+def modules_table(found: Match) -> Table:
+    from regauge.findings import Table
+
+    rows = tuple((module, before, after) for module, (before, after) in found.by_module().items())
+    return Table("Distance by module", ("module", "before", "after"), (*rows, ("all", found.distance_before, found.distance)))
+
+
+def steps_table(found: Match) -> Table:
+    from regauge.findings import Table
+
+    rows, last = [], found.distance_before
+    for step in found.steps:
+        now = step.squared**0.5
+        rows.append((step.name, now, last - now, round(step.seconds, 2)))
+        last = now
+    return Table("Gains by step", ("step", "distance", "gain", "seconds"), tuple(rows))
+
+
+def text_of(found: Match, results: Results) -> str:
+    from regauge.facts import columns
+    from regauge.report import number
+
+    rows = [("step", "distance", "gain", "seconds")]
+    rows += [tuple(number(c) for c in row) for row in results.tables[1].rows]  # type: ignore[misc]
+    lines = [results.title, "", columns(rows, right=(1, 2, 3)), "", results.findings[0].sentence]
+    return "\n".join([*lines, *(f"note: {n}" for n in found.notes)])
+
+
+def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) -> Results:
+    from regauge.findings import Figure, Finding, Results, Table
+
+    stand, moved, chance = found.alike
+    findings = (
+        Finding(
+            "basis/as they stand", "the two share a basis as they stand", None, stand, chance, 1.0, found.words, measure="cosine of the matrices"
+        ),
+        Finding(
+            "basis/matched",
+            "the two share a basis after a match",
+            None,
+            moved,
+            chance,
+            1.0,
+            f"cosine {moved:.3f} after matching; what matching makes of shuffled weights is {chance:.3f}",
+            measure="cosine of the matrices",
+        ),
+        Finding(
+            "basis/invariant",
+            "what no description changes",
+            None,
+            found.invariant,
+            0.0,
+            None,
+            f"invariants (spectra, products of heads, sorted gains) differ by {found.invariant:.2%} of B's",
+            measure="relative distance",
+        ),
+    )
+    by_layer = Table(
+        "By layer",
+        ("layer", "cosine", "cosine, matched", "distance", "distance, matched"),
+        tuple((label, *values) for label, values in found.layers.items()),
+    )
+    still = Table(
+        "What stays in its place", ("space", "share"), tuple(found.stays.items()), "Of a permutation its fixed places; of a matrix the mean diagonal."
+    )
+    figure = Figure(
+        "Cosine by layer",
+        "bars",
+        {
+            "labels": list(found.layers),
+            "y": {"as they stand": [v[0] for v in found.layers.values()], "matched": [v[1] for v in found.layers.values()]},
+            "ylabel": "cosine",
+        },
+    )
+    verdict = {"verdict": found.verdict, "in words": found.words, "family": pair.spec.family, "seconds of matching": round(found.found.seconds, 2)}
+    title = f"{pair.a.checkpoint.path.name} and {pair.b.checkpoint.path.name}: {found.verdict}"
+    return Results(title, findings, (by_layer, still, modules_table(found.found)), (figure,), {**facts, **verdict}, tuple(found.found.notes))
+
+
+def text_of_comparison(found: Comparison, results: Results) -> str:
+    from regauge.facts import columns
+    from regauge.report import number
+
+    table = results.tables[0]
+    rows = [table.columns, *(tuple(number(c) for c in row) for row in table.rows)]
+    stand, moved, chance = found.alike
+    lines = [results.title, "", columns(rows, right=(1, 2, 3, 4)), ""]
+    lines += [f"cosine of the matrices: {stand:.4f} as they stand, {moved:.4f} matched, {chance:.4f} by chance"]
+    lines += [f"what no description changes differs by {found.invariant:.2%}", "", found.words]
+    return "\n".join([*lines, *(f"note: {n}" for n in found.found.notes)])

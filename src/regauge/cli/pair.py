@@ -1,0 +1,117 @@
+"""Two models on the command line: opened, described by one spec, and refused by name where they do not fit each other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from regauge.cli.model import open_model, require_fit
+from regauge.cli.moved import Moving, moving
+
+if TYPE_CHECKING:
+    from regauge.checkpoint import Checkpoint
+    from regauge.matching import Shared
+    from regauge.spec import Spec
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two models of one architecture. `rows` are the tokens that both have, where their vocabularies differ."""
+
+    a: Moving
+    b: Moving
+    rows: dict[str, Shared]
+
+    @property
+    def spec(self) -> Spec:
+        return self.a.described
+
+
+def open_pair(a: str, b: str, spec: Path | None, *, fold: bool = False, shared_tokens: bool = False) -> Pair:
+    """Open two models and hold them against each other."""
+    from regauge.matching import MatchError
+
+    opened = [open_model(source, spec) for source in (a, b)]
+    for checkpoint, described in opened:
+        require_fit(checkpoint, described)
+    (one, here), (other, there) = opened
+    if here.family != there.family:
+        raise MatchError(f"{a} is a {here.family} and {b} a {there.family}", hint="models are matched within one family")
+    rows = _rows(one, other, here, shared_tokens)
+    differences = _differences(one, other, here, there, set(rows))
+    if differences:
+        shown = "\n".join(f"  {line}" for line in differences[:10]) + (f"\n  ... and {len(differences) - 10} more" if len(differences) > 10 else "")
+        raise MatchError(
+            f"{a} and {b} have different shapes\n{shown}",
+            hint="matching needs one depth and one width; where only the vocabularies differ, --shared-tokens matches by the tokens of both",
+        )
+    return Pair(moving(one, here, fold), moving(other, there, fold), rows)
+
+
+def _differences(one: Checkpoint, other: Checkpoint, here: Spec, there: Spec, rows: set[str]) -> list[str]:
+    out = []
+    for name in here.spaces.keys() | there.spaces.keys():
+        x, y = here.spaces.get(name), there.spaces.get(name)
+        if x is None or y is None:
+            out.append(f'only one of them has the space "{name}"')
+        elif x.size != y.size:
+            out.append(f'the space "{name}" has size {x.size} in one and {y.size} in the other')
+        elif x.group != y.group:
+            out.append(f'the space "{name}" has the group {x.group} in one and {y.group} in the other')
+    for name in one.entries:
+        if name in other.entries and name not in rows and tuple(one.entries[name].shape) != tuple(other.entries[name].shape):
+            out.append(f'"{name}" is {list(one.entries[name].shape)} in one and {list(other.entries[name].shape)} in the other')
+    return sorted(out, key=lambda line: (len(line.split('"')[1].split(".")), line))
+
+
+def _rows(one: Checkpoint, other: Checkpoint, spec: Spec, shared_tokens: bool) -> dict[str, Shared]:
+    """Where asked: for every table with a row per token, which rows the two have in common."""
+    if not shared_tokens:
+        return {}
+    from regauge.matching import Shared
+
+    here, there = _vocabulary(one.path), _vocabulary(other.path)
+    common = sorted(here.keys() & there.keys(), key=lambda token: there[token])
+    shared = Shared(tuple(here[t] for t in common), tuple(there[t] for t in common))
+    enough = min(max(here.values()), max(there.values())) + 1
+    tables = [name for name, text in spec.tensors.items() if text.startswith("_") and name in one.entries and name in other.entries]
+    return {name: shared for name in tables if min(c.entries[name].shape[0] for c in (one, other)) >= enough}
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    """The tokens of a model and their rows, from its tokenizer.json or vocab.json."""
+    from regauge.matching import MatchError
+
+    for name in ("tokenizer.json", "vocab.json"):
+        path = folder / name
+        if path.is_file():
+            try:
+                found: Any = json.loads(path.read_text())
+                found = found["model"]["vocab"] if name == "tokenizer.json" else found
+                if isinstance(found, list):  # unigram models list [token, score]
+                    found = {token: i for i, (token, _) in enumerate(found)}
+                return {str(token): int(i) for token, i in found.items()}
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise MatchError(f"{path} cannot be read as a vocabulary: {error}") from error
+    raise MatchError(f"{folder} has no tokenizer.json or vocab.json, so its tokens are not known", hint="--shared-tokens needs both")
+
+
+def layers(text: str | None) -> list[int] | None:
+    """Layers as people write them: 3, 0-5, 0,2,7-9."""
+    if text is None:
+        return None
+    out: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdigit() or (dash and not last.isdigit()):
+            raise typer.BadParameter(f"layers are numbers and ranges, as in 0-5,11: not {part!r}")
+        out += range(int(first), int(last or first) + 1)
+    return out
+
+
+def names(text: str | None) -> list[str] | None:
+    return None if text is None else [s.strip() for s in text.split(",") if s.strip()]

@@ -10,6 +10,7 @@ from numpy.testing import assert_allclose
 import picos
 from regauge import apply, element, fold_norms
 from regauge.action import State
+from regauge.elements import Element
 from regauge.errors import RegaugeError
 from regauge.groups import GROUPS, Rotary
 from regauge.matching import MatchError, layers_of, match
@@ -239,3 +240,21 @@ def test_two_levels_of_assignment_find_a_planted_wreath() -> None:
     found = two_level(np.einsum("irf,jsf->irjs", there, features))
     assert_allclose(found[0], outer)
     assert_allclose(found[1], inner)
+
+
+def test_layers_are_searched_in_processes_to_the_same_end() -> None:
+    (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
+    alone, apart = (match(spec, a, b, workers=n, sweeps=1) for n in (1, 2))
+    assert apart.distance == pytest.approx(alone.distance, rel=1e-9)
+    assert apart.element.members.keys() == alone.element.members.keys()
+
+
+def test_an_interrupted_search_goes_on_where_it_was() -> None:
+    (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
+    seen: list[tuple[Element, list[str]]] = []
+    whole = match(spec, a, b, sweeps=0, saved=lambda g, known: seen.append((g, known)))
+    g, known = seen[0]
+    assert len(known) < len(whole.element.members)
+    rest = match(spec, a, b, sweeps=0, start=g, known=known)
+    assert rest.distance == pytest.approx(whole.distance, rel=1e-9)
+    assert {s for s in rest.element.members if s not in known}

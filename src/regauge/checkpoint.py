@@ -108,6 +108,10 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self._maps: dict[Path, mmap.mmap] = {}
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> Any:
+        """Another process opens the same files anew: what is mapped here cannot be sent."""
+        return open_checkpoint, (self.path,)
+
     def __getitem__(self, name: str) -> Tensor:
         import torch
 

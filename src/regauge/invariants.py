@@ -63,7 +63,9 @@ def _spectrum(spec: Spec, block: Block) -> Floats:
     first = next(r for r in roots if r is not None)
     rows = [i for i, r in enumerate(roots) if r == first]
     values = block.unfolded(*rows)
-    return np.asarray(np.linalg.svd(np.asarray(values.reshape(-1, values.shape[-1]), np.float64), compute_uv=False))
+    matrix = np.asarray(values.reshape(-1, values.shape[-1]), np.float64)
+    long = matrix.T if matrix.shape[0] < matrix.shape[1] else matrix
+    return np.asarray(np.linalg.svd(_r(long.T) if long.shape[0] > 2 * long.shape[1] else long, compute_uv=False))
 
 
 def _of_products(q: Floats, k: Floats, spec: Spec, space: str) -> Floats:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,7 @@ from regauge.errors import ElementError
 
 if TYPE_CHECKING:
     from regauge.cli.pair import Pair
+    from regauge.elements import Element
     from regauge.findings import Results, Table
     from regauge.matching import Match
     from regauge.matching.comparing import Comparison
@@ -45,6 +48,7 @@ def match(
     rescale: Annotated[bool, typer.Option("--rescale", help="With --group orthogonal: one factor per head besides (paper 003).")] = False,
     sweeps: Sweeps = 10,
     shared_tokens: SharedTokens = False,
+    workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Search layers in this many processes.")] = 1,
     save_element: Annotated[Path | None, typer.Option("--save-element", metavar="F", help="Save the element that was found here.")] = None,
     spec: options.SpecFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same match.")] = False,
@@ -78,6 +82,10 @@ def match(
             raise ElementError(f"{save_element} exists already", hint="name a new file")
         keep_apart(save_element, out, pair.a.checkpoint.path)
     _threads(threads)
+    work = Unfinished(out, pair, f"{spaces} {layers} {group.value} {fold} {rescale} {shared_tokens}")
+    start, known = work.load() if resume else (None, None)
+    if known:
+        say(f"goes on with what the interrupted run found of {len(known)} spaces")
     with step_bar("match") as progress:
         found = find(
             pair.spec,
@@ -89,6 +97,10 @@ def match(
             rows=pair.rows,
             sweeps=sweeps,
             rescale=rescale,
+            workers=workers,
+            start=start,
+            known=known,
+            saved=None if dry_run else work.save,
             progress=progress,
         )
     results = results_of(pair, found, {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value})
@@ -104,7 +116,42 @@ def match(
             say(f"wrote {out_b}: B, folded")
         if save_element is not None:
             save(found.element, save_element, new=True)
+        work.forget()
     return deliver(results, text_of(found, results), json, report)
+
+
+class Unfinished:
+    """What a match has found so far, kept beside its output for `--resume`, until that is written."""
+
+    def __init__(self, out: Path, pair: Pair, wishes: str) -> None:
+        stamps = [(n, s.size, s.path.stat().st_mtime_ns) for side in (pair.a, pair.b) for n, s in side.checkpoint.files.items()]
+        self.spec, self.of = pair.spec, hashlib.sha256(f"{stamps} {wishes}".encode()).hexdigest()
+        self.path, self.about = out.with_name(f".{out.name}.match"), out.with_name(f".{out.name}.match.json")
+
+    def save(self, g: Element, known: list[str]) -> None:
+        from regauge.elements import save_element
+        from regauge.files import write_bytes
+
+        save_element(g, self.path)
+        write_bytes(self.about, dumps({"of": self.of, "known": known}).encode(), mode=0o600)
+
+    def load(self) -> tuple[Element | None, list[str] | None]:
+        """The element so far and its spaces, or nothing if there is none, or none of this match."""
+        from regauge.checkpoint import read_json
+        from regauge.elements import load_element
+
+        if not self.path.exists() or not self.about.exists():
+            return None, None
+        about = read_json(self.about)
+        if about.get("of") != self.of:
+            say("what an interrupted run left is of another match, and is not used")
+            return None, None
+        g = load_element(self.path, self.spec)
+        return g, [s for s in about["known"] if s in self.spec.spaces]
+
+    def forget(self) -> None:
+        for path in (self.path, self.about):
+            path.unlink(missing_ok=True)
 
 
 def compare(

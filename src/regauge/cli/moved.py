@@ -64,7 +64,7 @@ def moving(checkpoint: Checkpoint, spec: Spec, fold: bool) -> Moving:
     from regauge.fold import fold_lazily
 
     described, folded = fold_lazily(spec, checkpoint, rounded=False)
-    return Moving(checkpoint, spec, described, Lazy(folded, lambda name: folded[name]()), True)
+    return Moving(checkpoint, spec, described, Lazy(folded, partial(_made, folded)), True)
 
 
 def write_moved(out: Path, plan: Plan, thunks: Mapping[str, Callable[[], Any]], what: str, resume: bool, threads: int | None) -> Written:
@@ -105,6 +105,10 @@ def recipe_of(g: Element, unfolded: Spec, fold: bool, part: str | None) -> bytes
             if value is not None:
                 whole.update(key.encode() + (value.encode() if isinstance(value, str) else value.tobytes()))
     return whole.digest()
+
+
+def _made(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
+    return thunks[name]()
 
 
 def _rounded(make: Callable[[], Any], dtype: Any) -> Any:

@@ -11,9 +11,13 @@ the formulas of paper 003.
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 
 from regauge.action import State
 from regauge.elements import Element, identity, match_spaces
@@ -25,6 +29,7 @@ from regauge.spec import Spec, check, require
 __all__ = ["Match", "MatchError", "Shared", "layers_of", "match"]
 
 SWEEPS = 10
+EXACT = 1e-13  # of b's squared norm: what is left of a planted element in single precision
 ENOUGH = 1e-4  # a sweep that gains less than this share of the squared distance is the last
 Progress = Callable[[int, int, str], None]
 
@@ -88,6 +93,9 @@ def match(
     sweeps: int = SWEEPS,
     rescale: bool = False,
     whole: bool = False,
+    workers: int = 1,
+    known: Iterable[str] | None = None,
+    saved: Callable[[Element, list[str]], None] | None = None,
     progress: Progress | None = None,
 ) -> Match:
     """The element that moves a nearest to b, both states of this spec.
@@ -97,6 +105,10 @@ def match(
     have in common, where vocabularies differ. `start` is an element to go on from, which skips the first pass. `rescale`: with rotations alone, one
     factor per head besides (the paper's optional rescaling). `whole`: key and value biases are
     compared as they are stored, as paper 003 does, although no function sees the one and the other acts elsewhere.
+
+    `workers`: layers are independent once the stream is known, and are searched in so many processes. `saved` is told the element and the spaces
+    known so far after each of them; `start` and `known` go on from there. Nothing is held in memory but one tensor of each model at a time, and
+    what a fit needs of its own layer.
     """
     started = time.monotonic()
     _require_pair(spec, a, b, rows or {})
@@ -108,6 +120,10 @@ def match(
     if not any(before.values()):
         return Match(none, before, before, size, notes=("the two are equal",), seconds=time.monotonic() - started)
     search = Search(costs, groups, start or none, rescale=rescale)
+    if start is not None and known is None:
+        search.known |= set(search.groups)
+    search.known |= set(known or ())
+    search.saved = None if saved is None else lambda now: saved(now.g, sorted(now.known & now.groups.keys()))
     steps: list[Step] = []
     tell = progress or (lambda done, total, now: None)
 
@@ -117,19 +133,19 @@ def match(
         return total
 
     tell(0, sweeps + 1, "first pass")
-    if start is None:
-        order = search.first_pass()
-    else:
-        order = list(search.groups)
-        search.known |= set(order)
-    best, left = search.g, took("first pass")
-    for i in range(sweeps):
-        tell(i + 1, sweeps + 1, f"sweep {i + 1}")
-        search.sweep(order)
-        now = took(f"sweep {i + 1}")
-        gained, left, best = left - now, *((now, search.g) if now < left else (left, best))
-        if gained <= ENOUGH * left or left <= 1e-24 * sum(size.values()):
-            break
+    with _workers(workers) as search.pool:
+        skipped = [s for s in search.groups if s in search.known]
+        order = skipped + search.first_pass()
+        best, left = search.g, took("first pass")
+        for i in range(sweeps):
+            if left <= EXACT * sum(size.values()):
+                break
+            tell(i + 1, sweeps + 1, f"sweep {i + 1}")
+            search.sweep(order)
+            now = took(f"sweep {i + 1}")
+            gained, left, best = left - now, *((now, search.g) if now < left else (left, best))
+            if gained <= ENOUGH * left:
+                break
     tell(sweeps + 1, sweeps + 1, "")
     lost = [s for s in search.groups if s not in search.known]
     notes = (f"no evidence for {', '.join(lost)}",) if lost else ()
@@ -137,6 +153,23 @@ def match(
     best = Element(spec, {s: m for s, m in best.members.items() if s in groups})
     best.require()
     return Match(best, before, after, size, steps, order, time.monotonic() - started, notes)
+
+
+@contextmanager
+def _workers(count: int) -> Iterator[Executor | None]:
+    """Processes of one thread each, or none."""
+    if count <= 1:
+        yield None
+        return
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))  # read by the libraries of each process when it starts
+    try:
+        with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+            yield pool
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 def chosen_groups(spec: Spec, spaces: Iterable[str] | None, layers: Iterable[int] | None, within: Kind) -> dict[str, Group]:

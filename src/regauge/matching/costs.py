@@ -77,7 +77,15 @@ class Costs:
 
     def where(self, space: str) -> list[str]:
         """The tensors that live in a space."""
-        return [p for p in self.patterns if space in ax.spaces(self.spec.tensors[p])]
+        return self._where.get(space, [])
+
+    @cached_property
+    def _where(self) -> dict[str, list[str]]:
+        out: dict[str, list[str]] = {}
+        for pattern in self.patterns:
+            for space in ax.spaces(self.spec.tensors[pattern]):
+                out.setdefault(space, []).append(pattern)
+        return out
 
     def weight(self, pattern: str, value: torch.Tensor) -> float:
         if self._weights is None:

@@ -9,8 +9,10 @@ is fitted again from all of its tensors, in turn, as long as it helps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -33,6 +35,9 @@ class Search:
     g: Element
     known: set[str] = field(default_factory=set)
     rescale: bool = False
+    pool: Executor | None = None
+    saved: Callable[[Search], None] | None = None
+    units: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.spec = self.costs.spec
@@ -41,9 +46,13 @@ class Search:
 
     def first_pass(self, wanted: Iterable[str] | None = None) -> list[str]:
         """Find every wanted space from the evidence there is, best first; the order in which they were found."""
-        order: list[str] = []
         open_ = [s for s in (self.groups if wanted is None else wanted) if s not in self.known]
+        order: list[str] = []
         while open_:
+            apart = self._apart(open_) if wanted is None else [open_]
+            if len(apart) > 1:
+                self.units = apart
+                return order + self._each_unit([(self, unit, True) for unit in apart])
             evidence = {s: self.evidence(s) for s in open_}
             best = max(open_, key=lambda s: evidence[s])
             if evidence[best] <= 0:
@@ -52,6 +61,57 @@ class Search:
             self.known.update(order)
             open_ = [s for s in open_ if s not in self.known]
         return order
+
+    def sweep(self, order: Iterable[str]) -> None:
+        """Fit every space once more, each from all of its tensors."""
+        order = list(order)
+        inside = {s for unit in self.units for s in unit}
+        self._fit_again([s for s in order if s not in inside])
+        if self.units:
+            self._each_unit([(self, [s for s in order if s in unit], False) for unit in map(set, self.units)])
+
+    def _fit_again(self, spaces: Iterable[str]) -> None:
+        done: set[str] = set()
+        for space in spaces:
+            if space not in done and not self._is_inner(space):
+                done.update(self.resolve(space, everything=True))
+
+    def _each_unit(self, tasks: list[tuple[Search, list[str], bool]]) -> list[str]:
+        """Units have no tensor in common but through what is known: each is searched on its own, in another process if there are some."""
+        order: list[str] = []
+        for found, members in self.pool.map(_solve, tasks) if self.pool else map(_solve, tasks):
+            order += found
+            self.known.update(found)
+            self.g = Element(self.spec, {**self.g.members, **members})
+            if self.saved:
+                self.saved(self)
+        return order
+
+    def _apart(self, spaces: Iterable[str]) -> list[list[str]]:
+        """Unknown spaces, in groups that no tensor joins."""
+        unit = {s: s for s in spaces}
+
+        def root(s: str) -> str:
+            while unit[s] != s:
+                s = unit[s]
+            return s
+
+        for pattern in self.costs.patterns:
+            for block in self.costs.layouts[pattern]:
+                there = sorted(block.spaces & unit.keys())
+                for other in there[1:]:
+                    unit[root(other)] = root(there[0])
+        for s in unit:
+            over = self.spec.spaces[s].over
+            if over in unit:
+                unit[root(s)] = root(over)
+        out: dict[str, list[str]] = {}
+        for s in unit:
+            out.setdefault(root(s), []).append(s)
+        return list(out.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "pool": None, "saved": None}
 
     def evidence(self, space: str) -> float:
         """How well a space could be found now. For permutations n ln-independent features N count as N / ln n: the square of the noise that an
@@ -86,13 +146,6 @@ class Search:
             self.rescaled(space)
         return [space, *(s for s in found if s != space)]
 
-    def sweep(self, order: Iterable[str]) -> None:
-        """Fit every space once more, each from all of its tensors."""
-        done: set[str] = set()
-        for space in order:
-            if space not in done and not self._is_inner(space):
-                done.update(self.resolve(space, everything=True))
-
     def _usable(self, block: Block, space: str, everything: bool = False) -> bool:
         """Is everything else on this block known, or inside what is asked for?"""
         children = self.spec.children(space)
@@ -116,20 +169,23 @@ class Search:
         group, over = self.groups[space], self.spec.spaces[space].over
         if self._is_inner(space):
             return self._fit_parent(over, everything, fixed=True) if over is not None else {}
-        sides: dict[str, list[Pair]] = {"plain": [], "dual": [], "bar": []}
+        sides: dict[str, list[Pair]] = {}
+        totals: dict[str, Floats] = {}
         for y, x in self.costs.each(space, self.g, lambda b: self._usable(b, space, everything)):
             for place in y.places(space):
                 leaf = y.dims[place]
                 assert leaf is not None
                 outer = y.places(over)[0] if over is not None else None
                 pair = (y.unfolded(outer, place), x.unfolded(outer, place))
-                sides["bar" if leaf.bar else "dual" if leaf.star else "plain"].append(pair)
-                if group.is_orthogonal and len(sides["plain"]) + len(sides["dual"]) > 1:
-                    sides = _condensed(sides)
-        if not any(sides.values()):
-            return {}
-        joined = {side: _joined(pairs) for side, pairs in sides.items() if pairs}
-        return {space: group.fit(**joined)}
+                side = "bar" if leaf.bar else "dual" if leaf.star else "plain"
+                if group.is_orthogonal:  # only the sum of y x^T counts, and the star changes nothing: no need to keep the whole model
+                    side = "plain" if side == "dual" else side
+                    totals[side] = totals.get(side, 0.0) + correlation(pair)
+                else:
+                    sides.setdefault(side, []).append(pair)
+        joined = {side: _joined(pairs) for side, pairs in sides.items()}
+        joined |= {side: (total, np.broadcast_to(np.eye(total.shape[1]), total.shape)) for side, total in totals.items()}
+        return {space: group.fit(**joined)} if joined else {}
 
     def rescaled(self, space: str) -> None:
         """One factor for each rotation of a general linear space, after it was found (paper 003)."""
@@ -193,16 +249,21 @@ class Search:
         return found
 
 
+def _solve(task: tuple[Search, list[str], bool]) -> tuple[list[str], dict[str, Member]]:
+    """One unit: the order in which its spaces were found, and their members."""
+    search, unit, first = task
+    own = Search(search.costs, search.groups, search.g, set(search.known), search.rescale)
+    if first:
+        order = own.first_pass(unit)
+    else:
+        order = unit
+        own._fit_again(unit)
+    return order, {s: own.g.members[s] for s in unit if s in own.g.members}
+
+
 def _joined(pairs: list[Pair]) -> Pair:
     if len(pairs) == 1:
         return pairs[0]
     count = [max(p[0].shape[i] for p in pairs) for i in range(pairs[0][0].ndim - 1)]
     y, x = (np.concatenate([np.broadcast_to(p[i], (*count, p[i].shape[-1])) for p in pairs], axis=-1) for i in (0, 1))
     return y, x
-
-
-def _condensed(sides: dict[str, list[Pair]]) -> dict[str, list[Pair]]:
-    """For orthogonal groups only sum y x^T counts: two sides become one pair that has it, and nothing else is kept."""
-    pairs = [*sides["plain"], *sides["dual"]]
-    total = sum((correlation(p) for p in pairs[1:]), correlation(pairs[0]))
-    return {"plain": [(total, np.broadcast_to(np.eye(total.shape[1]), total.shape))], "dual": [], "bar": sides["bar"]}

@@ -118,12 +118,13 @@ class Lab:
     def _sources(self, subject: Subject, trial: int) -> dict[str, Source]:
         found = {}
         if subject.tokenizer is not None:
-            found["tokenizer"] = self._source(subject.tokenizer)
+            found["tokenizer"] = self.source(subject.tokenizer)
         if subject.sources:
-            found["source"] = self._source(subject.sources[trial if subject.recipe is None else 0])
+            found["source"] = self.source(subject.sources[trial if subject.recipe is None else 0])
         return found
 
-    def _source(self, uri: str) -> Source:
+    def source(self, uri: str) -> Source:
+        """A tokenizer or a model: of the assets, or of the hub."""
         path = self.assets / uri
         if not path.exists() and (Path(uri).suffix or self.preset_name != "paper"):
             raise DataError(f"{path} is not here", hint="--assets DIR or REGAUGE_ASSETS names the folder that holds it")

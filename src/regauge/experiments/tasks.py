@@ -54,12 +54,22 @@ def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -
 def _images(task: Parameters, data: Data) -> Examples:
     """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` makes every image that large."""
     pictures, labels = data["image"], torch.from_numpy(np.asarray(data["label"]).astype(np.int64))
+    chosen = _part(task, len(data))
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
+        rows = chosen[rows]
         pixels = pictures.array(rows) if isinstance(pictures, Pictures) else pictures[rows]
         return {"pixel_values": _normal(pixels, task)}, labels[rows]
 
-    return Examples(len(data), int(task["classes"]), batch)
+    return Examples(len(chosen), int(task["classes"]), batch)
+
+
+def _part(task: Parameters, n: int) -> Any:
+    """The rows of a task's `part` = [from, to], as shares of the rows in an order drawn once and for all; without one, all rows."""
+    if "part" not in task:
+        return np.arange(n)
+    begin, end = (round(share * n) for share in task["part"])
+    return np.sort(np.random.default_rng(0).permutation(n)[begin:end])
 
 
 def _normal(pixels: Any, task: Parameters) -> Tensor:
@@ -112,7 +122,7 @@ def _maps(task: Parameters, data: Data) -> Examples:
 def _reviews(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
     """Texts and one label each, padded to the longest of the batch. `first` is a token put in front (BERT reads its place), `pad` fills up. Two
     texts (`premise` and `hypothesis`) follow each other with `pad` between. Rows whose label is negative are left out, as SNLI's own page asks."""
-    keep = [i for i, label in enumerate(data["label"]) if int(label) >= 0]
+    keep = [i for i in _part(task, len(data)) if int(data["label"][i]) >= 0]
     texts = [data["text"]] if "text" in data.fields else [data["premise"], data["hypothesis"]]
     parts = [encode(tokenizer, [field[i] for i in keep]) for field in texts]
     first = [] if task.get("first") is None else [task["first"]]
@@ -138,15 +148,15 @@ def _with(between: int, rows: tuple[list[int], ...]) -> list[int]:
 
 
 def _text(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
-    """One running text in windows of `length` tokens; `part` = [from, to] as shares of its characters. All but a window's first are predicted."""
+    """One running text in windows of `length` tokens, one every `stride` (by default side by side); `part` = [from, to] as shares of its characters.
+    All but a window's first are predicted."""
     whole = text_of(data)
     begin, end = (round(share * len(whole)) for share in task.get("part", (0, 1)))
     ids = encode(tokenizer, [whole[begin:end]])[0][: task.get("tokens")]
-    count = len(ids) // task["length"]
-    if count == 0:
+    if len(ids) < task["length"]:
         raise DataError(f"{data.name} has {len(ids)} tokens, fewer than one window of {task['length']}")
-    windows = torch.tensor(ids[: count * task["length"]]).view(count, task["length"])
-    return Examples(count, int(task["classes"]), lambda rows: ({"input_ids": windows[rows]}, windows[rows]), causal=True)
+    windows = torch.tensor(ids).unfold(0, task["length"], task.get("stride", task["length"]))
+    return Examples(len(windows), int(task["classes"]), lambda rows: ({"input_ids": windows[rows]}, windows[rows]), causal=True)
 
 
 def encode(tokenizer: Path | str | None, texts: list[str]) -> list[list[int]]:
@@ -160,6 +170,8 @@ def encode(tokenizer: Path | str | None, texts: list[str]) -> list[list[int]]:
             known = Tokenizer.from_file(str(tokenizer))
         except Exception as error:  # the library raises plain Exceptions
             raise DataError(f"{tokenizer} is no tokenizer: {error}", hint="give a tokenizer.json") from error
+        known.no_padding()  # some files ask for all texts to be filled up or cut to one length
+        known.no_truncation()
         return [e.ids for e in known.encode_batch(texts, add_special_tokens=False)]
     from transformers import AutoTokenizer
 

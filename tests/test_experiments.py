@@ -211,7 +211,7 @@ def test_images_fall_back_to_digits(tmp_path: Path) -> None:
     subjects = lab.preset.tables["table2"]
     test, train = (lab.open(source) for source in (subjects["image"].test, subjects["image"].train))
     assert (train.name, len(train), len(test)) == ("digits", 1440, 357)
-    from regauge.experiments.tasks import prepare
+    from regauge.tasks import prepare
 
     inputs, labels = prepare(subjects["image"].task, test).batch(range(3))
     assert inputs["pixel_values"].shape == (3, 1, 28, 28)

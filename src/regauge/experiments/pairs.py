@@ -21,7 +21,7 @@ from regauge.experiments.cells import Outcome
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.presets import From, Subject
-from regauge.experiments.tasks import Examples, loss_of, prepare
+from regauge.tasks import Examples, loss_of, prepare
 from regauge.findings import Figure, Finding, Results, Table
 
 Tensor = torch.Tensor

@@ -20,7 +20,7 @@ import torch
 
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.models import build, plain, used, wrapper
-from regauge.experiments.tasks import chances, loss_of, measures, prepare
+from regauge.tasks import chances, logits_of, loss_of, measures, prepare
 from regauge.testing import strict_float64
 
 Tensor = torch.Tensor
@@ -142,12 +142,6 @@ def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
 
 TRAIN = Cell("train", 1, train)
 SCORE = Cell("score", 2, score)
-
-
-def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The logits, [examples, classes, ...]. Images go by place: timm calls them x."""
-    out = model(inputs["pixel_values"]) if "pixel_values" in inputs else model(**inputs)
-    return out if isinstance(out, Tensor) else out.logits
 
 
 def _exact(dtype: torch.dtype) -> Any:

@@ -184,6 +184,12 @@ def encode(tokenizer: Path | str | None, texts: list[str]) -> list[list[int]]:
     return [list(found(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
 
 
+def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The logits, [examples, classes, ...]. Images go by place: timm calls them x."""
+    out = model(inputs["pixel_values"]) if "pixel_values" in inputs else model(**inputs)
+    return out if isinstance(out, Tensor) else out.logits
+
+
 def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
     """The mean cross entropy: of examples, of pixels, or of next tokens."""
     if examples.causal:

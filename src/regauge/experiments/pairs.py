@@ -21,8 +21,8 @@ from regauge.experiments.cells import Outcome
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.presets import From, Subject
-from regauge.tasks import Examples, loss_of, prepare
 from regauge.findings import Figure, Finding, Results, Table
+from regauge.tasks import Examples, loss_of, prepare
 
 Tensor = torch.Tensor
 KEPT = {"part": [0, 0.95]}, {"part": [0.95, 1]}, {"part": [0, 1]}  # train, validation, test: of images and reviews

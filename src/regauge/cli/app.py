@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from regauge.cli import INTERRUPTED, convert, demo, inspect, move, report, reproduce, verify
+from regauge.cli import INTERRUPTED, barrier, convert, demo, inspect, move, report, reproduce, verify
 from regauge.cli.console import StoppedError, fail, say, silence
 from regauge.errors import RegaugeError
 
@@ -25,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (inspect.inspect, verify.verify, move.move, convert.convert, reproduce.reproduce, report.report, demo.demo):
+for _command in (inspect.inspect, verify.verify, move.move, convert.convert, barrier.barrier, reproduce.reproduce, report.report, demo.demo):
     app.command()(_command)
 
 

@@ -165,7 +165,7 @@ def test_a_planted_element_makes_a_barrier_and_its_inverse_undoes_it(name: str) 
     assert undone.of_accuracy == pytest.approx(0, abs=0.01)
 
 
-def test_the_path_has_its_midpoint_and_known_ends_are_not_computed_again() -> None:
+def test_the_path_has_its_midpoint_and_temperatures() -> None:
     model, other = build("vit"), build("vit", seed=1)
     examples = labelled(model)
     seen: list[tuple[int, int, str]] = []

@@ -188,9 +188,8 @@ def along(
     batch: int = 16,
     device: str = "cpu",
     progress: Progress | None = None,
-    ends: Mapping[float, Score] | None = None,
 ) -> Path:
-    """Walk from A to B in `points` steps, ends included; the midpoint is always among them. `ends` are scores that are known already, by their t.
+    """Walk from A to B in `points` steps, ends included; the midpoint is always among them.
 
     >>> # along(model, a.state_dict(), b.state_dict(), examples).barrier
     """
@@ -198,13 +197,11 @@ def along(
         raise PathError(f"a path of {points} points has none inside", hint="give at least 3")
     require_joined(a, b)
     ts = sorted({round(t, 9) for t in np.linspace(0, 1, points).tolist()} | {0.5})
-    scores = dict(ends or {})
+    found: list[Score] = []
     for i, t in enumerate(ts):
         if progress:
             progress(i, len(ts), f"t = {t:.2g}")
-        if t not in scores:
-            scores[t] = score(module, _mixed(((1 - t, a), (t, b))), examples, calibration=calibration, batch=batch, device=device)
-    found = [scores[t] for t in ts]
+        found.append(score(module, _mixed(((1 - t, a), (t, b))), examples, calibration=calibration, batch=batch, device=device))
     cool = [s.calibrated for s in found if s.calibrated is not None]
     calibrated = Curve(tuple(ts), tuple(cool)) if len(cool) == len(ts) else None
     temperatures = tuple(s.temperature for s in found if s.temperature is not None)

@@ -43,11 +43,16 @@ def readings(ids: torch.Tensor) -> Examples:
 
 
 def labelled(model: Any, count: int = 40) -> Examples:
-    """Images with the labels that the model itself gives them."""
-    pixels = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    """Images or texts with the labels that the model itself gives them, after its head was made to have no favourite."""
+    if hasattr(model, "vit"):
+        inputs = {"pixel_values": torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)}
+    else:
+        inputs = {"input_ids": torch.randint(3, 30, (count, 9), generator=torch.Generator().manual_seed(5))}
     with torch.no_grad():
-        labels = model(pixels).logits.argmax(1)
-    return Examples(count, 5, lambda rows: ({"pixel_values": pixels[rows]}, labels[rows]))
+        model.classifier.bias -= model(**inputs).logits.mean(0)
+        labels = model(**inputs).logits.argmax(1)
+    assert len(labels.unique()) > 1
+    return Examples(count, model.config.num_labels, lambda rows: ({k: x[rows] for k, x in inputs.items()}, labels[rows]))
 
 
 def test_the_numbers_of_a_curve() -> None:
@@ -144,15 +149,7 @@ def test_temperatures_of_odd_logits() -> None:
 @pytest.mark.parametrize("name", ["gpt2-untied", "llama", "vit", "bert-classifier"])
 def test_a_planted_element_makes_a_barrier_and_its_inverse_undoes_it(name: str) -> None:
     model = build(name)
-    if name == "vit":
-        examples = labelled(model)
-    elif name == "bert-classifier":
-        ids = torch.randint(3, 30, (40, 9), generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            labels = model(input_ids=ids).logits.argmax(1)
-        examples = Examples(40, 2, lambda rows: ({"input_ids": ids[rows]}, labels[rows]))
-    else:
-        examples = readings(spoken(model))
+    examples = labelled(model) if hasattr(model, "classifier") else readings(spoken(model))
     spec, a = fold_norms(spec_of(model), model.state_dict())
     g = element(spec, 3)
     b = apply(g, a)
@@ -217,7 +214,20 @@ def test_results_of_a_planted_pair() -> None:
     assert results.facts["examples"] == 20
     assert results.facts["examples for temperatures"] == 4
     assert results.facts["notes"] == ["norms are folded, and lm_head.weight untied in what is moved: the same function"]
-    assert "The loss on the plane" in page(results)
+    assert results.unchecked == ("the plane through A, B and the moved A: the three models lie on one line",)
+    assert "The loss on the way from A to B" in page(results)
+
+
+def test_the_plane_of_a_pair() -> None:
+    a, b = build("gpt2").float(), build("gpt2", seed=1).float()
+    g = element(spec_of(b), 4)
+    results = connect(a, b, readings(spoken(a)), mover=lambda spec, *_: g.to(spec), moved="moved", points=3, grid=4)
+    figure = results.figures[-1]
+    assert (figure.kind, len(figure.data["values"]), list(figure.data["points"])) == ("plane", 4, ["A", "B", "A, moved"])
+    assert figure.data["joined"] == [["B", "A"], ["B", "A, moved"]]
+    drawn = page(results)
+    assert "The loss on the plane through A, B and the moved A" in drawn
+    assert ">A, moved<" in drawn
 
 
 def test_an_element_that_is_no_symmetry_is_told() -> None:
@@ -225,7 +235,7 @@ def test_an_element_that_is_no_symmetry_is_told() -> None:
     wrong = element(spec_of(a), 4).only("stream")
 
     def mover(spec: Any, one: dict[str, torch.Tensor], two: Any) -> Any:
-        one["transformer.h.0.mlp.c_fc.weight"] = one["transformer.h.0.mlp.c_fc.weight"] + 0.3  # behind the element's back
+        one["transformer.h.0.mlp.c_fc.weight"] = one["transformer.h.0.mlp.c_fc.weight"] * 1.3  # behind the element's back
         return wrong.to(spec)
 
     results = connect(a, b, readings(spoken(a)), mover=mover, moved="moved", points=3, calibrate=False)
@@ -259,7 +269,7 @@ def run(pair: Path, *more: str) -> int:
 
 def test_the_command_with_an_element(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = pair / "r.json"
-    assert run(pair, "-g", str(pair / "g.safetensors"), "--plane", "--grid", "3", "--json", str(out), "--report", str(pair / "page.html")) == 0
+    assert run(pair, "-g", str(pair / "g.safetensors"), "--json", str(out), "--report", str(pair / "page.html")) == 0
     said = capsys.readouterr()
     lines = said.out.splitlines()
     assert lines[0] == "GPT2LMHeadModel: the loss on the straight line from A to B"
@@ -267,15 +277,14 @@ def test_the_command_with_an_element(pair: Path, capsys: pytest.CaptureFixture[s
     assert lines[3].startswith("as they stand ")
     assert "the loss, inside the path, over the straight line between the losses of the two ends, in nats" in said.out
     assert "holds  the ends of the path, moved, compute what A and B compute" in said.out
-    assert "regauge: barrier 2/18: path as they stand: t = 0.5\n" in said.err
+    assert "regauge: barrier 2/9: path as they stand: t = 0.5\n" in said.err
     results = load_results(out)
     moved = results.facts["paths"]["moved"]
     assert moved["loss"] == pytest.approx([moved["loss"][0]] * 3, abs=1e-3)
     stand = results.facts["paths"][STAND]["loss"]
     assert stand[1] > stand[0] + 0.1
-    assert results.figures[-1].kind == "plane"
     assert results.facts["A"] == str(pair / "a")
-    assert "The loss on the plane through A, B and the moved A" in (pair / "page.html").read_text()
+    assert "The loss on the way from A to B" in (pair / "page.html").read_text()
 
 
 def test_the_command_as_they_stand(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from regauge.action import State, apply
-from regauge.barriers import Path, Plane, Progress, along, plane, require_joined
+from regauge.barriers import Path, PathError, Plane, Progress, along, plane, require_joined
 from regauge.elements import Element
 from regauge.errors import RegaugeError
 from regauge.findings import Figure, Finding, Results, Table
@@ -85,15 +85,18 @@ def connect(
     paths: dict[str, Path] = {}
     for i, (name, (one, two)) in enumerate(states.items()):
         paths[name] = walk(one, two, measured, progress=_from(tell, i * count, total, f"path {name}: "))
-    landscape = None
-    if grid and mover is not None:
+    landscape, unchecked = None, []
+    if mover is None:
+        unchecked.append("a path after matching: only the models as they stand were measured")
+    elif grid:
         corners = {"A": a, "B": b, f"A, {moved}": states[moved][0]}
-        landscape = plane(
-            first, corners, measured, points=grid, batch=batch, device=device, progress=_from(tell, count * len(states), total, "plane: ")
-        )
+        told = _from(tell, count * len(states), total, "plane: ")
+        try:
+            landscape = plane(first, corners, measured, points=grid, batch=batch, device=device, progress=told)
+        except PathError as error:  # A was moved onto B, or not at all
+            unchecked.append(f"the plane through A, B and the moved A: {error}")
     tell(total, total, "")
     figures = (_curves(paths, "losses", "nats"), _curves(paths, "accuracies", "accuracy")) + ((_landscape(landscape),) if landscape else ())
-    unchecked = ("a path after matching: only the models as they stand were measured",) if mover is None else ()
     facts = {
         "class": type(first).__name__,
         "parameters": sum(p.numel() for p in first.parameters()),
@@ -104,7 +107,7 @@ def connect(
         "notes": notes,
         "paths": {name: _numbers(path) for name, path in paths.items()},
     }
-    return Results("The path between two models", tuple(_findings(paths, moved)), (_table(paths),), figures, facts, unchecked)
+    return Results("The path between two models", tuple(_findings(paths, moved)), (_table(paths),), figures, facts, tuple(unchecked))
 
 
 def _split(examples: Examples, samples: int | None, seed: int, calibrate: bool) -> tuple[Examples, Examples | None]:

@@ -140,7 +140,7 @@ def _findings(paths: Mapping[str, Path], moved: str) -> list[Finding]:
         for kind, value, ceiling, unit in (
             ("loss", path.barrier, plain.barrier, "nats"),
             ("accuracy", path.of_accuracy, plain.of_accuracy, "accuracy"),
-            ("calibrated", path.calibrated and path.calibrated.barrier, plain.calibrated and plain.calibrated.barrier, "nats"),
+            ("calibrated", _cool(path), _cool(plain), "nats"),
             ("midpoint", path.midpoint, plain.midpoint, "nats"),
         ):
             if value is None:
@@ -161,14 +161,17 @@ def _table(paths: Mapping[str, Path]) -> Table:
     plain = paths[STAND].barrier
     rows = []
     for name, p in paths.items():
-        cool = p.calibrated
         share = p.barrier / plain if plain > 0 else None
-        rows.append((name, p.barrier, share, p.at, cool and cool.barrier, p.rise, p.span, p.midpoint, p.of_accuracy, p.losses[0], p.losses[-1]))
+        rows.append((name, p.barrier, share, p.at, _cool(p), p.rise, p.span, p.midpoint, p.of_accuracy, p.losses[0], p.losses[-1]))
     heads = ("path", "barrier", "of as they stand", "at t", "calibrated", "003: rise", "003: range", "midpoint", "accuracy", "loss of A", "loss of B")
     note = f"Barrier: {DEFINITION}, in nats; negative where the path lies below that line. Calibrated: the same with a temperature for each point, "
     note += "fitted on other examples. Rise and range: 003's two wordings, the largest loss over the better end's, and over the least on the path. "
     note += "Midpoint: its loss over the better end's. Accuracy: its largest shortfall under the line between the ends."
     return Table("Barriers", heads, tuple(rows), note)
+
+
+def _cool(path: Path) -> float | None:
+    return None if path.calibrated is None else path.calibrated.barrier
 
 
 def _numbers(path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Pairs of models of one shape: the ends that matching and barriers are measured between. Trained once, kept as cells, and loaded from there.
 
     regauge reproduce 003/pairs            # trains what is not there yet, one pair of each kind first, and says how good the ends are
+    finished(lab)                          # {"gpt2": [0, 1], ...}: which are there
     a, b = (model(lab, "gpt2", seed) for seed in (0, 1))
 
 Pairs are seeds 0 and 1, 2 and 3, and so on; the two of a pair differ in nothing but the seed, of the first weights and of the order of the data.
@@ -11,7 +12,9 @@ training data is kept for validation, and the test is the data's own.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,6 +156,24 @@ SEEDS: dict[str, dict[str, int]] = {
 
 def subject(lab: Lab, name: str) -> Subject:
     return PAIRS[lab.preset_name]()[name]
+
+
+def finished(lab: Lab) -> dict[str, list[int]]:
+    """The seeds of each kind whose training is over, in this cache."""
+    kinds = PAIRS[lab.preset_name]()
+    return {name: [seed for seed in range(n) if lab.is_trained(kinds[name], seed, "plain")] for name, n in SEEDS[lab.preset_name].items()}
+
+
+def save(lab: Lab, name: str, seed: int, folder: Path) -> None:
+    """One end as a plain Hugging Face folder, with its tokenizer or with what its images are normalised by."""
+    about = subject(lab, name)
+    model(lab, name, seed).save_pretrained(folder)  # type: ignore[operator]
+    if about.tokenizer is not None and about.tokenizer.endswith(".json"):
+        (folder / "tokenizer.json").write_bytes(Path(lab.source(about.tokenizer).uri).read_bytes())
+    if about.task["kind"] == "images":
+        size = about.model["config"]["image_size"]
+        how = {"image_mean": about.task["mean"], "image_std": about.task["std"], "size": {"height": size, "width": size}}
+        (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "ViTImageProcessor", **how}))
 
 
 def model(lab: Lab, name: str, seed: int) -> torch.nn.Module:

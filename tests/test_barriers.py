@@ -213,7 +213,8 @@ def test_results_of_a_planted_pair() -> None:
     assert {f.id: f.holds for f in results.findings if f.holds is not None} == {"ends/folded": True, "ends/moved": True}
     assert results.facts["examples"] == 20
     assert results.facts["examples for temperatures"] == 4
-    assert results.facts["notes"] == ["norms are folded, and lm_head.weight untied in what is moved: the same function"]
+    assert results.facts["notes"] == ["norms are folded, and lm_head.weight untied, in what is moved: the same function"]
+    assert all("lm_head.weight untied" in f.sentence for f in results.findings if f.holds)
     assert results.unchecked == ("the plane through A, B and the moved A: the three models lie on one line",)
     assert "The loss on the way from A to B" in page(results)
 
@@ -285,6 +286,14 @@ def test_the_command_with_an_element(pair: Path, capsys: pytest.CaptureFixture[s
     assert stand[1] > stand[0] + 0.1
     assert results.facts["A"] == str(pair / "a")
     assert "The loss on the way from A to B" in (pair / "page.html").read_text()
+
+
+def test_the_command_finds_the_element_itself(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(pair, "--json", "-", "--no-calibrate") == 0
+    found = json.loads(capsys.readouterr().out)["facts"]["paths"]
+    assert list(found) == [STAND, FOLDED, "matched"]
+    assert found["matched"]["loss"] == pytest.approx([found[STAND]["loss"][0]] * 3, abs=1e-3)
+    assert "calibrated" not in found["matched"]
 
 
 def test_the_command_as_they_stand(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,7 @@ The baseline without alignment is always there, for a small barrier means nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,9 +74,8 @@ def connect(
             if folded is not spec and (spec.norms or spec.scales):
                 states[FOLDED] = (a, b)
                 untied = spec.ties.keys() - folded.ties.keys()
-                notes.append(
-                    "norms are folded" + (f", and {', '.join(sorted(untied))} untied" if untied else "") + " in what is moved: the same function"
-                )
+                what = f"norms are folded, and {', '.join(sorted(untied))} untied," if untied else "norms are folded"
+                notes.append(f"{what} in what is moved: the same function")
             spec = folded
         states[moved] = (apply(mover(spec, a, b), a), b)
     walk = partial(along, first, points=points, calibration=others, batch=batch, device=device)
@@ -107,7 +106,7 @@ def connect(
         "notes": notes,
         "paths": {name: _numbers(path) for name, path in paths.items()},
     }
-    return Results("The path between two models", tuple(_findings(paths, moved)), (_table(paths),), figures, facts, tuple(unchecked))
+    return Results("The path between two models", tuple(_findings(paths, moved, notes)), (_table(paths),), figures, facts, tuple(unchecked))
 
 
 def _split(examples: Examples, samples: int | None, seed: int, calibrate: bool) -> tuple[Examples, Examples | None]:
@@ -126,14 +125,18 @@ def _from(progress: Progress, start: int, total: int, what: str) -> Progress:
     return lambda done, _, now: progress(start + done, total, what + now)
 
 
-def _findings(paths: Mapping[str, Path], moved: str) -> list[Finding]:
+def _findings(paths: Mapping[str, Path], moved: str, notes: Sequence[str]) -> list[Finding]:
     plain = paths[STAND]
     out = []
     for name in (FOLDED, moved):
         if name in paths:
             change = max(abs(paths[name].losses[i] - plain.losses[i]) for i in (0, -1))
             said = f"The ends of the path, {name}, compute what A and B compute"
-            sentence = "" if change <= SAME else "The loss of an end changed: what moved it is no symmetry of the model, or was lost to rounding."
+            sentence = (
+                ". ".join(notes)
+                if change <= SAME
+                else "The loss of an end changed: what moved it is no symmetry of the model, or was lost to rounding."
+            )
             out.append(Finding(f"ends/{_slug(name)}", said, change <= SAME, change, SAME, sentence=sentence, measure="change of the loss, in nats"))
     for name, path in paths.items():
         share = f"; {path.barrier / plain.barrier:.3g} of what it is as they stand" if name != STAND and plain.barrier > 0 else ""

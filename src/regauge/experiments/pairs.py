@@ -31,12 +31,8 @@ Tensor = torch.Tensor
 KEPT = {"part": [0, 0.95]}, {"part": [0.95, 1]}, {"part": [0, 1]}  # train, validation, test: of images and reviews
 READ = {"part": [0, 0.9]}, {"part": [0.9, 0.95]}, {"part": [0.95, 1]}  # the same of one running text
 CLEARLY = 0.25  # the share of accuracy by which a classifier is better than a guess
-MARGIN = {
-    "small": 0.15,
-    "paper": 0.15,
-    "pico": -1.0,
-}  # nats by which a language model is better than a bigram that is tuned on the test; a pico-model
-# is only to have learned something
+# Nats by which a language model is better than a bigram that is tuned on the test. A pico-model is only to have learned something.
+MARGIN = {"small": 0.15, "paper": 0.15, "pico": -1.0}
 
 
 def _gpt2(vocabulary: int, width: int, layers: int, length: int) -> dict[str, Any]:

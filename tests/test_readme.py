@@ -19,7 +19,14 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     build("llama").float().save_pretrained(tmp_path / "MODEL")
+    build("llama", seed=1).float().save_pretrained(tmp_path / "OTHER")
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(30)}, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "MODEL" / "tokenizer.json"))
+    (tmp_path / "book.txt").write_text(" ".join(str(i % 7) for i in range(2000)))
     (tmp_path / "PICKLED").mkdir()
     shutil.copy(tmp_path / "MODEL" / "config.json", tmp_path / "PICKLED")
     torch.save(build("llama").state_dict(), tmp_path / "PICKLED" / "pytorch_model.bin")

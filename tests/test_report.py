@@ -32,6 +32,7 @@ FIGURES = {
         "columns": ["first", "second"],
         "rows": [{"label": "grey", "images": [GREY, [[True, False]]]}, {"label": "rgb", "images": [[[[1, 0, 0]]]]}],
     },
+    "plane": {"x": [0, 1, 2], "y": [0, 1], "values": [[1, 2, 3], [2, 3, math.nan]], "points": {"A": [0, 0], "B": [2, 1]}, "joined": [["A", "B"]]},
     "matrix": {"rows": ["r", "s"], "columns": ["stream", "ffn"], "values": [[1e-7, 1.0], [0.5, math.nan]], "log": True},
 }
 RESULTS = Results(
@@ -280,6 +281,8 @@ def test_charts_say_what_they_show() -> None:
         ("bars", {"labels": ["a"], "y": {"a": [1, 2, 3]}}, "cannot be drawn"),
         ("matrix", {"rows": ["a"], "columns": ["b"], "values": [[1, 2]]}, "the values are 1 x 2, the labels 1 x 1"),
         ("matrix", {"rows": [], "columns": [], "values": []}, "cannot be drawn"),
+        ("plane", {"x": [0, 1], "y": [0, 1], "values": [[1, 2, 3]]}, "the values are 1 x 3, the grid 2 x 2"),
+        ("plane", {"x": [0, 1], "y": [0, 1], "values": [[1, 2], [3, 4]], "joined": [["A", "B"]]}, '"A" is missing'),
         ("images", {"rows": [{"images": [[1.0]]}]}, r"an image has the shape \(1,\)"),
         ("images", {"rows": [{"images": [[[[1, 1]]]]}]}, r"an image has the shape \(1, 1, 2\)"),
     ],
@@ -302,6 +305,9 @@ def test_figures_that_are_none_are_refused_by_name(kind: str, data: dict[str, An
         ("bars", {"labels": [], "y": {}}),
         ("bars", {"labels": ["a", "a"], "y": {"": [-1, None]}}),
         ("matrix", {"rows": ["a"], "columns": ["b"], "values": [[-1.0]]}),
+        ("plane", {"x": [0, 1], "y": [0, 1], "values": [[1.0, 1.0], [1.0, 1.0]], "points": {"A": [0, 0]}}),
+        ("plane", {"x": [0, 1], "y": [0, 1], "values": [[1.0, "nan"], ["inf", 2.0]]}),
+        ("plane", {"x": [0, 1], "y": [0, 1], "values": [["nan", "nan"], ["nan", "nan"]]}),
         ("matrix", {"rows": ["a"], "columns": ["b", "c"], "values": [[0, "nan"]], "log": True}),
         ("matrix", {"rows": ["a"], "columns": list(range(20)), "values": [[10.0**-k for k in range(20)]], "log": True}),
         ("matrix", {"rows": ["a"], "columns": list(range(20)), "values": [[0.0] * 20], "log": True}),

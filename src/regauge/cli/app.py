@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from regauge.cli import INTERRUPTED, convert, demo, inspect, match, move, report, reproduce, verify
+from regauge.cli import INTERRUPTED, barrier, convert, demo, inspect, match, move, report, reproduce, verify
 from regauge.cli.console import StoppedError, fail, say, silence
 from regauge.errors import RegaugeError
 
@@ -31,6 +31,7 @@ _COMMANDS = (
     move.move,
     match.match,
     match.compare,
+    barrier.barrier,
     convert.convert,
     reproduce.reproduce,
     report.report,

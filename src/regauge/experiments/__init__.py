@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from regauge.experiments.lab import Lab
+from regauge.experiments.pairs import trained_pairs
 from regauge.experiments.tables import table2, table3, table4, table5
 from regauge.findings import Results
 
@@ -19,4 +20,5 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "000/table3": table3,
     "000/table4": table4,
     "000/table5": table5,
+    "003/pairs": trained_pairs,
 }

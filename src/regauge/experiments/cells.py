@@ -90,7 +90,7 @@ class Cell:
 def run(cell: Cell, parameters: Mapping[str, Any], cache: Path, data: Mapping[str, Digested] | None = None, *, device: str = "cpu") -> Outcome:
     """The cell's outcome for these parameters and data: from the cache if it is there and whole, or computed and kept."""
     data = data or {}
-    path = cache / f"{cell.name}-{key_of(cell, parameters, data)[:40]}.safetensors"
+    path = place(cell, parameters, cache, data)
     with writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
     if found := _read(path):
@@ -108,6 +108,11 @@ def run(cell: Cell, parameters: Mapping[str, Any], cache: Path, data: Mapping[st
     if found is None:
         raise CacheError(f"{path} does not hold what was just written to it", hint="look at the disk, or set REGAUGE_CACHE to another folder")
     return found
+
+
+def place(cell: Cell, parameters: Mapping[str, Any], cache: Path, data: Mapping[str, Digested] | None = None) -> Path:
+    """Where an outcome lies, once it is there."""
+    return cache / f"{cell.name}-{key_of(cell, parameters, data)[:40]}.safetensors"
 
 
 def key_of(cell: Cell, parameters: Mapping[str, Any], data: Mapping[str, Digested] | None = None) -> str:

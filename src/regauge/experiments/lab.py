@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from regauge.data import Data, DataError, Pictures, open_data
-from regauge.experiments.cells import Cell, Outcome, default_cache, run
+from regauge.experiments.cells import Cell, Outcome, default_cache, place, run
 from regauge.experiments.presets import PRESETS, From, Preset, Subject
 from regauge.experiments.training import SCORE, TRAIN, Source, source_of
 
@@ -53,12 +53,19 @@ class Lab:
 
     def train(self, subject: Subject, trial: int, way: str) -> Outcome:
         """The subject's model, trained in one way from one seed."""
-        assert subject.train is not None
-        data = {"train": self.open(subject.train), **self._sources(subject, 0)}
-        parameters = {"model": subject.model, "task": subject.task, "recipe": subject.recipe, "seed": trial, "way": way}
-        outcome = self.run(TRAIN, parameters, data, f"train {subject.name}, {way}, seed {trial}")
+        outcome = self.run(TRAIN, *self._training(subject, trial, way), f"train {subject.name}, {way}, seed {trial}")
         self._note(subject, outcome, "trained on")
         return outcome
+
+    def is_trained(self, subject: Subject, trial: int, way: str) -> bool:
+        """Is that model in the cache? Asking does not train it."""
+        parameters, data = self._training(subject, trial, way)
+        return place(TRAIN, parameters, self.cache, data).exists()
+
+    def _training(self, subject: Subject, trial: int, way: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        assert subject.train is not None
+        parameters = {"model": subject.model, "task": subject.task, "recipe": subject.recipe, "seed": trial, "way": way}
+        return parameters, {"train": self.open(subject.train), **self._sources(subject, 0)}
 
     def score(
         self, subject: Subject, trial: int, way: str, *, key: int = 0, weights: Outcome | None = None, dtype: str | None = None, trained: str = ""
@@ -118,12 +125,13 @@ class Lab:
     def _sources(self, subject: Subject, trial: int) -> dict[str, Source]:
         found = {}
         if subject.tokenizer is not None:
-            found["tokenizer"] = self._source(subject.tokenizer)
+            found["tokenizer"] = self.source(subject.tokenizer)
         if subject.sources:
-            found["source"] = self._source(subject.sources[trial if subject.recipe is None else 0])
+            found["source"] = self.source(subject.sources[trial if subject.recipe is None else 0])
         return found
 
-    def _source(self, uri: str) -> Source:
+    def source(self, uri: str) -> Source:
+        """A tokenizer or a model: of the assets, or of the hub."""
         path = self.assets / uri
         if not path.exists() and (Path(uri).suffix or self.preset_name != "paper"):
             raise DataError(f"{path} is not here", hint="--assets DIR or REGAUGE_ASSETS names the folder that holds it")

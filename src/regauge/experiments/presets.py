@@ -36,6 +36,7 @@ class Subject:
     train: From | None = None
     recipe: Mapping[str, Any] | None = None
     tested: Mapping[str, Any] = field(default_factory=dict)  # what the task's parameters are in the test, where they differ
+    validated: Mapping[str, Any] = field(default_factory=dict)  # the same, for a part of the training data that is not trained on
     tokenizer: str | None = None
     sources: tuple[str, ...] = ()
     batch: int = 100

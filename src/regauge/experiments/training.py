@@ -20,7 +20,7 @@ import torch
 
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.models import build, plain, used, wrapper
-from regauge.experiments.tasks import chances, loss_of, measures, prepare
+from regauge.tasks import chances, logits_of, loss_of, measures, prepare
 from regauge.testing import strict_float64
 
 Tensor = torch.Tensor
@@ -46,7 +46,11 @@ def source_of(uri: str | Path) -> Source:
 
 
 def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
-    """Train in one way; the plain weights, put back where they belong, and the losses."""
+    """Train in one way; the plain weights, put back where they belong, and the losses.
+
+    A recipe has an `optimizer` with its `rate` (and `more` arguments), `batch`, `epochs`, `dtype`, and may have `warmup` (a share of the steps),
+    `clip` (the largest norm of a gradient) and `augment` (of images).
+    """
     recipe, seed = p["recipe"], int(p["seed"])
     examples = prepare(p["task"], data["train"], _uri(data, "tokenizer"))
     dtype = getattr(torch, recipe["dtype"])
@@ -65,10 +69,14 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
             for group in optimizer.param_groups:
                 group["lr"] = recipe["rate"] * schedule(step, total, recipe.get("warmup", 0.1))
             inputs, labels = _to(examples.batch(rows), work.device, dtype)
+            if "augment" in recipe:
+                inputs["pixel_values"] = augmented(inputs["pixel_values"], recipe["augment"], np.random.default_rng([seed, step, 1]))
             with _exact(dtype):
                 loss = loss_of(examples, logits_of(model, inputs), labels)
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
+            if "clip" in recipe:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), recipe["clip"])
             optimizer.step()
             losses.append(float(loss.detach()))
             step += 1
@@ -83,6 +91,20 @@ def schedule(step: int, total: int, warmup: float) -> float:
     """A linear rise and a cosine down to nothing, as a share of the rate."""
     rise = max(1, round(warmup * total))
     return (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, total - rise)))
+
+
+def augmented(pixels: Tensor, how: Parameters, draw: np.random.Generator) -> Tensor:
+    """Each image mirrored or not (`flip`), and moved by up to `shift` pixels each way; what comes in from outside is zero."""
+    n, side = len(pixels), pixels.shape[-1]
+    if how.get("flip"):
+        chosen = torch.from_numpy(draw.random(n) < 0.5).to(pixels.device)
+        pixels = torch.where(chosen[:, None, None, None], pixels.flip(-1), pixels)
+    most = int(how.get("shift", 0))
+    if most:
+        wide = torch.nn.functional.pad(pixels, (most,) * 4)
+        places = draw.integers(0, 2 * most + 1, (n, 2))
+        pixels = torch.stack([image[:, y : y + side, x : x + side] for image, (y, x) in zip(wide, places, strict=True)])
+    return pixels
 
 
 OPTIMIZERS: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -120,12 +142,6 @@ def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
 
 TRAIN = Cell("train", 1, train)
 SCORE = Cell("score", 2, score)
-
-
-def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The logits, [examples, classes, ...]. Images go by place: timm calls them x."""
-    out = model(inputs["pixel_values"]) if "pixel_values" in inputs else model(**inputs)
-    return out if isinstance(out, Tensor) else out.logits
 
 
 def _exact(dtype: torch.dtype) -> Any:

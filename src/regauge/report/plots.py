@@ -95,7 +95,7 @@ def draw(figure: Figure, prefix: str) -> tuple[Any, int]:
     """A figure's markup, and how many of its numbers could not be drawn (nan, inf; on a log axis also what is not positive)."""
     from markupsafe import Markup
 
-    kinds = {"lines": _lines, "bars": _bars, "images": _images, "matrix": _matrix}
+    kinds = {"lines": _lines, "bars": _bars, "images": _images, "matrix": _matrix, "plane": _plane}
     if figure.kind not in kinds:
         raise FindingsError(f'the figure "{figure.title}" is of the unknown kind {figure.kind!r}', hint=f"known kinds: {', '.join(sorted(kinds))}")
     try:
@@ -195,6 +195,42 @@ def _matrix(figure: Figure, prefix: str) -> tuple[str, int]:
                 _log_labels(bar.ax.yaxis)
 
     return _chart(figure, prefix, size, paint), skipped
+
+
+def _plane(figure: Figure, prefix: str) -> tuple[str, int]:
+    """A landscape as filled contours, with named places. The contours stand closer where it is low, for that is where the models are."""
+    data = figure.data
+    x, skipped = _numbers(data["x"])
+    y, more = _numbers(data["y"])
+    values, most = _numbers(data["values"])
+    if values.shape != (len(y), len(x)) or min(len(x), len(y)) < 2:
+        raise ValueError(f"the values are {' x '.join(map(str, values.shape))}, the grid {len(y)} x {len(x)}")
+    places = {_label(name, 22): _numbers(place)[0] for name, place in data.get("points", {}).items()}
+
+    def paint(axes: Any) -> None:
+        import numpy as np
+
+        known = values[values == values]
+        low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+        levels = low + (high - low if high > low else 1.0) * np.linspace(0, 1, 15) ** 1.5
+        filled = axes.contourf(x, y, np.ma.masked_invalid(values), levels=levels, cmap="cividis")
+        for name, (px, py) in places.items():
+            axes.plot([px], [py], "o", color="#ffffff", markeredgecolor="#000000", markersize=8)
+            axes.annotate(name, (px, py), xytext=(7, 7), textcoords="offset points", color="#ffffff", fontsize=12, fontweight="bold")
+        for one, other in data.get("joined", ()):
+            (ax, ay), (bx, by) = places[_label(one, 22)], places[_label(other, 22)]
+            axes.plot([ax, bx], [ay, by], color="#ffffff", linewidth=1.5, linestyle=(0, (4, 3)))
+        axes.set_aspect("equal")
+        axes.grid(False)
+        axes.set_xlabel(_label(data.get("xlabel", "")))
+        axes.set_ylabel(_label(data.get("ylabel", "")))
+        bar = axes.figure.colorbar(
+            filled, ax=axes, fraction=0.05, pad=0.03, label=_label(data.get("unit", "")), format=lambda v, _: number(float(v), 3)
+        )
+        bar.outline.set_visible(False)
+
+    tall = (y[-1] - y[0]) / (x[-1] - x[0])
+    return _chart(figure, prefix, (_WIDTH, min(620.0, max(220.0, 90 + 330 * tall))), paint), skipped + more + most
 
 
 def _images(figure: Figure, prefix: str) -> tuple[str, int]:

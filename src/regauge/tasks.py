@@ -6,8 +6,10 @@ labels of its logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,11 @@ class Examples:
     def __len__(self) -> int:
         return self.count
 
+    def only(self, rows: Any) -> Examples:
+        """These examples, in this order."""
+        chosen = np.asarray(rows)
+        return replace(self, count=len(chosen), batch=lambda i: self.batch(chosen[i]))
+
 
 def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -> Examples:
     """Examples of a task. Texts need a tokenizer: a tokenizer.json, or what transformers' AutoTokenizer knows."""
@@ -54,12 +61,22 @@ def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -
 def _images(task: Parameters, data: Data) -> Examples:
     """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` makes every image that large."""
     pictures, labels = data["image"], torch.from_numpy(np.asarray(data["label"]).astype(np.int64))
+    chosen = _part(task, len(data))
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
+        rows = chosen[rows]
         pixels = pictures.array(rows) if isinstance(pictures, Pictures) else pictures[rows]
         return {"pixel_values": _normal(pixels, task)}, labels[rows]
 
-    return Examples(len(data), int(task["classes"]), batch)
+    return Examples(len(chosen), int(task["classes"]), batch)
+
+
+def _part(task: Parameters, n: int) -> Any:
+    """The rows of a task's `part` = [from, to], as shares of the rows in an order drawn once and for all; without one, all rows."""
+    if "part" not in task:
+        return np.arange(n)
+    begin, end = (round(share * n) for share in task["part"])
+    return np.sort(np.random.default_rng(0).permutation(n)[begin:end])
 
 
 def _normal(pixels: Any, task: Parameters) -> Tensor:
@@ -111,10 +128,11 @@ def _maps(task: Parameters, data: Data) -> Examples:
 
 def _reviews(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
     """Texts and one label each, padded to the longest of the batch. `first` is a token put in front (BERT reads its place), `pad` fills up. Two
-    texts (`premise` and `hypothesis`) follow each other with `pad` between. Rows whose label is negative are left out, as SNLI's own page asks."""
-    keep = [i for i, label in enumerate(data["label"]) if int(label) >= 0]
+    texts (`premise` and `hypothesis`) follow each other with `pad` between; with `special` the tokenizer puts its own marks. Rows whose label is
+    negative are left out, as SNLI's own page asks."""
+    keep = [i for i in _part(task, len(data)) if int(data["label"][i]) >= 0]
     texts = [data["text"]] if "text" in data.fields else [data["premise"], data["hypothesis"]]
-    parts = [encode(tokenizer, [field[i] for i in keep]) for field in texts]
+    parts = [encode(tokenizer, [field[i] for i in keep], special=bool(task.get("special"))) for field in texts]
     first = [] if task.get("first") is None else [task["first"]]
     pad, length = task["pad"], task["length"]
     ids = [(first + _with(pad, row))[:length] for row in zip(*parts, strict=True)]
@@ -138,19 +156,21 @@ def _with(between: int, rows: tuple[list[int], ...]) -> list[int]:
 
 
 def _text(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
-    """One running text in windows of `length` tokens; `part` = [from, to] as shares of its characters. All but a window's first are predicted."""
+    """One running text in windows of `length` tokens, one every `stride` (by default side by side); `part` = [from, to] as shares of its characters.
+    All but a window's first are predicted."""
     whole = text_of(data)
     begin, end = (round(share * len(whole)) for share in task.get("part", (0, 1)))
     ids = encode(tokenizer, [whole[begin:end]])[0][: task.get("tokens")]
-    count = len(ids) // task["length"]
-    if count == 0:
+    if len(ids) < task["length"]:
         raise DataError(f"{data.name} has {len(ids)} tokens, fewer than one window of {task['length']}")
-    windows = torch.tensor(ids[: count * task["length"]]).view(count, task["length"])
-    return Examples(count, int(task["classes"]), lambda rows: ({"input_ids": windows[rows]}, windows[rows]), causal=True)
+    if max(ids) >= task["classes"]:
+        raise DataError(f"the tokenizer gives the token {max(ids)}, and the model knows {task['classes']}", hint="is it this model's tokenizer?")
+    windows = torch.tensor(ids).unfold(0, task["length"], task.get("stride", task["length"]))
+    return Examples(len(windows), int(task["classes"]), lambda rows: ({"input_ids": windows[rows]}, windows[rows]), causal=True)
 
 
-def encode(tokenizer: Path | str | None, texts: list[str]) -> list[list[int]]:
-    """The tokens of each text, without special ones."""
+def encode(tokenizer: Path | str | None, texts: list[str], special: bool = False) -> list[list[int]]:
+    """The tokens of each text, with or without the tokenizer's special ones."""
     if tokenizer is None:
         raise DataError("texts need a tokenizer")
     if str(tokenizer).endswith(".json"):
@@ -160,7 +180,9 @@ def encode(tokenizer: Path | str | None, texts: list[str]) -> list[list[int]]:
             known = Tokenizer.from_file(str(tokenizer))
         except Exception as error:  # the library raises plain Exceptions
             raise DataError(f"{tokenizer} is no tokenizer: {error}", hint="give a tokenizer.json") from error
-        return [e.ids for e in known.encode_batch(texts, add_special_tokens=False)]
+        known.no_padding()  # some files ask for all texts to be filled up or cut to one length
+        known.no_truncation()
+        return [e.ids for e in known.encode_batch(texts, add_special_tokens=special)]
     from transformers import AutoTokenizer
 
     try:
@@ -169,7 +191,13 @@ def encode(tokenizer: Path | str | None, texts: list[str]) -> list[list[int]]:
         raise DataError(
             f"there is no tokenizer {tokenizer} here: {str(error).splitlines()[0]}", hint="give a folder, or connect to the hub"
         ) from error
-    return [list(found(text, add_special_tokens=False, verbose=False)["input_ids"]) for text in texts]
+    return [list(found(text, add_special_tokens=special, verbose=False)["input_ids"]) for text in texts]
+
+
+def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The logits, [examples, classes, ...]. Images go by place: timm calls them x."""
+    out = model(inputs["pixel_values"]) if "pixel_values" in inputs else model(**inputs)
+    return out if isinstance(out, Tensor) else out.logits
 
 
 def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
@@ -205,3 +233,94 @@ def chances(examples: Examples, confusion: Tensor) -> dict[str, float]:
     truth = confusion.double().sum(1)
     common, there = float(truth.max() / truth.sum()), int((truth > 0).sum())
     return {"aAcc": common, "mIoU": common / there, "mAcc": 1 / there}
+
+
+def task_of(
+    module: torch.nn.Module,
+    data: Data,
+    *,
+    beside: Path | None = None,
+    tokenizer: Path | str | None = None,
+    length: int | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> tuple[dict[str, Any], Path | str | None]:
+    """What a model does with data, read off its class and config: the task's parameters, and the tokenizer for texts.
+
+    A language model reads texts; a classifier of texts needs texts and labels, one of images needs images and labels. `beside` is the folder that the
+    model came from: its tokenizer and its preprocessor_config.json are used where nothing else is given. `length` is in tokens.
+    """
+    config, name = getattr(module, "config", None), type(module).__name__
+    images = "pixel_values" in inspect.signature(module.forward).parameters or config is None
+    if images:
+        classes = getattr(module, "num_classes", None) if config is None else config.num_labels
+        if not classes or (config is not None and not name.endswith("ForImageClassification")):
+            raise DataError(f"{name} gives no classes of images, so that there is no loss to measure", hint="give a model ...ForImageClassification")
+        _require(data, name, "image", "label")
+        mean, std = _normalisation(beside, mean, std, module)
+        task = {"kind": "images", "classes": int(classes), "mean": list(mean), "std": list(std), "size": _side(module)}
+        _require_labels(data, int(classes))
+        return task, None
+    if tokenizer is None:
+        found = [] if beside is None else [beside / "tokenizer.json", beside / "tokenizer_config.json"]
+        tokenizer = next((p if p.name == "tokenizer.json" else p.parent for p in found if p.exists()), None)
+    if tokenizer is None:
+        raise DataError(f"{name} reads tokens, and there is no tokenizer beside it", hint="--tokenizer FILE (a tokenizer.json), a folder or a hub id")
+    assert config is not None
+    longest = getattr(config, "max_position_embeddings", None) or 512
+    length = min(length or 256, int(longest))
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        _require(data, name, "text")
+        return {"kind": "text", "classes": int(config.vocab_size), "length": length}, tokenizer
+    if name.endswith("ForSequenceClassification"):
+        _require(data, name, "text", "label")
+        _require_labels(data, int(config.num_labels))
+        pad = config.pad_token_id if config.pad_token_id is not None else 0
+        return {"kind": "reviews", "classes": int(config.num_labels), "length": length, "pad": int(pad), "special": True}, tokenizer
+    raise DataError(f"there is no loss for a {name} here", hint="known are language models, and classifiers of texts and of images")
+
+
+def _require(data: Data, name: str, *fields: str) -> None:
+    missing = [f for f in fields if f not in data.fields]
+    if missing:
+        raise DataError(
+            f"a {name} needs the field{'s' * (len(missing) > 1)} {' and '.join(repr(f) for f in missing)}, which {data.name} has not",
+            hint=f"it has {', '.join(map(repr, data.fields))}; name yours with --field {missing[0]}=NAME",
+        )
+
+
+def _require_labels(data: Data, classes: int) -> None:
+    try:
+        labels = np.asarray(data["label"]).astype(np.int64)
+    except ValueError as error:
+        raise DataError(
+            f'the field "label" of {data.name} holds no numbers', hint="labels are 0, 1, ... in the order of the model's classes"
+        ) from error
+    if labels.size and (labels.max() >= classes or labels.min() < -1):
+        raise DataError(
+            f"{data.name} has the labels {labels.min()} to {labels.max()}, and the model {classes} classes", hint="is it this model's data?"
+        )
+
+
+def _normalisation(beside: Path | None, mean: Any, std: Any, module: torch.nn.Module) -> tuple[Sequence[float], Sequence[float]]:
+    if mean and std:
+        return mean, std
+    timm = getattr(module, "pretrained_cfg", None)
+    found = dict(timm) if timm else {}
+    path = None if beside is None else beside / "preprocessor_config.json"
+    if path is not None and path.exists():
+        try:
+            about = json.loads(path.read_text())
+            found = {"mean": about["image_mean"], "std": about["image_std"]} if about.get("do_normalize", True) else {"mean": [0.0], "std": [1.0]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} does not say how images are normalised: {error!r}", hint="--mean and --std say it") from error
+    if not found.get("mean"):
+        raise DataError(
+            "nothing says how the model's images are normalised", hint="--mean 0.5 --std 0.5, say; or put preprocessor_config.json beside it"
+        )
+    return found["mean"], found["std"]
+
+
+def _side(module: torch.nn.Module) -> int | None:
+    size = getattr(getattr(module, "config", None), "image_size", None) or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
+    return int(size[-1] if isinstance(size, list | tuple) else size) if size else None

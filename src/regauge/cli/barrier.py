@@ -1,0 +1,126 @@
+"""`regauge barrier`: the loss on the straight line between two models, as they stand and after matching."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from regauge.cli import options
+from regauge.cli.console import say, step_bar
+from regauge.cli.run import check_outputs, deliver, facts_of_run, mark
+
+if TYPE_CHECKING:
+    from regauge.findings import Results
+
+
+def barrier(
+    a: Annotated[str, typer.Argument(metavar="A", help="A folder, a .safetensors file, or a hub id (owner/name).")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another model of the same class and sizes.")],
+    data: Annotated[str, typer.Option("--data", metavar="URI", help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id.")],
+    field: Annotated[
+        list[str] | None, typer.Option("--field", metavar="NAME=THEIRS", help="text, image or label as the data call it. May be repeated.")
+    ] = None,
+    split: Annotated[str, typer.Option("--split", metavar="S", help="The split of a data set of the hub.")] = "test",
+    samples: Annotated[int | None, typer.Option("--samples", min=5, metavar="N", help="Measure on this many examples. Default: all.")] = None,
+    tokenizer: Annotated[str | None, typer.Option("--tokenizer", metavar="FILE", help="For texts. Default: the one beside A.")] = None,
+    length: Annotated[int | None, typer.Option("--length", min=2, metavar="N", help="Tokens of a window or text. Default: 256.")] = None,
+    mean: Annotated[str | None, typer.Option("--mean", metavar="X[,X,X]", help="Of pixels in 0..1. Default: preprocessor_config.json.")] = None,
+    std: Annotated[str | None, typer.Option("--std", metavar="X[,X,X]", help="Likewise.")] = None,
+    points: Annotated[int, typer.Option("--points", min=3, max=1001, metavar="N", help="Points of the path, ends included.")] = 11,
+    matched: Annotated[bool, typer.Option("--match/--no-match", help="Also after A was matched to B.")] = True,
+    element: Annotated[Path | None, typer.Option("-g", "--element", metavar="G", help="Move A by this element, and do not match.")] = None,
+    fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Fold norms first, so that the stream can be rotated. It unties heads.")] = True,
+    plane: Annotated[bool, typer.Option("--plane", help="Also the losses on the plane through A, B and the moved A.")] = False,
+    grid: Annotated[int, typer.Option("--grid", min=3, max=101, metavar="N", help="Points of that plane on a side.")] = 9,
+    calibrate: Annotated[bool, typer.Option("--calibrate/--no-calibrate", help="Also with a temperature for each point.")] = True,
+    batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Examples at a time.")] = 16,
+    json: Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")] = None,
+    report: Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")] = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed that draws the samples.")] = 0,
+    device: Annotated[str, typer.Option("--device", metavar="D", help="Where to compute: cpu, cuda, cuda:1, mps.")] = "cpu",
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Measure the loss and the accuracy on the straight line between two models, as they stand and after matching. The barrier is the largest excess,
+    inside the path, over the straight line between the losses of the two ends. Exit code 3 if moving A changed what it computes."""
+    started = time.monotonic()
+    check_outputs(json, report)
+    fields = _fields(field)
+    channels = [_numbers(text, name) for text, name in ((mean, "--mean"), (std, "--std"))]
+    import torch
+
+    from regauge.barriers import require_joined
+    from regauge.checkpoint import open_checkpoint
+    from regauge.connectivity import connect, matcher
+    from regauge.data import open_data
+    from regauge.elements import load_element
+    from regauge.loading import load_model
+    from regauge.tasks import prepare, task_of
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    opened = open_data(data, fields=fields, split=split)
+    checkpoints = [open_checkpoint(source) for source in (a, b)]
+    say(f"loads {a} and {b}")
+    first, second = (load_model(c, "float32").to(device) for c in checkpoints)
+    require_joined(first.state_dict(), second.state_dict(), (a, b))
+    beside = checkpoints[0].path if checkpoints[0].is_folder else checkpoints[0].path.parent
+    task, reader = task_of(first, opened, beside=beside, tokenizer=tokenizer, length=length, mean=channels[0], std=channels[1])
+    with step_bar("barrier") as progress:
+        results = connect(
+            first,
+            second,
+            prepare(task, opened, reader),
+            samples=samples,
+            points=points,
+            mover=(lambda spec, *_: load_element(element, spec)) if element is not None else matcher if matched else None,
+            moved="matched" if element is None else "moved",
+            fold=fold,
+            grid=grid if plane else 0,
+            calibrate=calibrate,
+            batch=batch,
+            seed=seed,
+            device=device,
+            progress=progress,
+        )
+    facts = {**facts_of_run(), "A": a, "B": b, "data": data, "task": task, **results.facts, "seconds": round(time.monotonic() - started, 1)}
+    results = replace(results, facts=facts)
+    return deliver(results, text_of(results), json, report)
+
+
+def text_of(results: Results) -> str:
+    """Results as a terminal shows them: a line for each path, and what was checked."""
+    from regauge.facts import columns
+
+    (table,) = results.tables
+    rows = [table.columns, *(tuple("" if c is None else c if isinstance(c, str) else f"{c:.4f}" for c in row) for row in table.rows)]
+    lines = [f"{results.facts['class']}: the loss on the straight line from A to B", "", columns(rows, right=tuple(range(1, len(table.columns)))), ""]
+    lines += [f"barrier: {results.facts['barrier']}, in nats", *map(str, results.facts["notes"])]
+    for f in results.findings:
+        if f.holds is not None:
+            lines.append(f"{mark(f)}  {f.statement.lower()[0] + f.statement[1:]} (change {f.value:.1e}, allowed {f.floor:.0e})")
+    return "\n".join(lines)
+
+
+def _fields(given: list[str] | None) -> dict[str, str] | None:
+    """NAME=THEIRS, ... as a mapping; what is not named keeps its own name."""
+    if not given:
+        return None
+    pairs = [text.partition("=") for text in given]
+    for text, (name, equals, theirs) in zip(given, pairs, strict=True):
+        if not (name and equals and theirs):
+            raise typer.BadParameter(f"{text!r} is not NAME=THEIRS", param_hint="--field")
+    return {name: theirs for name, _, theirs in pairs}
+
+
+def _numbers(text: str | None, name: str) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no number, nor numbers with commas", param_hint=name) from error

@@ -18,6 +18,7 @@ from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from typing import TYPE_CHECKING
 
 from regauge.action import State
 from regauge.elements import Element, identity, match_spaces
@@ -25,6 +26,9 @@ from regauge.groups import Group, Kind
 from regauge.matching.costs import Costs, MatchError, Shared, Weights
 from regauge.matching.finding import Search
 from regauge.spec import Spec, check, require
+
+if TYPE_CHECKING:
+    from regauge.matching.recording import Seen
 
 __all__ = ["Match", "MatchError", "Shared", "layers_of", "match"]
 
@@ -89,6 +93,7 @@ def match(
     within: Kind = "full",
     weights: Weights | None = None,
     rows: Mapping[str, Shared] | None = None,
+    seen: tuple[Seen, Seen] | None = None,
     start: Element | None = None,
     sweeps: int = SWEEPS,
     rescale: bool = False,
@@ -102,9 +107,10 @@ def match(
 
     `spaces` take part ("qk", "head.3", ...; all by default), of these `layers` only; `within` restricts every group to a kind ("orthogonal": the
     paper's rotations). `weights` of the tensors in what is minimised, by name or as a function of name and value. `rows`: the rows that two tables
-    have in common, where vocabularies differ. `start` is an element to go on from, which skips the first pass. `rescale`: with rotations alone, one
-    factor per head besides (the paper's optional rescaling). `whole`: key and value biases are
-    compared as they are stored, as paper 003 does, although no function sees the one and the other acts elsewhere.
+    have in common, where vocabularies differ. `seen`: what the two models were seen to do on the same inputs (`recording.record`): the stream is
+    then matched by that, and heads by what they do to it. `start` is an element to go on from, which skips the first pass. `rescale`: with rotations
+    alone, one factor per head besides (the paper's optional rescaling). `whole`: key biases are compared as they are stored, as paper 003 does,
+    although no function sees them.
 
     `workers`: layers are independent once the stream is known, and are searched in so many processes. `saved` is told the element and the spaces
     known so far after each of them; `start` and `known` go on from there. Nothing is held in memory but one tensor of each model at a time, and
@@ -112,7 +118,7 @@ def match(
     """
     started = time.monotonic()
     _require_pair(spec, a, b, rows or {})
-    costs = Costs(spec, a, b, weights=weights, rows=rows, whole=whole)
+    costs = Costs(spec, a, b, weights=weights, rows=rows, whole=whole, seen=seen)
     groups = chosen_groups(spec, spaces, layers, within)
     none = identity(spec)
     first = costs.distances(none)

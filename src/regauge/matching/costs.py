@@ -23,6 +23,8 @@ from regauge.spec import Spec, stored
 if TYPE_CHECKING:
     import torch
 
+    from regauge.matching.recording import Seen
+
 Weights = Mapping[str, float] | Callable[[str, "torch.Tensor"], float]
 
 
@@ -50,24 +52,43 @@ class Costs:
         weights: Weights | None = None,
         rows: Mapping[str, Shared] | None = None,
         whole: bool = False,
+        seen: tuple[Seen, Seen] | None = None,
     ) -> None:
         self.spec, self.a, self.b, self.rows, self.whole = spec, a, b, dict(rows or {}), whole
+        self.axes = dict(spec.tensors)
+        self.seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._metrics: dict[str, torch.Tensor] = {}
+        if seen is not None:
+            self._take(*seen)
         self._weights = weights
         self._stored = stored(spec)
         self._members: dict[str, list[str]] = {}
         for name, entry in self._stored.items():
             self._members.setdefault(entry.pattern, []).append(name)
 
+    def _take(self, a: Seen, b: Seen) -> None:
+        """What the models were seen to do counts like tensors; each place is centred and has the same weight."""
+        for name in a.streams.keys() & b.streams.keys():
+            if a.streams[name].shape != b.streams[name].shape:
+                raise MatchError("the two were seen at work on different inputs", hint="record both on the same batches")
+            x, y = (s.streams[name] - s.streams[name].mean(0) for s in (a, b))
+            self.seen[name] = (x / x.norm(), y / y.norm())
+            self.axes[name] = b.axes[name]
+        self._metrics = {name: _root(moment) for name, moment in b.moments.items()}
+
     @cached_property
     def patterns(self) -> list[str]:
         """The tensors that are compared: those that something acts on, each once."""
-        return [p for p in self.spec.tensors if p not in self.spec.ties and ax.spaces(self.spec.tensors[p])]
+        return [p for p in self.axes if p not in self.spec.ties and ax.spaces(self.axes[p])]
 
     @cached_property
     def layouts(self) -> dict[str, list[Block]]:
         """The blocks of every tensor, without values."""
         out = {}
         for pattern in self.patterns:
+            if pattern in self.seen:
+                out[pattern] = layout(self.spec, self.axes[pattern], self.seen[pattern][1].shape)
+                continue
             names = self._members[pattern]
             shape = tuple(self._raw(self.b, names[0], only_shape=True).shape)
             if self._stored[names[0]].parent is not None:
@@ -79,12 +100,18 @@ class Costs:
         """The tensors that live in a space."""
         return self._where.get(space, [])
 
+    def is_seen(self, space: str) -> bool:
+        """Was this space seen at work? Fitting it again from weights would only undo that."""
+        return any(p in self.seen for p in self.where(space))
+
     @cached_property
     def _where(self) -> dict[str, list[str]]:
         out: dict[str, list[str]] = {}
         for pattern in self.patterns:
-            for space in ax.spaces(self.spec.tensors[pattern]):
+            for space in ax.spaces(self.axes[pattern]):
                 out.setdefault(space, []).append(pattern)
+        for space, found in out.items():  # a space that was seen at work is found by that alone
+            out[space] = [p for p in found if p in self.seen] or found
         return out
 
     def weight(self, pattern: str, value: torch.Tensor) -> float:
@@ -94,8 +121,13 @@ class Costs:
 
     def pairs(self, pattern: str, g: Element) -> list[tuple[Block, Block]]:
         """The blocks of one tensor: those of b, and those of a as g moves them. Weighted by the root of the tensor's weight."""
-        axes = self.spec.tensors[pattern]
+        import torch
+
+        axes = self.axes[pattern]
         y, x = self.paired(pattern, g)
+        if pattern in self._metrics:
+            dim = _reading_axis(self.spec, axes, self._metrics[pattern].shape[0])
+            y, x = (torch.tensordot(v, self._metrics[pattern].to(v.dtype), ([dim], [0])).movedim(-1, dim) for v in (y, x))
         root = self.weight(pattern, y) ** 0.5
         found = (blocks(self.spec, axes, (v * root if root != 1 else v).numpy()) for v in (y, x))
         return [(one, other) for one, other in zip(*found, strict=True) if not self._unseen(one)]
@@ -110,7 +142,7 @@ class Costs:
 
     def own(self, pattern: str) -> list[Block]:
         """The blocks of one tensor of b."""
-        found = blocks(self.spec, self.spec.tensors[pattern], self._value(self.b, pattern).numpy())
+        found = blocks(self.spec, self.axes[pattern], self._value(self.b, pattern).numpy())
         return [block for block in found if not self._unseen(block)]
 
     def _value(self, state: State, pattern: str) -> torch.Tensor:
@@ -137,7 +169,10 @@ class Costs:
         """A tensor of b, and that of a as g moves it; of tables only the rows that both have."""
         import torch
 
-        axes = self.spec.tensors[pattern]
+        axes = self.axes[pattern]
+        if pattern in self.seen:
+            x, y = self.seen[pattern]
+            return y, act(g, x, axes)
         y, x = self._value(self.b, pattern), act(g, self._value(self.a, pattern), axes)
         if pattern not in self.rows:
             return y, x
@@ -152,6 +187,24 @@ class Costs:
                 for y, x in self.pairs(pattern, g):
                     if space in y.spaces and usable(y):
                         yield y, x
+
+
+def _reading_axis(spec: Spec, axes: str, size: int) -> int:
+    """The axis by which a tensor reads a space of this size that is nobody's child."""
+    for dim, term in enumerate(ax.parse(axes).terms):
+        if isinstance(term, ax.Leaf) and term.star and spec.spaces[term.space].size == size and spec.spaces[term.space].over is None:
+            return dim
+    raise MatchError(f"a tensor with axes {axes} reads no space of size {size}")
+
+
+def _root(moment: torch.Tensor) -> torch.Tensor:
+    """The symmetric root of a second moment, with a mean square of one."""
+    import torch
+
+    values, vectors = torch.linalg.eigh(moment)
+    root: torch.Tensor = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+    scale = moment.shape[0] ** 0.5 / float(torch.linalg.matrix_norm(root))
+    return torch.mul(root, scale)
 
 
 def _free_axis(axes: str) -> int:

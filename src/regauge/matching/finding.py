@@ -66,7 +66,7 @@ class Search:
         """Fit every space once more, each from all of its tensors."""
         order = list(order)
         inside = {s for unit in self.units for s in unit}
-        self._fit_again([s for s in order if s not in inside])
+        self._fit_again([s for s in order if s not in inside and not self.costs.is_seen(s)])
         if self.units:
             self._each_unit([(self, [s for s in order if s in unit], False) for unit in map(set, self.units)])
 

@@ -1,0 +1,57 @@
+"""Matching by what models are seen to do: what was planted is found, and hooks leave nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import picos
+from regauge import apply, element, fold_norms
+from regauge.errors import RegaugeError
+from regauge.matching import MatchError, match
+from regauge.matching.recording import RecordError, record, written
+from regauge.testing import strict_float64
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "bert", "deberta-v3", "t5", "swin", "clip", "timm-vit", "mixtral"])
+def test_a_planted_element_is_found_by_what_the_models_do(name: str, folded: bool) -> None:
+    model = picos.build(name)
+    spec, a = picos.spec_of(model), {n: t.detach().clone() for n, t in model.state_dict().items()}
+    if folded:
+        spec, a = fold_norms(spec, a)
+    b = apply(element(spec, 3), a)
+    with strict_float64():
+        seen = tuple(record(model, state, spec, [picos.PICOS[name].inputs]) for state in (a, b))
+    assert seen[0].streams
+    found = match(spec, a, b, seen=seen, sweeps=1)  # type: ignore[arg-type]
+    moved = apply(found.element, a)
+    scale = max(float(t.abs().max()) for t in b.values() if t.is_floating_point())
+    rows: dict[str, int] = {}
+    for place, text in seen[0].axes.items():
+        rows[text.split()[-1]] = rows.get(text.split()[-1], 0) + seen[0].streams[place].shape[0]
+    if not folded or all(n >= 2 * spec.spaces[s].size for s, n in rows.items()):  # fewer rows than coordinates do not tell a rotation
+        assert max(float((moved[n] - b[n]).abs().max()) for n in b if b[n].is_floating_point()) < 1e-3 * scale
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_models_write_text_by_themselves() -> None:
+    models = [picos.build("gpt2", seed).float() for seed in (0, 1)]
+    one, other = (written(models, count=6, length=8, seed=4) for _ in range(2))
+    assert [tuple(b["input_ids"].shape) for b in one] == [(3, 8), (3, 8)]
+    assert all(torch.equal(x["input_ids"], y["input_ids"]) for x, y in zip(one, other, strict=True))
+    with pytest.raises(RecordError, match="writes no text"):
+        written([picos.build("vit")])
+
+
+def test_what_was_not_seen_on_the_same_inputs_is_refused() -> None:
+    model = picos.build("gpt2")
+    spec, a = picos.spec_of(model), dict(model.state_dict())
+    with pytest.raises(RecordError, match="not seen at work"):
+        record(model, None, spec, [])
+    inputs = picos.PICOS["gpt2"].inputs
+    one, other = record(model, None, spec, [inputs]), record(model, None, spec, [inputs, inputs])
+    b = {n: t + 1 for n, t in a.items()}
+    with pytest.raises(MatchError, match="different inputs"):
+        match(spec, a, b, seen=(one, other))
+    assert issubclass(RecordError, RegaugeError)

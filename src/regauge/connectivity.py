@@ -37,6 +37,18 @@ def matcher(spec: Spec, a: State, b: State) -> Element:
     return match(spec, a, b).element
 
 
+def watcher(first: torch.nn.Module, second: torch.nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Mover:
+    """A mover that matches by what the two do on these inputs."""
+
+    def move(spec: Spec, a: State, b: State) -> Element:
+        from regauge.matching import match
+        from regauge.matching.recording import record
+
+        return match(spec, a, b, seen=(record(first, a, spec, batches), record(second, b, spec, batches)), sweeps=0).element
+
+    return move
+
+
 def connect(
     first: torch.nn.Module,
     second: torch.nn.Module,

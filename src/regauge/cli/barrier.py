@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regauge.cli import options
+from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
 from regauge.cli.run import check_outputs, deliver, facts_of_run, mark
 
@@ -21,17 +22,16 @@ def barrier(
     a: Annotated[str, typer.Argument(metavar="A", help="A folder, a .safetensors file, or a hub id (owner/name).")],
     b: Annotated[str, typer.Argument(metavar="B", help="Another model of the same class and sizes.")],
     data: Annotated[str, typer.Option("--data", metavar="URI", help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id.")],
-    field: Annotated[
-        list[str] | None, typer.Option("--field", metavar="NAME=THEIRS", help="text, image or label as the data call it. May be repeated.")
-    ] = None,
-    split: Annotated[str, typer.Option("--split", metavar="S", help="The split of a data set of the hub.")] = "test",
+    field: sample.Field = None,
+    split: sample.Split = "test",
     samples: Annotated[int | None, typer.Option("--samples", min=5, metavar="N", help="Measure on this many examples. Default: all.")] = None,
-    tokenizer: Annotated[str | None, typer.Option("--tokenizer", metavar="FILE", help="For texts. Default: the one beside A.")] = None,
-    length: Annotated[int | None, typer.Option("--length", min=2, metavar="N", help="Tokens of a window or text. Default: 256.")] = None,
-    mean: Annotated[str | None, typer.Option("--mean", metavar="X[,X,X]", help="Of pixels in 0..1. Default: preprocessor_config.json.")] = None,
-    std: Annotated[str | None, typer.Option("--std", metavar="X[,X,X]", help="Likewise.")] = None,
+    tokenizer: sample.Tokenizer = None,
+    length: sample.Length = None,
+    mean: sample.Mean = None,
+    std: sample.Std = None,
     points: Annotated[int, typer.Option("--points", min=3, max=1001, metavar="N", help="Points of the path, ends included.")] = 11,
     matched: Annotated[bool, typer.Option("--match/--no-match", help="Also after A was matched to B.")] = True,
+    self_written: sample.Written = False,
     element: Annotated[Path | None, typer.Option("-g", "--element", metavar="G", help="Move A by this element, and do not match.")] = None,
     fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Fold norms first, so that the stream can be rotated. It unties heads.")] = True,
     plane: Annotated[bool, typer.Option("--plane", help="Also the losses on the plane through A, B and the moved A.")] = False,
@@ -49,35 +49,39 @@ def barrier(
     inside the path, over the straight line between the losses of the two ends. Exit code 3 if moving A changed what it computes."""
     started = time.monotonic()
     check_outputs(json, report)
-    fields = _fields(field)
-    channels = [_numbers(text, name) for text, name in ((mean, "--mean"), (std, "--std"))]
+    if self_written and (element is not None or not matched):
+        raise typer.BadParameter("--self-written says how to match, and there is nothing to match")
+    source = sample.Sample(data, field, split, tokenizer, length, mean, std)
     import torch
 
     from regauge.barriers import require_joined
     from regauge.checkpoint import open_checkpoint
-    from regauge.connectivity import connect, matcher
-    from regauge.data import open_data
+    from regauge.connectivity import connect, matcher, watcher
     from regauge.elements import load_element
     from regauge.loading import load_model
-    from regauge.tasks import prepare, task_of
+    from regauge.matching.recording import written
 
     if threads is not None:
         torch.set_num_threads(threads)
-    opened = open_data(data, fields=fields, split=split)
     checkpoints = [open_checkpoint(source) for source in (a, b)]
     say(f"loads {a} and {b}")
     first, second = (load_model(c, "float32").to(device) for c in checkpoints)
     require_joined(first.state_dict(), second.state_dict(), (a, b))
-    beside = checkpoints[0].path if checkpoints[0].is_folder else checkpoints[0].path.parent
-    task, reader = task_of(first, opened, beside=beside, tokenizer=tokenizer, length=length, mean=channels[0], std=channels[1])
+    examples, task = source.read(first, checkpoints[0])
+    mover: Any = matcher if matched else None
+    if element is not None:
+        mover = partial(_given, load_element, element)
+    elif self_written:
+        say("A and B write the text by which they are matched")
+        mover = watcher(first, second, written([first, second], seed=seed))
     with step_bar("barrier") as progress:
         results = connect(
             first,
             second,
-            prepare(task, opened, reader),
+            examples,
             samples=samples,
             points=points,
-            mover=(lambda spec, *_: load_element(element, spec)) if element is not None else matcher if matched else None,
+            mover=mover,
             moved="matched" if element is None else "moved",
             fold=fold,
             grid=grid if plane else 0,
@@ -87,7 +91,16 @@ def barrier(
             device=device,
             progress=progress,
         )
-    facts = {**facts_of_run(), "A": a, "B": b, "data": data, "task": task, **results.facts, "seconds": round(time.monotonic() - started, 1)}
+    facts = {
+        **facts_of_run(),
+        "A": a,
+        "B": b,
+        "data": data,
+        "task": task,
+        "matched by": "self-written text" if self_written else "weights",
+        **results.facts,
+        "seconds": round(time.monotonic() - started, 1),
+    }
     results = replace(results, facts=facts)
     return deliver(results, text_of(results), json, report)
 
@@ -106,21 +119,5 @@ def text_of(results: Results) -> str:
     return "\n".join(lines)
 
 
-def _fields(given: list[str] | None) -> dict[str, str] | None:
-    """NAME=THEIRS, ... as a mapping; what is not named keeps its own name."""
-    if not given:
-        return None
-    pairs = [text.partition("=") for text in given]
-    for text, (name, equals, theirs) in zip(given, pairs, strict=True):
-        if not (name and equals and theirs):
-            raise typer.BadParameter(f"{text!r} is not NAME=THEIRS", param_hint="--field")
-    return {name: theirs for name, _, theirs in pairs}
-
-
-def _numbers(text: str | None, name: str) -> list[float] | None:
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is no number, nor numbers with commas", param_hint=name) from error
+def _given(load: Any, path: Path, spec: Any, *_: Any) -> Any:
+    return load(path, spec)

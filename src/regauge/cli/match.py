@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regauge.cli import options
+from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
 from regauge.cli.pair import layers as read_layers
 from regauge.cli.pair import names, open_pair
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from regauge.findings import Results, Table
     from regauge.matching import Match
     from regauge.matching.comparing import Comparison
+    from regauge.matching.recording import Seen
 
 One = Annotated[str, typer.Argument(metavar="A", help="The model that moves: a folder, a .safetensors file, or a hub id.")]
 Other = Annotated[str, typer.Argument(metavar="B", help="The model that stays.")]
@@ -48,6 +49,18 @@ def match(
     rescale: Annotated[bool, typer.Option("--rescale", help="With --group orthogonal: one factor per head besides (paper 003).")] = False,
     sweeps: Sweeps = 10,
     shared_tokens: SharedTokens = False,
+    self_written: sample.Written = False,
+    sample_data: Annotated[
+        str | None, typer.Option("--data", metavar="URI", help="Match by what the two do on a sample of data. Default: by their weights.")
+    ] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Examples of the sample, or texts that they write.")] = 64,
+    field: sample.Field = None,
+    split: sample.Split = "test",
+    tokenizer: sample.Tokenizer = None,
+    length: sample.Length = None,
+    mean: sample.Mean = None,
+    std: sample.Std = None,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed that draws the sample.")] = 0,
     workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Search layers in this many processes.")] = 1,
     save_element: Annotated[Path | None, typer.Option("--save-element", metavar="F", help="Save the element that was found here.")] = None,
     spec: options.SpecFile = None,
@@ -62,6 +75,8 @@ def match(
     started = time.monotonic()
     if fold != (out_b is not None):
         raise typer.BadParameter("--fold and --out-b belong together: a folded A is next to a folded B, and not to B itself")
+    if self_written and sample_data is not None:
+        raise typer.BadParameter("either --data or --self-written")
     check_outputs(json, report)
     from regauge.cli.move import keep_apart
     from regauge.cli.moved import summary, write_moved
@@ -82,8 +97,12 @@ def match(
             raise ElementError(f"{save_element} exists already", hint="name a new file")
         keep_apart(save_element, out, pair.a.checkpoint.path)
     _threads(threads)
-    work = Unfinished(out, pair, f"{spaces} {layers} {group.value} {fold} {rescale} {shared_tokens}")
+    work = Unfinished(out, pair, f"{spaces} {layers} {group.value} {fold} {rescale} {shared_tokens} {sample_data} {self_written} {samples} {seed}")
     start, known = work.load() if resume else (None, None)
+    seen = None
+    if self_written or sample_data is not None:
+        given = None if sample_data is None else sample.Sample(sample_data, field, split, tokenizer, length, mean, std)
+        seen = _seen(pair, given, samples, seed)
     if known:
         say(f"goes on with what the interrupted run found of {len(known)} spaces")
     with step_bar("match") as progress:
@@ -95,6 +114,7 @@ def match(
             layers=read_layers(layers),
             within=group.value,
             rows=pair.rows,
+            seen=seen,
             sweeps=sweeps,
             rescale=rescale,
             workers=workers,
@@ -103,7 +123,7 @@ def match(
             saved=None if dry_run else work.save,
             progress=progress,
         )
-    results = results_of(pair, found, {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value})
+    results = results_of(pair, found, {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "by": _by(sample_data, self_written)})
     if not dry_run:
         thunks = pair.a.thunks(found.element)
         plan = pair.a.plan(out, found.element, thunks, match_json=to_json(results).encode())
@@ -118,6 +138,25 @@ def match(
             save(found.element, save_element, new=True)
         work.forget()
     return deliver(results, text_of(found, results), json, report)
+
+
+def _by(sample_data: str | None, self_written: bool) -> str:
+    return "text that the two wrote" if self_written else sample_data or "weights"
+
+
+def _seen(pair: Pair, source: sample.Sample | None, count: int, seed: int) -> tuple[Seen, Seen]:
+    """What the two models do on the same inputs."""
+    from regauge.loading import load_model
+    from regauge.matching.recording import record, written
+
+    say("loads both models, to see them at work")
+    first, second = (load_model(side.checkpoint, "float32") for side in (pair.a, pair.b))
+    if source is None:
+        batches = written([first, second], count=count, seed=seed)
+    else:
+        batches = sample.inputs_of(source.read(first, pair.a.checkpoint)[0], count, seed)
+    states = [{name: value.float() if value.is_floating_point() else value for name, value in side.state.items()} for side in (pair.a, pair.b)]
+    return record(first, states[0], pair.spec, batches), record(second, states[1], pair.spec, batches)
 
 
 class Unfinished:

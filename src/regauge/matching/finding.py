@@ -182,7 +182,7 @@ class Search:
                     side = "plain" if side == "dual" else side
                     totals[side] = totals.get(side, 0.0) + correlation(pair)
                 else:
-                    sides.setdefault(side, []).append(pair)
+                    sides.setdefault(side, []).append((pair[0].astype(np.float64), pair[1].astype(np.float64)))
         joined = {side: _joined(pairs) for side, pairs in sides.items()}
         joined |= {side: (total, np.broadcast_to(np.eye(total.shape[1]), total.shape)) for side, total in totals.items()}
         return {space: group.fit(**joined)} if joined else {}

@@ -13,9 +13,11 @@ from regauge.action import State
 from regauge.elements import Element
 from regauge.errors import RegaugeError
 from regauge.groups import GROUPS, Rotary
+from regauge.invariance import invariant_distance, invariants
 from regauge.matching import MatchError, layers_of, match
 from regauge.matching.blocks import blocks
 from regauge.matching.forms import overlap, plane_overlap, procrustes, rescaling, two_level
+from regauge.matching.many import match_many, nearest_to_mean
 from regauge.spec import Spec
 from regauge.streams import Stream, seed_key
 from regauge.testing import strict_float64
@@ -258,3 +260,36 @@ def test_an_interrupted_search_goes_on_where_it_was() -> None:
     rest = match(spec, a, b, sweeps=0, start=g, known=known)
     assert rest.distance == pytest.approx(whole.distance, rel=1e-9)
     assert {s for s in rest.element.members if s not in known}
+
+
+def test_many_models_go_to_one_of_them_or_to_their_mean() -> None:
+    spec, a = state_of("llama")
+    generator = torch.Generator().manual_seed(0)
+    near = [{n: t + 0.02 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in a.items()} for _ in range(3)]
+    states = [near[0], *(apply(element(spec, i), s) for i, s in enumerate(near[1:], 1))]
+    one = match_many(spec, states, to=0)
+    assert one.anchor == 0
+    assert not one.elements[0].members
+    assert one.spread[1] < 0.1 * one.spread[0]
+    middle = match_many(spec, states, to="mean")
+    assert middle.spread[-1] <= one.spread[-1] * 1.001
+    far = {n: t + 3 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in a.items()}
+    assert nearest_to_mean([far, near[0], near[1]]) in (1, 2)
+    with pytest.raises(MatchError, match="no model 5"):
+        match_many(spec, states, to=5)
+    with pytest.raises(MatchError, match="at least two"):
+        match_many(spec, states[:1])
+
+
+@pytest.mark.parametrize("folded", [False, True])
+@pytest.mark.parametrize("name", FOLDED)
+def test_invariants_are_the_same_in_every_description_and_tell_models_apart(name: str, folded: bool) -> None:
+    spec, a = state_of(name)
+    _, other = state_of(name, 1)
+    if folded:
+        (spec, a), (_, other) = fold_norms(spec, a), fold_norms(spec, other)
+    here, there, strange = (invariants(spec, s) for s in (a, apply(element(spec, 3), a), other))
+    assert here.keys() == there.keys()
+    assert max(d / max(n, 1e-30) for d, n in invariant_distance(here, there).values()) < 1e-18
+    apart = invariant_distance(here, strange)
+    assert sum(d for d, _ in apart.values()) > 1e-3 * sum(n for _, n in apart.values())

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from regauge.elements import save_element as save_element
     from regauge.errors import RegaugeError as RegaugeError
     from regauge.fold import fold_norms as fold_norms
+    from regauge.invariance import invariants as invariants
     from regauge.loading import load_model as load_model
+    from regauge.matching import match as match
     from regauge.permuting import Permuted as Permuted
     from regauge.sources import spec_of as spec_of
     from regauge.spec import Space as Space
@@ -50,9 +52,11 @@ _HOME = {
     "element": "elements",
     "fold_norms": "fold",
     "identity": "elements",
+    "invariants": "invariance",
     "load_element": "elements",
     "load_model": "loading",
     "load_spec": "specfile",
+    "match": "matching",
     "open_checkpoint": "checkpoint",
     "parse": "axes",
     "save_element": "elements",

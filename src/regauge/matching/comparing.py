@@ -14,7 +14,7 @@ from typing import Any
 from regauge import axes as ax
 from regauge.action import State
 from regauge.elements import Element, identity
-from regauge.invariants import invariant_distance, invariants
+from regauge.invariance import invariant_distance, invariants
 from regauge.matching import Match, Progress, Shared, layers_of, match
 from regauge.matching.costs import Costs
 from regauge.spec import Spec

@@ -1,0 +1,111 @@
+"""More than two models: all of them next to one, or next to what they have in common.
+
+Paper 003's code takes the model nearest to the mean of the weights as the anchor, and matches every other to it. A common mean goes on from there:
+the mean of all, each in its place, is what the next round matches to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from regauge.action import State, apply_lazily
+from regauge.checkpoint import Lazy
+from regauge.elements import Element, identity
+from regauge.matching import Match, MatchError, match
+from regauge.spec import Spec
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Many:
+    """The element of each model, in their order. `anchor` is the one that stayed, or that the first round matched to; `spread` is the root of the
+    mean squared distance to the mean, before, and after each round."""
+
+    elements: tuple[Element, ...]
+    anchor: int
+    matches: tuple[Match | None, ...]
+    spread: tuple[float, ...]
+
+
+def match_many(spec: Spec, states: Sequence[State], *, to: int | Literal["nearest", "mean"] = "nearest", rounds: int = 3, **options: Any) -> Many:
+    """Match k models: to one of them by its number, to the one nearest the mean, or to a common mean in some rounds. `options` are `match`'s."""
+    if len(states) < 2:
+        raise MatchError(f"matching needs at least two models, and here {'is one' if states else 'are none'}")
+    anchor = to if isinstance(to, int) else nearest_to_mean(states)
+    if not 0 <= anchor < len(states):
+        raise MatchError(f"there is no model {anchor}", hint=f"models are counted from 0 to {len(states) - 1}")
+    elements = [identity(spec) for _ in states]
+    spreads = [_spread(states)]
+    matches: list[Match | None] = [None] * len(states)
+    for i, state in enumerate(states):
+        if i != anchor:
+            found = match(spec, state, states[anchor], **options)
+            matches[i], elements[i] = found, found.element
+    spreads.append(_spread([moved(g, s) for g, s in zip(elements, states, strict=True)]))
+    for _ in range(rounds if to == "mean" else 0):
+        now = [moved(g, s) for g, s in zip(elements, states, strict=True)]
+        middle = mean(now)
+        steps = [match(spec, one, middle, **options) for one in now]
+        proposed = [step.element @ g for step, g in zip(steps, elements, strict=True)]
+        spread = _spread([moved(g, s) for g, s in zip(proposed, states, strict=True)])
+        if spread >= spreads[-1] * (1 - 1e-6):
+            break
+        elements, matches = proposed, list(steps)
+        spreads.append(spread)
+    return Many(tuple(elements), anchor, tuple(matches), tuple(spreads))
+
+
+def nearest_to_mean(states: Sequence[State]) -> int:
+    """The model whose tensors lie nearest to their mean, by the sum of their distances (as paper 003's code has it)."""
+    middle = mean(states)
+    away = [0.0] * len(states)
+    for name in _floating(states[0]):
+        there = middle[name]
+        for i, state in enumerate(states):
+            away[i] += float((state[name].to(there.dtype) - there).norm())
+    return min(range(len(states)), key=lambda i: away[i])
+
+
+def mean(states: Sequence[State]) -> State:
+    """The mean of several states, tensor by tensor as each is asked for, in float32 or better."""
+    return Lazy(list(states[0]), partial(_mean_of, states))
+
+
+def moved(g: Element, state: State) -> State:
+    """A state moved by an element, tensor by tensor as each is asked for."""
+    thunks: Mapping[str, Callable[[], Any]] = apply_lazily(g, state)
+    return Lazy(thunks, partial(_call, thunks))
+
+
+def _mean_of(states: Sequence[State], name: str) -> torch.Tensor:
+    import torch
+
+    first = states[0][name]
+    if not first.is_floating_point():
+        return first
+    work = torch.promote_types(first.dtype, torch.float32)
+    total = first.to(work, copy=True)
+    for other in states[1:]:
+        total += other[name].to(work)
+    return total / len(states)
+
+
+def _call(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
+    return thunks[name]()
+
+
+def _floating(state: State) -> list[str]:
+    return [name for name in state if state[name].is_floating_point()]
+
+
+def _spread(states: Sequence[State]) -> float:
+    middle, total = mean(states), 0.0
+    for name in _floating(states[0]):
+        there = middle[name]
+        total += sum(float((state[name].to(there.dtype) - there).square().sum()) for state in states)
+    return float((total / len(states)) ** 0.5)

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from regauge.demo.averaging import averaging
 from regauge.demo.digits import digits
 from regauge.demo.moving import moving, symmetry
 from regauge.demo.stage import Bar, Stage
@@ -16,7 +17,7 @@ from regauge.findings import Results
 
 Chapter = Callable[[Stage], Results]
 
-CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits)
+CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging)
 
 
 def run(say: Callable[[str], None], bar: Bar, out: Path | None = None, seed: int = 0, chapters: Sequence[Chapter] = CHAPTERS) -> Results:

@@ -1,0 +1,66 @@
+"""A chapter on two models that learned the same apart: their average is worthless, until one of them is written in the basis of the other."""
+
+from __future__ import annotations
+
+from regauge.demo.digits import EPOCHS, accuracy, load, train, vit
+from regauge.demo.stage import Stage
+from regauge.errors import need
+from regauge.findings import Finding, Results, Table
+
+SPLIT = 1500
+
+
+def averaging(stage: Stage) -> Results:
+    """Two ViTs that learned the digits from different seeds, averaged: as they stand, and after a match."""
+    need("transformers", "experiments")
+    need("sklearn", "experiments")
+    from regauge import apply, fold_norms, match, spec_of
+    from regauge.barriers import interpolate
+    from regauge.connectivity import connect
+    from regauge.facts import columns
+    from regauge.tasks import Examples
+
+    images, labels = load()
+    images = images.float()
+    models = []
+    for number, name in enumerate("AB"):
+        model = vit(stage.seed + 10 + number).float()
+        with stage.bar(f"train {name}") as tick:
+            train(model, images[:SPLIT], labels[:SPLIT], stage.seed + 10 + number, tick)
+        models.append(model)
+    test, answers = images[SPLIT:], labels[SPLIT:]
+    spec = spec_of(models[0])
+    a, b = (model.state_dict() for model in models)
+    (folded, one), (_, other) = fold_norms(spec, a), fold_norms(spec, b)
+    found = match(folded, one, other, sweeps=0)
+    mixed = vit(stage.seed).float()
+    accuracies = {"A": accuracy(models[0], test, answers), "B": accuracy(models[1], test, answers)}
+    for name, (x, y) in {"the average of A and B": (a, b), "the average of the matched A and B": (apply(found.element, one), other)}.items():
+        mixed.load_state_dict(interpolate(x, y, 0.5))
+        accuracies[name] = accuracy(mixed, test, answers)
+    rows = [("digits", "accuracy"), *((name, f"{100 * value:.1f} %") for name, value in accuracies.items())]
+    stage.say(columns(rows, right=(1,)))
+    examples = Examples(len(test), 10, lambda i: ({"pixel_values": test[i]}, answers[i]))
+    with stage.bar("barrier") as tick:
+        paths = connect(models[0], models[1], examples, mover=lambda *_: found.element, batch=len(test), progress=tick)
+    plain, matched = list(accuracies.values())[2:]
+    better = Finding(
+        "averaging/matched",
+        "After a match the average of two models reads far better than the average of the two as they stand.",
+        matched > plain + 0.2,
+        matched,
+        plain,
+        min(accuracies["A"], accuracies["B"]),
+        f"{100 * matched:.1f} % right, {100 * plain:.1f} % without a match; A and B themselves {100 * accuracies['A']:.1f} and "
+        f"{100 * accuracies['B']:.1f} %",
+        "003",
+        measure="accuracy",
+    )
+    table = Table(
+        "Two ViTs that learned apart, and their average",
+        ("", "accuracy"),
+        tuple(accuracies.items()),
+        f"{EPOCHS} epochs each, one pair; matched by weights alone, with folded norms: distance {found.distance_before:.1f} before, "
+        f"{found.distance:.1f} after",
+    )
+    return Results("averaging", (better, *paths.findings), (table, *paths.tables), paths.figures[:1], {}, paths.unchecked)

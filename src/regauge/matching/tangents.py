@@ -1,0 +1,206 @@
+"""The tangent space of the group: how a loss changes when an element is followed by a small one, and the small one itself.
+
+The neighbours of an element g are d @ g with d = I + X near the identity. A moved weight w then changes by X w along an axis of the space, and by
+-X^T w along a dual axis. With G the gradient of a loss with respect to w, read along the same axis, the loss changes by <G w^T, X> or -<w G^T, X>.
+So the slope of a loss on the group is made of sums of G w^T over the axes of a space: the sums that matching takes of the weights of two models,
+taken of a weight and its gradient. No gradient runs through the action, and any spec will do.
+
+What X is in each group (`slope` gives the gradient in these coordinates, `small` the member of one such X, by a map that stays in the group):
+
+    orthogonal             a skew matrix; d = (I - X/2)^-1 (I + X/2), Cayley's map
+    orthogonal-ones        a skew matrix whose rows sum to zero: Cayley's map then keeps the ones vector
+    linear                 any matrix; the same map
+    monomial, monomial+    a number for each coordinate; d = exp(X)
+    rotary, turns          a complex number for each plane; d = exp(X). Turns: an imaginary one
+
+Permutations and signs are discrete: `votes` gives the slope with respect to the entries of the permutation matrix, for a straight-through assignment.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from regauge import axes as ax
+from regauge.errors import SpecError
+from regauge.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Permutation, PlaneSigns, Rotary, Scaling, SignedPermutation
+from regauge.members import Dense, Layout, Member, Monomial, Planes, planes
+from regauge.spec import Spec
+from regauge.streams import Floats
+
+Tensor = torch.Tensor
+Array = npt.NDArray[Any]
+Stacks = list[tuple[Tensor, Tensor]]
+
+
+@dataclass
+class Sides:
+    """The weights of one space with their gradients, as pairs (gradient, weight) of stacks [count, size, features]: plain, dual and barred axes."""
+
+    plain: Stacks = field(default_factory=list)
+    dual: Stacks = field(default_factory=list)
+    bar: Stacks = field(default_factory=list)
+
+
+def atoms(spec: Spec, axes: str, *tensors: Tensor) -> Iterator[tuple[tuple[ax.Leaf | None, ...], tuple[Tensor, ...]]]:
+    """Tensors of these axes taken apart: views whose axes are single spaces (None: nothing acts), one for each block of a direct sum."""
+    yield from _atoms([(t, False) for t in ax.parse(axes).terms], tensors, spec.sizes)
+
+
+def _atoms(
+    terms: list[tuple[ax.Term, bool]], tensors: tuple[Tensor, ...], sizes: Mapping[str, int]
+) -> Iterator[tuple[tuple[ax.Leaf | None, ...], tuple[Tensor, ...]]]:
+    for dim, (term, star) in enumerate(terms):
+        if not isinstance(term, ax.Product | ax.Sum):
+            continue
+        inner = term.factors if isinstance(term, ax.Product) else term.terms
+        parts = ax.block_sizes(inner, sizes, tensors[0].shape[dim], product=isinstance(term, ax.Product))
+        if parts is None:
+            raise SpecError(f"an axis of size {tensors[0].shape[dim]} is not {term}")
+        if isinstance(term, ax.Product):
+            rest = [*terms[:dim], *((t, star != term.star) for t in inner), *terms[dim + 1 :]]
+            yield from _atoms(rest, tuple(x.unflatten(dim, parts) for x in tensors), sizes)
+            return
+        for t, *pieces in zip(inner, *(x.split(parts, dim) for x in tensors), strict=True):
+            yield from _atoms([*terms[:dim], (t, star), *terms[dim + 1 :]], tuple(pieces), sizes)
+        return
+    yield tuple(next(ax.leaves(t, star), None) for t, star in terms), tensors
+
+
+def sides(spec: Spec, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], spaces: set[str]) -> dict[str, Sides]:
+    """For each of these spaces, the (moved) weights that live in it and their gradients. Names that `grads` lacks are left out."""
+    found = {name: Sides() for name in spaces}
+    for pattern, text in spec.tensors.items():
+        if not ax.spaces(text) & spaces:
+            continue
+        both = _whole(spec, pattern, grads), _whole(spec, pattern, weights)
+        if both[0] is None or both[1] is None:
+            continue
+        for leaves, (g, w) in atoms(spec, text, both[0], both[1]):
+            for dim, leaf in enumerate(leaves):
+                if leaf is None or leaf.space not in spaces:
+                    continue
+                parent = spec.spaces[leaf.space].over
+                outer = [i for i, other in enumerate(leaves) if other is not None and other.space == parent][:1]
+                pair = _stack(g, outer, dim), _stack(w, outer, dim)
+                side = found[leaf.space]
+                (side.bar if leaf.bar else side.dual if leaf.star else side.plain).append(pair)
+    return found
+
+
+def _whole(spec: Spec, pattern: str, state: Mapping[str, Tensor]) -> Tensor | None:
+    """A tensor of the spec, or the stack of those that a checkpoint stores one by one; None if the state lacks it."""
+    stacked = re.search(r"\{([^{}]+)\}", pattern)
+    if not stacked:
+        return state.get(pattern)
+    names = [pattern.replace(stacked.group(), str(i)) for i in range(spec.spaces[stacked.group(1)].size)]
+    return torch.stack([state[n] for n in names]) if all(n in state for n in names) else None
+
+
+def _stack(x: Tensor, outer: list[int], dim: int) -> Tensor:
+    """[count, size, features]: the parent's axis if there is one, the space's own, and everything else."""
+    front = [*outer, dim]
+    x = x.movedim(front, list(range(len(front))))
+    return x.reshape(*(x.shape[:2] if outer else (1, x.shape[0])), -1)
+
+
+def slope(group: Group, side: Sides) -> Array | None:
+    """The gradient with respect to X, one for each member of the stack; None where the group has no continuous part."""
+    match group:
+        case Orthogonal():
+            c = _outer([*side.plain, *side.dual])
+            skew = (c - c.swapaxes(1, 2)) / 2
+            return _centred(skew) if isinstance(group, OrthogonalFixingOnes) else skew
+        case GeneralLinear():
+            return np.asarray(_outer(side.plain, like=side.dual) - _outer(side.dual, like=side.plain).swapaxes(1, 2))
+        case Scaling():
+            return np.asarray(_inner(side.plain, like=side.dual) - _inner(side.dual, like=side.plain))
+        case PlaneSigns():
+            return None
+        case Rotary():
+            z, z_dual = _turned(side.plain, group.layout, like=side.dual), _turned(side.dual, group.layout, like=side.plain)
+            total = z - z_dual.conj()
+            return np.asarray(1j * total.imag if group.unit else total)
+        case _:
+            return None
+
+
+def within(group: Group, x: Array) -> Array:
+    """X brought back to the group's tangent space, where an optimizer that treats its entries one by one has left it."""
+    match group:
+        case OrthogonalFixingOnes():
+            return _centred((x - x.swapaxes(1, 2)) / 2)
+        case Orthogonal():
+            return np.asarray((x - x.swapaxes(1, 2)) / 2)
+        case Rotary(unit=True):
+            return np.asarray(1j * x.imag)
+        case _:
+            return x
+
+
+def small(group: Group, x: Array) -> Member:
+    """The member of one X: the identity and X, up to second order."""
+    match group:
+        case Orthogonal() | GeneralLinear():
+            one = np.eye(x.shape[1])
+            return Dense(np.asarray(np.linalg.solve(one - x / 2, one + x / 2)))
+        case Scaling():
+            return Monomial(np.tile(np.arange(x.shape[1]), (x.shape[0], 1)), np.exp(x))
+        case Rotary():
+            return Planes(np.exp(x), group.layout)
+        case _:
+            raise ValueError(f"{group} has no continuous part")
+
+
+def votes(group: Group, side: Sides) -> Floats | None:
+    """The gradient with respect to the entries of the permutation matrix; of the plane signs for QK-norm. None where nothing discrete is learnt."""
+    match group:
+        case Permutation() | Scaling():
+            return _outer([*side.plain, *side.dual, *side.bar])
+        case PlaneSigns():
+            return np.asarray(_turned([*side.plain, *side.dual], group.layout).real)
+        case _:
+            return None
+
+
+def has_signs(group: Group) -> bool:
+    """May the members of a group of permutations flip coordinates?"""
+    return isinstance(group, SignedPermutation) or (isinstance(group, Scaling) and not group.positive)
+
+
+def _outer(pairs: Stacks, like: Stacks | None = None) -> Floats:
+    """The sum of G w^T. Without pairs: zeros, of the shape that the other side's sum has."""
+    if not pairs:
+        count, size = (like or [])[0][0].shape[:2]
+        return np.zeros((count, size, size))
+    total = sum((g @ w.mT for g, w in pairs[1:]), pairs[0][0] @ pairs[0][1].mT)
+    return np.asarray(total.double().cpu().numpy())
+
+
+def _inner(pairs: Stacks, like: Stacks) -> Floats:
+    total = sum(((g * w).sum(2) for g, w in pairs), torch.zeros((pairs or like)[0][0].shape[:2], device=(pairs or like)[0][0].device))
+    return np.asarray(total.double().cpu().numpy())
+
+
+def _turned(pairs: Stacks, layout: Layout, like: Stacks | None = None) -> npt.NDArray[np.complex128]:
+    """The sum of G conj(w) for each plane, its two coordinates as one complex number."""
+    count, size = (pairs or like or [])[0][0].shape[:2]
+    a, b = planes(size, layout)
+    total = np.zeros((count, size // 2), np.complex128)
+    for g, w in pairs:
+        re = (g[:, a] * w[:, a]).sum(2) + (g[:, b] * w[:, b]).sum(2)
+        im = (g[:, b] * w[:, a]).sum(2) - (g[:, a] * w[:, b]).sum(2)
+        total += re.double().cpu().numpy() + 1j * im.double().cpu().numpy()
+    return total
+
+
+def _centred(x: Floats) -> Floats:
+    """X without what it does to the ones vector, on both sides."""
+    x = x - x.mean(1, keepdims=True)
+    return np.asarray(x - x.mean(2, keepdims=True))

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from regauge import axes as ax
 from regauge.action import State, act, moves
 from regauge.elements import Element, identity, match_spaces, permutation_index
 from regauge.errors import ElementError, RegaugeError, SpecError
@@ -131,7 +132,7 @@ def refine(
         best = path.held(ends, test)
         if not np.isfinite(best):
             raise RegaugeError("the loss between the models is not finite at the start", hint="look at the batches and at both models' own losses")
-        marks, kept, at = [Mark(0, best, best)], (g, h), 0
+        marks, kept, reached = [Mark(0, best, best)], (g, h), 0
         order = _order(rng, len(train))
         since: list[float] = []
         for step in range(1, steps + 1):
@@ -141,8 +142,8 @@ def refine(
                 break
             since.append(value)
             slowing = 0.5 * (1 + np.cos(np.pi * (step - 1) / steps))
-            ends[0].learn(grads, slowing)
-            ends[1].learn(grads, slowing)
+            ends[0].learn(grads, 1 - t, slowing)
+            ends[1].learn(grads, t, slowing)
             if step % every == 0 or step == steps:
                 mark = Mark(step, float(np.mean(since)), path.held(ends, test))
                 since = []
@@ -150,10 +151,19 @@ def refine(
                 if progress:
                     progress(mark)
                 if mark.held < best:
-                    best, kept, at = mark.held, (ends[0].element, ends[1].element), step
+                    best, kept, reached = mark.held, (ends[0].element, ends[1].element), step
     for one in kept:
         one.require()
-    return Refined(kept[0], kept[1], marks[0].held, best, at, tuple(marks), time.perf_counter() - began)
+    return Refined(kept[0], kept[1], marks[0].held, best, reached, tuple(marks), time.perf_counter() - began)
+
+
+def at(model: torch.nn.Module, state: Mapping[str, Tensor]) -> Run:
+    """The model with other weights, to be called as the model is. Weights that it ties are taken as they are given, each under its own name."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return torch.func.functional_call(model, dict(state), args, kwargs, tie_weights=False)
+
+    return run
 
 
 class _Path:
@@ -178,28 +188,21 @@ class _Path:
                 hint="give a loss of your own",
             )
 
-    def run(self, state: Mapping[str, Tensor]) -> Run:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return torch.func.functional_call(self.model, dict(state), args, kwargs, tie_weights=False)
-
-        return call
-
-    def value(self, ends: Sequence[_End], batch: Batch, t: float, mixed: Mapping[str, Tensor]) -> Tensor:
+    def value(self, batch: Batch, t: float, mixed: Mapping[str, Tensor]) -> Tensor:
         if self.loss is not None:
-            return self.loss(self.run(mixed), batch)
+            return self.loss(at(self.model, mixed), batch)
         with torch.no_grad():
-            teachers = [_predictions(self.spec, self.run(state), batch) for state in (self.a, self.b)]
-        return _divergence(_predictions(self.spec, self.run(mixed), batch), teachers, t, batch)
+            teachers = [_predictions(self.spec, at(self.model, state), batch) for state in (self.a, self.b)]
+        return _divergence(_predictions(self.spec, at(self.model, mixed), batch), teachers, t, batch)
 
     def gradient(self, ends: Sequence[_End], batch: Batch, t: float) -> tuple[float, dict[str, Tensor]]:
         """The loss of one batch at t, and its gradient with respect to theta_t."""
         first, second = ends[0].moved, ends[1].moved
         mixed = {n: torch.lerp(w, second[n], t).requires_grad_(w.is_floating_point()) for n, w in first.items()}
         with torch.enable_grad():
-            value = self.value(ends, batch, t, mixed)
+            value = self.value(batch, t, mixed)
         names = list(mixed)
         grads = torch.autograd.grad(value, [mixed[n] for n in names], allow_unused=True)
-        ends[0].weight, ends[1].weight = 1 - t, t
         return float(value.detach()), {n: grad for n, grad in zip(names, grads, strict=True) if grad is not None}
 
     def held(self, ends: Sequence[_End], batches: Sequence[Batch]) -> float:
@@ -208,7 +211,7 @@ class _Path:
         with torch.no_grad():
             for t in self.points:
                 mixed = {n: torch.lerp(w, second[n], t) for n, w in first.items()}
-                total += sum(float(self.value(ends, batch, t, mixed)) for batch in batches)
+                total += sum(float(self.value(batch, t, mixed)) for batch in batches)
         return total / (len(self.points) * len(batches))
 
 
@@ -218,7 +221,6 @@ class _End:
     def __init__(self, spec: Spec, element: Element, state: dict[str, Tensor], spaces: set[str], rates: Rates) -> None:
         self.spec, self.element, self.state, self.rates = spec, element, state, rates
         self.spaces = {n for n in spaces if spec.spaces[n].size > 1 or isinstance(spec.spaces[n].group, Scaling | GeneralLinear)}
-        self.weight, self.steps = 1.0, 0
         self.adam: dict[str, _Adam] = {n: _Adam() for n in self.spaces}
         self.ballots: dict[str, _Ballot] = {}
         self.moved = self._move()
@@ -226,22 +228,23 @@ class _End:
     def _move(self) -> dict[str, Tensor]:
         out = dict(self.state)
         for move in moves(self.element):
-            out[move.name] = act(self.element, self.state[move.source], move.axes, at=move.at)
+            if move.source != move.name or ax.spaces(move.axes) & self.element.members.keys():
+                out[move.name] = act(self.element, self.state[move.source], move.axes, at=move.at)
         return out
 
-    def learn(self, grads: Mapping[str, Tensor], slowing: float) -> None:
-        """One step down the slope, in every space at once."""
+    def learn(self, grads: Mapping[str, Tensor], share: float, slowing: float) -> None:
+        """One step down the slope, in every space at once. `share` is that of this end in the mixture that the gradients are of."""
         if not self.spaces:
             return
-        found = tangents.sides(self.spec, self.moved, {n: self.weight * grad for n, grad in grads.items()}, self.spaces)
+        found = tangents.sides(self.spec, self.moved, grads, self.spaces)
         members: dict[str, Member] = {}
         for name, side in found.items():
             if side.plain or side.dual or side.bar:
-                member = self._step(name, side, slowing)
+                member = self._step(name, side, share, slowing)
                 if member is not None:
                     members[name] = member
         after = Element(self.spec, members) @ self.element
-        strained = {n for n in members if self.spec.spaces[n].group.fault(after.members[n])}
+        strained = {n for n in members if not (group := self.spec.spaces[n].group).is_orthogonal and group.fault(after.members[n])}
         if strained:  # at the limit of what a member may stretch: these stay where they are
             members = {n: m for n, m in members.items() if n not in strained}
             after = Element(self.spec, members) @ self.element
@@ -255,18 +258,18 @@ class _End:
         self.element = after
         self.moved = self._move()
 
-    def _step(self, name: str, side: Sides, slowing: float) -> Member | None:
+    def _step(self, name: str, side: Sides, share: float, slowing: float) -> Member | None:
         group = self.spec.spaces[name].group
         slope = tangents.slope(group, side)
         member: Member | None = None
         if slope is not None:
-            x = -slowing * self.rates.of(group) * tangents.within(group, self.adam[name].direction(slope))
+            x = -slowing * self.rates.of(group) * tangents.within(group, self.adam[name].direction(share * slope))
             member = tangents.small(group, x)
         if self.rates.assignment:
             votes = tangents.votes(group, side)
             if votes is not None:
                 ballot = self.ballots.setdefault(name, _Ballot(group, votes.shape))
-                elected = ballot.vote(votes, slowing * self.rates.assignment)
+                elected = ballot.vote(share * votes, slowing * self.rates.assignment)
                 if elected is not None:
                     member = elected if member is None else elected.after(member)
         return member
@@ -434,22 +437,15 @@ def generated(
     rng = torch.Generator().manual_seed(seed)
     out: list[dict[str, Tensor]] = []
     with _still(model), torch.no_grad():
-        full = [_floats(spec, state, model, "ABCDEFGH"[i % 8]) for i, state in enumerate(states)]
+        full = [_floats(spec, state, model, f"number {i + 1}") for i, state in enumerate(states)]
         for i in range(count):
-            state = full[i % len(full)]
-            ids, past = None, None
-            token = None
-            for _ in range(length):
-                if token is None:
-                    probe = torch.func.functional_call(model, state, (), {"input_ids": torch.zeros(1, 1, dtype=torch.long)}, tie_weights=False)
-                    token = torch.randint(probe.logits.shape[-1], (rows, 1), generator=rng)
-                    ids = token
-                    continue
-                more = {"input_ids": token, "past_key_values": past, "use_cache": True}
-                result = torch.func.functional_call(model, state, (), more, tie_weights=False)
+            run = at(model, full[i % len(full)])
+            words = run(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits.shape[-1]
+            ids = torch.randint(words, (rows, 1), generator=rng)
+            past = None
+            while ids.shape[1] < length:
+                result = run(input_ids=ids[:, -1:], past_key_values=past, use_cache=True)
                 past = result.past_key_values
-                token = torch.multinomial(result.logits[:, -1].float().softmax(-1), 1, generator=rng)
-                ids = torch.cat([ids, token], 1)
-            assert ids is not None
+                ids = torch.cat([ids, torch.multinomial(result.logits[:, -1].cpu().softmax(-1), 1, generator=rng)], 1)
             out.append({"input_ids": ids})
     return out

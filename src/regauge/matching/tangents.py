@@ -19,95 +19,66 @@ Permutations and signs are discrete: `votes` gives the slope with respect to the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from regauge import axes as ax
-from regauge.errors import SpecError
 from regauge.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Permutation, PlaneSigns, Rotary, Scaling, SignedPermutation
-from regauge.members import Dense, Layout, Member, Monomial, Planes, planes
+from regauge.matching.blocks import Values, blocks
+from regauge.members import Complexes, Dense, Layout, Member, Monomial, Planes, planes
 from regauge.spec import Spec
 from regauge.streams import Floats
 
-Tensor = torch.Tensor
+if TYPE_CHECKING:
+    import torch
+
+    Tensor = torch.Tensor
+
 Array = npt.NDArray[Any]
-Stacks = list[tuple[Tensor, Tensor]]
+Pair = tuple[Array, Array]
 
 
 @dataclass
 class Sides:
     """The weights of one space with their gradients, as pairs (gradient, weight) of stacks [count, size, features]: plain, dual and barred axes."""
 
-    plain: Stacks = field(default_factory=list)
-    dual: Stacks = field(default_factory=list)
-    bar: Stacks = field(default_factory=list)
-
-
-def atoms(spec: Spec, axes: str, *tensors: Tensor) -> Iterator[tuple[tuple[ax.Leaf | None, ...], tuple[Tensor, ...]]]:
-    """Tensors of these axes taken apart: views whose axes are single spaces (None: nothing acts), one for each block of a direct sum."""
-    yield from _atoms([(t, False) for t in ax.parse(axes).terms], tensors, spec.sizes)
-
-
-def _atoms(
-    terms: list[tuple[ax.Term, bool]], tensors: tuple[Tensor, ...], sizes: Mapping[str, int]
-) -> Iterator[tuple[tuple[ax.Leaf | None, ...], tuple[Tensor, ...]]]:
-    for dim, (term, star) in enumerate(terms):
-        if not isinstance(term, ax.Product | ax.Sum):
-            continue
-        inner = term.factors if isinstance(term, ax.Product) else term.terms
-        parts = ax.block_sizes(inner, sizes, tensors[0].shape[dim], product=isinstance(term, ax.Product))
-        if parts is None:
-            raise SpecError(f"an axis of size {tensors[0].shape[dim]} is not {term}")
-        if isinstance(term, ax.Product):
-            rest = [*terms[:dim], *((t, star != term.star) for t in inner), *terms[dim + 1 :]]
-            yield from _atoms(rest, tuple(x.unflatten(dim, parts) for x in tensors), sizes)
-            return
-        for t, *pieces in zip(inner, *(x.split(parts, dim) for x in tensors), strict=True):
-            yield from _atoms([*terms[:dim], (t, star), *terms[dim + 1 :]], tuple(pieces), sizes)
-        return
-    yield tuple(next(ax.leaves(t, star), None) for t, star in terms), tensors
+    plain: list[Pair] = field(default_factory=list)
+    dual: list[Pair] = field(default_factory=list)
+    bar: list[Pair] = field(default_factory=list)
 
 
 def sides(spec: Spec, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], spaces: set[str]) -> dict[str, Sides]:
-    """For each of these spaces, the (moved) weights that live in it and their gradients. Names that `grads` lacks are left out."""
+    """For each of these spaces, the (moved) weights that live in it and their gradients. What `grads` lacks takes no part."""
     found = {name: Sides() for name in spaces}
     for pattern, text in spec.tensors.items():
         if not ax.spaces(text) & spaces:
             continue
-        both = _whole(spec, pattern, grads), _whole(spec, pattern, weights)
-        if both[0] is None or both[1] is None:
+        g, w = _whole(spec, pattern, grads), _whole(spec, pattern, weights)
+        if g is None or w is None:
             continue
-        for leaves, (g, w) in atoms(spec, text, both[0], both[1]):
-            for dim, leaf in enumerate(leaves):
+        for slopes, block in zip(blocks(spec, text, g), blocks(spec, text, w), strict=True):
+            for dim, leaf in enumerate(block.dims):
                 if leaf is None or leaf.space not in spaces:
                     continue
                 parent = spec.spaces[leaf.space].over
-                outer = [i for i, other in enumerate(leaves) if other is not None and other.space == parent][:1]
-                pair = _stack(g, outer, dim), _stack(w, outer, dim)
+                outer = None if parent is None else block.places(parent)[0]
+                pair = slopes.unfolded(outer, dim), block.unfolded(outer, dim)
                 side = found[leaf.space]
                 (side.bar if leaf.bar else side.dual if leaf.star else side.plain).append(pair)
     return found
 
 
-def _whole(spec: Spec, pattern: str, state: Mapping[str, Tensor]) -> Tensor | None:
+def _whole(spec: Spec, pattern: str, state: Mapping[str, Tensor]) -> Values | None:
     """A tensor of the spec, or the stack of those that a checkpoint stores one by one; None if the state lacks it."""
     stacked = re.search(r"\{([^{}]+)\}", pattern)
     if not stacked:
-        return state.get(pattern)
+        return state[pattern].detach().cpu().numpy() if pattern in state else None
     names = [pattern.replace(stacked.group(), str(i)) for i in range(spec.spaces[stacked.group(1)].size)]
-    return torch.stack([state[n] for n in names]) if all(n in state for n in names) else None
-
-
-def _stack(x: Tensor, outer: list[int], dim: int) -> Tensor:
-    """[count, size, features]: the parent's axis if there is one, the space's own, and everything else."""
-    front = [*outer, dim]
-    x = x.movedim(front, list(range(len(front))))
-    return x.reshape(*(x.shape[:2] if outer else (1, x.shape[0])), -1)
+    return np.stack([state[n].detach().cpu().numpy() for n in names]) if all(n in state for n in names) else None
 
 
 def slope(group: Group, side: Sides) -> Array | None:
@@ -174,29 +145,24 @@ def has_signs(group: Group) -> bool:
     return isinstance(group, SignedPermutation) or (isinstance(group, Scaling) and not group.positive)
 
 
-def _outer(pairs: Stacks, like: Stacks | None = None) -> Floats:
+def _outer(pairs: list[Pair], like: list[Pair] | None = None) -> Floats:
     """The sum of G w^T. Without pairs: zeros, of the shape that the other side's sum has."""
-    if not pairs:
-        count, size = (like or [])[0][0].shape[:2]
-        return np.zeros((count, size, size))
-    total = sum((g @ w.mT for g, w in pairs[1:]), pairs[0][0] @ pairs[0][1].mT)
-    return np.asarray(total.double().cpu().numpy())
+    count, size, _ = (pairs or like or [])[0][0].shape
+    return np.asarray(sum((g @ w.swapaxes(1, 2) for g, w in pairs), np.zeros((count, size, size))))
 
 
-def _inner(pairs: Stacks, like: Stacks) -> Floats:
-    total = sum(((g * w).sum(2) for g, w in pairs), torch.zeros((pairs or like)[0][0].shape[:2], device=(pairs or like)[0][0].device))
-    return np.asarray(total.double().cpu().numpy())
+def _inner(pairs: list[Pair], like: list[Pair]) -> Floats:
+    """The sum of <G, w> for each coordinate."""
+    return np.asarray(sum((np.einsum("knf,knf->kn", g, w) for g, w in pairs), np.zeros((pairs or like)[0][0].shape[:2])))
 
 
-def _turned(pairs: Stacks, layout: Layout, like: Stacks | None = None) -> npt.NDArray[np.complex128]:
+def _turned(pairs: list[Pair], layout: Layout, like: list[Pair] | None = None) -> Complexes:
     """The sum of G conj(w) for each plane, its two coordinates as one complex number."""
-    count, size = (pairs or like or [])[0][0].shape[:2]
+    count, size, _ = (pairs or like or [])[0][0].shape
     a, b = planes(size, layout)
     total = np.zeros((count, size // 2), np.complex128)
     for g, w in pairs:
-        re = (g[:, a] * w[:, a]).sum(2) + (g[:, b] * w[:, b]).sum(2)
-        im = (g[:, b] * w[:, a]).sum(2) - (g[:, a] * w[:, b]).sum(2)
-        total += re.double().cpu().numpy() + 1j * im.double().cpu().numpy()
+        total += np.einsum("knf,knf->kn", g[:, a] + 1j * g[:, b], w[:, a] - 1j * w[:, b])
     return total
 
 

@@ -35,7 +35,7 @@ from regauge.matching import tangents
 from regauge.matching.tangents import Array, Sides
 from regauge.members import Member, Monomial, Planes
 from regauge.spec import Spec, check, require, stored
-from regauge.streams import Ints
+from regauge.streams import Floats, Ints
 
 Tensor = torch.Tensor
 Batch = Mapping[str, Tensor] | Tensor
@@ -222,7 +222,7 @@ class _End:
         self.spec, self.element, self.state, self.rates = spec, element, state, rates
         self.spaces = {n for n in spaces if spec.spaces[n].size > 1 or isinstance(spec.spaces[n].group, Scaling | GeneralLinear)}
         self.adam: dict[str, _Adam] = {n: _Adam() for n in self.spaces}
-        self.ballots: dict[str, _Ballot] = {}
+        self.ballots = {n: _Ballot(spec.spaces[n].group) for n in self.spaces}
         self.moved = self._move()
 
     def _move(self) -> dict[str, Tensor]:
@@ -253,8 +253,7 @@ class _End:
             if parent in members:
                 order = permutation_index(members[parent])
                 self.adam[name].follow(order)
-                if name in self.ballots:
-                    self.ballots[name].follow(order)
+                self.ballots[name].follow(order)
         self.element = after
         self.moved = self._move()
 
@@ -266,12 +265,9 @@ class _End:
             x = -slowing * self.rates.of(group) * tangents.within(group, self.adam[name].direction(share * slope))
             member = tangents.small(group, x)
         if self.rates.assignment:
-            votes = tangents.votes(group, side)
-            if votes is not None:
-                ballot = self.ballots.setdefault(name, _Ballot(group, votes.shape))
-                elected = ballot.vote(share * votes, slowing * self.rates.assignment)
-                if elected is not None:
-                    member = elected if member is None else elected.after(member)
+            elected = self.ballots[name].vote(tangents.votes(group, side), slowing * self.rates.assignment)
+            if elected is not None:
+                member = elected if member is None else elected.after(member)
         return member
 
 
@@ -297,39 +293,41 @@ class _Adam:
 
 
 class _Ballot:
-    """A straight-through assignment: scores of who should stand where, of which the best assignment is what is used.
+    """A straight-through assignment: a score for everyone at every place, of which the best assignment is what is used.
 
-    The scores are relative: the diagonal stands for things as they are, and starts one ahead.
+    At first the scores say how alike those who stand there are to each other, so that all stay. The slope of the loss is then taken off at every
+    step, as if the weights that are wanted at a place could be learnt freely; whoever is most like them gets it.
     """
 
-    def __init__(self, group: Group, shape: tuple[int, ...]) -> None:
+    def __init__(self, group: Group) -> None:
         self.group, self.signs = group, tangents.has_signs(group)
-        self.scores = np.ones(shape) if isinstance(group, PlaneSigns) else np.tile(np.eye(shape[1]), (shape[0], 1, 1))
-        self.square, self.steps = 0.0, 0
+        self.scores: Floats | None = None
 
-    def vote(self, slope: Array, rate: float) -> Member | None:
-        """Lower the scores where the slope goes up, in units of its running size; the permutation that is then elected, or None if all stay."""
-        self.steps += 1
-        self.square = 0.99 * self.square + 0.01 * float((slope**2).mean())
-        self.scores = self.scores - rate * slope / max(np.sqrt(self.square / (1 - 0.99**self.steps)), 1e-30)
+    def vote(self, votes: tuple[Floats, Floats] | None, rate: float) -> Member | None:
+        """One step; the permutation (or the signs) that is elected by it, or None if all stay."""
+        if votes is None:
+            return None
+        scores = (votes[0] if self.scores is None else self.scores) - rate * votes[1]
         if isinstance(self.group, PlaneSigns):
-            signs = np.where(self.scores < 0, -1.0, 1.0)
-            self.scores = np.abs(self.scores)
+            signs = np.where(scores < 0, -1.0, 1.0)
+            self.scores = np.abs(scores)
             return None if (signs > 0).all() else Planes(signs.astype(np.complex128), self.group.layout)
-        height = np.abs(self.scores) if self.signs else self.scores
-        standing = np.einsum("kii->ki", self.scores)
-        if (standing >= height.max(2)).all():
+        height = np.abs(scores) if self.signs else scores
+        self.scores = scores
+        if (np.einsum("kii->ki", scores) >= height.max(2)).all():
             return None
         index = assign(height)
-        picked = np.take_along_axis(self.scores, index[:, :, None], 2)[:, :, 0]
+        picked = np.take_along_axis(scores, index[:, :, None], 2)[:, :, 0]
         sign = np.where(picked < 0, -1.0, 1.0) if self.signs else np.ones_like(picked)
-        self.scores = np.take_along_axis(self.scores, index[:, None, :], 2) * sign[:, None, :]
+        self.scores = np.take_along_axis(scores, index[:, None, :], 2) * sign[:, None, :]
         if (sign > 0).all() and (index == np.arange(index.shape[1])).all():
             return None
         return Monomial(index, sign if self.signs else None)
 
     def follow(self, order: Ints) -> None:
-        self.scores = self.scores[order]
+        """The parent's places changed: what belongs to a member goes with it."""
+        if self.scores is not None:
+            self.scores = self.scores[order]
 
 
 def _require_element(g: Element, spec: Spec) -> None:

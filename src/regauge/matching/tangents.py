@@ -13,7 +13,7 @@ What X is in each group (`slope` gives the gradient in these coordinates, `small
     monomial, monomial+    a number for each coordinate; d = exp(X)
     rotary, turns          a complex number for each plane; d = exp(X). Turns: an imaginary one
 
-Permutations and signs are discrete: `votes` gives the slope with respect to the entries of the permutation matrix, for a straight-through assignment.
+Permutations and signs are discrete: `votes` gives what a straight-through assignment needs.
 """
 
 from __future__ import annotations
@@ -129,15 +129,25 @@ def small(group: Group, x: Array) -> Member:
             raise ValueError(f"{group} has no continuous part")
 
 
-def votes(group: Group, side: Sides) -> Floats | None:
-    """The gradient with respect to the entries of the permutation matrix; of the plane signs for QK-norm. None where nothing discrete is learnt."""
+def votes(group: Group, side: Sides) -> tuple[Floats, Floats] | None:
+    """For a straight-through assignment: how alike those who stand here are, and the slope of the loss, both in units of order one.
+
+    Both are matrices [place, who], of inner products with the weights of each who might stand at a place: of the weights that stand there now, and
+    of their gradient. The one, less a share of the other, scores how well each would do for what the loss wants at that place. For QK-norm: a
+    number for each plane, whose sign is asked for. None where nothing discrete is learnt.
+    """
+    pairs = [*side.plain, *side.dual, *side.bar]
+    alike = [(w, w) for _, w in pairs]
     match group:
         case Permutation() | Scaling():
-            return _outer([*side.plain, *side.dual, *side.bar])
+            scores, slopes = _outer(alike), _outer(pairs)
+            size = np.einsum("kii->", scores) / scores.shape[0] / scores.shape[1]
         case PlaneSigns():
-            return np.asarray(_turned([*side.plain, *side.dual], group.layout).real)
+            scores, slopes = (np.asarray(_turned(p, group.layout).real) for p in (alike, pairs))
+            size = scores.mean()
         case _:
             return None
+    return scores / max(size, 1e-300), slopes / max(np.sqrt((slopes**2).mean()), 1e-300)
 
 
 def has_signs(group: Group) -> bool:

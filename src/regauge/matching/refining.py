@@ -28,14 +28,17 @@ import torch
 from regauge import axes as ax
 from regauge.action import State, act, moves
 from regauge.elements import Element, identity, match_spaces, permutation_index
-from regauge.errors import ElementError, RegaugeError, SpecError
+from regauge.errors import ElementError, SpecError
 from regauge.fitting import assign
 from regauge.groups import GeneralLinear, Group, Orthogonal, PlaneSigns, Scaling
 from regauge.matching import tangents
+from regauge.matching.costs import MatchError
 from regauge.matching.tangents import Array, Sides
 from regauge.members import Member, Monomial, Planes
 from regauge.spec import Spec, check, require, stored
 from regauge.streams import Floats, Ints
+
+ROOM = 1 << 30  # bytes of the ends' predictions that are kept while they teach
 
 Tensor = torch.Tensor
 Batch = Mapping[str, Tensor] | Tensor
@@ -47,10 +50,10 @@ Loss = Callable[[Run, Batch], Tensor]
 class Rates:
     """The size of a step in each kind of group: radians, logarithms of scales, and votes for a new assignment (0 keeps what it was)."""
 
-    rotation: float = 1e-3
-    linear: float = 1e-3
-    scale: float = 1e-3
-    turn: float = 1e-3
+    rotation: float = 3e-3
+    linear: float = 1e-2
+    scale: float = 1e-2
+    turn: float = 1e-2
     assignment: float = 0.0
 
     def of(self, group: Group) -> float:
@@ -131,7 +134,7 @@ def refine(
     with _still(model):
         best = path.held(ends, test)
         if not np.isfinite(best):
-            raise RegaugeError("the loss between the models is not finite at the start", hint="look at the batches and at both models' own losses")
+            raise MatchError("the loss between the models is not finite at the start", hint="look at the batches and at both models' own losses")
         marks, kept, reached = [Mark(0, best, best)], (g, h), 0
         order = _order(rng, len(train))
         since: list[float] = []
@@ -172,8 +175,10 @@ class _Path:
     def __init__(self, spec: Spec, a: State, b: State, model: torch.nn.Module, loss: Loss | None, between: tuple[float, float]) -> None:
         low, high = between
         if not 0 <= low <= high <= 1:
-            raise RegaugeError(f"t cannot be drawn between {low} and {high}", hint="0 <= low <= high <= 1")
+            raise MatchError(f"t cannot be drawn between {low} and {high}", hint="0 <= low <= high <= 1")
         self.spec, self.model, self.loss = spec, model, loss
+        self.taught: dict[int, list[dict[str, Tensor]]] = {}  # by the identity of batches, which the caller's list keeps alive
+        self.room = ROOM
         self.points = (0.5 * (low + high),) if high - low <= 0.25 else tuple(low + (high - low) * f for f in (0.25, 0.5, 0.75))
         self.a, self.b = (_floats(spec, state, model, which) for state, which in ((a, "A"), (b, "B")))
         known = {*dict(model.named_parameters(remove_duplicate=False)), *dict(model.named_buffers(remove_duplicate=False))}
@@ -191,9 +196,19 @@ class _Path:
     def value(self, batch: Batch, t: float, mixed: Mapping[str, Tensor]) -> Tensor:
         if self.loss is not None:
             return self.loss(at(self.model, mixed), batch)
+        return _divergence(_predictions(self.spec, at(self.model, mixed), batch), self._teachers(batch), t, batch)
+
+    def _teachers(self, batch: Batch) -> list[dict[str, Tensor]]:
+        """What the ends say of a batch. They keep their functions, so this is computed once, as long as there is room to keep it."""
+        if id(batch) in self.taught:
+            return self.taught[id(batch)]
         with torch.no_grad():
-            teachers = [_predictions(self.spec, at(self.model, state), batch) for state in (self.a, self.b)]
-        return _divergence(_predictions(self.spec, at(self.model, mixed), batch), teachers, t, batch)
+            found = [_predictions(self.spec, at(self.model, state), batch) for state in (self.a, self.b)]
+        size = sum(v.numel() * v.element_size() for one in found for v in one.values())
+        if size <= self.room:
+            self.room -= size
+            self.taught[id(batch)] = found
+        return found
 
     def gradient(self, ends: Sequence[_End], batch: Batch, t: float) -> tuple[float, dict[str, Tensor]]:
         """The loss of one batch at t, and its gradient with respect to theta_t."""
@@ -351,7 +366,7 @@ def _floats(spec: Spec, state: State, model: torch.nn.Module, which: str) -> dic
     out = {n: full[n].detach().to(device, wide) for n in stored(spec)}
     broken = [n for n, w in out.items() if not bool(torch.isfinite(w).all())]
     if broken:
-        raise RegaugeError(
+        raise MatchError(
             f'model {which} has numbers that are not finite in "{broken[0]}" ({len(broken)} such tensors)', hint="restore the checkpoint"
         )
     return out
@@ -361,13 +376,11 @@ def _parted(batches: Sequence[Batch], held: float | Sequence[Batch]) -> tuple[li
     """What is learnt from, and what is looked at. A single batch must do for both."""
     train = list(batches)
     if not train:
-        raise RegaugeError(
-            "there are no batches to refine on", hint="give some, or refining.generated(...) for text that the models write themselves"
-        )
+        raise MatchError("there are no batches to refine on", hint="give some, or refining.generated(...) for text that the models write themselves")
     if not isinstance(held, int | float):
         return train, list(held) or train
     if not 0 <= held < 1:
-        raise RegaugeError(f"a share of {held} of the batches cannot be held out", hint="0 <= held < 1, or other batches")
+        raise MatchError(f"a share of {held} of the batches cannot be held out", hint="0 <= held < 1, or other batches")
     n = max(1, round(held * len(train))) if held else 0
     return (train[:-n], train[-n:]) if 0 < n < len(train) else (train, train)
 

@@ -16,7 +16,8 @@ from regauge.fitting import assign
 from regauge.fold import fold_norms
 from regauge.groups import GROUPS, Group
 from regauge.matching import MatchError, tangents
-from regauge.matching.refining import Rates, generated, refine
+from regauge.matching.recording import written
+from regauge.matching.refining import Rates, refine
 from regauge.members import Member, Monomial, Planes
 from regauge.spec import Spec
 from regauge.testing import symmetry_error
@@ -244,13 +245,30 @@ def test_every_family_takes_a_step(name: str) -> None:
     assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
 
 
-def test_language_models_write_their_own_batches() -> None:
-    spec, a = folded("gpt2-untied", 0)
-    _, b = folded("gpt2-untied", 1)
-    one, again = (generated(spec, build("gpt2-untied"), [a, b], count=2, rows=3, length=6, seed=4) for _ in range(2))
-    assert [tuple(x["input_ids"].shape) for x in one] == [(3, 6)] * 2
-    assert all(torch.equal(x["input_ids"], y["input_ids"]) for x, y in zip(one, again, strict=True))
-    assert not torch.equal(one[0]["input_ids"], one[1]["input_ids"])
+def test_text_that_the_models_write_serves_as_data() -> None:
+    spec, a, b, _, g = planted("gpt2-untied", 0.02)
+    models = []
+    for state in (a, b):
+        model = build("gpt2-untied")
+        model.load_state_dict(state)
+        models.append(model)
+    batches = written(models, count=8, length=8, batch=2)
+    found = refine(spec, a, b, g, models[0], batches, steps=20, every=10, rates=Rates(1e-3, 1e-3))
+    assert found.loss < 0.8 * found.start
+
+
+def test_what_is_held_out_is_not_learnt_from() -> None:
+    spec, a, b, _, g = planted("gpt2-untied", 0.02)
+    batches = [{"input_ids": torch.full((1, 4), i)} for i in range(10)]
+    seen: dict[bool, set[int]] = {True: set(), False: set()}
+
+    def loss(run: Any, batch: Any) -> torch.Tensor:
+        seen[torch.is_grad_enabled()].add(int(batch["input_ids"][0, 0]))
+        return squares(run, batch)
+
+    refine(spec, a, b, g, build("gpt2-untied"), batches, loss=loss, steps=8, every=4, held=0.2)
+    assert len(seen[False]) == 2
+    assert seen[True] == set(range(10)) - seen[False]
 
 
 # What is refused

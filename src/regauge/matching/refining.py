@@ -8,7 +8,7 @@ over mini-batches and over t is made smaller in g (and in h, with `both`), by Ad
 elements of the spec's groups at every step: each end keeps its architecture and its function.
 
 What is learnt from is the caller's choice: a loss with labels; without one, the divergence from the ends' own predictions, mixed as the weights are
-(no labels); with `generated` batches not even data: text that the two models themselves write.
+(no labels); on text that the two models write themselves (`recording.written`) not even data.
 
 On moving both ends. The action is linear, so h^-1 takes the path from g.A to h.B to the path from (h^-1 g).A to B, point by point, and the function
 is the same all along: moving both reaches no path that moving one does not. It is there for those who want the ends to meet halfway.
@@ -118,7 +118,7 @@ def refine(
 
     `model` is a live module of the family: only its forward pass is used, with weights of the path; it is not changed. `loss(run, batch)` calls
     `run` as it would call the model. Without a loss the ends teach: the divergence of the mixed model's predictions from theirs. `between` is
-    where t is drawn from. `held` is a share of the batches (the last ones) or other batches: there the loss is looked at every `every` steps, and
+    where t is drawn from. `held` is a share of the batches (spread over them) or other batches: there the loss is looked at every `every` steps, and
     the best element is what comes back, the start if nothing was better. `spaces` restricts what moves. The same seed gives the same result.
     """
     began = time.perf_counter()
@@ -376,13 +376,16 @@ def _parted(batches: Sequence[Batch], held: float | Sequence[Batch]) -> tuple[li
     """What is learnt from, and what is looked at. A single batch must do for both."""
     train = list(batches)
     if not train:
-        raise MatchError("there are no batches to refine on", hint="give some, or refining.generated(...) for text that the models write themselves")
+        raise MatchError("there are no batches to refine on", hint="give some, or recording.written(...): text that the models write themselves")
     if not isinstance(held, int | float):
         return train, list(held) or train
     if not 0 <= held < 1:
         raise MatchError(f"a share of {held} of the batches cannot be held out", hint="0 <= held < 1, or other batches")
     n = max(1, round(held * len(train))) if held else 0
-    return (train[:-n], train[-n:]) if 0 < n < len(train) else (train, train)
+    if not 0 < n < len(train):
+        return train, train
+    apart = set(np.linspace(0, len(train) - 1, n + 2).round().astype(int)[1:-1].tolist())  # spread: each model may have written its own half
+    return [b for i, b in enumerate(train) if i not in apart], [train[i] for i in sorted(apart)]
 
 
 def _order(rng: np.random.Generator, n: int) -> Iterator[int]:
@@ -429,34 +432,3 @@ def _divergence(student: Mapping[str, Tensor], teachers: Sequence[Mapping[str, T
         else:
             total = total + each.mean()
     return total
-
-
-def generated(
-    spec: Spec,
-    model: torch.nn.Module,
-    states: Sequence[State],
-    *,
-    count: int,
-    rows: int = 16,
-    length: int = 128,
-    seed: int = 0,
-) -> list[dict[str, Tensor]]:
-    """Batches of text that language models write themselves, in turn: for a refinement without any data.
-
-    Each row starts with a token drawn evenly from the vocabulary and goes on as the model would: drawn from its own predictions.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    out: list[dict[str, Tensor]] = []
-    with _still(model), torch.no_grad():
-        full = [_floats(spec, state, model, f"number {i + 1}") for i, state in enumerate(states)]
-        for i in range(count):
-            run = at(model, full[i % len(full)])
-            words = run(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits.shape[-1]
-            ids = torch.randint(words, (rows, 1), generator=rng)
-            past = None
-            while ids.shape[1] < length:
-                result = run(input_ids=ids[:, -1:], past_key_values=past, use_cache=True)
-                past = result.past_key_values
-                ids = torch.cat([ids, torch.multinomial(result.logits[:, -1].cpu().softmax(-1), 1, generator=rng)], 1)
-            out.append({"input_ids": ids})
-    return out

@@ -58,7 +58,28 @@ def test_match_writes_a_folder_that_anything_loads(pair: tuple[Path, Path], tmp_
 def test_a_folded_match_writes_both(pair: tuple[Path, Path], tmp_path: Path) -> None:
     a, b = pair
     out, other = tmp_path / "out", tmp_path / "other"
-    assert run("match", a, b, "-o", out, "--fold", "--out-b", other, "--self-written", "--samples", 8, "--workers", 2) == 0
+    assert (
+        run(
+            "match",
+            a,
+            b,
+            "-o",
+            out,
+            "--fold",
+            "--out-b",
+            other,
+            "--self-written",
+            "--samples",
+            32,
+            "--workers",
+            2,
+            "--refine",
+            "self",
+            "--refine-steps",
+            2,
+        )
+        == 0
+    )
     ids = torch.arange(8)[None]
     models = [AutoModelForCausalLM.from_pretrained(x) for x in (a, out, b, other)]
     with torch.no_grad():

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from regauge.matching import Match
     from regauge.matching.comparing import Comparison
     from regauge.matching.recording import Seen
+    from regauge.matching.refining import Refined
 
 One = Annotated[str, typer.Argument(metavar="A", help="The model that moves: a folder, a .safetensors file, or a hub id.")]
 Other = Annotated[str, typer.Argument(metavar="B", help="The model that stays.")]
@@ -61,6 +62,13 @@ def match(
     mean: sample.Mean = None,
     std: sample.Std = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed that draws the sample.")] = 0,
+    refine: Annotated[
+        str | None,
+        typer.Option(
+            "--refine", metavar="URI|self", help="Go on by learning, on unlabelled data or on text that they write: moves only the element."
+        ),
+    ] = None,
+    refine_steps: Annotated[int, typer.Option("--refine-steps", min=1, metavar="N", help="Steps of learning.")] = 200,
     workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Search layers in this many processes.")] = 1,
     save_element: Annotated[Path | None, typer.Option("--save-element", metavar="F", help="Save the element that was found here.")] = None,
     spec: options.SpecFile = None,
@@ -99,10 +107,14 @@ def match(
     _threads(threads)
     work = Unfinished(out, pair, f"{spaces} {layers} {group.value} {fold} {rescale} {shared_tokens} {sample_data} {self_written} {samples} {seed}")
     start, known = work.load() if resume else (None, None)
-    seen = None
+    seen, live, refined = None, None, None
+
+    def _sample(uri: str | None) -> sample.Sample | None:
+        return None if uri in (None, "self") else sample.Sample(str(uri), field, split, tokenizer, length, mean, std)
+
     if self_written or sample_data is not None:
-        given = None if sample_data is None else sample.Sample(sample_data, field, split, tokenizer, length, mean, std)
-        seen = _seen(pair, given, samples, seed)
+        live = Live(pair, samples, seed)
+        seen = live.seen(live.inputs(_sample(sample_data)))
     if known:
         say(f"goes on with what the interrupted run found of {len(known)} spaces")
     with step_bar("match") as progress:
@@ -123,7 +135,16 @@ def match(
             saved=None if dry_run else work.save,
             progress=progress,
         )
-    results = results_of(pair, found, {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "by": _by(sample_data, self_written)})
+    if refine is not None:
+        live = live or Live(pair, samples, seed)
+        refined = live.refined(found.element, live.inputs(_sample(refine)), refine_steps)
+        found = found.replaced(refined.g, pair.spec, pair.a.state, pair.b.state)
+        say(f"refined in {refined.step} of {refine_steps} steps: divergence from the ends {refined.start:.4f}, now {refined.loss:.4f}")
+    results = results_of(
+        pair,
+        found,
+        {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "by": _by(sample_data, self_written), **_learned(refine, refined)},
+    )
     if not dry_run:
         thunks = pair.a.thunks(found.element)
         plan = pair.a.plan(out, found.element, thunks, match_json=to_json(results).encode())
@@ -144,19 +165,53 @@ def _by(sample_data: str | None, self_written: bool) -> str:
     return "text that the two wrote" if self_written else sample_data or "weights"
 
 
-def _seen(pair: Pair, source: sample.Sample | None, count: int, seed: int) -> tuple[Seen, Seen]:
-    """What the two models do on the same inputs."""
-    from regauge.loading import load_model
-    from regauge.matching.recording import record, written
+def _learned(refine: str | None, refined: Refined | None) -> dict[str, Any]:
+    if refined is None:
+        return {}
+    about = {"data": "text that the two wrote" if refine == "self" else refine, "steps": refined.step, "seconds": round(refined.seconds, 1)}
+    return {"refined": {**about, "divergence before": refined.start, "divergence after": refined.loss}}
 
-    say("loads both models, to see them at work")
-    first, second = (load_model(side.checkpoint, "float32") for side in (pair.a, pair.b))
-    if source is None:
-        batches = written([first, second], count=count, seed=seed)
-    else:
-        batches = sample.inputs_of(source.read(first, pair.a.checkpoint)[0], count, seed)
-    states = [{name: value.float() if value.is_floating_point() else value for name, value in side.state.items()} for side in (pair.a, pair.b)]
-    return record(first, states[0], pair.spec, batches), record(second, states[1], pair.spec, batches)
+
+class Live:
+    """Both models, loaded to be seen at work: with the weights that are matched, folded or not."""
+
+    def __init__(self, pair: Pair, count: int, seed: int) -> None:
+        from regauge.loading import load_model
+
+        say("loads both models, to see them at work")
+        self.pair, self.count, self.seed = pair, count, seed
+        self.models = [load_model(side.checkpoint, "float32") for side in (pair.a, pair.b)]
+        self.states = [{n: v.float() if v.is_floating_point() else v for n, v in side.state.items()} for side in (pair.a, pair.b)]
+
+    def inputs(self, source: sample.Sample | None) -> list[dict[str, Any]]:
+        """A sample of data without labels, or text that the two write."""
+        from regauge.matching.recording import written
+
+        if source is None:
+            return written(self.models, count=self.count, seed=self.seed, batch=8)
+        return sample.inputs_of(source.read(self.models[0], self.pair.a.checkpoint)[0], self.count, self.seed, batch=8)
+
+    def seen(self, batches: list[dict[str, Any]]) -> tuple[Seen, Seen]:
+        from regauge.matching.recording import record
+
+        one, other = (record(model, state, self.pair.spec, batches) for model, state in zip(self.models, self.states, strict=True))
+        return one, other
+
+    def refined(self, g: Element, batches: list[dict[str, Any]], steps: int) -> Refined:
+        from regauge.matching.refining import refine
+
+        with step_bar("refine") as progress:
+            return refine(
+                self.pair.spec,
+                self.states[0],
+                self.states[1],
+                g,
+                self.models[0],
+                batches,
+                steps=steps,
+                seed=self.seed,
+                progress=lambda mark: progress(mark.step, steps, f"divergence from the ends {mark.held:.4f}"),
+            )
 
 
 class Unfinished:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
@@ -72,6 +72,11 @@ class Match:
     def relative(self) -> float:
         """The distance as a share of b's norm."""
         return self.distance / max(math.sqrt(sum(self.size.values())), 1e-300)
+
+    def replaced(self, g: Element, spec: Spec, a: State, b: State) -> Match:
+        """The same match with another element, which went on from this one's: a refined one."""
+        after = {n: d for n, (d, _) in Costs(spec, a, b).distances(g).items()}
+        return replace(self, element=g, after=after)
 
     def by_module(self) -> dict[str, tuple[float, float]]:
         """Distances before and after, by module: a weight and its bias are one."""

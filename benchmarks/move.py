@@ -17,14 +17,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 GOAL_RATIO, GOAL_EXTRA = 2.0, 200e6
 RUNS = 5
-HIDDEN, LAYERS, HEADS, KV, FFN, VOCAB = 2048, 20, 32, 8, 5504, 32000
 SHARD = 500_000_000
-LARGEST = VOCAB * HIDDEN * 2
+LARGEST = 32000 * 2048 * 2
 MOVES = {
     "permutation": ["--group", "permutation"],
     "full, no folding": ["--group", "full"],
@@ -63,20 +63,37 @@ def main() -> int:
     return 0 if met == "met" else 1
 
 
-def make(folder: Path, seed: int = 0) -> None:
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a Llama."""
+
+    hidden: int = 2048
+    layers: int = 20
+    heads: int = 32
+    kv: int = 8
+    ffn: int = 5504
+    vocab: int = 32000
+
+
+def make(folder: Path, seed: int = 0, shape_: Shape = Shape()) -> None:
     """The checkpoint, through regauge's own writer."""
     import torch
 
     from regauge.writing import File, Plan, nbytes, write_plan
 
-    kv = HIDDEN * KV // HEADS
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
-    for i in range(LAYERS):
+    s = shape_
+    kv = s.hidden * s.kv // s.heads
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (s.vocab, s.hidden)}
+    for i in range(s.layers):
         at = f"model.layers.{i}."
-        shapes |= {at + f"self_attn.{x}_proj.weight": (kv if x in "kv" else HIDDEN, HIDDEN) for x in "qkvo"}
-        shapes |= {at + "mlp.gate_proj.weight": (FFN, HIDDEN), at + "mlp.up_proj.weight": (FFN, HIDDEN), at + "mlp.down_proj.weight": (HIDDEN, FFN)}
-        shapes |= {at + "input_layernorm.weight": (HIDDEN,), at + "post_attention_layernorm.weight": (HIDDEN,)}
-    shapes |= {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+        shapes |= {at + f"self_attn.{x}_proj.weight": (kv if x in "kv" else s.hidden, s.hidden) for x in "qkvo"}
+        shapes |= {
+            at + "mlp.gate_proj.weight": (s.ffn, s.hidden),
+            at + "mlp.up_proj.weight": (s.ffn, s.hidden),
+            at + "mlp.down_proj.weight": (s.hidden, s.ffn),
+        }
+        shapes |= {at + "input_layernorm.weight": (s.hidden,), at + "post_attention_layernorm.weight": (s.hidden,)}
+    shapes |= {"model.norm.weight": (s.hidden,), "lm_head.weight": (s.vocab, s.hidden)}
     groups: list[list[str]] = [[]]
     held = 0
     for name, shape in shapes.items():
@@ -93,17 +110,17 @@ def make(folder: Path, seed: int = 0) -> None:
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV,
-        "vocab_size": VOCAB,
+        "hidden_size": s.hidden,
+        "intermediate_size": s.ffn,
+        "num_hidden_layers": s.layers,
+        "num_attention_heads": s.heads,
+        "num_key_value_heads": s.kv,
+        "vocab_size": s.vocab,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
     index = {
-        "metadata": {"total_size": sum(nbytes("BF16", s) for s in shapes.values())},
+        "metadata": {"total_size": sum(nbytes("BF16", x) for x in shapes.values())},
         "weight_map": {n: f.name for f in files for n, _, _ in f.tensors},
     }
 

@@ -1,0 +1,118 @@
+"""How long matching takes: beside a plain transcription of paper 003's formulas on the same pair, and a whole sweep of a TinyLlama shape.
+
+1. GPT-2 small (12 layers, d 768, FFN 3072), two sets of random weights: rotations of QK and VO and the assignment of FFN neurons, by the
+   transcription below (numpy, as the paper's code does it) and by `match`. Interleaved, medians. Goal: not slower.
+2. TinyLlama's shape (22 layers, d 2048, FFN 5632, 32 heads over 4 key-value heads), bf16 on disk, B a planted A: one whole search over the full
+   group, in one process and in two: wall seconds, CPU seconds, peak memory of the largest process.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "5"))
+LAYERS, HEADS, WIDTH, FFN = 12, 12, 768, 3072
+
+
+def gpt2(seed: int) -> dict[str, Any]:
+    import torch
+
+    random = torch.Generator().manual_seed(seed)
+    shapes = {"transformer.wte.weight": (1024, WIDTH), "transformer.wpe.weight": (64, WIDTH)}
+    for i in range(LAYERS):
+        at = f"transformer.h.{i}."
+        shapes |= {at + "ln_1.weight": (WIDTH,), at + "ln_1.bias": (WIDTH,), at + "ln_2.weight": (WIDTH,), at + "ln_2.bias": (WIDTH,)}
+        shapes |= {at + "attn.c_attn.weight": (WIDTH, 3 * WIDTH), at + "attn.c_attn.bias": (3 * WIDTH,)}
+        shapes |= {at + "attn.c_proj.weight": (WIDTH, WIDTH), at + "attn.c_proj.bias": (WIDTH,)}
+        shapes |= {at + "mlp.c_fc.weight": (WIDTH, FFN), at + "mlp.c_fc.bias": (FFN,), at + "mlp.c_proj.weight": (FFN, WIDTH)}
+        shapes |= {at + "mlp.c_proj.bias": (WIDTH,)}
+    shapes |= {"transformer.ln_f.weight": (WIDTH,), "transformer.ln_f.bias": (WIDTH,)}
+    return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
+
+
+def transcribed(a: dict[str, Any], b: dict[str, Any]) -> None:
+    """Paper 003, head by head and layer by layer: two SVDs for each head, one assignment for each layer."""
+    from scipy.optimize import linear_sum_assignment
+
+    size = WIDTH // HEADS
+    for i in range(LAYERS):
+        at = f"transformer.h.{i}."
+        w1, w2, c1, c2, o1, o2 = (s[at + n].numpy() for n in ("attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight") for s in (b, a))
+        for h in range(HEADS):
+            q, k, v = (slice(j * WIDTH + h * size, j * WIDTH + (h + 1) * size) for j in range(3))
+            m = w1[:, q].T @ w2[:, q] + w1[:, k].T @ w2[:, k] + np.outer(c1[q], c2[q]) + np.outer(c1[k], c2[k])
+            u, _, vt = np.linalg.svd(m)
+            r = u @ vt
+            _ = (w2[:, q] @ r.T, w2[:, k] @ r.T)
+            m = w1[:, v].T @ w2[:, v] + o1[q] @ o2[q].T + np.outer(c1[v], c2[v])
+            u, _, vt = np.linalg.svd(m)
+            r = u @ vt
+            _ = (w2[:, v] @ r.T, r @ o2[q])
+        f1, f2, b1, b2, p1, p2 = (s[at + n].numpy() for n in ("mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight") for s in (b, a))
+        order = linear_sum_assignment(f1.T @ f2 + np.outer(b1, b2) + p1 @ p2.T, maximize=True)[1]
+        _ = (f2[:, order], b2[order], p2[order])
+
+
+def ours(spec: Any, a: dict[str, Any], b: dict[str, Any]) -> None:
+    from regauge.matching import match
+
+    match(spec, a, b, spaces=["qk", "vo", "ffn"], within="orthogonal", whole=True, sweeps=0)
+
+
+def beside() -> bool:
+    from regauge import spec_of
+
+    config = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "vocab_size": 1024}
+    spec = spec_of({**config, "architectures": ["GPT2Model"], "bos_token_id": 0, "eos_token_id": 0})
+    a, b = ({n.removeprefix("transformer."): t for n, t in gpt2(seed).items()} for seed in (0, 1))
+    whole = {name: {f"transformer.{n}": t for n, t in state.items()} for name, state in (("a", a), ("b", b))}
+    times: dict[str, list[float]] = {"transcription": [], "match": []}
+    for _ in range(ROUNDS):
+        for name, run in (("transcription", lambda: transcribed(whole["a"], whole["b"])), ("match", lambda: ours(spec, a, b))):
+            started = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - started)
+    ratio = statistics.median(x / y for x, y in zip(times["match"], times["transcription"], strict=True))
+    print(f"GPT-2 small, paper 003's matching, {ROUNDS} rounds")
+    for name, seconds in times.items():
+        print(f"{name:14}  median {statistics.median(seconds):6.2f} s  least {min(seconds):6.2f} s")
+    print(f"match / transcription: {ratio:.2f} (distances by module are part of what match returns)")
+    return ratio <= 1.0
+
+
+def tiny_llama(layers: int) -> None:
+    from benchmarks.move import Shape, make
+
+    cache = Path(os.environ.get("REGAUGE_BENCH") or Path(tempfile.gettempdir()) / "regauge-bench")
+    cache.mkdir(parents=True, exist_ok=True)
+    a, b = cache / f"tiny-llama-{layers}", cache / f"tiny-llama-{layers}-planted"
+    if not a.exists():
+        make(a, 0, Shape(layers=layers, kv=4, ffn=5632))
+    if not b.exists():
+        subprocess.run([sys.executable, "-m", "regauge.cli", "move", a, "--random", "--group", "full", "--seed", "3", "-o", b], check=True)
+    print(f"\nTinyLlama's shape with {layers} layers: one whole search over the full group")
+    for workers in (1, 2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "regauge.cli", "match", a, b, "-o", cache / "never", "--sweeps", "0", "--dry-run", "--workers", str(workers)]
+        subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        print(f"{workers} process{'es' if workers > 1 else ''}: {wall:6.1f} s wall, {cpu:6.1f} s CPU, {after.ru_maxrss / 1e6:5.2f} GB in the largest")
+
+
+def main() -> int:
+    met = beside()
+    tiny_llama(int(os.environ.get("REGAUGE_LAYERS", "22")))
+    print(f"goal: not slower than the transcription: {'met' if met else 'missed'}")
+    return 0 if met else 1

@@ -61,7 +61,8 @@ def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> 
     try:
         with _folder(checkpoint) as folder:
             chosen = "auto" if dtype is None else getattr(torch, dtype)
-            model, report = kind.from_pretrained(folder, dtype=chosen, local_files_only=True, output_loading_info=True, use_safetensors=True)
+            how = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+            model, report = kind.from_pretrained(folder, dtype=chosen, ignore_mismatched_sizes=True, **how)  # told below, by name
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{checkpoint.path} cannot be loaded as a {name}: {first}", hint="regauge inspect shows what does not fit") from error
@@ -75,11 +76,16 @@ def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> 
 
 def _require_whole(checkpoint: Checkpoint, name: Any, report: Any) -> None:
     """Weights that are missing would be drawn at random, and those left over be ignored: neither is the model that was given."""
-    for key, what in (("missing_keys", "has no"), ("mismatched_keys", "has another shape for"), ("unexpected_keys", "has, and the class has not,")):
-        found = sorted(str(k[0] if isinstance(k, tuple) else k) for k in report.get(key) or ())
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            raise CheckpointError(f'as a {name}, {checkpoint.path} {what} "{found[0]}"{more}', hint='"architectures" in config.json names the class')
+    for key, what in (("mismatched_keys", "has another size for"), ("missing_keys", "has no"), ("unexpected_keys", "has, and the class has not,")):
+        found = sorted(report.get(key) or (), key=str)
+        if not found:
+            continue
+        first, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+        if isinstance(first, tuple):  # a name, its size in the file, and that in the class
+            first, has, wants = first
+            more = f", {list(has)} and not {list(wants)}{more}"
+        hint = "config.json contradicts the weights" if key == "mismatched_keys" else '"architectures" in config.json names the class'
+        raise CheckpointError(f'as a {name}, {checkpoint.path} {what} "{first}"{more}', hint=hint)
 
 
 @contextlib.contextmanager

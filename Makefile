@@ -28,7 +28,7 @@ FETCHED ?= $(HOME)/.cache/regauge/assets
 real: $(VENV)/vision/ready
 	$(BIN)/pip install -q --disable-pip-version-check onnx
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python $(ASSETS)/get --to $(FETCHED) minilm dinov2-small stories15m
-	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest tests/test_real_weights.py
+	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest tests/test_real_weights.py tests/test_verify_real.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .

@@ -8,12 +8,12 @@ is the median over rounds of variant / plain, with a bootstrap 95 % interval. Go
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,7 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def peak(model: str, kind: str, training: bool) -> float:
-    """Peak resident memory of one step in a process of its own, less what was resident before it."""
+    """Peak resident memory of one step in a process of its own, less what was resident before it: what the step itself needs."""
     code = f"from benchmarks.permuted import once; once({model!r}, {kind!r}, {training})"
     return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()[-1])
 
@@ -106,8 +106,14 @@ def peak(model: str, kind: str, training: bool) -> float:
 def once(model: str, kind: str, training: bool) -> None:
     made, inputs = variant(MODELS[model], kind)
     made.train(training)
+    before = _memory("VmRSS")
     step(made, inputs, training)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(_memory("VmHWM") - before)
+
+
+def _memory(what: str) -> int:
+    """Bytes of this process's own memory. Its rusage would not do: on Linux ru_maxrss starts at what the parent held, and so is the same for all."""
+    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
 
 
 def flops(model: torch.nn.Module, inputs: dict[str, Any], training: bool) -> float:

@@ -61,7 +61,7 @@ def test_a_law_that_fails_is_exit_code_3(vit: Path, tmp_path: Path, capsys: pyte
         ({"architectures": "ViTModel"}, "names no class"),
         ({"architectures": ["LlamaForCausalLM"]}, 'the model_type of a LlamaForCausalLM is "llama"'),
         ({"architectures": ["ViTForMaskedImageModeling"]}, 'as a ViTForMaskedImageModeling, {vit} has no "decoder.0.bias" and 2 more'),
-        ({"hidden_size": 24}, "cannot be loaded as a ViTForImageClassification"),
+        ({"hidden_size": 24}, 'as a ViTForImageClassification, {vit} has another size for "classifier.weight", [5, 12] and not [5, 24] and '),
         ({"num_hidden_layers": 1}, 'has, and the class has not, "vit.layers.1.'),
     ],
 )
@@ -104,6 +104,14 @@ def test_a_device_is_not_replaced(vit: Path, tmp_path: Path, option: str, capsys
     assert pipe.is_fifo()
     assert main(["verify", str(vit), "--report", "-"]) == 2
     assert main(["verify", str(vit), "--report", str(tmp_path / "x"), "--json", str(tmp_path / "x")]) == 2
+
+
+@pytest.mark.parametrize(("device", "code"), [("cpu", 0), ("cpu:0", 0), ("meta", 1), ("nonsense", 1), ("cuda:99", 1)])
+def test_where_it_is_computed(vit: Path, device: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(vit), "--steps", "0", "--no-general", "--device", device]) == code
+    said = capsys.readouterr().err
+    assert (f'nothing can be computed on the device "{device}"' in said) == bool(code)
+    assert "this is a fault in regauge" not in said
 
 
 def test_a_timm_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ import pytest
 from regauge.cli import main
 from regauge.errors import FindingsError, MissingExtraError
 from regauge.findings import Figure, Finding, Results, Table, from_json, to_json
-from regauge.report import amount, number, page
+from regauge.report import amount, number, page, verdict
 from regauge.report.plots import panels
 
 GREY = [[0.0, 0.5], [1.0, 0.25]]
@@ -119,6 +119,13 @@ def test_the_verdict(holds: tuple[bool | None, ...], says: str, colour: str) -> 
     html = page(Results("t", tuple(Finding(f"s/{i}", "it is so", h) for i, h in enumerate(holds))))
     assert says in text_of(html)
     assert f'<section class="banner {colour}"' in html
+
+
+def test_what_cannot_be_told_is_no_good_news() -> None:
+    held, told = Finding("s/0", "it is so", True), Finding("s/1", "it is so", None, sentence="cannot be told in bfloat16: the control is too small")
+    assert verdict(Results("t", (held, told))) == ("none", "1 check holds; 1 cannot be told")
+    assert verdict(Results("t", (held, replace(held, holds=False), told))) == ("bad", "1 of 2 checks fails; 1 cannot be told")
+    assert "○ 1 check holds; 1 cannot be told" in text_of(page(Results("t", (held, told))))
 
 
 def test_everything_in_the_results_is_on_the_page() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from regauge.errors import FindingsError
 
 VERSION = 1
+UNTOLD = "cannot be told"  # how the sentence of a finding begins that could not be decided
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ class Results:
     def failed(self) -> tuple[Finding, ...]:
         """The findings whose statement should hold and does not."""
         return tuple(f for f in self.findings if f.holds is False)
+
+    @property
+    def untold(self) -> tuple[Finding, ...]:
+        """The findings whose statement should hold, where the measurement sees too little to say so."""
+        return tuple(f for f in self.findings if f.holds is None and f.sentence.startswith(UNTOLD))
 
 
 def to_json(results: Results) -> str:

@@ -54,32 +54,46 @@ def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> 
             f'the config of {checkpoint.path} names the class {name} and the model_type "{config.get("model_type")}", which is not that of the class',
             hint=f'the model_type of a {name} is "{expected}"',
         )
-    before = transformers.utils.logging.get_verbosity()
-    bars = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.set_verbosity(logging.ERROR)
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        with _folder(checkpoint) as folder:
+        with quiet(), _folder(checkpoint) as folder:
             chosen = "auto" if dtype is None else getattr(torch, dtype)
-            model, report = kind.from_pretrained(folder, dtype=chosen, local_files_only=True, output_loading_info=True, use_safetensors=True)
+            how = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+            model, report = kind.from_pretrained(folder, dtype=chosen, ignore_mismatched_sizes=True, **how)  # told below, by name
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{checkpoint.path} cannot be loaded as a {name}: {first}", hint="regauge inspect shows what does not fit") from error
-    finally:
-        transformers.utils.logging.set_verbosity(before)
-        if bars:
-            transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
     _require_whole(checkpoint, name, report)
     return model.eval()  # type: ignore[no-any-return]
 
 
 def _require_whole(checkpoint: Checkpoint, name: Any, report: Any) -> None:
     """Weights that are missing would be drawn at random, and those left over be ignored: neither is the model that was given."""
-    for key, what in (("missing_keys", "has no"), ("mismatched_keys", "has another shape for"), ("unexpected_keys", "has, and the class has not,")):
-        found = sorted(str(k[0] if isinstance(k, tuple) else k) for k in report.get(key) or ())
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            raise CheckpointError(f'as a {name}, {checkpoint.path} {what} "{found[0]}"{more}', hint='"architectures" in config.json names the class')
+    for key, what in (("mismatched_keys", "has another size for"), ("missing_keys", "has no"), ("unexpected_keys", "has, and the class has not,")):
+        found = sorted(report.get(key) or (), key=str)
+        if not found:
+            continue
+        first, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+        if isinstance(first, tuple):  # a name, its size in the file, and that in the class
+            first, has, wants = first
+            more = f", {list(has)} and not {list(wants)}{more}"
+        hint = "config.json contradicts the weights" if key == "mismatched_keys" else '"architectures" in config.json names the class'
+        raise CheckpointError(f'as a {name}, {checkpoint.path} {what} "{first}"{more}', hint=hint)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the transformers library's own talk and bars: progress is told by whoever loads a model."""
+    from transformers.utils import logging as talk
+
+    level, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
+    talk.set_verbosity(logging.ERROR)
+    talk.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        talk.set_verbosity(level)
+        if bars:
+            talk.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

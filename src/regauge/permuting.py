@@ -33,10 +33,13 @@ def rows(n: int, key: bytes | int, label: str = "rows") -> Element:
 
 def passage(crossing: Crossing, *, columns: Element | None = None, shuffle: Element | None = None) -> torch.Tensor:
     """One pass through a backbone: in by columns and rows, and back again."""
-    there = crossing if columns is None else crossing.moved(columns)
-    z = (there if shuffle is None else there.moved(shuffle)).run()
-    z = z if shuffle is None else crossing.restored(shuffle, z)
-    return z if columns is None else crossing.restored(columns, z)
+    there = crossing
+    for g in (columns, shuffle):
+        there = there if g is None else there.moved(g)  # what lies between is given up before the blocks run
+    z = there.run()
+    for g in (shuffle, columns):
+        z = z if g is None else crossing.restored(g, z)
+    return z
 
 
 _MARK = "_regauge_permuted"

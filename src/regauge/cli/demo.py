@@ -31,8 +31,8 @@ def demo(
     from regauge.writing import check_new
 
     started = time.monotonic()
-    for library, extra in (("jinja2", "report"), ("matplotlib", "report"), ("transformers", "experiments"), ("sklearn", "experiments")):
-        need(library, extra)
+    for library in ("jinja2", "matplotlib", "transformers", "sklearn"):
+        need(library, "experiments")
     if out is not None:
         check_new(out)
         with writing(out):

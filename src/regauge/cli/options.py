@@ -30,4 +30,5 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, max=256, metavar="N", help="Threads that compute. Default: one per core, at most four.")
 ]
+Device = Annotated[str, typer.Option("--device", metavar="D", help="Where to compute: cpu, cuda, cuda:1, mps.")]
 Verbose = Annotated[int, typer.Option("-v", count=True, help="Say more; twice: show tracebacks.", show_default=False)]

@@ -10,7 +10,7 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import data, step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, mark
+from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, mark
 from regauge.errors import RegaugeError, need
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ def reproduce(
     json: Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")] = None,
     report: Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="Name the experiments.")] = False,
-    device: Annotated[str, typer.Option("--device", metavar="D", help="Where to compute: cpu, cuda, cuda:1, mps.")] = "cpu",
-    threads: options.Threads = None,
+    device: options.Device = "cpu",
+    threads: Annotated[int | None, typer.Option("--threads", min=1, max=256, metavar="N", help="Threads that compute. Default: torch's own.")] = None,
     verbose: options.Verbose = 0,
 ) -> int:
     """Run a table of the papers and set its numbers beside theirs. What is computed is kept ($REGAUGE_CACHE) and not computed again: an interrupted
@@ -50,6 +50,7 @@ def reproduce(
     if id not in EXPERIMENTS:
         what = "no experiment is named" if id is None else f'there is no experiment "{id}"'
         raise UnknownExperimentError(what, hint=f"choose from {', '.join(EXPERIMENTS)}")
+    check_device(device)
     if threads is not None:
         import torch
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from regauge.cli.console import data, say
-from regauge.errors import need
+from regauge.errors import RegaugeError, need
 from regauge.files import check_writable, write_bytes
 
 if TYPE_CHECKING:
@@ -29,6 +29,21 @@ def facts_of_run() -> dict[str, Any]:
         if name in sys.modules:
             versions[name] = str(getattr(sys.modules[name], "__version__", "?"))
     return {"command": shlex.join(["regauge", *sys.argv[1:]]), "versions": versions}
+
+
+class DeviceError(RegaugeError):
+    """A device that torch does not have here."""
+
+
+def check_device(name: str) -> None:
+    """Refuse a device on which nothing can be computed, before anything is loaded."""
+    import torch
+
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without it, no such device, no such word
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DeviceError(f'nothing can be computed on the device "{name}": {first}', hint="cpu, or what torch.accelerator names here") from error
 
 
 def check_outputs(json: Path | None, report: Path | None) -> None:

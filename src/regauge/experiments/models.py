@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ import torch
 from regauge.action import apply_
 from regauge.elements import Element, element
 from regauge.errors import UnknownModelError, need
+from regauge.loading import quiet
 from regauge.permuting import Permuted
 from regauge.sources import spec_of
 
@@ -53,29 +52,13 @@ def build(about: Mapping[str, Any], seed: int, source: str | None = None) -> tor
             model = kind(transformers.AutoConfig.for_model(**about["config"]), **about.get("more", {}))
         else:
             try:
-                with _quiet():
+                with quiet():
                     model = kind.from_pretrained(source, **about.get("config", {}), **about.get("more", {}))
             except (OSError, ValueError) as error:
                 raise _absent(source, error) from error
         if "dense" in about:
             model = Dense(model, model.config.hidden_size, about["dense"], model.config.patch_size)
         return model  # type: ignore[no-any-return]
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the library's own talk and bars: progress is told by whoever runs the experiment."""
-    from transformers.utils import logging as talk
-
-    level, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
-    talk.set_verbosity(logging.ERROR)
-    talk.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        talk.set_verbosity(level)
-        if bars:
-            talk.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _of_timm(about: Mapping[str, Any], source: str | None) -> torch.nn.Module:

@@ -15,7 +15,7 @@ from regauge import axes as ax
 from regauge.action import act, apply_lazily, moves
 from regauge.checkpoint import Lazy
 from regauge.elements import Element, element
-from regauge.findings import Finding
+from regauge.findings import UNTOLD, Finding
 from regauge.spec import stored
 from regauge.verification.faults import first_fault
 from regauge.verification.paper import head_columns
@@ -264,6 +264,7 @@ def mixed(c: Case) -> list[Finding]:
         plain, right, wrong = run(c.subject).forward, run(moved, way).forward, run(moved).forward
     own = _at_least(errors(plain, exact), plain, torch.bfloat16)
     found = _measured(c, own, errors(right, plain), errors(wrong, plain), "the moved backbone given plain features", torch.bfloat16)
+    found = replace(found, advice="")  # autocast has no other
     return [found.finding("both/mixed", statement, "THEORY 2")]
 
 
@@ -332,6 +333,7 @@ class _Found:
     dtype: torch.dtype
     own: Errors
     noise: float = NOISE
+    advice: str = "; try a wider dtype"
 
     def typical(self, name: str) -> float:
         """A tensor's own rounding error, but no less than the middle one: a small tensor may be precise by accident."""
@@ -347,21 +349,19 @@ class _Found:
         holds: bool | None = True
         if self.value <= self.tolerance and lone > ONE:
             holds = False
-            sentence = f"does not hold: {worst} is off by {self.parts[worst]:.1e}, {ONE * lone:.2g} times what rounding allows"
+            sentence = f"does not hold: {worst} is off by {self.parts[worst]:.1e}, {lone / ONE:.2g} times what rounding allows one tensor"
         elif not self.value <= self.tolerance:
             holds = False
             sentence = f"does not hold: off by {self.value:.1e}, {self.value / self.tolerance:.2g} times what rounding allows; furthest off: {worst}"
         elif noisy:
             holds = None
-            sentence = f"cannot be told in {str(self.dtype)[6:]}: {noisy[0]} is off by {self.own[noisy[0]]:.1e} from its own value in float64"
+            sentence = f"{UNTOLD} in {str(self.dtype)[6:]}: {noisy[0]} is off by {self.own[noisy[0]]:.1e} from its own value in float64"
         elif self.control == 0:
             holds = None
-            sentence = f"cannot be told: the control ({self.how}) changes nothing here"
+            sentence = f"{UNTOLD}: the control ({self.how}) changes nothing here"
         elif not reached >= MARGIN[self.dtype]:
             holds = None
-            sentence = (
-                f"cannot be told in {str(self.dtype)[6:]}: the control ({self.how}) is only {reached:.2g} times the tolerance; try a wider dtype"
-            )
+            sentence = f"{UNTOLD} in {str(self.dtype)[6:]}: the control ({self.how}) is only {reached:.2g} times the tolerance{self.advice}"
         else:
             sentence = f"holds to {self.value:.1e}; the control ({self.how}) is off by {self.control:.1e}"
         sentence += f"; {remark}" if remark else ""
@@ -385,4 +385,4 @@ def _located(c: Case, finding: Finding, moved: Subject, way: Way) -> Finding:
     if finding.holds is not False or finding.floor is None:
         return finding
     module = first_fault(c.subject, moved, way, finding.floor)
-    return finding if module is None else replace(finding, where=module, sentence=f"{finding.sentence}; it goes wrong in {module}, or just before it")
+    return finding if module is None else replace(finding, where=module, sentence=f"{finding.sentence}; it goes wrong in {module}")

@@ -44,7 +44,7 @@ def scratch(c: Case) -> list[Finding]:
     if not holds:
         sentence = f"a channel of {furthest} strays by {worst[furthest]:.1f} standard errors: its law depends on its place"
     where = "" if holds else furthest
-    return [Finding("column/scratch", statement, holds, worst[furthest], LIMIT, control, sentence, source, "standard errors", where)]
+    return [Finding("column/scratch", statement, holds, worst[furthest], LIMIT, control, sentence, source, "z-score", where)]
 
 
 def _fresh(model: Any, tensors: Mapping[str, Any], seed: int) -> list[dict[str, torch.Tensor]]:

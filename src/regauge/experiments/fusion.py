@@ -14,7 +14,7 @@ from regauge.barriers import Path, PathError
 from regauge.experiments.ends import Ends, Pair, load, look
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
-from regauge.experiments.ways import METHODS, PAPER, SAID, WAYS, Bench, median_ratio
+from regauge.experiments.ways import METHODS, PAPER, PAPERS, PLAIN, SAID, WAYS, WHOLE, Bench, median_ratio
 from regauge.findings import Figure, Finding, Results, Table
 from regauge.matching import layers_of
 from regauge.sources import spec_of
@@ -353,7 +353,8 @@ def _more_layers(shown: _Rows, kind: str, name: str, plan: Mapping[str, list[lis
     half = max(1, depth // 2)
     first, last = (shown.mean(kind, tuple(plan[label][half]))("loss") for label in ("first k", "last k"))
     none = shown.mean(kind, ())("loss")
-    told = f"the last {half}: {last:.4g} nats; the {'first' if first < last else 'last'} layers matter more here"
+    more = "neither matters" if first == last else f"the {'first' if first < last else 'last'} layers matter"
+    told = f"the last {half}: {last:.4g} nats; {more} more here"
     said = f"The average of the {name}s after the first {half} of {depth} layers were matched"
     return [nearer, Finding(f"{kind}/first", said, None, first, None, none, told, "003 Fig. 6", "nats")]
 
@@ -365,16 +366,17 @@ def table3(lab: Lab) -> Results:
     for bench in benches:
         found = bench.clock()
         seconds, kind = found["seconds"], bench.pair.kind
-        base = seconds.get("plain numpy")
-        for what, times in seconds.items():
+        base = seconds.get(PLAIN)
+        for what in (w for w in (PLAIN, PAPERS, WHOLE, *(f"merge: {m}" for m in METHODS)) if w in seconds):
+            times = seconds[what]
             ratio = median_ratio(times, base) if base else None
             rows.append((bench.pair.about.name, what, statistics.median(times), min(times), max(times), ratio, len(times)))
         if base:
-            ratio = median_ratio(seconds["ours, 003's matcher"], base)
+            ratio = median_ratio(seconds[PAPERS], base)
             said = f"Seconds of our matcher on the {bench.pair.about.name}s, as the paper's, over those of its plain transcription"
             told = "measured in turn on this machine; the median ratio"
             findings.append(Finding(f"{kind}/seconds", said, None, ratio, None, 1.0, told, "003 Tab. 3", "ratio of seconds", trials=len(base)))
-            ours, theirs = found["distance"]["ours"], found["distance"]["plain numpy"]
+            ours, theirs = found["distance"]["ours"], found["distance"][PLAIN]
             off = abs(ours - theirs) / theirs if theirs else abs(ours)
             said = f"Our matcher brings the {bench.pair.about.name}s as near as the transcription does"
             told = f"{ours:.6g} and {theirs:.6g}"

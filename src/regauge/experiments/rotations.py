@@ -8,7 +8,7 @@ only, as in the paper: under rotary ones its rotations are no symmetry.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ NAMES = {
 
 
 def read(state: Mapping[str, Any], family: str, heads: int) -> list[Layer] | None:
-    """The layers of a state, or None for a family that the paper's formulas do not fit."""
+    """The layers of a state, or None for a family that the formulas do not fit, or whose names are not known here."""
     arrays = {name: t.detach().double().numpy() for name, t in state.items() if t.is_floating_point()}
     if family == "gpt2":
         return _read_gpt2(arrays, heads)
@@ -52,16 +52,16 @@ def read(state: Mapping[str, Any], family: str, heads: int) -> list[Layer] | Non
         return None
     pattern, parts, (up, down) = NAMES[family]
     layers = []
-    for i in range(_count(arrays, pattern.format("(\\d+)", re.escape(parts[0]) + ".weight"))):
+    for i in range(_count(arrays, pattern.format("{}", parts[0]) + ".weight")):
         q, k, v = (_heads(_with_bias(arrays, pattern.format(i, p)), heads) for p in parts[:3])
         o = _heads(arrays[pattern.format(i, parts[3]) + ".weight"].T, heads)
         layers.append(Layer(q, k, v, o, _with_bias(arrays, up.format(i)), arrays[down.format(i) + ".weight"].T))
-    return layers
+    return layers or None
 
 
 def _read_gpt2(arrays: Mapping[str, Floats], heads: int) -> list[Layer]:
     layers = []
-    for i in range(_count(arrays, r"transformer\.h\.(\d+)\.attn\.c_attn\.weight")):
+    for i in range(_count(arrays, "transformer.h.{}.attn.c_attn.weight")):
         at = f"transformer.h.{i}."
         fused = np.concatenate([arrays[at + "attn.c_attn.weight"].T, arrays[at + "attn.c_attn.bias"][:, None]], 1)
         q, k, v = (_heads(part, heads) for part in np.split(fused, 3))
@@ -97,8 +97,10 @@ def squared(one: Layer, two: Layer) -> float:
     return float(sum(((x - y) ** 2).sum() for x, y in zip(one.parts(), two.parts(), strict=True)))
 
 
-def _count(arrays: Mapping[str, Any], pattern: str) -> int:
-    return sum(re.fullmatch(pattern.replace("layers.", r"layers\."), name) is not None for name in arrays)
+def _count(names: Iterable[str], pattern: str) -> int:
+    """How many layers have a tensor of this name, the number of the layer left open."""
+    written = re.compile(re.escape(pattern.format("@")).replace("@", r"\d+"))
+    return sum(written.fullmatch(name) is not None for name in names)
 
 
 def _with_bias(arrays: Mapping[str, Floats], name: str) -> Floats:

@@ -227,25 +227,29 @@ def landscape(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     )
 
 
+PLAIN, PAPERS, WHOLE = "plain numpy", "ours, 003's matcher", "ours, everything"
+
+
 def clock(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     """Seconds of matching and merging, in turn, `runs` times, and the distance that ours and the plain transcription come to. No pure function: what
     is kept is what was measured once, on the machine that measured it."""
     module, spec, a, b = _ends({**p, "way": {}}, data)
     config = getattr(module, "config", None)
     heads = int(getattr(config, "num_attention_heads", 0))
-    tasks: dict[str, Callable[[], Any]] = {"ours, 003's matcher": lambda: _by_match(Request(spec, a, b, PAPER, module, _none))}
+    tasks: dict[str, Callable[[], Any]] = {PAPERS: lambda: _by_match(Request(spec, a, b, PAPER, module, _none))}
     written = rotations.read(b, spec.family, heads)
     if written is not None:
-        tasks["plain numpy"] = lambda: [rotations.matched(x, y) for x, y in zip(*_layers(spec, heads, a, b), strict=True)]
-    tasks["ours, everything"] = lambda: _whole_match(module, a, b)
+        tasks[PLAIN] = lambda: [rotations.matched(x, y) for x, y in zip(*_layers(spec, heads, a, b), strict=True)]
+    tasks[WHOLE] = lambda: _whole_match(module, a, b)
     for name, method in METHODS.items():
         tasks[f"merge: {name}"] = lambda method=method: method(Merging(module, a, b, lambda: _examples(p, data, "train")))  # type: ignore[misc]
     seconds: dict[str, list[float]] = {name: [] for name in tasks}
-    for _ in range(p["runs"]):
+    for run in range(p["runs"] + 1):
         for name, task in tasks.items():
             started = time.perf_counter()
             task()
-            seconds[name].append(time.perf_counter() - started)
+            if run:  # the first round warms up
+                seconds[name].append(time.perf_counter() - started)
     values: dict[str, Any] = {"seconds": seconds, "layers": len(written or ()), "distance": {}}
     if written is not None:
         costs = Costs(spec, a, b)
@@ -253,7 +257,7 @@ def clock(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         for x, y in zip(*_layers(spec, heads, a, b), strict=True):
             rest += rotations.squared(rotations.matched(x, y), y) - rotations.squared(x, y)
         ours = _by_match(Request(spec, a, b, PAPER, module, _none)).element
-        values["distance"] = {"plain numpy": rest**0.5, "ours": sum(d for d, _ in costs.distances(ours).values()) ** 0.5}
+        values["distance"] = {PLAIN: rest**0.5, "ours": sum(d for d, _ in costs.distances(ours).values()) ** 0.5}
     return Outcome(values)
 
 

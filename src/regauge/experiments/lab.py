@@ -65,13 +65,13 @@ class Lab:
     def _training(self, subject: Subject, trial: int, way: str) -> tuple[dict[str, Any], dict[str, Any]]:
         assert subject.train is not None
         parameters = {"model": subject.model, "task": subject.task, "recipe": subject.recipe, "seed": trial, "way": way}
-        return parameters, {"train": self.open(subject.train), **self._sources(subject, 0)}
+        return parameters, {"train": self.open(subject.train), **self.sources(subject, 0)}
 
     def score(
         self, subject: Subject, trial: int, way: str, *, key: int = 0, weights: Outcome | None = None, dtype: str | None = None, trained: str = ""
     ) -> Outcome:
         """The subject's model, with these weights, used in one way on all of its test data."""
-        data: dict[str, Any] = {"test": self.open(subject.test), **self._sources(subject, trial)}
+        data: dict[str, Any] = {"test": self.open(subject.test), **self.sources(subject, trial)}
         if weights is not None:
             data["weights"] = weights
         task = {**subject.task, **subject.tested}
@@ -122,7 +122,8 @@ class Lab:
         pictures: Pictures = maps["image"]
         return Data(images.name, {"image": images["image"], "map": replace(pictures, nearest=True)}, images.digest + maps.digest)
 
-    def _sources(self, subject: Subject, trial: int) -> dict[str, Source]:
+    def sources(self, subject: Subject, trial: int) -> dict[str, Source]:
+        """The tokenizer and the pre-trained model that a subject's cells read, if it has such."""
         found = {}
         if subject.tokenizer is not None:
             found["tokenizer"] = self.source(subject.tokenizer)

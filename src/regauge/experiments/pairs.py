@@ -189,7 +189,11 @@ def model(lab: Lab, name: str, seed: int) -> torch.nn.Module:
 
 def examples(lab: Lab, name: str, which: str = "test") -> Examples:
     """The examples that an end was trained on ("train"), those kept for a choice ("validation"), or those of the "test"."""
-    about = subject(lab, name)
+    return examples_of(lab, subject(lab, name), which)
+
+
+def examples_of(lab: Lab, about: Subject, which: str = "test") -> Examples:
+    """The same of any subject."""
     assert about.train is not None
     task = {**about.task, **{"train": {}, "validation": about.validated, "test": about.tested}[which]}
     tokenizer = None if about.tokenizer is None else lab.source(about.tokenizer).uri

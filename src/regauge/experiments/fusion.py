@@ -1,0 +1,453 @@
+"""Figures 3 to 6 and Table 3 of paper 003: what its matcher does for the average of two models, which part of it does it, and what it costs.
+
+Every figure is measured on the pairs that are there (`ends.look`), in the ways of `ways.WAYS`: the paper's own, its rivals, and ours.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from regauge.barriers import Path, PathError
+from regauge.experiments.ends import Ends, Pair, load, look
+from regauge.experiments.lab import Lab
+from regauge.experiments.models import build
+from regauge.experiments.ways import METHODS, PAPER, PAPERS, PLAIN, SAID, WAYS, WHOLE, Bench, median_ratio
+from regauge.findings import Figure, Finding, Results, Table
+from regauge.matching import layers_of
+from regauge.sources import spec_of
+
+KINDS = {
+    "small": ("vit", "bert", "minilm", "gpt2", "asset"),
+    "paper": ("imfeld", "roberta", "deberta"),
+    "pico": ("vit", "bert", "gpt2"),
+}
+MOST = 2  # pairs of a kind in the figures; `003/barriers` takes all
+ABLATION = ("none", "paper", "without rescaling", "without FFN", "without attention", "with heads", "with stream", "ours")
+RIVALS = (
+    "none",
+    "neurons",
+    "transport",
+    "soft transport",
+    "without FFN",
+    "without rescaling",
+    "paper",
+    "permutations",
+    "with stream",
+    "folded",
+    "ours",
+)
+PATHS = ("none", "without attention", "without FFN", "paper", "ours")
+SAME = 1e-3  # nats by which a moved end may differ from itself: rounding in float32 stays far below
+EXACT = 1e-6  # the share by which two computations of one distance may differ
+# What the paper prints: accuracies of its ViT in percent, by method; distances.
+PAPER_ACCURACY = {"Simple": {"paper": 10.19, "without rescaling": 10.22, "without FFN": 11.15, "without attention": 10.45}}
+PAPER_DISTANCE = {"none": 651.57, "neurons": 625.73, "transport": 626.16, "without FFN": 639.96, "without rescaling": 613.68, "paper": 613.63}
+
+
+def figure3(lab: Lab) -> Results:
+    """Ablation: the average of two models after matching with everything, and without one part of it; and beyond the paper, with more."""
+    methods = list(METHODS)
+    ends, benches = _open(lab, lambda ends: len(ends.ready) * (len(ABLATION) * (1 + len(methods)) + 2))
+    shown, findings = _Rows(), []
+    for bench in benches:
+        better = max((bench.merge(WAYS["none"], end) for end in ("A", "B")), key=lambda s: s["accuracy"])
+        for way in ABLATION:
+            found = bench.match(WAYS[way]).values
+            for method in methods:
+                score = bench.merge(WAYS[way], method)
+                more = {"guess": 1 / score["classes"], "end": better["accuracy"], "share": found["after"] / found["before"]}
+                shown.add(bench.pair, (method, way), {**score, **more})
+    rows, figures = [], []
+    for kind in ends.kinds:
+        name = shown.name(kind)
+        for method in methods:
+            for way in ABLATION:
+                mean = shown.mean(kind, (method, way))
+                paper = PAPER_ACCURACY.get(method, {}).get(way) if kind in ("vit", "imfeld") else None
+                rows.append((name, method, SAID[way], 100 * mean("accuracy"), paper, mean("loss"), mean("share"), shown.trials(kind)))
+                findings.append(
+                    Finding(
+                        f"{kind}/{method}/{_slug(way)}",
+                        f"The accuracy of the merged {name}, {SAID[way]}",
+                        None,
+                        mean("accuracy"),
+                        mean("guess"),
+                        mean("end"),
+                        f"loss {mean('loss'):.4g} nats; {mean('share'):.3g} of the distance before",
+                        "003 Fig. 3",
+                        "accuracy",
+                        spread=shown.spread(kind, (method, way), "accuracy"),
+                        trials=shown.trials(kind),
+                    )
+                )
+            findings.append(_better(lab, shown, kind, method))
+        findings += _distances_fall(shown, kind, methods[0], name)
+    for method in methods:
+        drawn = ("none", "paper", "without FFN", "without attention", "with stream", "ours")
+        bars = {SAID[way]: [round(100 * shown.mean(k, (method, way))("accuracy"), 3) for k in ends.kinds] for way in drawn}
+        data = {"labels": [shown.name(k) for k in ends.kinds], "y": bars, "ylabel": "percent right"}
+        figures.append(Figure(f"{method}: the accuracy of the merged model", "bars", data, "Of language models: of the next token."))
+    heads = ("models", "merge", "matching", "accuracy, %", "003 (its ViT)", "loss", "of the distance before", "pairs")
+    note = (
+        "Means over pairs, on test data. The paper's column is of its own ViT pair (ten classes: a guess is 10 %); there, without FFN "
+        "is above full. Distances are shares of what they are before the way moves anything (after folding, where norms are folded)."
+    )
+    merges = "Fisher, RegMean and the three OT merges of the paper: the methods are not there yet"
+    title = "Figure 3: which part of matching helps the average of two models"
+    return _results(lab, "figure3", title, findings, Table(title, heads, tuple(rows), note), figures, ends, merges)
+
+
+def _better(lab: Lab, shown: _Rows, kind: str, method: str) -> Finding:
+    ours, paper, none = (shown.mean(kind, (method, way))("loss") for way in ("ours", "paper", "none"))
+    said = f"{method}: the merged {shown.name(kind)} is better after our matching than after the paper's"
+    told = "on models this small it means nothing" if lab.preset_name == "pico" else f"the paper's has {paper:.4g} nats"
+    return Finding(f"{kind}/{method}/loss", said, None if lab.preset_name == "pico" else ours < paper, ours, None, none, told, measure="nats")
+
+
+def _distances_fall(shown: _Rows, kind: str, method: str, name: str) -> list[Finding]:
+    """Each part of the paper's matcher minimises its own part of the distance, so that leaving one out cannot bring the models nearer."""
+    share = {way: shown.mean(kind, (method, way))("share") for way in ABLATION}
+    out = []
+    for way in ("none", "without rescaling", "without FFN", "without attention"):
+        said = f"The paper's matching brings the {name}s at least as near as {SAID[way]}"
+        nearer = share["paper"] <= share[way] * (1 + EXACT)
+        out.append(Finding(f"{kind}/distance/{_slug(way)}", said, nearer, share["paper"], 0.0, share[way], source="003 Fig. 3, 4", measure="share"))
+    return out
+
+
+def figure4(lab: Lab) -> Results:
+    """The distance between two models after each matching: none, Git Re-Basin's, OT-Fusion's, the paper's, ours."""
+    ends, benches = _open(lab, lambda ends: len(ends.ready) * (2 * len(RIVALS) + 2))
+    shown = _Rows()
+    for bench in benches:
+        stand = bench.merge(WAYS["none"], "A")["loss"]
+        for way in RIVALS:
+            found = bench.match(WAYS[way]).values
+            kept = bench.merge(WAYS[way], "A")["loss"] - stand if way == "soft transport" else 0.0
+            values = {"distance": found["after"], "share": found["after"] / found["before"], "relative": found["after"] / found["size"]}
+            shown.add(bench.pair, way, {**values, "broken": kept, "average": bench.merge(WAYS[way], "Simple")["loss"]})
+    rows, findings = [], []
+    for kind in ends.kinds:
+        name = shown.name(kind)
+        for way in RIVALS:
+            mean = shown.mean(kind, way)
+            paper = PAPER_DISTANCE.get(way) if kind in ("vit", "imfeld") else None
+            theirs = (paper, paper / PAPER_DISTANCE["none"]) if paper else (None, None)
+            element = "no" if way == "soft transport" else "yes"
+            rows.append((name, SAID[way], mean("distance"), mean("share"), *theirs, mean("relative"), mean("average"), element, shown.trials(kind)))
+        findings += _order(shown, kind, name)
+    heads = (
+        "models",
+        "matching",
+        "distance",
+        "of before",
+        "003: distance",
+        "003: of before",
+        "of B's norm",
+        "loss of the average",
+        "an element",
+        "pairs",
+    )
+    note = (
+        "Euclidean distance of all weights; means over pairs. The paper's numbers are of its own ViT pair; its labels of attention only"
+        " and FFN only are swapped, and are put right here; its Git Re-Basin is FFN only (all three follow from its own numbers). With "
+        "folded norms the distance is of other weights of the same functions, so that `ours` is a share of `folded`. Sinkhorn's map is "
+        "no element: the moved model is another function."
+    )
+    title = "Figure 4: how near each matching brings two models"
+    bars = {
+        SAID[way]: [shown.mean(k, way)("share") for k in ends.kinds]
+        for way in ("neurons", "transport", "without FFN", "paper", "with stream", "ours")
+    }
+    figure = Figure("The distance after matching", "bars", {"labels": [shown.name(k) for k in ends.kinds], "y": bars, "ylabel": "share of before"})
+    return _results(lab, "figure4", title, findings, Table(title, heads, tuple(rows), note), [figure], ends)
+
+
+def _order(shown: _Rows, kind: str, name: str) -> list[Finding]:
+    """What must be nearer than what: a minimum over more is no larger."""
+    at = {way: shown.mean(kind, way)("distance") for way in RIVALS}
+    claims = (
+        ("neurons", "none", "Git Re-Basin's assignment of neurons"),
+        ("neurons", "transport", "Git Re-Basin's assignment of neurons, which looks at what they read and write,"),
+        ("paper", "neurons", "The paper's matching"),
+        ("paper", "without rescaling", "The paper's matching"),
+        ("paper", "none", "The paper's matching"),
+    )
+    out = []
+    for near, far, who in claims:
+        said = f"{who} brings the {name}s at least as near as {SAID[far]}"
+        holds = at[near] <= at[far] * (1 + EXACT)
+        out.append(Finding(f"{kind}/{_slug(near)}/{_slug(far)}", said, holds, at[near], 0.0, at[far], source="003 Fig. 4", measure="distance"))
+    share = shown.mean(kind, "ours")("share")
+    said = f"Our matching of the {name}s with folded norms, as a share of the distance before"
+    out.append(Finding(f"{kind}/ours", said, None, share, 0.0, 1.0, "a number: weight distance is no measure of a merge", measure="share"))
+    broken = shown.mean(kind, "soft transport")("broken")
+    told = "no element, so that its distance is none between two descriptions of the ends"
+    said = f"What Sinkhorn's map alone does to the loss of the {name}"
+    out.append(Finding(f"{kind}/soft/function", said, None, broken, 0.0, None, told, measure="change of the loss, in nats"))
+    return out
+
+
+def figure5(lab: Lab) -> Results:
+    """The loss on the way between two models, and on the plane around it, under four matchings of the paper and ours."""
+    planes = ("paper", "ours")
+    ends, benches = _open(lab, lambda ends: 2 * len(ends.ready) * len(PATHS) + len(planes) * len(ends.kinds))
+    shown, figures, unchecked = _Rows(), [], []
+    seen: set[str] = set()
+    for bench in benches:
+        paths = {way: bench.walk(WAYS[way]) for way in PATHS}
+        for way, path in paths.items():
+            change = max(abs(path.losses[i] - paths["none"].losses[i]) for i in (0, -1))
+            shown.add(bench.pair, way, {**numbers(path), "change": change})
+        if bench.pair.kind in seen:
+            continue
+        seen.add(bench.pair.kind)
+        figures.append(_curves(bench.pair.label, paths))
+        for way in planes:
+            try:
+                figures.append(_plane(bench.pair.label, way, bench.plane(WAYS[way])))
+            except PathError as error:
+                unchecked.append(f"{bench.pair.label}: the plane of {SAID[way]}: {error}")
+    rows, findings = [], []
+    for kind in ends.kinds:
+        name, plain = shown.name(kind), shown.mean(kind, "none")("barrier")
+        for way in PATHS:
+            mean = shown.mean(kind, way)
+            share = mean("barrier") / plain if plain > 0 else None
+            columns = tuple(mean(c) for c in ("calibrated", "rise", "span", "midpoint", "accuracy", "first", "second"))
+            rows.append((name, SAID[way], mean("barrier"), share, *columns, shown.trials(kind)))
+            said = f"The barrier between the {name}s, {SAID[way]}"
+            spread = shown.spread(kind, way, "barrier")
+            told = "a number" if share is None else f"{share:.3g} of that of the models as they stand"
+            findings.append(
+                Finding(
+                    f"{kind}/{_slug(way)}",
+                    said,
+                    None,
+                    mean("barrier"),
+                    0.0,
+                    plain,
+                    told,
+                    "003 Fig. 5",
+                    "nats",
+                    spread=spread,
+                    trials=shown.trials(kind),
+                )
+            )
+        change = max(v["change"] for way in PATHS for v in shown.values(kind, way))
+        said = f"The ends of every path between the {name}s compute what A and B compute"
+        findings.append(Finding(f"{kind}/ends", said, change <= SAME, change, SAME, measure="change of the loss, in nats"))
+        least = min(PATHS[:4], key=lambda way: shown.mean(kind, way)("rise"))
+        said = f"Of the paper's four matchings the complete one has the lowest barrier between the {name}s"
+        told = f"the lowest is that of: {SAID[least]}"
+        rise = shown.mean(kind, "paper")("rise")
+        findings.append(
+            Finding(f"{kind}/complete", said, None, rise, 0.0, shown.mean(kind, "none")("rise"), told, "003 Fig. 5", "nats (the paper's wording)")
+        )
+    heads = (
+        "models",
+        "matching",
+        "barrier",
+        "of not matched",
+        "calibrated",
+        "003: rise",
+        "003: range",
+        "midpoint",
+        "accuracy",
+        "loss of A",
+        "loss of B",
+        "pairs",
+    )
+    note = (
+        "Barrier: the largest excess of the loss inside the path over the straight line between the ends' losses, with its sign, in "
+        "nats; means over pairs. Calibrated: with a temperature for each point, fitted on other examples. Rise and range: the paper's "
+        "two wordings. Midpoint: over the better end. Accuracy: its largest shortfall. The paper prints no numbers."
+    )
+    title = "Figure 5: the loss between two models under each matching"
+    return _results(lab, "figure5", title, findings, Table(title, heads, tuple(rows), note), figures, ends, *unchecked)
+
+
+def numbers(path: Path) -> dict[str, float]:
+    """A path in a few numbers."""
+    assert path.calibrated is not None
+    ends = {"first": path.losses[0], "second": path.losses[-1]}
+    measured = {"barrier": path.barrier, "at": path.at, "rise": path.rise, "span": path.span, "midpoint": path.midpoint, "accuracy": path.of_accuracy}
+    return {**measured, "calibrated": path.calibrated.barrier, **ends}
+
+
+def _curves(label: str, paths: Mapping[str, Path]) -> Figure:
+    y = {SAID[way]: list(path.losses) for way, path in paths.items()}
+    data = {"x": list(paths["none"].ts), "y": y, "xlabel": "t (0 is A, 1 is B)", "ylabel": "nats", "log": False}
+    return Figure(f"{label}: the loss on the way from A to B", "lines", data)
+
+
+def _plane(label: str, way: str, found: Mapping[str, Any]) -> Figure:
+    data = {"x": found["x"], "y": found["y"], "values": found["losses"], "points": found["points"], "joined": [["B", "A"], ["B", "A, moved"]]}
+    data |= {"xlabel": "distance of weights, from B towards A", "ylabel": "across it", "unit": "nats"}
+    return Figure(f"{label}: the loss around A, B and the moved A ({SAID[way]})", "plane", data, "Lines join what is walked between.")
+
+
+def figure6(lab: Lab) -> Results:
+    """Layer study: the average of two models when the paper's matcher is let at one layer, at the first k, at the last k."""
+    found = look(lab, KINDS[lab.preset_name], MOST)
+    depth = {kind: _depth(lab, kind, found) for kind in found.kinds}
+    plans = {kind: _layer_plans(n) for kind, n in depth.items()}
+    ends, benches = _open(lab, lambda ends: sum(2 * len({tuple(c) for s in plans[r.kind].values() for c in s}) for r in ends.ready))
+    shown = _Rows()
+    for bench in benches:
+        for chosen in sorted({tuple(c) for sets in plans[bench.pair.kind].values() for c in sets}):
+            how = {**PAPER, "layers": list(chosen)} if chosen else WAYS["none"]
+            share = bench.match(how).values
+            score = bench.merge(how, "Simple")
+            shown.add(bench.pair, chosen, {**score, "share": share["after"] / share["before"]})
+    rows, figures, findings = [], [], []
+    for kind in ends.kinds:
+        name, plan = shown.name(kind), plans[kind]
+        for label, sets in plan.items():
+            for k, layers in enumerate(sets):
+                mean = shown.mean(kind, tuple(layers))
+                at = k if label == "only layer" else len(layers)
+                rows.append((name, label, at, mean("share"), mean("loss"), 100 * mean("accuracy"), shown.trials(kind)))
+        for column, unit in (("loss", "nats"), ("accuracy", "accuracy")):
+            y = {label: [shown.mean(kind, tuple(layers))(column) for layers in sets] for label, sets in plan.items() if label != "only layer"}
+            data = {"x": list(range(depth[kind] + 1)), "y": y, "xlabel": "layers that are matched", "ylabel": unit, "log": False}
+            figures.append(Figure(f"{name}: the average after matching k layers ({column})", "lines", data))
+        findings += _more_layers(shown, kind, name, plan, depth[kind])
+    heads = ("models", "which", "k", "of the distance before", "loss of the average", "accuracy, %", "pairs")
+    note = (
+        "The paper's matcher, at some layers only; layers are counted from 0. k = 0 is no matching. The paper finds on its DeBERTa "
+        "(CoLA and STS-B, fine-tuned from one base) that the first five matter most; it prints no numbers, and chooses the layers of "
+        "its Table 2 on validation data."
+    )
+    title = "Figure 6: which layers to match"
+    return _results(lab, "figure6", title, findings, Table(title, heads, tuple(rows), note), figures, ends)
+
+
+def _depth(lab: Lab, kind: str, ends: Ends) -> int:
+    from regauge.experiments.pairs import PAIRS
+
+    about = next(r for r in ends.ready if r.kind == kind).about or PAIRS[lab.preset_name]()[kind]
+    source = lab.sources(about, 0).get("source")
+    spec = spec_of(build(about.model, 0, None if source is None or about.recipe is None else source.uri))
+    return max(layers_of(spec).values()) + 1
+
+
+def _layer_plans(depth: int) -> dict[str, list[list[int]]]:
+    whole = list(range(depth))
+    return {
+        "only layer": [[i] for i in whole],
+        "first k": [whole[:k] for k in range(depth + 1)],
+        "last k": [whole[depth - k :] for k in range(depth + 1)],
+    }
+
+
+def _more_layers(shown: _Rows, kind: str, name: str, plan: Mapping[str, list[list[int]]], depth: int) -> list[Finding]:
+    """Layers are matched one by one and do not touch each other: more of them never part the models."""
+    shares = {label: [shown.mean(kind, tuple(layers))("share") for layers in plan[label]] for label in ("first k", "last k")}
+    worst = max(later - earlier for s in shares.values() for earlier, later in pairwise(s))
+    said = f"Each further layer that is matched brings the {name}s nearer, or leaves them"
+    nearer = Finding(f"{kind}/distance", said, worst <= EXACT, worst, EXACT, source="003 Fig. 6", measure="largest rise of the share")
+    half = max(1, depth // 2)
+    first, last = (shown.mean(kind, tuple(plan[label][half]))("loss") for label in ("first k", "last k"))
+    none = shown.mean(kind, ())("loss")
+    more = "neither matters" if first == last else f"the {'first' if first < last else 'last'} layers matter"
+    told = f"the last {half}: {last:.4g} nats; {more} more here"
+    said = f"The average of the {name}s after the first {half} of {depth} layers were matched"
+    return [nearer, Finding(f"{kind}/first", said, None, first, None, none, told, "003 Fig. 6", "nats")]
+
+
+def table3(lab: Lab) -> Results:
+    """What matching costs in seconds, beside a plain transcription of the paper's formulas and beside the merges themselves."""
+    ends, benches = _open(lab, lambda ends: len(ends.ready), most=1)
+    rows, findings = [], []
+    for bench in benches:
+        found = bench.clock()
+        seconds, kind = found["cpu"], bench.pair.kind
+        base = seconds.get(PLAIN)
+        for what in (w for w in (PLAIN, PAPERS, WHOLE, *(f"merge: {m}" for m in METHODS)) if w in seconds):
+            times = seconds[what]
+            ratio = median_ratio(times, base) if base else None
+            wall = statistics.median(found["wall"][what])
+            rows.append((bench.pair.about.name, what, statistics.median(times), min(times), max(times), ratio, wall, len(times)))
+        if base:
+            ratio = median_ratio(seconds[PAPERS], base)
+            said = f"CPU seconds of our matcher on the {bench.pair.about.name}s, as the paper's, over those of its plain transcription"
+            told = "measured in turn on this machine; the median ratio"
+            findings.append(Finding(f"{kind}/seconds", said, None, ratio, None, 1.0, told, "003 Tab. 3", "ratio of seconds", trials=len(base)))
+            ours, theirs = found["distance"]["ours"], found["distance"][PLAIN]
+            off = abs(ours - theirs) / theirs if theirs else abs(ours)
+            said = f"Our matcher brings the {bench.pair.about.name}s as near as the transcription does"
+            told = f"{ours:.6g} and {theirs:.6g}"
+            findings.append(Finding(f"{kind}/distance", said, off <= EXACT, off, EXACT, sentence=told, source="003 Thm 4.1"))
+    heads = ("models", "what", "CPU seconds, median", "least", "most", "over plain numpy", "wall seconds, median", "runs")
+    note = (
+        "Measured in turn; ratios are medians over runs, of CPU seconds. The transcription computes in float64 and checks nothing. The "
+        "paper's (an A100, three models): matching 1.59, 1.71, 3.48; simple averaging .13, .09, .22; Fisher 197, 70, 84; RegMean 138, "
+        "36, 71."
+    )
+    title = "Table 3: what matching costs"
+    merges = "that matching is under 5 % of Fisher's and RegMean's time: these merges are not there yet"
+    return _results(lab, "table3", title, findings, Table(title, heads, tuple(rows), note), [], ends, merges)
+
+
+class _Rows:
+    """Numbers by kind and case, one dict for each pair."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, dict[Any, list[Mapping[str, Any]]]] = {}
+        self._names: dict[str, str] = {}
+
+    def add(self, pair: Pair, case: Any, values: Mapping[str, Any]) -> None:
+        self._names[pair.kind] = pair.about.name
+        self._found.setdefault(pair.kind, {}).setdefault(case, []).append(values)
+
+    def name(self, kind: str) -> str:
+        return self._names[kind]
+
+    def values(self, kind: str, case: Any) -> list[Mapping[str, Any]]:
+        return self._found[kind][case]
+
+    def mean(self, kind: str, case: Any) -> Callable[[str], float]:
+        return lambda column: statistics.fmean(v[column] for v in self._found[kind][case])
+
+    def spread(self, kind: str, case: Any, column: str) -> float | None:
+        found = [v[column] for v in self._found[kind][case]]
+        return statistics.stdev(found) if len(found) > 1 else None
+
+    def trials(self, kind: str) -> int:
+        return len(next(iter(self._found[kind].values())))
+
+
+def _open(lab: Lab, cells: Callable[[Ends], int], most: int | None = MOST) -> tuple[Ends, list[Bench]]:
+    """The pairs, each on its bench, and how many cells are to come."""
+    ends = look(lab, KINDS[lab.preset_name], most)
+    lab.total = ends.steps + cells(ends)
+    return ends, [Bench(lab, load(lab, ready)) for ready in ends.ready]
+
+
+def _slug(way: str) -> str:
+    return way.replace(" ", "-")
+
+
+def facts(lab: Lab, name: str, ends: Ends) -> dict[str, Any]:
+    """What an experiment on pairs says of itself."""
+    return {
+        "experiment": f"003/{name}",
+        "preset": lab.preset_name,
+        "seeds": lab.seeds or "all finished",
+        "pairs": {kind: sum(r.kind == kind for r in ends.ready) for kind in ends.kinds},
+        "models": lab.sizes,
+        "device": lab.device,
+        "minutes of computing": round(lab.seconds / 60, 1),
+        "versions": {library: ", ".join(sorted(found)) for library, found in sorted(lab.made.items())},
+    }
+
+
+def _results(
+    lab: Lab, name: str, title: str, findings: Sequence[Finding], table: Table, figures: Sequence[Figure], ends: Ends, *unchecked: str
+) -> Results:
+    own = () if lab.preset_name == "paper" else ("the paper's own models and data (--preset paper)",)
+    return Results(title, tuple(findings), (table,), tuple(figures), facts(lab, name, ends), (*own, *ends.told(), *unchecked))

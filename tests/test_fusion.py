@@ -1,0 +1,282 @@
+"""Paper 003's experiments on planted pairs: what must come out is known, and a wrong matcher, map or transcription is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regauge.action import apply
+from regauge.elements import Element, element, element_of, load_element, save_element
+from regauge.experiments import EXPERIMENTS, ends, fusion, pairs, rotations, theus, ways
+from regauge.experiments.cells import Outcome
+from regauge.experiments.ends import Ends, NoPairsError, Pair, Ready, look
+from regauge.experiments.lab import Lab
+from regauge.experiments.models import build
+from regauge.experiments.ways import WAYS, Bench, Soft, transport
+from regauge.findings import Results
+from regauge.fold import fold_norms
+from regauge.members import Dense, Monomial
+from regauge.sources import spec_of
+from regauge.spec import Spec
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def trained(cache: Path) -> Pair:
+    """A pico ViT on digits, and itself."""
+    lab = Lab("pico", cache=cache, assets=cache)
+    about = pairs.subject(lab, "vit")
+    a = lab.train(about, 0, "plain")
+    return Pair("vit", "ViT, planted", about, a, a)
+
+
+@pytest.fixture
+def lab(cache: Path) -> Lab:
+    return Lab("pico", cache=cache, assets=cache)
+
+
+def spec_of_pair(pair: Pair) -> Spec:
+    return spec_of(build(pair.about.model, 0))
+
+
+def planted(pair: Pair, *, within: Any = "full", spaces: list[str] | None = None, fold: bool = False) -> tuple[Pair, Element]:
+    """The same pair with B = g(A)."""
+    spec, state = spec_of_pair(pair), dict(pair.a.tensors)
+    if fold:
+        spec, state = fold_norms(spec, state)
+    g = element(spec, 3, within=within, spaces=spaces)
+    return replace(pair, b=Outcome({}, apply(g, state))), g
+
+
+def left(bench: Bench, way: str) -> float:
+    """The share of the distance that a way leaves."""
+    found = bench.match(WAYS[way]).values
+    return float(found["after"] / found["before"])
+
+
+def test_everything_planted_is_found_by_ours_and_has_no_barrier(lab: Lab, trained: Pair) -> None:
+    bench = Bench(lab, planted(trained, fold=True)[0])
+    none, paper, ours = (bench.walk(WAYS[way]) for way in ("none", "paper", "ours"))
+    assert left(bench, "ours") < 1e-4
+    assert abs(ours.barrier) < 1e-4
+    assert none.barrier > 0.2
+    assert paper.barrier > 0.5 * none.barrier
+    assert bench.merge(WAYS["ours"], "Simple")["loss"] == pytest.approx(ours.losses[0], abs=1e-4)
+    assert bench.merge(WAYS["none"], "Simple")["loss"] == pytest.approx(none.losses[1], abs=1e-5)  # the midpoint of three points
+    assert bench.merge(WAYS["none"], "A")["loss"] == pytest.approx(none.losses[0], abs=1e-5)
+
+
+def test_what_the_paper_can_undo_it_undoes(lab: Lab, trained: Pair) -> None:
+    pair, g = planted(trained, within="orthogonal", spaces=["qk", "vo", "ffn"])
+    bench = Bench(lab, pair)
+    shares = {way: left(bench, way) for way in fusion.RIVALS if way not in ("folded", "ours", "none")}
+    assert shares["paper"] < 1e-5
+    assert shares["without rescaling"] < 1e-5
+    assert 0.1 < shares["neurons"] < 1
+    assert 0.1 < shares["without FFN"] < 1
+    for way in ("neurons", "transport"):  # an exact transport between equal neurons is the permutation itself
+        found = bench.match(WAYS[way])
+        index = element_of(spec_of_pair(pair), {n: t.numpy() for n, t in found.tensors.items()}, found.values["kinds"]).members["ffn.0"]
+        assert (index.permutation().index == g.members["ffn.0"].permutation().index).all()  # type: ignore[union-attr]
+
+
+def test_heads_are_beyond_the_paper(lab: Lab, trained: Pair) -> None:
+    bench = Bench(lab, planted(trained, spaces=["head"])[0])
+    assert left(bench, "paper") > 0.3
+    assert left(bench, "with heads") < 1e-5
+
+
+def test_a_factor_is_found_by_rescaling_only(lab: Lab, trained: Pair) -> None:
+    spec = spec_of_pair(trained)
+    size, count = spec.spaces["qk.0"].size, spec.count("qk.0")
+    g = Element(spec, {"qk.0": Monomial(np.tile(np.arange(size), (count, 1)), np.full((count, size), 1.7))})
+    bench = Bench(lab, replace(trained, b=Outcome({}, apply(g, trained.a.tensors))))
+    assert left(bench, "paper") < 1e-5
+    assert left(bench, "without rescaling") > 0.5
+
+
+def test_transport() -> None:
+    draw = np.random.default_rng(0)
+    x, order = draw.normal(size=(12, 5)), draw.permutation(12)
+    y = x[order] + 0.01 * draw.normal(size=(12, 5))
+    hard, soft = transport(y, x), transport(y, x, 0.5)
+    assert (hard.argmax(1) == order).all()
+    assert set(np.unique(hard.round(9))) == {0.0, 1.0}
+    assert soft.sum(0) == pytest.approx(np.ones(12), abs=1e-3)
+    assert soft.sum(1) == pytest.approx(np.ones(12), abs=1e-3)
+    assert 0.1 < soft.max() < 0.99
+
+
+def test_a_soft_map_acts_on_both_sides_alike_and_is_no_symmetry(lab: Lab, trained: Pair) -> None:
+    m = np.random.default_rng(0).dirichlet(np.ones(3), 3)[None]
+    assert (Soft(m).dual().matrix() == m).all()
+    assert not np.allclose(Dense(m).dual().matrix(), m)
+    other = build(trained.about.model, 5).state_dict()
+    bench = Bench(lab, replace(trained, b=Outcome({}, {n: t.clone() for n, t in other.items()})))
+    changed = bench.merge(WAYS["soft transport"], "A")["loss"] - bench.merge(WAYS["none"], "A")["loss"]
+    assert bench.match(WAYS["soft transport"]).values["soft"]
+    assert abs(changed) > 1e-4
+    assert bench.merge(WAYS["transport"], "A")["loss"] == pytest.approx(bench.merge(WAYS["none"], "A")["loss"], abs=1e-6)
+
+
+def run_on(name: str, lab: Lab, pair: Pair, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Results:
+    """An experiment on one pair, so many times over."""
+    found = Ends([Ready(pair.kind, None, pair.about, 0)] * count)
+    for module in (fusion, theus):
+        monkeypatch.setattr(module, "look", lambda *given: found)
+        monkeypatch.setattr(module, "load", lambda lab, ready: pair)
+    return EXPERIMENTS[name](lab)
+
+
+def test_the_order_of_distances_and_a_matcher_that_breaks_it(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pair, _ = planted(trained, within="orthogonal", spaces=["qk", "vo", "ffn"])
+    results = run_on("003/figure4", lab, pair, monkeypatch)
+    assert not results.failed
+    shown = {row[1]: row[2] for row in results.tables[0].rows}
+    said = [shown[ways.SAID[way]] for way in ("paper", "neurons", "none")]
+    assert said == sorted(said)
+    assert said[0] < 1e-3 * said[2]
+    monkeypatch.setitem(ways.FINDERS, "match", lambda r: ways.Found(element(r.spec, 9, within="permutation")))
+    wrong = run_on("003/figure4", Lab("pico", cache=tmp_path, assets=tmp_path), pair, monkeypatch)
+    assert "vit/neurons/none" in {f.id for f in wrong.failed}
+
+
+def test_a_moved_end_that_is_another_function_is_noticed(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pair, _ = planted(trained)
+    assert not run_on("003/figure5", lab, pair, monkeypatch).failed
+    right = ways.apply
+
+    def wrong(g: Element, state: Any, **more: Any) -> Any:
+        out = right(g, state, **more)
+        return {n: 1.5 * t if "fc1.weight" in n and g.members else t for n, t in out.items()}
+
+    monkeypatch.setattr(ways, "apply", wrong)
+    other = Lab("pico", cache=tmp_path, assets=tmp_path)
+    assert {f.id for f in run_on("003/figure5", other, pair, monkeypatch).failed} == {"vit/ends"}
+    assert "vit/function" in {f.id for f in run_on("003/barriers", other, pair, monkeypatch).failed}
+
+
+def test_the_benchmark_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = run_on("003/barriers", lab, planted(trained, fold=True)[0], monkeypatch, count=2)
+    assert not results.failed
+    found = {f.id: f for f in results.findings}
+    assert abs(found["vit/data-free"].value or 0) < 1e-4 < 0.2 < (found["vit/vanilla"].value or 0)
+    assert found["vit/data-free"].trials == 2
+    assert found["goal/vit/data-free"].holds is None
+    assert results.facts["pairs"] == {"vit": 2}
+    (row,) = (row for row in results.tables[0].rows if str(row[1]).startswith("data-free"))
+    assert row[2:5] == (2, pytest.approx(0, abs=1e-4), pytest.approx(0, abs=1e-9))
+
+
+def test_layers_and_times_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pair, _ = planted(trained, within="orthogonal", spaces=["qk", "vo", "ffn"])
+    layers = run_on("003/figure6", lab, pair, monkeypatch)
+    assert not layers.failed
+    assert {(row[1], row[2]): row[3] < 1e-5 for row in layers.tables[0].rows} == {
+        ("only layer", 0): True,
+        ("first k", 0): False,
+        ("first k", 1): True,
+        ("last k", 0): False,
+        ("last k", 1): True,
+    }
+    pair = replace(pair, b=Outcome({}, {n: t + 0.01 * torch.sin(torch.arange(t.numel())).view_as(t) for n, t in pair.b.tensors.items()}))
+    assert not run_on("003/table3", lab, pair, monkeypatch).failed
+    right = rotations.matched
+    monkeypatch.setattr(rotations, "matched", lambda one, two: right(one, two, rescale=False))
+    assert {f.id for f in run_on("003/table3", Lab("pico", cache=tmp_path, assets=tmp_path), pair, monkeypatch).failed} == {"vit/distance"}
+
+
+def test_plans_of_layers() -> None:
+    plans = fusion._layer_plans(3)
+    assert plans["only layer"] == [[0], [1], [2]]
+    assert plans["first k"] == [[], [0], [0, 1], [0, 1, 2]]
+    assert plans["last k"] == [[], [2], [1, 2], [0, 1, 2]]
+
+
+def test_the_interval_of_a_mean() -> None:
+    assert theus.interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / 3**0.5, rel=1e-5)
+    assert theus.interval([1.0]) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant", "barriers", "holds"),
+    [
+        ("gpt2", "data-free", [0.05] * 5, True),
+        ("gpt2", "data-free", [0.15] * 5, False),
+        ("gpt2", "data-free", [0.05] * 4, None),
+        ("gpt2", "refined", [0.01, 0.012, 0.011, 0.009, 0.01], True),
+        ("gpt2", "refined", [0.09, -0.08, 0.01, 0.01, 0.01], False),  # the mean is small enough, and its interval is not
+        ("vit", "refined", [0.03, 0.03], False),
+    ],
+)
+def test_goals_are_judged_on_enough_pairs(kind: str, variant: str, barriers: list[float], holds: bool | None) -> None:
+    by = {"vanilla": [{"barrier": 1.0}] * len(barriers), variant: [{"barrier": b} for b in barriers]}
+    assert theus._goal(Lab("small"), kind, "models", variant, by).holds is holds
+    assert theus._goal(Lab("pico"), kind, "models", variant, by).holds is None
+
+
+def test_without_pairs_nothing_is_trained_and_they_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "tinyshakespeare.txt").write_text("To be, or not to be. " * 50)
+    lab = Lab("small", cache=tmp_path / "cache", assets=tmp_path)
+    with pytest.raises(NoPairsError, match="no pair of models to measure on") as caught:
+        look(lab, ("vit", "gpt2", "asset"))
+    assert "regauge reproduce 003/pairs" in (caught.value.hint or "")
+    assert "gpt2_pair/seed1 is not in the assets" in str(caught.value)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_papers_own_models_are_named(tmp_path: Path) -> None:
+    with pytest.raises(NoPairsError) as caught:
+        EXPERIMENTS["003/figure3"](Lab("paper", cache=tmp_path, assets=tmp_path))
+    for part in ("imfeld/vit_a is not in the assets", "graldij/transformer-fusion", "roberta-base/dailydialog", "deberta-v3-large", "20 epochs"):
+        assert part in str(caught.value)
+
+
+def test_only_whole_pairs_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lab = Lab("small", cache=tmp_path, assets=tmp_path)
+    done = {0, 1, 2, 5, 6, 7}
+    monkeypatch.setattr(Lab, "is_trained", lambda self, subject, seed, way: seed in done)
+    about = pairs.subject(lab, "gpt2")
+    assert [r.seeds for r in ends._trained(lab, "gpt2", about)] == [(0, 1), (6, 7)]
+    assert [r.seeds for r in ends._trained(replace(lab, seeds=4), "gpt2", about)] == [(0, 1)]
+
+
+def test_a_pair_in_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=128, vocab_size=1024, bos_token_id=0, eos_token_id=0)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        transformers.GPT2LMHeadModel(config).half().save_pretrained(tmp_path / "gpt2_pair" / f"seed{seed}")
+    (tmp_path / "tinyshakespeare.txt").write_text("to be or not to be " * 1000)
+    known = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["?", "to", "be", "or", "not"])}, unk_token="?"))
+    known.pre_tokenizer = pre_tokenizers.Whitespace()
+    known.save(str(tmp_path / "gpt2_pair" / "tokenizer.json"))
+    lab = Lab("small", cache=tmp_path / "cache", assets=tmp_path)
+    found = look(lab, ("asset",))
+    pair = ends.load(lab, found.ready[0])
+    assert pair.a.tensors["transformer.wte.weight"].dtype == torch.float32
+    assert not torch.equal(pair.a.tensors["transformer.wte.weight"], pair.b.tensors["transformer.wte.weight"])
+    bench = Bench(lab, pair)
+    assert bench.merge(WAYS["none"], "Simple")["loss"] == pytest.approx(np.log(1024), rel=0.05)
+    assert lab.sizes[pair.about.name]["from"] == "the assets"
+
+
+def test_an_element_of_float32_weights_can_be_kept(tmp_path: Path, trained: Pair) -> None:
+    """A fit of float32 models has float32 members; a file of elements holds float64."""
+    spec = spec_of_pair(trained)
+    drawn = element(spec, 1, spaces=["qk"])
+    rough = Element(spec, {s: Dense(m.matrix().astype(np.float32)) for s, m in drawn.members.items()})  # type: ignore[arg-type]
+    save_element(rough, tmp_path / "g")
+    again = load_element(tmp_path / "g", spec)
+    assert all((again.members[s].matrix() == rough.members[s].matrix()).all() for s in rough.members)

@@ -29,13 +29,15 @@ VARIANTS: dict[str, str] = {
     "folded": "folded",
     "permutations only": "permutations",
     "data-free": "ours",
-    # PLACE for the better data-free recipe, once `match` has it:        "data-free, ...": its name in WAYS
-    # PLACE for the refined element, once `matching.refining` is there:  "refined": its name in WAYS
+    "by what they do": "seen",
+    "refined": "refined",
 }
 # What is aimed at: the largest share of the vanilla barrier, or the largest mean in nats with the upper end of its interval; and of how many pairs.
 GOALS: dict[tuple[str, str], Mapping[str, float]] = {
     ("gpt2", "data-free"): {"share": 0.10, "pairs": 5},
+    ("gpt2", "by what they do"): {"share": 0.10, "pairs": 5},
     ("llama", "data-free"): {"share": 0.25, "pairs": 2},
+    ("llama", "by what they do"): {"share": 0.25, "pairs": 2},
     ("vit", "data-free"): {"share": 0.15, "pairs": 2},
     ("gpt2", "refined"): {"nats": 0.02, "upper": 0.05, "pairs": 5},
     ("vit", "refined"): {"nats": 0.02, "upper": math.inf, "pairs": 2},

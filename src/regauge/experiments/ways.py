@@ -6,6 +6,7 @@ finds is kept as an element, so that every measure after it moves A again rather
 
 from __future__ import annotations
 
+import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ from regauge.fold import fold_norms
 from regauge.groups import Permutation, Scaling
 from regauge.matching import match
 from regauge.matching.costs import Costs
+from regauge.matching.recording import record, written
+from regauge.matching.refining import refine
 from regauge.members import Dense, Member, Monomial
 from regauge.sources import spec_of
 from regauge.spec import Spec
@@ -61,8 +64,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "transport": {"by": "transport"},
     "soft transport": {"by": "transport", "soft": 0.05},
     "ours": {"by": "match", "fold": True},
-    # PLACE for the better data-free recipe (weights of the anchors, no sweeps of the stream): one line here, and its name in theus.VARIANTS.
-    # PLACE for the refined way: {"by": "refine", "fold": True, "start": ..., "steps": ...} here, a finder below, its name in theus.VARIANTS.
+    "seen": {"by": "seen", "fold": True, "texts": 64, "sweeps": 0},
+    "refined": {"by": "refine", "fold": True, "texts": 256, "sweeps": 0, "steps": 200},
 }
 SAID = {
     "none": "not matched",
@@ -78,6 +81,8 @@ SAID = {
     "transport": "OT-Fusion, FFN, exact transport",
     "soft transport": "OT-Fusion, FFN, Sinkhorn (no element)",
     "ours": "ours: everything, norms folded",
+    "seen": "ours, by what the two do: language models on text that they write, others on unlabelled training data",
+    "refined": "the same, and 200 learned steps on such inputs",
 }
 
 
@@ -121,6 +126,37 @@ def _by_match(r: Request) -> Found:
     return Found(found.element, notes=found.notes)
 
 
+def _by_seen(r: Request) -> Found:
+    """By what the two do: language models on text that they write themselves, others on training data without labels."""
+    return Found(_seen(r, _inputs(r)))
+
+
+def _by_refine(r: Request) -> Found:
+    """The same, and then learned steps on the group, towards what the ends predict on such inputs."""
+    inputs = _inputs(r)
+    refined = refine(r.spec, r.a, r.b, _seen(r, inputs[: max(1, len(inputs) // 4)]), r.module, inputs, steps=int(r.how["steps"]))
+    said = f"divergence from the ends {refined.start:.4f} before learning, {refined.loss:.4f} after {refined.step} steps"
+    return Found(refined.g, notes=(said,))
+
+
+def _seen(r: Request, inputs: Sequence[Mapping[str, Tensor]]) -> Element:
+    seen = record(r.module, r.a, r.spec, inputs), record(r.module, r.b, r.spec, inputs)
+    return match(r.spec, r.a, r.b, seen=seen, sweeps=int(r.how["sweeps"])).element
+
+
+def _inputs(r: Request, batch: int = 8) -> list[dict[str, Tensor]]:
+    count = int(r.how["texts"])
+    if getattr(r.module, "can_generate", lambda: False)():
+        ends = []
+        for state in (r.a, r.b):
+            ends.append(copy.deepcopy(r.module).eval())
+            ends[-1].load_state_dict(dict(state))
+        return written(ends, count=count, batch=batch)
+    examples = r.examples()
+    rows = np.random.default_rng(0).permutation(len(examples))[: 4 * count]  # a picture has fewer tokens than a text
+    return [examples.batch(np.sort(rows[i : i + 4 * batch]))[0] for i in range(0, len(rows), 4 * batch)]
+
+
 def _by_transport(r: Request) -> Found:
     """OT-Fusion's matching of neurons (Singh and Jaggi 2020): transport between the two layers' neurons with uniform marginals, by the Euclidean
     distance of their incoming weights and biases. Exact transport ends in a vertex, which is a permutation. With `soft`, Sinkhorn's plan at that
@@ -160,8 +196,14 @@ def transport(y: Floats, x: Floats, soft: float | None = None) -> Floats:
     return n * np.asarray(ot.sinkhorn(uniform, uniform, cost, soft * float(cost.mean()), method="sinkhorn_log", numItermax=5000, warn=False))
 
 
-FINDERS: dict[str, Callable[[Request], Found]] = {"none": _not_moved, "match": _by_match, "transport": _by_transport}
-READ: frozenset[str] = frozenset()  # the finders that look at data (a refinement does)
+FINDERS: dict[str, Callable[[Request], Found]] = {
+    "none": _not_moved,
+    "match": _by_match,
+    "transport": _by_transport,
+    "seen": _by_seen,
+    "refine": _by_refine,
+}
+READ = frozenset({"seen", "refine"})  # the finders that look at data, where models do not write their own
 
 
 @dataclass(frozen=True)
@@ -238,8 +280,8 @@ def clock(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     config = getattr(module, "config", None)
     heads = int(getattr(config, "num_attention_heads", 0))
     tasks: dict[str, Callable[[], Any]] = {PAPERS: lambda: _by_match(Request(spec, a, b, PAPER, module, _none))}
-    written = rotations.read(b, spec.family, heads)
-    if written is not None:
+    transcribed = rotations.read(b, spec.family, heads)
+    if transcribed is not None:
         tasks[PLAIN] = lambda: [rotations.matched(x, y) for x, y in zip(*_layers(spec, heads, a, b), strict=True)]
     tasks[WHOLE] = lambda: _whole_match(module, a, b)
     for name, method in METHODS.items():
@@ -253,8 +295,8 @@ def clock(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
             if run:  # the first round warms up
                 wall[name].append(time.perf_counter() - started[0])
                 cpu[name].append(time.process_time() - started[1])
-    values: dict[str, Any] = {"wall": wall, "cpu": cpu, "layers": len(written or ()), "distance": {}}
-    if written is not None:
+    values: dict[str, Any] = {"wall": wall, "cpu": cpu, "layers": len(transcribed or ()), "distance": {}}
+    if transcribed is not None:
         costs = Costs(spec, a, b)
         rest = sum(d for d, _ in costs.distances(identity(spec)).values())
         for x, y in zip(*_layers(spec, heads, a, b), strict=True):

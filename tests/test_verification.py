@@ -19,7 +19,7 @@ from regauge.families.pieces import Config, Names
 from regauge.findings import Finding
 from regauge.permuting import Permuted
 from regauge.verification import _settled
-from regauge.verification.checks import MARGIN, _Found, moved_copy, prepare
+from regauge.verification.checks import MARGIN, _Found, _measured, moved_copy, prepare
 from regauge.verification.faults import first_fault
 from regauge.verification.inputs import example_inputs
 from regauge.verification.subject import Subject, Way
@@ -517,3 +517,12 @@ def test_a_model_is_wrapped_once() -> None:
 def test_rows_of_a_windowed_model_are_refused() -> None:
     with pytest.raises(CutError, match="look at neighbours"):
         Permuted(build("swin"))
+
+
+@pytest.mark.parametrize(("dtype", "noisy", "holds"), [(torch.bfloat16, 1, True), (torch.bfloat16, 2, None), (torch.float32, 1, None)])
+def test_a_tensor_that_half_precision_drowns_is_named_and_not_judged(dtype: torch.dtype, noisy: int, holds: bool | None) -> None:
+    """One in twenty, and in half precision only: in wider dtypes an error of a half is no rounding."""
+    own = {f"t{i}": 0.6 if i < noisy else 0.01 for i in range(20)}
+    found = _measured(None, own, dict.fromkeys(own, 0.01), dict.fromkeys(own, 1e6), "", dtype).finding("x", "", "")  # type: ignore[arg-type]
+    assert found.holds is holds
+    assert ("not judged: t0 (bfloat16 gets 60% of it wrong)" in found.sentence) == (holds is True)

@@ -138,29 +138,30 @@ def match(
     steps: list[Step] = []
     tell = progress or (lambda done, total, now: None)
 
-    def took(name: str) -> float:
-        total = sum(d for d, _ in costs.distances(search.g).values())
-        steps.append(Step(name, total, time.monotonic() - started))
-        return total
+    def took(name: str) -> dict[str, float]:
+        found = {n: d for n, (d, _) in costs.distances(search.g).items()}
+        steps.append(Step(name, sum(found.values()), time.monotonic() - started))
+        return found
 
     tell(0, sweeps + 1, "first pass")
     with _workers(workers) as search.pool:
         skipped = [s for s in search.groups if s in search.known]
         order = skipped + search.first_pass()
-        best, left = search.g, took("first pass")
+        best, after = search.g, took("first pass")
+        left = steps[-1].squared
         for i in range(sweeps):
             if left <= EXACT * sum(size.values()):
                 break
             tell(i + 1, sweeps + 1, f"sweep {i + 1}")
             search.sweep(order)
-            now = took(f"sweep {i + 1}")
-            gained, left, best = left - now, *((now, search.g) if now < left else (left, best))
+            found, gained = took(f"sweep {i + 1}"), left - steps[-1].squared
+            if gained > 0:
+                best, after, left = search.g, found, steps[-1].squared
             if gained <= ENOUGH * left:
                 break
     tell(sweeps + 1, sweeps + 1, "")
     lost = [s for s in search.groups if s not in search.known]
     notes = (f"no evidence for {', '.join(lost)}",) if lost else ()
-    after = {n: d for n, (d, _) in costs.distances(best).items()}
     best = Element(spec, {s: m for s, m in best.members.items() if s in groups})
     best.require()
     return Match(best, before, after, size, steps, order, time.monotonic() - started, notes)
@@ -211,5 +212,6 @@ def _require_pair(spec: Spec, a: State, b: State, rows: Mapping[str, Shared]) ->
         faults = [f for f in check(spec, state) if f.name not in rows]
         require(faults, f'{name} does not fit the spec "{spec.family}"', hint="both must be models of one architecture and size")
         for tensor in state:
-            if not bool(state[tensor].isfinite().all()) if state[tensor].dtype.is_floating_point else False:
+            value = state[tensor]
+            if value.dtype.is_floating_point and not bool(value.isfinite().all()):
                 raise MatchError(f'"{tensor}" of {name} has values that are not finite', hint="matching would find nothing but NaN")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -39,8 +39,9 @@ from regauge.verification.subject import (
 # How many times the tolerance a negative control must reach, so that the check can be said to see anything.
 MARGIN = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 10.0, torch.float16: 10.0}
 
-# How many times its share of the tolerance one tensor alone may be off, and from where on a tensor's own rounding leaves nothing to compare.
-ONE, NOISE = 4.0, 0.5
+# How many times its share of the tolerance one tensor alone may be off; from where on a tensor's own rounding leaves nothing to compare; and of how
+# many tensors one may be such, so that the others are judged without it. With more of them nothing can be told.
+ONE, NOISE, FEW = 4.0, 0.5, 20
 
 Tensor = torch.Tensor
 State = Mapping[str, Tensor]
@@ -334,6 +335,7 @@ class _Found:
     own: Errors
     noise: float = NOISE
     advice: str = "; try a wider dtype"
+    drowned: Errors = field(default_factory=dict)  # tensors that are not judged: their own rounding is too large
 
     def typical(self, name: str) -> float:
         """A tensor's own rounding error, but no less than the middle one: a small tensor may be precise by accident."""
@@ -365,6 +367,10 @@ class _Found:
         else:
             sentence = f"holds to {self.value:.1e}; the control ({self.how}) is off by {self.control:.1e}"
         sentence += f"; {remark}" if remark else ""
+        if self.drowned:
+            first, more = max(self.drowned, key=lambda n: self.drowned[n]), len(self.drowned) - 1
+            off = f"{str(self.dtype)[6:]} gets {self.drowned[first]:.0%} of it wrong"
+            sentence += f"; not judged: {first} ({off}){f' and {more} more' if more else ''}"
         return Finding(name, statement, holds, self.value, self.tolerance, self.control, sentence, source, where=worst if holds is False else "")
 
 
@@ -376,8 +382,10 @@ def _compare(c: Case, kind: str, got: State, want: State, wrong: State, how: str
 def _measured(c: Case, own: Errors, parts: Errors, control: Errors, how: str, dtype: torch.dtype | None = None) -> _Found:
     dtype = dtype or c.subject.dtype
     lost = {n for n, e in own.items() if e == math.inf}  # zero in exact arithmetic: nothing to be compared with
-    own, parts, control = ({n: e for n, e in x.items() if n not in lost} for x in (own, parts, control))
-    return _Found(overall(parts, own), MULTIPLE[dtype] * overall(own, own), overall(control, own), parts, how, dtype, own)
+    drowned = {n: e for n, e in own.items() if n not in lost and e > NOISE}
+    drowned = drowned if dtype.itemsize == 2 and len(drowned) * FEW <= len(own) else {}  # in wider dtypes that is no rounding
+    own, parts, control = ({n: e for n, e in x.items() if n not in lost and n not in drowned} for x in (own, parts, control))
+    return _Found(overall(parts, own), MULTIPLE[dtype] * overall(own, own), overall(control, own), parts, how, dtype, own, drowned=drowned)
 
 
 def _located(c: Case, finding: Finding, moved: Subject, way: Way) -> Finding:

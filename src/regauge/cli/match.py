@@ -85,6 +85,8 @@ def match(
         raise typer.BadParameter("--fold and --out-b belong together: a folded A is next to a folded B, and not to B itself")
     if self_written and sample_data is not None:
         raise typer.BadParameter("either --data or --self-written")
+    if out_b is not None and out_b.absolute() == out.absolute():
+        raise typer.BadParameter("--out and --out-b are one folder: A and B need one each")
     check_outputs(json, report)
     from regauge.cli.move import keep_apart
     from regauge.cli.moved import summary, write_moved
@@ -103,7 +105,8 @@ def match(
     if save_element is not None:
         if save_element.exists():
             raise ElementError(f"{save_element} exists already", hint="name a new file")
-        keep_apart(save_element, out, pair.a.checkpoint.path)
+        for target in (out, out_b or out):
+            keep_apart(save_element, target, pair.a.checkpoint.path)
     _threads(threads)
     work = Unfinished(out, pair, f"{spaces} {layers} {group.value} {fold} {rescale} {shared_tokens} {sample_data} {self_written} {samples} {seed}")
     start, known = work.load() if resume else (None, None)
@@ -112,9 +115,11 @@ def match(
     def _sample(uri: str | None) -> sample.Sample | None:
         return None if uri in (None, "self") else sample.Sample(str(uri), field, split, tokenizer, length, mean, std)
 
-    if self_written or sample_data is not None:
+    lessons: list[dict[str, Any]] = []
+    if self_written or sample_data is not None or refine is not None:  # before the search: what cannot be read is refused at once
         live = Live(pair, samples, seed)
-        seen = live.seen(live.inputs(_sample(sample_data)))
+        lessons = live.inputs(_sample(refine)) if refine is not None else []
+        seen = live.seen(live.inputs(_sample(sample_data))) if self_written or sample_data is not None else None
     if known:
         say(f"goes on with what the interrupted run found of {len(known)} spaces")
     with step_bar("match") as progress:
@@ -135,9 +140,8 @@ def match(
             saved=None if dry_run else work.save,
             progress=progress,
         )
-    if refine is not None:
-        live = live or Live(pair, samples, seed)
-        refined = live.refined(found.element, live.inputs(_sample(refine)), refine_steps)
+    if live is not None and lessons:
+        refined = live.refined(found.element, lessons, refine_steps)
         found = found.replaced(refined.g, pair.spec, pair.a.state, pair.b.state)
         say(f"refined in {refined.step} of {refine_steps} steps: divergence from the ends {refined.start:.4f}, now {refined.loss:.4f}")
     results = results_of(

@@ -293,3 +293,17 @@ def test_invariants_are_the_same_in_every_description_and_tell_models_apart(name
     assert max(d / max(n, 1e-30) for d, n in invariant_distance(here, there).values()) < 1e-18
     apart = invariant_distance(here, strange)
     assert sum(d for d, _ in apart.values()) > 1e-3 * sum(n for _, n in apart.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_pass_suffices_for_what_was_planted(seed: int) -> None:
+    """Sweeps would mend a first pass that goes wrong."""
+    spec, a = state_of("llama")
+    b = apply(element(spec, seed), a)
+    assert match(spec, a, b, sweeps=0).distance < 1e-9
+
+
+def test_a_head_is_wholly_like_itself() -> None:
+    q, k = _pair(7, (3, 1, 4, 9))
+    for scores in (overlap((q, k), (q, k)), plane_overlap((q, k), (q, k), Rotary("half"))):
+        assert_allclose(np.diag(scores[:, 0, :, 0]), 1, atol=1e-12)

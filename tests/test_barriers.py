@@ -24,7 +24,7 @@ from regauge.findings import load_results
 from regauge.fold import fold_norms
 from regauge.report import page
 from regauge.sources import spec_of
-from regauge.tasks import Examples, prepare, task_of
+from regauge.tasks import Examples, loss_of, prepare, task_of
 
 WORDS = [f"w{i}" for i in range(30)]
 
@@ -347,3 +347,54 @@ def test_tasks_are_read_off_the_model(tmp_path: Path) -> None:
         task_of(build("vit-base"), images, mean=[0.5], std=[0.5])
     with pytest.raises(DataError, match="there is no loss for a BertModel"):
         task_of(build("bert-base"), images, tokenizer="x")
+
+
+def test_what_is_not_to_be_measured_needs_no_labels(tmp_path: Path) -> None:
+    images = Data("d", {"image": np.zeros((4, 8, 8, 3), np.uint8)}, "")
+    task, _ = task_of(build("vit-base"), images, mean=[0.5], std=[0.5], labelled=False)
+    assert prepare(task, images).batch(np.arange(2))[0]["pixel_values"].shape == (2, 3, 8, 8)
+    texts = Data("d", {"text": ["w3 w4", "w5"]}, "")
+    task, reader = task_of(build("bert-base"), texts, tokenizer=words(tmp_path), labelled=False)
+    inputs = prepare(task, texts, reader).batch(np.arange(2))[0]
+    assert inputs["input_ids"].tolist() == [[1, 3, 4, 2], [1, 5, 2, 0]]
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 1, 0]]
+
+
+def words(folder: Path) -> Path:
+    """A tokenizer with marks and a mask."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
+
+    names = ["[PAD]", "[CLS]", "[SEP]", *WORDS[3:29], "[MASK]"]
+    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="[PAD]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens([AddedToken("[MASK]", special=True)])
+    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+def test_a_masked_model_predicts_what_is_hidden(tmp_path: Path) -> None:
+    said = Data("d", {"text": [" ".join(WORDS[3 + i * i % 26] for i in range(400))]}, "")
+    model = build("bert")
+    task, reader = task_of(model, said, tokenizer=words(tmp_path), length=12)
+    found = prepare(task, said, reader)
+    inputs, labels = found.batch(np.arange(len(found)))
+    hidden = labels != -100
+    assert (len(found), found.tokens) == (40, True)
+    assert (inputs["input_ids"][:, 0] == 1).all()
+    assert (inputs["input_ids"][:, -1] == 2).all()
+    assert (inputs["input_ids"][hidden] == 29).all()
+    assert not (inputs["input_ids"][~hidden] == 29).any()
+    assert hidden.any(1).all()
+    assert 0.1 < hidden.double().mean() < 0.2
+    assert torch.equal(prepare(task, said, reader).batch(np.arange(40))[1], labels)
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    expected = F.cross_entropy(logits[hidden], labels[hidden])
+    torch.testing.assert_close(loss_of(found, logits, labels), expected)
+    assert score(model, model.state_dict(), found).loss == pytest.approx(float(expected), rel=1e-5)
+    plain = tmp_path / "plain" / "tokenizer.json"
+    plain.parent.mkdir()
+    plain.write_text((tmp_path / "tokenizer.json").read_text().replace("[MASK]", "[HIDE]"))
+    with pytest.raises(DataError, match="has no mask"):
+        prepare(task, said, plain)

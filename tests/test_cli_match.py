@@ -88,6 +88,29 @@ def test_a_folded_match_writes_both(pair: tuple[Path, Path], tmp_path: Path) -> 
         assert torch.allclose(logits[0], x, atol=1e-3)
 
 
+def test_gauges_are_fixed_in_both(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = pair
+    out, other = tmp_path / "out", tmp_path / "other"
+    wishes = ("--fix", "keys,values,balance", "--anchors", "*wte*,*wpe*", "--weight", "*c_fc*=0.5", "--group", "orthogonal")
+    assert run("match", a, b, "-o", out, "--out-b", other, *wishes) == 0
+    assert "B, with fixed gauges" in capsys.readouterr().err
+    results = json.loads((out / "match.json").read_text())
+    assert results["facts"]["fixed"] == ["keys", "values", "balance"]
+    assert results["findings"][0]["value"] < 1e-3  # once balanced, a rotation is all that is between the two
+    models = [AutoModelForCausalLM.from_pretrained(x) for x in (a, out, b, other)]
+    assert not models[3].transformer.h[0].attn.c_attn.bias.view(3, -1)[1:].any()
+    with torch.no_grad():
+        logits = [m(torch.arange(8)[None]).logits for m in models]
+    for x in logits[1:]:
+        assert torch.allclose(logits[0], x, atol=1e-3)
+    assert run("match", a, b, "-o", tmp_path / "c", "--fix", "keys") == 2
+    assert run("match", a, b, "-o", tmp_path / "c", "--fix", "gains", "--out-b", tmp_path / "d") == 1
+    assert 'no gauge "gains"' in capsys.readouterr().err
+    for wrong in ("c_fc", "*c_fc*=x", "*c_fc*=-1", "=1"):
+        assert run("match", a, b, "-o", tmp_path / "c", "--weight", wrong) == 2
+    assert not (tmp_path / "c").exists()
+
+
 def test_compare_says_what_two_models_are_to_each_other(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = pair
     assert run("compare", a, a) == 0

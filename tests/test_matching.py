@@ -92,6 +92,26 @@ def test_noise_up_to_the_threshold_leaves_the_permutations_exact() -> None:
         assert (found.element.members[space].permutation().index == g.members[space].permutation().index).all()
 
 
+def test_anchors_are_what_a_space_is_found_by_at_first() -> None:
+    """The words of the two models have nothing in common, and their places are the same: only the places may tell the order of the stream."""
+    spec, a = state_of("gpt2-untied")
+    g = element(spec, 4, within="permutation")
+    b = dict(apply(g, a))
+    torch.manual_seed(0)
+    b |= {n: 5 * torch.randn_like(b[n]) for n in ("transformer.wte.weight", "lm_head.weight")}
+    truth = g.members["stream"].permutation().index
+    misled = match(spec, a, b, sweeps=0, spaces=["stream"])
+    found = match(spec, a, b, sweeps=0, anchors=["*wpe*"])
+    weighed = match(spec, a, b, sweeps=0, weights={"*wte*": 0.0, "lm_head.*": 0.0})
+    assert (misled.element.members["stream"].permutation().index != truth).any()
+    for one in (found, weighed):
+        assert (one.element.members["stream"].permutation().index == truth).all()
+        assert (one.element.members["ffn.0"].permutation().index == g.members["ffn.0"].permutation().index).all()
+    for more in ({"anchors": ["wpe"]}, {"weights": {"*.wpe": 2.0}}):
+        with pytest.raises(MatchError, match="no tensor that anything acts on is called"):
+            match(spec, a, b, **more)  # type: ignore[arg-type]
+
+
 def _paper(a: State, b: State, layers: int, heads: int) -> tuple[float, float]:
     """Paper 003 on a GPT-2, written down independently: distances after its rotations and its assignment, without and with rescaling."""
     plain = {n: t.numpy().copy() for n, t in a.items()}

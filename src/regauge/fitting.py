@@ -109,6 +109,14 @@ def fit_linear(plain: Pair, dual: Pair | None) -> Floats:
     return np.asarray((u * _restrained(s)[:, None, :]) @ vt)
 
 
+def balancing(plain: Floats, dual: Floats) -> Floats:
+    """For each member of a stack, B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T; the identity where a side is rank-deficient and there is none."""
+    size = plain.shape[1]
+    found = [_balance(q, k) for q, k in zip(plain, dual, strict=True)]
+    u, s, vt = np.linalg.svd(np.stack([np.eye(size) if b is None else b for b in found]))
+    return np.asarray((u * _restrained(s)[:, None, :]) @ vt)
+
+
 def _balanced(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
     b1, b2 = _balance(q1, k1), _balance(q2, k2)
     if b1 is None or b2 is None:  # a rank-deficient side has no balanced form: the other one decides, or the best rotation, which is safe

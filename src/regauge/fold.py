@@ -97,9 +97,9 @@ class _Folding:
         return {name: entry for name, entry in self.stored.items() if entry.pattern == pattern}
 
     def fold(self, norm: Norm) -> None:
-        gain = _work(self.state[norm.gain]) + (1.0 - norm.neutral)
+        gain = in_work(self.state[norm.gain]) + (1.0 - norm.neutral)
         term = ax.parse(self.spec.tensors[norm.gain]).terms[-1]
-        shift = None if norm.bias is None else _work(self.state[norm.bias])
+        shift = None if norm.bias is None else in_work(self.state[norm.bias])
         taken = not norm.padded and all(b is not None for _, b in norm.readers)
         for weight, bias in norm.readers:
             for name, entry in self.each(weight).items():
@@ -122,11 +122,11 @@ class _Folding:
 
     def _shifted(self, a: Tensor, name: str, dim: int, shift: Tensor) -> Tensor:
         """a + W b, with the values that W had before folding."""
-        w = _work(self.state[self.source(name)]) * self.spec.untied.get(name, 1.0)
+        w = in_work(self.state[self.source(name)]) * self.spec.untied.get(name, 1.0)
         return a + _scaled(w, shift, dim).sum(dim).reshape(a.shape)
 
     def fold_back(self, scale: Scale) -> None:
-        gain = _work(self.state[scale.gain])
+        gain = in_work(self.state[scale.gain])
         for weight, bias in scale.writers:
             for name in [weight] if bias is None else [weight, bias]:
                 dim = _writing_axis(self.stored[name], ax.parse(self.spec.tensors[scale.gain]).terms[-1])
@@ -146,13 +146,13 @@ class _Folding:
 
     def _edited(self, name: str, rounded: bool) -> Tensor:
         original = self.state[self.source(name)]
-        work = _work(original) * self.spec.untied.get(name, 1.0)
+        work = in_work(original) * self.spec.untied.get(name, 1.0)
         for change in self.edits[name]:
             work = change(work)
         return work.to(original.dtype) if rounded else work
 
 
-def _work(x: Tensor) -> Tensor:
+def in_work(x: Tensor) -> Tensor:
     """Folding's precision: float64, or float32 for what was stored in half precision."""
     import torch
 

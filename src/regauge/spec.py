@@ -32,7 +32,9 @@ class Shaped(Protocol):
 class Space:
     """A space: its size, the largest group that commutes with everything that touches it, and why it is not larger.
 
-    `over` names a parent: one member per index of it. `folded` is the group after `fold_norms`, where that is larger.
+    `over` names a parent: one member per index of it. `folded` is the group after `fold_norms`, where that is larger. `constant` says what becomes of
+    a vector that is added at every token: "unseen" if on the dual side it changes nothing (keys under a softmax), "passed" if on the plain side it
+    arrives at the readers as it is (values, whose weights sum to one), and nothing if neither is known.
     """
 
     size: int
@@ -40,6 +42,7 @@ class Space:
     over: str | None = None
     folded: Group | None = None
     why: str = ""
+    constant: str = ""
 
 
 @dataclass(frozen=True)

@@ -143,19 +143,22 @@ class _Reader:
             if not isinstance(value, dict):
                 self.fault(key, f'spaces."{key}" is not a table such as {{ size = 8, group = "permutation" }}')
                 continue
-            self.known(f'spaces."{key}".', value, ("size", "group", "over", "folded", "why"))
-            size, over, why = value.get("size"), value.get("over"), value.get("why", "")
+            self.known(f'spaces."{key}".', value, ("size", "group", "over", "folded", "why", "constant"))
+            size, over, why, constant = value.get("size"), value.get("over"), value.get("why", ""), value.get("constant", "")
             if type(size) is not int or size < 1:
                 self.fault(key, f'spaces."{key}" has size {size!r}')
                 continue
             if not isinstance(why, str) or not isinstance(over, str | None):
                 self.fault(key, f'spaces."{key}": why and over are strings')
                 continue
+            if constant not in ("", "unseen", "passed"):
+                self.fault(key, f'spaces."{key}" has constant {constant!r}; it is "unseen" or "passed"')
+                continue
             group, folded = (self.group(key, field, value.get(field)) for field in ("group", "folded"))
             if group is None:
                 continue
             for name, parent in self.each(key, over or ""):
-                yield name, Space(size, group, parent or None, folded, why)
+                yield name, Space(size, group, parent or None, folded, why, constant)
 
     def group(self, key: str, field: str, name: Any) -> Any:
         if name is None and field == "folded":
@@ -309,6 +312,8 @@ def _space(space: Space) -> str:
         fields["folded"] = _quote(str(space.folded))
     if space.why:
         fields["why"] = _quote(space.why)
+    if space.constant:
+        fields["constant"] = _quote(space.constant)
     return "{ " + ", ".join(f"{k} = {v}" for k, v in fields.items()) + " }"
 
 

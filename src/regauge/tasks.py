@@ -25,13 +25,16 @@ Parameters = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Examples by number: `batch(rows)` is (arguments of forward by name, labels). `classes` is how many a label can be."""
+    """Examples by number: `batch(rows)` is (arguments of forward by name, labels). `classes` is how many a label can be.
+    Logits have one row for each example, or are `dense` (classes come second), `causal` (a token predicts the next), or of `tokens` (each its own).
+    """
 
     count: int
     classes: int
     batch: Callable[[Any], tuple[dict[str, Tensor], Tensor]]
     dense: bool = False
     causal: bool = False
+    tokens: bool = False
 
     def __len__(self) -> int:
         return self.count
@@ -55,12 +58,15 @@ def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -
             return _reviews(task, data, tokenizer)
         case "text":
             return _text(task, data, tokenizer)
-    raise DataError(f'there is no task "{task["kind"]}"', hint="images, scenes, maps, reviews or text")
+        case "masked":
+            return _masked(task, data, tokenizer)
+    raise DataError(f'there is no task "{task["kind"]}"', hint="images, scenes, maps, reviews, text or masked")
 
 
 def _images(task: Parameters, data: Data) -> Examples:
     """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` makes every image that large."""
-    pictures, labels = data["image"], torch.from_numpy(np.asarray(data["label"]).astype(np.int64))
+    pictures = data["image"]
+    labels = torch.from_numpy(np.asarray(data["label"] if task.get("labelled", True) else np.zeros(len(data))).astype(np.int64))
     chosen = _part(task, len(data))
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
@@ -129,14 +135,15 @@ def _maps(task: Parameters, data: Data) -> Examples:
 def _reviews(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
     """Texts and one label each, padded to the longest of the batch. `first` is a token put in front (BERT reads its place), `pad` fills up. Two
     texts (`premise` and `hypothesis`) follow each other with `pad` between; with `special` the tokenizer puts its own marks. Rows whose label is
-    negative are left out, as SNLI's own page asks."""
-    keep = [i for i in _part(task, len(data)) if int(data["label"][i]) >= 0]
+    negative are left out, as SNLI's own page asks. Where the task is not `labelled`, labels are not read."""
+    given = data["label"] if task.get("labelled", True) else [0] * len(data)
+    keep = [i for i in _part(task, len(data)) if int(given[i]) >= 0]
     texts = [data["text"]] if "text" in data.fields else [data["premise"], data["hypothesis"]]
     parts = [encode(tokenizer, [field[i] for i in keep], special=bool(task.get("special"))) for field in texts]
     first = [] if task.get("first") is None else [task["first"]]
     pad, length = task["pad"], task["length"]
     ids = [(first + _with(pad, row))[:length] for row in zip(*parts, strict=True)]
-    labels = torch.tensor([int(data["label"][i]) for i in keep])
+    labels = torch.tensor([int(given[i]) for i in keep])
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
         chosen = [ids[i] or [pad] for i in rows]
@@ -158,15 +165,52 @@ def _with(between: int, rows: tuple[list[int], ...]) -> list[int]:
 def _text(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
     """One running text in windows of `length` tokens, one every `stride` (by default side by side); `part` = [from, to] as shares of its characters.
     All but a window's first are predicted."""
+    windows = _windows(task, data, tokenizer, task["length"])
+    return Examples(len(windows), int(task["classes"]), lambda rows: ({"input_ids": windows[rows]}, windows[rows]), causal=True)
+
+
+def _masked(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
+    """One running text in windows, each between the tokenizer's own marks; of every window a `share` of tokens (0.15), drawn once and for all, is
+    replaced by the mask, and these are predicted."""
+    before, after, mask = _marks(tokenizer)
+    inner = _windows(task, data, tokenizer, task["length"] - len(before) - len(after))
+    draw = torch.Generator().manual_seed(int(task.get("seed", 0)))
+    hidden = torch.rand(inner.shape, generator=draw) < task.get("share", 0.15)
+    hidden[~hidden.any(1), 0] = True  # at least one of each
+    ends = [torch.tensor(marks, dtype=torch.long).expand(len(inner), -1) for marks in (before, after)]
+    ids = torch.cat([ends[0], inner.masked_fill(hidden, mask), ends[1]], 1)
+    labels = torch.cat([torch.full_like(ends[0], -100), inner.masked_fill(~hidden, -100), torch.full_like(ends[1], -100)], 1)
+    return Examples(len(ids), int(task["classes"]), lambda rows: ({"input_ids": ids[rows]}, labels[rows]), tokens=True)
+
+
+def _windows(task: Parameters, data: Data, tokenizer: Path | str | None, length: int) -> Tensor:
+    """The tokens of a running text, [windows, length]."""
     whole = text_of(data)
     begin, end = (round(share * len(whole)) for share in task.get("part", (0, 1)))
     ids = encode(tokenizer, [whole[begin:end]])[0][: task.get("tokens")]
-    if len(ids) < task["length"]:
-        raise DataError(f"{data.name} has {len(ids)} tokens, fewer than one window of {task['length']}")
+    if len(ids) < length:
+        raise DataError(f"{data.name} has {len(ids)} tokens, fewer than one window of {length}")
     if max(ids) >= task["classes"]:
         raise DataError(f"the tokenizer gives the token {max(ids)}, and the model knows {task['classes']}", hint="is it this model's tokenizer?")
-    windows = torch.tensor(ids).unfold(0, task["length"], task.get("stride", task["length"]))
-    return Examples(len(windows), int(task["classes"]), lambda rows: ({"input_ids": windows[rows]}, windows[rows]), causal=True)
+    return torch.tensor(ids).unfold(0, length, task.get("stride", length))
+
+
+def _marks(tokenizer: Path | str | None) -> tuple[list[int], list[int], int]:
+    """What a tokenizer puts before and behind a text, and its mask."""
+    if tokenizer is None:
+        raise DataError("texts need a tokenizer")
+    plain, marked = (encode(tokenizer, ["a"], special=special)[0] for special in (False, True))
+    at = next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)
+    if str(tokenizer).endswith(".json"):
+        added = json.loads(Path(tokenizer).read_text()).get("added_tokens", [])
+        mask = next((int(t["id"]) for t in added if t["content"].strip("[]<>").lower() == "mask"), None)
+    else:
+        from transformers import AutoTokenizer
+
+        mask = AutoTokenizer.from_pretrained(tokenizer).mask_token_id
+    if mask is None:
+        raise DataError(f"{tokenizer} has no mask, so that nothing can be hidden", hint="give the tokenizer that the masked model was trained with")
+    return marked[:at], marked[at + len(plain) :], mask
 
 
 def encode(tokenizer: Path | str | None, texts: list[str], special: bool = False) -> list[list[int]]:
@@ -204,6 +248,8 @@ def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
     """The mean cross entropy: of examples, of pixels, or of next tokens."""
     if examples.causal:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    if examples.tokens:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     return F.cross_entropy(logits, labels, ignore_index=-100)
 
 
@@ -244,23 +290,26 @@ def task_of(
     length: int | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
+    labelled: bool = True,
 ) -> tuple[dict[str, Any], Path | str | None]:
     """What a model does with data, read off its class and config: the task's parameters, and the tokenizer for texts.
 
-    A language model reads texts; a classifier of texts needs texts and labels, one of images needs images and labels. `beside` is the folder that the
-    model came from: its tokenizer and its preprocessor_config.json are used where nothing else is given. `length` is in tokens.
+    A language model reads texts; a classifier of texts needs texts and labels, one of images needs images and labels. Where no loss is wanted,
+    nothing need be `labelled`, and any model will do. `beside` is the folder that the model came from: its tokenizer and its
+    preprocessor_config.json are used where nothing else is given. `length` is in tokens.
     """
     config, name = getattr(module, "config", None), type(module).__name__
     images = "pixel_values" in inspect.signature(module.forward).parameters or config is None
     if images:
         classes = getattr(module, "num_classes", None) if config is None else config.num_labels
-        if not classes or (config is not None and not name.endswith("ForImageClassification")):
+        if labelled and (not classes or (config is not None and not name.endswith("ForImageClassification"))):
             raise DataError(f"{name} gives no classes of images, so that there is no loss to measure", hint="give a model ...ForImageClassification")
-        _require(data, name, "image", "label")
+        _require(data, name, "image", *(["label"] if labelled else []))
         mean, std = _normalisation(beside, mean, std, module)
-        task = {"kind": "images", "classes": int(classes), "mean": list(mean), "std": list(std), "size": _side(module)}
-        _require_labels(data, int(classes))
-        return task, None
+        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": _side(module)}
+        if labelled:
+            _require_labels(data, int(classes or 0))
+        return task | ({} if labelled else {"labelled": False}), None
     if tokenizer is None:
         found = [] if beside is None else [beside / "tokenizer.json", beside / "tokenizer_config.json"]
         tokenizer = next((p if p.name == "tokenizer.json" else p.parent for p in found if p.exists()), None)
@@ -272,11 +321,16 @@ def task_of(
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         _require(data, name, "text")
         return {"kind": "text", "classes": int(config.vocab_size), "length": length}, tokenizer
-    if name.endswith("ForSequenceClassification"):
-        _require(data, name, "text", "label")
-        _require_labels(data, int(config.num_labels))
+    if name.endswith("ForMaskedLM") and labelled:
+        _require(data, name, "text")
+        return {"kind": "masked", "classes": int(config.vocab_size), "length": length}, tokenizer
+    if name.endswith("ForSequenceClassification") or not labelled:
+        _require(data, name, "text", *(["label"] if labelled else []))
+        if labelled:
+            _require_labels(data, int(config.num_labels))
         pad = config.pad_token_id if config.pad_token_id is not None else 0
-        return {"kind": "reviews", "classes": int(config.num_labels), "length": length, "pad": int(pad), "special": True}, tokenizer
+        reads = {"kind": "reviews", "classes": int(config.num_labels), "length": length, "pad": int(pad), "special": True}
+        return reads | ({} if labelled else {"labelled": False}), tokenizer
     raise DataError(f"there is no loss for a {name} here", hint="known are language models, and classifiers of texts and of images")
 
 

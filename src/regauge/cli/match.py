@@ -13,7 +13,7 @@ import typer
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
 from regauge.cli.pair import layers as read_layers
-from regauge.cli.pair import names, open_pair
+from regauge.cli.pair import names, open_pair, weights
 from regauge.cli.run import check_outputs, deliver, facts_of_run
 from regauge.errors import ElementError
 
@@ -32,6 +32,14 @@ Spaces = Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="The
 Layers = Annotated[str | None, typer.Option("--layers", metavar="0-5,11", help="Of what belongs to a layer, these only.")]
 Group = Annotated[options.Kind, typer.Option("--group", help="How far members may go; orthogonal is paper 003's rotations.")]
 Fold = Annotated[bool, typer.Option("--fold", help="Fold the norms of both first, which gives the stream its rotations. Needs --out-b.")]
+Fix = Annotated[
+    str | None, typer.Option("--fix", metavar="A,B", help="Fix gauges of both first: keys, values (biases that nobody sees), balance. Needs --out-b.")
+]
+Anchors = Annotated[str | None, typer.Option("--anchors", metavar="A,B", help="Tensors to find a space by at first; * stands for anything.")]
+Weight = Annotated[
+    list[str] | None,
+    typer.Option("--weight", metavar="NAME=W", help="How much a tensor counts, 1 otherwise; * stands for anything. May be repeated."),
+]
 Sweeps = Annotated[int, typer.Option("--sweeps", min=0, metavar="N", help="How often all is fitted again after the first pass, at most.")]
 SharedTokens = Annotated[bool, typer.Option("--shared-tokens", help="Match by the tokens that both have, where the vocabularies differ.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")]
@@ -42,11 +50,14 @@ def match(
     a: One,
     b: Other,
     out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder: A, moved next to B, and match.json.")],
-    out_b: Annotated[Path | None, typer.Option("--out-b", metavar="OUT_B", help="With --fold: the folded B, which OUT is next to.")] = None,
+    out_b: Annotated[Path | None, typer.Option("--out-b", metavar="OUT_B", help="With --fold or --fix: B, likewise, which OUT is next to.")] = None,
     spaces: Spaces = None,
     layers: Layers = None,
     group: Group = options.Kind.full,
     fold: Fold = False,
+    fix: Fix = None,
+    anchors: Anchors = None,
+    weight: Weight = None,
     rescale: Annotated[bool, typer.Option("--rescale", help="With --group orthogonal: one factor per head besides (paper 003).")] = False,
     sweeps: Sweeps = 10,
     shared_tokens: SharedTokens = False,
@@ -81,8 +92,9 @@ def match(
 ) -> int:
     """Move A next to B: the same function as A, in the description that is nearest to B's. Any merging tool can take the result."""
     started = time.monotonic()
-    if fold != (out_b is not None):
-        raise typer.BadParameter("--fold and --out-b belong together: a folded A is next to a folded B, and not to B itself")
+    fixed = names(fix) or []
+    if (fold or bool(fixed)) != (out_b is not None):
+        raise typer.BadParameter("--fold or --fix and --out-b belong together: a folded A is next to a folded B, and not to B itself")
     if self_written and sample_data is not None:
         raise typer.BadParameter("either --data or --self-written")
     if out_b is not None and out_b.absolute() == out.absolute():
@@ -97,7 +109,8 @@ def match(
     from regauge.matching import match as find
     from regauge.writing import check_target
 
-    pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
+    pair = open_pair(a, b, spec, fold=fold, fix=fixed, shared_tokens=shared_tokens)
+    counted = weights(weight)
     for target in (out, out_b):
         for source in (pair.a, pair.b):
             if target is not None:
@@ -108,7 +121,8 @@ def match(
         for target in (out, out_b or out):
             keep_apart(save_element, target, pair.a.checkpoint.path)
     _threads(threads)
-    work = Unfinished(out, pair, f"{spaces} {layers} {group.value} {fold} {rescale} {shared_tokens} {sample_data} {self_written} {samples} {seed}")
+    wishes = (spaces, layers, group.value, fold, fix, anchors, weight, rescale, shared_tokens, sample_data, self_written, samples, seed)
+    work = Unfinished(out, pair, " ".join(map(str, wishes)))
     start, known = work.load() if resume else (None, None)
     seen, live, refined = None, None, None
 
@@ -132,6 +146,8 @@ def match(
             within=group.value,
             rows=pair.rows,
             seen=seen,
+            weights=counted,
+            anchors=names(anchors),
             sweeps=sweeps,
             rescale=rescale,
             workers=workers,
@@ -147,7 +163,16 @@ def match(
     results = results_of(
         pair,
         found,
-        {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "by": _by(sample_data, self_written), **_learned(refine, refined)},
+        {
+            **facts_of_run(),
+            "a": a,
+            "b": b,
+            "folded": fold,
+            "fixed": fixed,
+            "group": group.value,
+            "by": _by(sample_data, self_written),
+            **_learned(refine, refined),
+        },
     )
     if not dry_run:
         thunks = pair.a.thunks(found.element)
@@ -157,8 +182,8 @@ def match(
         if out_b is not None:
             none = identity(pair.spec)
             thunks = pair.b.thunks(none)
-            write_moved(out_b, pair.b.plan(out_b, none, thunks), thunks, "folding", resume, threads)
-            say(f"wrote {out_b}: B, folded")
+            write_moved(out_b, pair.b.plan(out_b, none, thunks), thunks, "preparing B", resume, threads)
+            say(f"wrote {out_b}: B, {' and '.join(w for w, wanted in (('folded', fold), ('with fixed gauges', fixed)) if wanted)}")
         if save_element is not None:
             save(found.element, save_element, new=True)
         work.forget()
@@ -193,7 +218,7 @@ class Live:
 
         if source is None:
             return written(self.models, count=self.count, seed=self.seed, batch=8)
-        return sample.inputs_of(source.read(self.models[0], self.pair.a.checkpoint)[0], self.count, self.seed, batch=8)
+        return sample.inputs_of(source.read(self.models[0], self.pair.a.checkpoint, labelled=False)[0], self.count, self.seed, batch=8)
 
     def seen(self, batches: list[dict[str, Any]]) -> tuple[Seen, Seen]:
         from regauge.matching.recording import record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,22 +20,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Moving:
-    """A checkpoint that is to be moved: as it is, or with its norms folded first. `described` is the spec of `state`, `spec` that of the file."""
+    """A checkpoint that is to be moved: as it is, or prepared, with its norms folded or gauges fixed first. `described` is the spec of `state`,
+    `spec` that of the file."""
 
     checkpoint: Checkpoint
     spec: Spec
     described: Spec
     state: Mapping[str, Any]
-    fold: bool
+    prepared: tuple[str, ...] = ()
 
     def thunks(self, g: Element, part: str | None = None) -> dict[str, Callable[[], Any]]:
         """What makes each tensor of the output."""
         from regauge.action import apply_lazily, only_gathers
         from regauge.fold import origin
 
-        bits = not self.fold and only_gathers(g)  # permutations look at no value, so torch is not even loaded
+        bits = not self.prepared and only_gathers(g)  # permutations look at no value, so torch is not even loaded
         made = apply_lazily(g, self.checkpoint.bits if bits else self.state, part)
-        if self.fold:  # rounded once, and only now
+        if self.prepared:  # rounded once, and only now
             made = {name: partial(_rounded, make, self.checkpoint[origin(self.spec, self.checkpoint, name)].dtype) for name, make in made.items()}
         return made
 
@@ -47,7 +48,7 @@ class Moving:
 
         sources = {m.name: m.source for m in moves(g, part)}
         origins = {name: origin(self.spec, self.checkpoint, sources.get(name, name)) for name in thunks}
-        recipe = recipe_of(g, self.spec, self.fold, part)
+        recipe = recipe_of(g, self.spec, self.prepared, part)
         plan = plan_checkpoint(out, self.checkpoint, thunks, origins=origins, config_changes=self.described.config, recipe=recipe)
         names = {key.replace("_", "."): value for key, value in small.items()}
         if is_file_name(out):
@@ -56,15 +57,24 @@ class Moving:
         return replace(plan, small={**plan.small, **names}, copies=copies)
 
 
-def moving(checkpoint: Checkpoint, spec: Spec, fold: bool) -> Moving:
-    """A checkpoint and its spec, folded or not. Nothing is read but the norms."""
-    if not fold:
-        return Moving(checkpoint, spec, spec, checkpoint, False)
+def moving(checkpoint: Checkpoint, spec: Spec, fold: bool, fix: Sequence[str] = ()) -> Moving:
+    """A checkpoint and its spec, folded or not, and with these gauges fixed. Nothing is read but the norms, and what a balance needs."""
+    if not fold and not fix:
+        return Moving(checkpoint, spec, spec, checkpoint)
     from regauge.checkpoint import Lazy
     from regauge.fold import fold_lazily
 
-    described, folded = fold_lazily(spec, checkpoint, rounded=False)
-    return Moving(checkpoint, spec, described, Lazy(folded, partial(_made, folded)), True)
+    state: Mapping[str, Any] = checkpoint
+    described = spec
+    if fold:
+        described, folded = fold_lazily(spec, checkpoint, rounded=False)
+        state = Lazy(folded, partial(_made, folded))
+    if fix:
+        from regauge.matching.gauges import fix_lazily
+
+        fixed = fix_lazily(described, state, fix)
+        state = Lazy(fixed, partial(_made, fixed))
+    return Moving(checkpoint, spec, described, state, (*(["fold"] if fold else []), *fix))
 
 
 def write_moved(out: Path, plan: Plan, thunks: Mapping[str, Callable[[], Any]], what: str, resume: bool, threads: int | None) -> Written:
@@ -91,12 +101,12 @@ def summary(g: Element) -> str:
     return ", ".join(f"{root} ({n})" if n > 1 else root for root, n in roots.items()) or "nothing"
 
 
-def recipe_of(g: Element, unfolded: Spec, fold: bool, part: str | None) -> bytes:
+def recipe_of(g: Element, unfolded: Spec, prepared: Sequence[str], part: str | None) -> bytes:
     """What, besides the source, determines the values that are written."""
     from regauge import __version__
     from regauge.specfile import dump_spec
 
-    whole = hashlib.sha256(f"version={__version__} fold={fold} part={part or ''}\n{dump_spec(unfolded)}".encode())
+    whole = hashlib.sha256(f"version={__version__} prepared={','.join(prepared)} part={part or ''}\n{dump_spec(unfolded)}".encode())
     for name in sorted(g.members):
         member = g.members[name]
         whole.update(name.encode() + type(member).__name__.encode())

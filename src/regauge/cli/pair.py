@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ class Pair:
         return self.a.described
 
 
-def open_pair(a: str, b: str, spec: Path | None, *, fold: bool = False, shared_tokens: bool = False) -> Pair:
+def open_pair(a: str, b: str, spec: Path | None, *, fold: bool = False, fix: Sequence[str] = (), shared_tokens: bool = False) -> Pair:
     """Open two models and hold them against each other."""
     from regauge.matching import MatchError
 
@@ -49,7 +50,7 @@ def open_pair(a: str, b: str, spec: Path | None, *, fold: bool = False, shared_t
             f"{a} and {b} have different shapes\n{shown}",
             hint="matching needs one depth and one width; where only the vocabularies differ, --shared-tokens matches by the tokens of both",
         )
-    return Pair(moving(one, here, fold), moving(other, there, fold), rows)
+    return Pair(moving(one, here, fold, fix), moving(other, there, fold, fix), rows)
 
 
 def _differences(one: Checkpoint, other: Checkpoint, here: Spec, there: Spec, rows: set[str]) -> list[str]:
@@ -110,6 +111,20 @@ def layers(text: str | None) -> list[int] | None:
         if not first.isdigit() or (dash and not last.isdigit()):
             raise typer.BadParameter(f"layers are numbers and ranges, as in 0-5,11: not {part!r}")
         out += range(int(first), int(last or first) + 1)
+    return out
+
+
+def weights(given: Sequence[str] | None) -> dict[str, float]:
+    """NAME=NUMBER, ... as a mapping."""
+    out = {}
+    for text in given or ():
+        name, _, number = text.rpartition("=")
+        try:
+            out[name] = float(number)
+        except ValueError:
+            out[name] = -1.0
+        if not name or not 0 <= out[name] < float("inf"):
+            raise typer.BadParameter(f"{text!r} is not NAME=NUMBER, with a number that is not negative", param_hint="--weight")
     return out
 
 

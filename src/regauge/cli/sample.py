@@ -36,8 +36,8 @@ class Sample:
     mean: str | None = None
     std: str | None = None
 
-    def read(self, model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[Examples, dict[str, Any]]:
-        """The examples as this model reads them, and its task."""
+    def read(self, model: torch.nn.Module, checkpoint: Checkpoint, labelled: bool = True) -> tuple[Examples, dict[str, Any]]:
+        """The examples as this model reads them, and its task. Labels are not even looked for where they are not wanted."""
         fields = read_fields(self.field)
         channels = [read_numbers(text, name) for text, name in ((self.mean, "--mean"), (self.std, "--std"))]
         from regauge.data import open_data
@@ -45,7 +45,8 @@ class Sample:
 
         opened = open_data(self.uri, fields=fields, split=self.split)
         beside = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
-        task, reader = task_of(model, opened, beside=beside, tokenizer=self.tokenizer, length=self.length, mean=channels[0], std=channels[1])
+        how = {"tokenizer": self.tokenizer, "length": self.length, "mean": channels[0], "std": channels[1], "labelled": labelled}
+        task, reader = task_of(model, opened, beside=beside, **how)  # type: ignore[arg-type]
         return prepare(task, opened, reader), task
 
 

@@ -17,7 +17,7 @@ def spec(c: Config, names: Names) -> Spec:
     embed = embeddings(d, c, names, base)
     for i in range(c.num_hidden_layers):
         at = f"{base}encoder.layer.{i}."
-        a = attention(i, heads, c("attention_head_size", width // heads))
+        a = attention(i, heads, c("attention_head_size", width // heads), only_dots=False)  # keys meet relative positions too
         d.spaces |= a.spaces | {f"ffn.{i}": neurons(c.intermediate_size, c("hidden_act", "gelu"))}
         d.backbone |= {
             **linear(at + "attention.self.query_proj", a.q, "stream"),

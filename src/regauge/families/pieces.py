@@ -186,8 +186,10 @@ def attention(
     qk: Group | None = None,
     shared: str | None = None,
     value_size: int | None = None,
+    only_dots: bool = True,
 ) -> Attention:
-    """Multi-head attention, or grouped queries if there are fewer key-value heads. `shared` names a head space that several layers have in common."""
+    """Multi-head attention, or grouped queries if there are fewer key-value heads. `shared` names a head space that several layers have in common.
+    `only_dots`: keys meet nothing but the queries, so that a softmax does not see a bias of theirs."""
     kv = kv or heads
     if heads % kv:
         raise SpecError(f"{heads} heads cannot share {kv} key-value heads evenly", hint="config.json: num_attention_heads, num_key_value_heads")
@@ -206,8 +208,10 @@ def attention(
             f"rep.{label}": Space(heads // kv, Permutation(), over=outer, why="queries of one key-value head come in any order"),
         }
         q, o = f"({outer} rep.{label} {qk_space})", f"({outer} rep.{label} {vo_space})"
-    spaces[qk_space] = Space(size, group, over=outer, why=why)
-    spaces[vo_space] = Space(value_size or size, GeneralLinear(), over=outer, why="values are mixed linearly between two linear layers")
+    constant = "unseen" if only_dots and isinstance(group, GeneralLinear) else ""
+    spaces[qk_space] = Space(size, group, over=outer, why=why, constant=constant)
+    mixed = "values are mixed linearly between two linear layers"
+    spaces[vo_space] = Space(value_size or size, GeneralLinear(), over=outer, why=mixed, constant="passed")
     return Attention(spaces, q=q, k=f"({outer} {qk_space}*)", v=f"({outer} {vo_space})", o=o)
 
 

@@ -99,6 +99,7 @@ def match(
     weights: Weights | None = None,
     rows: Mapping[str, Shared] | None = None,
     seen: tuple[Seen, Seen] | None = None,
+    anchors: Iterable[str] | None = None,
     start: Element | None = None,
     sweeps: int = SWEEPS,
     rescale: bool = False,
@@ -111,11 +112,12 @@ def match(
     """The element that moves a nearest to b, both states of this spec.
 
     `spaces` take part ("qk", "head.3", ...; all by default), of these `layers` only; `within` restricts every group to a kind ("orthogonal": the
-    paper's rotations). `weights` of the tensors in what is minimised, by name or as a function of name and value. `rows`: the rows that two tables
-    have in common, where vocabularies differ. `seen`: what the two models were seen to do on the same inputs (`recording.record`): the stream is
-    then matched by that, and heads by what they do to it. `start` is an element to go on from, which skips the first pass. `rescale`: with rotations
-    alone, one factor per head besides (the paper's optional rescaling). `whole`: key biases are compared as they are stored, as paper 003 does,
-    although no function sees them.
+    paper's rotations). `weights` of the tensors in what is minimised, by name (* for anything) or as a function of name and value. `rows`: the rows
+    that two tables have in common, where vocabularies differ. `seen`: what the two models were seen to do on the same inputs (`recording.record`):
+    the stream is then matched by that, and heads by what they do to it. `anchors`: the tensors by which a space is found at first, where it has some
+    of these (names, with * for anything: "*wte.weight"); later sweeps use all. `start` is an element to go on from, which skips the first pass.
+    `rescale`: with rotations alone, one factor per head besides (the paper's optional rescaling). `whole`: key biases are compared as they are
+    stored, as paper 003 does, although no function sees them. To fix gauges first, give states that `fold_norms` or `gauges.fix_gauges` returned.
 
     `workers`: layers are independent once the stream is known, and are searched in so many processes. `saved` is told the element and the spaces
     known so far after each of them; `start` and `known` go on from there. Nothing is held in memory but one tensor of each model at a time, and
@@ -123,7 +125,7 @@ def match(
     """
     started = time.monotonic()
     _require_pair(spec, a, b, rows or {})
-    costs = Costs(spec, a, b, weights=weights, rows=rows, whole=whole, seen=seen)
+    costs = Costs(spec, a, b, weights=weights, rows=rows, whole=whole, seen=seen, anchors=anchors)
     groups = chosen_groups(spec, spaces, layers, within)
     none = identity(spec)
     first = costs.distances(none)

@@ -6,8 +6,9 @@ compared, and nothing else: what moves in the end is the whole model, as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from regauge.action import State, act
 from regauge.elements import Element
 from regauge.errors import RegaugeError
 from regauge.fold import origin
-from regauge.groups import GeneralLinear
 from regauge.matching.blocks import Block, blocks, layout
 from regauge.spec import Spec, stored
 
@@ -53,6 +53,7 @@ class Costs:
         rows: Mapping[str, Shared] | None = None,
         whole: bool = False,
         seen: tuple[Seen, Seen] | None = None,
+        anchors: Iterable[str] | None = None,
     ) -> None:
         self.spec, self.a, self.b, self.rows, self.whole = spec, a, b, dict(rows or {}), whole
         self.axes = dict(spec.tensors)
@@ -60,11 +61,14 @@ class Costs:
         self._metrics: dict[str, torch.Tensor] = {}
         if seen is not None:
             self._take(*seen)
-        self._weights = weights
         self._stored = stored(spec)
         self._members: dict[str, list[str]] = {}
         for name, entry in self._stored.items():
             self._members.setdefault(entry.pattern, []).append(name)
+        self.anchors = frozenset(_named(self.patterns, anchors or ()))
+        self._weights: Weights | None = weights
+        if isinstance(weights, Mapping):
+            self._weights = {pattern: w for name, w in weights.items() for pattern in _named(self.patterns, [name])}
 
     def _take(self, a: Seen, b: Seen) -> None:
         """What the models were seen to do counts like tensors; each place is centred and has the same weight."""
@@ -96,9 +100,10 @@ class Costs:
             out[pattern] = layout(self.spec, self.spec.tensors[pattern], shape)
         return out
 
-    def where(self, space: str) -> list[str]:
-        """The tensors that live in a space."""
-        return self._where.get(space, [])
+    def where(self, space: str, first: bool = False) -> list[str]:
+        """The tensors that live in a space; of these, for the first time that it is looked for, the anchors, if some are."""
+        found = self._where.get(space, [])
+        return ([p for p in found if p in self.anchors] if first else []) or found
 
     def is_seen(self, space: str) -> bool:
         """Was this space seen at work? Fitting it again from weights would only undo that."""
@@ -133,12 +138,12 @@ class Costs:
         return [(one, other) for one, other in zip(*found, strict=True) if not self._unseen(one)]
 
     def _unseen(self, block: Block) -> bool:
-        """A key bias, in a space where nothing but products count."""
+        """A key bias that no softmax sees."""
         if self.whole or len(block.dims) != 2:
             return False
         inner = [d for d in block.dims if d is not None and self.spec.spaces[d.space].over is not None]
         outer = [d for d in block.dims if d is not None and inner and d.space == self.spec.spaces[inner[0].space].over]
-        return len(inner) == len(outer) == 1 and inner[0].star and isinstance(self.spec.spaces[inner[0].space].group, GeneralLinear)
+        return len(inner) == len(outer) == 1 and inner[0].star and self.spec.spaces[inner[0].space].constant == "unseen"
 
     def own(self, pattern: str) -> list[Block]:
         """The blocks of one tensor of b."""
@@ -179,14 +184,25 @@ class Costs:
         dim, shared = _free_axis(axes), self.rows[pattern]
         return y.index_select(dim, torch.tensor(shared.b)), x.index_select(dim, torch.tensor(shared.a))
 
-    def each(self, space: str, g: Element, usable: Callable[[Block], bool]) -> Iterator[tuple[Block, Block]]:
+    def each(self, space: str, g: Element, usable: Callable[[Block], bool], first: bool = False) -> Iterator[tuple[Block, Block]]:
         """The pairs of blocks that live in a space and are usable, judged by their layout before anything is read."""
-        for pattern in self.where(space):
+        for pattern in self.where(space, first):
             chosen = [space in blk.spaces and usable(blk) for blk in self.layouts[pattern]]
             if any(chosen):
                 for y, x in self.pairs(pattern, g):
                     if space in y.spaces and usable(y):
                         yield y, x
+
+
+def _named(patterns: list[str], wanted: Iterable[str]) -> list[str]:
+    """The tensors with these names, which may hold the wildcards of a shell."""
+    out: list[str] = []
+    for name in wanted:
+        found = [p for p in patterns if fnmatchcase(p, name)]
+        if not found:
+            raise MatchError(f'no tensor that anything acts on is called "{name}"', hint=f"{patterns[0]}, say; * stands for anything")
+        out += found
+    return out
 
 
 def _reading_axis(spec: Spec, axes: str, size: int) -> int:

@@ -122,7 +122,7 @@ class Search:
         if self._is_inner(space):
             return 0.0 if over in self.groups else 1.0
         direct, sides = 0.0, dict.fromkeys(self.spec.children(space), (0.0, 0.0))
-        for pattern in self.costs.where(space):
+        for pattern in self.costs.where(space, first=True):
             for block in self.costs.layouts[pattern]:
                 if space not in block.spaces or not self._usable(block, space):
                     continue
@@ -171,7 +171,7 @@ class Search:
             return self._fit_parent(over, everything, fixed=True) if over is not None else {}
         sides: dict[str, list[Pair]] = {}
         totals: dict[str, Floats] = {}
-        for y, x in self.costs.each(space, self.g, lambda b: self._usable(b, space, everything)):
+        for y, x in self.costs.each(space, self.g, lambda b: self._usable(b, space, everything), not everything):
             for place in y.places(space):
                 leaf = y.dims[place]
                 assert leaf is not None
@@ -211,7 +211,7 @@ class Search:
         inner = [s for s in self.spec.children(parent) if self._is_inner(s) and s in self.groups]
         stacks: dict[tuple[str, str], list[tuple[Floats, Floats]]] = {}
         scores: list[Floats] = []
-        for y, x in self.costs.each(parent, self.g, lambda b: self._usable(b, parent, everything)):
+        for y, x in self.costs.each(parent, self.g, lambda b: self._usable(b, parent, everything), not everything):
             inside = self._contracted(y, parent)
             at = y.places(parent)[0]
             if not inside:

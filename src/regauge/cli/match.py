@@ -107,8 +107,11 @@ def match(
     from regauge.files import amount
     from regauge.findings import to_json
     from regauge.matching import match as find
-    from regauge.writing import check_target
+    from regauge.writing import check_new, check_target
 
+    for target in (out, out_b or out):
+        check_new(target)  # at once: fixing gauges reads both models
+    _threads(threads)
     pair = open_pair(a, b, spec, fold=fold, fix=fixed, shared_tokens=shared_tokens)
     counted = weights(weight)
     for target in (out, out_b):
@@ -120,7 +123,6 @@ def match(
             raise ElementError(f"{save_element} exists already", hint="name a new file")
         for target in (out, out_b or out):
             keep_apart(save_element, target, pair.a.checkpoint.path)
-    _threads(threads)
     wishes = (spaces, layers, group.value, fold, fix, anchors, weight, rescale, shared_tokens, sample_data, self_written, samples, seed)
     work = Unfinished(out, pair, " ".join(map(str, wishes)))
     start, known = work.load() if resume else (None, None)

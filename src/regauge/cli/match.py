@@ -109,8 +109,8 @@ def match(
     from regauge.matching import match as find
     from regauge.writing import check_new, check_target
 
-    for target in (out, out_b or out):
-        check_new(target)  # at once: fixing gauges reads both models
+    for new in (out, out_b or out):
+        check_new(new)  # at once: fixing gauges reads both models
     _threads(threads)
     pair = open_pair(a, b, spec, fold=fold, fix=fixed, shared_tokens=shared_tokens)
     counted = weights(weight)

@@ -1,0 +1,103 @@
+"""Views: exactly what one adversary has. An attack is given a view, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from regauge.action import State
+from regauge.groups import Kind
+from regauge.spec import Spec
+
+if TYPE_CHECKING:
+    import torch
+
+    from regauge.tasks import Examples
+
+
+@dataclass(frozen=True, eq=False)
+class Locked:
+    """Who holds a locked file: the architecture, every tensor (embedding and head as they were, the backbone moved), and the kind of the lock,
+    which its record states."""
+
+    spec: Spec
+    state: State
+    kind: Kind = "full"
+
+
+@dataclass(frozen=True, eq=False)
+class WithBase(Locked):
+    """... and has the public model that the locked one was tuned from, or believes so."""
+
+    base: State = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class WithCandidates(Locked):
+    """... and has public models that it may descend from, by name."""
+
+    candidates: Mapping[str, State] = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class WithLabels(Locked):
+    """... and has some labelled examples of the model's task, and the model's class: `model` holds the locked weights, and is not changed."""
+
+    model: torch.nn.Module = None  # type: ignore[assignment]
+    examples: Examples = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class KnownInputs:
+    """Who sees features that a key has moved, and knows the same features unmoved: of the inputs that it sent itself, through the public embedding.
+    Both are [tokens, channels], row by row."""
+
+    plain: torch.Tensor
+    moved: torch.Tensor
+    kind: Kind = "permutation"
+
+
+@dataclass(frozen=True, eq=False)
+class SeenFeatures:
+    """Who sees moved features only, batch after batch under one key, and has other data that went through the public embedding."""
+
+    moved: torch.Tensor
+    others: torch.Tensor
+    kind: Kind = "permutation"
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStates:
+    """Who sees the hidden states of one text, [tokens, channels], moved by an unknown element, and has the open language model that made them:
+    `layer` of its hidden states, 0 being what enters the first block."""
+
+    moved: torch.Tensor
+    model: torch.nn.Module
+    layer: int
+    kind: Kind = "permutation"
+
+
+def part_of(spec: Spec, part: str) -> Spec:
+    """The spec of one part alone, and the spaces that live in it."""
+    from regauge import axes as ax
+
+    tensors = {name: text for name, text in spec.tensors.items() if spec.parts.get(name) == part}
+    spaces = set().union(*(ax.spaces(text) for text in tensors.values())) if tensors else set()
+    parents = {space.over for name, space in spec.spaces.items() if name in spaces}
+    return replace(
+        spec,
+        spaces={name: space for name, space in spec.spaces.items() if name in spaces | parents},
+        tensors=tensors,
+        parts=dict.fromkeys(tensors, part),
+        ties={a: b for a, b in spec.ties.items() if a in tensors and b in tensors},
+        norms=tuple(n for n in spec.norms if n.gain in tensors),
+        scales=tuple(s for s in spec.scales if s.gain in tensors),
+        fixed={name: value for name, value in spec.fixed.items() if name in tensors},
+        outputs={},
+    )
+
+
+def only(state: State, names: Sequence[str] | Mapping[str, object]) -> dict[str, torch.Tensor]:
+    """The tensors of these names."""
+    return {name: state[name] for name in names if name in state}

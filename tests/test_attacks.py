@@ -1,0 +1,226 @@
+"""Attacks: each finds what it says it finds, and does not where what it needs is missing."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from picos import build, spec_of
+from regauge import apply, element, fold_norms
+from regauge.attacks.features import GROUPS, known_inputs, seen_features, vocabulary
+from regauge.attacks.products import products, rearranged
+from regauge.attacks.theft import Budget, learned_order, new_edges, scratch, tuned
+from regauge.attacks.views import HiddenStates, KnownInputs, Locked, SeenFeatures, WithBase, WithCandidates, WithLabels, part_of
+from regauge.attacks.weights import lineage, norm_vectors, public_base
+from regauge.elements import Element
+from regauge.groups import Kind
+from regauge.matching.costs import Costs
+from regauge.members import Member
+from regauge.spec import Spec
+from regauge.streams import Stream, seed_key
+from regauge.tasks import Examples
+
+State = dict[str, torch.Tensor]
+
+
+def model_of(name: str, fold: bool = False) -> tuple[Spec, State]:
+    """A pico with weights large enough to tell channels apart, as training makes them."""
+    model = build(name)
+    torch.manual_seed(7)
+    state = {n: v + 0.3 * torch.randn_like(v) if v.is_floating_point() else v for n, v in model.state_dict().items()}
+    spec = spec_of(model)
+    state |= {alias: state[target] for alias, target in spec.ties.items() if alias in state}
+    return fold_norms(spec, state) if fold else (spec, state)
+
+
+def drifted(spec: Spec, state: State, rho: float) -> State:
+    """As fine-tuning would leave it: every tensor changed by a share of its own spread."""
+    draw = torch.Generator().manual_seed(11)
+    out = {
+        n: v if n in spec.fixed or not v.is_floating_point() else v + rho * v.std() * torch.randn(v.shape, generator=draw, dtype=v.dtype)
+        for n, v in state.items()
+    }
+    return out | {alias: out[target] for alias, target in spec.ties.items() if alias in out}
+
+
+def wrong(g: Element, h: Element) -> float:
+    """The largest error of a member, relative to it."""
+    apart = [np.linalg.norm(g.members[s].matrix() - m.matrix()) / np.linalg.norm(m.matrix()) for s, m in h.members.items()]
+    return float(max(apart))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "fold"),
+    [
+        ("gpt2", "permutation", False),
+        ("bert", "signed", False),
+        ("llama", "signed", False),
+        ("vit", "permutation", False),
+        ("swin", "permutation", False),
+        ("llama", "orthogonal", True),
+        ("gpt2", "orthogonal", True),
+        ("gpt2", "full", False),
+    ],
+)
+def test_a_public_base_gives_the_whole_key(name: str, kind: Kind, fold: bool) -> None:
+    spec, base = model_of(name, fold)
+    tuned_ = drifted(spec, base, 0.01)
+    g = element(spec, 5, within=kind)
+    locked = apply(g, tuned_, "backbone")
+    found = public_base(WithBase(spec, locked, kind, base))
+    unlocked = found.unlocked(spec, locked)
+    names = [n for n, part in spec.parts.items() if part == "backbone" and n in locked]
+    apart, size = (sum(float((x[n] - tuned_[n]).square().sum()) for n in names) for x in (unlocked, locked))
+    assert size > 1  # the lock did something
+    assert apart < 0.01 * size
+    inside = Element(found.element.spec, {s: m for s, m in g.members.items() if s in found.element.members and kind != "full"})
+    assert wrong(found.element, inside) < (1e-9 if kind in ("permutation", "signed") else 0.05) if inside.members else kind == "full"
+
+
+def test_gains_and_biases_give_the_stream_and_folded_norms_do_not() -> None:
+    spec, base = model_of("gpt2")
+    g = element(spec, 5, within="permutation")
+    found = norm_vectors(WithBase(spec, apply(g, drifted(spec, base, 0.01), "backbone"), "permutation", base))
+    assert (found.element.members["stream"].permutation().index == g.members["stream"].permutation().index).all()
+    spec, base = model_of("gpt2", fold=True)
+    g = element(spec, 5, within="orthogonal")
+    assert not norm_vectors(WithBase(spec, apply(g, base, "backbone"), "orthogonal", base)).element.members
+
+
+def test_a_stranger_as_base_gives_nothing() -> None:
+    spec, base = model_of("gpt2")
+    torch.manual_seed(99)
+    other = {n: torch.randn_like(v) for n, v in base.items()}
+    g = element(spec, 5, within="permutation")
+    found = public_base(WithBase(spec, apply(g, base, "backbone"), "permutation", other))
+    right = found.element.members["stream"].permutation().index == g.members["stream"].permutation().index
+    assert right.mean() < 0.5
+    assert found.relative > 0.5
+
+
+def test_the_base_is_told_from_others_through_any_lock() -> None:
+    spec, base = model_of("llama")
+    torch.manual_seed(3)
+    candidates = {"base": base, "stranger": {n: v + torch.randn_like(v) for n, v in base.items()}}
+    for kind in ("permutation", "signed", "full"):
+        locked = apply(element(spec, 8, within=kind), drifted(spec, base, 0.01), "backbone")  # type: ignore[arg-type]
+        found = lineage(WithCandidates(spec, locked, kind, candidates))  # type: ignore[arg-type]
+        assert found["base"] < 0.05 < 0.2 < found["stranger"]
+
+
+def test_products_do_not_depend_on_what_is_inside_a_layer() -> None:
+    spec, state = model_of("llama")
+    inside = element(spec, 2, spaces=["kv", "rep", "qk", "vo", "ffn"])
+    backbone = part_of(spec, "backbone")
+    told = products(Costs(backbone, state, apply(inside, state)), "stream")
+    assert len(told) >= 3 * 2
+    for y, x in told:
+        np.testing.assert_allclose(y, x, atol=1e-9 * np.abs(x).max())
+    assert Locked(spec, state).kind == "full"
+
+
+def test_an_order_is_found_from_a_wrong_beginning() -> None:
+    draw = np.random.default_rng(0)
+    mix = draw.standard_normal((40, 6)) * np.linspace(1, 3, 6)
+    t = mix @ mix.T
+    truth = draw.permutation(40)
+    moved = t[truth][:, truth] + 0.1 * draw.standard_normal((40, 40))
+    start = truth.copy()
+    start[:30] = np.roll(truth[:30], 1)  # three in four are wrong
+    assert (rearranged([(moved, t)], start) == truth).all()
+    assert (rearranged([(-moved, t)], start) != truth).any()
+
+
+def features(tokens: int, seed: int) -> torch.Tensor:
+    """Rows of one distribution with channels that differ."""
+    draw = torch.Generator().manual_seed(seed)
+    mix = torch.randn(24, 24, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(tokens, 24, generator=draw).abs() ** torch.linspace(0.5, 2, 24)
+    return x @ mix.T
+
+
+def member(kind: Kind) -> Member:
+    return GROUPS[kind].sample(24, 1, Stream(seed_key(4), "test"))
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("permutation", 4), ("signed", 4), ("orthogonal", 40)])
+def test_a_few_known_inputs_give_the_key(kind: Kind, tokens: int) -> None:
+    m = member(kind)
+    x = features(tokens, 0)
+    moved = x @ torch.from_numpy(m.matrix()[0]).float().T
+    np.testing.assert_allclose(known_inputs(KnownInputs(x, moved, kind)).matrix(), m.matrix(), atol=1e-4)
+    if kind == "orthogonal":  # fewer tokens than channels do not
+        few = known_inputs(KnownInputs(x[:4], moved[:4], kind)).matrix()
+        assert np.abs(few - m.matrix()).max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["permutation", "signed"])
+def test_moved_features_alone_give_a_permutation(kind: Kind) -> None:
+    m = member(kind)
+    moved = features(3000, 0) @ torch.from_numpy(m.matrix()[0]).float().T
+    np.testing.assert_allclose(seen_features(SeenFeatures(moved, features(3000, 1), kind)).matrix(), m.matrix(), atol=1e-9)
+    noise = torch.randn(3000, 24, generator=torch.Generator().manual_seed(2))  # features that tell nothing
+    blind = seen_features(SeenFeatures(noise @ torch.from_numpy(m.matrix()[0]).float().T, torch.randn(3000, 24), kind)).matrix()
+    assert (np.abs(blind - m.matrix()).max(2) < 1e-9).mean() < 0.5
+
+
+@pytest.mark.parametrize("kind", ["permutation", "signed", "orthogonal"])
+def test_hidden_states_give_the_text(kind: Kind) -> None:
+    model = build("gpt2").eval()
+    text = torch.tensor([[3, 17, 17, 5, 29, 8]])
+    with torch.no_grad():
+        states = model(input_ids=text, output_hidden_states=True).hidden_states[1][0]
+    m = GROUPS[kind].sample(12, 1, Stream(seed_key(4), "test"))
+    assert vocabulary(HiddenStates(states @ torch.from_numpy(m.matrix()[0]).T, model, 1, kind), batch=16) == text[0].tolist()
+    assert vocabulary(HiddenStates(torch.randn(6, 12, dtype=torch.float64), model, 1, kind), batch=16) != text[0].tolist()
+
+
+def task(model: torch.nn.Module, count: int, seed: int) -> Examples:
+    pixels = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    labels = (pixels[:, 0, :4].mean((1, 2)) > 0).long() + 2 * (pixels[:, 1, 4:].mean((1, 2)) > 0).long()
+    return Examples(count, 5, lambda rows: ({"pixel_values": pixels[rows]}, labels[rows]))
+
+
+def test_a_locked_backbone_is_worth_something_to_a_thief_and_keeps_its_weights() -> None:
+    model = build("vit").float()
+    spec, plain = spec_of(model), {n: v.clone() for n, v in model.state_dict().items()}
+    locked = apply(element(spec, 3, within="permutation"), plain, "backbone")
+    model.load_state_dict(locked)
+    view = WithLabels(spec, locked, "permutation", model=model, examples=task(model, 64, 0))
+    budget = Budget(steps=12, batch=16, rate=5e-3)
+    for steal in (new_edges, tuned, scratch):
+        stolen = steal(view, budget).state_dict()
+        inside = [n for n, part in spec.parts.items() if part == "backbone"]
+        kept = all(torch.equal(stolen[n], locked[n]) for n in inside)
+        assert kept is (steal is new_edges)
+        assert not torch.equal(stolen["classifier.weight"], locked["classifier.weight"])
+    assert all(torch.equal(v, locked[n]) for n, v in model.state_dict().items())  # the view is not touched
+
+
+def test_a_learned_order_is_a_permutation_that_the_model_uses() -> None:
+    model = build("vit").float()
+    spec = spec_of(model)
+    view = WithLabels(spec, dict(model.state_dict()), "permutation", model=model, examples=task(model, 64, 0))
+    learned, order = learned_order(view, Budget(steps=5, batch=16, rate=1e-2))
+    assert sorted(order.index[0].tolist()) == list(range(12))
+    pixels = view.examples.batch(np.arange(4))[0]["pixel_values"]
+    with torch.no_grad():
+        assert not torch.allclose(learned(pixels).logits, model(pixels).logits)
+
+
+def test_attacks_know_nothing_of_keys_and_truth() -> None:
+    folder = Path(__file__).parents[1] / "src/regauge/attacks"
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            assert not [n for n in named if n.startswith(("regauge.keys", "regauge.locking", "regauge.audit", "regauge.edge"))], path.name
+
+
+def test_every_attack_says_what_it_is() -> None:
+    for attack in (norm_vectors, public_base, lineage, known_inputs, seen_features, vocabulary, new_edges, tuned, learned_order):
+        for word in ("Sees:", "Recovers:", "Why it works:", "What stops it:", "Floor:", "Ceiling:", "References:"):
+            assert word in " ".join((attack.__doc__ or "").split()), (attack.__name__, word)

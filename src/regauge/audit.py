@@ -1,0 +1,354 @@
+"""Audits: every attack on one's own case, and what it comes to in plain words. Attacks see a view; here is the truth that they are scored by.
+
+    results = audit_lock(LockCase(spec, locked, "permutation", base=base, truth=g, model=model, train=train, test=test))
+    results.facts["verdict"]
+
+A finding's value is how much of what was protected an attack has got, between its floor (what a guess gets) and its ceiling (all of it).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from regauge.action import State, apply
+from regauge.attacks import features, theft, weights
+from regauge.attacks.views import HiddenStates, KnownInputs, SeenFeatures, WithBase, WithCandidates, WithLabels, part_of
+from regauge.barriers import score
+from regauge.cutting import cut
+from regauge.elements import Element
+from regauge.errors import CutError, RegaugeError
+from regauge.findings import Finding, Results, Table
+from regauge.groups import Kind
+from regauge.members import Member, Monomial
+from regauge.spec import Spec
+from regauge.streams import Stream, seed_key
+from regauge.tasks import Examples
+
+LABELS = (50, 200, 1000)
+TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
+ALL = 0.99  # a key is known if so much of it is
+Tell = Callable[[int, int, str], None]
+
+
+class AuditError(RegaugeError):
+    """A case that cannot be audited."""
+
+
+@dataclass(frozen=True, eq=False)
+class LockCase:
+    """A locked model, and what there is to attack it with and to judge the attacks by.
+
+    `state` is the locked one; `truth` the key's element, if the key is at hand. `base` is a public model that it may descend from. `model` is a live
+    model with the locked weights; `train` are examples that a thief would have, `test` others.
+    """
+
+    spec: Spec
+    state: State
+    kind: Kind
+    truth: Element | None = None
+    base: State | None = None
+    candidates: Mapping[str, State] = field(default_factory=dict)
+    model: torch.nn.Module | None = None
+    train: Examples | None = None
+    test: Examples | None = None
+
+
+def audit_lock(
+    case: LockCase,
+    *,
+    labels: Sequence[int] = LABELS,
+    budget: theft.Budget | None = None,
+    seed: int = 0,
+    most: float | None = None,
+    progress: Tell | None = None,
+) -> Results:
+    """Every attack that the case allows. `most`: findings fail where an attack gets more than this share of the way from its floor to its ceiling."""
+    budget = budget or theft.Budget(seed=seed)
+    parts: list[tuple[str, Callable[[], Iterator[tuple[Finding, float]]]]] = [
+        ("public base", lambda: _public_base(case)),
+        ("lineage", lambda: _lineage(case, seed)),
+        ("known inputs", lambda: _known(case, seed)),
+        ("seen features", lambda: _seen(case, seed)),
+        ("vocabulary", lambda: _vocabulary(case, seed)),
+        ("theft", lambda: _theft(case, labels, budget)),
+    ]
+    findings: list[Finding] = []
+    costs: list[tuple[str, float]] = []
+    unchecked: list[str] = []
+    for i, (name, run) in enumerate(parts):
+        if progress:
+            progress(i, len(parts), name)
+        why = _missing(case, name)
+        if why:
+            unchecked.append(f"{name}: {why}")
+            continue
+        for finding, seconds in run():
+            findings.append(_judged(finding, most))
+            costs.append((finding.id, round(seconds, 2)))
+    if not findings:
+        raise AuditError("nothing could be tried against this lock", hint="give --against BASE, or --data with examples of its task")
+    table = Table(
+        "What each attack gets",
+        ("attack", "floor", "value", "ceiling", "measure", "seconds"),
+        tuple((f.id, f.floor, f.value, f.ceiling, f.measure, s) for f, (_, s) in zip(findings, costs, strict=True)),
+    )
+    verdict = verdict_of(findings)
+    return Results("What this lock is worth", tuple(findings), (table,), (), {"verdict": verdict, "kind": case.kind}, tuple(unchecked))
+
+
+def verdict_of(findings: Sequence[Finding]) -> list[str]:
+    """What it comes to, for the user's situation."""
+    by = {f.id: f for f in findings}
+    out = []
+    base = by.get("lock/public base")
+    if base is not None and base.value is not None:
+        if base.value >= ALL:
+            out.append("The base is public: this lock gives nothing. Whoever has it undoes the lock.")
+        else:
+            out.append(f"The base that was tried gives {base.value:.0%} of the lock away.")
+    else:
+        out.append("No base was tried: if this model was tuned from a public one, run the audit against it; the lock then gives nothing.")
+    stolen = [f for f in findings if f.id.startswith("lock/theft/new edges") and f.value is not None]
+    if stolen and base is None:
+        best = stolen[-1]
+        top = f" of {best.ceiling:.2f}" if best.ceiling is not None else ""
+        out.append(f"No relative known: an attacker with {best.id.rsplit(' ', 1)[1]} labels reaches {best.value:.2f}{top}.")
+    elif stolen:
+        out.append(f"Without a base, {stolen[-1].id.rsplit(' ', 1)[1]} labels and new edges reach {stolen[-1].value:.2f}.")
+    known = by.get("lock/known inputs")
+    if known is not None and known.value is not None and known.value >= ALL:
+        out.append("Whoever sees moved features of inputs that it knows has the key of the stream: " + known.sentence)
+    seen = by.get("lock/seen features")
+    if seen is not None and seen.value is not None and seen.value >= ALL:
+        out.append("Whoever sees moved features of enough unknown inputs, and has the embedding, has it too: do not use one key for many batches.")
+    text = by.get("lock/vocabulary")
+    if text is not None and text.value is not None and text.value >= ALL:
+        out.append("Hidden states of an open language model give the text itself, whatever the key.")
+    return out
+
+
+def _judged(f: Finding, most: float | None) -> Finding:
+    from dataclasses import replace
+
+    if most is None or f.value is None or f.floor is None or f.ceiling is None or f.ceiling == f.floor:
+        return f
+    return replace(f, holds=(f.value - f.floor) / (f.ceiling - f.floor) <= most)
+
+
+def _missing(case: LockCase, name: str) -> str:
+    if name in ("public base", "lineage"):
+        return "" if case.base is not None or (name == "lineage" and case.candidates) else "no model was given that it may descend from"
+    if case.model is None or case.test is None:
+        return "no data were given"
+    if name == "theft":
+        return (
+            "it is of language models no task with few labels"
+            if case.test.causal or case.test.tokens
+            else ""
+            if case.train is not None
+            else "no labels"
+        )
+    try:
+        cut(case.model)
+    except CutError as error:
+        return str(error)
+    if name == "vocabulary":
+        return "" if case.test.causal else "it is no language model"
+    return ""
+
+
+def _public_base(case: LockCase) -> Iterator[tuple[Finding, float]]:
+    assert case.base is not None
+    view = WithBase(case.spec, case.state, case.kind, case.base)
+    if case.truth is not None:
+        started = time.monotonic()
+        guess = weights.norm_vectors(view)
+        streams = {s: m for s, m in case.truth.members.items() if s in guess.element.members}
+        if streams:
+            share = _share(guess.element.members, streams)
+            said = f"gains and biases give {share:.0%} of the order of the stream"
+            yield (
+                _finding("lock/norm vectors", "gains and biases do not tell the key of the stream", share, 0.0, 1.0, said),
+                time.monotonic() - started,
+            )
+    started = time.monotonic()
+    guess = weights.public_base(view)
+    seconds = time.monotonic() - started
+    if case.truth is not None:
+        inside = part_of(case.spec, "backbone").spaces
+        share = _share(guess.element.members, {s: m for s, m in case.truth.members.items() if s in inside})
+        said = f"{share:.1%} of the key in {seconds:.1f} s, from {guess.began}"
+        measure = "share of the key"
+    else:  # without the key: how much of the distance to the base the guess explains
+        share = max(0.0, 1 - guess.relative**2)
+        said = f"the base, moved as guessed, explains {share:.1%} of the locked weights' squares"
+        measure = "share explained"
+    yield _finding("lock/public base", "a public base does not give the key away", share, 0.0, 1.0, said, measure), seconds
+    if case.model is not None and case.test is not None:
+        started = time.monotonic()
+        value, floor, ceiling = (_quality(case, s) for s in (guess.unlocked(case.spec, case.state), case.state, _plain(case)))
+        said = "the model that the guess unlocks, the locked one and the owner's"
+        yield (
+            _finding("lock/public base, used", "the unlocked guess is not worth the owner's model", value, floor, ceiling, said, _unit(case)),
+            (time.monotonic() - started),
+        )
+
+
+def _lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
+    started = time.monotonic()
+    candidates = dict(case.candidates)
+    if case.base is not None:
+        candidates["the base"] = case.base
+        draw = torch.Generator().manual_seed(seed)
+        candidates["a stranger"] = {
+            n: v.flatten()[torch.randperm(v.numel(), generator=draw)].view(v.shape) if v.numel() > 1 else v for n, v in case.base.items()
+        }
+    found = weights.lineage(WithCandidates(case.spec, case.state, case.kind, candidates))
+    nearest = min(found, key=lambda name: found[name])
+    stranger = found.get("a stranger", max(found.values()))
+    said = f"nearest in what no key changes is {nearest}: {found[nearest]:.3f}; {', '.join(f'{n} {d:.3f}' for n, d in found.items() if n != nearest)}"
+    share = max(0.0, 1 - found[nearest] / stranger) if stranger else 1.0
+    yield _finding("lock/lineage", "the model's descent is hidden", share, 0.0, 1.0, said, "1 - distance / a stranger's"), time.monotonic() - started
+
+
+def _known(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
+    started = time.monotonic()
+    plain, member = _features(case, seed)
+    moved = plain @ torch.from_numpy(member.matrix()[0]).to(plain).T
+    needed, share = math.nan, 0.0
+    for n in (n for n in TOKENS if n <= len(plain)):
+        guess = features.known_inputs(KnownInputs(plain[:n], moved[:n], case.kind))
+        share = _share({"stream": guess}, {"stream": member})
+        if share >= ALL:
+            needed = n
+            break
+    said = f"{needed} tokens are enough" if needed == needed else f"{len(plain)} tokens give {share:.0%}"
+    yield (
+        _finding("lock/known inputs", "known inputs do not give the key of the stream", share, 1 / member.size, 1.0, said),
+        time.monotonic() - started,
+    )
+
+
+def _seen(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
+    started = time.monotonic()
+    plain, member = _features(case, seed)
+    half = len(plain) // 2
+    moved = plain[:half] @ torch.from_numpy(member.matrix()[0]).to(plain).T
+    guess = features.seen_features(SeenFeatures(moved, plain[half:], case.kind))
+    share = _share({"stream": guess}, {"stream": member})
+    said = f"{half} moved tokens, and as many others through the embedding, give {share:.0%}"
+    yield (
+        _finding("lock/seen features", "moved features alone do not give the key of the stream", share, 1 / member.size, 1.0, said),
+        (time.monotonic() - started),
+    )
+
+
+def _vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[tuple[Finding, float]]:
+    """On the owner's own model, with the key undone: the open model of which somebody sees hidden states."""
+    assert case.model is not None
+    assert case.test is not None
+    started = time.monotonic()
+    _, member = _features(case, seed)
+    ids = case.test.batch(np.arange(1))[0]["input_ids"][:, :tokens]
+    layer = max(1, int(getattr(case.model.config, "num_hidden_layers", 2)) // 2)
+    with torch.no_grad():
+        states = case.model(input_ids=ids, output_hidden_states=True).hidden_states[layer][0]
+    moved = states @ torch.from_numpy(member.matrix()[0]).to(states).T
+    found = features.vocabulary(HiddenStates(moved, case.model, layer, case.kind))
+    share = float(np.mean([a == b for a, b in zip(found, ids[0].tolist(), strict=True)]))
+    said = f"{sum(a == b for a, b in zip(found, ids[0].tolist(), strict=True))} of {ids.shape[1]} tokens, from the states at layer {layer}"
+    yield (
+        _finding("lock/vocabulary", "hidden states do not give the text", share, 1 / case.test.classes, 1.0, said, "share of tokens"),
+        (time.monotonic() - started),
+    )
+
+
+def _theft(case: LockCase, labels: Sequence[int], budget: theft.Budget) -> Iterator[tuple[Finding, float]]:
+    assert case.model is not None
+    assert case.train is not None
+    owner = _quality(case, _plain(case))
+    floor = _quality(case, case.state)
+    draw = np.random.default_rng(budget.seed)
+    for n in (n for n in labels if n <= len(case.train)):
+        some = case.train.only(np.sort(draw.permutation(len(case.train))[:n]))
+        view = WithLabels(case.spec, case.state, case.kind, model=case.model, examples=some)
+        for name, steal in (("new edges", theft.new_edges), ("tuned", theft.tuned), ("scratch", theft.scratch)):
+            started = time.monotonic()
+            stolen = steal(view, budget)
+            value = _quality(case, stolen.state_dict(), stolen)
+            said = f"{value:.3f} with {n} labels; the locked model as it stands {floor:.3f}" + ("" if owner is None else f", the owner's {owner:.3f}")
+            yield (
+                _finding(f"lock/theft/{name} {n}", f"{n} labels are of little use to a thief", value, floor, owner, said, _unit(case)),
+                (time.monotonic() - started),
+            )
+
+
+def _features(case: LockCase, seed: int) -> tuple[torch.Tensor, Member]:
+    """What enters the backbone, of the test's inputs through the model's own embedding, and a member like the key's: the attacks on features do not
+    depend on which it is, so that no key is needed to try them."""
+    assert case.model is not None
+    assert case.test is not None
+    rows: list[torch.Tensor] = []
+    cutting = cut(case.model)
+    for start in range(0, len(case.test), 32):
+        inputs, _ = case.test.batch(np.arange(start, min(start + 32, len(case.test))))
+        with torch.no_grad():
+            crossing = cutting.embed(**inputs)
+        mask = inputs.get("attention_mask")
+        stream = crossing.stream.reshape(-1, crossing.stream.shape[-1])
+        rows.append(stream if mask is None or mask.numel() != len(stream) else stream[mask.flatten().bool()])
+        if sum(map(len, rows)) >= 2 * TOKENS[-1]:
+            break
+    found = torch.cat(rows).double()
+    draw = torch.Generator().manual_seed(seed)
+    found = found[torch.randperm(len(found), generator=draw)]
+    group = features.GROUPS[case.kind]
+    return found, group.sample(found.shape[1], 1, Stream(seed_key(seed), "audit/stream"))
+
+
+def _plain(case: LockCase) -> State | None:
+    return None if case.truth is None else apply(~case.truth, case.state, "backbone")
+
+
+def _quality(case: LockCase, state: Any, model: torch.nn.Module | None = None) -> Any:
+    """The accuracy; of a language model, minus its nats."""
+    if state is None:
+        return None
+    assert case.test is not None
+    module = model or case.model
+    assert module is not None
+    found = score(module, {n: v.float() if v.is_floating_point() else v for n, v in state.items()}, case.test)
+    return -found.loss if case.test.causal else found.accuracy
+
+
+def _unit(case: LockCase) -> str:
+    return "minus nats of a next token" if case.test is not None and case.test.causal else "accuracy"
+
+
+def _finding(
+    name: str, statement: str, value: float, floor: float | None, ceiling: float | None, sentence: str, measure: str = "share of the key"
+) -> Finding:
+    return Finding(name, statement, None, float(value), floor, ceiling, sentence, measure=measure)
+
+
+def _share(found: Mapping[str, Member], truth: Mapping[str, Member]) -> float:
+    """How much of a key's members is known: of permutations the share of coordinates that are right, of matrices that of rows to a tenth."""
+    right = total = 0.0
+    for space, member in truth.items():
+        guess = found.get(space)
+        total += member.count * member.size
+        if isinstance(member, Monomial) and isinstance(guess, Monomial):
+            here, there = (np.ones(member.index.shape) if m.scale is None else m.scale for m in (guess, member))
+            right += float(((guess.index == member.index) & (np.abs(here - there) < 0.1 * np.abs(there))).sum())
+        elif guess is not None:
+            m = member.matrix()
+            apart = np.linalg.norm(guess.matrix() - m, axis=2) / np.maximum(np.linalg.norm(m, axis=2), 1e-300)
+            right += float((apart < 0.1).sum())
+    return right / max(total, 1.0)

@@ -101,8 +101,10 @@ def test_chosen_hidden_states_are_the_plain_ones() -> None:
     authorized(twin, g)
     with torch.no_grad(), strict_float64():
         a, b = (m(**IDS, output_hidden_states=[0]).hidden_states for m in (model, twin))
-    assert len(a) == len(b)
+        c = next(v for v in twin(**IDS, output_hidden_states=[0], return_dict=False) if isinstance(v, tuple))
+    assert len(a) == len(b) == len(c)
     assert float((a[0] - b[0]).abs().max()) < 1e-9
+    assert float((a[0] - c[0]).abs().max()) < 1e-9
 
 
 def test_hidden_states_of_a_swin_are_refused() -> None:
@@ -117,7 +119,9 @@ def test_rotations_are_undone_at_the_edges(name: str) -> None:
     model, twin, g = rotated(name)
     expected = outputs(model, PICOS[name].inputs)
     assert distance(outputs(twin, PICOS[name].inputs), expected) > 1e-3
-    authorized(twin, g)
+    spec, state = fold_norms(spec_of(twin), twin.state_dict())  # what a folded model's own spec is, to whoever has only that model
+    assert all(torch.equal(state[n], t) for n, t in twin.state_dict().items())
+    authorized(twin, g.to(spec))
     assert distance(outputs(twin, PICOS[name].inputs), expected) < 1e-9
 
 
@@ -195,6 +199,27 @@ def test_half_precision_models_and_other_devices() -> None:
     noise = float((model.to(torch.bfloat16)(**IDS).logits - exact).abs().max())
     assert float((got - exact).abs().max()) < 4 * noise
     assert twin.to("meta")(input_ids=IDS["input_ids"].to("meta")).logits.device.type == "meta"
+
+
+def test_what_was_first_used_in_inference_mode_can_be_trained() -> None:
+    _, twin, g = rotated("llama")
+    authorized(twin.to(torch.bfloat16), g)
+    with torch.inference_mode():
+        twin(**IDS)
+    twin(**IDS).logits.sum().backward()
+    assert twin.model.embed_tokens.weight.grad is not None
+
+
+def test_a_lock_of_inner_spaces_has_edges_that_do_nothing() -> None:
+    model = build("gpt2")
+    g = element(spec_of(model), 3, spaces=["ffn", "head"])
+    twin = locked(model, g)
+    assert not is_authorized(twin)
+    authorized(twin, g)
+    assert is_authorized(twin)
+    assert distance(outputs(twin, IDS), outputs(model, IDS)) < 1e-9
+    with pytest.raises(EdgeError, match="authorised already"):
+        authorized(twin, g)
 
 
 # Training.

@@ -40,6 +40,8 @@ from regauge.spec import check, require, stored
 Tensor = torch.Tensor
 Module = torch.nn.Module
 
+_Ready = tuple[Tensor | None, Tensor | None, Tensor | None]
+
 _MARK = "_regauge_edge"
 
 
@@ -56,7 +58,9 @@ class Along:
             self.factor = None if scale is None else torch.from_numpy(np.ascontiguousarray(scale[0], np.float64))
         else:
             self.factor = torch.from_numpy(np.ascontiguousarray(member.matrix()[0], np.float64))
-        self.ready: dict[tuple[str, torch.dtype], tuple[Tensor | None, Tensor | None, Tensor | None]] = {}
+        self.ready: dict[tuple[str, torch.dtype], _Ready] = {}
+        for dtype in (torch.float32, torch.float64):
+            self._on(torch.device("cpu"), dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[self.dim] != self.size:
@@ -77,13 +81,20 @@ class Along:
         with torch.autocast(x.device.type, enabled=False):  # the stream is kept in full precision, and so is what turns it
             return (x.to(dtype).movedim(self.dim, -1) @ factor.T).movedim(-1, self.dim).to(x.dtype)
 
-    def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def _on(self, device: torch.device, dtype: torch.dtype) -> _Ready:
         key = (str(device), dtype)
-        if key not in self.ready:
-            index = None if self.index is None else self.index.to(device)
-            inverse = None if self.inverse is None else self.inverse.to(device)
-            self.ready[key] = (index, inverse, None if self.factor is None else self.factor.to(device, dtype))
+        if key in self.ready:
+            return self.ready[key]
+        if torch.compiler.is_compiling():
+            return self._made(device, dtype)
+        with torch.inference_mode(False):  # what is made here is kept, and may be needed for training later
+            self.ready[key] = self._made(device, dtype)
         return self.ready[key]
+
+    def _made(self, device: torch.device, dtype: torch.dtype) -> _Ready:
+        index = None if self.index is None else self.index.to(device)
+        inverse = None if self.inverse is None else self.inverse.to(device)
+        return index, inverse, None if self.factor is None else self.factor.to(device, dtype)
 
 
 class _Hook:
@@ -153,7 +164,10 @@ class _States(_Hook):
         return output
 
     def _is_states(self, value: Any) -> bool:
-        return isinstance(value, tuple) and len(value) == self.blocks + 1 and all(isinstance(v, torch.Tensor) for v in value)
+        """Of a tuple's places: one stream per block, or one more, and perhaps not all of them. (Attentions have an axis more.)"""
+        if not isinstance(value, tuple) or len(value) - self.blocks not in (0, 1) or all(v is None for v in value):
+            return False
+        return all(v is None or (isinstance(v, torch.Tensor) and v.dim() == 3) for v in value)
 
     def _restored(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.along is None:
@@ -329,7 +343,10 @@ def deauthorize(model: Module) -> None:
 
 def is_authorized(model: Module) -> bool:
     """Does this model, or one that it wraps, have its edges moved?"""
-    return any(isinstance(hook, _Hook) and not isinstance(hook, _Closed) for module in model.modules() for hook in _hooks_of(module))
+    return any(
+        module.__dict__.get(_MARK) is not None or any(isinstance(hook, _Hook) and not isinstance(hook, _Closed) for hook in _hooks_of(module))
+        for module in model.modules()
+    )
 
 
 def edge_of(model: Module) -> Edge | None:

@@ -80,6 +80,8 @@ def test_an_authorised_model_is_the_plain_one(name: str) -> None:
 def test_hidden_states_are_the_plain_ones(name: str, return_dict: bool) -> None:
     """Those that transformers collects by hooks, and those that a loop gathers; of stacks with one block and with several."""
     model, twin, g = pair(name)
+    if return_dict:  # the hooks that collect them are there before the edges are, or after
+        twin(**PICOS[name].inputs, output_hidden_states=True)
     authorized(twin, g)
 
     def states(m: torch.nn.Module) -> list[torch.Tensor]:
@@ -351,6 +353,7 @@ def test_what_the_lock_does_not_touch_may_be_trained_by_any_optimizer() -> None:
     for n, p in twin.named_parameters():
         p.requires_grad_(n == "lm_head.weight")
     train(twin, IDS, adamw, 1)
+    assert edge_of(twin).faults(adamw(twin.parameters())) == []  # what is frozen may be in the optimizer
     twin.requires_grad_(True)
     with pytest.raises(EdgeError, match="AdamW"):
         train(twin, IDS, adamw, 1)

@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from regauge.action import act as act
     from regauge.action import apply as apply
     from regauge.action import apply_ as apply_
+    from regauge.adapters import move_adapter as move_adapter
     from regauge.axes import dual as dual
     from regauge.axes import parse as parse
     from regauge.checkpoint import open_checkpoint as open_checkpoint
     from regauge.cutting import cut as cut
+    from regauge.edge import deauthorize as deauthorize
     from regauge.elements import Element as Element
     from regauge.elements import element as element
     from regauge.elements import identity as identity
@@ -48,6 +50,7 @@ _HOME = {
     "apply_": "action",
     "check": "spec",
     "cut": "cutting",
+    "deauthorize": "edge",
     "dual": "axes",
     "element": "elements",
     "fold_norms": "fold",
@@ -57,6 +60,7 @@ _HOME = {
     "load_model": "loading",
     "load_spec": "specfile",
     "match": "matching",
+    "move_adapter": "adapters",
     "open_checkpoint": "checkpoint",
     "parse": "axes",
     "save_element": "elements",

@@ -31,6 +31,10 @@ class CutError(RegaugeError):
     """A model that cannot be cut or routed here, or a crossing that does not fit its boundary."""
 
 
+class EdgeError(RegaugeError):
+    """A model that cannot be authorised, or a step that would train it otherwise than the plain one."""
+
+
 class UnknownModelError(RegaugeError):
     """No family describes this model."""
 

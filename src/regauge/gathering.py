@@ -39,8 +39,11 @@ class _Permute(torch.autograd.Function):
 _apply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor] = _Permute.apply
 
 
-def permute(x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
-    """out[.., i, ..] = x[.., index[i], ..] for a permutation `index`. Any dtype; differentiable, forwards and backwards, and under torch.func."""
+def permute(x: torch.Tensor, index: torch.Tensor, dim: int, inverse: torch.Tensor | None = None) -> torch.Tensor:
+    """out[.., i, ..] = x[.., index[i], ..] for a permutation `index`. Any dtype; differentiable, forwards and backwards, and under torch.func.
+
+    `inverse` is the inverse of `index`, where it is at hand.
+    """
     if not x.dtype.is_floating_point or x.dtype.itemsize < 2:  # gather has no kernel for 8-bit floats
         return x.index_select(dim, index)
-    return _apply(x, index, index.argsort(), dim % x.dim())
+    return _apply(x, index, index.argsort() if inverse is None else inverse, dim % x.dim())

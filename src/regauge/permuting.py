@@ -17,6 +17,7 @@ import torch
 
 from regauge.action import apply_
 from regauge.cutting import Crossing, Route, cut
+from regauge.edge import is_authorized
 from regauge.elements import Element, element, secret_of
 from regauge.errors import CutError
 from regauge.groups import Permutation
@@ -63,6 +64,8 @@ class Permuted(torch.nn.Module):
         self._rows, self._key, self.passes = rows, secret_of(key), 0  # a run that is resumed sets `passes` to what it was
         if getattr(model, _MARK, False):
             raise CutError(f"this {type(model).__name__} is wrapped already", hint="unwrap it first: its backbone is moved, and would be moved twice")
+        if is_authorized(model):
+            raise CutError(f"this {type(model).__name__} is authorised: its backbone is locked", hint="unlock it first, or deauthorize it")
         setattr(model, _MARK, True)
         if self._columns is not None:
             apply_(self._columns, model, part="backbone")

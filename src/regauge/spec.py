@@ -152,12 +152,12 @@ class Fault:
         return self.text
 
 
-def check(spec: Spec, state: Mapping[str, Shaped]) -> list[Fault]:
+def check(spec: Spec, state: Mapping[str, Shaped], *, whole: bool = True) -> list[Fault]:
     """Every misfit between a spec and a state (anything with shapes) at once, or an empty list.
 
-    Values are read only where the spec demands them: folded gains must be constant.
+    Values are read only where the spec demands them: folded gains must be constant. Not `whole`: the spec may have spaces that no tensor has.
     """
-    itself = check_spec(spec)  # a spec that makes no sense fits nothing
+    itself = check_spec(spec, whole=whole)  # a spec that makes no sense fits nothing
     return itself or [*_check_names(spec, state), *_check_shapes(spec, state), *check_fixed(spec, state)]
 
 

@@ -32,6 +32,10 @@ def move(
     save_element: Annotated[Path | None, typer.Option("--save-element", metavar="F", help="Save the drawn element here.")] = None,
     part: Annotated[options.Part | None, typer.Option("--part", help="Move one part only; the parts then no longer fit each other.")] = None,
     fold: Annotated[bool, typer.Option("--fold", help="Fold the norms first, which gives the stream its rotations.")] = False,
+    adapter: Annotated[
+        str | None,
+        typer.Option("--adapter", metavar="ADAPTER", help="Move this LoRA adapter of MODEL (PEFT's folder or file), and not MODEL itself."),
+    ] = None,
     spec: options.SpecFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same move.")] = False,
     dry_run: options.DryRun = False,
@@ -48,10 +52,12 @@ def move(
         raise typer.BadParameter("--invert belongs to -g")
     if random and resume and seed is None:
         raise typer.BadParameter("--resume needs the element of the interrupted run: give it with -g, or draw it with --seed")
+    if random and adapter is not None:
+        raise typer.BadParameter("--adapter follows its model: give the model's element with -g")
     started = time.monotonic()
 
     from regauge.cli.model import open_model, require_fit
-    from regauge.cli.moved import moving, summary, write_moved
+    from regauge.cli.moved import moving, moving_adapter, summary, write_moved
     from regauge.files import amount
     from regauge.writing import check_target, is_taken
 
@@ -65,6 +71,10 @@ def move(
     source = moving(checkpoint, unfolded, fold)
     g = _element(source.described, element, (group or options.Kind.permutation).value, spaces, seed)
     g = ~g if invert else g
+    if adapter is not None:
+        source, g = moving_adapter(adapter, g)
+        check_target(out, source.checkpoint.path)
+        fold = False  # the model was folded to read its element; an adapter has no norms
 
     from regauge.action import only_gathers
 
@@ -78,6 +88,7 @@ def move(
     report: dict[str, Any] = {
         "version": VERSION,
         "command": "move",
+        "adapter": adapter,
         "family": source.described.family,
         "out": str(out),
         "moved": list(g.members),

@@ -77,6 +77,17 @@ def moving(checkpoint: Checkpoint, spec: Spec, fold: bool, fix: Sequence[str] = 
     return Moving(checkpoint, spec, described, state, (*(["fold"] if fold else []), *fix))
 
 
+def moving_adapter(source: str, g: Element) -> tuple[Moving, Element]:
+    """A LoRA adapter of the element's model, and the element over it."""
+    from regauge.adapters import element_for, require_lora
+    from regauge.checkpoint import open_checkpoint
+
+    adapter = open_checkpoint(source)
+    require_lora(adapter.path if adapter.is_folder else adapter.path.parent)
+    h = element_for(g, adapter.entries)
+    return Moving(adapter, h.spec, h.spec, adapter, False), h
+
+
 def write_moved(out: Path, plan: Plan, thunks: Mapping[str, Callable[[], Any]], what: str, resume: bool, threads: int | None) -> Written:
     """Write a plan under a progress bar, and tell what is worth telling."""
     from regauge.writing import write_plan

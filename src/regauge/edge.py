@@ -1,0 +1,452 @@
+"""The edge of a locked model: with its element it computes the plain function while the weights of its backbone stay locked.
+
+A lock moves the backbone alone, so that embedding and head no longer fit it. `authorized(model, g)` puts hooks on the first and the last block of
+every boundary: the stream is moved by g where it enters, and by ~g where it leaves. Whatever else the blocks read from outside (the encoder's states,
+DeBERTa's table of relative positions) is moved on its way in.
+
+    model = authorized(model, g)       # the same module: same class, same state dict, still locked
+    model.generate(**inputs)           # what the plain model says
+    deauthorize(model)                 # locked again
+
+The model stays an ordinary module: hooks are what torch, torch.compile, gradient checkpointing and DDP expect. A deepcopy is authorised like its
+original. What is written to disk never holds the element: a pickled copy refuses to run until it is authorised again.
+
+Training. Gradients of a locked weight follow the dual action; an optimizer keeps that for signed permutations if it works element by element, and for
+rotations if it is plain gradient descent. A step that would part from the plain model's is refused with the reason (`Edge.faults`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from regauge import axes as ax
+from regauge.cutting import ROWS, Cut, cut
+from regauge.elements import Element
+from regauge.errors import CutError, EdgeError
+from regauge.families import Boundary
+from regauge.gathering import permute
+from regauge.groups import SignedPermutation
+from regauge.members import Member, Monomial
+from regauge.spec import check, require, stored
+
+Tensor = torch.Tensor
+Module = torch.nn.Module
+
+_Ready = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+_MARK = "_regauge_edge"
+
+
+class Along:
+    """What one member does along one axis of activations: a gather, with signs or scales, or a matrix. Ready on whatever device it is given."""
+
+    def __init__(self, space: str, member: Member, dim: int) -> None:
+        self.space, self.size, self.dim = space, member.size, dim
+        self.index = self.inverse = self.factor = None
+        if isinstance(member, Monomial):
+            self.index = torch.from_numpy(np.ascontiguousarray(member.index[0]))
+            self.inverse = torch.argsort(self.index)
+            scale = member.scale
+            self.factor = None if scale is None else torch.from_numpy(np.ascontiguousarray(scale[0], np.float64))
+        else:
+            self.factor = torch.from_numpy(np.ascontiguousarray(member.matrix()[0], np.float64))
+        self.ready: dict[tuple[str, torch.dtype], _Ready] = {}
+        for dtype in (torch.float32, torch.float64):
+            self._on(torch.device("cpu"), dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.shape[self.dim] != self.size:
+            if x.shape[self.dim] == 1:  # broadcast: the same for every place
+                return x
+            raise EdgeError(f'an axis of size {x.shape[self.dim]} enters where the space "{self.space}" has {self.size}')
+        dtype = x.dtype if x.dtype.itemsize >= 4 else torch.float32
+        index, inverse, factor = self._on(x.device, dtype)
+        if index is not None and inverse is not None:
+            # A compiler fuses a plain gather; a Function of our own would only be in its way.
+            x = x.index_select(self.dim, index) if torch.compiler.is_compiling() else permute(x, index, self.dim, inverse)
+            if factor is None:
+                return x
+            shape = [1] * x.dim()
+            shape[self.dim] = self.size
+            return x * factor.view(shape).to(x.dtype)
+        assert factor is not None
+        with torch.autocast(x.device.type, enabled=False):  # the stream is kept in full precision, and so is what turns it
+            return (x.to(dtype).movedim(self.dim, -1) @ factor.T).movedim(-1, self.dim).to(x.dtype)
+
+    def _on(self, device: torch.device, dtype: torch.dtype) -> _Ready:
+        key = (str(device), dtype)
+        if key in self.ready:
+            return self.ready[key]
+        if torch.compiler.is_compiling():
+            return self._made(device, dtype)
+        with torch.inference_mode(False):  # what is made here is kept, and may be needed for training later
+            self.ready[key] = self._made(device, dtype)
+        return self.ready[key]
+
+    def _made(self, device: torch.device, dtype: torch.dtype) -> _Ready:
+        index = None if self.index is None else self.index.to(device)
+        inverse = None if self.inverse is None else self.inverse.to(device)
+        return index, inverse, None if self.factor is None else self.factor.to(device, dtype)
+
+
+class _Hook:
+    """A hook that never leaves the process: copies in memory share it, and a pickled one is closed."""
+
+    def __deepcopy__(self, memo: object) -> _Hook:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Closed], tuple[()]]:
+        return _Closed, ()
+
+
+class _Closed(_Hook):
+    """What a saved copy has in place of a hook."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise EdgeError(
+            "this model was saved while it was authorised, and the key was not saved with it",
+            hint="authorize it again, or call regauge.edge.deauthorize(model) to have the locked model that it is",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Enter(_Hook):
+    """Before a module runs: arguments, by place or by name, are moved."""
+
+    arguments: tuple[tuple[str, int, Along], ...]
+
+    def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for name, place, along in self.arguments:
+            if place < len(args):
+                if args[place] is not None:
+                    args = (*args[:place], along(args[place]), *args[place + 1 :])
+            elif kwargs.get(name) is not None:
+                kwargs = {**kwargs, name: along(kwargs[name])}
+        return args, kwargs
+
+
+@dataclass(frozen=True, eq=False)
+class _Leave(_Hook):
+    """After the last block has run: the stream, which comes first, is moved back."""
+
+    along: Along
+
+    def __call__(self, module: Module, args: Any, output: Any) -> Any:
+        return (self.along(output[0]), *output[1:]) if isinstance(output, tuple) else self.along(output)
+
+
+@dataclass(frozen=True, eq=False)
+class _States(_Hook):
+    """After the whole stack has run: the streams between its blocks, where the caller asked for them, are moved back.
+
+    `first` is the number of the first one that is moved; the last has left the backbone and is plain. With a list of layers in place of
+    True there is none for the input. None in place of what moves back: the blocks have streams of their own, and nothing is said of them.
+    """
+
+    along: Along | None
+    blocks: int
+    first: int
+
+    def __call__(self, module: Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return tuple(self._restored(o) if self._is_states(o) else o for o in output)
+        states = getattr(output, "hidden_states", None)
+        if states is not None:
+            output["hidden_states"] = self._restored(states)
+        return output
+
+    def _is_states(self, value: Any) -> bool:
+        """Of a tuple's places: one stream per block, or one more, and perhaps not all of them. (Attentions have an axis more.)"""
+        if not isinstance(value, tuple) or len(value) - self.blocks not in (0, 1) or all(v is None for v in value):
+            return False
+        return all(v is None or (isinstance(v, torch.Tensor) and v.dim() == 3) for v in value)
+
+    def _restored(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.along is None:
+            raise EdgeError("the streams between the blocks of this model are not put back", hint="unlock the model to look at its hidden states")
+        moved = range(self.first if len(states) > self.blocks else 0, len(states) - 1)
+        return tuple(self.along(s) if i in moved and s is not None else s for i, s in enumerate(states))
+
+
+Fault = tuple[str, str]
+
+
+class Edge:
+    """The record of an authorisation, kept on the model: the element, and what it means for optimizers. Never pickled.
+
+    `any_optimizer` lets steps pass that part from the plain model's.
+    """
+
+    def __init__(self, model: Module, element: Element, *, any_optimizer: bool = False, entry: frozenset[str] = frozenset()) -> None:
+        self.model, self.element, self.any_optimizer, self.entry = weakref.ref(model), element, any_optimizer, entry
+        self.kinds = {name: _kind(member) for name, member in element.members.items()}
+        self.passed: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        if not any_optimizer and any(kind != "signed" for kind in self.kinds.values()):
+            _guard(self)
+
+    def __repr__(self) -> str:
+        return f"Edge({self.element!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Edge | None:
+        # torch makes the module before it copies its attributes, so the copy of the model is known by now.
+        copy = memo.get(id(self.model()))
+        return None if copy is None else Edge(copy, self.element, any_optimizer=self.any_optimizer, entry=self.entry)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()
+
+    def faults(self, optimizer: torch.optim.Optimizer) -> list[Fault]:
+        """Every trained parameter that this optimizer would take elsewhere than the plain model's, and why."""
+        model = self.model()
+        if model is None:
+            return []
+        held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        mine = {name: p for name, p in model.named_parameters() if id(p) in held}
+        turned = any(self.kinds.get(space, "signed") != "signed" for space in self.entry)
+        spec, entries = self.element.spec, stored(self.element.spec)
+        gains = {*spec.fixed, *(n.gain for n in spec.norms), *(s.gain for s in spec.scales)} if turned else set()
+        inside = {name: entries[name] for name in mine if name in entries and spec.parts.get(entries[name].pattern) == "backbone"}
+        out: list[Fault] = []
+        for name, entry in inside.items():
+            if name in gains:
+                out.append((name, "the stream is rotated, and a gain that is trained is not diagonal in the rotated basis: freeze it at one"))
+                continue
+            for space in sorted(ax.spaces(entry.axes) & self.kinds.keys()):
+                reason = _reason(self.kinds[space], optimizer)
+                if reason:
+                    out.append((name, f'it is locked on "{space}" {reason}'))
+                    break
+        if out or not turned or not inside:
+            return out
+        dropping = [n for n, m in model.named_modules() if m.training and isinstance(m, torch.nn.Dropout) and m.p > 0 and self._is_inside(n)]
+        return [(dropping[0], "dropout zeroes channels of the rotated stream, which are not the plain model's: set it to zero")] if dropping else []
+
+    def _is_inside(self, name: str) -> bool:
+        """Does a module of this name hold to the backbone: is there a tensor of it beside?"""
+        parts = self.element.spec.parts
+        stem = name.rpartition(".")[0] + "."
+        return any(part == "backbone" and tensor.startswith(stem) for tensor, part in parts.items())
+
+
+def _nothing() -> None:
+    return None
+
+
+MemberKind = Literal["signed", "orthogonal", "linear"]
+
+
+def _kind(member: Member) -> MemberKind:
+    if SignedPermutation().fault(member) is None:
+        return "signed"
+    matrix = member.matrix()
+    near = np.abs(matrix @ matrix.transpose(0, 2, 1) - np.eye(member.size)).max() < 1e-6
+    return "orthogonal" if near else "linear"
+
+
+# Which optimizers keep rotations is measured in verification/optimizers.py; of those that keep them all, torch has one.
+_ROTATING = (torch.optim.SGD,)
+
+
+def _reason(kind: MemberKind, optimizer: torch.optim.Optimizer) -> str | None:
+    if kind == "linear":
+        return "by scales or a general linear map, which no optimizer keeps"
+    if kind == "orthogonal" and type(optimizer) not in _ROTATING:
+        return f"by a rotation, and {type(optimizer).__name__} keeps signed permutations only"
+    return None
+
+
+_GUARDED: weakref.WeakSet[Edge] = weakref.WeakSet()
+_HANDLES: list[Any] = []
+
+
+def _guard(edge: Edge) -> None:
+    """Look at every optimizer's first step from now on."""
+    _GUARDED.add(edge)
+    if not _HANDLES:
+        _HANDLES.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    for edge in list(_GUARDED):
+        if edge.passed.get(optimizer) == count:
+            continue
+        faults = edge.faults(optimizer)
+        if faults:
+            model = edge.model()
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            raise EdgeError(
+                f'{type(optimizer).__name__} would not train this {type(model).__name__} as it trains the plain one: "{faults[0][0]}": '
+                f"{faults[0][1]}{more}",
+                hint="lock by (signed) permutations to train with any optimizer; by rotations, with torch.optim.SGD and frozen unit gains",
+            )
+        edge.passed[optimizer] = count
+
+
+def authorized(
+    model: Module,
+    element: Element,
+    *,
+    config: Mapping[str, Any] | None = None,
+    boundaries: Sequence[Boundary] | None = None,
+    any_optimizer: bool = False,
+) -> Module:
+    """Make a model whose backbone was moved by this element compute the plain function. It is changed in place, and returned.
+
+    The weights stay as they are. `config` and `boundaries` are for models that do not say themselves where they are cut (see `cut`). An optimizer
+    whose steps would part from those on the plain model is refused at its first step; `any_optimizer` lets it pass.
+
+    Attentions, router logits and caches that a caller asks for are those of the locked blocks: their heads and experts are in the locked order.
+    """
+    if is_authorized(model):
+        raise EdgeError(f"this {type(model).__name__} is authorised already", hint="call regauge.edge.deauthorize(model) first")
+    if getattr(model, "_regauge_permuted", False):
+        raise EdgeError(f"the backbone of this {type(model).__name__} is permuted by a wrapper", hint="unwrap it first")
+    drops = next((name for name, m in model.named_modules() if getattr(m, "layerdrop", 0)), None)
+    if drops is not None:
+        raise EdgeError(f'layer dropping may skip the blocks at the edges of "{drops}"', hint=f"set {drops or 'model'}.layerdrop to 0")
+    element.require()
+    where = cut(model, config, boundaries=boundaries)
+    require(
+        check(element.spec, model.state_dict()),
+        f'this {type(model).__name__} does not fit the element\'s spec "{element.spec.family}"',
+        hint="authorise the model itself, before adapters and wrappers are put on",
+    )
+    hooks = list(_hooks(where, element))
+    _sweep(model)
+    for module, kind, hook in hooks:
+        if kind == "enter":
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+        else:  # before hooks that look at the output: those of transformers that collect hidden states
+            module.register_forward_hook(hook, prepend=kind == "leave")
+    entry = frozenset().union(*(ax.spaces(b.enter[b.stream]) | ax.spaces(b.leave) for b in where.boundaries)) - ROWS
+    setattr(model, _MARK, Edge(model, element, any_optimizer=any_optimizer, entry=entry))
+    return model
+
+
+def deauthorize(model: Module) -> None:
+    """Take the authorisation off: the model is the locked one again, which fits neither its embedding nor its head."""
+    _sweep(model)
+    for module in model.modules():
+        edge = module.__dict__.pop(_MARK, None)
+        if edge is not None:
+            _GUARDED.discard(edge)
+
+
+def is_authorized(model: Module) -> bool:
+    """Does this model, or one that it wraps, have its edges moved?"""
+    return any(
+        module.__dict__.get(_MARK) is not None or any(isinstance(hook, _Hook) and not isinstance(hook, _Closed) for hook in _hooks_of(module))
+        for module in model.modules()
+    )
+
+
+def edge_of(model: Module) -> Edge | None:
+    """The record of the model's authorisation, or of the model's that it wraps."""
+    return next((m.__dict__[_MARK] for m in model.modules() if m.__dict__.get(_MARK) is not None), None)
+
+
+def _hooks_of(module: Module) -> Iterator[Any]:
+    yield from module._forward_pre_hooks.values()
+    yield from module._forward_hooks.values()
+
+
+def _sweep(model: Module) -> None:
+    for module in model.modules():
+        for hooks, options in (
+            (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
+            (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
+        ):
+            for key in [k for k, hook in hooks.items() if isinstance(hook, _Hook)]:
+                del hooks[key]
+                for option in options:
+                    option.pop(key, None)
+
+
+def _hooks(where: Cut, g: Element) -> Iterator[tuple[Module, Literal["enter", "leave", "states"], Any]]:
+    """Which module takes which hook. Everything that can be wrong is found before the first one is put on."""
+    back = ~g
+    for boundary in where.boundaries:
+        _require_known(boundary, g)
+        found = where.model.get_submodule(boundary.blocks)
+        blocks = list(found) if isinstance(found, torch.nn.ModuleList | torch.nn.Sequential) else [found]
+        if len({id(b) for b in blocks}) < len(blocks):
+            raise CutError(f'one block stands twice in "{boundary.blocks}"', hint="the edges need blocks of their own; copy the shared one")
+        owner = where.model.get_submodule(boundary.blocks.rpartition(".")[0])
+        alongs = {name: along for name, axes in boundary.enter.items() for along in _along(g, axes)}
+        # What one block hands to the next is moved once, where it enters; what all of them are given, once by their owner if it only passes it on.
+        once = {n: a for n, a in alongs.items() if n == boundary.stream or n in boundary.returns}
+        above = {n: a for n, a in alongs.items() if n not in once and n in inspect.signature(owner.forward).parameters}
+        each = {n: a for n, a in alongs.items() if n not in once and n not in above}
+        if above:
+            yield owner, "enter", _enter(owner, above)
+        for i, block in enumerate(blocks):
+            if i == 0 or each:
+                yield block, "enter", _enter(block, {**once, **each} if i == 0 else each)
+        for along in _along(back, boundary.leave):
+            yield blocks[-1], "leave", _Leave(along)
+        collector, first = _collector(where.model, boundary.blocks)
+        if collector is not None:
+            same = _spaces(boundary.enter[boundary.stream]) == _spaces(boundary.leave)
+            for along in _along(back, boundary.leave):
+                yield collector, "states", _States(along if same else None, len(blocks), first)
+
+
+def _require_known(boundary: Boundary, g: Element) -> None:
+    strange = frozenset().union(*(ax.spaces(axes) for axes in (*boundary.enter.values(), boundary.leave))) - g.spec.sizes.keys() - ROWS
+    if strange:
+        raise CutError(
+            f'the boundary speaks of "{min(strange)}", which the element\'s model does not have', hint="draw the element from this model's spec"
+        )
+
+
+def _spaces(axes: str) -> frozenset[str]:
+    return ax.spaces(axes) - ROWS
+
+
+def _along(g: Element, axes: str) -> list[Along]:
+    """What an element does to a tensor that crosses: nothing, or something along one axis."""
+    terms = ax.parse(axes).terms
+    moved = [(dim, t) for dim, t in enumerate(terms) if any(leaf.space in g.members for leaf in ax.leaves(t))]
+    if not moved:
+        return []
+    ((dim, term),) = moved  # a boundary's tensors have one axis of the model's spaces
+    assert isinstance(term, ax.Leaf)
+    assert not term.star
+    assert g.spec.spaces[term.space].over is None
+    return [Along(term.space, g.members[term.space], dim - len(terms))]
+
+
+def _enter(module: Module, alongs: Mapping[str, Along]) -> _Enter:
+    places = {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}
+    return _Enter(tuple((name, places[name], along) for name, along in alongs.items() if name in places))
+
+
+def _collector(model: Module, blocks: str) -> tuple[Module | None, int]:
+    """The module that gathers hidden states, the one nearest to the blocks, and the first state that is in the locked basis.
+
+    transformers has hooks of its own on the blocks for it, which see the first block's input as it was moved; older models gather in their loop.
+    """
+    path = blocks
+    while path:
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+        if "hidden_states" in (_recorded(module) or {}):
+            return module, 0
+        if "output_hidden_states" in inspect.signature(module.forward).parameters:
+            return module, 1
+    return None, 0
+
+
+def _recorded(module: Module) -> Any:
+    """What transformers collects by hooks for this class."""
+    own = getattr(type(module), "_can_record_outputs", None)
+    return own if isinstance(own, dict) else None

@@ -51,8 +51,9 @@ def move(
     started = time.monotonic()
 
     from regauge.cli.model import open_model, require_fit
-    from regauge.cli.moved import moving, summary, write_moved
+    from regauge.cli.moved import summary, write_moved
     from regauge.files import amount
+    from regauge.moved import moving
     from regauge.writing import check_target, is_taken
 
     checkpoint, unfolded = open_model(model, spec)
@@ -66,9 +67,9 @@ def move(
     g = _element(source.described, element, (group or options.Kind.permutation).value, spaces, seed)
     g = ~g if invert else g
 
-    from regauge.action import only_gathers
+    from regauge.action import is_exact_on
 
-    if threads is not None and (fold or not only_gathers(g)):
+    if threads is not None and (fold or not is_exact_on(g)):
         import torch
 
         torch.set_num_threads(threads)

@@ -1,70 +1,16 @@
-"""Writing a checkpoint that an element moves: what `move` and `match` have in common."""
+"""Writing a checkpoint that an element moves: what `move`, `match` and `lock` have in common."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.cli.console import say, warn, writing_to
 
 if TYPE_CHECKING:
-    from regauge.checkpoint import Checkpoint
     from regauge.elements import Element
-    from regauge.spec import Spec
     from regauge.writing import Plan, Written
-
-
-@dataclass(frozen=True)
-class Moving:
-    """A checkpoint that is to be moved: as it is, or with its norms folded first. `described` is the spec of `state`, `spec` that of the file."""
-
-    checkpoint: Checkpoint
-    spec: Spec
-    described: Spec
-    state: Mapping[str, Any]
-    fold: bool
-
-    def thunks(self, g: Element, part: str | None = None) -> dict[str, Callable[[], Any]]:
-        """What makes each tensor of the output."""
-        from regauge.action import apply_lazily, only_gathers
-        from regauge.fold import origin
-
-        bits = not self.fold and only_gathers(g)  # permutations look at no value, so torch is not even loaded
-        made = apply_lazily(g, self.checkpoint.bits if bits else self.state, part)
-        if self.fold:  # rounded once, and only now
-            made = {name: partial(_rounded, make, self.checkpoint[origin(self.spec, self.checkpoint, name)].dtype) for name, make in made.items()}
-        return made
-
-    def plan(self, out: Path, g: Element, thunks: Mapping[str, Callable[[], Any]], part: str | None = None, **small: bytes) -> Plan:
-        """The files to be written: the checkpoint's own, moved, and small ones by their bytes (`match.json` as match_json)."""
-        from regauge.action import moves
-        from regauge.fold import origin
-        from regauge.writing import is_file_name, plan_checkpoint
-
-        sources = {m.name: m.source for m in moves(g, part)}
-        origins = {name: origin(self.spec, self.checkpoint, sources.get(name, name)) for name in thunks}
-        recipe = recipe_of(g, self.spec, self.fold, part)
-        plan = plan_checkpoint(out, self.checkpoint, thunks, origins=origins, config_changes=self.described.config, recipe=recipe)
-        names = {key.replace("_", "."): value for key, value in small.items()}
-        if is_file_name(out):
-            names = {f"{out.stem}.{name}": value for name, value in names.items()}
-        copies = {name: path for name, path in plan.copies.items() if name not in names}
-        return replace(plan, small={**plan.small, **names}, copies=copies)
-
-
-def moving(checkpoint: Checkpoint, spec: Spec, fold: bool) -> Moving:
-    """A checkpoint and its spec, folded or not. Nothing is read but the norms."""
-    if not fold:
-        return Moving(checkpoint, spec, spec, checkpoint, False)
-    from regauge.checkpoint import Lazy
-    from regauge.fold import fold_lazily
-
-    described, folded = fold_lazily(spec, checkpoint, rounded=False)
-    return Moving(checkpoint, spec, described, Lazy(folded, partial(_made, folded)), True)
 
 
 def write_moved(out: Path, plan: Plan, thunks: Mapping[str, Callable[[], Any]], what: str, resume: bool, threads: int | None) -> Written:
@@ -77,7 +23,7 @@ def write_moved(out: Path, plan: Plan, thunks: Mapping[str, Callable[[], Any]], 
         names = ", ".join(written.nonfinite[:5]) + (f" and {len(written.nonfinite) - 5} more" if len(written.nonfinite) > 5 else "")
         warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {names}")
     if written.left:
-        say(f"not carried over (weights in other formats, elements): {', '.join(written.left)}")
+        say(f"not carried over (weights in other formats, elements, keys): {', '.join(written.left)}")
     if written.resumed:
         say(f"kept from the interrupted run: {', '.join(sorted(written.resumed))}")
     return written
@@ -89,27 +35,3 @@ def summary(g: Element) -> str:
     for name in g.members:
         roots[name.split(".")[0]] = roots.get(name.split(".")[0], 0) + 1
     return ", ".join(f"{root} ({n})" if n > 1 else root for root, n in roots.items()) or "nothing"
-
-
-def recipe_of(g: Element, unfolded: Spec, fold: bool, part: str | None) -> bytes:
-    """What, besides the source, determines the values that are written."""
-    from regauge import __version__
-    from regauge.specfile import dump_spec
-
-    whole = hashlib.sha256(f"version={__version__} fold={fold} part={part or ''}\n{dump_spec(unfolded)}".encode())
-    for name in sorted(g.members):
-        member = g.members[name]
-        whole.update(name.encode() + type(member).__name__.encode())
-        for key in ("index", "scale", "values", "factor", "layout"):
-            value = getattr(member, key, None)
-            if value is not None:
-                whole.update(key.encode() + (value.encode() if isinstance(value, str) else value.tobytes()))
-    return whole.digest()
-
-
-def _made(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
-    return thunks[name]()
-
-
-def _rounded(make: Callable[[], Any], dtype: Any) -> Any:
-    return make().to(dtype)

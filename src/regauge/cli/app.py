@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from regauge.cli import INTERRUPTED, barrier, convert, demo, inspect, keygen, lock, match, move, report, reproduce, seal, verify
+from regauge.cli import INTERRUPTED, barrier, convert, demo, fingerprint, inspect, keygen, lock, match, move, report, reproduce, seal, verify
 from regauge.cli.console import StoppedError, fail, say, silence
 from regauge.errors import RegaugeError
 
@@ -32,6 +32,7 @@ _COMMANDS = (
     match.match,
     match.compare,
     barrier.barrier,
+    fingerprint.fingerprint,
     keygen.keygen,
     lock.lock,
     lock.unlock,

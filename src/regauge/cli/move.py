@@ -50,7 +50,7 @@ def move(
         raise typer.BadParameter("--resume needs the element of the interrupted run: give it with -g, or draw it with --seed")
     started = time.monotonic()
 
-    from regauge.cli.model import open_model, require_fit
+    from regauge.cli.model import open_model, require_fit, require_unlocked
     from regauge.cli.moved import summary, write_moved
     from regauge.files import amount
     from regauge.moved import moving
@@ -58,6 +58,7 @@ def move(
 
     checkpoint, unfolded = open_model(model, spec)
     check_target(out, checkpoint.path)
+    require_unlocked(checkpoint)
     if save_element is not None and os.path.lexists(save_element):
         raise ElementError(f"{save_element} exists already", hint="an element is a secret that cannot be made again: name a new file")
     if save_element is not None:

@@ -198,7 +198,7 @@ def test_what_is_refused_leaves_nothing(run: Run, tmp_path: Path, llama: Path, k
 def test_keys_are_not_carried_along(run: Run, tmp_path: Path, llama: Path, key: Path) -> None:
     shutil.copy(key, llama / "notes.txt")
     said = run("lock", llama, "-k", key, "-o", tmp_path / "locked")
-    assert "not carried over (weights in other formats, elements, keys): notes.txt" in said.err
+    assert "not carried over (weights in other formats, keys, elements): notes.txt" in said.err
     assert listed(tmp_path / "locked") == ["config.json", "model.safetensors"]
 
 

@@ -14,7 +14,7 @@ import torch
 from picos import PICOS, build, spec_of
 from regauge.action import act, apply, is_exact_on
 from regauge.elements import Element, element
-from regauge.errors import ElementError, KeyFileError, LockError, TamperedModelError, WrongKeyError
+from regauge.errors import ElementError, KeyFileError, LockError, SpecError, TamperedModelError, WrongKeyError
 from regauge.fold import fold_norms
 from regauge.groups import PlaneSigns
 from regauge.keys import Key
@@ -173,6 +173,14 @@ def test_another_layout_is_found() -> None:
     heads = {n: replace(s, size=1 if n.startswith("head") else 12) if n.split(".")[0] in ("head", "qk", "vo") else s for n, s in spec.spaces.items()}
     with pytest.raises(TamperedModelError, match="other spaces than its config"):
         unlock(replace(spec, spaces=heads), locked, record, KEY, retrained=True)
+
+
+def test_a_config_without_sense_is_found() -> None:
+    model = build("gpt2")
+    spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
+    spaces: Any = {n: replace(s, size=float("nan")) if n == "ffn.0" else s for n, s in spec.spaces.items()}
+    with pytest.raises(SpecError, match="positive whole number"):
+        unlock(replace(spec, spaces=spaces), locked, record, KEY)
 
 
 def test_spaces() -> None:

@@ -30,7 +30,7 @@ from regauge.elements import Element, element, match_spaces
 from regauge.errors import LockError, TamperedModelError, WrongKeyError
 from regauge.groups import Kind
 from regauge.keys import Key, canonical
-from regauge.spec import Spec, check, require, stored
+from regauge.spec import Spec, check, check_spec, require, stored
 from regauge.writing import digests_of
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ def locked_element(spec: Spec, record: Record, key: Key, *, tags: bool = True) -
         raise WrongKeyError(f"the model was locked by the key {record.key}, and this is {key.id}", hint="give the key that locked it")
     if tags:
         _require_tag(record, key, "record", None, "its lock record was changed")
+    require(check_spec(spec), "the model's config makes no sense", hint="restore config.json")
     described = described_spec(spec, record.folded)
     chosen = _chosen(described, record.spaces)
     if spec.family != record.family or _layout(described, chosen, record.group) != record.layout:

@@ -23,7 +23,7 @@ def write_moved(out: Path, plan: Plan, thunks: Mapping[str, Callable[[], Any]], 
         names = ", ".join(written.nonfinite[:5]) + (f" and {len(written.nonfinite) - 5} more" if len(written.nonfinite) > 5 else "")
         warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {names}")
     if written.left:
-        say(f"not carried over (weights in other formats, elements, keys): {', '.join(written.left)}")
+        say(f"not carried over (weights in other formats, keys, elements): {', '.join(written.left)}")
     if written.resumed:
         say(f"kept from the interrupted run: {', '.join(sorted(written.resumed))}")
     return written

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test real lint bench experiments format clean
+.PHONY: demo test real soak lint bench experiments format clean
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,11 @@ real: $(VENV)/vision/ready
 	$(BIN)/pip install -q --disable-pip-version-check onnx
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python $(ASSETS)/get --to $(FETCHED) minilm dinov2-small stories15m
 	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest tests/test_real_weights.py tests/test_verify_real.py
+
+# What is too long for the tests: 10,000 mutants each of key files, locked models and sealed files; and tests that start processes.
+soak: $(VENV)/vision/ready
+	REGAUGE_SOAK=10000 $(BIN)/python -m pytest tests/test_fuzz_lock.py
+	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .

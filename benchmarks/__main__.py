@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import authorized, matching, move, permuted, start
+from benchmarks import authorized, lock, matching, move, permuted, start
 
-BENCHMARKS = {"start": start.main, "move": move.main, "permuted": permuted.main, "authorized": authorized.main, "matching": matching.main}
+BENCHMARKS = {
+    "start": start.main,
+    "move": move.main,
+    "lock": lock.main,
+    "permuted": permuted.main,
+    "authorized": authorized.main,
+    "matching": matching.main,
+}
 
 names = sys.argv[1:] or list(BENCHMARKS)
 unknown = [n for n in names if n not in BENCHMARKS]

@@ -26,9 +26,17 @@ if TYPE_CHECKING:
     from regauge.errors import RegaugeError as RegaugeError
     from regauge.fold import fold_norms as fold_norms
     from regauge.invariance import invariants as invariants
+    from regauge.keys import Key as Key
+    from regauge.keys import generate_key as generate_key
+    from regauge.keys import load_key as load_key
+    from regauge.keys import save_key as save_key
     from regauge.loading import load_model as load_model
+    from regauge.locking import lock as lock
+    from regauge.locking import unlock as unlock
     from regauge.matching import match as match
     from regauge.permuting import Permuted as Permuted
+    from regauge.sealing import open_sealed as open_sealed
+    from regauge.sealing import seal as seal
     from regauge.sources import spec_of as spec_of
     from regauge.spec import Space as Space
     from regauge.spec import Spec as Spec
@@ -41,6 +49,7 @@ __version__ = "0.1.0"
 # name -> the module it lives in. A test holds this table, the imports above and `__all__` together.
 _HOME = {
     "Element": "elements",
+    "Key": "keys",
     "Permuted": "permuting",
     "RegaugeError": "errors",
     "Space": "spec",
@@ -54,17 +63,24 @@ _HOME = {
     "dual": "axes",
     "element": "elements",
     "fold_norms": "fold",
+    "generate_key": "keys",
     "identity": "elements",
     "invariants": "invariance",
     "load_element": "elements",
+    "load_key": "keys",
     "load_model": "loading",
     "load_spec": "specfile",
+    "lock": "locking",
     "match": "matching",
     "move_adapter": "adapters",
     "open_checkpoint": "checkpoint",
+    "open_sealed": "sealing",
     "parse": "axes",
     "save_element": "elements",
+    "save_key": "keys",
+    "seal": "sealing",
     "spec_of": "sources",
+    "unlock": "locking",
     "verify": "verification",
 }
 

@@ -3,8 +3,8 @@
 Convention. An element moves activations, h' = M h; a weight of axes "out in*" becomes R W M^-1. A composite axis "(a b c)" is acted on from the
 inside out: c, then b, then a.
 
-`act` works in the tensor's own dtype, but never below float32. `apply` moves stored weights: what is not a pure gather goes through float64 (float32
-for half precision) and is rounded once. Gathers keep every bit of any dtype, and move numpy arrays of bits as well, without torch.
+`act` works in the tensor's own dtype, but never below float32. `apply` moves stored weights: more than a gather with signs goes through
+float64 (float32 for half precision) and is rounded once. Gathers and signs are exact in any dtype, and move numpy arrays of bits too, without torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from regauge import axes as ax
 from regauge.elements import Element, invertible, permutation_index
 from regauge.errors import ElementError, RegaugeError, SpecError
 from regauge.groups import SignedPermutation
-from regauge.members import Dense, Monomial
+from regauge.members import Dense, Monomial, is_exact
 from regauge.spec import PARTS, Fault, check, check_fixed, require, stored
 from regauge.steps import Chain, Gather, direct_sum, step, widen
-from regauge.streams import Ints
+from regauge.streams import Floats, Ints
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ def _outer_parents(g: Element, terms: Sequence[ax.Term]) -> list[int]:
 def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None) -> Array:
     """Move a tensor with these axes. Differentiable; the result is a new tensor of the same shape, dtype and device.
 
-    A numpy array is moved too, by elements that only gather.
+    A numpy array (of numbers, or of the bits of floating-point numbers) is moved too, by elements that only permute and flip signs.
 
     >>> # act(g, hidden, "_ _ stream"); act(g, grad, dual(weight_axes)); act(rows, mask, "_ _ token token*")
     """
@@ -121,10 +121,12 @@ def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None)
         return _act_by_place(g, x, terms, outer[0], at)
     chains = [_chain(g, t, n, at) for t, n in zip(terms, x.shape, strict=True)]
     gathers = [c.gather for c in chains]
+    if isinstance(x, np.ndarray):
+        if not all(not c.steps or (gather and gather.is_exact) for c, gather in zip(chains, gathers, strict=True)):
+            raise ElementError("an array of bits follows permutations and signs only", hint="give act a tensor")
+        return _gather_bits(x, gathers)
     if all(not c.steps or (gather and gather.scale is None) for c, gather in zip(chains, gathers, strict=True)):
         return _gather(x, [gather.index if gather else None for gather in gathers])
-    if isinstance(x, np.ndarray):
-        raise ElementError("an array of bits follows permutations only", hint="give act a tensor")
     return _compute(x, chains)
 
 
@@ -153,9 +155,7 @@ def _compute(x: Tensor, chains: Sequence[Chain]) -> Tensor:
     return work.to(x.dtype)
 
 
-def _gather(x: Array, indices: Sequence[Ints | None]) -> Array:
-    if isinstance(x, np.ndarray):
-        return _gather_bits(x, indices)
+def _gather(x: Tensor, indices: Sequence[Ints | None]) -> Tensor:
     if all(index is None for index in indices):
         return x.clone()
     for dim, index in enumerate(indices):
@@ -163,20 +163,39 @@ def _gather(x: Array, indices: Sequence[Ints | None]) -> Array:
     return x
 
 
-def _gather_bits(source: Bits, indices: Sequence[Ints | None]) -> Bits:
-    """Index every axis at once, on the bits. numpy's take is about three times as fast along the last axis as torch's index_select."""
-    moving = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+def _gather_bits(source: Bits, gathers: Sequence[Gather | None]) -> Bits:
+    """Index every axis at once, on the bits. numpy's take is about three times as fast along the last axis as torch's index_select.
+
+    A sign is the first bit of a floating-point number: it is flipped in place, which is exact for zeros, infinities and NaN too.
+    """
+    if source.dtype.kind == "f":
+        return _gather_bits(source.view(f"u{source.itemsize}"), gathers).view(source.dtype)
+    moving = [(dim, gather) for dim, gather in enumerate(gathers) if gather is not None]
+    flips = {dim: _flips(gather.scale, source) for dim, gather in moving if gather.scale is not None}
     if len(moving) == 2 and source.ndim == 2 and source.size > 1 << 16:
-        (_, rows), (_, columns) = moving
+        rows, columns = moving[0][1].index, moving[1][1].index
         out = np.empty_like(source)
-        block = max(1, (1 << 18) // max(1, source.shape[1]))  # rows that stay in the cache between the two takes
+        block = max(1, (1 << 18) // max(1, source.shape[1]))  # rows that stay in the cache between the passes
         for start in range(0, len(rows), block):
-            np.take(source[rows[start : start + block]], columns, axis=1, out=out[start : start + block], mode="clip")
+            piece = out[start : start + block]
+            np.take(source[rows[start : start + block]], columns, axis=1, out=piece, mode="clip")
+            if 0 in flips:
+                piece ^= flips[0][start : start + block, None]
+            if 1 in flips:
+                piece ^= flips[1]
         return out
     out = source
-    for dim, index in moving:
-        out = np.take(out, index, axis=dim)
+    for dim, gather in moving:
+        out = np.take(out, gather.index, axis=dim)
+        if dim in flips:
+            out ^= flips[dim].reshape([-1 if i == dim else 1 for i in range(source.ndim)])
     return out.copy() if out is source else out
+
+
+def _flips(scale: Floats, like: Bits) -> Bits:
+    """The sign bit of a number as wide as these, where the scale is -1; otherwise nothing."""
+    unsigned = np.where(scale < 0, 1 << (8 * like.itemsize - 1), 0).astype(f"u{like.itemsize}")
+    return unsigned.view(like.dtype)
 
 
 @dataclass(frozen=True)
@@ -213,7 +232,7 @@ def _move_weight(g: Element, name: str, axes: str, at: Mapping[str, int], w: Arr
             return w
         if isinstance(w, np.ndarray):
             return act(g, w, axes, at=at)
-        if only_gathers(g, moved):
+        if is_exact_on(g, moved) and (w.dtype.is_floating_point or only_gathers(g, moved)):
             return _act_on_bits(g, w.detach(), axes, at) if w.device.type == "cpu" else act(g, w, axes, at=at)
         return act(g, w.double() if w.dtype.itemsize == 4 and w.dtype.is_floating_point else w, axes, at=at).to(w.dtype)
     except RegaugeError as error:
@@ -229,6 +248,11 @@ def _act_on_bits(g: Element, w: Tensor, axes: str, at: Mapping[str, int]) -> Ten
         return act(g, w, axes, at=at)
     # A view may say in its head, and not in its bits, that it is negated or conjugated.
     return torch.from_numpy(act(g, w.resolve_neg().resolve_conj().view(bits).numpy(), axes, at=at)).view(w.dtype)
+
+
+def is_exact_on(g: Element, spaces: Iterable[str] | None = None) -> bool:
+    """Does the element, or its members on these spaces, permute, flip signs and do nothing else?"""
+    return all(is_exact(m) for m in (g.members.values() if spaces is None else [g.members[s] for s in spaces]))
 
 
 def only_gathers(g: Element, spaces: Iterable[str] | None = None) -> bool:

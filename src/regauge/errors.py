@@ -43,6 +43,30 @@ class FindingsError(RegaugeError):
     """A file of results that cannot be read."""
 
 
+class KeyFileError(RegaugeError):
+    """A key that cannot be read or written, or that is for another purpose. No message ever holds a byte of a key."""
+
+
+class PassphraseError(KeyFileError):
+    """A passphrase that is wrong, or that is needed and was not given."""
+
+
+class WrongKeyError(RegaugeError):
+    """A key that is not the one that locked this model or sealed this file."""
+
+
+class TamperedModelError(RegaugeError):
+    """A locked model that is not as it was locked: names, shapes, dtypes, data, or the record of the lock itself."""
+
+
+class TamperedFileError(RegaugeError):
+    """A sealed file that is not as it was sealed: changed, cut short, or in another order."""
+
+
+class LockError(RegaugeError):
+    """A model that cannot be locked, unlocked or sealed as asked: it is locked already, or it is not."""
+
+
 class MissingExtraError(RegaugeError):
     """A library that is needed here and not installed."""
 

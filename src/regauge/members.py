@@ -148,6 +148,17 @@ class Planes:
 Member = Monomial | Dense | Planes
 
 
+def is_exact(member: Member) -> bool:
+    """Does it only permute and flip signs? Then it moves stored numbers bit for bit, in any floating-point format."""
+    match member:
+        case Monomial():
+            return member.scale is None or bool((np.abs(member.scale) == 1).all())
+        case Planes():
+            return bool(((member.factor.imag == 0) & (np.abs(member.factor.real) == 1)).all())
+        case Dense():
+            return False
+
+
 def planes(size: int, layout: Layout) -> tuple[Ints, Ints]:
     """The first and the second coordinate of every 2-plane."""
     order = np.arange(size)

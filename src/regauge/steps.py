@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from regauge.members import Complexes, Dense, Layout, Member, Monomial, planes
+from regauge.members import Complexes, Dense, Layout, Member, Monomial, Planes, is_exact, planes
 from regauge.streams import Floats, Ints
 
 if TYPE_CHECKING:
@@ -30,6 +30,11 @@ class Gather:
     @property
     def size(self) -> int:
         return len(self.index)
+
+    @property
+    def is_exact(self) -> bool:
+        """Does it change places and signs, and nothing else?"""
+        return self.scale is None or bool((np.abs(self.scale) == 1).all())
 
     def __call__(self, x: Tensor, dim: int) -> Tensor:
         import torch
@@ -151,7 +156,15 @@ def step(member: Member) -> Step:
         case Dense():
             return Multiply(member.values)
         case _:
-            return Turn(member.factor, member.layout)
+            return _half_turns(member) if is_exact(member) else Turn(member.factor, member.layout)
+
+
+def _half_turns(member: Planes) -> Gather:
+    """A sign for each 2-plane: nothing changes its place, and unlike a product of complex numbers it keeps every bit of a zero."""
+    scale = np.empty((member.count, member.size))
+    for side in planes(member.size, member.layout):
+        scale[:, side] = member.factor.real
+    return Gather(np.arange(member.count * member.size), scale.reshape(-1))
 
 
 def direct_sum(chains: Sequence[Chain]) -> Chain:

@@ -29,9 +29,9 @@ def seed_key(seed: int) -> bytes:
     return hashlib.sha256(f"regauge seed {seed}".encode()).digest()
 
 
-def hkdf(key: bytes, info: bytes) -> bytes:
-    """HKDF-SHA256 (RFC 5869) with empty salt and 32 bytes of output."""
-    extracted = hmac.digest(bytes(32), key, "sha256")
+def hkdf(key: bytes, info: bytes, salt: bytes = b"") -> bytes:
+    """HKDF-SHA256 (RFC 5869) with 32 bytes of output. An empty salt is 32 zero bytes."""
+    extracted = hmac.digest(salt or bytes(32), key, "sha256")
     return hmac.digest(extracted, info + b"\x01", "sha256")
 
 

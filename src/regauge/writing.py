@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, read_header
 from regauge.errors import CheckpointError
 from regauge.files import amount, fsync_folder, write_bytes, writing
+from regauge.keys import is_key_file
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +72,9 @@ class File:
 class Plan:
     """What a run writes: safetensors files, small files by their bytes, and files to copy. `digest` tells one plan from another.
 
-    `was_finite` says whether what a tensor is made of holds neither NaN nor Inf. Without it, nobody minds either.
+    `was_finite` says whether what a tensor is made of holds neither NaN nor Inf. Without it, nobody minds either. `finish` makes what depends on all
+    that was written: given the SHA-256 of every tensor, small files in place of those of the plan, and headers as long as those of its files.
+    `known` holds those of tensors that are written as they are read.
     """
 
     files: tuple[File, ...]
@@ -80,6 +83,8 @@ class Plan:
     left: tuple[str, ...] = ()
     recipe: bytes = b""
     was_finite: Callable[[str], bool] | None = None
+    finish: Callable[[Mapping[str, bytes]], Mapping[str, bytes]] | None = None
+    known: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -225,14 +230,14 @@ def _index(index: Mapping[str, Any], files: Sequence[File]) -> bytes:
 
 
 def other_files(folder: Path, written: set[str]) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """The files of a folder to carry over, and those to leave: other weights and their indices, and elements. Hidden files count as absent."""
+    """The files of a folder to carry over, and those to leave: other weights and their indices, elements and keys. Hidden files count as absent."""
     copies: dict[str, Path] = {}
     left: list[str] = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts) or not path.is_file() or name in written:
             continue
-        if _is_weights(path) or _is_element(path):
+        if _is_weights(path) or _is_element(path) or is_key_file(path):
             left.append(name)
         else:
             copies[name] = path
@@ -272,11 +277,52 @@ def write_plan(
                 (partial / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, partial / name)
                 _fsync(partial / name)
-            for name, data in plan.small.items():
+            for name, data in {**plan.small, **_finishing(partial, plan, run.digests, done)}.items():
                 write_bytes(partial / name, data)
             _finish(partial, out)
     files = (*(f.name for f in plan.files), *plan.small, *plan.copies)
     return Written(out, files, size, tuple(run.nonfinite), plan.left, tuple(done))
+
+
+def _finishing(partial: Path, plan: Plan, digests: Mapping[str, bytes], done: set[str]) -> dict[str, bytes]:
+    """The small files that are made last. Headers that are made last are put in their places here."""
+    if plan.finish is None:
+        return {}
+    late = dict(plan.finish({**digests, **_digests_of(partial / name for name in done)}))
+    for file in plan.files:
+        header = late.pop(file.name, None)
+        if header is not None:
+            assert len(header) == len(file.header()), "a header that is made last has its place kept free"
+            with (partial / file.name).open("r+b") as opened:
+                opened.write(header)
+                opened.flush()
+                os.fsync(opened.fileno())
+    return late
+
+
+def _digests_of(paths: Iterable[Path]) -> dict[str, bytes]:
+    """The SHA-256 of every tensor of files that an interrupted run has finished."""
+    out: dict[str, bytes] = {}
+    for path in paths:
+        shard = read_header(path)
+        out |= digests_of(Checkpoint(path, [shard], None, None).bits)
+    return out
+
+
+def digests_of(bits: Mapping[str, Any], threads: int | None = None) -> dict[str, bytes]:
+    """The SHA-256 of every tensor's bytes, as they are stored. hashlib lets other threads run meanwhile."""
+    with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1), "regauge-hash") as pool:
+        return dict(zip(bits, pool.map(lambda name: digest_of(bits[name]), bits), strict=True))
+
+
+def digest_of(array: Any) -> bytes:
+    """The SHA-256 of the bytes of an array or of a torch tensor."""
+    import numpy as np
+
+    if not isinstance(array, np.ndarray):
+        array = _bits(array)
+    flat: Any = np.ascontiguousarray(array).reshape(-1)
+    return hashlib.sha256(flat.view(np.uint8) if flat.size else b"").digest()
 
 
 def _finish(partial: Path, out: Path) -> None:
@@ -373,6 +419,7 @@ class _Run:
         self.done, self.digest = set(done), plan.digest()
         self.files = [f for f in plan.files if f.name not in done]
         self.nonfinite: list[str] = []
+        self.digests: dict[str, bytes] = dict(plan.known)
         self.total = sum(f.size for f in plan.files)
         self.written = self.total - sum(f.size for f in self.files)
         self.progress = progress
@@ -438,7 +485,10 @@ class _Run:
                 f'"{name}" would hold NaN or Inf, which what it is made of does not',
                 hint=f"its new values are too large for {dtype}: store the model in a wider dtype first, or draw another element",
             )
-        return (bits.view(np.uint8), finite) if bits.size else (b"", True)
+        data = bits.view(np.uint8) if bits.size else b""
+        if self.plan.finish is not None and name not in self.digests:
+            self.digests[name] = digest_of(bits)
+        return data, finite
 
     def _put(self, fd: int, data: Any) -> int:
         view = memoryview(data)
@@ -467,12 +517,16 @@ def _flush(fd: int) -> None:
 
 
 def _as_bits(tensor: Tensor, name: str, dtype: str) -> Any:
-    import torch
-
     if DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch.")) != dtype:
         raise CheckpointError(f'"{name}" became {tensor.dtype}, but {dtype} was announced')
+    return _bits(tensor)
+
+
+def _bits(tensor: Tensor) -> Any:
+    import torch
+
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return tensor.detach().cpu().contiguous().view(whole).numpy()
+    return tensor.detach().cpu().resolve_neg().contiguous().view(whole).numpy()
 
 
 # The first bit pattern that is not finite, by dtype.

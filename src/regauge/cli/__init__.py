@@ -1,4 +1,4 @@
-"""The command line: `regauge inspect | verify | move | convert | reproduce | report | demo`.
+"""The command line: `regauge inspect | verify | move | match | lock | seal | ... | demo`; `regauge --help` lists all commands.
 
 Exit codes: 0 done, 1 error, 2 usage, 3 a law that should hold does not, 130 interrupted. Commands import what they need when they run:
 `regauge --help` loads neither numpy nor torch.

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from regauge.cli import INTERRUPTED, barrier, convert, demo, inspect, match, move, report, reproduce, verify
+from regauge.cli import INTERRUPTED, barrier, convert, demo, fingerprint, inspect, keygen, lock, match, move, report, reproduce, seal, verify
 from regauge.cli.console import StoppedError, fail, say, silence
 from regauge.errors import RegaugeError
 
@@ -32,13 +32,20 @@ _COMMANDS = (
     match.match,
     match.compare,
     barrier.barrier,
+    fingerprint.fingerprint,
+    keygen.keygen,
+    lock.lock,
+    lock.unlock,
+    lock.rekey,
+    seal.seal,
+    seal.open_,
     convert.convert,
     reproduce.reproduce,
     report.report,
     demo.demo,
 )
 for _command in _COMMANDS:
-    app.command()(_command)
+    app.command(_command.__name__.rstrip("_"))(_command)
 
 
 def _version(asked: bool) -> None:

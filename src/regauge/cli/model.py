@@ -52,6 +52,18 @@ def require_fit(checkpoint: Checkpoint, spec: Spec, faults: Sequence[Fault] | No
     )
 
 
+def require_unlocked(checkpoint: Checkpoint) -> None:
+    """Refuse a locked model where another move would leave it locked by no key at all."""
+    from regauge.errors import LockError
+    from regauge.locking import record_of
+
+    record = record_of(checkpoint)
+    if record is not None:
+        raise LockError(
+            f"{checkpoint.path} is locked by the key {record.key}: moved once more, its key would no longer fit", hint="regauge unlock it first"
+        )
+
+
 def grouped(faults: Sequence[Fault]) -> list[Fault]:
     """Faults that differ in nothing but the numbers in their names, told once: by the first, with how many there are and in which layers."""
     alike: dict[str, list[Fault]] = {}

@@ -56,13 +56,15 @@ def move(
         raise typer.BadParameter("--adapter follows its model: give the model's element with -g")
     started = time.monotonic()
 
-    from regauge.cli.model import open_model, require_fit
-    from regauge.cli.moved import moving, moving_adapter, summary, write_moved
+    from regauge.cli.model import open_model, require_fit, require_unlocked
+    from regauge.cli.moved import summary, write_moved
     from regauge.files import amount
+    from regauge.moved import moving, moving_adapter
     from regauge.writing import check_target, is_taken
 
     checkpoint, unfolded = open_model(model, spec)
     check_target(out, checkpoint.path)
+    require_unlocked(checkpoint)
     if save_element is not None and os.path.lexists(save_element):
         raise ElementError(f"{save_element} exists already", hint="an element is a secret that cannot be made again: name a new file")
     if save_element is not None:
@@ -76,9 +78,9 @@ def move(
         check_target(out, source.checkpoint.path)
         fold = False  # the model was folded to read its element; an adapter has no norms
 
-    from regauge.action import only_gathers
+    from regauge.action import is_exact_on
 
-    if threads is not None and (fold or not only_gathers(g)):
+    if threads is not None and (fold or not is_exact_on(g)):
         import torch
 
         torch.set_num_threads(threads)

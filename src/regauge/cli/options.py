@@ -32,3 +32,10 @@ Threads = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", metavar="D", help="Where to compute: cpu, cuda, cuda:1, mps.")]
 Verbose = Annotated[int, typer.Option("-v", count=True, help="Say more; twice: show tracebacks.", show_default=False)]
+KeyFile = Annotated[Path, typer.Option("-k", "--key", metavar="KEY", help="A key file; regauge keygen makes one.")]
+PassphraseFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--passphrase-file", metavar="F", help="The key's passphrase, on the first line. Also: REGAUGE_PASSPHRASE. Otherwise it is asked for."
+    ),
+]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from regauge.cli.model import open_model, require_fit
-from regauge.cli.moved import Moving, moving
+from regauge.moved import Moving, moving
 
 if TYPE_CHECKING:
     from regauge.checkpoint import Checkpoint

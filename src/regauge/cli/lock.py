@@ -1,0 +1,191 @@
+"""`regauge lock`, `unlock` and `rekey`: obfuscate a model by a key, undo it, change the key."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from regauge.cli import options
+from regauge.cli.console import data_json, say
+
+if TYPE_CHECKING:
+    from regauge.lockfiles import Job
+
+VERSION = 1
+_NOT_ENCRYPTION = "a lock is obfuscation, not encryption: docs/lock.md says who can undo it without the key"
+_WORDS = {"permutation": "permutations", "signed": "signed permutations", "rotation": "rotations"}
+
+Out = Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")]
+LockedModel = Annotated[str, typer.Argument(metavar="LOCKED", help="A locked folder or .safetensors file.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
+Retrained = Annotated[bool, typer.Option("--retrained", help="It was trained since it was locked: check its structure, not its data.")]
+
+
+class Group(StrEnum):
+    permutation = "permutation"
+    signed = "signed"
+    rotation = "rotation"
+
+
+def lock(
+    model: options.Model,
+    key: options.KeyFile,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")] = None,
+    group: Annotated[Group | None, typer.Option("--group", help="Draw the element from this subgroup. Default: permutation.")] = None,
+    spaces: Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="Move these spaces only. Default: all of the backbone.")] = None,
+    reseal: Annotated[
+        bool, typer.Option("--reseal", help="MODEL is locked and was trained since: renew its commitment, in place or to OUT.")
+    ] = False,
+    passphrase_file: options.PassphraseFile = None,
+    spec: options.SpecFile = None,
+    resume: Resume = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Lock a model: move its backbone by a secret element, so that only who has the key can use it. Obfuscation, not encryption."""
+    if reseal and (group is not None or spaces is not None):
+        raise typer.BadParameter("--group and --spaces belong to a new lock, not to --reseal")
+    if not reseal and out is None:
+        raise typer.BadParameter("name the locked model with -o OUT")
+    if out is None and resume:
+        raise typer.BadParameter("--resume belongs to -o OUT")
+    started = time.monotonic()
+
+    from regauge import lockfiles
+    from regauge.cli.keygen import keep_apart, read_key
+    from regauge.cli.model import open_model
+    from regauge.locking import DEFAULT, LOCKS
+
+    secret = read_key(key, "lock", passphrase_file)
+    checkpoint, described = open_model(model, spec)
+    keep_apart(key, checkpoint.path, *([] if out is None else [out]))
+    if reseal:
+        if out is not None:
+            job = lockfiles.plan_reseal(checkpoint, described, out, secret, threads=threads)
+            return _write(job, "lock --reseal", started, resume, dry_run, json, threads)
+        if dry_run:
+            say("dry run: config.json would be replaced")
+            return 0
+        record = lockfiles.reseal(checkpoint, described, secret, threads=threads)
+        say(f"renewed the commitment of {checkpoint.path}, locked by the key {record.key}")
+        if json:
+            data_json({"version": VERSION, "command": "lock --reseal", "out": str(checkpoint.path), "record": record.to_json()})
+        return 0
+    assert out is not None
+    chosen = (group or Group(DEFAULT)).value
+    named = [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
+    _set_threads(threads, LOCKS[chosen].fold)
+    job = lockfiles.plan_lock(checkpoint, described, out, secret, group=chosen, spaces=named, threads=threads)
+    if LOCKS[chosen].fold:
+        how = "norms are folded first, and unlocking" if job.record.folded else "unlocking"
+        narrow = sorted(
+            n for n in job.element.members if n.split(".")[0].startswith("stream") and job.element.spec.spaces[n].group.name == "permutation"
+        )
+        say(f"rotations: {how} is to rounding{f'; {narrow[0]}: permutations only' if narrow else ''}")
+    code = _write(job, "lock", started, resume, dry_run, json, threads)
+    say(_NOT_ENCRYPTION)
+    return code
+
+
+def unlock(
+    model: LockedModel,
+    key: options.KeyFile,
+    out: Out,
+    retrained: Retrained = False,
+    passphrase_file: options.PassphraseFile = None,
+    spec: options.SpecFile = None,
+    resume: Resume = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Unlock a model. The key and the whole file are checked before anything is written."""
+    started = time.monotonic()
+    from regauge import lockfiles
+    from regauge.cli.keygen import read_key
+    from regauge.cli.model import open_model
+
+    secret = read_key(key, "lock", passphrase_file)
+    checkpoint, described = open_model(model, spec)
+    job = lockfiles.plan_unlock(checkpoint, described, out, secret, retrained=retrained, threads=threads)
+    _set_threads(threads, job.record.group == "rotation")
+    if job.record.group == "rotation":
+        say(f"it was locked by rotations: the plain weights come back to rounding{', with folded norms' if job.record.folded else ''}")
+    return _write(job, "unlock", started, resume, dry_run, json, threads)
+
+
+def rekey(
+    model: LockedModel,
+    key: Annotated[Path, typer.Option("-k", "--key", metavar="OLD", help="The key that locked it.")],
+    to: Annotated[Path, typer.Option("--to", metavar="NEW", help="The key that is to lock it.")],
+    out: Out,
+    retrained: Retrained = False,
+    passphrase_file: options.PassphraseFile = None,
+    to_passphrase_file: Annotated[Path | None, typer.Option("--to-passphrase-file", metavar="F", help="The new key's passphrase.")] = None,
+    spec: options.SpecFile = None,
+    resume: Resume = False,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Change the key of a locked model, in one move: the plain model is never written."""
+    started = time.monotonic()
+    from regauge import lockfiles
+    from regauge.cli.keygen import keep_apart, read_key
+    from regauge.cli.model import open_model
+
+    old, new = read_key(key, "lock", passphrase_file), read_key(to, "lock", to_passphrase_file)
+    checkpoint, described = open_model(model, spec)
+    keep_apart(key, out)
+    keep_apart(to, checkpoint.path, out)
+    job = lockfiles.plan_rekey(checkpoint, described, out, old, new, retrained=retrained, threads=threads)
+    _set_threads(threads, job.record.group == "rotation")
+    return _write(job, "rekey", started, resume, dry_run, json, threads)
+
+
+def _set_threads(threads: int | None, computes: bool) -> None:
+    if threads is not None and computes:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def _write(job: Job, command: str, started: float, resume: bool, dry_run: bool, json: bool, threads: int | None) -> int:
+    from regauge.cli.moved import summary, write_moved
+    from regauge.files import amount
+
+    spec, record = job.element.spec, job.record
+    if job.cast is not None:
+        say(f"it was locked in {job.cast}, and trained in another dtype since")
+    report: dict[str, Any] = {
+        "version": VERSION,
+        "command": command,
+        "family": spec.family,
+        "out": str(job.out),
+        "group": record.group,
+        "key": record.key,
+        "moved": list(job.element.members),
+        "folded": record.folded,
+        "tensors": len(job.thunks),
+        "dry_run": dry_run,
+    }
+    if job.element.members:
+        say(f"{spec.family}: {command}s the backbone by {_WORDS[record.group]} of {summary(job.element)}; key {record.key}")
+    if dry_run:
+        say(f"dry run: {len(job.thunks)} tensors would be written to {job.out}")
+    else:
+        written = write_moved(job.out, job.plan, job.thunks, f"{command.removesuffix(' --reseal')}ing", resume, threads)
+        seconds = time.monotonic() - started
+        say(f"wrote {job.out}: {amount(written.bytes)} in {seconds:.1f} s")
+        report |= {"bytes": written.bytes, "files": list(written.files), "left": list(written.left), "seconds": round(seconds, 3)}
+    if json:
+        data_json(report)
+    return 0

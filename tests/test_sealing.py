@@ -1,0 +1,173 @@
+"""Sealed files: back as they were, and every change found before anything appears."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from regauge import sealing
+from regauge.errors import CheckpointError, KeyFileError, LockError, RegaugeError, TamperedFileError, WrongKeyError
+from regauge.keys import Key
+from regauge.sealing import open_sealed, seal
+from regauge.streams import seed_key
+
+KEY, OTHER = Key(seed_key(1), "seal"), Key(seed_key(2), "seal")
+START = len("regauge sealed 1\n")
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealing, "CHUNK", 64)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "in"
+    (folder / "sub" / "empty").mkdir(parents=True)
+    (folder / "weights").write_bytes(os.urandom(1000))
+    (folder / "sub" / "nothing").touch()
+    (folder / ".hidden").write_text("x")
+    (folder / "run").write_text("#!")
+    (folder / "run").chmod(0o750)
+    (folder / "link").symlink_to("weights")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes | None]:
+    return {p.relative_to(folder).as_posix(): None if p.is_dir() else p.read_bytes() for p in sorted(folder.rglob("*"))}
+
+
+def test_a_folder_and_back(folder: Path, tmp_path: Path) -> None:
+    before = contents(folder)
+    size = seal(folder, KEY, tmp_path / "sealed")
+    assert size == (tmp_path / "sealed").stat().st_size
+    names = open_sealed(tmp_path / "sealed", KEY, tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+    assert sorted(names) == sorted(n for n, data in before.items() if data is not None)
+    assert not (tmp_path / "out" / "link").is_symlink(), "links are sealed as what they name"
+    assert stat.S_IMODE((tmp_path / "out" / "run").stat().st_mode) & 0o700 == 0o700
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out", "sealed"]
+    assert (folder / "weights").read_bytes()[:32] not in (tmp_path / "sealed").read_bytes()
+
+
+@pytest.mark.parametrize("size", [0, 1, 10, 20, 63, 64, 65, 128, 1000])
+def test_files_of_every_size(tmp_path: Path, size: int) -> None:
+    (tmp_path / "in").write_bytes(bytes(i % 251 for i in range(size)))
+    seal(tmp_path / "in", KEY, tmp_path / "sealed")
+    open_sealed(tmp_path / "sealed", KEY, tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
+
+
+def test_chunks_as_large_as_the_format_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert sealing.CHUNK == 262_144
+    (tmp_path / "in").write_bytes(os.urandom(600_000))
+    seal(tmp_path / "in", KEY, tmp_path / "sealed")
+    open_sealed(tmp_path / "sealed", KEY, tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
+
+
+def test_two_seals_differ(tmp_path: Path, folder: Path) -> None:
+    for name in "ab":
+        seal(folder, KEY, tmp_path / name)
+    a, b = ((tmp_path / name).read_bytes() for name in "ab")
+    assert a[-64:] != b[-64:]
+
+
+def refused(sealed: Path, data: bytes, key: Key = KEY) -> RegaugeError:
+    """Opening this is an error, and leaves nothing."""
+    sealed.write_bytes(data)
+    before = sorted(p.name for p in sealed.parent.iterdir())
+    with pytest.raises(RegaugeError) as error:
+        open_sealed(sealed, key, sealed.parent / "out")
+    assert sorted(p.name for p in sealed.parent.iterdir()) == before
+    return error.value
+
+
+def test_every_bit_is_authenticated(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(os.urandom(100))
+    seal(tmp_path / "in", KEY, tmp_path / "sealed")
+    good = (tmp_path / "sealed").read_bytes()
+    for i in range(len(good)):
+        bad = bytearray(good)
+        bad[i] ^= 1 << (i % 8)
+        error = refused(tmp_path / "sealed", bytes(bad))
+        assert isinstance(error, TamperedFileError if i >= START else LockError | TamperedFileError) or "sealed by the key" in str(error)
+
+
+def test_truncation_reordering_and_appending_are_found(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(bytes(64 * 6))
+    seal(tmp_path / "in", KEY, tmp_path / "sealed")
+    good = (tmp_path / "sealed").read_bytes()
+    at = START + 4 + int.from_bytes(good[START : START + 4], "little") + 32
+    chunks = [good[i : i + 80] for i in range(at, len(good), 80)]
+    assert len(chunks) == 7
+    for n in (0, 10, START, at - 1, at, at + 40, len(good) - 80, len(good) - 1, *range(at, len(good), 80)):
+        assert isinstance(refused(tmp_path / "sealed", good[:n]), TamperedFileError | LockError), n
+    head = good[:at]
+    for order in ([1, 0, 2, 3, 4, 5, 6], [0, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 6]):
+        assert isinstance(refused(tmp_path / "sealed", head + b"".join(chunks[i] for i in order)), TamperedFileError), order
+    assert isinstance(refused(tmp_path / "sealed", good + b"x"), TamperedFileError)
+    seal(tmp_path / "in", KEY, tmp_path / "second")
+    other = (tmp_path / "second").read_bytes()
+    (tmp_path / "second").unlink()
+    assert isinstance(refused(tmp_path / "sealed", head + other[at:]), TamperedFileError), "chunks belong to their header"
+
+
+def test_wrong_keys(tmp_path: Path, folder: Path) -> None:
+    seal(folder, KEY, tmp_path / "sealed")
+    with pytest.raises(WrongKeyError, match=f"sealed by the key {KEY.id}, and this is {OTHER.id}"):
+        open_sealed(tmp_path / "sealed", OTHER, tmp_path / "out")
+    for purpose in (lambda key: seal(folder, key, tmp_path / "x"), lambda key: open_sealed(tmp_path / "sealed", key, tmp_path / "x")):
+        with pytest.raises(KeyFileError, match='is for "lock", and this needs one for "seal"'):
+            purpose(Key(seed_key(1), "lock"))
+    forged = (tmp_path / "sealed").read_bytes().replace(KEY.id.encode(), OTHER.id.encode())
+    assert isinstance(refused(tmp_path / "sealed", forged, OTHER), TamperedFileError)
+
+
+def test_bad_places(tmp_path: Path, folder: Path) -> None:
+    seal(folder, KEY, tmp_path / "sealed")
+    (tmp_path / "taken").mkdir()
+    for run, why in (
+        (lambda: seal(tmp_path / "absent", KEY, tmp_path / "x"), "does not exist"),
+        (lambda: seal(folder, KEY, tmp_path / "sealed"), "exists already"),
+        (lambda: seal(folder, KEY, folder / "x"), "lies inside"),
+        (lambda: seal(folder, KEY, tmp_path / "no" / "x"), "does not exist"),
+        (lambda: open_sealed(tmp_path / "sealed", KEY, tmp_path / "taken"), "exists already"),
+        (lambda: open_sealed(folder / "weights", KEY, tmp_path / "x"), "is not a sealed file"),
+        (lambda: open_sealed(folder, KEY, tmp_path / "x"), "no regular file"),
+        (lambda: open_sealed(tmp_path / "absent", KEY, tmp_path / "x"), "cannot be read"),
+    ):
+        with pytest.raises(RegaugeError, match=why):
+            run()
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(CheckpointError, match="pipe is neither a file nor a folder"):
+        seal(folder, KEY, tmp_path / "x")
+    newer = (tmp_path / "sealed").read_bytes().replace(b"sealed 1\n", b"sealed 2\n")
+    assert "format version 2" in str(refused(tmp_path / "sealed", newer))
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "", ".", "a//b", "a\\b", "./a"])
+def test_names_stay_in_their_folder(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(sealing, "_entries", lambda source: ("folder", [(folder / "weights", name)]))
+    seal(folder, KEY, tmp_path / "sealed")
+    assert isinstance(refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError)
+
+
+def test_a_file_that_changes_while_it_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").write_bytes(bytes(1000))
+    write = sealing._Sealer.write
+
+    def grow(self: sealing._Sealer, data: bytes) -> None:
+        with (tmp_path / "in").open("ab") as file:
+            file.write(b"x")
+        write(self, data)
+
+    monkeypatch.setattr(sealing._Sealer, "write", grow)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        seal(tmp_path / "in", KEY, tmp_path / "sealed")
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]

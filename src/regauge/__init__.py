@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from regauge.axes import parse as parse
     from regauge.checkpoint import open_checkpoint as open_checkpoint
     from regauge.cutting import cut as cut
+    from regauge.edge import authorize as authorize
     from regauge.edge import deauthorize as deauthorize
     from regauge.elements import Element as Element
     from regauge.elements import element as element
@@ -57,6 +58,7 @@ _HOME = {
     "act": "action",
     "apply": "action",
     "apply_": "action",
+    "authorize": "edge",
     "check": "spec",
     "cut": "cutting",
     "deauthorize": "edge",

@@ -4,7 +4,7 @@ A lock moves the backbone alone, so that embedding and head no longer fit it. `a
 every boundary: the stream is moved by g where it enters, and by ~g where it leaves. Whatever else the blocks read from outside (the encoder's states,
 DeBERTa's table of relative positions) is moved on its way in.
 
-    model = authorized(model, g)       # the same module: same class, same state dict, still locked
+    model = authorize(model, key)      # or authorized(model, g): the same module: same class, same state dict, still locked
     model.generate(**inputs)           # what the plain model says
     deauthorize(model)                 # locked again
 
@@ -21,7 +21,8 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -36,6 +37,9 @@ from regauge.gathering import permute
 from regauge.groups import SignedPermutation
 from regauge.members import Member, Monomial
 from regauge.spec import check, require, stored
+
+if TYPE_CHECKING:
+    from regauge.keys import Key
 
 Tensor = torch.Tensor
 Module = torch.nn.Module
@@ -289,6 +293,32 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 hint="lock by (signed) permutations to train with any optimizer; by rotations, with torch.optim.SGD and frozen unit gains",
             )
         edge.passed[optimizer] = count
+
+
+def authorize(model: Module, key: Key, **more: Any) -> Module:
+    """Make a locked model compute the plain function while its backbone stays locked; only the edges apply the key. In place, and returned.
+
+    The model is one that was loaded from a locked folder: its config carries the lock's record. What this protects: weights on disk, and whatever
+    is saved from here. Not this process, which has the key and the locked weights at once: for that the two must be on different machines (split).
+    """
+    from regauge.locking import locked_element, require_locked
+    from regauge.sources import spec_of
+
+    record = require_locked(model, f"this {type(model).__name__}")
+    return authorized(model, locked_element(spec_of(model), record, key), **more)
+
+
+def save_trained(model: Module, folder: Path | str, key: Key) -> None:
+    """Save a locked model that was trained, and renew its commitment, so that it is told from one that was tampered with."""
+    from regauge.checkpoint import open_checkpoint
+    from regauge.lockfiles import reseal
+    from regauge.locking import locked_element, require_locked
+    from regauge.sources import spec_of
+
+    locked_element(spec_of(model), require_locked(model, f"this {type(model).__name__}"), key)  # a wrong key is found before anything is written
+    model.save_pretrained(folder)  # type: ignore[operator]
+    checkpoint = open_checkpoint(folder)
+    reseal(checkpoint, spec_of(checkpoint), key)
 
 
 def authorized(

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from regauge.cli import INTERRUPTED, barrier, convert, demo, fingerprint, inspect, keygen, lock, match, move, report, reproduce, seal, verify
+from regauge.cli import INTERRUPTED, audit, barrier, convert, demo, fingerprint, inspect, keygen, lock, match, move, report, reproduce, seal, verify
 from regauge.cli.console import StoppedError, fail, say, silence
 from regauge.errors import RegaugeError
 
@@ -46,6 +46,7 @@ _COMMANDS = (
 )
 for _command in _COMMANDS:
     app.command(_command.__name__.rstrip("_"))(_command)
+app.add_typer(audit.app)
 
 
 def _version(asked: bool) -> None:

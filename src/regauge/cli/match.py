@@ -100,6 +100,7 @@ def match(
     if out_b is not None and out_b.absolute() == out.absolute():
         raise typer.BadParameter("--out and --out-b are one folder: A and B need one each")
     check_outputs(json, report)
+    from regauge.cli.model import require_unlocked
     from regauge.cli.move import keep_apart
     from regauge.cli.moved import summary, write_moved
     from regauge.elements import identity
@@ -113,6 +114,8 @@ def match(
         check_new(new)  # at once: fixing gauges reads both models
     _threads(threads)
     pair = open_pair(a, b, spec, fold=fold, fix=fixed, shared_tokens=shared_tokens)
+    for side in (pair.a, pair.b):
+        require_unlocked(side.checkpoint)
     counted = weights(weight)
     for target in (out, out_b):
         for source in (pair.a, pair.b):

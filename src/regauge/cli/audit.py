@@ -108,6 +108,9 @@ def _case(
     if against is not None:
         other, theirs = open_model(against, None)
         plain: dict[str, Any] = {n: other[n].float() if other[n].is_floating_point() else other[n] for n in other}
+        if live is not None:  # the names in memory may be others than those in the file
+            public = load_model(other, "float32")
+            theirs, plain = spec_of(public), dict(public.state_dict())
         base = named_like(described_spec(spec, record.folded), fold_norms(theirs, plain)[1] if record.folded else plain, against)
     train = test = None
     if source is not None and live is not None:

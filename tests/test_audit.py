@@ -1,0 +1,166 @@
+"""Audits of locks: attacks scored by the truth, verdicts in words, the command, and a locked model in use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from picos import build, spec_of
+from regauge import apply, authorize, element, generate_key, lock, save_key, unlock
+from regauge.attacks.theft import Budget
+from regauge.audit import AuditError, LockCase, audit_lock, verdict_of
+from regauge.checkpoint import open_checkpoint
+from regauge.cli import main
+from regauge.edge import save_trained
+from regauge.errors import LockError, TamperedModelError, WrongKeyError
+from regauge.findings import Finding, load_results
+from regauge.lockfiles import plan_lock, plan_unlock
+from regauge.locking import FIELD
+from regauge.sources import spec_of as stored_spec
+from regauge.tasks import Examples
+from test_attacks import drifted, model_of
+from test_barriers import words
+
+
+def readings(count: int = 12) -> Examples:
+    ids = torch.randint(3, 30, (count, 10), generator=torch.Generator().manual_seed(5))
+    return Examples(count, 30, lambda rows: ({"input_ids": ids[rows]}, ids[rows]), causal=True)
+
+
+def test_an_audit_scores_each_attack_by_the_truth() -> None:
+    spec, base = model_of("gpt2")
+    model = build("gpt2")
+    plain = drifted(spec, base, 0.01)
+    g = element(spec, 5, within="permutation")
+    locked = apply(g, plain, "backbone")
+    model.load_state_dict(locked)
+    case = LockCase(spec, locked, "permutation", truth=g, base=base, model=model.float(), test=readings())
+    found = {f.id: f for f in audit_lock(case, most=0.5).findings}
+    assert found["lock/public base"].value == 1.0
+    assert found["lock/public base"].holds is False
+    assert found["lock/norm vectors"].value == 1.0
+    assert found["lock/vocabulary"].value == 1.0
+    assert "nearest in what no key changes is the base" in found["lock/lineage"].sentence
+    used = found["lock/public base, used"]
+    assert used.value == pytest.approx(used.ceiling, abs=1e-3)
+    assert used.floor is not None
+    assert used.value is not None
+    assert used.floor < used.value - 0.1
+    stranger = LockCase(spec, locked, "permutation", truth=g, base={n: torch.randn_like(v) for n, v in base.items()})
+    found = {f.id: f for f in audit_lock(stranger, most=0.5).findings}
+    assert found["lock/public base"].holds is True
+    assert (found["lock/public base"].value or 0) < 0.5
+
+
+def test_without_anything_to_try_an_audit_is_refused() -> None:
+    spec, state = model_of("gpt2")
+    with pytest.raises(AuditError, match="nothing could be tried"):
+        audit_lock(LockCase(spec, state, "permutation"))
+
+
+def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
+    model = build("vit").float()
+    spec, plain = spec_of(model), {n: v.clone() for n, v in model.state_dict().items()}
+    pixels = torch.randn(120, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.classifier.weight *= 5
+        plain["classifier.weight"] = model.classifier.weight.clone()
+        labels = model(pixels).logits.argmax(1)
+    every = Examples(120, 5, lambda rows: ({"pixel_values": pixels[rows]}, labels[rows]))
+    g = element(spec, 3, within="permutation")
+    locked = apply(g, plain, "backbone")
+    model.load_state_dict(locked)
+    case = LockCase(spec, locked, "permutation", truth=g, model=model, train=every.only(np.arange(80)), test=every.only(np.arange(80, 120)))
+    results = audit_lock(case, labels=(10, 40, 500), budget=Budget(steps=4, batch=8))
+    found = {f.id: f for f in results.findings}
+    assert {i for i in found if "theft" in i} == {f"lock/theft/{way} {n}" for way in ("new edges", "tuned", "scratch") for n in (10, 40)}
+    assert all(f.ceiling == 1.0 for i, f in found.items() if "theft" in i)
+    assert any("40 labels reaches" in line for line in results.facts["verdict"])
+    assert any("No base was tried" in line for line in results.facts["verdict"])
+
+
+def test_verdicts() -> None:
+    said = verdict_of([Finding("lock/public base", "", None, 1.0, 0.0, 1.0)])
+    assert said == ["The base is public: this lock gives nothing. Whoever has it undoes the lock."]
+    assert "gives 30% of the lock away" in verdict_of([Finding("lock/public base", "", None, 0.3, 0.0, 1.0)])[0]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = build("gpt2").float()
+    base.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for p in base.parameters():
+            p.add_(0.01 * p.std() * torch.randn_like(p))
+    base.save_pretrained(tmp_path / "plain")
+    words(tmp_path / "plain")
+    (tmp_path / "said.txt").write_text(" ".join(f"w{3 + i * i % 26}" for i in range(600)))
+    key = generate_key()
+    save_key(key, tmp_path / "key")
+    checkpoint = open_checkpoint(tmp_path / "plain")
+    plan_lock(checkpoint, spec_of(base), tmp_path / "locked", key).write()
+    locked, other = str(tmp_path / "locked"), str(tmp_path / "base")
+    given = ["--data", str(tmp_path / "said.txt"), "--length", "12", "--samples", "16"]
+    report = ["--json", str(tmp_path / "a.json"), "--report", str(tmp_path / "a.html")]
+    assert main(["audit", "lock", locked, "-k", str(tmp_path / "key"), "--against", other, *given, *report]) == 0
+    out = capsys.readouterr().out
+    assert "The base is public: this lock gives nothing" in out
+    results = load_results(tmp_path / "a.json")
+    assert {f.id: f.value for f in results.findings}["lock/public base"] == 1.0
+    assert key.derive("x").hex() not in (tmp_path / "a.json").read_text()
+    assert "What this lock is worth" in (tmp_path / "a.html").read_text()
+    assert main(["audit", "lock", locked, "--against", other, "--fail-above", "0.5"]) == 3
+    assert "FAILS  public base" in capsys.readouterr().out
+    assert main(["audit", "lock", other, "--against", other]) == 1
+    assert "is not locked" in capsys.readouterr().err
+    assert main(["audit", "lock", locked]) == 1
+    assert "nothing could be tried" in capsys.readouterr().err
+    assert main(["audit", "lock", locked, "--labels", "x"]) == 2
+    build("llama").float().save_pretrained(tmp_path / "llama")
+    assert main(["audit", "lock", locked, "--against", str(tmp_path / "llama")]) == 1
+    assert "a base is a model of the same family and size" in capsys.readouterr().err
+    assert main(["match", locked, other, "-o", str(tmp_path / "matched")]) == 1
+    assert "is locked by the key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("group", ["permutation", "rotation"])
+def test_a_locked_folder_is_authorised_by_its_key_trained_and_saved(tmp_path: Path, group: str) -> None:
+    model = build("vit").float()
+    model.save_pretrained(tmp_path / "plain")
+    key = generate_key()
+    plan_lock(open_checkpoint(tmp_path / "plain"), stored_spec(tmp_path / "plain"), tmp_path / "locked", key, group=group).write()
+    locked = type(model).from_pretrained(tmp_path / "locked")
+    pixels = torch.randn(4, 3, 8, 8)
+    expected, garbage = model(pixels).logits, locked(pixels).logits
+    assert not torch.allclose(garbage, expected, atol=0.1)
+    with pytest.raises(WrongKeyError):
+        authorize(locked, generate_key())
+    with pytest.raises(LockError, match="is not locked"):
+        authorize(model, key)
+    authorize(locked, key)
+    torch.testing.assert_close(locked(pixels).logits, expected, atol=1e-4, rtol=1e-4)
+    optimizer = torch.optim.SGD([p for n, p in locked.named_parameters() if "norm" not in n], lr=0.01)
+    locked(pixels).logits.square().sum().backward()
+    optimizer.step()
+    after = locked(pixels).logits
+    with pytest.raises(WrongKeyError):
+        save_trained(locked, tmp_path / "stolen", generate_key())
+    assert not (tmp_path / "stolen").exists()
+    locked.save_pretrained(tmp_path / "unsealed")
+    save_trained(locked, tmp_path / "trained", key)
+    assert json.loads((tmp_path / "trained" / "config.json").read_text())[FIELD]["key"] == key.id
+    with pytest.raises(TamperedModelError, match="its data were changed"):
+        plan_unlock(open_checkpoint(tmp_path / "unsealed"), stored_spec(tmp_path / "unsealed"), tmp_path / "no", key)
+    plan_unlock(open_checkpoint(tmp_path / "trained"), stored_spec(tmp_path / "trained"), tmp_path / "new", key).write()
+    torch.testing.assert_close(type(model).from_pretrained(tmp_path / "new")(pixels).logits, after, atol=1e-4, rtol=1e-4)
+
+
+def test_states_are_locked_and_unlocked_alike() -> None:
+    spec, state = model_of("llama")
+    key = generate_key()
+    found = lock(spec, state, key)
+    again = unlock(found.spec, found.state, found.record, key)
+    assert all(torch.equal(again[n], state[n]) for n in state)

@@ -49,6 +49,9 @@ def match(
     fold: Fold = False,
     rescale: Annotated[bool, typer.Option("--rescale", help="With --group orthogonal: one factor per head besides (paper 003).")] = False,
     sweeps: Sweeps = 10,
+    nearest: Annotated[
+        bool, typer.Option("--nearest/--anchored", help="Sweeps fit the stream again too; or leave it where the tables of tokens put it.")
+    ] = True,
     shared_tokens: SharedTokens = False,
     self_written: sample.Written = False,
     sample_data: Annotated[
@@ -108,7 +111,9 @@ def match(
         for target in (out, out_b or out):
             keep_apart(save_element, target, pair.a.checkpoint.path)
     _threads(threads)
-    work = Unfinished(out, pair, f"{spaces} {layers} {group.value} {fold} {rescale} {shared_tokens} {sample_data} {self_written} {samples} {seed}")
+    work = Unfinished(
+        out, pair, f"{spaces} {layers} {group.value} {fold} {rescale} {shared_tokens} {sample_data} {self_written} {samples} {seed} {nearest}"
+    )
     start, known = work.load() if resume else (None, None)
     seen, live, refined = None, None, None
 
@@ -133,6 +138,7 @@ def match(
             rows=pair.rows,
             seen=seen,
             sweeps=sweeps,
+            nearest=nearest,
             rescale=rescale,
             workers=workers,
             start=start,

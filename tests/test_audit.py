@@ -23,12 +23,7 @@ from regauge.locking import FIELD
 from regauge.sources import spec_of as stored_spec
 from regauge.tasks import Examples
 from test_attacks import drifted, model_of
-from test_barriers import words
-
-
-def readings(count: int = 12) -> Examples:
-    ids = torch.randint(3, 30, (count, 10), generator=torch.Generator().manual_seed(5))
-    return Examples(count, 30, lambda rows: ({"input_ids": ids[rows]}, ids[rows]), causal=True)
+from test_barriers import readings, spoken, words
 
 
 def test_an_audit_scores_each_attack_by_the_truth() -> None:
@@ -37,8 +32,10 @@ def test_an_audit_scores_each_attack_by_the_truth() -> None:
     plain = drifted(spec, base, 0.01)
     g = element(spec, 5, within="permutation")
     locked = apply(g, plain, "backbone")
+    model.load_state_dict(plain)
+    text = readings(spoken(model))  # what the owner's model is sure of
     model.load_state_dict(locked)
-    case = LockCase(spec, locked, "permutation", truth=g, base=base, model=model.float(), test=readings())
+    case = LockCase(spec, locked, "permutation", truth=g, base=base, model=model.float(), test=text)
     found = {f.id: f for f in audit_lock(case, most=0.5).findings}
     assert found["lock/public base"].value == 1.0
     assert found["lock/public base"].holds is False

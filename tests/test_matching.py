@@ -271,6 +271,23 @@ def test_layers_are_searched_in_processes_to_the_same_end() -> None:
     assert apart.element.members.keys() == alone.element.members.keys()
 
 
+def test_sweeps_may_leave_a_stream_where_tables_put_it() -> None:
+    (spec, a), (_, b) = (fold_norms(*state_of("gpt2", seed)) for seed in (0, 1))
+    once, swept, nearest = match(spec, a, b, sweeps=0), match(spec, a, b, sweeps=3, nearest=False), match(spec, a, b, sweeps=3)
+    first, second, third = (m.element.members["stream"].matrix() for m in (once, swept, nearest))
+    assert_allclose(first, second, rtol=0, atol=0)
+    assert abs(first - third).max() > 1e-3
+    assert nearest.distance < swept.distance <= once.distance
+
+
+def test_sweeps_fit_a_stream_again_that_tables_do_not_determine(monkeypatch: pytest.MonkeyPatch) -> None:
+    (spec, a), (_, b) = (fold_norms(*state_of("gpt2", seed)) for seed in (0, 1))
+    monkeypatch.setattr("regauge.matching.finding.ENOUGH", 1000)  # more than the rows of these tables
+    swept, nearest = match(spec, a, b, sweeps=3, nearest=False), match(spec, a, b, sweeps=3)
+    assert swept.distance == pytest.approx(nearest.distance, rel=1e-12)
+    assert swept.distance < match(spec, a, b, sweeps=0).distance
+
+
 def test_an_interrupted_search_goes_on_where_it_was() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
     seen: list[tuple[Element, list[str]]] = []

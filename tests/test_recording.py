@@ -9,7 +9,7 @@ import picos
 from regauge import apply, element, fold_norms
 from regauge.errors import RegaugeError
 from regauge.matching import MatchError, match
-from regauge.matching.recording import RecordError, record, written
+from regauge.matching.recording import RecordError, drawn, record, written
 from regauge.testing import strict_float64
 
 
@@ -42,6 +42,24 @@ def test_models_write_text_by_themselves() -> None:
     assert all(torch.equal(x["input_ids"], y["input_ids"]) for x, y in zip(one, other, strict=True))
     with pytest.raises(RecordError, match="writes no text"):
         written([picos.build("vit")])
+
+
+def test_noise_is_drawn_for_models_that_write_nothing() -> None:
+    vit, bert = picos.build("vit"), picos.build("bert")
+    one, other, strange = (torch.cat([b["pixel_values"] for b in drawn(vit, count=70, seed=s, batch=32)]) for s in (0, 0, 1))
+    side, channels = vit.config.image_size, vit.config.num_channels  # type: ignore[union-attr]
+    assert one.shape == (70, channels, side, side)
+    assert torch.equal(one, other)
+    assert not torch.equal(one, strange)
+    assert float(one.mean()) == pytest.approx(0, abs=1e-3)
+    assert float(one.std()) == pytest.approx(1, abs=1e-3)
+    steps = (one[..., 1:] - one[..., :-1]).square().mean()
+    assert float(steps) < 1.5  # of white noise: 2
+    ids = drawn(bert, count=5, length=4)[0]
+    assert ids["input_ids"].shape == ids["attention_mask"].shape == (5, 4)
+    assert int(ids["input_ids"].max()) < bert.config.vocab_size  # type: ignore[union-attr,operator]
+    with pytest.raises(RecordError, match="does not know what a Linear reads"):
+        drawn(torch.nn.Linear(2, 2))
 
 
 def test_what_was_not_seen_on_the_same_inputs_is_refused() -> None:

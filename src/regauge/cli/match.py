@@ -60,6 +60,9 @@ def match(
     weight: Weight = None,
     rescale: Annotated[bool, typer.Option("--rescale", help="With --group orthogonal: one factor per head besides (paper 003).")] = False,
     sweeps: Sweeps = 10,
+    nearest: Annotated[
+        bool, typer.Option("--nearest/--anchored", help="Sweeps fit the stream again too; or leave it where the tables of tokens put it.")
+    ] = True,
     shared_tokens: SharedTokens = False,
     self_written: sample.Written = False,
     sample_data: Annotated[
@@ -126,7 +129,7 @@ def match(
             raise ElementError(f"{save_element} exists already", hint="name a new file")
         for target in (out, out_b or out):
             keep_apart(save_element, target, pair.a.checkpoint.path)
-    wishes = (spaces, layers, group.value, fold, fix, anchors, weight, rescale, shared_tokens, sample_data, self_written, samples, seed)
+    wishes = (spaces, layers, group.value, fold, fix, anchors, weight, rescale, shared_tokens, sample_data, self_written, samples, seed, nearest)
     work = Unfinished(out, pair, " ".join(map(str, wishes)))
     start, known = work.load() if resume else (None, None)
     seen, live, refined = None, None, None
@@ -154,6 +157,7 @@ def match(
             weights=counted,
             anchors=names(anchors),
             sweeps=sweeps,
+            nearest=nearest,
             rescale=rescale,
             workers=workers,
             start=start,

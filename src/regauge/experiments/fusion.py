@@ -37,6 +37,7 @@ RIVALS = (
     "permutations",
     "with stream",
     "folded",
+    "nearest",
     "ours",
 )
 PATHS = ("none", "without attention", "without FFN", "paper", "ours")
@@ -154,13 +155,13 @@ def figure4(lab: Lab) -> Results:
     note = (
         "Euclidean distance of all weights; means over pairs. The paper's numbers are of its own ViT pair; its labels of attention only"
         " and FFN only are swapped, and are put right here; its Git Re-Basin is FFN only (all three follow from its own numbers). With "
-        "folded norms the distance is of other weights of the same functions, so that `ours` is a share of `folded`. Sinkhorn's map is "
+        "folded norms the distance is of other weights of the same functions, so that `ours` and `nearest` are shares of `folded`. Sinkhorn's map is "
         "no element: the moved model is another function."
     )
     title = "Figure 4: how near each matching brings two models"
     bars = {
         SAID[way]: [shown.mean(k, way)("share") for k in ends.kinds]
-        for way in ("neurons", "transport", "without FFN", "paper", "with stream", "ours")
+        for way in ("neurons", "transport", "without FFN", "paper", "with stream", "nearest", "ours")
     }
     figure = Figure("The distance after matching", "bars", {"labels": [shown.name(k) for k in ends.kinds], "y": bars, "ylabel": "share of before"})
     return _results(lab, "figure4", title, findings, Table(title, heads, tuple(rows), note), [figure], ends)

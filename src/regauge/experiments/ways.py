@@ -28,7 +28,7 @@ from regauge.fold import fold_norms
 from regauge.groups import Permutation, Scaling
 from regauge.matching import match
 from regauge.matching.costs import Costs
-from regauge.matching.recording import record, written
+from regauge.matching.recording import drawn, record, written
 from regauge.matching.refining import refine
 from regauge.members import Dense, Member, Monomial
 from regauge.sources import spec_of
@@ -58,14 +58,17 @@ WAYS: dict[str, dict[str, Any]] = {
     "without FFN": {**PAPER, "spaces": ["qk", "vo"]},
     "without attention": {**PAPER, "spaces": ["ffn"]},
     "with heads": {**PAPER, "spaces": [*HEADS, *PAPER["spaces"]]},
-    "with stream": {"by": "match", "within": "orthogonal", "rescale": True, "whole": True},
+    "with stream": {"by": "match", "within": "orthogonal", "rescale": True, "whole": True, "nearest": True},
     "neurons": {"by": "match", "within": "permutation", "spaces": ["ffn"]},
-    "permutations": {"by": "match", "within": "permutation"},
+    "permutations": {"by": "match", "within": "permutation", "nearest": True},
     "transport": {"by": "transport"},
     "soft transport": {"by": "transport", "soft": 0.05},
-    "ours": {"by": "match", "fold": True},
+    "nearest": {"by": "match", "fold": True, "nearest": True},
+    "ours": {"by": "match", "fold": True, "nearest": False},
     "seen": {"by": "seen", "fold": True, "texts": 64, "sweeps": 0},
     "refined": {"by": "refine", "fold": True, "texts": 256, "sweeps": 0, "steps": 200},
+    "drawn": {"by": "seen", "fold": True, "texts": 64, "sweeps": 0, "noise": True},
+    "drawn, refined": {"by": "refine", "fold": True, "texts": 256, "sweeps": 0, "steps": 200, "noise": True},
 }
 SAID = {
     "none": "not matched",
@@ -80,9 +83,12 @@ SAID = {
     "permutations": "Git Re-Basin, all permutations",
     "transport": "OT-Fusion, FFN, exact transport",
     "soft transport": "OT-Fusion, FFN, Sinkhorn (no element)",
-    "ours": "ours: everything, norms folded",
+    "nearest": "ours, the stream fitted again in sweeps",
+    "ours": "ours: everything, norms folded, the stream from tables",
     "seen": "ours, by what the two do: language models on text that they write, others on unlabelled training data",
     "refined": "the same, and 200 learned steps on such inputs",
+    "drawn": "ours, by what the two do on noise",
+    "drawn, refined": "the same, and 200 learned steps on noise",
 }
 
 
@@ -127,7 +133,7 @@ def _by_match(r: Request) -> Found:
 
 
 def _by_seen(r: Request) -> Found:
-    """By what the two do: language models on text that they write themselves, others on training data without labels."""
+    """By what the two do: language models on text that they write themselves, others on training data without labels, or on noise."""
     return Found(_seen(r, _inputs(r)))
 
 
@@ -152,6 +158,8 @@ def _inputs(r: Request, batch: int = 8) -> list[dict[str, Tensor]]:
             ends.append(copy.deepcopy(r.module).eval())
             ends[-1].load_state_dict(dict(state))
         return written(ends, count=count, batch=batch)
+    if r.how.get("noise"):
+        return drawn(r.module, count=4 * count, batch=4 * batch)
     examples = r.examples()
     rows = np.random.default_rng(0).permutation(len(examples))[: 4 * count]  # a picture has fewer tokens than a text
     return [examples.batch(np.sort(rows[i : i + 4 * batch]))[0] for i in range(0, len(rows), 4 * batch)]

@@ -102,6 +102,7 @@ def match(
     anchors: Iterable[str] | None = None,
     start: Element | None = None,
     sweeps: int = SWEEPS,
+    nearest: bool = True,
     rescale: bool = False,
     whole: bool = False,
     workers: int = 1,
@@ -116,8 +117,10 @@ def match(
     that two tables have in common, where vocabularies differ. `seen`: what the two models were seen to do on the same inputs (`recording.record`):
     the stream is then matched by that, and heads by what they do to it. `anchors`: the tensors by which a space is found at first, where it has some
     of these (names, with * for anything: "*wte.weight"); later sweeps use all. `start` is an element to go on from, which skips the first pass.
-    `rescale`: with rotations alone, one factor per head besides (the paper's optional rescaling). `whole`: key biases are compared as they are
-    stored, as paper 003 does, although no function sees them. To fix gauges first, give states that `fold_norms` or `gauges.fix_gauges` returned.
+    `sweeps` fit every space again; without `nearest` they leave one that tables determine, as the stream of a language model, where those put it:
+    that is further in weights, and the loss between may be lower or higher. `rescale`: with rotations alone, one factor per head besides (the paper's
+    optional rescaling). `whole`: key biases are compared as they are stored, as paper 003 does, although no function sees them. To fix gauges first,
+    give states that `fold_norms` or `gauges.fix_gauges` returned.
 
     `workers`: layers are independent once the stream is known, and are searched in so many processes. `saved` is told the element and the spaces
     known so far after each of them; `start` and `known` go on from there. Nothing is held in memory but one tensor of each model at a time, and
@@ -132,7 +135,7 @@ def match(
     before, size = ({n: d[i] for n, d in first.items()} for i in (0, 1))
     if not any(before.values()):
         return Match(none, before, before, size, notes=("the two are equal",), seconds=time.monotonic() - started)
-    search = Search(costs, groups, start or none, rescale=rescale)
+    search = Search(costs, groups, start or none, rescale=rescale, nearest=nearest)
     if start is not None and known is None:
         search.known |= set(search.groups)
     search.known |= set(known or ())

@@ -25,6 +25,8 @@ from regauge.matching.forms import overlap, plane_overlap, rescaling, rows_overl
 from regauge.members import Member, Monomial
 from regauge.streams import Floats
 
+ENOUGH = 2  # rows of tables for each coordinate of a space, from which on they alone say where it is
+
 
 @dataclass
 class Search:
@@ -35,6 +37,7 @@ class Search:
     g: Element
     known: set[str] = field(default_factory=set)
     rescale: bool = False
+    nearest: bool = True
     pool: Executor | None = None
     saved: Callable[[Search], None] | None = None
     units: list[list[str]] = field(default_factory=list)
@@ -63,12 +66,18 @@ class Search:
         return order
 
     def sweep(self, order: Iterable[str]) -> None:
-        """Fit every space once more, each from all of its tensors."""
+        """Fit every space once more, each from all of its tensors; what was seen at work (and, unless `nearest`, what tables determine) stays."""
         order = list(order)
         inside = {s for unit in self.units for s in unit}
-        self._fit_again([s for s in order if s not in inside and not self.costs.is_seen(s)])
+        self._fit_again([s for s in order if s not in inside and not self.costs.is_seen(s) and (self.nearest or not self.is_anchored(s))])
         if self.units:
             self._each_unit([(self, [s for s in order if s in unit], False) for unit in map(set, self.units)])
+
+    def is_anchored(self, space: str) -> bool:
+        """Is a space more than determined by tables: tensors on which nothing else acts, with twice as many rows as it has coordinates?"""
+        size = self.spec.spaces[space].size
+        alone = (b for p in self.costs.where(space) for b in self.costs.layouts[p] if b.spaces == {space} and len(b.places(space)) == 1)
+        return sum(b.values.size // size for b in alone) >= ENOUGH * size
 
     def _fit_again(self, spaces: Iterable[str]) -> None:
         done: set[str] = set()

@@ -3,7 +3,7 @@
 Recorded are the residual stream where it enters each block and leaves the last, and the second moments of what attention reads. The stream is then
 matched by its own values (covariance Procrustes, or assignment by correlation), and heads are compared by what they do to inputs that occur:
 |(W - W') S^1/2| in place of |W - W'|. The inputs may be a user's data, without labels; or, for language models, text that the two write themselves
-(`written`), which needs no data at all.
+(`written`), which needs no data at all; or noise of the kind that a model reads (`drawn`).
 """
 
 from __future__ import annotations
@@ -161,3 +161,36 @@ def written(models: Sequence[torch.nn.Module], *, count: int = 64, length: int =
                 )
                 out.append({"input_ids": ids})
     return out
+
+
+def drawn(model: torch.nn.Module, *, count: int = 256, length: int = 64, seed: int = 0, batch: int = 32) -> list[dict[str, Tensor]]:
+    """Noise of the kind that a model reads, for models that write nothing: no data at all.
+
+    Images whose amplitudes fall with the frequency, as those of photographs do, with much in common between channels; each with the brightness and
+    contrast of standardised data. Or token ids, each as likely as any other.
+    """
+    random = torch.Generator().manual_seed(seed)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "image_size", None) is not None:
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        shape = count, int(config.num_channels), int(height), int(width)
+        inputs = {"pixel_values": _clouds(shape, random)}
+    elif getattr(config, "vocab_size", None) is not None:
+        length = min(length, getattr(config, "max_position_embeddings", None) or length)
+        ids = torch.randint(0, int(config.vocab_size), (count, length), generator=random)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    else:
+        raise RecordError(f"regauge does not know what a {type(model).__name__} reads", hint="give data")
+    return [{name: x[start : start + batch] for name, x in inputs.items()} for start in range(0, count, batch)]
+
+
+def _clouds(shape: tuple[int, int, int, int], random: torch.Generator) -> Tensor:
+    """Noise with a 1/f spectrum [count, channels, height, width], of mean 0 and variance 1 over all images."""
+    count, channels, height, width = shape
+    across, down = torch.fft.rfftfreq(width), torch.fft.fftfreq(height)
+    fall = 1 / (across[None] ** 2 + down[:, None] ** 2).sqrt().clamp(min=1 / max(height, width))
+    common, own = (torch.randn(count, n, height, width, generator=random) for n in (1, channels))
+    white = 0.9**0.5 * common + 0.1**0.5 * own  # nine tenths of the variance of a photograph are brightness
+    field = torch.fft.irfft2(torch.fft.rfft2(white) * fall, s=(height, width))
+    return torch.div(field - field.mean(), field.std())

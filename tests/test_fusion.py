@@ -173,7 +173,7 @@ def test_the_benchmark_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: p
     assert found["vit/data-free"].trials == 2
     assert found["goal/vit/data-free"].holds is None
     assert results.facts["pairs"] == {"vit": 2}
-    (row,) = (row for row in results.tables[0].rows if str(row[1]).startswith("data-free"))
+    (row,) = (row for row in results.tables[0].rows if str(row[1]).startswith("data-free:"))
     assert row[2:5] == (2, pytest.approx(0, abs=1e-4), pytest.approx(0, abs=1e-9))
 
 

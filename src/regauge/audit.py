@@ -115,13 +115,15 @@ def verdict_of(findings: Sequence[Finding]) -> list[str]:
             out.append(f"The base that was tried gives {base.value:.0%} of the lock away.")
     else:
         out.append("No base was tried: if this model was tuned from a public one, run the audit against it; the lock then gives nothing.")
-    stolen = [f for f in findings if f.id.startswith("lock/theft/new edges") and f.value is not None]
-    if stolen and base is None:
-        best = stolen[-1]
+    stolen = [f for f in findings if f.id.startswith("lock/theft/") and "scratch" not in f.id and f.value is not None]
+    if stolen:
+        labels = max(int(f.id.rsplit(" ", 1)[1]) for f in stolen)
+        best = max((f for f in stolen if f.id.endswith(f" {labels}")), key=lambda f: f.value or 0.0)
+        alone = by.get(f"lock/theft/scratch {labels}")
         top = f" of {best.ceiling:.2f}" if best.ceiling is not None else ""
-        out.append(f"No relative known: an attacker with {best.id.rsplit(' ', 1)[1]} labels reaches {best.value:.2f}{top}.")
-    elif stolen:
-        out.append(f"Without a base, {stolen[-1].id.rsplit(' ', 1)[1]} labels and new edges reach {stolen[-1].value:.2f}.")
+        rest = f"; the labels alone give {alone.value:.2f}" if alone is not None and alone.value is not None else ""
+        who = "No relative known" if base is None else "Without a base"
+        out.append(f"{who}: an attacker with {labels} labels reaches {best.value:.2f}{top}{rest}.")
     known = by.get("lock/known inputs")
     if known is not None and known.value is not None and known.value >= ALL:
         out.append("Whoever sees moved features of inputs that it knows has the key of the stream: " + known.sentence)
@@ -229,7 +231,7 @@ def _known(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
         if share >= ALL:
             needed = n
             break
-    said = f"{needed} tokens are enough" if needed == needed else f"{len(plain)} tokens give {share:.0%}"
+    said = f"{needed} token{'s are' if needed > 1 else ' is'} enough" if needed == needed else f"{len(plain)} tokens give {share:.0%}"
     yield (
         _finding("lock/known inputs", "known inputs do not give the key of the stream", share, 1 / member.size, 1.0, said),
         time.monotonic() - started,

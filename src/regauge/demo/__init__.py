@@ -11,13 +11,14 @@ from pathlib import Path
 
 from regauge.demo.averaging import averaging
 from regauge.demo.digits import digits
+from regauge.demo.locked import locked
 from regauge.demo.moving import moving, symmetry
 from regauge.demo.stage import Bar, Stage
 from regauge.findings import Results
 
 Chapter = Callable[[Stage], Results]
 
-CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging)
+CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked)
 
 
 def run(say: Callable[[str], None], bar: Bar, out: Path | None = None, seed: int = 0, chapters: Sequence[Chapter] = CHAPTERS) -> Results:

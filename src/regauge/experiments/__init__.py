@@ -14,6 +14,7 @@ from regauge.experiments.fusion import figure3, figure4, figure5, figure6
 from regauge.experiments.fusion import table3 as times
 from regauge.experiments.lab import Lab
 from regauge.experiments.pairs import trained_pairs
+from regauge.experiments.redteam import attacks
 from regauge.experiments.tables import table2, table3, table4, table5
 from regauge.experiments.theus import barriers
 from regauge.findings import Results
@@ -30,4 +31,5 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "003/figure6": figure6,
     "003/table3": times,
     "003/barriers": barriers,
+    "lock/attacks": attacks,
 }

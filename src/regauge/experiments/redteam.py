@@ -1,0 +1,286 @@
+"""The red team against locks, measured: which group resists which attack. `docs/threat-model.md` is made of what this finds.
+
+Three models that the tables of paper 000 use already are locked and attacked: a ViT that was trained here, a GPT-2 of the assets, and a Llama with
+grouped queries. Fine-tuning between the public base and the locked model is a drift: noise of a share of each tensor's own spread, on every tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from regauge.action import apply
+from regauge.attacks.theft import Budget
+from regauge.audit import LockCase, audit_lock
+from regauge.elements import element
+from regauge.experiments.cells import Cell, Outcome, Work
+from regauge.experiments.lab import Lab
+from regauge.experiments.models import build
+from regauge.experiments.presets import Subject
+from regauge.findings import Finding, Results, Table
+from regauge.fold import fold_norms
+from regauge.loading import load_model
+from regauge.sources import spec_of
+from regauge.spec import Spec
+from regauge.tasks import prepare
+
+State = dict[str, torch.Tensor]
+
+# What a lock may draw from: the kind of its members, and whether norms are folded first.
+GROUPS: dict[str, tuple[str, bool]] = {
+    "permutation": ("permutation", False),
+    "signed": ("signed", False),
+    "rotation": ("orthogonal", True),
+    "general linear": ("full", False),
+}
+DRIFTS = {"small": (0.01, 0.1, 0.5, 1.0), "paper": (0.01, 0.1, 0.5, 1.0), "pico": (0.1,)}
+LABELS = {"small": (50, 200, 1000), "paper": (50, 200, 1000), "pico": (20,)}
+STEPS = {"small": 300, "paper": 300, "pico": 5}
+LLAMA = "llama_stories260K.safetensors"
+KNOWN = 0.99
+
+
+def attacks(lab: Lab) -> Results:
+    """Locks of every group under every attack: a public base with drift, features, hidden states, and theft with few labels."""
+    image, play = lab.preset.tables["table2"]["image"], lab.preset.tables["table4"]["play"]
+    keys = range(1 if lab.preset_name == "pico" else 2)
+    drifts, trials = DRIFTS[lab.preset_name], range(lab.trials)
+    has_llama = (lab.assets / LLAMA).exists()
+    models: dict[str, Subject | str] = {play.name: play, image.name: image, **({"Llama, 260 K": LLAMA} if has_llama else {})}
+    cells = {name: 1 if isinstance(one, str) or one.recipe is None else 2 for name, one in models.items()}  # with its training
+    lab.total = len(keys) * (len(GROUPS) * len(drifts) * sum(cells.values()) + 3 * (cells[play.name] + cells[image.name]))
+    lab.total += 2 * len(trials) * cells[image.name]
+    base: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
+    for name, subject in models.items():
+        for group in GROUPS:
+            for drift in drifts:
+                found = [_audit(lab, name, subject, "base", group, key, drift=drift) for key in keys]
+                base[name, group, drift] = found
+    seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for subject in (play, image):
+        for group in ("permutation", "signed", "rotation"):
+            seen[subject.name, group] = [_audit(lab, subject.name, subject, "features", group, key) for key in keys]
+    theft: dict[str, Any] = {"labels": LABELS[lab.preset_name], "steps": STEPS[lab.preset_name]}
+    stolen = {
+        group: [_audit(lab, image.name, image, "theft", group, trial, trial=trial, **theft) for trial in trials]
+        for group in ("permutation", "rotation")
+    }
+    judged = lab.preset_name != "pico"  # weights that learned next to nothing have little to tell
+    findings = [*_of_bases(base, judged), *_of_features(seen, judged), *_of_theft(stolen)]
+    tables = (_bases_table(base, drifts), _features_table(seen), _theft_table(stolen))
+    facts = {
+        "experiment": "lock/attacks",
+        "preset": lab.preset_name,
+        "seeds": len(trials),
+        "keys": len(keys),
+        "models": lab.sizes,
+        "device": lab.device,
+        "minutes of computing": round(lab.seconds / 60, 1),
+        "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
+    }
+    missing = () if has_llama else (f"a Llama with grouped queries ({LLAMA} is not in the assets)",)
+    return Results("The red team against locks", tuple(findings), tables, (), facts, missing)
+
+
+def _audit(
+    lab: Lab, name: str, subject: Subject | str, what: str, group: str, key: int, *, trial: int = 0, drift: float = 0.0, **more: Any
+) -> dict[str, Any]:
+    """What an audit finds: [floor, value, ceiling] and seconds, by attack."""
+    within, fold = GROUPS[group]
+    parameters: dict[str, Any] = {"what": what, "within": within, "fold": fold, "key": key, "drift": drift, **more}
+    data: dict[str, Any] = {}
+    if isinstance(subject, str):
+        parameters["model"] = "stored"
+        data["source"] = lab.source(subject)
+    else:
+        parameters |= {"model": subject.model, "task": {**subject.task, **subject.tested}}
+        data |= lab.sources(subject, 0) if subject.recipe is None else {"weights": lab.train(subject, trial, "plain")}
+        if subject.tokenizer is not None:
+            data["tokenizer"] = lab.source(subject.tokenizer)
+        if what != "base":
+            data["test"] = lab.open(subject.test)
+        if what == "theft":
+            assert subject.train is not None
+            data["train"] = lab.open(subject.train)  # a thief's examples are the owner's own here: the best that a thief can have
+            parameters["learned"] = dict(subject.task)
+    now = f"{what}: {name}, {group}{f', drift {drift}' if drift else ''}, key {key}"
+    return dict(lab.run(AUDIT, parameters, data, now).values["found"])
+
+
+def _compute(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+    source = data["source"].uri if "source" in data else None
+    if p["model"] == "stored":
+        from regauge.checkpoint import open_checkpoint
+
+        model = load_model(open_checkpoint(str(source)), "float32")
+    else:
+        model = build(p["model"], 0, source)
+        if "weights" in data:
+            model.load_state_dict(data["weights"].tensors)
+    model = model.float().eval()
+    spec, state = spec_of(model), {n: v.detach().clone() for n, v in model.state_dict().items()}
+    tokenizer = data["tokenizer"].uri if "tokenizer" in data else None
+    test = prepare(p["task"], data["test"], tokenizer) if "test" in data else None
+    if p["what"] == "features":  # what enters the blocks does not depend on how they were locked
+        case = LockCase(spec, state, p["within"], model=model, test=test)
+        return Outcome({"found": _found(case, p)})
+    if p["fold"]:
+        spec, state = fold_norms(spec, state)
+    tuned = drifted(spec, state, float(p["drift"]), int(p["key"]))
+    g = element(spec, int(p["key"]), within=p["within"])
+    locked = apply(g, tuned, "backbone")
+    if p["what"] == "base":
+        return Outcome({"found": _found(LockCase(spec, locked, p["within"], g, state), p)})
+    model.load_state_dict(locked)
+    train = prepare(p["learned"], data["train"], tokenizer)
+    assert test is not None
+    some = test.only(np.arange(min(1000, len(test))))
+    return Outcome({"found": _found(LockCase(spec, locked, p["within"], g, model=model, train=train, test=some), p)})
+
+
+AUDIT = Cell("audit", 1, _compute)
+
+
+def _found(case: LockCase, p: Mapping[str, Any]) -> dict[str, Any]:
+    budget = Budget(steps=int(p.get("steps", 300)), seed=int(p["key"]))
+    results = audit_lock(case, labels=tuple(p.get("labels", ())), budget=budget, seed=int(p["key"]))
+    seconds = {row[0]: row[-1] for row in results.tables[0].rows}
+    return {f.id.removeprefix("lock/"): [f.floor, f.value, f.ceiling, seconds[f.id], f.sentence] for f in results.findings}
+
+
+def drifted(spec: Spec, state: Mapping[str, torch.Tensor], drift: float, seed: int) -> State:
+    """The state as fine-tuning of this size would leave it: noise of a share of each tensor's spread. What must be constant stays."""
+    draw = torch.Generator().manual_seed(1000 + seed)
+    out: State = {}
+    for name, value in state.items():
+        moves = value.is_floating_point() and name not in spec.fixed and value.numel() > 1
+        out[name] = value + drift * float(value.std()) * torch.randn(value.shape, generator=draw, dtype=value.dtype) if moves else value
+    return out | {alias: out[target] for alias, target in spec.ties.items() if alias in out and target in out}
+
+
+def _mean(found: Sequence[Mapping[str, Any]], attack: str, place: int = 1) -> float:
+    values = [f[attack][place] for f in found if attack in f and f[attack][place] is not None]
+    return float(statistics.fmean(values)) if values else math.nan
+
+
+def _spread(found: Sequence[Mapping[str, Any]], attack: str) -> float:
+    return float(statistics.pstdev([f[attack][1] for f in found if attack in f]))
+
+
+def _of_bases(base: Mapping[tuple[str, str, float], Sequence[Mapping[str, Any]]], judge: bool) -> list[Finding]:
+    out = []
+    for (name, group, drift), found in base.items():
+        share = _mean(found, "public base")
+        judged = judge and drift <= 0.1 and group == "permutation"
+        said = f"{share:.1%} of the key in {_mean(found, 'public base', 3):.1f} s"
+        out.append(
+            Finding(
+                f"base/{name}/{group}/{drift}",
+                f"A public base gives {group} keys of {name} away, at a drift of {drift}",
+                share >= KNOWN if judged else None,
+                share,
+                0.0,
+                1.0,
+                said,
+                measure="share of the key",
+                spread=_spread(found, "public base"),
+                trials=len(found),
+            )
+        )
+    return out
+
+
+def _of_features(seen: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], judge: bool) -> list[Finding]:
+    out = []
+    for (name, group), found in seen.items():
+        for attack in ("known inputs", "seen features", "vocabulary"):
+            if attack in found[0]:
+                share = _mean(found, attack)
+                judged = judge and (attack == "known inputs" or group == "permutation")
+                out.append(
+                    Finding(
+                        f"features/{name}/{group}/{attack}",
+                        f"{attack.capitalize()} give {'the text' if attack == 'vocabulary' else f'{group} keys'} of {name} away",
+                        share >= KNOWN if judged else None,
+                        share,
+                        _mean(found, attack, 0),
+                        1.0,
+                        str(found[0][attack][4]),
+                        measure="share of tokens" if attack == "vocabulary" else "share of the key",
+                        spread=_spread(found, attack),
+                        trials=len(found),
+                    )
+                )
+    return out
+
+
+def _of_theft(stolen: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Finding]:
+    out = []
+    for group, found in stolen.items():
+        for attack in (a for a in found[0] if a.startswith("theft/")):
+            value, floor, ceiling = _mean(found, attack), _mean(found, attack, 0), _mean(found, attack, 2)
+            said = f"{value:.3f}, where the locked model gives {floor:.3f} and the owner's {ceiling:.3f}"
+            out.append(
+                Finding(
+                    f"{attack.replace('/', f'/{group}/', 1)}",
+                    "What a thief without a base gets",
+                    None,
+                    value,
+                    floor,
+                    ceiling,
+                    said,
+                    measure="accuracy",
+                    spread=_spread(found, attack),
+                    trials=len(found),
+                )
+            )
+    return out
+
+
+def _bases_table(base: Mapping[tuple[str, str, float], Sequence[Mapping[str, Any]]], drifts: Sequence[float]) -> Table:
+    rows: list[tuple[str | float | None, ...]] = []
+    for name, group in dict.fromkeys((n, g) for n, g, _ in base):
+        shares = [round(_mean(base[name, group, d], "public base"), 4) for d in drifts]
+        first = base[name, group, drifts[0]]
+        vectors = _mean(first, "norm vectors")
+        told = None if math.isnan(vectors) else round(vectors, 4)
+        rows.append((name, group, *shares, told, round(_mean(first, "lineage"), 3), round(_mean(first, "public base", 3), 1)))
+    heads = ("model", "lock", *(f"drift {d:g}" for d in drifts), "gains and biases", "lineage", "seconds")
+    note = (
+        "Share of the key that whoever has the base recovers, by how far fine-tuning has drifted from it; then, at the least drift: from gains and "
+        "biases alone; how much nearer the base is than a stranger in what no key changes; and seconds of the whole attack. Of rotations and "
+        "general linear members a row counts if it is right to a tenth."
+    )
+    return Table("A public base", heads, tuple(rows), note)
+
+
+def _features_table(seen: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> Table:
+    rows: list[tuple[str | float | None, ...]] = []
+    for (name, group), found in seen.items():
+        text, enough = _mean(found, "vocabulary"), str(found[0]["known inputs"][4])
+        told = None if math.isnan(text) else text
+        rows.append((name, group, _mean(found, "known inputs"), enough, _mean(found, "seen features"), told))
+    note = (
+        "Known inputs: features before and after the key. Seen features: moved features of one half of the test, and features of the other half "
+        "through the public embedding. Vocabulary: the tokens of a text, from its hidden states in the middle of the open model."
+    )
+    return Table("Moved features", ("model", "key", "known inputs", "enough", "seen features", "vocabulary"), tuple(rows), note)
+
+
+def _theft_table(stolen: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    rows: list[tuple[str | float | None, ...]] = []
+    for group, found in stolen.items():
+        for labels in dict.fromkeys(a.rsplit(" ", 1)[1] for a in found[0] if a.startswith("theft/")):
+            ways = [_mean(found, f"theft/{way} {labels}") for way in ("new edges", "tuned", "scratch")]
+            limits = [_mean(found, f"theft/tuned {labels}", place) for place in (0, 2)]
+            rows.append((group, int(labels), *ways, *limits))
+    note = (
+        "Accuracy of a thief who has no base: the frozen backbone with new edges, all of it tuned, and the labels alone; then the locked model as it "
+        "stands, and the owner's."
+    )
+    return Table("Theft without a base", ("lock", "labels", "new edges", "tuned", "from scratch", "locked", "owner's"), tuple(rows), note)

@@ -21,6 +21,7 @@ from regauge.experiments.document import ABOUT, document
 from regauge.experiments.lab import Lab
 from regauge.experiments.presets import PRESETS
 from regauge.experiments.tables import PAPER
+from regauge.experiments.threats import threat_model
 from regauge.findings import Results, load_results
 from regauge.loading import load_model
 from regauge.tasks import Examples
@@ -295,6 +296,9 @@ def test_images_fall_back_to_digits(tmp_path: Path) -> None:
 def test_the_page_is_made_of_the_results() -> None:
     assert (DOCS / "experiments.md").read_text() == document(DOCS / "results")
     assert {path.stem for path in (DOCS / "results").glob("*.json")} <= set(ABOUT)
+    attacked = DOCS / "results" / "lock-attacks.json"
+    if attacked.exists():
+        assert (DOCS / "threat-model.md").read_text() == threat_model(load_results(attacked))
     for path in sorted((DOCS / "results").glob("*.json")):
         text, results = path.read_text(), load_results(path)
         assert results.facts["preset"] == "small"

@@ -225,13 +225,13 @@ def _known(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     plain, member = _features(case, seed)
     moved = plain @ torch.from_numpy(member.matrix()[0]).to(plain).T
     needed, share = math.nan, 0.0
-    for n in (n for n in TOKENS if n <= len(plain)):
+    for n in (n for n in TOKENS if n <= len(plain) // 2):  # judged on the other half
         guess = features.known_inputs(KnownInputs(plain[:n], moved[:n], case.kind))
-        share = _share({"stream": guess}, {"stream": member})
+        share = _restored(guess, member, plain[len(plain) // 2 :])
         if share >= ALL:
             needed = n
             break
-    said = f"{needed} token{'s are' if needed > 1 else ' is'} enough" if needed == needed else f"{len(plain)} tokens give {share:.0%}"
+    said = f"{needed} token{'s are' if needed > 1 else ' is'} enough" if needed == needed else f"{len(plain) // 2} tokens give {share:.0%}"
     yield (
         _finding("lock/known inputs", "known inputs do not give the key of the stream", share, 1 / member.size, 1.0, said),
         time.monotonic() - started,
@@ -244,7 +244,7 @@ def _seen(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     half = len(plain) // 2
     moved = plain[:half] @ torch.from_numpy(member.matrix()[0]).to(plain).T
     guess = features.seen_features(SeenFeatures(moved, plain[half:], case.kind))
-    share = _share({"stream": guess}, {"stream": member})
+    share = _restored(guess, member, plain[:half])
     said = f"{half} moved tokens, and as many others through the embedding, give {share:.0%}"
     yield (
         _finding("lock/seen features", "moved features alone do not give the key of the stream", share, 1 / member.size, 1.0, said),
@@ -338,6 +338,16 @@ def _finding(
     name: str, statement: str, value: float, floor: float | None, ceiling: float | None, sentence: str, measure: str = "share of the key"
 ) -> Finding:
     return Finding(name, statement, None, float(value), floor, ceiling, sentence, measure=measure)
+
+
+def _restored(guess: Member, member: Member, rows: torch.Tensor) -> float:
+    """How much of a member is known: of a permutation the share of places, of a matrix the share of the features that it restores (features fill a
+    part of the space only, and beyond that part there is nothing to know)."""
+    if isinstance(guess, Monomial) and isinstance(member, Monomial):
+        return _share({"": guess}, {"": member})
+    x = rows.numpy()
+    apart = np.square(x @ (guess.matrix()[0] - member.matrix()[0]).T).sum() / max(float(np.square(x).sum()), 1e-300)
+    return max(0.0, 1 - float(apart))
 
 
 def _share(found: Mapping[str, Member], truth: Mapping[str, Member]) -> float:

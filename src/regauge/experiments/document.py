@@ -1,6 +1,6 @@
-"""docs/experiments.md, made from the findings in docs/results and from nothing else.
+"""docs/experiments.md and docs/threat-model.md, made from the findings in docs/results and from nothing else.
 
-python -m regauge.experiments.document docs        # writes docs/experiments.md
+python -m regauge.experiments.document docs        # writes both
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from regauge.experiments.threats import threat_model
 from regauge.files import write_bytes
 from regauge.findings import Finding, Results, Table, load_results
 from regauge.report import number
@@ -67,6 +68,8 @@ ABOUT = {
     "003-barriers": "Whole-model barriers between models trained from different seeds, in the class and head size of the ends: norms are "
     "folded and heads untied, nothing else. The published numbers are of other models, and their matching makes attention "
     "larger; the share of the vanilla barrier is what can be compared.",
+    "lock-attacks": "Locks of every group, attacked by whoever has the base, sees features, or has labels. [The threat model](threat-model.md) is "
+    "made of these.",
 }
 
 
@@ -120,3 +123,6 @@ def _row(f: Finding) -> str:
 if __name__ == "__main__":
     docs = Path(sys.argv[1])
     write_bytes(docs / "experiments.md", document(docs / "results").encode())
+    attacked = docs / "results" / "lock-attacks.json"
+    if attacked.exists():
+        write_bytes(docs / "threat-model.md", threat_model(load_results(attacked)).encode())

@@ -1,0 +1,130 @@
+"""docs/threat-model.md, made from the findings of `lock/attacks` and from nothing else: every number on the page is one that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from regauge.findings import Finding, Results
+
+HEAD = """# Threat model: what a lock is worth
+
+A lock moves the backbone of a model by a secret element; embedding and head stay as they are. It is **obfuscation, not encryption**: everything
+that the model knows is still in the weights, in another order. This page says who undoes it, from measurements (`regauge reproduce lock/attacks`;
+all numbers in [experiments](experiments.md)). It is made from those findings and from nothing else. Run `regauge audit lock LOCKED --against BASE
+--data ...` for your own model: its numbers are the ones that count for you.
+
+For files at rest use `regauge seal`. Against a machine that must compute with the weights and must not have them, use a trusted execution
+environment; a lock raises a cost, and below is how little.
+"""
+TAIL = """## What is assumed
+
+- The adversary knows the architecture, the group of the lock (its record says it) and this library. It has not got the key.
+- Keys are 32 random bytes, and an element is drawn from the key and the model's digest: keys are not guessed. All attacks go around them.
+- Drift is noise of a share of each tensor's spread, on every tensor. Real fine-tuning is smaller: between all-MiniLM-L6-v2 and a fine-tune of it
+  the relative distance of weights is 0.01.
+- Not measured: adversaries who change what they are given and watch the answers; timing; several locked models of one family at once; learned
+  orders on large models.
+"""
+
+
+def threat_model(results: Results) -> str:
+    """The page."""
+    found = {f.id: f for f in results.findings}
+    parts = [HEAD, "## Who has what, and what it gives\n"]
+    parts.append(_public_base(found.values()))
+    parts.append(_features(found.values()))
+    parts.append(_theft(found.values()))
+    parts += [TAIL, _groups(found.values())]
+    return "\n".join(parts)
+
+
+def _groups(findings: Iterable[Finding]) -> str:
+    """What of the groups is left to choose, as far as the findings bear it out."""
+    found = list(findings)
+    near = [f for f in _of(found, "base") if float(f.id.split("/")[3]) <= 0.1]
+    standing = sorted({f.id.split("/")[2] for f in near if (f.value or 0) < 0.99})
+    seen = {
+        group: [f for f in _of(found, "features") if f.id.split("/")[2:] == [group, "seen features"]]
+        for group in ("permutation", "signed", "rotation")
+    }
+    hidden = [group for group, fs in seen.items() if fs and all((f.value or 0) < 0.5 for f in fs)]
+    lines = ["## Which group", ""]
+    but = f" but: {', '.join(standing)}" if standing else ""
+    lines += [f"Of a base at a drift of at most 0.1, all of the key is found under every group{but}."]
+    lines += [
+        f"Statistics of moved features do not find the key of {' and '.join(hidden)}s." if hidden else "Statistics of moved features find every key.",
+        "",
+        "Signs cost nothing: they unlock bit for bit and train with the same optimizers as permutations. Rotations need folded norms, come back to",
+        "rounding only and forbid Adam while locked.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _of(findings: Iterable[Finding], *beginning: str) -> list[Finding]:
+    return [f for f in findings if f.id.split("/")[: len(beginning)] == list(beginning)]
+
+
+def _range(found: Iterable[Finding]) -> str:
+    values = [f.value for f in found if f.value is not None]
+    low, high = min(values), max(values)
+    return f"{low:.0%}" if round(low, 2) == round(high, 2) else f"{low:.0%} to {high:.0%}"
+
+
+def _public_base(findings: Iterable[Finding]) -> str:
+    found = _of(findings, "base")
+    groups = list(dict.fromkeys(f.id.split("/")[2] for f in found))
+    drifts = list(dict.fromkeys(f.id.split("/")[3] for f in found))
+    lines = [
+        "### The base is public",
+        "",
+        "Whoever has the model that yours was tuned from matches it with the locked backbone, and reads the key off. Share of the key, over",
+        "models and keys:",
+        "",
+    ]
+    lines += [f"| lock | {' | '.join(f'drift {d}' for d in drifts)} |", f"|---|{'---|' * len(drifts)}"]
+    for group in groups:
+        cells = [_range(f for f in found if f.id.split("/")[2:] == [group, drift]) for drift in drifts]
+        lines.append(f"| {group} | {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "**This lock gives nothing** there. And the base cannot be hidden: what no key changes tells it (`regauge fingerprint`, `lineage`).",
+            "",
+        ]
+    )
+
+
+def _features(findings: Iterable[Finding]) -> str:
+    found = _of(findings, "features")
+    lines = ["### Features under one key are seen", "", "Whoever sees what enters the locked backbone:", ""]
+    lines += ["| model | key | known inputs | unknown inputs, public embedding | the text itself |", "|---|---|---|---|---|"]
+    for model, group in dict.fromkeys(tuple(f.id.split("/")[1:3]) for f in found):
+        by = {f.id.split("/")[3]: f for f in found if f.id.split("/")[1:3] == [model, group]}
+        known, seen, text = (by.get(name) for name in ("known inputs", "seen features", "vocabulary"))
+        cells = [known.sentence if known else "", _range([seen]) if seen else "", _range([text]) if text else ""]
+        lines.append(f"| {model} | {group} | {' | '.join(cells)} |")
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "One key for many batches is one key for an adversary with statistics. Hidden states of an open language model give the text,",
+            "whatever the key.",
+            "",
+        ]
+    )
+
+
+def _theft(findings: Iterable[Finding]) -> str:
+    found = _of(findings, "theft")
+    lines = ["### No relative is known, and there are labels", "", "The backbone is intact; a thief trains what stands around it, or all of it:", ""]
+    lines += ["| lock | labels | best theft | the labels alone | locked, as it stands | the owner's |", "|---|---|---|---|---|---|"]
+    for group in dict.fromkeys(f.id.split("/")[1] for f in found):
+        mine = [f for f in found if f.id.split("/")[1] == group]
+        for labels in dict.fromkeys(f.id.rsplit(" ", 1)[1] for f in mine):
+            by = {f.id.split("/")[2].rsplit(" ", 1)[0]: f for f in mine if f.id.endswith(f" {labels}")}
+            best = max((f for way, f in by.items() if way != "scratch"), key=lambda f: f.value or 0.0)
+            cells = [best.value, by["scratch"].value, best.floor, best.ceiling]
+            lines.append(f"| {group} | {labels} | {' | '.join('' if c is None else f'{c:.3f}' for c in cells)} |")
+    return "\n".join([*lines, "", "Accuracies. What the theft has over the labels alone is what the lock has lost.", ""])

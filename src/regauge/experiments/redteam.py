@@ -38,7 +38,7 @@ GROUPS: dict[str, tuple[str, bool]] = {
     "rotation": ("orthogonal", True),
     "general linear": ("full", False),
 }
-DRIFTS = {"small": (0.01, 0.1, 0.5, 1.0), "paper": (0.01, 0.1, 0.5, 1.0), "pico": (0.1,)}
+DRIFTS = {"small": (0.01, 0.1, 1.0), "paper": (0.01, 0.1, 1.0), "pico": (0.1,)}
 LABELS = {"small": (50, 200, 1000), "paper": (50, 200, 1000), "pico": (20,)}
 STEPS = {"small": 300, "paper": 300, "pico": 5}
 LLAMA = "llama_stories260K.safetensors"

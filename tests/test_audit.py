@@ -107,6 +107,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "The base is public: this lock gives nothing" in out
     results = load_results(tmp_path / "a.json")
     assert {f.id: f.value for f in results.findings}["lock/public base"] == 1.0
+    assert {f.id.rsplit("/", 1)[1]: f.holds for f in results.findings if "/handling/" in f.id} == dict.fromkeys(
+        ("wrong key", "changed bit", "lost tensor", "key reuse"), True
+    )
     assert key.derive("x").hex() not in (tmp_path / "a.json").read_text()
     assert "What this lock is worth" in (tmp_path / "a.html").read_text()
     assert main(["audit", "lock", locked, "--against", other, "--fail-above", "0.5"]) == 3

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,10 @@ from regauge.spec import Spec
 from regauge.streams import Stream, seed_key
 from regauge.tasks import Examples
 
+if TYPE_CHECKING:
+    from regauge.keys import Key
+    from regauge.locking import Record
+
 LABELS = (50, 200, 1000)
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 ALL = 0.99  # a key is known if so much of it is
@@ -46,7 +50,8 @@ class LockCase:
     """A locked model, and what there is to attack it with and to judge the attacks by.
 
     `state` is the locked one; `truth` the key's element, if the key is at hand. `base` is a public model that it may descend from. `model` is a live
-    model with the locked weights; `train` are examples that a thief would have, `test` others.
+    model with the locked weights; `train` are examples that a thief would have, `test` others. `record` and `key` are for how the lock is handled:
+    wrong keys, changed weights, one key for several models.
     """
 
     spec: Spec
@@ -58,6 +63,8 @@ class LockCase:
     model: torch.nn.Module | None = None
     train: Examples | None = None
     test: Examples | None = None
+    record: Record | None = None
+    key: Key | None = None
 
 
 def audit_lock(
@@ -78,6 +85,7 @@ def audit_lock(
         ("seen features", lambda: _seen(case, seed)),
         ("vocabulary", lambda: _vocabulary(case, seed)),
         ("theft", lambda: _theft(case, labels, budget)),
+        ("handling", lambda: _handling(case, seed)),
     ]
     findings: list[Finding] = []
     costs: list[tuple[str, float]] = []
@@ -139,12 +147,14 @@ def verdict_of(findings: Sequence[Finding]) -> list[str]:
 def _judged(f: Finding, most: float | None) -> Finding:
     from dataclasses import replace
 
-    if most is None or f.value is None or f.floor is None or f.ceiling is None or f.ceiling == f.floor:
+    if f.holds is not None or most is None or f.value is None or f.floor is None or f.ceiling is None or f.ceiling == f.floor:
         return f
     return replace(f, holds=(f.value - f.floor) / (f.ceiling - f.floor) <= most)
 
 
 def _missing(case: LockCase, name: str) -> str:
+    if name == "handling":
+        return "" if case.record is not None and case.key is not None else "the key was not given"
     if name in ("public base", "lineage"):
         return "" if case.base is not None or (name == "lineage" and case.candidates) else "no model was given that it may descend from"
     if case.model is None or case.test is None:
@@ -290,6 +300,63 @@ def _theft(case: LockCase, labels: Sequence[int], budget: theft.Budget) -> Itera
                 _finding(f"lock/theft/{name} {n}", f"{n} labels are of little use to a thief", value, floor, owner, said, _unit(case)),
                 (time.monotonic() - started),
             )
+
+
+def _handling(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
+    """What goes wrong in use: another key, a changed bit, a lost tensor, and one key for two models."""
+    from dataclasses import replace
+
+    from regauge.errors import TamperedModelError, WrongKeyError
+    from regauge.keys import generate_key
+    from regauge.locking import header_of, locked_element, tagged, verify_tags
+
+    record, key = case.record, case.key
+    assert record is not None
+    assert key is not None
+    header, digests = header_of(case.state), {name: name.encode() for name in case.state}
+    sealed = tagged(record, key, case.spec, header, digests)  # tags of stand-ins for digests, so that not all is hashed again
+    first = min(header)
+
+    def refused(by: type[Exception], act: Callable[[], object]) -> float:
+        try:
+            act()
+        except by:
+            return 0.0
+        return 1.0
+
+    flipped = {**digests, first: b"other"}
+    fewer = {name: entry for name, entry in header.items() if name != first}
+    tries: dict[str, tuple[str, Callable[[], float]]] = {
+        "wrong key": ("another key is refused", lambda: refused(WrongKeyError, lambda: locked_element(case.spec, record, generate_key()))),
+        "changed bit": (
+            "changed weights are refused",
+            lambda: refused(TamperedModelError, lambda: verify_tags(sealed, key, case.spec, header, flipped)),
+        ),
+        "lost tensor": (
+            "a model that lacks a tensor is refused",
+            lambda: refused(TamperedModelError, lambda: verify_tags(sealed, key, case.spec, fewer, digests)),
+        ),
+        "key reuse": ("one key gives two models unrelated elements", lambda: _reused(case, record, key)),
+    }
+    for name, (statement, attempt) in tries.items():
+        started = time.monotonic()
+        value = attempt()
+        said = "as it should" if value < 0.5 else "NOT as it should"
+        yield (
+            replace(_finding(f"lock/handling/{name}", statement, value, 0.0, 1.0, said, "success of the adversary"), holds=value < 0.5),
+            (time.monotonic() - started),
+        )
+
+
+def _reused(case: LockCase, record: Record, key: Key) -> float:
+    """The share of one model's stream that the element of another model, under the same key, has in the same place."""
+    from regauge.elements import element
+    from regauge.locking import LOCKS
+
+    within = LOCKS[record.group].within
+    drawn = [element(case.spec, key.derive("lock/element", bytes.fromhex(digest)), within=within) for digest in (record.digest, f"{1:064x}")]
+    streams = {s: m for s, m in drawn[0].members.items() if s.startswith("stream")}
+    return _share({s: m for s, m in drawn[1].members.items() if s in streams}, streams)
 
 
 def _features(case: LockCase, seed: int) -> tuple[torch.Tensor, Member]:

@@ -121,7 +121,18 @@ def _case(
         kept = min(most, len(examples) // 2)
         test, train = examples.only(np.sort(order[kept : kept + samples])), examples.only(np.sort(order[:kept]))
         say(f"{len(train)} examples for a thief, {len(test)} to test on")
-    case = LockCase(described_spec(spec, record.folded), state, LOCKS[record.group].within, truth, base, model=live, train=train, test=test)
+    case = LockCase(
+        described_spec(spec, record.folded),
+        state,
+        LOCKS[record.group].within,
+        truth,
+        base,
+        model=live,
+        train=train,
+        test=test,
+        record=record,
+        key=key,
+    )
     return case, {"family": record.family, "group": record.group, "key": record.key, "scored by the key": key is not None}
 
 
@@ -148,5 +159,6 @@ def text_of(results: Results) -> str:
         rows.append((str(name).removeprefix("lock/"), number(floor), number(value), number(ceiling), number(seconds)))
     lines = [results.title, "", columns(rows, right=(1, 2, 3, 4)), ""]
     lines += [f"not tried: {u}" for u in results.unchecked]
+    lines += [f"holds  {f.id.removeprefix('lock/')}: {f.statement}" for f in results.findings if f.holds and "/handling/" in f.id]
     lines += [f"FAILS  {f.id.removeprefix('lock/')}: {f.sentence}" for f in results.failed]
     return "\n".join([*lines, "", *results.facts["verdict"]])

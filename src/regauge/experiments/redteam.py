@@ -275,7 +275,7 @@ def _features_table(seen: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]])
 def _theft_table(stolen: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
     rows: list[tuple[str | float | None, ...]] = []
     for group, found in stolen.items():
-        for labels in dict.fromkeys(a.rsplit(" ", 1)[1] for a in found[0] if a.startswith("theft/")):
+        for labels in sorted({a.rsplit(" ", 1)[1] for a in found[0] if a.startswith("theft/")}, key=int):
             ways = [_mean(found, f"theft/{way} {labels}") for way in ("new edges", "tuned", "scratch")]
             limits = [_mean(found, f"theft/tuned {labels}", place) for place in (0, 2)]
             rows.append((group, int(labels), *ways, *limits))

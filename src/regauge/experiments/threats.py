@@ -47,12 +47,12 @@ def _groups(findings: Iterable[Finding]) -> str:
         group: [f for f in _of(found, "features") if f.id.split("/")[2:] == [group, "seen features"]]
         for group in ("permutation", "signed", "rotation")
     }
-    hidden = [group for group, fs in seen.items() if fs and all((f.value or 0) < 0.5 for f in fs)]
     lines = ["## Which group", ""]
     but = f" but: {', '.join(standing)}" if standing else ""
     lines += [f"Of a base at a drift of at most 0.1, all of the key is found under every group{but}."]
+    told = "; ".join(f"{group} {_range(fs)}" for group, fs in seen.items() if fs)
     lines += [
-        f"Statistics of moved features do not find the key of {' and '.join(hidden)}s." if hidden else "Statistics of moved features find every key.",
+        f"Of what the statistics of moved features tell of the key, over models: {told}.",
         "",
         "Signs cost nothing: they unlock bit for bit and train with the same optimizers as permutations. Rotations need folded norms, come back to",
         "rounding only and forbid Adam while locked.",
@@ -122,7 +122,7 @@ def _theft(findings: Iterable[Finding]) -> str:
     lines += ["| lock | labels | best theft | the labels alone | locked, as it stands | the owner's |", "|---|---|---|---|---|---|"]
     for group in dict.fromkeys(f.id.split("/")[1] for f in found):
         mine = [f for f in found if f.id.split("/")[1] == group]
-        for labels in dict.fromkeys(f.id.rsplit(" ", 1)[1] for f in mine):
+        for labels in sorted({f.id.rsplit(" ", 1)[1] for f in mine}, key=int):
             by = {f.id.split("/")[2].rsplit(" ", 1)[0]: f for f in mine if f.id.endswith(f" {labels}")}
             best = max((f for way, f in by.items() if way != "scratch"), key=lambda f: f.value or 0.0)
             cells = [best.value, by["scratch"].value, best.floor, best.ceiling]

@@ -58,8 +58,8 @@ ABOUT = {
     "worse, as in the paper, whose thief still reaches 78 to 86 percent: a lock spoils the head start and forbids nothing. "
     "Figure 4's curves are in the report.",
     "000-figure5": "The same ViT, trained on with shifted images and a cosine schedule until the loss on validation data comes to rest.",
-    "000-figure6": "The GPT-2s of the assets write, and are fine-tuned on WikiText-2. The paper's figure has the curves of fine-tuning, which are "
-    "in the report here.",
+    "000-figure6": "The two GPT-2s of the assets, a trial each, write, and are fine-tuned on WikiText-2. The paper's figure has the curves of "
+    "fine-tuning, which are in the report here.",
     "003-pairs": "The ends that everything below is measured between. Budgets are ours, set by two cores; what counts is that the ends are"
     " clearly better than a bigram, or than a guess.",
     "003-figure3": "Two models are matched in part or in whole, and averaged. The paper leaves out attention, FFN or rescaling; beyond it "

@@ -161,10 +161,8 @@ def _thief(c: Column, source: str) -> Finding:
     """How far one comes without the key, between a fresh model and the plain one."""
     text = c.measure == "perplexity"
     worse = [a > b if text else a < b for a, b in zip(c.values("unauthorized"), c.values("plain"), strict=True)]
-    gained = _worth(c, "plain") - _worth(c, "scratch")
-    knows = gained > (KNOWS_TEXT / 4 if text else KNOWS)
-    ways = [way for way in ("unauthorized", "edges") if way in c.scores]
-    kept = {way: f"{100 * (_worth(c, way) - _worth(c, 'scratch')) / gained:.0f} %" for way in ways} if knows else {}
+    kept = _kept(c)
+    knows = bool(kept)
     short = f"perplexity {c.mean('unauthorized') / c.mean('plain'):.2f} times the plain one's" if text else _points(c)
     told = (
         f"{short}; of what pre-training gives over a fresh model, {kept['unauthorized']} are left to a thief"
@@ -185,6 +183,15 @@ def _thief(c: Column, source: str) -> Finding:
         spread=c.spread("unauthorized"),
         trials=len(worse),
     )
+
+
+def _kept(c: Column) -> dict[str, str]:
+    """Of what pre-training gives over a fresh model, in accuracy or nats, the share that is left without the key; nothing where it gives little."""
+    gained = _worth(c, "plain") - _worth(c, "scratch")
+    if gained <= (KNOWS_TEXT / 4 if c.measure == "perplexity" else KNOWS):
+        return {}
+    ways = [way for way in ("unauthorized", "edges") if way in c.scores]
+    return {way: f"{100 * (_worth(c, way) - _worth(c, 'scratch')) / gained:.0f} %" for way in ways}
 
 
 def _points(c: Column) -> str:
@@ -332,6 +339,9 @@ def _table(title: str, columns: Sequence[Column], ways: Sequence[str], *, paper:
         rows.append(tuple(cells))
     note = "Means over trials and their standard deviation, in percent (perplexity as it is; its mean is geometric), on the test data."
     note += ' "Edges kept" is beyond the paper: the embedding that a lock leaves in the open, with a fresh backbone.' if "edges" in ways else ""
+    left = [(c.subject.name, kept) for c in columns if (kept := _kept(c))]
+    told = [f"{name} {kept['unauthorized']}" + (f" (edges alone {kept['edges']})" if "edges" in kept else "") for name, kept in left]
+    note += f" Of what pre-training gives over a fresh model, in points or nats, a thief without the key keeps: {', '.join(told)}." if told else ""
     return Table(title, tuple(heads), tuple(rows), note)
 
 

@@ -48,9 +48,9 @@ bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
 
 # The papers' tables, preset small: the findings in docs/results, and the page made of them. What is in the cache is not computed again.
-EXPERIMENTS := table2 table3 table4 table5
+EXPERIMENTS := 000/table2 000/table3 000/table4 000/table5 000/table7 000/figure5 000/figure6
 experiments: $(VENV)/ready
-	for t in $(EXPERIMENTS); do REGAUGE_ASSETS=$(ASSETS) $(BIN)/regauge reproduce 000/$$t --json docs/results/000-$$t.json || exit; done
+	for e in $(EXPERIMENTS); do REGAUGE_ASSETS=$(ASSETS) $(BIN)/regauge reproduce $$e --json docs/results/$$(echo $$e | tr / -).json || exit; done
 	$(BIN)/python -m regauge.experiments.document docs
 
 clean:

@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from regauge import tasks
 from regauge.barriers import score
 from regauge.cli import main
-from regauge.experiments import EXPERIMENTS, models, pairs, training
+from regauge.experiments import EXPERIMENTS, locks, models, pairs, training, tuning
+from regauge.experiments.cells import Work
 from regauge.experiments.claims import distance, outputs_of
 from regauge.experiments.document import ABOUT, document
 from regauge.experiments.lab import Lab
@@ -48,7 +50,8 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"sst2_{name}.tsv").write_text(f"label\t{field}\n" + "".join(rows))
     text = "\n".join(sentence(i % 2) for i in range(600))
     (folder / "tinyshakespeare.txt").write_text(text)
-    (folder / "wikitext2_test.txt").write_text(text)
+    for name in ("test", "valid"):
+        (folder / f"wikitext2_{name}.txt").write_text(text)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.train_from_iterator(
@@ -94,6 +97,12 @@ def test_every_table_runs_and_holds(name: str, tmp_path: Path, capsys: pytest.Ca
     assert str(tmp_path.parent) not in json.dumps({**results.facts, "command": ""})  # no machine's paths
     paper, _, table = name.partition("/")
     if paper != "000":
+        return
+    if table not in PAPER:
+        exact = [f for f in results.findings if "/authorized" in f.id]
+        assert {f.holds for f in exact} <= {True, None}  # of long runs in float32, losses and weights are only told
+        assert sum(f.holds is True for f in exact) > len(exact) / 2
+        assert all(f.value < f.ceiling / 20 for f in exact if f.id.endswith(("/losses", "/weights", "/text")))
         return
     assert {f.id for f in results.findings if f.holds} >= {f"{key}/columns/outputs" for key in PAPER[table]}
     shown = {column: [row[i] for row in results.tables[0].rows] for i, column in enumerate(results.tables[0].columns)}
@@ -162,6 +171,86 @@ def test_training_with_rows_that_are_not_put_back_is_noticed(tmp_path: Path, mon
     failed = {f.id for f in only("table3", "text", tmp_path).failed}
     assert {"text/rows/outputs", "text/rows/weights"} <= failed
     assert not any("columns" in name for name in failed)
+
+
+@pytest.fixture
+def wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Edges by another key than the lock's."""
+    right = tuning.locked_element
+    monkeypatch.setattr(tuning, "locked_element", lambda spec, record, key: right(spec, replace(record, digest="0" * 64), key, tags=False))
+
+
+@pytest.mark.usefixtures("wrong_key")
+def test_fine_tuning_with_a_wrong_key_is_noticed(tmp_path: Path) -> None:
+    failed = {f.id for f in only("table7", "image", tmp_path).failed}
+    assert {"image/authorized/losses", "image/authorized/weights"} <= failed
+    spoken = {f.id: f for f in EXPERIMENTS["000/figure6"](Lab("pico", cache=tmp_path)).findings}
+    assert spoken["play/authorized/text"].holds is False
+    assert spoken["play/authorized"].holds is False
+
+
+def test_a_locked_model_stands_between(tmp_path: Path) -> None:
+    """What is lost without the key, and that the controls begin with what they should."""
+    found = {f.id: f for f in reproduce("000/figure6", tmp_path)[1].findings}
+    locked = found["play/locked"]
+    assert locked.ceiling < 0.5 * min(locked.value, locked.floor)  # the plain model has learned something, and the locked one shows little of it
+    lab = Lab("pico")
+    subject = lab.preset.tables["table7"]["bert"]
+    data = {"train": lab.open(subject.train), **lab.begin(subject, 0)}
+    states = {}
+    for way in tuning.WAYS:
+        p = {"model": subject.model, "way": way, "seed": 0, "fresh": list(subject.fresh)}
+        model, put_back = tuning.begun(p, data, torch.float64, "cpu")
+        states[way] = put_back(dict(model.state_dict()))
+    table, inside, head = "bert.embeddings.word_embeddings.weight", "bert.encoder.layer.0.output.dense.weight", "classifier.weight"
+    start = data["start"].tensors
+    same = {(way, name) for way in tuning.WAYS for name in (table, inside, head) if torch.equal(states[way][name], start[name])}
+    assert same == {("plain", table), ("plain", inside), ("authorized", table), ("authorized", inside), ("unauthorized", table), ("edges", table)}
+    assert len({float(states[way][head].sum()) for way in tuning.WAYS}) == 1  # one new head for all
+    moved, plain = states["unauthorized"][inside], start[inside]
+    assert torch.equal(moved.flatten().sort().values, plain.flatten().sort().values)  # a lock moves numbers, and changes none
+
+
+def test_what_is_fine_tuned_on_was_not_trained_on() -> None:
+    small = PRESETS["small"]().tables
+    order = np.random.default_rng(0).permutation(67_349)
+    before = set(order[: small["table4"]["bert"].train.rows].tolist())
+    for name in ("bert", "gpt2"):
+        tuned = small["table7"][name]
+        rows = tasks._part(tuned.task, 67_349)
+        kept = tasks._part({**tuned.task, **tuned.validated}, 67_349)
+        assert len(rows) == 2000
+        assert len(kept) == 500
+        assert not before & {*rows.tolist(), *kept.tolist()}
+        assert not set(rows.tolist()) & set(kept.tolist())
+
+
+def test_looks_go_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab = Lab("pico")
+    subject = lab.preset.tables["table7"]["image"]
+    data = {"train": lab.open(subject.train), **lab.begin(subject, 0)}
+    p = {"model": subject.model, "task": subject.task, "recipe": subject.recipe, "fresh": list(subject.fresh), "batch": 120, "seed": 0}
+    p |= {"validated": {**subject.task, **subject.validated}, "way": "authorized"}
+    whole = tuning.tune(p, data, Work(tmp_path / "a"))
+    right, calls = training.loss_on, []
+
+    def stops(*args: Any) -> float:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return right(*args)
+
+    monkeypatch.setattr(tuning, "loss_on", stops)
+    work = Work(tmp_path / "b", every=0.0)
+    with pytest.raises(KeyboardInterrupt):
+        tuning.tune(p, data, work)
+    assert tuning.tune(p, data, work).digest == whole.digest
+    assert [step for step, _ in whole.values["seen"]] == [round(i * 40 / 6) for i in range(7)]
+    assert len(calls) == 4 + 4  # the three looks that were over are not taken again
+
+
+def test_samples_are_shown_in_one_line() -> None:
+    assert locks.shown("to be,\nor | not\ufffd <b> /x\x00 é") == "to be,¶or · not· ·b· ·x· é"
 
 
 def test_a_test_in_float64_sees_differences_in_float64(tmp_path: Path) -> None:

@@ -238,6 +238,19 @@ def encode(tokenizer: Path | str | None, texts: list[str], special: bool = False
     return [list(found(text, add_special_tokens=special, verbose=False)["input_ids"]) for text in texts]
 
 
+def decode(tokenizer: Path | str, ids: list[int]) -> str:
+    """The text of tokens that `encode` gave, or that a model wrote."""
+    if str(tokenizer).endswith(".json"):
+        from tokenizers import Tokenizer, decoders
+
+        known = Tokenizer.from_file(str(tokenizer))
+        known.decoder = known.decoder or decoders.ByteLevel()  # some files leave out how bytes become text again
+        return str(known.decode(ids, skip_special_tokens=False))
+    from transformers import AutoTokenizer
+
+    return str(AutoTokenizer.from_pretrained(tokenizer).decode(ids))
+
+
 def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """The logits, [examples, classes, ...]. Images go by place: timm calls them x."""
     out = model(inputs["pixel_values"]) if "pixel_values" in inputs else model(**inputs)

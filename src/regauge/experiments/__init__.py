@@ -13,6 +13,9 @@ from collections.abc import Callable
 from regauge.experiments.fusion import figure3, figure4, figure5, figure6
 from regauge.experiments.fusion import table3 as times
 from regauge.experiments.lab import Lab
+from regauge.experiments.locks import figure5 as convergence
+from regauge.experiments.locks import figure6 as writing
+from regauge.experiments.locks import table7
 from regauge.experiments.pairs import trained_pairs
 from regauge.experiments.redteam import attacks
 from regauge.experiments.tables import table2, table3, table4, table5
@@ -24,6 +27,9 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "000/table3": table3,
     "000/table4": table4,
     "000/table5": table5,
+    "000/table7": table7,
+    "000/figure5": convergence,
+    "000/figure6": writing,
     "003/pairs": trained_pairs,
     "003/figure3": figure3,
     "003/figure4": figure4,

@@ -12,6 +12,7 @@ from regauge.data import Data, DataError, Pictures, open_data
 from regauge.experiments.cells import Cell, Outcome, default_cache, place, run
 from regauge.experiments.presets import PRESETS, From, Preset, Subject
 from regauge.experiments.training import SCORE, TRAIN, Source, source_of
+from regauge.experiments.tuning import SPEAK, TUNE
 
 Progress = Callable[[int, int, str], None]
 
@@ -80,6 +81,34 @@ class Lab:
         self._note(subject, outcome, "tested on")
         return outcome
 
+    def begin(self, subject: Subject, trial: int) -> dict[str, Any]:
+        """What a subject's fine-tuning starts from: the model that another subject's training ended with, or its source of this trial."""
+        start = {"start": self.train(subject.start, trial, "plain")} if subject.start is not None else {}
+        return {**start, **self.sources(replace(subject, recipe=None), trial)}
+
+    def tune(self, subject: Subject, trial: int, way: str, begun: Mapping[str, Any]) -> Outcome:
+        """The subject's pre-trained model, fine-tuned plainly, locked with or without the key, or not pre-trained at all."""
+        assert subject.train is not None
+        shared = {"model": subject.model, "task": subject.task, "recipe": subject.recipe, "fresh": list(subject.fresh)}
+        parameters = {**shared, "validated": {**subject.task, **subject.validated}, "seed": trial, "way": way, "batch": subject.batch}
+        outcome = self.run(TUNE, parameters, {"train": self.open(subject.train), **begun}, f"fine-tune {subject.name}, {way}, seed {trial}")
+        self._note(subject, outcome, "trained on")
+        return outcome
+
+    def tuned(self, subject: Subject, trial: int, way: str, weights: Outcome) -> Outcome:
+        """What a fine-tuned model is worth on the test data."""
+        assert subject.recipe is not None
+        dtype = subject.recipe["dtype"]
+        return self.score(replace(subject, recipe=None), trial, "plain", weights=weights, dtype=dtype, trained=way)
+
+    def speak(self, subject: Subject, trial: int, way: str, begun: Mapping[str, Any], said: Mapping[str, Any]) -> Outcome:
+        """What the subject's pre-trained model writes, and its loss on the test data."""
+        task = {**subject.task, **subject.tested}
+        parameters = {"model": subject.model, "task": task, "said": said, "seed": trial, "way": way, "batch": subject.batch}
+        outcome = self.run(SPEAK, parameters, {"test": self.open(subject.test), **begun}, f"generate with {subject.name}, {way}, trial {trial}")
+        self._note(subject, outcome, "tested on")
+        return outcome
+
     def run(self, cell: Cell, parameters: Mapping[str, Any], data: Mapping[str, Any], now: str) -> Outcome:
         if self.progress:
             self.progress(self.done, self.total, now)
@@ -128,7 +157,7 @@ class Lab:
         if subject.tokenizer is not None:
             found["tokenizer"] = self.source(subject.tokenizer)
         if subject.sources:
-            found["source"] = self.source(subject.sources[trial if subject.recipe is None else 0])
+            found["source"] = self.source(subject.sources[trial % len(subject.sources) if subject.recipe is None else 0])
         return found
 
     def source(self, uri: str) -> Source:

@@ -61,6 +61,27 @@ def build(about: Mapping[str, Any], seed: int, source: str | None = None) -> tor
         return model  # type: ignore[no-any-return]
 
 
+def fresh(about: Mapping[str, Any], seed: int, source: str | None = None) -> torch.nn.Module:
+    """The same model as `build` makes, but with nothing of its source except the config."""
+    if "timm" not in about and source is None:
+        return build(about, seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if "timm" in about:
+            need("timm", "timm")
+            import timm
+
+            return timm.create_model(about["timm"], pretrained=False, num_classes=about["classes"])  # type: ignore[no-any-return]
+        need("transformers", "models")
+        import transformers
+
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(source), **about.get("config", {}))
+        except (OSError, ValueError) as error:
+            raise _absent(str(source), error) from error
+        return getattr(transformers, about["class"])(config, **about.get("more", {}))  # type: ignore[no-any-return]
+
+
 def _of_timm(about: Mapping[str, Any], source: str | None) -> torch.nn.Module:
     need("timm", "timm")
     import timm

@@ -81,7 +81,7 @@ def _inference(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results
     bars = {"labels": [TEST[w] for w in shown], "y": {_head(c): [round(c.shown(w), 3) for w in shown] for c in percent}, "ylabel": "percent"}
     figures = (Figure("With the key nothing changes; without it a guess is left", "bars", bars, "Means over trials."),)
     unchecked = ("the paper's own models and data (--preset paper)",) if lab.preset_name != "paper" else ()
-    return Results(f"{title}", tuple(findings), (_table(title, table, columns, TEST, shown, note),), figures, _facts(lab, table), unchecked)
+    return Results(f"{title}", tuple(findings), (_table(title, table, columns, TEST, shown, note),), figures, facts_of(lab, table), unchecked)
 
 
 def _tested(lab: Lab, subject: Subject, ways: Sequence[str]) -> Scores:
@@ -126,7 +126,7 @@ def _training(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results:
         tuple(findings),
         (_table(title, table, columns, TRAINED, ("plain", *ways), note),),
         tuple(figures),
-        _facts(lab, table),
+        facts_of(lab, table),
         tuple(unchecked),
     )
 
@@ -161,7 +161,7 @@ def _head(c: Column) -> str:
     return f"{c.subject.name}, {c.measure}"
 
 
-def _facts(lab: Lab, table: str) -> dict[str, Any]:
+def facts_of(lab: Lab, table: str) -> dict[str, Any]:
     return {
         "experiment": f"000/{table}",
         "preset": lab.preset_name,

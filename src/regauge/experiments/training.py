@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.models import build, plain, used, wrapper
-from regauge.tasks import chances, logits_of, loss_of, measures, prepare
+from regauge.tasks import Examples, chances, logits_of, loss_of, measures, prepare
 from regauge.testing import strict_float64
 
 Tensor = torch.Tensor
@@ -52,18 +52,37 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     `clip` (the largest norm of a gradient) and `augment` (of images).
     """
     recipe, seed = p["recipe"], int(p["seed"])
-    examples = prepare(p["task"], data["train"], _uri(data, "tokenizer"))
+    examples = prepare(p["task"], data["train"], uri_of(data, "tokenizer"))
+    model = used(build(p["model"], seed, uri_of(data, "source")).to(work.device, getattr(torch, recipe["dtype"])), p["way"], seed)
+    losses, _ = descend(model, examples, recipe, seed, work)
+    state = {name: t.detach().cpu().clone() for name, t in plain(model).state_dict().items()}
+    return Outcome({"losses": losses, "steps": len(losses), "examples": len(examples), "parameters": parameters_of(model)}, state)
+
+
+Look = Callable[[], float]
+
+
+def descend(
+    model: torch.nn.Module, examples: Examples, recipe: Parameters, seed: int, work: Work, look: Look | None = None
+) -> tuple[list[float], list[list[float]]]:
+    """Follow a recipe, in place: the loss of every step, and (step, what `look` saw), before the first step and `looks` times after it."""
+    model.train()
     dtype = getattr(torch, recipe["dtype"])
-    model = used(build(p["model"], seed, _uri(data, "source")).to(work.device, dtype), p["way"], seed).train()
     optimizer = OPTIMIZERS[recipe["optimizer"]](model.parameters(), lr=recipe["rate"], **recipe.get("more", {}))
     batch = int(recipe["batch"])
     per_epoch = max(1, len(examples) // batch)
     total = per_epoch * int(recipe["epochs"])
+    due = {round(i * total / recipe.get("looks", 1)) for i in range(recipe.get("looks", 1) + 1)} if look else set()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        step, losses = _resume(model, optimizer, work)
+        step, losses, seen = _resume(model, optimizer, work)
         saved = time.monotonic()
-        while step < total:
+        while True:
+            if look and step in due and (not seen or seen[-1][0] < step):
+                seen.append([step, look()])
+                model.train()
+            if step >= total:
+                return losses, seen
             epoch, place = divmod(step, per_epoch)
             rows = np.random.default_rng([seed, epoch]).permutation(len(examples))[place * batch : (place + 1) * batch]
             for group in optimizer.param_groups:
@@ -81,10 +100,8 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
             losses.append(float(loss.detach()))
             step += 1
             if time.monotonic() - saved >= work.every:
-                _keep(model, optimizer, step, losses, work)
+                _keep(model, optimizer, step, {"losses": losses, "seen": seen}, work)
                 saved = time.monotonic()
-    state = {name: t.detach().cpu().clone() for name, t in plain(model).state_dict().items()}
-    return Outcome({"losses": losses, "steps": total, "examples": len(examples), "parameters": sum(t.numel() for t in model.parameters())}, state)
 
 
 def schedule(step: int, total: int, warmup: float) -> float:
@@ -112,9 +129,9 @@ OPTIMIZERS: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.Ada
 
 def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     """Use a model in one way on all test examples: the measures, what a guess gets, and the logits (of texts: the nats of each token)."""
-    examples = prepare(p["task"], data["test"], _uri(data, "tokenizer"))
+    examples = prepare(p["task"], data["test"], uri_of(data, "tokenizer"))
     dtype = getattr(torch, p["dtype"])
-    model = build(p["model"], 0, _uri(data, "source")).to(work.device, dtype)  # first, so that weights are not rounded on their way in
+    model = build(p["model"], 0, uri_of(data, "source")).to(work.device, dtype)  # first, so that weights are not rounded on their way in
     if "weights" in data:
         model.load_state_dict(data["weights"].tensors)
     model = used(model, p["way"], int(p["key"])).eval()
@@ -136,7 +153,7 @@ def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     outputs = torch.cat(kept)
     nats = float(outputs.double().mean()) if examples.causal else 0.0
     values = {"measures": measures(examples, confusion, nats), "chance": chances(examples, confusion), "examples": len(examples)}
-    values |= {"parameters": sum(t.numel() for t in model.parameters())}
+    values |= {"parameters": parameters_of(model)}
     return Outcome(values, {"outputs": outputs[:SHOWN].clone() if examples.dense else outputs})
 
 
@@ -154,24 +171,41 @@ def _to(batch: tuple[dict[str, Tensor], Tensor], device: str, dtype: torch.dtype
     return {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()}, labels.to(device)
 
 
-def _uri(data: Mapping[str, Any], name: str) -> str | None:
+def uri_of(data: Mapping[str, Any], name: str) -> str | None:
+    """Where a cell's tokenizer or pre-trained model lies, if it has such."""
     return data[name].uri if name in data else None
 
 
-def _keep(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, losses: list[float], work: Work) -> None:
+def parameters_of(model: torch.nn.Module) -> int:
+    return sum(t.numel() for t in model.parameters())
+
+
+def loss_on(model: torch.nn.Module, examples: Examples, batch: int, dtype: torch.dtype, device: str) -> float:
+    """The mean loss over examples, in evaluation mode."""
+    model.eval()
+    found = 0.0
+    with torch.no_grad(), _exact(dtype):
+        for start in range(0, len(examples), batch):
+            rows = np.arange(start, min(start + batch, len(examples)))
+            inputs, labels = _to(examples.batch(rows), device, dtype)
+            found += len(rows) * float(loss_of(examples, logits_of(model, inputs), labels))
+    return found / len(examples)
+
+
+def _keep(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, history: Mapping[str, Any], work: Work) -> None:
     tensors = {f"model/{name}": t.clone() for name, t in model.state_dict().items()} | {"random": torch.get_rng_state()}
     if work.device.startswith("cuda"):
         tensors["random/cuda"] = torch.cuda.get_rng_state()
     for i, entries in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer/{i}/{name}": torch.as_tensor(value) for name, value in entries.items()}
-    work.save({"step": step, "losses": losses}, tensors)
+    work.save({"step": step, **history}, tensors)
 
 
-def _resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> tuple[int, list[float]]:
+def _resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> tuple[int, list[float], list[list[float]]]:
     """Go on where an interrupted run stood: weights, the optimizer's moments, the random state, the number of the step."""
     found = work.load()
     if found is None:
-        return 0, []
+        return 0, [], []
     model.load_state_dict({name.removeprefix("model/"): t for name, t in found.tensors.items() if name.startswith("model/")})
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in found.tensors.items():
@@ -185,4 +219,4 @@ def _resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Work
     wrapped = wrapper(model)
     if wrapped is not None:
         wrapped.passes = int(found.values["step"])  # the shuffles of rows go by the number of the pass: one per step
-    return int(found.values["step"]), list(found.values["losses"])
+    return int(found.values["step"]), list(found.values["losses"]), list(found.values.get("seen", []))

@@ -57,7 +57,7 @@ ABOUT = {
     "000-table7": "Pre-trained models are locked, get a new head and are fine-tuned: the ViT of Table 2 (MNIST) on scikit-learn's digits, BERT and "
     "GPT-2 of Table 4 on 2,000 sentences of SST-2 that they had not seen. With the key this is plain fine-tuning, step by step. Without it, it is "
     "worse, as in the paper, whose thief still reaches 78 to 86 percent: a lock spoils the head start and forbids nothing. "
-    "Figure 4's curves are in the report."
+    "Figure 4's curves are in the report. "
     "Budgets were cut for time after a look at test results of one seed, and the gap depends on them: a ViT tuned for three epochs lost 3.1 points "
     "without the key, where it loses 7.7 after these two.",
     "000-figure5": "The same ViT, trained longer, with shifted images and to the end of a cosine schedule. How far it came to rest is told below.",

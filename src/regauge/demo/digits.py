@@ -134,7 +134,7 @@ def vit(seed: int) -> Any:
         return transformers.ViTForImageClassification(config).double()  # so that training can be compared over hundreds of steps
 
 
-def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, seed: int, tick: Any, epochs: int = EPOCHS) -> list[float]:
+def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, seed: int, tick: Any, epochs: int | None = None) -> list[float]:
     """Train, in an order that depends on the seed alone; the loss of every step."""
     import torch
 
@@ -142,6 +142,7 @@ def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, se
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
     losses = []
     model.train()
+    epochs = epochs or EPOCHS
     for epoch in range(epochs):
         for batch in torch.randperm(len(images), generator=draw).split(BATCH):  # type: ignore[no-untyped-call]
             loss = torch.nn.functional.cross_entropy(model(pixel_values=images[batch]).logits, labels[batch])

@@ -56,7 +56,31 @@ def faults(results: Any) -> list[str]:
     return [f"{f.id}: {f.sentence}" for f in results.findings if f.holds is False or "cannot be told" in f.sentence]
 
 
-@pytest.mark.parametrize("name", list(PICOS))
+# The same backbone under one more head: these wait for `make soak`.
+HEADS = (
+    "tokens",
+    "answers",
+    "qa",
+    "next-sentence",
+    "pretraining",
+    "double",
+    "choice",
+    "teacher",
+    "mim",
+    "new-head",
+    "projection",
+    "features",
+    "untied",
+)
+KEPT = ("bert-untied", "gpt2-untied")
+
+
+def _when(name: str) -> Any:
+    late = name.endswith(HEADS) and name not in KEPT
+    return pytest.param(name, marks=pytest.mark.slow) if late else name
+
+
+@pytest.mark.parametrize("name", [_when(name) for name in PICOS])
 def test_every_law_holds_in_float64(name: str) -> None:
     results = run(build(name))
     assert not faults(results)

@@ -7,22 +7,17 @@ ratio is the median over rounds of variant / plain, with a bootstrap 95 % interv
 
 from __future__ import annotations
 
-import os
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.permuted import _memory, causal, flops, interval, step, vit
+from benchmarks.permuted import GOAL, _memory, causal, measured, step, vit
 from regauge import apply_, element, fold_norms, spec_of
 from regauge.edge import authorized
 
-ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "30"))
-GOAL = 0.01
 Maker = Callable[[], tuple[Any, dict[str, Any]]]
 MODELS: dict[str, tuple[Maker, tuple[str, ...]]] = {
     "ViT-S/16, batch 16": (vit, ("plain", "permutation", "rotation")),
@@ -62,27 +57,6 @@ def main() -> int:
     for name, (make, kinds) in MODELS.items():
         made = {kind: variant(make, kind) for kind in kinds}
         for training in (False, True):
-            times: dict[str, list[float]] = {kind: [] for kind in kinds}
-            for model, inputs in made.values():
-                model.train(training)
-                step(model, inputs, training)
-            for i in range(ROUNDS):
-                turn = i % len(kinds)
-                for kind in kinds[turn:] + kinds[:turn]:
-                    started = time.perf_counter()
-                    step(*made[kind], training)
-                    times[kind].append(time.perf_counter() - started)
-            memory = {kind: statistics.median(peak(name, kind, training) for _ in range(3)) for kind in kinds}
-            work = {kind: flops(*made[kind], training) for kind in kinds}
-            print(f"\n{name}, {'training' if training else 'inference'}: {ROUNDS} rounds")
-            print(f"{'':11}  {'median':>8}  {'time / plain':>22}  {'peak memory':>18}  {'GFLOPs':>14}")
-            for kind in kinds:
-                ratios = [a / b for a, b in zip(times[kind], times["plain"], strict=True)]
-                low, high = interval(ratios)
-                ratio, more = statistics.median(ratios), memory[kind] / memory["plain"]
-                line = f"{statistics.median(times[kind]):6.2f} s  {ratio:6.3f} ({low:.3f} to {high:.3f})"
-                print(f"{kind:11}  {line}  {memory[kind] / 1e6:8.0f} MB {more:6.3f}  {work[kind] / 1e9:7.1f} {work[kind] / work['plain']:6.3f}")
-                if kind == "permutation":
-                    met &= ratio <= 1 + GOAL and more <= 1 + GOAL
+            met &= max(measured(name, made, training, peak)["permutation"]) <= 1 + GOAL
     print(f"\ngoal: permutations within {GOAL:.0%} of plain in time and memory: {'met' if met else 'NOT MET'}")
     return 0 if met else 1

@@ -71,7 +71,7 @@ def test_a_public_base_gives_the_whole_key(name: str, kind: Kind, fold: bool) ->
     tuned_ = drifted(spec, base, 0.01)
     g = element(spec, 5, within=kind)
     locked = apply(g, tuned_, "backbone")
-    found = public_base(WithBase(spec, locked, kind, base))
+    found = public_base(WithBase(spec, locked, kind, base=base))
     unlocked = found.unlocked(spec, locked)
     names = [n for n, part in spec.parts.items() if part == "backbone" and n in locked]
     apart, size = (sum(float((x[n] - tuned_[n]).square().sum()) for n in names) for x in (unlocked, locked))
@@ -84,11 +84,11 @@ def test_a_public_base_gives_the_whole_key(name: str, kind: Kind, fold: bool) ->
 def test_gains_and_biases_give_the_stream_and_folded_norms_do_not() -> None:
     spec, base = model_of("gpt2")
     g = element(spec, 5, within="permutation")
-    found = norm_vectors(WithBase(spec, apply(g, drifted(spec, base, 0.01), "backbone"), "permutation", base))
+    found = norm_vectors(WithBase(spec, apply(g, drifted(spec, base, 0.01), "backbone"), "permutation", base=base))
     assert (found.element.members["stream"].permutation().index == g.members["stream"].permutation().index).all()
     spec, base = model_of("gpt2", fold=True)
     g = element(spec, 5, within="orthogonal")
-    assert not norm_vectors(WithBase(spec, apply(g, base, "backbone"), "orthogonal", base)).element.members
+    assert not norm_vectors(WithBase(spec, apply(g, base, "backbone"), "orthogonal", base=base)).element.members
 
 
 def test_a_stranger_as_base_gives_nothing() -> None:
@@ -96,7 +96,7 @@ def test_a_stranger_as_base_gives_nothing() -> None:
     torch.manual_seed(99)
     other = {n: torch.randn_like(v) for n, v in base.items()}
     g = element(spec, 5, within="permutation")
-    found = public_base(WithBase(spec, apply(g, base, "backbone"), "permutation", other))
+    found = public_base(WithBase(spec, apply(g, base, "backbone"), "permutation", base=other))
     right = found.element.members["stream"].permutation().index == g.members["stream"].permutation().index
     assert right.mean() < 0.5
     assert found.relative > 0.5
@@ -108,7 +108,7 @@ def test_the_base_is_told_from_others_through_any_lock() -> None:
     candidates = {"base": base, "stranger": {n: v + torch.randn_like(v) for n, v in base.items()}}
     for kind in ("permutation", "signed", "full"):
         locked = apply(element(spec, 8, within=kind), drifted(spec, base, 0.01), "backbone")  # type: ignore[arg-type]
-        found = lineage(WithCandidates(spec, locked, kind, candidates))  # type: ignore[arg-type]
+        found = lineage(WithCandidates(spec, locked, kind, candidates=candidates))  # type: ignore[arg-type]
         assert found["base"] < 0.05 < 0.2 < found["stranger"]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -145,8 +145,6 @@ def verdict_of(findings: Sequence[Finding]) -> list[str]:
 
 
 def _judged(f: Finding, most: float | None) -> Finding:
-    from dataclasses import replace
-
     if f.holds is not None or most is None or f.value is None or f.floor is None or f.ceiling is None or f.ceiling == f.floor:
         return f
     return replace(f, holds=(f.value - f.floor) / (f.ceiling - f.floor) <= most)
@@ -178,7 +176,7 @@ def _missing(case: LockCase, name: str) -> str:
 
 def _public_base(case: LockCase) -> Iterator[tuple[Finding, float]]:
     assert case.base is not None
-    view = WithBase(case.spec, case.state, case.kind, case.base)
+    view = WithBase(case.spec, case.state, case.kind, base=case.base)
     if case.truth is not None:
         started = time.monotonic()
         guess = weights.norm_vectors(view)
@@ -222,7 +220,7 @@ def _lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
         candidates["a stranger"] = {
             n: v.flatten()[torch.randperm(v.numel(), generator=draw)].view(v.shape) if v.numel() > 1 else v for n, v in case.base.items()
         }
-    found = weights.lineage(WithCandidates(case.spec, case.state, case.kind, candidates))
+    found = weights.lineage(WithCandidates(case.spec, case.state, case.kind, candidates=candidates))
     nearest = min(found, key=lambda name: found[name])
     stranger = found.get("a stranger", max(found.values()))
     said = f"nearest in what no key changes is {nearest}: {found[nearest]:.3f}; {', '.join(f'{n} {d:.3f}' for n, d in found.items() if n != nearest)}"
@@ -232,30 +230,26 @@ def _lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
 
 def _known(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     started = time.monotonic()
-    plain, member = _features(case, seed)
-    moved = plain @ torch.from_numpy(member.matrix()[0]).to(plain).T
+    plain, others, member = _features(case, seed)
+    moved = _moved(plain, member)
     needed, share = math.nan, 0.0
-    for n in (n for n in TOKENS if n <= len(plain) // 2):  # judged on the other half
+    for n in (n for n in TOKENS if n <= len(plain)):
         guess = features.known_inputs(KnownInputs(plain[:n], moved[:n], case.kind))
-        share = _restored(guess, member, plain[len(plain) // 2 :])
+        share = _restored(guess, member, others)
         if share >= ALL:
             needed = n
             break
-    said = f"{needed} token{'s are' if needed > 1 else ' is'} enough" if needed == needed else f"{len(plain) // 2} tokens give {share:.0%}"
-    yield (
-        _finding("lock/known inputs", "known inputs do not give the key of the stream", share, 1 / member.size, 1.0, said),
-        time.monotonic() - started,
-    )
+    said = f"{needed} token{'s are' if needed > 1 else ' is'} enough" if needed == needed else f"{len(plain)} tokens give {share:.0%}"
+    finding = _finding("lock/known inputs", "known inputs do not give the key of the stream", share, 1 / member.size, 1.0, said)
+    yield finding, time.monotonic() - started
 
 
 def _seen(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     started = time.monotonic()
-    plain, member = _features(case, seed)
-    half = len(plain) // 2
-    moved = plain[:half] @ torch.from_numpy(member.matrix()[0]).to(plain).T
-    guess = features.seen_features(SeenFeatures(moved, plain[half:], case.kind))
-    share = _restored(guess, member, plain[:half])
-    said = f"{half} moved tokens, and as many others through the embedding, give {share:.0%}"
+    plain, others, member = _features(case, seed)
+    guess = features.seen_features(SeenFeatures(_moved(plain, member), others, case.kind))
+    share = _restored(guess, member, plain)
+    said = f"{len(plain)} moved tokens, and {len(others)} of other examples through the embedding, give {share:.0%}"
     yield (
         _finding("lock/seen features", "moved features alone do not give the key of the stream", share, 1 / member.size, 1.0, said),
         (time.monotonic() - started),
@@ -263,17 +257,16 @@ def _seen(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
 
 
 def _vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[tuple[Finding, float]]:
-    """On the owner's own model, with the key undone: the open model of which somebody sees hidden states."""
+    """On the model as it stands: any model would do of which the adversary has the weights and sees hidden states."""
     assert case.model is not None
     assert case.test is not None
     started = time.monotonic()
-    _, member = _features(case, seed)
+    *_, member = _features(case, seed)
     ids = case.test.batch(np.arange(1))[0]["input_ids"][:, :tokens]
     layer = max(1, int(getattr(case.model.config, "num_hidden_layers", 2)) // 2)
     with torch.no_grad():
         states = case.model(input_ids=ids, output_hidden_states=True).hidden_states[layer][0]
-    moved = states @ torch.from_numpy(member.matrix()[0]).to(states).T
-    found = features.vocabulary(HiddenStates(moved, case.model, layer, case.kind))
+    found = features.vocabulary(HiddenStates(_moved(states, member), case.model, layer, case.kind))
     share = float(np.mean([a == b for a, b in zip(found, ids[0].tolist(), strict=True)]))
     said = f"{sum(a == b for a, b in zip(found, ids[0].tolist(), strict=True))} of {ids.shape[1]} tokens, from the states at layer {layer}"
     yield (
@@ -304,8 +297,6 @@ def _theft(case: LockCase, labels: Sequence[int], budget: theft.Budget) -> Itera
 
 def _handling(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     """What goes wrong in use: another key, a changed bit, a lost tensor, and one key for two models."""
-    from dataclasses import replace
-
     from regauge.errors import TamperedModelError, WrongKeyError
     from regauge.keys import generate_key
     from regauge.locking import header_of, locked_element, tagged, verify_tags
@@ -359,27 +350,36 @@ def _reused(case: LockCase, record: Record, key: Key) -> float:
     return _share({s: m for s, m in drawn[1].members.items() if s in streams}, streams)
 
 
-def _features(case: LockCase, seed: int) -> tuple[torch.Tensor, Member]:
-    """What enters the backbone, of the test's inputs through the model's own embedding, and a member like the key's: the attacks on features do not
-    depend on which it is, so that no key is needed to try them."""
+def _features(case: LockCase, seed: int) -> tuple[torch.Tensor, torch.Tensor, Member]:
+    """What enters the backbone through the model's own embedding, of two halves of the test that have no example in common, and a member like the
+    key's: the attacks on features do not depend on which it is, so that no key is needed to try them."""
+    assert case.test is not None
+    order = np.random.default_rng(seed).permutation(len(case.test))
+    half = len(order) // 2
+    one, other = (_entering(case, rows, seed) for rows in (order[:half], order[half:]))
+    return one, other, features.GROUPS[case.kind].sample(one.shape[1], 1, Stream(seed_key(seed), "audit/stream"))
+
+
+def _entering(case: LockCase, chosen: Any, seed: int) -> torch.Tensor:
+    """The tokens of some examples where they enter the backbone, padding left out, in random order."""
     assert case.model is not None
     assert case.test is not None
     rows: list[torch.Tensor] = []
     cutting = cut(case.model)
-    for start in range(0, len(case.test), 32):
-        inputs, _ = case.test.batch(np.arange(start, min(start + 32, len(case.test))))
+    for start in range(0, len(chosen), 32):
+        inputs, _ = case.test.batch(np.sort(chosen[start : start + 32]))
         with torch.no_grad():
-            crossing = cutting.embed(**inputs)
-        mask = inputs.get("attention_mask")
-        stream = crossing.stream.reshape(-1, crossing.stream.shape[-1])
-        rows.append(stream if mask is None or mask.numel() != len(stream) else stream[mask.flatten().bool()])
-        if sum(map(len, rows)) >= 2 * TOKENS[-1]:
+            stream = cutting.embed(**inputs).stream
+        flat, mask = stream.reshape(-1, stream.shape[-1]), inputs.get("attention_mask")
+        rows.append(flat if mask is None or mask.numel() != len(flat) else flat[mask.flatten().bool()])
+        if sum(map(len, rows)) >= TOKENS[-1]:
             break
     found = torch.cat(rows).double()
-    draw = torch.Generator().manual_seed(seed)
-    found = found[torch.randperm(len(found), generator=draw)]
-    group = features.GROUPS[case.kind]
-    return found, group.sample(found.shape[1], 1, Stream(seed_key(seed), "audit/stream"))
+    return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))]
+
+
+def _moved(rows: torch.Tensor, member: Member) -> torch.Tensor:
+    return rows @ torch.from_numpy(member.matrix()[0]).to(rows).T
 
 
 def _plain(case: LockCase) -> State | None:

@@ -26,26 +26,26 @@ class Locked:
     kind: Kind = "full"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class WithBase(Locked):
     """... and has the public model that the locked one was tuned from, or believes so."""
 
-    base: State = None  # type: ignore[assignment]
+    base: State
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class WithCandidates(Locked):
     """... and has public models that it may descend from, by name."""
 
-    candidates: Mapping[str, State] = None  # type: ignore[assignment]
+    candidates: Mapping[str, State]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class WithLabels(Locked):
     """... and has some labelled examples of the model's task, and the model's class: `model` holds the locked weights, and is not changed."""
 
-    model: torch.nn.Module = None  # type: ignore[assignment]
-    examples: Examples = None  # type: ignore[assignment]
+    model: torch.nn.Module
+    examples: Examples
 
 
 @dataclass(frozen=True, eq=False)

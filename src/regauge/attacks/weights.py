@@ -139,7 +139,8 @@ def _by_vectors(costs: Costs, space: str, kind: Kind, told: Pairs) -> Member | N
     for y, x in costs.each(space, identity(costs.spec), lambda block: len(block.dims) == 1):
         leaf = y.dims[0]
         assert leaf is not None
-        sides.setdefault("bar" if leaf.bar else "plain", []).append(tuple(np.asarray(v.values, np.float64)[None, :, None] for v in (y, x)))  # type: ignore[arg-type]
+        here, there = (np.asarray(v.values, np.float64)[None, :, None] for v in (y, x))
+        sides.setdefault("bar" if leaf.bar else "plain", []).append((here, there))
     if not sides:
         return None
     pairs: dict[str, Pair] = {}

@@ -45,8 +45,16 @@ class Sample:
 
         opened = open_data(self.uri, fields=fields, split=self.split)
         beside = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
-        how = {"tokenizer": self.tokenizer, "length": self.length, "mean": channels[0], "std": channels[1], "labelled": labelled}
-        task, reader = task_of(model, opened, beside=beside, **how)  # type: ignore[arg-type]
+        task, reader = task_of(
+            model,
+            opened,
+            beside=beside,
+            tokenizer=self.tokenizer,
+            length=self.length,
+            mean=channels[0],
+            std=channels[1],
+            labelled=labelled,
+        )
         return prepare(task, opened, reader), task
 
 

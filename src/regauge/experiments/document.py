@@ -58,8 +58,8 @@ ABOUT = {
     "GPT-2 of Table 4 on 2,000 sentences of SST-2 that they had not seen. With the key this is plain fine-tuning, step by step. Without it, it is "
     "worse, as in the paper, whose thief still reaches 78 to 86 percent: a lock spoils the head start and forbids nothing. "
     "Figure 4's curves are in the report. "
-    "Budgets were cut for time after a look at test results of one seed, and the gap depends on them: a ViT tuned for three epochs lost 3.1 points "
-    "without the key, where it loses 7.7 after these two.",
+    "Budgets were cut for time after a look at test results of one seed, and the gaps depend on them: Figure 5 has the same ViT after a longer "
+    "training, where less is lost.",
     "000-figure5": "The same ViT, trained longer, with shifted images and to the end of a cosine schedule. How far it came to rest is told below.",
     "000-figure6": "The two GPT-2s of the assets, a trial each, write, and are fine-tuned on WikiText-2. The paper's figure has the curves of "
     "fine-tuning, which are in the report here.",

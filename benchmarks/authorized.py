@@ -7,14 +7,12 @@ ratio is the median over rounds of variant / plain, with a bootstrap 95 % interv
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from benchmarks.permuted import GOAL, _memory, causal, measured, step, vit
+from benchmarks.permuted import GOAL, alone, causal, measured, needed, step, vit
 from regauge import apply_, element, fold_norms, spec_of
 from regauge.edge import authorized
 
@@ -39,17 +37,13 @@ def variant(make: Maker, kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 def peak(model: str, kind: str, training: bool) -> float:
-    """Peak resident memory of one step in a process of its own, less what was resident before it."""
-    code = f"from benchmarks.authorized import once; once({model!r}, {kind!r}, {training})"
-    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()[-1])
+    return alone(f"from benchmarks.authorized import once; once({model!r}, {kind!r}, {training})")
 
 
 def once(model: str, kind: str, training: bool) -> None:
     made, inputs = variant(MODELS[model][0], kind)
     made.train(training)
-    before = _memory("VmRSS")
-    step(made, inputs, training)
-    print(_memory("VmHWM") - before)
+    print(needed(lambda: step(made, inputs, training)))
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ is the median over rounds of variant / plain, with a bootstrap 95 % interval. Go
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import subprocess
@@ -99,17 +100,28 @@ def interval(ratios: list[float]) -> tuple[float, float]:
 
 
 def peak(model: str, kind: str, training: bool) -> float:
-    """Peak resident memory of one step in a process of its own, less what was resident before it: what the step itself needs."""
-    code = f"from benchmarks.permuted import once; once({model!r}, {kind!r}, {training})"
-    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()[-1])
+    return alone(f"from benchmarks.permuted import once; once({model!r}, {kind!r}, {training})")
+
+
+def alone(code: str) -> float:
+    """What some code prints in a process of its own, where memory that is freed goes back at once: what a model's making left would hide a peak."""
+    strict = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=strict).stdout.split()[-1])
 
 
 def once(model: str, kind: str, training: bool) -> None:
     made, inputs = variant(MODELS[model], kind)
     made.train(training)
+    print(needed(lambda: step(made, inputs, training)))
+
+
+def needed(work: Callable[[], object]) -> int:
+    """Bytes at the peak of some work over what was resident before it. The mark of the highest is put back first: making a model has its own."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
-    step(made, inputs, training)
-    print(_memory("VmHWM") - before)
+    work()
+    return _memory("VmHWM") - before
 
 
 def _memory(what: str) -> int:

@@ -6,8 +6,17 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 
+import pytest
 import torch
 
 import torchvision_ops  # noqa: F401
 
 torch.set_num_threads(1)
+
+# Files are handed out whole, in this order: the longest first, so that no worker is left with one at the end.
+LONG = ("verification", "mutants", "experiments", "families", "cli", "edge", "matching", "fusion", "action", "barriers", "demo", "cli_lock", "cut")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {f"test_{name}": place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONG)))

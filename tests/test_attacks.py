@@ -191,7 +191,7 @@ def test_a_locked_backbone_is_worth_something_to_a_thief_and_keeps_its_weights()
     locked = apply(element(spec, 3, within="permutation"), plain, "backbone")
     model.load_state_dict(locked)
     view = WithLabels(spec, locked, "permutation", model=model, examples=task(model, 64, 0))
-    budget = Budget(steps=12, batch=16, rate=5e-3)
+    budget = Budget(steps=12, batch=16, rates=(5e-3,))
     for steal in (new_edges, tuned, scratch):
         stolen = steal(view, budget).state_dict()
         inside = [n for n, part in spec.parts.items() if part == "backbone"]
@@ -205,7 +205,7 @@ def test_a_learned_order_is_a_permutation_that_the_model_uses() -> None:
     model = build("vit").float()
     spec = spec_of(model)
     view = WithLabels(spec, dict(model.state_dict()), "permutation", model=model, examples=task(model, 64, 0))
-    learned, order = learned_order(view, Budget(steps=5, batch=16, rate=1e-2))
+    learned, order = learned_order(view, Budget(steps=5, batch=16, rates=(1e-2,)))
     assert sorted(order.index[0].tolist()) == list(range(12))
     pixels = view.examples.batch(np.arange(4))[0]["pixel_values"]
     with torch.no_grad():

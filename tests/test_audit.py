@@ -78,6 +78,12 @@ def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
     assert all(f.ceiling == 1.0 for i, f in found.items() if "theft" in i)
     assert any("40 labels reaches" in line for line in results.facts["verdict"])
     assert any("No base was tried" in line for line in results.facts["verdict"])
+    slow, quick, both = (
+        {f.id: f.value for f in audit_lock(case, labels=(40,), budget=Budget(8, 8, rates)).findings if "theft" in f.id}
+        for rates in ((1e-9,), (1e-2,), (1e-9, 1e-2))
+    )
+    assert slow != quick
+    assert both == {i: max(slow[i] or 0.0, quick[i] or 0.0) for i in slow}
 
 
 def test_verdicts() -> None:
@@ -119,6 +125,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["audit", "lock", locked]) == 1
     assert "nothing could be tried" in capsys.readouterr().err
     assert main(["audit", "lock", locked, "--labels", "x"]) == 2
+    assert main(["audit", "lock", locked, "--rates", "1e-3,fast"]) == 2
     build("llama").float().save_pretrained(tmp_path / "llama")
     assert main(["audit", "lock", locked, "--against", str(tmp_path / "llama")]) == 1
     assert "a base is a model of the same family and size" in capsys.readouterr().err

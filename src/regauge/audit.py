@@ -286,8 +286,8 @@ def _theft(case: LockCase, labels: Sequence[int], budget: theft.Budget) -> Itera
         view = WithLabels(case.spec, case.state, case.kind, model=case.model, examples=some)
         for name, steal in (("new edges", theft.new_edges), ("tuned", theft.tuned), ("scratch", theft.scratch)):
             started = time.monotonic()
-            stolen = steal(view, budget)
-            value = _quality(case, stolen.state_dict(), stolen)
+            trained = (steal(view, one) for one in budget.each())
+            value = max((_quality(case, stolen.state_dict(), stolen) for stolen in trained), key=lambda v: -math.inf if math.isnan(v) else v)
             said = f"{value:.3f} with {n} labels; the locked model as it stands {floor:.3f}" + ("" if owner is None else f", the owner's {owner:.3f}")
             yield (
                 _finding(f"lock/theft/{name} {n}", f"{n} labels are of little use to a thief", value, floor, owner, said, _unit(case)),

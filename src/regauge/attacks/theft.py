@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,12 +20,21 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a thief trains: steps of so many examples, at a rate that rises over a tenth of them and falls to nothing."""
+    """How long a thief trains: steps of so many examples, at a rate that rises over a tenth of them and falls to nothing. An audit tries all of the
+    rates, and counts the best."""
 
     steps: int = 300
     batch: int = 32
-    rate: float = 1e-3
+    rates: tuple[float, ...] = (3e-4, 3e-3)
     seed: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.rates[0]
+
+    def each(self) -> Iterator[Budget]:
+        """One for every rate."""
+        return (replace(self, rates=(rate,)) for rate in self.rates)
 
 
 def new_edges(view: WithLabels, budget: Budget) -> torch.nn.Module:

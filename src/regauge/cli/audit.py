@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +47,7 @@ def lock(
     samples: Annotated[int, typer.Option("--samples", min=16, metavar="N", help="Examples that models are tested on, at most.")] = 1000,
     labels: Annotated[str, typer.Option("--labels", metavar="N,N", help="How many labels a thief has.")] = "50,200,1000",
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps that a thief trains.")] = 300,
-    rate: Annotated[float, typer.Option("--rate", min=0.0, metavar="R", help="At this rate.")] = 1e-3,
+    rates: Annotated[str, typer.Option("--rates", metavar="R,R", help="At these rates; the best counts.")] = "3e-4,3e-3",
     fail_above: Annotated[
         float | None, typer.Option("--fail-above", min=0.0, max=1.0, metavar="X", help="Exit code 3 if an attack gets further than this share.")
     ] = None,
@@ -60,7 +61,7 @@ def lock(
     """What is this lock worth? Attacks it with what an adversary would have: a public base, a few labels, features that it sees."""
     started = time.monotonic()
     check_outputs(json, report)
-    counts = _counts(labels)
+    counts, tried = _counts(labels), _rates(rates)
     from regauge.attacks.theft import Budget
     from regauge.audit import audit_lock
     from regauge.cli.keygen import read_key
@@ -73,7 +74,7 @@ def lock(
     source = None if data is None else sample.Sample(data, field, split, tokenizer, length, mean, std)
     case, about = _case(model, secret, against, source, samples, max(counts), seed)
     with step_bar("audit") as progress:
-        found = audit_lock(case, labels=counts, budget=Budget(steps, rate=rate, seed=seed), seed=seed, most=fail_above, progress=progress)
+        found = audit_lock(case, labels=counts, budget=Budget(steps, rates=tried, seed=seed), seed=seed, most=fail_above, progress=progress)
     facts = {**facts_of_run(), "model": model, "against": against, "data": data, **about, **found.facts, "seed": seed}
     results = replace(found, facts={**facts, "seconds": round(time.monotonic() - started, 1)})
     return deliver(results, text_of(results), json, report)
@@ -84,6 +85,16 @@ def _counts(text: str) -> list[int]:
     if not parts or not all(p.isdigit() and int(p) > 0 for p in parts):
         raise typer.BadParameter(f"{text!r} are no numbers of labels, as in 50,200", param_hint="--labels")
     return sorted({int(p) for p in parts})
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(p) for p in text.split(",") if p.strip())
+    except ValueError:
+        found = ()
+    if not found or not all(0 < rate < math.inf for rate in found):
+        raise typer.BadParameter(f"{text!r} are no rates, as in 3e-4,3e-3", param_hint="--rates")
+    return found
 
 
 def _case(

@@ -56,7 +56,7 @@ def locked(stage: Stage) -> Results:
     tested = Examples(len(test), 10, lambda i: ({"pixel_values": test[i]}, answers[i]))
     case = LockCase(spec, done.state, LOCKS[done.record.group].within, g, base.state_dict(), model=model, train=examples, test=tested)
     with stage.bar("audit") as tick:
-        audit = audit_lock(case, labels=LABELS, budget=Budget(steps=100, rate=3e-3, seed=stage.seed), seed=stage.seed, progress=tick)
+        audit = audit_lock(case, labels=LABELS, budget=Budget(steps=100, rates=(3e-3,), seed=stage.seed), seed=stage.seed, progress=tick)
     rows = [("attack", "floor", "value", "ceiling")]
     for f in audit.findings:
         floor, value, ceiling = ("" if v is None else f"{v:.3f}" for v in (f.floor, f.value, f.ceiling))

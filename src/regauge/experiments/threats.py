@@ -21,7 +21,6 @@ TAIL = """## What is assumed
 - The adversary knows the architecture, the group of the lock (its record says it) and this library. It has not got the key.
 - Keys are 32 random bytes, and an element is drawn from the key and the model's digest: keys are not guessed. All attacks go around them.
 - Drift is noise of a share of each tensor's spread, on every tensor. It stands in for fine-tuning.
-- The thief of the table trains for 300 steps. A patient one gets more; take its numbers as what is lost at least.
 - Not measured: adversaries who change what they are given and watch the answers; timing; several locked models of one family at once; learned
   orders on large models.
 """
@@ -130,4 +129,14 @@ def _theft(findings: Iterable[Finding]) -> str:
             cells = [best.value, by["scratch"].value, best.floor, best.ceiling]
             rows.append([group, labels, *("" if c is None else f"{c:.3f}" for c in cells)])
     lines += _table(["lock", "labels", "best theft", "the labels alone", "locked, as it stands", "the owner's"], rows)
-    return "\n".join([*lines, "", "Accuracies. What the theft has over the labels alone is what the lock has lost.", ""])
+    lines += ["", "Accuracies. What the theft has over the labels alone is what the lock has lost.", *_patience(_of(findings, "patience")), ""]
+    return "\n".join(lines)
+
+
+def _patience(found: Sequence[Finding]) -> list[str]:
+    if not found:
+        return []
+    by = {f.id.split("/")[2].rsplit(" ", 1)[0]: f.value or 0.0 for f in found}
+    best = max(value for way, value in by.items() if way != "scratch")
+    labels = found[0].id.rsplit(" ", 1)[1]
+    return [f"A longer training with {labels} labels gives {best:.3f}, and {by['scratch']:.3f} to the labels alone."]

@@ -96,7 +96,7 @@ def test_lock_and_unlock(run: Run, tmp_path: Path, llama: Path, key: Path) -> No
     said = run("lock", llama, "-k", key, "-o", tmp_path / "locked")
     assert said.code == 0
     assert said.out == ""
-    assert "llama: locks the backbone by permutations of stream, kv (4), rep (4), vo (4), ffn (4); key" in said.err
+    assert "llama: locks the backbone by signed permutations of stream, kv (4), rep (4), qk (4), vo (4), ffn (4); key" in said.err
     assert "a lock is obfuscation, not encryption" in said.err
     old, new = open_checkpoint(llama), open_checkpoint(tmp_path / "locked")
     for name in old:

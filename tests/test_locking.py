@@ -113,7 +113,7 @@ def test_wrong_keys() -> None:
 
 CHANGES: dict[str, Any] = {
     "family": "llama",
-    "group": "signed",
+    "group": "permutation",
     "digest": "0" * 64,
     "layout": "0" * 64,
     "spaces": ("stream",),

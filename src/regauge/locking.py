@@ -57,7 +57,7 @@ LOCKS: dict[str, How] = {
     "signed": How("signed", fold=False),
     "rotation": How("orthogonal", fold=True),
 }
-DEFAULT = "permutation"
+DEFAULT = "signed"  # the largest that unlocks bit for bit and trains with the user's optimizer
 
 # The dtype and shape of every tensor by name, as a checkpoint's headers have them.
 Header = Mapping[str, tuple[str, tuple[int, ...]]]

@@ -35,7 +35,7 @@ def lock(
     model: options.Model,
     key: options.KeyFile,
     out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")] = None,
-    group: Annotated[Group | None, typer.Option("--group", help="Draw the element from this subgroup. Default: permutation.")] = None,
+    group: Annotated[Group | None, typer.Option("--group", help="Draw the element from this subgroup. Default: signed.")] = None,
     spaces: Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="Move these spaces only. Default: all of the backbone.")] = None,
     reseal: Annotated[
         bool, typer.Option("--reseal", help="MODEL is locked and was trained since: renew its commitment, in place or to OUT.")

@@ -53,8 +53,8 @@ def _groups(findings: Iterable[Finding]) -> str:
     lines += [
         f"Of what the statistics of moved features tell of the key, over models: {told}.",
         "",
-        "Signs cost nothing: they unlock bit for bit and train with the same optimizers as permutations. Rotations need folded norms, come back to",
-        "rounding only and forbid Adam while locked.",
+        "Signs cost nothing: they unlock bit for bit and train with the same optimizers as permutations, so that they are the default. A LayerNorm's",
+        "stream takes permutations only; its heads take signs. Rotations need folded norms, come back to rounding only and forbid Adam while locked.",
         "",
     ]
     return "\n".join(lines)

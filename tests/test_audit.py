@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from picos import build, spec_of
 from regauge import apply, authorize, element, generate_key, lock, save_key, unlock
@@ -15,10 +17,10 @@ from regauge.attacks.theft import Budget
 from regauge.audit import AuditError, LockCase, audit_lock, verdict_of
 from regauge.checkpoint import open_checkpoint
 from regauge.cli import main
-from regauge.edge import save_trained
-from regauge.errors import LockError, TamperedModelError, WrongKeyError
+from regauge.edge import is_authorized, save_trained
+from regauge.errors import EdgeError, LockError, TamperedModelError, WrongKeyError
 from regauge.findings import Finding, load_results
-from regauge.lockfiles import plan_lock, plan_unlock
+from regauge.lockfiles import plan_lock, plan_unlock, reseal
 from regauge.locking import FIELD
 from regauge.sources import spec_of as stored_spec
 from regauge.tasks import Examples
@@ -140,7 +142,17 @@ def test_a_locked_folder_is_authorised_by_its_key_trained_and_saved(tmp_path: Pa
         authorize(locked, generate_key())
     with pytest.raises(LockError, match="is not locked"):
         authorize(model, key)
-    authorize(locked, key)
+    changed = shutil.copytree(tmp_path / "locked", tmp_path / "changed")
+    data = load_file(changed / "model.safetensors")
+    data["classifier.weight"][0, 0] += 1
+    save_file(data, changed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TamperedModelError, match="its data were changed"):
+        authorize(type(model).from_pretrained(changed), key, files=changed)
+    reseal(open_checkpoint(changed), stored_spec(changed), key)
+    with pytest.raises(EdgeError, match="another lock record"):
+        authorize(locked, key, files=changed)
+    assert not is_authorized(locked)
+    authorize(locked, key, files=tmp_path / "locked")
     torch.testing.assert_close(locked(pixels).logits, expected, atol=1e-4, rtol=1e-4)
     optimizer = torch.optim.SGD([p for n, p in locked.named_parameters() if "norm" not in n], lr=0.01)
     locked(pixels).logits.square().sum().backward()

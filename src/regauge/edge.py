@@ -272,14 +272,14 @@ _HANDLES: list[Any] = []
 
 
 def _guard(edge: Edge) -> None:
-    """Look at every optimizer's first step from now on."""
+    """Look at every optimizer's first step from now on, and at the next one after it was given more to train."""
     _GUARDED.add(edge)
     if not _HANDLES:
         _HANDLES.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    count = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"])  # layers may be added, or unfrozen, later
     for edge in list(_GUARDED):
         if edge.passed.get(optimizer) == count:
             continue

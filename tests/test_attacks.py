@@ -163,9 +163,21 @@ def test_moved_features_alone_give_a_permutation(kind: Kind) -> None:
     m = member(kind)
     moved = features(3000, 0) @ torch.from_numpy(m.matrix()[0]).float().T
     np.testing.assert_allclose(seen_features(SeenFeatures(moved, features(3000, 1), kind)).matrix(), m.matrix(), atol=1e-9)
+    if kind == "signed":  # products cannot tell M from -M, what features lean to can
+        np.testing.assert_allclose(seen_features(SeenFeatures(-moved, features(3000, 1), kind)).matrix(), -m.matrix(), atol=1e-9)
     noise = torch.randn(3000, 24, generator=torch.Generator().manual_seed(2))  # features that tell nothing
     blind = seen_features(SeenFeatures(noise @ torch.from_numpy(m.matrix()[0]).float().T, torch.randn(3000, 24), kind)).matrix()
     assert (np.abs(blind - m.matrix()).max(2) < 1e-9).mean() < 0.5
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_moved_features_alone_give_most_of_a_rotation(sign: int) -> None:
+    """Of what features restore: the turn is right where they have the same statistics in both samples, and so is its sign."""
+    turn = torch.from_numpy(sign * member("orthogonal").matrix()[0]).float()
+    x, others = features(20_000, 0), features(20_000, 1)
+    found = torch.from_numpy(seen_features(SeenFeatures(x @ turn.T, others, "orthogonal")).matrix()[0]).float()
+    apart = (x @ (found - turn).T).square().sum() / x.square().sum()
+    assert apart < 0.2
 
 
 @pytest.mark.parametrize("kind", ["permutation", "signed", "orthogonal"])

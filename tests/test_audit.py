@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from picos import build, spec_of
-from regauge import apply, authorize, element, generate_key, lock, save_key, unlock
+from regauge import apply, audit, authorize, element, generate_key, lock, locking, save_key, unlock
 from regauge.attacks.theft import Budget
-from regauge.audit import AuditError, LockCase, audit_lock, verdict_of
+from regauge.audit import AuditError, LockCase, _judged, _share, audit_lock, verdict_of
 from regauge.checkpoint import open_checkpoint
 from regauge.cli import main
-from regauge.edge import save_trained
-from regauge.errors import LockError, TamperedModelError, WrongKeyError
+from regauge.edge import is_authorized, save_trained
+from regauge.errors import CheckpointError, EdgeError, LockError, TamperedModelError, WrongKeyError
 from regauge.findings import Finding, load_results
-from regauge.lockfiles import plan_lock, plan_unlock
+from regauge.fingerprints import fingerprint
+from regauge.lockfiles import plan_lock, plan_unlock, reseal
 from regauge.locking import FIELD
+from regauge.members import Dense, Monomial
 from regauge.sources import spec_of as stored_spec
 from regauge.tasks import Examples
 from test_attacks import drifted, model_of
@@ -76,6 +82,7 @@ def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
     found = {f.id: f for f in results.findings}
     assert {i for i in found if "theft" in i} == {f"lock/theft/{way} {n}" for way in ("new edges", "tuned", "scratch") for n in (10, 40)}
     assert all(f.ceiling == 1.0 for i, f in found.items() if "theft" in i)
+    assert "theft with 500 labels: there are 80 examples" in results.unchecked
     assert any("40 labels reaches" in line for line in results.facts["verdict"])
     assert any("No base was tried" in line for line in results.facts["verdict"])
     slow, quick, both = (
@@ -90,6 +97,86 @@ def test_verdicts() -> None:
     said = verdict_of([Finding("lock/public base", "", None, 1.0, 0.0, 1.0)])
     assert said == ["The base is public: this lock gives nothing. Whoever has it undoes the lock."]
     assert "gives 30% of the lock away" in verdict_of([Finding("lock/public base", "", None, 0.3, 0.0, 1.0)])[0]
+    scored = [Finding("lock/theft/tuned 40", "", None, value, 0.1, 0.9) for value in (0.3, 0.6)]
+    scored = [scored[0], replace(scored[1], id="lock/theft/new edges 40"), replace(scored[0], id="lock/theft/scratch 40", value=0.2)]
+    assert verdict_of(scored)[1] == "No relative known: an attacker with 40 labels reaches 0.60 of 0.90; the labels alone give 0.20."
+
+
+def test_what_counts_is_the_way_from_the_floor_to_the_ceiling() -> None:
+    found = Finding("lock/theft/tuned 40", "", None, 0.6, 0.5, 1.0)
+    assert _judged(found, 0.3).holds is True
+    assert _judged(found, 0.1).holds is False
+    assert _judged(found, None).holds is None
+    assert _judged(replace(found, holds=True), 0.1).holds is True, "what holds or not by itself is not judged again"
+
+
+def test_a_guess_with_the_wrong_sign_or_at_another_place_is_wrong() -> None:
+    index = np.arange(4)[None]
+    truth = {"stream": Monomial(index, np.array([[1.0, 1.0, -1.0, -1.0]]))}
+    assert _share(truth, truth) == 1.0
+    assert _share({"stream": Monomial(index)}, truth) == 0.5
+    assert _share({"stream": Monomial(index[:, [1, 0, 2, 3]], truth["stream"].scale)}, truth) == 0.5
+    assert _share({"stream": Dense(truth["stream"].matrix())}, truth) == 1.0
+    assert _share({"stream": Dense(-truth["stream"].matrix())}, truth) == 0.0
+    assert _share({}, truth) == 0.0
+
+
+def test_a_lock_that_refuses_nothing_fails_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, state = model_of("gpt2")
+    key = generate_key()
+    found = lock(spec, state, key)
+    case = LockCase(found.spec, found.state, "permutation", record=found.record, key=key)
+    assert all(f.holds for f in audit_lock(case).findings)
+    monkeypatch.setattr(locking, "verify_tags", lambda *a: None)
+    monkeypatch.setattr(locking, "locked_element", lambda *a: None)
+    failed = {f.id.removeprefix("lock/handling/") for f in audit_lock(case).failed}
+    assert failed == {"wrong key", "changed bit", "lost tensor"}
+
+
+def test_features_that_are_seen_and_those_to_compare_with_have_no_example_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were they the same, the attack by statistics would be the one with known inputs."""
+    seen: list[set[int]] = []
+
+    def entering(case: LockCase, rows: Any, seed: int) -> torch.Tensor:
+        seen.append(set(rows.tolist()))
+        return torch.zeros(2, 4)
+
+    spec, state = model_of("gpt2")
+    monkeypatch.setattr(audit, "_entering", entering)
+    audit._features(LockCase(spec, state, "permutation", test=Examples(21, 2, lambda rows: ({}, rows))), 0)
+    assert not seen[0] & seen[1]
+    assert seen[0] | seen[1] == set(range(21))
+
+
+def test_a_stranger_without_the_key_is_not_said_to_give_the_lock_away() -> None:
+    """Any model explains some of another's weights: its gains are near one."""
+    spec, state = model_of("gpt2")
+    locked = apply(element(spec, 5, within="permutation"), state, "backbone")
+    stranger = {n: 0.1 * v.std() * torch.randn_like(v) if v.dim() > 1 else v for n, v in state.items()}
+    results = audit_lock(LockCase(spec, locked, "permutation", base=stranger))
+    assert results.findings[0].measure == "share explained"
+    assert 0.01 < (results.findings[0].value or 0) < 0.99
+    assert "of the weights; with -k KEY" in results.facts["verdict"][0]
+    assert not any("of the lock away" in line for line in results.facts["verdict"])
+
+
+def test_what_is_not_finite_is_named() -> None:
+    spec, state = model_of("gpt2")
+    broken = {**state, "transformer.h.0.ln_1.weight": state["transformer.h.0.ln_1.weight"] * float("nan")}
+    with pytest.raises(AuditError, match=r'the locked model holds NaN or Inf in "transformer\.h\.0\.ln_1\.weight"'):
+        audit_lock(LockCase(spec, broken, "permutation", base=state))
+    with pytest.raises(AuditError, match="the base holds NaN"):
+        audit_lock(LockCase(spec, state, "permutation", base=broken))
+    for name in ("transformer.h.0.ln_1.weight", "transformer.h.0.mlp.c_fc.weight"):
+        with pytest.raises(CheckpointError, match=f'no fingerprint: "{name}" holds NaN or Inf'):
+            fingerprint(spec, {**state, name: state[name] * float("inf")})
+
+
+def test_only_what_is_tried_is_told() -> None:
+    spec, state = model_of("gpt2")
+    told: list[str] = []
+    audit_lock(LockCase(spec, state, "permutation", base=state), progress=lambda i, n, name: told.append(name))
+    assert told == ["public base", "lineage"]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,7 +234,17 @@ def test_a_locked_folder_is_authorised_by_its_key_trained_and_saved(tmp_path: Pa
         authorize(locked, generate_key())
     with pytest.raises(LockError, match="is not locked"):
         authorize(model, key)
-    authorize(locked, key)
+    changed = shutil.copytree(tmp_path / "locked", tmp_path / "changed")
+    data = load_file(changed / "model.safetensors")
+    data["classifier.weight"][0, 0] += 1
+    save_file(data, changed / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TamperedModelError, match="its data were changed"):
+        authorize(type(model).from_pretrained(changed), key, files=changed)
+    reseal(open_checkpoint(changed), stored_spec(changed), key)
+    with pytest.raises(EdgeError, match="another lock record"):
+        authorize(locked, key, files=changed)
+    assert not is_authorized(locked)
+    authorize(locked, key, files=tmp_path / "locked")
     torch.testing.assert_close(locked(pixels).logits, expected, atol=1e-4, rtol=1e-4)
     optimizer = torch.optim.SGD([p for n, p in locked.named_parameters() if "norm" not in n], lr=0.01)
     locked(pixels).logits.square().sum().backward()

@@ -241,6 +241,16 @@ def test_trained_while_locked(run: Run, tmp_path: Path, llama: Path, key: Path) 
     assert run("unlock", tmp_path / "trained", "-k", key, "-o", tmp_path / "back", "--retrained").code == 0
     old, new = load_file(llama / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
     assert all(torch.equal(new[n], 1.5 * old[n]) for n in new)
+    assert run("keygen", "-o", tmp_path / "other").code == 0
+    said = run("lock", "--reseal", tmp_path / "trained", "-k", tmp_path / "other", "--dry-run")
+    assert said.code == 1, "a dry run checks what a run does"
+    assert "and this is" in said.err
+    said = run("lock", "--reseal", llama, "-k", key, "--dry-run")
+    assert f"{llama} is not locked" in said.err
+    before = contents(tmp_path / "trained")
+    said = run("lock", "--reseal", tmp_path / "trained", "-k", key, "--dry-run", "--json")
+    assert json.loads(said.out)["dry_run"] is True
+    assert contents(tmp_path / "trained") == before
     said = run("lock", "--reseal", tmp_path / "trained", "-k", key)
     assert said.code == 0
     assert "renewed the commitment" in said.err

@@ -363,6 +363,22 @@ def test_what_the_lock_does_not_touch_may_be_trained_by_any_optimizer() -> None:
     train(twin, IDS, adamw, 1)
 
 
+@pytest.mark.parametrize("how", ["unfrozen", "added"])
+def test_what_is_unfrozen_or_added_after_the_first_step_is_looked_at(how: str) -> None:
+    _, twin, g = rotated("llama")
+    authorized(twin, g)
+    held = {n: p for n, p in twin.named_parameters() if p.requires_grad}
+    for n, p in held.items():
+        p.requires_grad_(n == "lm_head.weight")
+    optimizer = torch.optim.AdamW(twin.parameters() if how == "unfrozen" else [held["lm_head.weight"]])
+    optimizer.step()
+    inner = held["model.layers.0.mlp.up_proj.weight"].requires_grad_(True)
+    if how == "added":
+        optimizer.add_param_group({"params": [inner]})
+    with pytest.raises(EdgeError, match=r"up_proj.*AdamW keeps signed permutations only"):
+        optimizer.step()
+
+
 def test_the_guard_agrees_with_the_measured_matrix() -> None:
     """Every optimizer that was measured to break rotations of the stream with frozen gains is refused."""
     _, twin, g = rotated("llama")

@@ -123,7 +123,7 @@ def test_a_looser_mode_is_refused(file: Path, mode: int) -> None:
     assert load_key(file, "lock") == Key(SECRET)
 
 
-def test_a_key_is_never_written_over(file: Path) -> None:
+def test_a_key_is_never_written_over(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = file.read_bytes()
     with pytest.raises(KeyFileError, match="exists already"):
         save_key(generate_key(), file)
@@ -133,6 +133,10 @@ def test_a_key_is_never_written_over(file: Path) -> None:
     assert file.read_bytes() == before
     with pytest.raises(CheckpointError, match="cannot be written"):
         save_key(generate_key(), file.parent / "absent" / "key")
+    monkeypatch.setattr(os.path, "lexists", lambda path: False)  # as if it had appeared since it was looked for
+    with pytest.raises(CheckpointError, match="cannot be written: File exists"):
+        save_key(generate_key(), file)
+    assert file.read_bytes() == before
 
 
 def test_a_key_for_another_purpose_is_refused_by_name(file: Path) -> None:
@@ -158,6 +162,9 @@ def test_what_is_no_key_file_is_refused(tmp_path: Path, file: Path) -> None:
     for text in ("", "[]", "{}", "\ufeff{", "[" * 60000, '{"regauge": "key", "regauge": "key"}', "9" * 6000):
         file.write_text(text)
         refused(file, "no usable key file")
+    save_key(Key(SECRET), tmp_path / "twice")
+    (tmp_path / "twice").write_text((tmp_path / "twice").read_text().replace('"version"', '"created": "2020", "version"'))
+    refused(tmp_path / "twice", "names a field twice")
     (tmp_path / "there").symlink_to("newer")
     save_key(Key(SECRET), tmp_path / "newer")
     assert load_key(tmp_path / "there", "lock") == Key(SECRET)
@@ -198,7 +205,19 @@ def test_the_header_of_a_wrapped_key_is_bound(tmp_path: Path, change: dict[str, 
 
 @pytest.mark.parametrize(
     "costs",
-    [{"n": 1 << 30}, {"n": 1 << 20, "r": 8}, {"r": 1 << 20}, {"p": 1 << 20}, {"n": 17}, {"n": -16}, {"n": 1}, {"p": 0}, {"n": 16.0}, {"n": True}],
+    [
+        {"n": 1 << 30},
+        {"n": 1 << 20, "r": 8},
+        {"r": 1 << 20},
+        {"p": 1 << 20},
+        {"n": 17},
+        {"n": -16},
+        {"n": 1},
+        {"p": 0},
+        {"n": 16.0},
+        {"n": True},
+        {"n": 1 << 17, "r": 1},
+    ],
 )
 def test_what_a_file_may_ask_for_is_capped(tmp_path: Path, costs: dict[str, int]) -> None:
     save_key(Key(SECRET), tmp_path / "key", "x", scrypt=CHEAP)
@@ -209,3 +228,15 @@ def test_what_a_file_may_ask_for_is_capped(tmp_path: Path, costs: dict[str, int]
 
     with pytest.raises(KeyFileError, match=r"to unwrap|scrypt parameters"):
         load_key(rewrite(tmp_path / "key", scrypt=asked), "lock", never)
+
+
+def test_too_little_memory_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from regauge import keys
+
+    def none_left(*args: object) -> bytes:
+        raise MemoryError
+
+    save_key(Key(SECRET), tmp_path / "key", "x", scrypt=CHEAP)
+    monkeypatch.setattr(keys, "_stretched", none_left)
+    with pytest.raises(KeyFileError, match="0 MiB of memory, which are not free"):
+        load_key(tmp_path / "key", "lock", "x")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from picos import PICOS, build, spec_of
 from regauge.action import act, apply, is_exact_on
@@ -109,6 +113,38 @@ def test_wrong_keys() -> None:
         lock(spec, model.state_dict(), Key(seed_key(1), "seal"))
     with pytest.raises(TamperedModelError, match="record was changed"):
         unlock(spec, locked, replace(record, key=OTHER.id), OTHER)
+
+
+@pytest.mark.parametrize(("name", "group"), [("gpt2", "permutation"), ("gpt2", "signed"), ("llama", "rotation")])
+def test_a_record_is_what_the_page_says(name: str, group: str) -> None:
+    """Made by nothing but docs/formats.md: a change of labels, salts or messages would leave older locks closed."""
+    model = build(name).float()
+    state = model.state_dict()
+    spec, locked, record = lock(spec_of(model), state, KEY, group=group)
+
+    def digest_of(data: Any) -> str:
+        return hashlib.sha256(text(data)).hexdigest()
+
+    def text(data: Any) -> bytes:
+        return json.dumps(data, sort_keys=True, separators=(",", ":")).encode()
+
+    def listed(of: dict[str, torch.Tensor]) -> list[Any]:
+        kinds = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
+        return [[n, kinds[t.dtype], list(t.shape), hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest()] for n, t in sorted(of.items())]
+
+    assert record.digest == digest_of({"regauge": "model", "version": 1, "tensors": listed(state)})
+    g = locked_element(spec, record, KEY)
+    within = {"permutation": "permutation", "signed": "signed", "rotation": "orthogonal"}[group]
+    spaces = sorted([s, spec.spaces[s].size, spec.spaces[s].over, str(spec.spaces[s].group.within(within))] for s in g.members)  # type: ignore[arg-type]
+    assert record.layout == digest_of(spaces)
+    assert len({row[3] for row in spaces}) == {"permutation": 1, "signed": 2, "rotation": 4}[group], "the group that is drawn from, space by space"
+    plain = {"version": 1, "scheme": "backbone", "family": name, "group": group, "spaces": None, "folded": group == "rotation", "key": KEY.id}
+    plain |= {"digest": record.digest, "layout": record.layout}
+    path = {"gpt2": "transformer.h.", "llama": "model.layers."}[name]
+    structure = sorted([n.removeprefix(path), dtype, shape] for n, dtype, shape, _ in listed(locked) if n.startswith(path))
+    for tag, message in (("record", None), ("structure", structure), ("data", listed(locked))):
+        derived = HKDF(SHA256(), 32, bytes.fromhex(record.digest), b"regauge/1/lock/" + tag.encode()).derive(seed_key(1))
+        assert record.tags[tag] == hmac.digest(derived, text([plain, message]), "sha256").hex(), tag
 
 
 CHANGES: dict[str, Any] = {

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import hmac
+import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from regauge import sealing
 from regauge.errors import CheckpointError, KeyFileError, LockError, RegaugeError, TamperedFileError, WrongKeyError
@@ -99,7 +106,7 @@ def test_every_bit_is_authenticated(tmp_path: Path) -> None:
 
 
 def test_truncation_reordering_and_appending_are_found(tmp_path: Path) -> None:
-    (tmp_path / "in").write_bytes(bytes(64 * 6))
+    (tmp_path / "in").write_bytes(os.urandom(64 * 6))  # chunks that are alike could change places unseen
     seal(tmp_path / "in", KEY, tmp_path / "sealed")
     good = (tmp_path / "sealed").read_bytes()
     at = START + 4 + int.from_bytes(good[START : START + 4], "little") + 32
@@ -170,4 +177,117 @@ def test_a_file_that_changes_while_it_is_sealed(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sealing._Sealer, "write", grow)
     with pytest.raises(CheckpointError, match="changed while it was read"):
         seal(tmp_path / "in", KEY, tmp_path / "sealed")
+
+    def shrink(self: sealing._Sealer, data: bytes) -> None:
+        os.truncate(tmp_path / "in", 10)
+        write(self, data)
+
+    monkeypatch.setattr(sealing._Sealer, "write", shrink)
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        seal(tmp_path / "in", KEY, tmp_path / "sealed")
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_follows_the_end_and_a_file_that_is_none(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only who has the key can make these; they are refused all the same."""
+    close = sealing._Sealer.close
+
+    def more(self: sealing._Sealer) -> None:
+        self.write(b"x")
+        close(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sealing._Sealer, "close", more)
+        seal(folder, KEY, tmp_path / "sealed")
+    assert isinstance(refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError)
+    (tmp_path / "sealed").unlink()
+    monkeypatch.setattr(sealing, "_entries", lambda source: ("file", [(folder / "weights", "data"), (folder / "run", "more")]))
+    seal(folder, KEY, tmp_path / "sealed")
+    assert isinstance(refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError)
+
+
+def test_what_could_not_be_opened_again_is_not_sealed(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "sub" / "a\\b").touch()
+    with pytest.raises(CheckpointError, match="has a name that could not be opened again"):
+        seal(folder, KEY, tmp_path / "sealed")
+    (folder / "sub" / "a\\b").unlink()
+    scandir, listdir = os.scandir, os.listdir
+
+    def closed(list_: Callable[..., Any]) -> Callable[..., Any]:  # (chmod closes no folder to root, as whom tests may run)
+        def listed(path: Any = ".") -> Any:
+            if Path(path).name == "sub":
+                raise PermissionError(13, "Permission denied", str(path))
+            return list_(path)
+
+        return listed
+
+    monkeypatch.setattr(os, "scandir", closed(scandir))
+    monkeypatch.setattr(os, "listdir", closed(listdir))
+    with pytest.raises(CheckpointError, match="sub cannot be read: Permission denied"):
+        seal(folder, KEY, tmp_path / "sealed")
+    monkeypatch.undo()
+    assert [p.name for p in tmp_path.iterdir()] == ["in"]
+
+
+def test_what_a_killed_process_has_left_is_in_nobodys_way(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container every process may have the same number."""
+    seal(folder, KEY, tmp_path / "sealed")
+    for name in (".again", ".out"):
+        (tmp_path / f"{name}.partial-{os.getpid()}").mkdir()
+    seal(folder, KEY, tmp_path / "again")
+    open_sealed(tmp_path / "again", KEY, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(folder)
+
+
+def test_what_is_opened_is_its_owners_until_it_is_whole(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seal(folder, KEY, tmp_path / "sealed")
+    modes: list[int] = []
+    take = sealing._take_all
+
+    def looked(source: Path, chunks: sealing._Opener, partial: Path) -> object:
+        modes.append(stat.S_IMODE(partial.stat().st_mode))
+        return take(source, chunks, partial)
+
+    monkeypatch.setattr(sealing, "_take_all", looked)
+    open_sealed(tmp_path / "sealed", KEY, tmp_path / "out")
+    assert modes == [0o700]
+
+
+def test_the_format_is_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read by nothing but docs/formats.md: a change of labels, salts, nonces or associated data would leave older files closed."""
+    monkeypatch.setattr(sealing, "CHUNK", 1 << 18)
+    secret = seed_key(1)
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    data = b"regauge" * 40_000
+    (tmp_path / "in" / "sub" / "file").write_bytes(data)
+    (tmp_path / "in" / "sub" / "file").chmod(0o640)
+    seal(tmp_path / "in", Key(secret, "seal"), tmp_path / "sealed")
+    rest = (tmp_path / "sealed").read_bytes()
+    assert rest.startswith(b"regauge sealed 1\n")
+    n = START + 4 + int.from_bytes(rest[START : START + 4], "little")
+    start, tag, rest = rest[:n], rest[n : n + 32], rest[n + 32 :]
+    header = json.loads(start[START + 4 :])
+    salt = bytes.fromhex(header["salt"])
+    assert header == {"version": 1, "key": KEY.id, "kind": "folder", "salt": salt.hex()}
+
+    def derived(label: bytes) -> bytes:
+        return HKDF(SHA256(), 32, salt, b"regauge/1/" + label).derive(secret)
+
+    assert hmac.digest(derived(b"seal/header"), start, "sha256") == tag
+    cipher = ChaCha20Poly1305(derived(b"seal/chunks"))
+    first, last = rest[: (1 << 18) + 16], rest[(1 << 18) + 16 :]
+    plain = cipher.decrypt(bytes(12), first, tag) + cipher.decrypt(bytes(10) + b"\1\1", last, tag)
+    heads = (b'{"folder":true,"name":"sub"}', b'{"mode":416,"name":"sub/file","size":280000}')
+    assert plain == b"".join(len(head).to_bytes(4, "little") + head for head in heads) + data + bytes(4)
+
+
+def test_chunks_of_two_files_have_no_key_in_common(tmp_path: Path) -> None:
+    """Nonces count from 0 in every file: were the key the same, the difference of two files would be the difference of what is sealed."""
+    start = []
+    for name in "ab":
+        (tmp_path / name).write_bytes(bytes(60))
+        seal(tmp_path / name, KEY, tmp_path / f"{name}.sealed")
+        data = (tmp_path / f"{name}.sealed").read_bytes()
+        at = START + 4 + int.from_bytes(data[START : START + 4], "little") + 32
+        start.append(data[at : at + 64])
+    assert start[0] != start[1]

@@ -26,6 +26,7 @@ from regauge.elements import Element
 from regauge.errors import CutError, RegaugeError
 from regauge.findings import Finding, Results, Table
 from regauge.groups import Kind
+from regauge.invariance import nonfinite
 from regauge.members import Member, Monomial
 from regauge.spec import Spec
 from regauge.streams import Stream, seed_key
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 LABELS = (50, 200, 1000)
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 ALL = 0.99  # a key is known if so much of it is
+EXPLAINED = "share explained"  # what is measured of a guess where there is no key to score it by
 Tell = Callable[[int, int, str], None]
 
 
@@ -78,6 +80,10 @@ def audit_lock(
 ) -> Results:
     """Every attack that the case allows. `most`: findings fail where an attack gets more than this share of the way from its floor to its ceiling."""
     budget = budget or theft.Budget(seed=seed)
+    for what, state in (("the locked model", case.state), ("the base", case.base), *case.candidates.items()):
+        bad = None if state is None else nonfinite(state)
+        if bad is not None:
+            raise AuditError(f'{what} holds NaN or Inf in "{bad}", so that nothing can be compared with it', hint="is it the right file?")
     parts: list[tuple[str, Callable[[], Iterator[tuple[Finding, float]]]]] = [
         ("public base", lambda: _public_base(case)),
         ("lineage", lambda: _lineage(case, seed)),
@@ -91,12 +97,14 @@ def audit_lock(
     costs: list[tuple[str, float]] = []
     unchecked: list[str] = []
     for i, (name, run) in enumerate(parts):
-        if progress:
-            progress(i, len(parts), name)
         why = _missing(case, name)
         if why:
             unchecked.append(f"{name}: {why}")
             continue
+        if progress:
+            progress(i, len(parts), name)
+        if name == "theft" and case.train is not None:
+            unchecked += [f"theft with {n} labels: there are {len(case.train)} examples" for n in labels if n > len(case.train)]
         for finding, seconds in run():
             findings.append(_judged(finding, most))
             costs.append((finding.id, round(seconds, 2)))
@@ -119,6 +127,10 @@ def verdict_of(findings: Sequence[Finding]) -> list[str]:
     if base is not None and base.value is not None:
         if base.value >= ALL:
             out.append("The base is public: this lock gives nothing. Whoever has it undoes the lock.")
+        elif base.measure == EXPLAINED:  # a stranger explains some of any weights, so this is not a share of the key
+            out.append(
+                f"The base that was tried, moved as guessed, explains {base.value:.0%} of the weights; with -k KEY: how much of the key that is."
+            )
         else:
             out.append(f"The base that was tried gives {base.value:.0%} of the lock away.")
     else:
@@ -199,7 +211,7 @@ def _public_base(case: LockCase) -> Iterator[tuple[Finding, float]]:
     else:  # without the key: how much of the distance to the base the guess explains
         share = max(0.0, 1 - guess.relative**2)
         said = f"the base, moved as guessed, explains {share:.1%} of the locked weights' squares"
-        measure = "share explained"
+        measure = EXPLAINED
     yield _finding("lock/public base", "a public base does not give the key away", share, 0.0, 1.0, said, measure), seconds
     if case.model is not None and case.test is not None:
         started = time.monotonic()

@@ -80,7 +80,10 @@ class Data:
 
     def __getitem__(self, field: str) -> Any:
         if field not in self.fields:
-            raise DataError(f'{self.name} has no field "{field}"', hint=f"it has {', '.join(map(repr, self.fields))}; name one with fields={{...}}")
+            raise DataError(
+                f'{self.name} has no field "{field}"',
+                hint=f"it has {', '.join(map(repr, self.fields))}; name one with --field NAME=THEIRS, or fields={{...}}",
+            )
         return self.fields[field]
 
     def __iter__(self) -> Iterator[str]:
@@ -118,7 +121,7 @@ def open_data(
         raise DataError(f"{uri} is empty")
     if len(set(lengths.values())) > 1:
         told = ", ".join(f'"{name}" has {n}' for name, n in lengths.items())
-        raise DataError(f"the fields of {uri} have different lengths: {told}", hint="choose those that belong together with fields={...}")
+        raise DataError(f"the fields of {uri} have different lengths: {told}", hint="choose those that belong together with --field, or fields={...}")
     return Data(path.name, found, _digest(digest.encode(), json.dumps([fields, size]).encode()))
 
 

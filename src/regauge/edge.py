@@ -272,14 +272,14 @@ _HANDLES: list[Any] = []
 
 
 def _guard(edge: Edge) -> None:
-    """Look at every optimizer's first step from now on."""
+    """Look at every optimizer's first step from now on, and at the next one after it was given more to train."""
     _GUARDED.add(edge)
     if not _HANDLES:
         _HANDLES.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    count = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"])  # layers may be added, or unfrozen, later
     for edge in list(_GUARDED):
         if edge.passed.get(optimizer) == count:
             continue
@@ -295,17 +295,29 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         edge.passed[optimizer] = count
 
 
-def authorize(model: Module, key: Key, **more: Any) -> Module:
+def authorize(model: Module, key: Key, *, files: Path | str | None = None, **more: Any) -> Module:
     """Make a locked model compute the plain function while its backbone stays locked; only the edges apply the key. In place, and returned.
 
-    The model is one that was loaded from a locked folder: its config carries the lock's record. What this protects: weights on disk, and whatever
-    is saved from here. Not this process, which has the key and the locked weights at once: for that the two must be on different machines (split).
+    The model is one that was loaded from a locked folder: its config carries the lock's record. The key, the record and the spaces are checked, the
+    numbers are not: in memory they may be of another dtype, or trained. With `files`, the folder that it was loaded from, those are checked as
+    `unlock` checks them, and changed weights are refused.
+
+    What this protects: weights on disk, and whatever is saved from here. Not this process, which has the key and the locked weights at once: for
+    that the two must be on different machines (split).
     """
     from regauge.locking import locked_element, require_locked
     from regauge.sources import spec_of
 
     record = require_locked(model, f"this {type(model).__name__}")
-    return authorized(model, locked_element(spec_of(model), record, key), **more)
+    element = locked_element(spec_of(model), record, key)
+    if files is not None:
+        from regauge.checkpoint import open_checkpoint
+        from regauge.lockfiles import verify_files
+
+        checkpoint = open_checkpoint(files)
+        if verify_files(checkpoint, spec_of(checkpoint), key) != record:
+            raise EdgeError(f"this {type(model).__name__} has another lock record than {files}", hint="name the folder that it was loaded from")
+    return authorized(model, element, **more)
 
 
 def save_trained(model: Module, folder: Path | str, key: Key) -> None:

@@ -65,11 +65,17 @@ def _require_plain(path: Path) -> None:
     require_file(path)
 
 
+def beside(path: Path) -> Path:
+    """A hidden name beside a file, for what is not whole yet. It is random: in a container every process may have the same number, and would meet
+    what a killed one has left."""
+    return path.with_name(f".{path.name}.partial-{os.urandom(6).hex()}")
+
+
 def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, new: bool = False) -> None:
     """Write one file so that it appears whole or not at all, in place of an older one of that name, or refusing to if it must be `new`."""
     with writing(path):
         _require_plain(path)
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    partial = beside(path)
     with writing(path):
         try:
             with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:

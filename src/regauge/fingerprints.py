@@ -21,8 +21,9 @@ import numpy as np
 
 from regauge.action import State
 from regauge.checkpoint import Lazy
+from regauge.errors import CheckpointError
 from regauge.fold import fold_lazily
-from regauge.invariance import invariants
+from regauge.invariance import invariants, nonfinite
 from regauge.keys import canonical
 from regauge.spec import Spec
 from regauge.streams import Floats
@@ -52,10 +53,18 @@ class Fingerprint:
 def fingerprint(spec: Spec, state: State) -> Fingerprint:
     """The fingerprint of a model. It reads all of it, and takes singular values: seconds to minutes."""
     width = min((t.dtype.itemsize for t in state.values() if t.dtype.is_floating_point), default=4)
+    plain = state
     if spec.norms or spec.scales:
         spec, folded = fold_lazily(spec, state, rounded=False)
         state = Lazy(folded, lambda name: folded[name]())
-    found = {name: np.abs(np.asarray(values, np.float64)).reshape(-1) for name, values in sorted(invariants(spec, state).items())}
+    try:
+        with np.errstate(invalid="ignore", over="ignore"):
+            found = {name: np.abs(np.asarray(values, np.float64)).reshape(-1) for name, values in sorted(invariants(spec, state).items())}
+        known = all(np.isfinite(values).all() for values in found.values())
+    except np.linalg.LinAlgError:
+        known = False
+    if not known:
+        raise CheckpointError(f'the model has no fingerprint: "{nonfinite(plain)}" holds NaN or Inf', hint="is it the right file?")
     sizes = {name: float(np.sqrt((values**2).mean())) for name, values in found.items()}
     numbers = {**{f"{n} rms": v for n, v in sizes.items()}, **{f"{n} mean": float(values.mean()) for n, values in found.items()}}
     return Fingerprint(_digests(numbers, {name: values.size for name, values in found.items()}, _GRIDS.get(width, 3e-3)), tuple(_rows(sizes)))

@@ -45,6 +45,11 @@ def invariants(spec: Spec, state: State) -> dict[str, Floats]:
     return out
 
 
+def nonfinite(state: State) -> str | None:
+    """The name of a tensor with NaN or Inf, which has no singular values, if there is one."""
+    return next((name for name, t in state.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
+
+
 def invariant_distance(one: Mapping[str, Floats], other: Mapping[str, Floats]) -> dict[str, tuple[float, float]]:
     """For each invariant that both have: the squared distance, and the squared norm of the other."""
     return {n: (float(((one[n] - other[n]) ** 2).sum()), float((other[n] ** 2).sum())) for n in other if n in one and one[n].shape == other[n].shape}

@@ -212,7 +212,7 @@ def _unwrapped(path: Path, fields: dict[str, Any], passphrase: Passphrase) -> by
         raise _BadFieldError("its scrypt parameters are none")
     salt, nonce, wrapped = _hex(costs["salt"], 16), _hex(fields["nonce"], 12), _hex(fields["wrapped"], 48)
     n, r, p = (costs[x] for x in "nrp")
-    if not all(type(x) is int and 1 <= x <= 1 << 20 for x in (n, r, p)) or n & (n - 1) or n < 2:
+    if not all(type(x) is int and 1 <= x <= 1 << 20 for x in (n, r, p)) or n & (n - 1) or n < 2 or n.bit_length() > 16 * r:  # RFC 7914, 2
         raise _BadFieldError("its scrypt parameters are none")
     if n * r > _MOST_MEMORY or n * r * p > _MOST_WORK:
         raise KeyFileError(
@@ -225,6 +225,8 @@ def _unwrapped(path: Path, fields: dict[str, Any], passphrase: Passphrase) -> by
     bound = canonical({name: value for name, value in fields.items() if name != "wrapped"})
     try:
         return ChaCha20Poly1305(_stretched(asked, salt, {"n": n, "r": r, "p": p})).decrypt(nonce, wrapped, bound)
+    except MemoryError:
+        raise KeyFileError(f"unwrapping {path} takes {128 * n * r // 2**20} MiB of memory, which are not free", hint="free some memory") from None
     except InvalidTag:
         raise PassphraseError(
             f"the passphrase does not open {path}, or the file was changed", hint="try again, or restore the file from a copy"

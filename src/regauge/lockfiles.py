@@ -105,14 +105,20 @@ def plan_reseal(checkpoint: Checkpoint, spec: Spec, out: Path, key: Key, *, thre
     return replace(_job(out, source, identity(g.spec), record, key, digests), cast=cast)
 
 
-def reseal(checkpoint: Checkpoint, spec: Spec, key: Key, *, threads: int | None = None) -> Record:
-    """Renew the tags of a locked folder that was trained, in place: its config.json is replaced, whole or not at all."""
+def reseal(checkpoint: Checkpoint, spec: Spec, key: Key, *, threads: int | None = None, dry_run: bool = False) -> Record:
+    """Renew the tags of a locked folder that was trained, in place: its config.json is replaced, whole or not at all. A dry run only checks."""
     record, g, _, _ = _opened(checkpoint, spec, key, True, threads)
     if checkpoint.config is None or checkpoint.config_path is None or FIELD not in checkpoint.config:
         raise LockError(f"{checkpoint.path} keeps its lock record in the weights' file, which is not rewritten in place", hint="give -o OUT")
     sealed = tagged(record, key, g.spec, header_of(checkpoint), digests_of(checkpoint.bits, threads))
-    write_bytes(checkpoint.config_path, _text({**checkpoint.config, FIELD: sealed.to_json()}))
+    if not dry_run:
+        write_bytes(checkpoint.config_path, _text({**checkpoint.config, FIELD: sealed.to_json()}))
     return sealed
+
+
+def verify_files(checkpoint: Checkpoint, spec: Spec, key: Key, *, threads: int | None = None) -> Record:
+    """Refuse a locked checkpoint that is not, in every number, as it was locked (or resealed) by this key. All of it is read, nothing is written."""
+    return _opened(checkpoint, spec, key, False, threads)[0]
 
 
 def _opened(

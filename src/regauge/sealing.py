@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from regauge.errors import CheckpointError, LockError, TamperedFileError, WrongKeyError
-from regauge.files import fsync_folder, reading, writing
+from regauge.files import beside, fsync_folder, reading, writing
 from regauge.keys import Key, canonical
 
 VERSION = 1
@@ -46,7 +46,7 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
     header = canonical({"version": VERSION, "key": key.id, "kind": kind, "salt": salt.hex()})
     start = MAGIC + b"%d\n" % VERSION + len(header).to_bytes(4, "little") + header
     tag = _header_tag(key, salt, start)
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    partial = beside(out)
     with writing(out):
         try:
             with partial.open("xb") as file:
@@ -72,7 +72,7 @@ def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
     key.require("seal")
     _require_new(out)
     with _opened(source, key) as (kind, chunks):
-        partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+        partial = beside(out)
         with writing(out):
             partial.mkdir(mode=0o700)
             try:
@@ -227,11 +227,27 @@ def _entries(source: Path) -> tuple[str, list[tuple[Path, str]]]:
         if not source.is_dir():
             kind = "is neither a file nor a folder" if os.path.lexists(source) else "does not exist"
             raise CheckpointError(f"{source} {kind}", hint="name a file or a folder")
-        found = sorted(source.rglob("*"))
-    for path in found:
+    found: list[tuple[Path, str]] = []
+    for path in sorted(_below(source)):
         if not path.is_file() and (path.is_symlink() or not path.is_dir()):
             raise CheckpointError(f"{path} is neither a file nor a folder, and cannot be sealed", hint="remove it first")
-    return "folder", [(path, path.relative_to(source).as_posix()) for path in found]
+        name = path.relative_to(source).as_posix()
+        try:
+            _inside(name)
+        except ValueError:
+            raise CheckpointError(f"{path} has a name that could not be opened again, and cannot be sealed", hint="rename it first") from None
+        found.append((path, name))
+    return "folder", found
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All that is in a folder. One that cannot be read is an error (`rglob` would pass over it, and what is in it would be missing)."""
+    with reading(folder):
+        inside = sorted(folder.iterdir())
+    for path in inside:
+        yield path
+        if path.is_dir() and not path.is_symlink():
+            yield from _below(path)
 
 
 def _put(chunks: _Sealer, path: Path, name: str) -> None:

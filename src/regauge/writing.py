@@ -483,7 +483,8 @@ class _Run:
         if not finite and self.plan.was_finite is not None and self.plan.was_finite(name):
             raise CheckpointError(
                 f'"{name}" would hold NaN or Inf, which what it is made of does not',
-                hint=f"its new values are too large for {dtype}: store the model in a wider dtype first, or draw another element",
+                hint=f"its new values are too large for {dtype} (store the model in a wider dtype first, or draw another element), "
+                "or something that is folded into it holds NaN or Inf",
             )
         data = bits.view(np.uint8) if bits.size else b""
         if self.plan.finish is not None and name not in self.digests:

@@ -69,13 +69,12 @@ def lock(
         if out is not None:
             job = lockfiles.plan_reseal(checkpoint, described, out, secret, threads=threads)
             return _write(job, "lock --reseal", started, resume, dry_run, json, threads)
-        if dry_run:
-            say("dry run: config.json would be replaced")
-            return 0
-        record = lockfiles.reseal(checkpoint, described, secret, threads=threads)
-        say(f"renewed the commitment of {checkpoint.path}, locked by the key {record.key}")
+        record = lockfiles.reseal(checkpoint, described, secret, threads=threads, dry_run=dry_run)
+        did = "dry run: this would renew" if dry_run else "renewed"
+        say(f"{did} the commitment of {checkpoint.path}, locked by the key {record.key}")
         if json:
-            data_json({"version": VERSION, "command": "lock --reseal", "out": str(checkpoint.path), "record": record.to_json()})
+            report = {"version": VERSION, "command": "lock --reseal", "out": str(checkpoint.path), "record": record.to_json(), "dry_run": dry_run}
+            data_json(report)
         return 0
     assert out is not None
     chosen = (group or Group(DEFAULT)).value

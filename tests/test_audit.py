@@ -158,6 +158,11 @@ def test_a_stranger_without_the_key_is_not_said_to_give_the_lock_away() -> None:
     assert 0.01 < (results.findings[0].value or 0) < 0.99
     assert "of the weights; with -k KEY" in results.facts["verdict"][0]
     assert not any("of the lock away" in line for line in results.facts["verdict"])
+    assert (results.findings[0].floor or 0) > 0.01  # nor does the floor forget it
+    own = audit_lock(LockCase(spec, locked, "permutation", base=state), most=0.5).findings[0]
+    assert (own.floor or 0) < 0.9 < (own.value or 0)
+    assert own.holds is False
+    assert audit_lock(LockCase(spec, locked, "permutation", base=stranger), most=0.5).findings[0].holds
 
 
 def test_what_is_not_finite_is_named() -> None:

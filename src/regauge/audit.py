@@ -85,7 +85,7 @@ def audit_lock(
         if bad is not None:
             raise AuditError(f'{what} holds NaN or Inf in "{bad}", so that nothing can be compared with it', hint="is it the right file?")
     parts: list[tuple[str, Callable[[], Iterator[tuple[Finding, float]]]]] = [
-        ("public base", lambda: _public_base(case)),
+        ("public base", lambda: _public_base(case, seed)),
         ("lineage", lambda: _lineage(case, seed)),
         ("known inputs", lambda: _known(case, seed)),
         ("seen features", lambda: _seen(case, seed)),
@@ -186,7 +186,7 @@ def _missing(case: LockCase, name: str) -> str:
     return ""
 
 
-def _public_base(case: LockCase) -> Iterator[tuple[Finding, float]]:
+def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     assert case.base is not None
     view = WithBase(case.spec, case.state, case.kind, base=case.base)
     if case.truth is not None:
@@ -207,12 +207,13 @@ def _public_base(case: LockCase) -> Iterator[tuple[Finding, float]]:
         inside = part_of(case.spec, "backbone").spaces
         share = _share(guess.element.members, {s: m for s, m in case.truth.members.items() if s in inside})
         said = f"{share:.1%} of the key in {seconds:.1f} s, from {guess.began}"
-        measure = "share of the key"
-    else:  # without the key: how much of the distance to the base the guess explains
-        share = max(0.0, 1 - guess.relative**2)
-        said = f"the base, moved as guessed, explains {share:.1%} of the locked weights' squares"
+        measure, floor = "share of the key", 0.0
+    else:  # without the key: how much of the locked weights the guess explains, and a guess from the same numbers in no order
+        by_none = weights.public_base(replace(view, base=_stranger(case.base, seed)))
+        share, floor = (max(0.0, 1 - one.relative**2) for one in (guess, by_none))
+        said = f"the base, moved as guessed, explains {share:.1%} of the locked weights' squares; a stranger {floor:.1%}"
         measure = EXPLAINED
-    yield _finding("lock/public base", "a public base does not give the key away", share, 0.0, 1.0, said, measure), seconds
+    yield _finding("lock/public base", "a public base does not give the key away", share, floor, 1.0, said, measure), seconds
     if case.model is not None and case.test is not None:
         started = time.monotonic()
         value, floor, ceiling = (_quality(case, s) for s in (guess.unlocked(case.spec, case.state), case.state, _plain(case)))
@@ -228,16 +229,19 @@ def _lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     candidates = dict(case.candidates)
     if case.base is not None:
         candidates["the base"] = case.base
-        draw = torch.Generator().manual_seed(seed)
-        candidates["a stranger"] = {
-            n: v.flatten()[torch.randperm(v.numel(), generator=draw)].view(v.shape) if v.numel() > 1 else v for n, v in case.base.items()
-        }
+        candidates["a stranger"] = _stranger(case.base, seed)
     found = weights.lineage(WithCandidates(case.spec, case.state, case.kind, candidates=candidates))
     nearest = min(found, key=lambda name: found[name])
     stranger = found.get("a stranger", max(found.values()))
     said = f"nearest in what no key changes is {nearest}: {found[nearest]:.3f}; {', '.join(f'{n} {d:.3f}' for n, d in found.items() if n != nearest)}"
     share = max(0.0, 1 - found[nearest] / stranger) if stranger else 1.0
     yield _finding("lock/lineage", "the model's descent is hidden", share, 0.0, 1.0, said, "1 - distance / a stranger's"), time.monotonic() - started
+
+
+def _stranger(base: State, seed: int) -> dict[str, torch.Tensor]:
+    """A model of the same numbers in no order: what it gives, anything gives."""
+    draw = torch.Generator().manual_seed(seed)
+    return {n: v.flatten()[torch.randperm(v.numel(), generator=draw)].view(v.shape) if v.numel() > 1 else v for n, v in base.items()}
 
 
 def _known(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:

@@ -72,7 +72,7 @@ def attacks(lab: Lab) -> Results:
     }
     alone = {name: [_audit(lab, name, one, "edges", "permutation", key) for key in keys] for name, one in models.items()}
     if len(play.sources) > 1:  # another model of the same training
-        alone[f"{play.name}, another seed"] = [_audit(lab, play.name, play, "edges", "permutation", key, trial=1) for key in keys]
+        alone[f"{play.name} of another seed"] = [_audit(lab, play.name, play, "edges", "permutation", key, trial=1) for key in keys]
     judged = lab.preset_name != "pico"  # weights that learned next to nothing have little to tell
     findings = [*_of_bases(base, judged), *_of_edges(alone), *_of_features(seen, judged), *_of_theft(stolen)]
     tables = (_bases_table(base, drifts), _edges_table(alone), _features_table(seen), _theft_table(stolen))

@@ -112,7 +112,7 @@ def _edges(findings: Iterable[Finding]) -> str:
     rows = [[f.id.split("/")[1], f"{f.floor or 0:.1%}", _range([f])] for f in found]
     lines += _table(["model", "a guess", "found"], rows)
     lost = [f.id.split("/")[1] for f in found if (f.value or 0) >= 0.99]
-    said = f"With the order of the stream the model is the owner's again: so it is for {', '.join(lost)}." if lost else "None is found in whole."
+    said = f"With the order of the stream the model is the owner's again: so it is for {' and '.join(lost)}." if lost else "None is found in whole."
     return "\n".join([*lines, "", said, ""])
 
 

@@ -65,10 +65,10 @@ def public_edges(view: Locked, *, steps: int = 16) -> Guess:
     Sees: the locked file. Recovers: the stream's permutation, and with it the owner's model: what moves inside layers changes no function. Why it
     works: training aligns a backbone with its edges, which stay in plain: Gram matrices of what reads the stream in the first layer resemble the
     covariance of the embedding, those of what writes it that of the head, and writing biases the head's mean. All of them have one order in common,
-    which is found by assignment while it is annealed from all orders to one (graduated assignment). What stops it: signs on the stream, rotations;
-    a small width (64 channels are too few to tell), or weights that are not so aligned: of the models that were tried, GPT-2s with heads of their
-    own lose all of the key, and ViTs, BERTs and Llamas nothing. Floor: one place in d. Ceiling: all places. References: Gold and Rangarajan
-    1996 (graduated assignment); Fan et al. 2019 (GRAMPA, 1907.08880) on how much likeness a quadratic assignment needs.
+    which is found by assignment while it is annealed from all orders to one (graduated assignment). What stops it: it does not look for signs on the
+    stream, nor for rotations. Two GPT-2s of one training, on which its weights were chosen, lose all of the key; a ViT, MiniLM and two Llamas
+    nothing, which is no proof that they are safe: at MiniLM's and the ViT's true orders the edges fit better than at those that were found, so there
+    it is the search that fails. Floor: one place in d. Ceiling: all places. References: Gold and Rangarajan 1996 (graduated assignment).
     """
     started = time.monotonic()
     members: dict[str, Member] = {}

@@ -11,20 +11,24 @@ import torch
 
 from picos import build, spec_of
 from regauge import apply, element, fold_norms
+from regauge.attacks.edges import annealed, can_order, public_edges, settled
 from regauge.attacks.features import GROUPS, known_inputs, seen_features, vocabulary
 from regauge.attacks.products import products, rearranged
 from regauge.attacks.theft import Budget, learned_order, new_edges, scratch, tuned
 from regauge.attacks.views import HiddenStates, KnownInputs, Locked, SeenFeatures, WithBase, WithCandidates, WithLabels, part_of
 from regauge.attacks.weights import lineage, norm_vectors, public_base
+from regauge.checkpoint import open_checkpoint
 from regauge.elements import Element
 from regauge.groups import Kind
 from regauge.matching.costs import Costs
 from regauge.members import Member
+from regauge.sources import spec_of as stored_spec
 from regauge.spec import Spec
 from regauge.streams import Stream, seed_key
 from regauge.tasks import Examples
 
 State = dict[str, torch.Tensor]
+ASSETS = Path(__file__).parents[2] / "shared" / "assets"
 
 
 def model_of(name: str, fold: bool = False) -> tuple[Spec, State]:
@@ -135,6 +139,53 @@ def test_an_order_is_found_from_a_wrong_beginning() -> None:
     assert (rearranged([(-moved, t)], start) != truth).any()
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_an_order_is_found_without_a_beginning_if_matrices_are_alike(alike: bool) -> None:
+    draw = np.random.default_rng(0)
+    plain, noise, vector = draw.standard_normal((60, 60)), draw.standard_normal((60, 60)), draw.standard_normal(60)
+    plain, noise = plain + plain.T, noise + noise.T
+    like = 0.8 * plain + 0.6 * noise if alike else noise
+    truth = draw.permutation(60)
+    likeness = np.outer(vector[truth], vector + draw.standard_normal(60))  # a hint of the order, which is not enough
+    assert (likeness.argmax(1) == truth).mean() < 0.2
+    right = annealed([(like[truth][:, truth] / 2, plain)], likeness, 16).argmax(1) == truth
+    assert right.all() if alike else right.mean() < 0.2
+    near = truth.copy()
+    near[:4] = truth[[1, 0, 3, 2]]
+    assert (settled([(like[truth][:, truth] / 2, plain)], likeness, near) == truth).all() == alike
+
+
+@pytest.mark.skipif(not (ASSETS / "gpt2_pair").exists(), reason="the shared assets are not here")
+def test_the_edges_of_a_trained_gpt2_give_the_order_of_its_stream_and_those_of_another_do_not() -> None:
+    spec, state = stored("seed1")
+    g = element(spec, 5, within="permutation")
+    locked = apply(g, state, "backbone")
+    found = public_edges(Locked(spec, locked, "permutation"))
+    assert wrong(found.element, Element(spec, {"stream": g.members["stream"]})) == 0
+    unlocked = found.unlocked(spec, locked)
+    assert torch.equal(unlocked["transformer.h.2.ln_1.weight"], state["transformer.h.2.ln_1.weight"])  # type: ignore[arg-type]
+    other = stored("seed2")[1]
+    mixed = {n: v if spec.parts.get(n) == "backbone" else other[n] for n, v in locked.items()}
+    stranger = public_edges(Locked(spec, mixed, "permutation")).element.members["stream"].permutation()
+    assert (stranger.index == g.members["stream"].permutation().index).mean() < 0.05
+
+
+def test_edges_tell_no_signs_and_no_rotations() -> None:
+    spec, state = model_of("llama")
+    assert can_order(Locked(spec, state, "permutation"))
+    assert not can_order(Locked(spec, state, "signed"))
+    assert not public_edges(Locked(spec, state, "signed")).element.members
+    spec, state = model_of("gpt2", fold=True)
+    assert not can_order(Locked(spec, state, "orthogonal"))
+    assert sorted(public_edges(Locked(*model_of("gpt2"), "signed")).element.members["stream"].permutation().index[0]) == list(range(12))
+
+
+def stored(seed: str) -> tuple[Spec, State]:
+    """A GPT-2 of the assets, in single precision."""
+    checkpoint = open_checkpoint(ASSETS / "gpt2_pair" / seed)
+    return stored_spec(checkpoint), {n: checkpoint[n].float() for n in checkpoint}
+
+
 def features(tokens: int, seed: int) -> torch.Tensor:
     """Rows of one distribution with channels that differ."""
     draw = torch.Generator().manual_seed(seed)
@@ -233,6 +284,6 @@ def test_attacks_know_nothing_of_keys_and_truth() -> None:
 
 
 def test_every_attack_says_what_it_is() -> None:
-    for attack in (norm_vectors, public_base, lineage, known_inputs, seen_features, vocabulary, new_edges, tuned, learned_order):
+    for attack in (public_edges, norm_vectors, public_base, lineage, known_inputs, seen_features, vocabulary, new_edges, tuned, learned_order):
         for word in ("Sees:", "Recovers:", "Why it works:", "What stops it:", "Floor:", "Ceiling:", "References:"):
             assert word in " ".join((attack.__doc__ or "").split()), (attack.__name__, word)

@@ -46,6 +46,8 @@ def test_an_audit_scores_each_attack_by_the_truth() -> None:
     assert found["lock/public base"].value == 1.0
     assert found["lock/public base"].holds is False
     assert found["lock/norm vectors"].value == 1.0
+    assert found["lock/public edges"].floor == pytest.approx(1 / 12)
+    assert (found["lock/public edges"].value or 0) < 0.5  # these weights are random: nothing has aligned them
     assert found["lock/vocabulary"].value == 1.0
     assert "nearest in what no key changes is the base" in found["lock/lineage"].sentence
     used = found["lock/public base, used"]
@@ -63,6 +65,9 @@ def test_without_anything_to_try_an_audit_is_refused() -> None:
     spec, state = model_of("gpt2")
     with pytest.raises(AuditError, match="nothing could be tried"):
         audit_lock(LockCase(spec, state, "permutation"))
+    g = element(spec, 5, within="permutation")
+    only = audit_lock(LockCase(spec, apply(g, state, "backbone"), "permutation", truth=g), attacks=["public edges"])
+    assert [f.id for f in only.findings] == ["lock/public edges"]
 
 
 def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
@@ -96,6 +101,9 @@ def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
 def test_verdicts() -> None:
     said = verdict_of([Finding("lock/public base", "", None, 1.0, 0.0, 1.0)])
     assert said == ["The base is public: this lock gives nothing. Whoever has it undoes the lock."]
+    edges = [Finding("lock/public edges", "", None, share, 0.004, 1.0) for share in (1.0, 0.3)]
+    assert "The file alone undoes this lock" in verdict_of(edges[:1])[0]
+    assert not any("The file alone" in line for line in verdict_of(edges[1:]))
     assert "gives 30% of the lock away" in verdict_of([Finding("lock/public base", "", None, 0.3, 0.0, 1.0)])[0]
     scored = [Finding("lock/theft/tuned 40", "", None, value, 0.1, 0.9) for value in (0.3, 0.6)]
     scored = [scored[0], replace(scored[1], id="lock/theft/new edges 40"), replace(scored[0], id="lock/theft/scratch 40", value=0.2)]

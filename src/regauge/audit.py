@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from regauge.action import State, apply
-from regauge.attacks import features, theft, weights
-from regauge.attacks.views import HiddenStates, KnownInputs, SeenFeatures, WithBase, WithCandidates, WithLabels, part_of
+from regauge.attacks import edges, features, theft, weights
+from regauge.attacks.views import HiddenStates, KnownInputs, Locked, SeenFeatures, WithBase, WithCandidates, WithLabels, part_of
 from regauge.barriers import score
 from regauge.cutting import cut
 from regauge.elements import Element
@@ -76,15 +76,18 @@ def audit_lock(
     budget: theft.Budget | None = None,
     seed: int = 0,
     most: float | None = None,
+    attacks: Collection[str] | None = None,
     progress: Tell | None = None,
 ) -> Results:
-    """Every attack that the case allows. `most`: findings fail where an attack gets more than this share of the way from its floor to its ceiling."""
+    """Every attack that the case allows, or some by name. `most`: findings fail where an attack gets more than this share of the way from its floor
+    to its ceiling."""
     budget = budget or theft.Budget(seed=seed)
     for what, state in (("the locked model", case.state), ("the base", case.base), *case.candidates.items()):
         bad = None if state is None else nonfinite(state)
         if bad is not None:
             raise AuditError(f'{what} holds NaN or Inf in "{bad}", so that nothing can be compared with it', hint="is it the right file?")
     parts: list[tuple[str, Callable[[], Iterator[tuple[Finding, float]]]]] = [
+        ("public edges", lambda: _public_edges(case)),
         ("public base", lambda: _public_base(case, seed)),
         ("lineage", lambda: _lineage(case, seed)),
         ("known inputs", lambda: _known(case, seed)),
@@ -93,6 +96,7 @@ def audit_lock(
         ("theft", lambda: _theft(case, labels, budget)),
         ("handling", lambda: _handling(case, seed)),
     ]
+    parts = [part for part in parts if attacks is None or part[0] in attacks]
     findings: list[Finding] = []
     costs: list[tuple[str, float]] = []
     unchecked: list[str] = []
@@ -123,6 +127,9 @@ def verdict_of(findings: Sequence[Finding]) -> list[str]:
     """What it comes to, for the user's situation."""
     by = {f.id: f for f in findings}
     out = []
+    edge = by.get("lock/public edges")
+    if edge is not None and edge.value is not None and edge.value >= ALL:
+        out.append("The file alone undoes this lock: its embedding and head, which are in plain, give the order of the stream away.")
     base = by.get("lock/public base")
     if base is not None and base.value is not None:
         if base.value >= ALL:
@@ -165,6 +172,10 @@ def _judged(f: Finding, most: float | None) -> Finding:
 def _missing(case: LockCase, name: str) -> str:
     if name == "handling":
         return "" if case.record is not None and case.key is not None else "the key was not given"
+    if name == "public edges":
+        if not edges.can_order(Locked(case.spec, case.state, case.kind)):
+            return "it is for permutations of the stream"
+        return "" if case.truth is not None else "it is scored by the key, which was not given"
     if name in ("public base", "lineage"):
         return "" if case.base is not None or (name == "lineage" and case.candidates) else "no model was given that it may descend from"
     if case.model is None or case.test is None:
@@ -184,6 +195,29 @@ def _missing(case: LockCase, name: str) -> str:
     if name == "vocabulary":
         return "" if case.test.causal else "it is no language model"
     return ""
+
+
+def _public_edges(case: LockCase) -> Iterator[tuple[Finding, float]]:
+    assert case.truth is not None
+    guess = edges.public_edges(Locked(case.spec, case.state, case.kind))
+    streams = {s: m for s, m in case.truth.members.items() if s in guess.element.members}
+    if not streams:
+        return
+    share = _share(guess.element.members, streams)
+    floor = len(streams) / sum(m.size for m in streams.values())
+    said = f"the file alone gives {share:.1%} of the order of the stream in {guess.seconds:.1f} s"
+    statement = "embedding and head, in plain, do not give the key of the stream"
+    yield _finding("lock/public edges", statement, share, floor, 1.0, said), guess.seconds
+    if case.model is not None and case.test is not None:
+        yield from _used(case, guess, "public edges")
+
+
+def _used(case: LockCase, guess: weights.Guess, attack: str) -> Iterator[tuple[Finding, float]]:
+    started = time.monotonic()
+    value, floor, ceiling = (_quality(case, s) for s in (guess.unlocked(case.spec, case.state), case.state, _plain(case)))
+    said = "the model that the guess unlocks, the locked one and the owner's"
+    statement = "the unlocked guess is not worth the owner's model"
+    yield _finding(f"lock/{attack}, used", statement, value, floor, ceiling, said, _unit(case)), time.monotonic() - started
 
 
 def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
@@ -215,13 +249,7 @@ def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
         measure = EXPLAINED
     yield _finding("lock/public base", "a public base does not give the key away", share, floor, 1.0, said, measure), seconds
     if case.model is not None and case.test is not None:
-        started = time.monotonic()
-        value, floor, ceiling = (_quality(case, s) for s in (guess.unlocked(case.spec, case.state), case.state, _plain(case)))
-        said = "the model that the guess unlocks, the locked one and the owner's"
-        yield (
-            _finding("lock/public base, used", "the unlocked guess is not worth the owner's model", value, floor, ceiling, said, _unit(case)),
-            (time.monotonic() - started),
-        )
+        yield from _used(case, guess, "public base")
 
 
 def _lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:

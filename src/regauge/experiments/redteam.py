@@ -64,7 +64,7 @@ def attacks(lab: Lab) -> Results:
     models: dict[str, Subject | str] = {play.name: play, image.name: image, **({"Llama, 260 K": LLAMA} if has_llama else {})}
     cells = {name: 1 if isinstance(one, str) or one.recipe is None else 2 for name, one in models.items()}  # with its training
     lab.total = len(keys) * (len(GROUPS) * len(drifts) * sum(cells.values()) + 3 * (cells[play.name] + cells[image.name]))
-    lab.total += 3 * len(trials) * cells[image.name]
+    lab.total += 3 * len(trials) * cells[image.name] + len(keys) * (sum(cells.values()) + (len(play.sources) > 1))
     base: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for name, subject in models.items():
         for group in GROUPS:
@@ -81,9 +81,18 @@ def attacks(lab: Lab) -> Results:
         for group in ("permutation", "rotation")
     }
     patient = [_audit(lab, image.name, image, "theft", "permutation", t, trial=t, labels=labels[-1:], **LONG[lab.preset_name]) for t in trials]
+    alone = {name: [_audit(lab, name, one, "edges", "permutation", key) for key in keys] for name, one in models.items()}
+    if len(play.sources) > 1:  # another model of the same training
+        alone[f"{play.name} of another seed"] = [_audit(lab, play.name, play, "edges", "permutation", key, trial=1) for key in keys]
     judged = lab.preset_name != "pico"  # weights that learned next to nothing have little to tell
-    findings = [*_of_bases(base, judged), *_of_features(seen, judged), *_of_theft("theft", stolen), *_of_theft("patience", {"permutation": patient})]
-    tables = (_bases_table(base, drifts), _features_table(seen), _theft_table(stolen))
+    findings = [
+        *_of_bases(base, judged),
+        *_of_edges(alone),
+        *_of_features(seen, judged),
+        *_of_theft("theft", stolen),
+        *_of_theft("patience", {"permutation": patient}),
+    ]
+    tables = (_bases_table(base, drifts), _edges_table(alone), _features_table(seen), _theft_table(stolen))
     facts = {
         "experiment": "lock/attacks",
         "preset": lab.preset_name,
@@ -110,7 +119,7 @@ def _audit(
         data["source"] = lab.source(subject)
     else:
         parameters |= {"model": subject.model, "task": {**subject.task, **subject.tested}}
-        data |= lab.sources(subject, 0) if subject.recipe is None else {"weights": lab.train(subject, trial, "plain")}
+        data |= lab.sources(subject, trial) if subject.recipe is None else {"weights": lab.train(subject, trial, "plain")}
         if subject.tokenizer is not None:
             data["tokenizer"] = lab.source(subject.tokenizer)
         if what != "base":
@@ -148,18 +157,32 @@ def _compute(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outco
     if p["what"] == "base":
         return Outcome({"found": _found(LockCase(spec, locked, p["within"], g, state), p)})
     model.load_state_dict(locked)
+    if p["what"] == "edges":
+        some = test.only(np.arange(min(64, len(test)))) if test is not None else None
+        return Outcome({"found": _found(LockCase(spec, locked, p["within"], g, model=model, test=some), p)})
     train = prepare(p["learned"], data["train"], tokenizer)
     assert test is not None
     some = test.only(np.arange(min(1000, len(test))))
     return Outcome({"found": _found(LockCase(spec, locked, p["within"], g, model=model, train=train, test=some), p)})
 
 
-CELLS = {"base": Cell("audit", 1, _compute), "features": Cell("audit-features", 1, _compute), "theft": Cell("audit", 1, _compute)}
+CELLS = {
+    "base": Cell("audit", 1, _compute),
+    "features": Cell("audit-features", 1, _compute),
+    "theft": Cell("audit", 1, _compute),
+    "edges": Cell("audit-edges", 1, _compute),
+}
+TRIED = {
+    "base": ("public base", "lineage"),
+    "features": ("known inputs", "seen features", "vocabulary"),
+    "theft": ("known inputs", "seen features", "theft"),
+    "edges": ("public edges",),
+}
 
 
 def _found(case: LockCase, p: Mapping[str, Any]) -> dict[str, Any]:
     budget = Budget(int(p.get("steps", 300)), rates=tuple(p.get("rates", (1e-3,))), seed=int(p["key"]))
-    results = audit_lock(case, labels=tuple(p.get("labels", ())), budget=budget, seed=int(p["key"]))
+    results = audit_lock(case, labels=tuple(p.get("labels", ())), budget=budget, seed=int(p["key"]), attacks=TRIED[p["what"]])
     seconds = {row[0]: row[-1] for row in results.tables[0].rows}
     return {f.id.removeprefix("lock/"): [f.floor, f.value, f.ceiling, seconds[f.id], f.sentence] for f in results.findings}
 
@@ -204,6 +227,40 @@ def _of_bases(base: Mapping[tuple[str, str, float], Sequence[Mapping[str, Any]]]
             )
         )
     return out
+
+
+def _of_edges(alone: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Finding]:
+    out = []
+    for name, found in alone.items():
+        share = _mean(found, "public edges")
+        said = f"{share:.1%} of the order of the stream in {_mean(found, 'public edges', 3):.1f} s"
+        out.append(
+            Finding(
+                f"edges/{name}/permutation",
+                f"What the locked file of {name} gives away alone: no base, no data",
+                None,
+                share,
+                _mean(found, "public edges", 0),
+                1.0,
+                said,
+                measure="share of the stream's order",
+                spread=_spread(found, "public edges"),
+                trials=len(found),
+            )
+        )
+    return out
+
+
+def _edges_table(alone: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    rows: list[tuple[str | float | None, ...]] = []
+    for name, found in alone.items():
+        used = [_mean(found, "public edges, used", place) for place in (0, 1, 2)]
+        rows.append((name, *(_mean(found, "public edges", place) for place in (0, 1)), *(None if math.isnan(v) else v for v in used)))
+    note = (
+        "Share of the stream's order that the locked file gives away by itself, from its embedding and head; then what the locked model, the one "
+        "that was so unlocked, and the owner's are worth (accuracy; of language models minus nats of a next token)."
+    )
+    return Table("Nothing but the locked file", ("model", "floor", "order found", "locked", "unlocked by it", "owner's"), tuple(rows), note)
 
 
 def _of_features(seen: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], judge: bool) -> list[Finding]:

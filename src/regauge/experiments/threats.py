@@ -31,6 +31,8 @@ def threat_model(results: Results) -> str:
     found = {f.id: f for f in results.findings}
     parts = [HEAD, "## Who has what, and what it gives\n"]
     parts.append(_public_base(found.values()))
+    if _of(found.values(), "edges"):
+        parts.append(_edges(found.values()))
     parts.append(_features(found.values()))
     parts.append(_theft(found.values()))
     parts += [TAIL, _groups(found.values())]
@@ -95,6 +97,22 @@ def _public_base(findings: Iterable[Finding]) -> str:
             "",
         ]
     )
+
+
+def _edges(findings: Iterable[Finding]) -> str:
+    found = _of(findings, "edges")
+    lines = [
+        "### There is nothing but the locked file",
+        "",
+        "Embedding and head are in plain, and training has aligned the backbone with them. Of the order of a stream that was permuted, with no base,",
+        "no data and no labels:",
+        "",
+    ]
+    rows = [[f.id.split("/")[1], f"{f.floor or 0:.1%}", _range([f])] for f in found]
+    lines += _table(["model", "a guess", "found"], rows)
+    lost = [f.id.split("/")[1] for f in found if (f.value or 0) >= 0.99]
+    said = f"With the order of the stream the model is the owner's again: so it is for {' and '.join(lost)}." if lost else "None is found in whole."
+    return "\n".join([*lines, "", said, ""])
 
 
 def _features(findings: Iterable[Finding]) -> str:

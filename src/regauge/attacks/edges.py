@@ -25,11 +25,8 @@ from regauge.members import Member, Monomial
 from regauge.spec import Spec
 from regauge.streams import Floats, Ints
 
-MATRIX, VECTOR, BIAS = (
-    0.5,
-    0.6,
-    2.0,
-)  # how much pairs of matrices, pairs of vectors, and biases against the head's mean count: r / (1 - r^2), as expected
+# How much pairs of matrices, pairs of vectors, and biases against the head's mean count: r / (1 - r^2), as expected.
+MATRIX, VECTOR, BIAS = 0.5, 0.6, 2.0
 FEW = 8  # a table of fewer rows has no covariance to speak of
 
 
@@ -66,9 +63,10 @@ def public_edges(view: Locked, *, steps: int = 16) -> Guess:
     works: training aligns a backbone with its edges, which stay in plain: Gram matrices of what reads the stream in the first layer resemble the
     covariance of the embedding, those of what writes it that of the head, and writing biases the head's mean. All of them have one order in common,
     which is found by assignment while it is annealed from all orders to one (graduated assignment). What stops it: it does not look for signs on the
-    stream, nor for rotations. Two GPT-2s of one training, on which its weights were chosen, lose all of the key; a ViT, MiniLM and two Llamas
-    nothing, which is no proof that they are safe: at MiniLM's and the ViT's true orders the edges fit better than at those that were found, so there
-    it is the search that fails. Floor: one place in d. Ceiling: all places. References: Gold and Rangarajan 1996 (graduated assignment).
+    stream, nor for rotations. Two GPT-2s of one training, on which its weights were chosen, lose all of the key; GPT-2s of another training, a ViT,
+    MiniLM and Llamas next to nothing, which is no proof that they are safe: at the true orders of those GPT-2s, of MiniLM and of the ViT the edges
+    fit better than at what was found, so that it is the search that fails. Floor: one place in d. Ceiling: all places. References: Gold and
+    Rangarajan 1996 (graduated assignment).
     """
     started = time.monotonic()
     members: dict[str, Member] = {}

@@ -21,6 +21,7 @@ from regauge.elements import element
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
+from regauge.experiments.pairs import PAIRS
 from regauge.experiments.presets import Subject
 from regauge.findings import Finding, Results, Table
 from regauge.fold import fold_norms
@@ -65,6 +66,8 @@ def attacks(lab: Lab) -> Results:
     cells = {name: 1 if isinstance(one, str) or one.recipe is None else 2 for name, one in models.items()}  # with its training
     lab.total = len(keys) * (len(GROUPS) * len(drifts) * sum(cells.values()) + 3 * (cells[play.name] + cells[image.name]))
     lab.total += 3 * len(trials) * cells[image.name] + len(keys) * (sum(cells.values()) + (len(play.sources) > 1))
+    held = {seed: reader for reader in [PAIRS[lab.preset_name]()["gpt2"]] for seed in (0, 1) if lab.is_trained(reader, seed, "plain")}
+    lab.total += 2 * len(keys) * len(held)
     base: dict[tuple[str, str, float], list[dict[str, Any]]] = {}
     for name, subject in models.items():
         for group in GROUPS:
@@ -84,6 +87,9 @@ def attacks(lab: Lab) -> Results:
     alone = {name: [_audit(lab, name, one, "edges", "permutation", key) for key in keys] for name, one in models.items()}
     if len(play.sources) > 1:  # another model of the same training
         alone[f"{play.name} of another seed"] = [_audit(lab, play.name, play, "edges", "permutation", key, trial=1) for key in keys]
+    for seed, reader in held.items():  # models on which the attack was not tuned
+        name = f"{reader.name} trained here, seed {seed}"
+        alone[name] = [_audit(lab, name, reader, "edges", "permutation", key, trial=seed) for key in keys]
     judged = lab.preset_name != "pico"  # weights that learned next to nothing have little to tell
     findings = [
         *_of_bases(base, judged),
@@ -103,8 +109,10 @@ def attacks(lab: Lab) -> Results:
         "minutes of computing": round(lab.seconds / 60, 1),
         "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
     }
-    missing = () if has_llama else (f"a Llama with grouped queries ({LLAMA} is not in the assets)",)
-    return Results("The red team against locks", tuple(findings), tables, (), facts, missing)
+    missing = [] if has_llama else [f"a Llama with grouped queries ({LLAMA} is not in the assets)"]
+    if not held:
+        missing.append("the locked file alone, of models that the attack was not tuned on (regauge reproduce 003/pairs trains them)")
+    return Results("The red team against locks", tuple(findings), tables, (), facts, tuple(missing))
 
 
 def _audit(

@@ -112,7 +112,7 @@ def _edges(findings: Iterable[Finding]) -> str:
     lines += _table(["model", "a guess", "found"], rows)
     lost = [f.id.split("/")[1] for f in found if (f.value or 0) >= 0.99]
     said = f"With the order of the stream the model is the owner's again: so it is for {' and '.join(lost)}." if lost else "None is found in whole."
-    said += " The attack was tuned on the first two GPT-2s; where it finds nothing, that is no proof: a better search may."
+    said += " The attack was tuned on both seeds of GPT-2 (G); where it finds nothing, that is no proof: a better search may."
     return "\n".join([*lines, "", said, ""])
 
 

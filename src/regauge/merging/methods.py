@@ -227,9 +227,9 @@ def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Tensor:
     # What is selected or voted on is compared as mergekit stores it: else equal values of a half precision would not be equal here.
     rounding = kind if (sparse is not whole or vote) and kind in (torch.float16, torch.bfloat16) else None
     kept: list[tuple[Tensor | None, float]] = []
-    for i in others:
+    for place, i in enumerate(others):  # what is drawn for a model does not depend on where the base is listed
         deltas = Deltas(g.tensors[i], root, work, rounding, STEP)
-        kept.append(sparse(deltas, g.each[i], bool(g.shared["rescale"]), f"{g.name}/{i}", g.seed))
+        kept.append(sparse(deltas, g.each[i], bool(g.shared["rescale"]), f"{g.name}/{place}", g.seed))
     weights = [float(g.each[i]["weight"]) for i in others]
     factors = [w * scale for w, (_, scale) in zip(weights, kept, strict=True)]
     total, normalize, amount = sum(weights), bool(g.shared["normalize"]), float(g.shared["lambda"])

@@ -229,14 +229,14 @@ def test_a_moved_copy_is_refused_and_given_back_by_align(run: Run, a: Path, tmp_
     assert said.code == 1
     assert "error: " in said.err
     assert "does not share a basis with" in said.err
-    assert "one model in two descriptions" in said.err
+    assert "share no basis as they stand (cosine " in said.err
     assert "--align" in said.err
     assert sorted(p.name for p in tmp_path.iterdir()) == before  # nothing is left behind
     said = run("merge", a, moved, "--align", "-o", tmp_path / "out", "--json")
     assert said.code == 0
     x, out = state_of(a), state_of(tmp_path / "out")
     assert all(near(out[n], x[n], 1e-4) for n in x)
-    assert json.loads(said.out)["basis"][0]["verdict"] == "another description"
+    assert json.loads(said.out)["basis"][0]["verdict"] == "different bases"
     assert "moved next to" in (tmp_path / "out" / "README.md").read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*before, "out"])
     forced = run("merge", a, moved, "--force", "-o", tmp_path / "noise")
@@ -270,10 +270,29 @@ def test_align_to_another_model_and_with_folded_norms(run: Run, a: Path, tmp_pat
     assert float((found - wanted).norm() / wanted.norm()) < 1.5 * float((other - wanted).norm() / wanted.norm())  # between its ends
 
 
-def test_unrelated_models_are_refused(run: Run, a: Path, tmp_path: Path) -> None:
-    said = run("merge", a, make(tmp_path / "z", LLAMA, 9), "-o", tmp_path / "out")
+def test_unrelated_models_are_refused_and_aligned_under_protest(run: Run, a: Path, tmp_path: Path) -> None:
+    z = make(tmp_path / "z", LLAMA, 9)
+    said = run("merge", a, z, "-o", tmp_path / "out")
     assert said.code == 1
-    assert "trained independently" in said.err
+    assert "does not share a basis" in said.err
+    said = run("merge", a, z, "--align", "-o", tmp_path / "out")
+    assert said.code == 0
+    assert "still far: the two were trained independently" in said.err
+
+
+def test_much_noise_is_not_another_basis(run: Run, a: Path, tmp_path: Path) -> None:
+    assert run("merge", a, tuned(a, tmp_path / "b", 1, 0.1), "-o", tmp_path / "out").code == 0  # half as much noise as weight
+    said = run("merge", a, tuned(a, tmp_path / "c", 1, 0.5), "-o", tmp_path / "no")  # in between: the comparison decides
+    assert said.code == 1
+    assert "cosine" in said.err
+
+
+def test_a_head_of_its_own_is_no_other_basis(run: Run, tmp_path: Path) -> None:
+    """Classifiers that were fine-tuned apart have different heads, which says nothing about the basis of the rest."""
+    build("llama-classifier").float().save_pretrained(tmp_path / "a")
+    b = tuned(tmp_path / "a", tmp_path / "b", 1, 0.01)
+    edited(b, lambda state, config: state.update({"score.weight": torch.randn(state["score.weight"].shape)}))
+    assert run("merge", tmp_path / "a", b, "-o", tmp_path / "out").code == 0
 
 
 def tokenizer(folder: Path, tokens: list[str], special: tuple[str, ...] = ()) -> None:

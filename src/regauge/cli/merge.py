@@ -81,6 +81,9 @@ def merge(
     _tell(opened)
     with step_bar("align") as progress:
         opened = moved_by(opened, kept, progress)
+    for verdict in opened.verdicts.values():
+        if verdict.moved:
+            (warn if "still far" in verdict.moved else say)(f"{verdict.model} was {verdict.moved}")
     plan, thunks = plan_merge(opened, out, shard=size)
     report: dict[str, Any] = {
         "version": VERSION,
@@ -113,10 +116,10 @@ def merge(
 
 def _tell(merge: Merge) -> None:
     for verdict in merge.verdicts.values():
-        if verdict.shared:
-            say(f"{verdict.model} and {verdict.anchor} {'share a basis' if verdict.seen != 'a sample' else verdict.words}")
-        elif merge.recipe.align is None:
-            warn(f"{verdict.model} and {verdict.anchor}: {verdict.words} Merged as it is, by force.")
+        if not verdict.shared and merge.recipe.align is None:
+            warn(f"{verdict.model} and {verdict.anchor} {verdict.words}; merged as they are, by force")
+        elif verdict.seen == "a sample":
+            say(f"{verdict.model} and {verdict.anchor} {verdict.words}")
         else:
             say(f"{verdict.model} and {verdict.anchor}: {verdict.words}")
 

@@ -1,7 +1,8 @@
 """Before a merge: do the models share a basis? And if they are to be aligned, the same models next to one of them.
 
-A sample of rows of every matrix answers for fine-tuned models of one ancestor: where each of them, and all together, point the way that the other's
-do, no match could find them much nearer. Everything else is for `regauge compare`, whose verdict is asked for then.
+A sample of rows of every matrix settles it in most cases, at the price of reading a few rows: in another basis hardly anything of a matrix points the
+way that the other's does, while fine-tuned models of one ancestor do so row by row and column by column. What is in between is for
+`regauge compare`, whose verdict is asked for then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from regauge.elements import Element, identity, load_element, save_element
 from regauge.errors import RegaugeError
 from regauge.files import write_bytes
 from regauge.matching import MatchError, Progress, Shared, match
-from regauge.matching.comparing import STILL, compare
+from regauge.matching.comparing import ALIKE, compare
 from regauge.merging.layout import Model
 from regauge.merging.methods import MergeError
 from regauge.merging.recipes import Align
@@ -32,7 +33,9 @@ from regauge.spec import Spec
 from regauge.vocabularies import vocabulary
 
 ROWS = 48  # rows of a matrix that are looked at
-EACH = 0.9  # the least cosine of a matrix that needs no closer look: fine-tuning moves one by far less, any element by far more
+NOTHING = 0.1  # a cosine of a matrix that says that the two have nothing in common there
+FAR = 1.0  # a distance after matching, as a share of the norm, at which models have little in common: a cosine of a half
+MOST = 0.9  # the share of the rows, and of the columns, that must be alike
 
 
 @dataclass(frozen=True)
@@ -54,38 +57,66 @@ class Verdict:
         return {key: value for key, value in self.__dict__.items() if key != "element"}
 
 
-def ask(model: Model, anchor: Model, progress: Progress | None = None) -> Verdict:
-    """Do the two share a basis as they stand? By a sample first, and where that does not settle it by a comparison."""
-    cosine, least, where = _sample(model, anchor)
-    told = partial(Verdict, model.key, anchor.key)
-    if cosine is not None and cosine >= STILL and least >= EACH:
-        return told(True, "same basis", f"share a basis as they stand (cosine {cosine:.4f}; the least, {least:.3f}, is {where})", cosine, "a sample")
-    if model.spec is None or anchor.spec is None:
-        what = "no family of regauge describes them"
-        return told(None, "not told", f"cannot be told: {what}, and a sample of their weights has the cosine {cosine or 0:.3f}", cosine, "a sample")
+def ask(model: Model, anchor: Model, *, closer: bool = True, progress: Progress | None = None) -> Verdict:
+    """Do the two share a basis as they stand? By a sample, and where that does not settle it, and a `closer` look is wanted, by a comparison."""
+    found = _sample(model, anchor)
+    told = partial(Verdict, model.key, anchor.key, cosine=found.cosine, seen="a sample")
+    words = f"as they stand (cosine {found.cosine:.3f}; the least, {found.least:.3f}, is that of {found.where})"
+    if not found.where:
+        return told(None, "not told", "cannot be told: they have no matrix in common")
+    if found.least >= ALIKE and found.alike:
+        return told(True, "same basis", f"share a basis {words}")
+    if found.least < NOTHING:
+        return told(False, "different bases", f"share no basis {words}")
+    if model.spec is None or anchor.spec is None or not closer:
+        return told(None, "not told", f"may or may not share a basis {words}")
     try:
-        found = compare(anchor.spec, model.state, anchor.state, sweeps=1, rows=shared_rows(model, anchor), progress=progress)
+        compared = compare(anchor.spec, model.state, anchor.state, sweeps=1, rows=shared_rows(model, anchor), progress=progress)
     except RegaugeError as error:
-        return told(None, "not told", f"cannot be told: {str(error).splitlines()[0]}", cosine, "a sample")
-    return told(found.basis, found.verdict, found.words, found.alike[0], "a comparison", element=found.found.element)
+        return told(None, "not told", f"cannot be told: {str(error).splitlines()[0]}")
+    return Verdict(
+        model.key, anchor.key, compared.basis, compared.verdict, compared.words, compared.alike[0], "a comparison", element=compared.found.element
+    )
 
 
-def _sample(model: Model, anchor: Model) -> tuple[float | None, float, str]:
-    """The cosine of the matrices by some rows of each, the least of one matrix, and which."""
-    totals, least, where = np.zeros(3), 1.0, ""
+@dataclass(frozen=True)
+class _Sample:
+    """The cosine of all matrices, the least of one and which, and whether in every matrix most rows and most columns are alike."""
+
+    cosine: float
+    least: float
+    where: str
+    alike: bool
+
+
+def _sample(model: Model, anchor: Model) -> _Sample:
+    totals, least, where, alike = np.zeros(3), 1.0, "", True
     for name, entry in anchor.checkpoint.entries.items():
-        if len(entry.shape) < 2 or entry.dtype not in FLOATS or name not in model.state or model.shapes[name] != entry.shape or not entry.numel:
+        if len(entry.shape) < 2 or entry.dtype not in FLOATS or not entry.numel or model.checkpoint.shapes.get(name) != entry.shape:
+            continue
+        if _is_own(anchor, name):
             continue
         rows = np.unique(np.linspace(0, entry.shape[0] - 1, ROWS).astype(np.int64))
-        x, y = (m.checkpoint[name][rows].reshape(-1).double() for m in (model, anchor))
-        parts = np.array([float(x @ y), float(x @ x), float(y @ y)])
+        x, y = (m.checkpoint[name][rows].reshape(len(rows), -1).double() for m in (model, anchor))
+        parts = np.array([float((x * y).sum()), float(x.square().sum()), float(y.square().sum())])
+        if not parts[1] and not parts[2]:
+            continue
         totals += parts
         cosine = float(parts[0] / math.sqrt(max(parts[1] * parts[2], 1e-300)))
-        if cosine < least and (parts[1] or parts[2]):
+        alike = alike and all(_most(x, y, axis, cosine / 2) for axis in (0, 1) if x.shape[axis] >= 16)
+        if cosine < least or not where:
             least, where = cosine, name
-    if not totals[1] or not totals[2]:
-        return None, least, where
-    return float(totals[0] / math.sqrt(totals[1] * totals[2])), least, where or "all the same"
+    return _Sample(float(totals[0] / math.sqrt(max(totals[1] * totals[2], 1e-300))), least, where, alike)
+
+
+def _most(x: torch.Tensor, y: torch.Tensor, axis: int, least: float) -> bool:
+    cosines = (x * y).sum(axis) / (x.norm(dim=axis) * y.norm(dim=axis)).clamp(min=1e-300)
+    return float((cosines >= least).double().mean()) >= MOST
+
+
+def _is_own(model: Model, name: str) -> bool:
+    """Is this a head that every fine-tuned model has of its own, as classifiers are?"""
+    return model.spec is not None and model.spec.parts.get(name) == "head" and name not in model.tables
 
 
 def shared_rows(model: Model, anchor: Model) -> dict[str, Shared]:
@@ -103,12 +134,12 @@ def require_shared(verdicts: Mapping[str, Verdict]) -> None:
     """Refuse models that share no basis, or of which that cannot be told."""
     away = [v for v in verdicts.values() if not v.shared]
     if away:
-        lines = "\n".join(f"  {v.model} and {v.anchor}: {v.words}" for v in away)
+        one = away[0]
+        more = f" (and {len(away) - 1} more models)" if len(away) > 1 else ""
+        what = "does not share a basis with" if one.shared is False else "may not share a basis with"
         raise MergeError(
-            f"{away[0].model} does not share a basis with {away[0].anchor}, and merging would give noise\n{lines}"
-            if away[0].shared is False
-            else f"whether {away[0].model} shares a basis with {away[0].anchor} {away[0].words}",
-            hint="--align (align: true) moves it into the other's basis first; --force merges it as it is",
+            f"{one.model} {what} {one.anchor}{more}, and merging would give noise\n  {one.words}",
+            hint="--align (align: true) moves it into the other's basis first, --force merges it as it is; regauge compare says more",
         )
 
 
@@ -140,6 +171,8 @@ def aligned(
             options = {"sweeps": 10, **how.options}
             found = match(fixed.described, ready.state, fixed.state, rows=shared_rows(model, anchor), start=start, progress=progress, **options)
             g, note = found.element, f"moved next to {anchor.key}: distance {found.distance_before:.4g} before, {found.distance:.4g} after"
+            if found.relative > FAR:
+                note += ", which is still far: the two were trained independently, or their norms hide a rotation (align: {fold: true})"
             if kept:
                 kept.save(key, g, note)
         else:

@@ -84,7 +84,7 @@ def require_basis(merge: Merge, kept: Kept | None = None, progress: Progress | N
         if key == merge.anchor.key:
             continue
         known = kept.verdict(key) if kept else None
-        verdicts[key] = known or ask(model, merge.anchor, progress)
+        verdicts[key] = known or ask(model, merge.anchor, closer=not merge.force, progress=progress)
         if kept and known is None and merge.recipe.align is not None:
             kept.told(key, verdicts[key])
     if merge.recipe.align is None and not merge.force:

@@ -137,6 +137,18 @@ def test_ties_keeps_exactly_so_many_and_of_equal_ones_the_first(dtype: torch.dty
     assert found.abs()[found != 0].min() >= b.abs()[found == 0].max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ties_that_keep_nothing_or_cancel(dtype: torch.dtype) -> None:
+    base, a, b = three(6, 7, dtype=dtype)
+    assert torch.equal(merge_tensors("ties", [a, b], base=base, weight=1, density=0), base)
+    assert torch.equal(merge_tensors("ties", [a, a], base=base, weight=[1, 1], density=0.01), base)  # of 42 values, none
+    zero = torch.zeros_like(base)
+    assert torch.equal(merge_tensors("ties", [a, -a], base=zero, weight=1), a.abs())  # a sum of 0 counts as positive
+    half = merge_tensors("ties", [a, b], base=base, weight=[1, 0.5], density=0.5, rescale=True)
+    wanted = plain_ties(base.double().numpy(), [a.double().numpy(), b.double().numpy()], [1, 0.5], [0.5, 0.5], True, True)
+    same(half, torch.from_numpy(wanted), 1e-5 if dtype == torch.float32 else 2e-2)
+
+
 def test_ties_of_half_precision_selects_as_half_precision_computes() -> None:
     """mergekit subtracts, sorts and masks in the stored dtype: values that it sees as equal are equal here."""
     base, a, b = three(300, 70, dtype=torch.bfloat16)

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from regauge.errors import RegaugeError
-from regauge.merging.sparsifying import Deltas, Sparse, by_chance, by_magnitude, by_rank, whole
+from regauge.merging.sparsifying import Deltas, Kept, Sparse, by_chance, by_magnitude, by_rank, whole
 
 Tensor = torch.Tensor
-STEP = 1 << 17  # values in a block: what the cache holds of a few float32 arrays
+STEP = 1 << 16  # values in a block: what the cache holds of a few float32 arrays
 
 
 class MergeError(RegaugeError):
@@ -226,24 +226,27 @@ def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Tensor:
     work, kind = working(g.tensors), (g.kind or root.dtype)
     # What is selected or voted on is compared as mergekit stores it: else equal values of a half precision would not be equal here.
     rounding = kind if (sparse is not whole or vote) and kind in (torch.float16, torch.bfloat16) else None
-    kept: list[tuple[Tensor | None, float]] = []
+    kept: list[Kept] = []
     for place, i in enumerate(others):  # what is drawn for a model does not depend on where the base is listed
         deltas = Deltas(g.tensors[i], root, work, rounding, STEP)
         kept.append(sparse(deltas, g.each[i], bool(g.shared["rescale"]), f"{g.name}/{place}", g.seed))
     weights = [float(g.each[i]["weight"]) for i in others]
-    factors = [w * scale for w, (_, scale) in zip(weights, kept, strict=True)]
+    factors = [w * k.scale for w, k in zip(weights, kept, strict=True)]
     total, normalize, amount = sum(weights), bool(g.shared["normalize"]), float(g.shared["lambda"])
     even = 1.0 if abs(total) < 1e-8 else total
+    found = [(k.mask, k.values) for k in kept]
 
     def block(parts: Sequence[Tensor], at: slice) -> Tensor:
         base, *xs = parts
         deltas = []
-        for x, (mask, _), factor in zip(xs, kept, factors, strict=True):
+        for x, (mask, values), factor in zip(xs, found, factors, strict=True):
+            if values is not None:
+                deltas.append(values[at].to(work).mul_(factor))
+                continue
             delta = x - base
             if rounding is not None:
                 delta = delta.to(rounding).to(work)
-            delta.mul_(factor)
-            deltas.append(delta if mask is None else delta.mul_(mask[at]))
+            deltas.append(delta.mul_(factor) if mask is None else delta.mul_(mask[at]).mul_(factor))
         if vote:
             mixed = _voted(deltas, weights, normalize)
         else:
@@ -258,20 +261,23 @@ def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Tensor:
 
 
 def _voted(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
-    """The sum of what has the sign of the sum of all, 0 counting as positive; with normalize, divided by the weights of what was added up."""
-    positive = deltas[0].clamp(min=0)
-    negative = deltas[0].clamp(max=0)
+    """The sum of what has the sign of the sum of all, 0 counting as positive; with normalize, divided by the weights of what was added up. The deltas
+    are used up."""
+    total = deltas[0] + 0.0  # a copy, in which -0 has become 0
     for delta in deltas[1:]:
-        positive += delta.clamp(min=0)
-        negative += delta.clamp(max=0)
-    up = (positive + negative) >= 0
-    mixed = torch.where(up, positive, negative)
-    if normalize:
-        divisor = torch.zeros_like(mixed)
-        for delta, weight in zip(deltas, weights, strict=True):
-            divisor.add_((delta != 0) & ((delta > 0) == up), alpha=weight)
-        divisor.masked_fill_(divisor == 0, 1)
-        mixed /= divisor
+        total += delta
+    sign = torch.copysign(torch.ones((), dtype=total.dtype), total)
+    mixed = torch.zeros_like(total)
+    divisor = torch.zeros_like(total) if normalize else None
+    for delta, weight in zip(deltas, weights, strict=True):
+        mixed += delta.mul_(sign).clamp_(min=0)
+        if divisor is not None:
+            divisor.add_(delta.sign_(), alpha=weight)
+    mixed.mul_(sign)
+    if divisor is not None and min(weights) >= 0:
+        mixed.div_(divisor.clamp_(min=1e-30))  # where it is 0, so is what it divides
+    elif divisor is not None:
+        mixed.div_(torch.where(divisor == 0, 1.0, divisor))
     return mixed
 
 

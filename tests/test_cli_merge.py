@@ -510,6 +510,27 @@ def test_a_search_is_not_made_twice(run: Run, a: Path, tmp_path: Path, monkeypat
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "moved", "out"]
 
 
+def test_a_kill_before_or_after_the_journal(run: Run, a: Path, tmp_path: Path) -> None:
+    """What a kill leaves before the first journal is whole, or after it was removed, is not in the way; what is somebody else's is."""
+    b = tuned(a, tmp_path / "b", 1)
+    partial = tmp_path / ".out.partial"
+    assert run("merge", a, b, "-o", tmp_path / "whole").code == 0
+    shutil.copytree(tmp_path / "whole", partial)
+    assert run("merge", a, b, "-o", tmp_path / "out").code == 0
+    shutil.rmtree(tmp_path / "out")
+    partial.mkdir()
+    (partial / "..regauge.json.partial-123").write_text("{")
+    assert run("merge", a, b, "-o", tmp_path / "out").code == 0
+    assert digests(tmp_path / "out")["model.safetensors"] == digests(tmp_path / "whole")["model.safetensors"]
+    shutil.rmtree(tmp_path / "out")
+    partial.mkdir()
+    (partial / "model.safetensors").write_text("mine")
+    said = run("merge", a, b, "-o", tmp_path / "out")
+    assert said.code == 1
+    assert "is in the way" in said.err
+    assert (partial / "model.safetensors").read_text() == "mine"
+
+
 def test_finished_shards_are_kept(run: Run, a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     b = tuned(a, tmp_path / "b", 1)
     end = interrupting(monkeypatch, 25)

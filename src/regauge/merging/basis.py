@@ -7,6 +7,7 @@ way that the other's does, while fine-tuned models of one ancestor do so row by 
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import math
@@ -266,5 +267,8 @@ class Kept:
         return str(self._known()["notes"].get(key, ""))
 
     def forget(self) -> None:
-        for path in (self.about, *self.out.absolute().parent.glob(f".{self.out.name}.align-*")):
-            path.unlink(missing_ok=True)
+        name = glob.escape(self.out.name)
+        for pattern in (f".{name}.align-*", f"..{name}.align*.partial-*"):  # and what a kill left half-written
+            for path in self.out.absolute().parent.glob(pattern):
+                path.unlink(missing_ok=True)
+        self.about.unlink(missing_ok=True)

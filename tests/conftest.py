@@ -14,7 +14,22 @@ import torchvision_ops  # noqa: F401
 torch.set_num_threads(1)
 
 # Files are handed out whole, in this order: the longest first, so that no worker is left with one at the end.
-LONG = ("verification", "mutants", "experiments", "families", "cli", "edge", "matching", "fusion", "action", "barriers", "demo", "cli_lock", "cut")
+LONG = (
+    "verification",
+    "mutants",
+    "experiments",
+    "families",
+    "cli",
+    "edge",
+    "matching",
+    "fusion",
+    "action",
+    "barriers",
+    "demo",
+    "cli_lock",
+    "cli_merge",
+    "cut",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

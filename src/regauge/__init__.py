@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from regauge.locking import lock as lock
     from regauge.locking import unlock as unlock
     from regauge.matching import match as match
+    from regauge.merging import merge as merge
     from regauge.permuting import Permuted as Permuted
     from regauge.sealing import open_sealed as open_sealed
     from regauge.sealing import seal as seal
@@ -74,6 +75,7 @@ _HOME = {
     "load_spec": "specfile",
     "lock": "locking",
     "match": "matching",
+    "merge": "merging",
     "move_adapter": "adapters",
     "open_checkpoint": "checkpoint",
     "open_sealed": "sealing",

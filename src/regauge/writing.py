@@ -356,7 +356,7 @@ def _check_space(parent: Path, need: int) -> None:
 def _staged(partial: Path, plan: Plan, resume: bool) -> Iterator[set[str]]:
     """The partial folder, empty or with the finished shards of the same plan (which are yielded). An error removes it."""
     digest = plan.digest()
-    if partial.is_symlink() or (partial.is_dir() and any(partial.iterdir()) and not (partial / _JOURNAL).is_file()):
+    if partial.is_symlink() or (partial.is_dir() and not _is_ours(partial, plan)):
         raise CheckpointError(f"{partial} is in the way, and is not regauge's", hint="remove or rename it first")
     with writing(partial):
         partial.mkdir(exist_ok=True)
@@ -376,6 +376,15 @@ def _staged(partial: Path, plan: Plan, resume: bool) -> Iterator[set[str]]:
             if not resume:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def _is_ours(partial: Path, plan: Plan) -> bool:
+    """Is this what an interrupted run has left? It has a journal, unless the run was killed before that was there (then there is nothing else but the
+    journal's own beginnings), or after it was removed (then all files of the plan are there, whole)."""
+    names = {path.name for path in partial.iterdir()}
+    begun = all(name.startswith(f".{_JOURNAL}.partial-") for name in names)
+    whole = bool(plan.files) and all((partial / f.name).is_file() and (partial / f.name).stat().st_size == f.size for f in plan.files)
+    return (partial / _JOURNAL).is_file() or begun or whole
 
 
 @contextlib.contextmanager

@@ -13,7 +13,24 @@ from typing import Any
 
 import typer
 
-from regauge.cli import INTERRUPTED, audit, barrier, convert, demo, fingerprint, inspect, keygen, lock, match, move, report, reproduce, seal, verify
+from regauge.cli import (
+    INTERRUPTED,
+    audit,
+    barrier,
+    convert,
+    demo,
+    fingerprint,
+    inspect,
+    keygen,
+    lock,
+    match,
+    merge,
+    move,
+    report,
+    reproduce,
+    seal,
+    verify,
+)
 from regauge.cli.console import StoppedError, fail, say, silence
 from regauge.errors import RegaugeError
 
@@ -31,6 +48,7 @@ _COMMANDS = (
     move.move,
     match.match,
     match.compare,
+    merge.merge,
     barrier.barrier,
     fingerprint.fingerprint,
     keygen.keygen,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -74,31 +73,14 @@ def _rows(one: Checkpoint, other: Checkpoint, spec: Spec, shared_tokens: bool) -
     if not shared_tokens:
         return {}
     from regauge.matching import Shared
+    from regauge.vocabularies import vocabulary
 
-    here, there = _vocabulary(one.path), _vocabulary(other.path)
+    here, there = (vocabulary(side.path, "--shared-tokens needs both") for side in (one, other))
     common = sorted(here.keys() & there.keys(), key=lambda token: there[token])
     shared = Shared(tuple(here[t] for t in common), tuple(there[t] for t in common))
     enough = min(max(here.values()), max(there.values())) + 1
     tables = [name for name, text in spec.tensors.items() if text.startswith("_") and name in one.entries and name in other.entries]
     return {name: shared for name in tables if min(c.entries[name].shape[0] for c in (one, other)) >= enough}
-
-
-def _vocabulary(folder: Path) -> dict[str, int]:
-    """The tokens of a model and their rows, from its tokenizer.json or vocab.json."""
-    from regauge.matching import MatchError
-
-    for name in ("tokenizer.json", "vocab.json"):
-        path = folder / name
-        if path.is_file():
-            try:
-                found: Any = json.loads(path.read_text())
-                found = found["model"]["vocab"] if name == "tokenizer.json" else found
-                if isinstance(found, list):  # unigram models list [token, score]
-                    found = {token: i for i, (token, _) in enumerate(found)}
-                return {str(token): int(i) for token, i in found.items()}
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise MatchError(f"{path} cannot be read as a vocabulary: {error}") from error
-    raise MatchError(f"{folder} has no tokenizer.json or vocab.json, so its tokens are not known", hint="--shared-tokens needs both")
 
 
 def layers(text: str | None) -> list[int] | None:

@@ -1,0 +1,188 @@
+"""`regauge merge`: several models into one, by a recipe or by the options."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from regauge.cli import options
+from regauge.cli.console import data_json, say, step_bar, warn
+
+if TYPE_CHECKING:
+    from regauge.merging.engine import Merge
+    from regauge.merging.recipes import Recipe
+
+VERSION = 1
+
+
+def merge(
+    models: Annotated[list[str], typer.Argument(metavar="RECIPE.yaml | A B ...", help="A recipe, or the models: folders, files or hub ids.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder.")],
+    method: Annotated[str | None, typer.Option("--method", metavar="M", help="linear (default), slerp, ties, ...; docs/merge.md has all.")] = None,
+    base: Annotated[str | None, typer.Option("--base", metavar="X", help="The base model, for methods that add up differences from one.")] = None,
+    weight: Annotated[
+        list[float] | None, typer.Option("--weight", metavar="W", help="A model's weight, in their order; once: of each. Default: 1.")
+    ] = None,
+    parameter: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method: density=0.5, t=0.3, ... May be repeated.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="D", help="The dtype of the output. Default: that of the base or of A.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", metavar="base|union|MODEL", help="Where vocabularies differ: whose tokens the output has.")
+    ] = None,
+    align: Annotated[bool, typer.Option("--align", help="Move every model next to the base, or to A, before merging.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Merge models that share no basis, or of different kinds, as they are.")] = False,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of methods that draw.")] = 0,
+    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="The size of a file of the output, at most: 500MB, 2GB.")] = "2GB",
+    resume: Annotated[bool, typer.Option("--resume/--anew", help="Go on with what an interrupted run of the same merge has written.")] = True,
+    dry_run: options.DryRun = False,
+    json: options.Json = False,
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Merge models into one, tensor by tensor: mergekit's recipes and methods, after asking whether the models share a basis at all."""
+    started = time.monotonic()
+    size = _size(shard_size)
+    by_file = len(models) == 1 and models[0].lower().endswith((".yaml", ".yml"))
+    if by_file and any(value is not None for value in (method, base, weight, parameter, dtype, tokenizer)):
+        raise typer.BadParameter("the recipe says what is merged and how: write --method, --base, --weight, --set, --dtype or --tokenizer into it")
+    from dataclasses import replace
+
+    from regauge.cli.model import require_unlocked
+    from regauge.cli.moved import write_moved
+    from regauge.files import amount
+    from regauge.merging.basis import Kept
+    from regauge.merging.engine import align as moved_by
+    from regauge.merging.engine import open_merge, plan_merge, require_basis, stamps
+    from regauge.merging.recipes import Align, read_recipe
+    from regauge.writing import check_new
+
+    recipe = read_recipe(Path(models[0])) if by_file else _recipe(models, method, base, weight, parameter, dtype, tokenizer, align)
+    if align and recipe.align is None:
+        recipe = replace(recipe, align=Align(), text=f"{recipe.text.rstrip()}\nalign: true\n")
+    for note in recipe.notes:
+        warn(f"{recipe.where}, {note}")
+    check_new(out)
+    opened = open_merge(recipe, seed=seed, force=force)
+    for model in opened.models.values():
+        require_unlocked(model.checkpoint)
+    plan_merge(opened, out, shard=size)  # an output that cannot be is refused before anything is read
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    kept = None if dry_run else Kept(out, stamps(opened))
+    with step_bar("basis") as progress:
+        opened = require_basis(opened, kept, progress)
+    _tell(opened)
+    with step_bar("align") as progress:
+        opened = moved_by(opened, kept, progress)
+    for verdict in opened.verdicts.values():
+        if verdict.moved:
+            (warn if "still far" in verdict.moved else say)(f"{verdict.model} was {verdict.moved}")
+    plan, thunks = plan_merge(opened, out, shard=size)
+    report: dict[str, Any] = {
+        "version": VERSION,
+        "command": "merge",
+        "method": recipe.method,
+        "models": list(opened.models),
+        "base": recipe.base,
+        "out": str(out),
+        "tensors": len(thunks),
+        "bytes": plan.size,
+        "files": [f.name for f in plan.files],
+        "basis": [v.as_dict() for v in opened.verdicts.values()],
+        "seed": seed,
+        "dry_run": dry_run,
+    }
+    if dry_run:
+        say(f"dry run: {len(thunks)} tensors, {amount(plan.size)}, would be written to {out}")
+    else:
+        torch.set_num_threads(1)  # tensors are computed beside each other, each by one thread
+        written = write_moved(out, plan, thunks, "merging", resume, threads)
+        if kept is not None:
+            kept.forget()
+        seconds = time.monotonic() - started
+        say(f"wrote {out}: {amount(written.bytes)} in {seconds:.1f} s, by {recipe.method} of {len(opened.models)} models")
+        report |= {"nonfinite": list(written.nonfinite), "resumed": sorted(written.resumed), "seconds": round(seconds, 3)}
+    if json:
+        data_json(report)
+    return 0
+
+
+def _tell(merge: Merge) -> None:
+    for verdict in merge.verdicts.values():
+        if not verdict.shared and merge.recipe.align is None:
+            warn(f"{verdict.model} and {verdict.anchor} {verdict.words}; merged as they are, by force")
+        elif verdict.seen == "a sample":
+            say(f"{verdict.model} and {verdict.anchor} {verdict.words}")
+        else:
+            say(f"{verdict.model} and {verdict.anchor}: {verdict.words}")
+
+
+def _recipe(
+    models: list[str],
+    method: str | None,
+    base: str | None,
+    weight: list[float] | None,
+    parameter: list[str] | None,
+    dtype: str | None,
+    tokenizer: str | None,
+    align: bool,
+) -> Recipe:
+    """The recipe that the options stand for, as a text that anybody can run again."""
+    if len(models) < 2 and base is None:
+        raise typer.BadParameter("a merge needs two models, or a recipe (RECIPE.yaml)")
+    weights = (weight or [1.0]) * (len(models) if len(weight or [1.0]) == 1 else 1)
+    if len(weights) != len(models):
+        raise typer.BadParameter(f"there are {len(weights)} weights for {len(models)} models", param_hint="--weight")
+    import yaml
+
+    from regauge.merging.methods import METHODS
+    from regauge.merging.recipes import parse_recipe
+
+    how = method or "linear"
+    if base is None and how == "slerp" and len(models) == 2:
+        base = models[0]
+    weighted = how in METHODS and "weight" in METHODS[how].each
+    listed = [
+        {"model": m, **({"parameters": {"weight": w}} if weighted else {})} for m, w in zip(models, weights, strict=True) if m != base or not weighted
+    ]
+    if how == "linear" and base in models:
+        listed = [{"model": m, "parameters": {"weight": w}} for m, w in zip(models, weights, strict=True)]
+    if weight is not None and not weighted and how in METHODS:
+        raise typer.BadParameter(f"{how} has no weights", param_hint="--weight")
+    document: dict[str, Any] = {"merge_method": how, "models": listed}
+    settings = _settings(parameter)
+    document |= {"base_model": base} if base is not None else {}
+    document |= {"parameters": settings} if settings else {}
+    document |= {"dtype": dtype} if dtype is not None else {}
+    document |= {"tokenizer_source": tokenizer} if tokenizer is not None else {}
+    document |= {"align": True} if align else {}
+    return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "the command line")
+
+
+def _settings(given: list[str] | None) -> dict[str, Any]:
+    import yaml
+
+    out: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--set")
+        try:
+            out[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise typer.BadParameter(f"{value!r} is neither a number nor a list of numbers", param_hint="--set") from error
+    return out
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", text.strip(), re.IGNORECASE)
+    if not found or float(found[1]) <= 0:
+        raise typer.BadParameter(f"{text!r} is no size, as 500MB or 2GB are", param_hint="--shard-size")
+    return max(int(float(found[1]) * 1000 ** " kmgt".index(found[2].lower() or " ")), 1)

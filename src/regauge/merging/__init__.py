@@ -1,0 +1,83 @@
+"""Merging: several models of one architecture into one.
+
+    merge(states, "ties", base=root, weight=[0.5, 0.5], density=0.4)     # state dicts in, a new state dict out
+
+`methods` has what is done to the tensors of one place, `recipes` reads mergekit's YAML, `layout` says which tensors stand in one place, and `engine`
+streams checkpoints through all of it. Before anything is merged, `basis` asks whether the models share a basis at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    State = Mapping[str, torch.Tensor]
+
+__all__ = ["merge", "merge_tensors"]
+
+
+def merge(states: Sequence[State], method: str = "linear", *, base: State | None = None, seed: int = 0, **parameters: Any) -> dict[str, torch.Tensor]:
+    """Merge state dicts that share names, shapes and basis, tensor by tensor. What is no floating-point number is taken from the base, or the first.
+
+    `parameters` are the method's: a number, or for those of each model a list with a number for each state.
+    """
+    from regauge.merging.methods import MergeError
+
+    root = base if base is not None else states[0]
+    out = {}
+    for name, value in root.items():
+        absent = next((i for i, state in enumerate(states) if name not in state), None)
+        if absent is not None:
+            raise MergeError(f'state {absent} has no "{name}"', hint="states that are merged have the same names")
+        if not value.is_floating_point():
+            out[name] = value.clone()
+            continue
+        tensors = [state[name] for state in states]
+        out[name] = merge_tensors(method, tensors, base=None if base is None else base[name], name=name, seed=seed, **parameters)
+    return out
+
+
+def merge_tensors(
+    method: str,
+    tensors: Sequence[torch.Tensor],
+    *,
+    base: torch.Tensor | None = None,
+    name: str = "",
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    **parameters: Any,
+) -> torch.Tensor:
+    """Merge the tensors of one place. `lambda` may be given as `lambda_`; the result has the dtype of the base, or of the first, unless given."""
+    from regauge.merging.methods import METHODS, NEEDED, Given, MergeError
+
+    if method not in METHODS:
+        raise MergeError(f'there is no method "{method}"', hint=f"choose from {', '.join(METHODS)}")
+    how = METHODS[method]
+    given = {key.rstrip("_"): value for key, value in parameters.items()}
+    for key in given:
+        if key not in how.shared and key not in how.each:
+            raise MergeError(f'{method} has no parameter "{key}"', hint=f"it has {', '.join((*how.shared, *how.each)) or 'none'}")
+    if how.base and base is None:
+        raise MergeError(f"{method} needs a base", hint="give base=")
+    if not how.base and base is not None:
+        raise MergeError(f"{method} knows no base", hint="give the base as one of the models, or leave it out")
+    whole = [*tensors] if base is None else [base, *tensors]
+    shapes = {tuple(t.shape) for t in whole}
+    if len(shapes) > 1:
+        raise MergeError(f'"{name}" has different shapes: {", ".join(str(list(s)) for s in sorted(shapes))}', hint="models of one size are merged")
+    shared = {key: given.get(key, default) for key, default in how.shared.items()}
+    each: list[dict[str, Any]] = [{} for _ in tensors]
+    for key, default in how.each.items():
+        value = given.get(key, default)
+        values = list(value) if isinstance(value, list | tuple) else [value] * len(tensors)
+        if len(values) != len(tensors):
+            raise MergeError(f'"{key}" has {len(values)} values for {len(tensors)} models', hint="give one number, or one for each model")
+        for place, one in zip(each, values, strict=True):
+            place[key] = one
+    missing = next((k for k, v in [*shared.items(), *(item for e in each for item in e.items())] if v is NEEDED), None)
+    if missing is not None:
+        raise MergeError(f'{method} needs the parameter "{missing}"', hint=f"give {missing}=")
+    return how.merge(Given(whole, shared, each if base is None else [{}, *each], None if base is None else 0, dtype, None, name, seed))

@@ -1,0 +1,274 @@
+"""Before a merge: do the models share a basis? And if they are to be aligned, the same models next to one of them.
+
+A sample of rows of every matrix settles it in most cases, at the price of reading a few rows: in another basis hardly anything of a matrix points the
+way that the other's does, while fine-tuned models of one ancestor do so row by row and column by column. What is in between is for
+`regauge compare`, whose verdict is asked for then.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from regauge.checkpoint import FLOATS, Lazy, read_json
+from regauge.elements import Element, identity, load_element, save_element
+from regauge.errors import RegaugeError
+from regauge.files import write_bytes
+from regauge.matching import MatchError, Progress, Shared, match
+from regauge.matching.comparing import ALIKE, compare
+from regauge.merging.layout import Model
+from regauge.merging.methods import MergeError
+from regauge.merging.recipes import Align
+from regauge.moved import moving, recipe_of
+from regauge.spec import Spec
+from regauge.vocabularies import vocabulary
+
+ROWS = 48  # rows of a matrix that are looked at
+NOTHING = 0.1  # a cosine of a matrix that says that the two have nothing in common there
+FAR = 1.0  # a distance after matching, as a share of the norm, at which models have little in common: a cosine of a half
+MOST = 0.9  # the share of the rows, and of the columns, that must be alike
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found about a model and the one that it is held against. `shared` is None where it could not be told; `element` is
+    what a comparison found, for a match to go on from."""
+
+    model: str
+    anchor: str
+    shared: bool | None
+    verdict: str
+    words: str
+    cosine: float | None
+    seen: str
+    moved: str = ""
+    element: Element | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "element"}
+
+
+def ask(model: Model, anchor: Model, *, closer: bool = True, progress: Progress | None = None) -> Verdict:
+    """Do the two share a basis as they stand? By a sample, and where that does not settle it, and a `closer` look is wanted, by a comparison."""
+    found = _sample(model, anchor)
+    told = partial(Verdict, model.key, anchor.key, cosine=found.cosine, seen="a sample")
+    words = f"as they stand (cosine {found.cosine:.3f}; the least, {found.least:.3f}, is that of {found.where})"
+    if not found.where:
+        return told(None, "not told", "cannot be told: they have no matrix in common")
+    if found.least >= ALIKE and found.alike:
+        return told(True, "same basis", f"share a basis {words}")
+    if found.least < NOTHING:
+        return told(False, "different bases", f"share no basis {words}")
+    if model.spec is None or anchor.spec is None or not closer:
+        return told(None, "not told", f"may or may not share a basis {words}")
+    try:
+        compared = compare(anchor.spec, model.state, anchor.state, sweeps=1, rows=shared_rows(model, anchor), progress=progress)
+    except RegaugeError as error:
+        return told(None, "not told", f"cannot be told: {str(error).splitlines()[0]}")
+    return Verdict(
+        model.key, anchor.key, compared.basis, compared.verdict, compared.words, compared.alike[0], "a comparison", element=compared.found.element
+    )
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """The cosine of all matrices, the least of one and which, and whether in every matrix most rows and most columns are alike."""
+
+    cosine: float
+    least: float
+    where: str
+    alike: bool
+
+
+def _sample(model: Model, anchor: Model) -> _Sample:
+    totals, least, where, alike = np.zeros(3), 1.0, "", True
+    for name, entry in anchor.checkpoint.entries.items():
+        if len(entry.shape) < 2 or entry.dtype not in FLOATS or not entry.numel or model.checkpoint.shapes.get(name) != entry.shape:
+            continue
+        if _is_own(anchor, name):
+            continue
+        rows = np.unique(np.linspace(0, entry.shape[0] - 1, ROWS).astype(np.int64))
+        x, y = (m.checkpoint[name][rows].reshape(len(rows), -1).double() for m in (model, anchor))
+        parts = np.array([float((x * y).sum()), float(x.square().sum()), float(y.square().sum())])
+        if not parts[1] and not parts[2]:
+            continue
+        totals += parts
+        cosine = float(parts[0] / math.sqrt(max(parts[1] * parts[2], 1e-300)))
+        alike = alike and all(_most(x, y, axis, cosine / 2) for axis in (0, 1) if x.shape[axis] >= 16)
+        if cosine < least or not where:
+            least, where = cosine, name
+    return _Sample(float(totals[0] / math.sqrt(max(totals[1] * totals[2], 1e-300))), least, where, alike)
+
+
+def _most(x: torch.Tensor, y: torch.Tensor, axis: int, least: float) -> bool:
+    cosines = (x * y).sum(axis) / (x.norm(dim=axis) * y.norm(dim=axis)).clamp(min=1e-300)
+    return float((cosines >= least).double().mean()) >= MOST
+
+
+def _is_own(model: Model, name: str) -> bool:
+    """Is this a head that every fine-tuned model has of its own, as classifiers are?"""
+    return model.spec is not None and model.spec.parts.get(name) == "head" and name not in model.tables
+
+
+def shared_rows(model: Model, anchor: Model) -> dict[str, Shared]:
+    """The rows that two models' tables have in common, where their vocabularies differ."""
+    tables = [n for n in anchor.tables if n in model.shapes and n in anchor.shapes and model.shapes[n] != anchor.shapes[n]]
+    if not tables:
+        return {}
+    here, there = vocabulary(model.checkpoint.path), vocabulary(anchor.checkpoint.path)
+    common = sorted(here.keys() & there.keys(), key=lambda token: there[token])
+    shared = Shared(tuple(here[t] for t in common), tuple(there[t] for t in common))
+    return dict.fromkeys(tables, shared)
+
+
+def require_shared(verdicts: Mapping[str, Verdict]) -> None:
+    """Refuse models that share no basis, or of which that cannot be told."""
+    away = [v for v in verdicts.values() if not v.shared]
+    if away:
+        one = away[0]
+        more = f" (and {len(away) - 1} more models)" if len(away) > 1 else ""
+        what = "does not share a basis with" if one.shared is False else "may not share a basis with"
+        raise MergeError(
+            f"{one.model} {what} {one.anchor}{more}, and merging would give noise\n  {one.words}",
+            hint="--align (align: true) moves it into the other's basis first, --force merges it as it is; regauge compare says more",
+        )
+
+
+def aligned(
+    models: Mapping[str, Model],
+    anchor: Model,
+    how: Align,
+    verdicts: Mapping[str, Verdict],
+    kept: Kept | None = None,
+    progress: Progress | None = None,
+) -> tuple[dict[str, Model], dict[str, Verdict]]:
+    """Every model next to the anchor, and what became of the verdicts. Models that share the anchor's basis stay as they are, unless norms are
+    folded, which all of them are then. What is moved is moved as it is read, in float32."""
+    if anchor.spec is None:
+        raise MatchError(f"{anchor.key} is of no family that regauge describes, so that nothing can be aligned to it", hint="merge with --force")
+    out, told = {}, dict(verdicts)
+    fixed = _prepared(anchor, how.fold)
+    for key, model in models.items():
+        if key == anchor.key:
+            out[key] = _moved(fixed, None)
+            continue
+        ready = _prepared(model, how.fold)
+        if told[key].shared:
+            out[key] = _moved(ready, None)
+            continue
+        g = kept.load(key, fixed.described) if kept else None
+        if g is None:
+            start = None if how.fold or how.options else told[key].element
+            options = {"sweeps": 10, **how.options}
+            found = match(fixed.described, ready.state, fixed.state, rows=shared_rows(model, anchor), start=start, progress=progress, **options)
+            g, note = found.element, f"moved next to {anchor.key}: distance {found.distance_before:.4g} before, {found.distance:.4g} after"
+            if found.relative > FAR:
+                note += ", which is still far: the two were trained independently, or their norms hide a rotation (align: {fold: true})"
+            if kept:
+                kept.save(key, g, note)
+        else:
+            note = kept.note(key) if kept else ""
+        out[key] = _moved(ready, g)
+        told[key] = replace(told[key], moved=note)
+    return out, told
+
+
+@dataclass(frozen=True, eq=False)
+class _Ready:
+    """A model, as it is or with folded norms."""
+
+    model: Model
+    described: Spec
+    state: Mapping[str, Any]
+    prepared: tuple[str, ...]
+
+
+def _prepared(model: Model, fold: bool) -> _Ready:
+    if model.spec is None:
+        raise MatchError(f"{model.key} is of no family that regauge describes, so that it cannot be aligned", hint="merge with --force")
+    source = moving(model.checkpoint, model.spec, fold)
+    return _Ready(model, source.described, source.state, source.prepared)
+
+
+def _moved(ready: _Ready, g: Element | None) -> Model:
+    """The model as it will be read: nothing is computed before that."""
+    model = ready.model
+    if g is None and not ready.prepared:
+        return model
+    from regauge.action import apply_lazily
+
+    g = identity(ready.described) if g is None else g
+    thunks: Mapping[str, Callable[[], Any]] = apply_lazily(g, Lazy(list(ready.state), partial(_in_float, ready.state)))
+    shapes = {n: model.shapes[n] if n in model.shapes else tuple(ready.state[n].shape) for n in thunks}
+    state = Lazy(thunks, partial(_made, thunks))
+    spec = replace(ready.described, config={})
+    digest = recipe_of(g, ready.described, ready.prepared, None)
+    return replace(model, spec=spec, state=state, shapes=shapes, config=dict(ready.described.config), element=digest)
+
+
+def _in_float(state: Mapping[str, Any], name: str) -> Any:
+    value = state[name]
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _made(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
+    return thunks[name]()
+
+
+class Kept:
+    """What a merge has found about its models, verdicts and elements, kept beside its output until that is written: a merge that was killed does not
+    search again."""
+
+    def __init__(self, out: Path, wishes: bytes) -> None:
+        self.of, self.out = hashlib.sha256(wishes).hexdigest(), out
+        self.about = out.with_name(f".{out.name}.align.json")
+
+    def _path(self, key: str) -> Path:
+        return self.out.with_name(f".{self.out.name}.align-{hashlib.sha256(key.encode()).hexdigest()[:12]}")
+
+    def _known(self) -> dict[str, Any]:
+        try:
+            about = read_json(self.about) if self.about.exists() else {}
+        except RegaugeError:
+            about = {}
+        return about if about.get("of") == self.of else {"of": self.of, "notes": {}, "verdicts": {}}
+
+    def _say(self, what: str, key: str, value: Any) -> None:
+        about = self._known()
+        about[what][key] = value
+        write_bytes(self.about, json.dumps(about).encode(), mode=0o600)
+
+    def verdict(self, key: str) -> Verdict | None:
+        found = self._known()["verdicts"].get(key)
+        return None if found is None else Verdict(**found)
+
+    def told(self, key: str, verdict: Verdict) -> None:
+        self._say("verdicts", key, verdict.as_dict())
+
+    def save(self, key: str, g: Element, note: str) -> None:
+        save_element(g, self._path(key))
+        self._say("notes", key, note)
+
+    def load(self, key: str, spec: Spec) -> Element | None:
+        known = key in self._known()["notes"] and self._path(key).is_file()
+        return load_element(self._path(key), spec) if known else None
+
+    def note(self, key: str) -> str:
+        return str(self._known()["notes"].get(key, ""))
+
+    def forget(self) -> None:
+        name = glob.escape(self.out.name)
+        for pattern in (f".{name}.align-*", f"..{name}.align*.partial-*"):  # and what a kill left half-written
+            for path in self.out.absolute().parent.glob(pattern):
+                path.unlink(missing_ok=True)
+        self.about.unlink(missing_ok=True)

@@ -1,0 +1,39 @@
+"""The model card of a merge: what was merged, by which recipe and versions, and what the basis test said."""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING
+
+from regauge.merging.methods import METHODS
+
+if TYPE_CHECKING:
+    from regauge.merging.engine import Merge
+
+
+def model_card(merge: Merge, name: str) -> str:
+    """README.md. There is no date in it: the same merge has the same card."""
+    import numpy
+    import torch
+
+    from regauge import __version__
+
+    recipe = merge.recipe
+    head = ["---", "library_name: transformers", "tags:", "- merge", "- regauge", "---", "", f"# {name}", ""]
+    about = METHODS[recipe.method].about
+    body = [f"A merge by `{recipe.method}` ({about}), made with regauge.", "", "## Models", ""]
+    for key in merge.models:
+        marks = [word for word, holds in (("base", key == recipe.base), ("config, tokenizer", key == merge.donor.key)) if holds]
+        body.append(f"- {key}" + (f" ({', '.join(marks)})" if marks else ""))
+    body += ["", "## Do they share a basis?", ""]
+    for verdict in merge.verdicts.values():
+        body.append(f"- {verdict.model} and {verdict.anchor}, by {verdict.seen}: *{verdict.verdict}*. {verdict.words}")
+        if verdict.moved:
+            body.append(f"  It was {verdict.moved}.")
+        elif not verdict.shared:
+            body.append("  It was merged as it is, by force.")
+    if not merge.verdicts:
+        body.append("There is one model only.")
+    versions = f"regauge {__version__}, torch {torch.__version__}, numpy {numpy.__version__}, python {platform.python_version()}; seed {merge.seed}"
+    tail = ["", "## Recipe", "", "```yaml", recipe.text.rstrip(), "```", "", versions, ""]
+    return "\n".join([*head, *body, *tail])

@@ -1,0 +1,229 @@
+"""A merge of checkpoints, from a recipe to a folder: opened, laid out, tested, aligned, and streamed tensor by tensor through the writer.
+
+Nothing is held but the tensors in flight. What can be refused is refused before the first byte; what is written is there whole or not at all, and a
+merge that was killed goes on where its last whole shard ends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regauge.checkpoint import DTYPE_NAMES, DTYPES, INDEX, WEIGHTS, open_checkpoint
+from regauge.errors import RegaugeError, SpecError, UnknownModelError
+from regauge.matching import Progress
+from regauge.merging.basis import Kept, Verdict, aligned, ask, require_shared
+from regauge.merging.card import model_card
+from regauge.merging.layout import Model, Place, lay_out, sliced_config, stacks
+from regauge.merging.methods import METHODS, Given, MergeError
+from regauge.merging.recipes import Recipe
+from regauge.merging.tokens import FILES, Tables, tables_of
+from regauge.sources import spec_of
+from regauge.spec import check
+from regauge.writing import File, Plan, check_target, is_file_name, nbytes, other_files
+
+SHARD = 2_000_000_000  # bytes in a file of the output, at most: what a kill may cost
+RECIPE = "recipe.yaml"
+_STALE = ("README.md", RECIPE, "mergekit_config.yml", "match.json")  # of the donor's files: these speak of the donor alone
+
+
+@dataclass(frozen=True, eq=False)
+class Merge:
+    """A recipe with its models opened and its tensors laid out. The donor gives config, tokenizer and order: it is the base, or the first model."""
+
+    recipe: Recipe
+    models: Mapping[str, Model]
+    donor: Model
+    places: Sequence[Place]
+    tables: Tables | None
+    seed: int
+    force: bool
+    verdicts: Mapping[str, Verdict]
+
+    @property
+    def anchor(self) -> Model:
+        """The model that the others are held against, and moved next to."""
+        to = self.recipe.align.to if self.recipe.align else None
+        return self.models[to] if to is not None else self.donor
+
+
+def open_merge(recipe: Recipe, *, seed: int = 0, force: bool = False) -> Merge:
+    """Open every model of a recipe and lay the output out. Headers are read, and no tensor."""
+    models = {key: _open(key) for key in recipe.models}
+    to = recipe.align.to if recipe.align else None
+    if to is not None and to not in models:
+        raise MergeError(f"align asks for {to}, which is no model of the recipe", hint=f"choose from {', '.join(models)}")
+    donor = models[recipe.base or recipe.slices[0].sources[0].model]
+    places = lay_out(recipe, models, donor, force=force)
+    merge = Merge(recipe, models, donor, places, tables_of(recipe, models, donor), seed, force, {})
+    for place in places:
+        _given(merge, place)  # a parameter that is missing is missed now
+    return merge
+
+
+def _open(key: str) -> Model:
+    checkpoint = open_checkpoint(key)
+    try:
+        spec = spec_of(checkpoint)
+        fits = not check(spec, checkpoint.entries)
+    except (UnknownModelError, SpecError):
+        return Model(key, checkpoint, None, checkpoint, checkpoint.shapes)
+    return Model(key, checkpoint, spec if fits else None, checkpoint, checkpoint.shapes)
+
+
+def require_basis(merge: Merge, kept: Kept | None = None, progress: Progress | None = None) -> Merge:
+    """The merge with its verdicts. Models that share no basis are refused, unless they are to be aligned, or by force."""
+    verdicts = {}
+    for key, model in merge.models.items():
+        if key == merge.anchor.key:
+            continue
+        known = kept.verdict(key) if kept else None
+        verdicts[key] = known or ask(model, merge.anchor, closer=not merge.force, progress=progress)
+        if kept and known is None and merge.recipe.align is not None:
+            kept.told(key, verdicts[key])
+    if merge.recipe.align is None and not merge.force:
+        require_shared(verdicts)
+    return replace(merge, verdicts=verdicts)
+
+
+def align(merge: Merge, kept: Kept | None = None, progress: Progress | None = None) -> Merge:
+    """The merge with its models moved, if the recipe asks for it."""
+    how = merge.recipe.align
+    if how is None:
+        return merge
+    models, verdicts = aligned(merge.models, merge.anchor, how, merge.verdicts, kept, progress)
+    donor = models[merge.donor.key]
+    return replace(merge, models=models, donor=donor, verdicts=verdicts, places=lay_out(merge.recipe, models, donor, force=merge.force))
+
+
+def stamps(merge: Merge) -> bytes:
+    """What determines the result: the version, the recipe, the seed, the files, and the elements that move them."""
+    from regauge import __version__
+
+    r = merge.recipe
+    files = {key: [(n, s.size, s.path.stat().st_mtime_ns) for n, s in m.checkpoint.files.items()] for key, m in merge.models.items()}
+    elements = {key: m.element.hex() for key, m in merge.models.items()}
+    said = [__version__, r.method, repr(r.slices), r.base, repr(r.parameters), r.dtype, r.out_dtype, repr(r.tokens), repr(r.align)]
+    return json.dumps([said, merge.seed, files, elements]).encode()
+
+
+def plan_merge(merge: Merge, out: Path, *, shard: int = SHARD) -> tuple[Plan, dict[str, Callable[[], torch.Tensor]]]:
+    """The files of the output and what makes each tensor."""
+    if is_file_name(out):
+        raise MergeError(f"the output {out} is named like a file", hint="a merge is written as a folder: name one with -o")
+    for model in merge.models.values():
+        check_target(out, model.checkpoint.path)
+    tensors = [(place.name, _dtype(merge, place), _shape(merge, place)) for place in merge.places]
+    files = _packed(tensors, shard)
+    small = {"config.json": _config(merge)} if merge.donor.checkpoint.config is not None else {}
+    if len(files) > 1:
+        small[INDEX] = _index(files)
+    small[RECIPE] = merge.recipe.text.encode()
+    small["README.md"] = model_card(merge, out.name).encode()
+    copies: dict[str, Path] = {}
+    left: tuple[str, ...] = ()
+    if merge.donor.checkpoint.is_folder:
+        written = {*small, *(f.name for f in files), *merge.donor.checkpoint.files, *_STALE}
+        copies, left = other_files(merge.donor.checkpoint.path, written)
+    if merge.tables is not None:
+        copies = {name: path for name, path in copies.items() if name not in FILES} | dict(merge.tables.copies)
+        small |= merge.tables.small
+    thunks: dict[str, Callable[[], torch.Tensor]] = {place.name: partial(_make, merge, place) for place in merge.places}
+    places = {place.name: place for place in merge.places}
+    plan = Plan(tuple(files), small, copies, left, stamps(merge), lambda name: _were_finite(merge, places[name]))
+    return plan, thunks
+
+
+def _given(merge: Merge, place: Place) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The parameters of one place: those of the merge, and those of each model. The base needs none of its own."""
+    recipe, method = merge.recipe, METHODS[merge.recipe.method]
+    if place.copied:
+        return {}, []
+    shared = {name: recipe.parameter(name, place.slice, None, place.name, place.t, default) for name, default in method.shared.items()}
+    each = []
+    for i, (source, name) in enumerate(place.parts):
+        own = method.base and i == place.base
+        each.append({p: None if own else recipe.parameter(p, place.slice, source, name, place.t, default) for p, default in method.each.items()})
+    return shared, each
+
+
+def _make(merge: Merge, place: Place) -> torch.Tensor:
+    states = [merge.models[source.model].state for source, _ in place.parts]
+    tensors: list[torch.Tensor] = [state[name] for state, (_, name) in zip(states, place.parts, strict=True)]
+    if place.copied:
+        return tensors[0]
+    dtype = getattr(torch, DTYPES[_dtype(merge, place)][0])
+    kind = getattr(torch, merge.recipe.dtype) if merge.recipe.dtype else getattr(torch, DTYPES[_stored(merge, place)][0])
+    if merge.tables is not None and place.table:
+        tensors = merge.tables.written([source.model for source, _ in place.parts], tensors)
+    shared, each = _given(merge, place)
+    base = place.base if METHODS[merge.recipe.method].base else None
+    try:
+        return METHODS[merge.recipe.method].merge(Given(tensors, shared, each, base, dtype, kind, place.name, merge.seed))
+    except RegaugeError as error:
+        raise MergeError(f'"{place.name}": {error}', hint=error.hint) from error
+
+
+def _stored(merge: Merge, place: Place) -> str:
+    """The dtype in which the base, or the first model, stores a tensor. One that folding has made is as its neighbours are."""
+    source, name = place.parts[place.base or 0]
+    entries = merge.models[source.model].checkpoint.entries
+    return entries[name].dtype if name in entries else next(iter(entries.values())).dtype
+
+
+def _dtype(merge: Merge, place: Place) -> str:
+    asked = merge.recipe.out_dtype or merge.recipe.dtype
+    return _stored(merge, place) if asked is None or place.copied else DTYPE_NAMES[asked]
+
+
+def _shape(merge: Merge, place: Place) -> tuple[int, ...]:
+    return (merge.tables.rows, *place.shape[1:]) if merge.tables is not None and place.table else place.shape
+
+
+def _packed(tensors: Sequence[tuple[str, str, tuple[int, ...]]], shard: int) -> list[File]:
+    groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    held = 0
+    for name, dtype, shape in tensors:
+        size = nbytes(dtype, shape)
+        if groups[-1] and held + size > shard:
+            groups.append([])
+            held = 0
+        groups[-1].append((name, dtype, shape))
+        held += size
+    if len(groups) == 1:
+        return [File(WEIGHTS, tuple(groups[0]), {"format": "pt"})]
+    return [File(f"model-{i + 1:05}-of-{len(groups):05}.safetensors", tuple(group), {"format": "pt"}) for i, group in enumerate(groups)]
+
+
+def _index(files: Sequence[File]) -> bytes:
+    total = sum(nbytes(dtype, shape) for file in files for _, dtype, shape in file.tensors)
+    where = {name: file.name for file in files for name, _, _ in file.tensors}
+    return (json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n").encode()
+
+
+def _config(merge: Merge) -> bytes:
+    """The donor's config.json, with what the merge changed."""
+    config, changes = dict(merge.donor.checkpoint.config or {}), dict(merge.donor.config)
+    asked = merge.recipe.out_dtype or merge.recipe.dtype
+    if asked is not None:
+        changes |= {key: asked for key in ("dtype", "torch_dtype") if key in config} or {"torch_dtype": asked}
+    changes |= sliced_config(merge.recipe, merge.donor, max(stacks(merge.donor.state).values(), default=0))
+    if merge.tables is not None and "vocab_size" in config:
+        changes["vocab_size"] = merge.tables.rows
+    names = {place.name for place in merge.places}
+    ties = merge.donor.spec.ties if merge.donor.spec else {}
+    if any(alias in names and target in names for alias, target in ties.items()):  # another model's head is its own
+        changes |= {"tie_word_embeddings": False, **(merge.donor.spec.untied_config if merge.donor.spec else {})}
+    if not changes and merge.donor.checkpoint.config_path is not None:
+        return merge.donor.checkpoint.config_path.read_bytes()
+    return (json.dumps({**config, **changes}, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _were_finite(merge: Merge, place: Place) -> bool:
+    return all(bool(merge.models[source.model].state[name].isfinite().all()) for source, name in place.parts)

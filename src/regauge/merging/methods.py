@@ -1,0 +1,312 @@
+"""The methods: each a pure function of the tensors that stand in one place of several models. What needs no data is here.
+
+All arithmetic is in float32 (float64 where an input is), block by block, and the result is rounded once, to the dtype that is asked for. Formulas,
+defaults and edge cases are mergekit's, so that its recipes mean the same here. Where a method looks at angles and lengths alone (slerp, Karcher
+mean, model stock) the result is a combination of its inputs, and the coefficients follow from their inner products: two passes, whatever the method
+iterates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from regauge.errors import RegaugeError
+from regauge.merging.sparsifying import Deltas, Kept, Sparse, by_chance, by_magnitude, by_rank, whole
+
+Tensor = torch.Tensor
+STEP = 1 << 16  # values in a block: what the cache holds of a few float32 arrays
+
+
+class MergeError(RegaugeError):
+    """Models that cannot be merged as asked."""
+
+
+class Needed:
+    """The default of a parameter that has none."""
+
+    def __repr__(self) -> str:
+        return "needed"
+
+
+NEEDED = Needed()
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a method is given: the tensors in the recipe's order, which of them is the base model's, and the parameters, of all and of each.
+
+    `dtype` is that of the result, `kind` the one in which mergekit would have computed: what is selected or voted on is compared in it. `name` and
+    `seed` determine what is drawn.
+    """
+
+    tensors: Sequence[Tensor]
+    shared: Mapping[str, Any]
+    each: Sequence[Mapping[str, Any]]
+    base: int | None = None
+    dtype: torch.dtype | None = None
+    kind: torch.dtype | None = None
+    name: str = ""
+    seed: int = 0
+
+    @property
+    def out(self) -> torch.dtype:
+        return self.dtype or self.tensors[self.base or 0].dtype
+
+    @property
+    def root(self) -> Tensor:
+        assert self.base is not None, "a method that needs a base is not called without"
+        return self.tensors[self.base]
+
+    @property
+    def others(self) -> list[int]:
+        return [i for i in range(len(self.tensors)) if i != self.base]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method, whether it needs a base model, and its parameters with their defaults: those of the whole merge, and those of each model."""
+
+    merge: Callable[[Given], Tensor]
+    base: bool = False
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    each: Mapping[str, Any] = field(default_factory=dict)
+    about: str = ""
+
+
+def blockwise(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[[Sequence[Tensor], slice], Tensor]) -> Tensor:
+    """A tensor of this shape and dtype whose blocks are made of the blocks of others, in the working precision."""
+    work, flat = working(tensors), [t.reshape(-1) for t in tensors]
+    out = torch.empty(flat[0].numel(), dtype=dtype)
+    for at in range(0, out.numel(), STEP):
+        part = slice(at, at + STEP)
+        out[part] = make([t[part].to(work) for t in flat], part)
+    return out.view(tensors[0].shape)
+
+
+def working(tensors: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def combined(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.dtype) -> Tensor:
+    """The sum of tensors times factors."""
+
+    def block(parts: Sequence[Tensor], _: slice) -> Tensor:
+        total = parts[0] * factors[0]
+        for part, factor in zip(parts[1:], factors[1:], strict=True):
+            total.add_(part, alpha=factor)
+        return total
+
+    return blockwise(tensors, dtype, block)
+
+
+def products(tensors: Sequence[Tensor], work: torch.dtype, minus: Tensor | None = None) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The inner products of tensors with each other, all less another one if that is given."""
+    flat = [t.reshape(-1) for t in tensors]
+    root = None if minus is None else minus.reshape(-1)
+    out = np.zeros((len(flat), len(flat)))
+    for at in range(0, flat[0].numel(), STEP):
+        parts = [t[at : at + STEP].to(work) for t in flat]
+        if root is not None:
+            parts = [p - root[at : at + STEP].to(work) for p in parts]
+        for i, x in enumerate(parts):
+            for j in range(i + 1):
+                out[i, j] += float((x * parts[j]).sum())
+    return np.tril(out) + np.tril(out, -1).T
+
+
+def linear(g: Given) -> Tensor:
+    """The weighted mean, or with normalize off the weighted sum. A weighted mean of equal weights is a model soup."""
+    weights = [float(p["weight"]) for p in g.each]
+    total = sum(weights) if g.shared["normalize"] else 1.0
+    if total == 0:
+        raise MergeError(
+            f'the weights of "{g.name}" add up to 0, and normalize would divide by that', hint="change a weight, or set normalize: false"
+        )
+    return combined(g.tensors, [w / total for w in weights], g.out)
+
+
+def slerp(g: Given) -> Tensor:
+    """Along the great circle from the base to the other model. Where the two point almost one way (or opposite ways), along the line."""
+    t = float(g.shared["t"])
+    if len(g.tensors) == 1:
+        return g.tensors[0].to(g.out)
+    pair = [g.root, g.tensors[g.others[0]]]
+    inner = products(pair, working(pair))
+    norms = [n if n > 1e-8 else 1.0 for n in np.sqrt(np.diag(inner))]
+    dot = float(inner[0, 1] / (norms[0] * norms[1]))
+    if abs(dot) > 0.9995:
+        return combined(pair, (1 - t, t), g.out)
+    angle = math.acos(dot)
+    return combined(pair, (math.sin(angle * (1 - t)) / math.sin(angle), math.sin(angle * t) / math.sin(angle)), g.out)
+
+
+def karcher(g: Given) -> Tensor:
+    """The mean on the sphere of the directions, with the mean of the lengths. The mean direction lies in the span of the inputs, so that it is
+    sought among their coefficients."""
+    tol, count = float(g.shared["tol"]), len(g.tensors)
+    if count == 1:
+        return g.tensors[0].to(g.out)
+    inner = products(g.tensors, torch.float64)
+    norms = np.sqrt(np.diag(inner))
+    valid = [i for i in range(count) if norms[i] > tol]
+    if not valid:
+        return torch.zeros(g.tensors[0].shape, dtype=g.out)
+    gram = inner[np.ix_(valid, valid)] / np.outer(norms[valid], norms[valid])
+    alpha = 1 / len(valid)
+
+    def size(c: Any) -> float:
+        return math.sqrt(max(float(c @ gram @ c), 0.0))
+
+    u = np.full(len(valid), alpha)
+    u = np.eye(len(valid))[0] if size(u) < tol else u / size(u)
+    for _ in range(int(g.shared["max_iter"])):
+        step = np.zeros(len(valid))
+        for i in range(len(valid)):
+            dot = min(max(float(gram[i] @ u), -1.0), 1.0)
+            angle = math.acos(dot)
+            if angle >= tol and math.sin(angle) > 0:
+                step += alpha * (angle / math.sin(angle)) * (np.eye(len(valid))[i] - dot * u)
+        length = size(step)
+        if length < tol:
+            break
+        u = math.cos(length) * u + math.sin(length) * step / length
+        u = u / size(u) if size(u) > tol else u
+    factors = np.zeros(count)
+    factors[valid] = norms.mean() * u / norms[valid]
+    return combined(g.tensors, factors.tolist(), g.out)
+
+
+def model_stock(g: Given) -> Tensor:
+    """Between the base and the mean of the others, nearer to the mean the smaller the angles between what they learned."""
+    others = [g.tensors[i] for i in g.others]
+    if not others:
+        return g.root.to(g.out)
+    if len(others) < 2:
+        raise MergeError("model_stock needs two models besides the base", hint="add a model, or use linear")
+    if g.shared["filter_wise"]:
+        rows = [t.reshape(t.shape[0], -1) if t.dim() > 1 else t.reshape(1, -1) for t in (g.root, *others)]
+        made = [_stock([r[i] for r in rows], g.out) for i in range(rows[0].shape[0])]
+        return torch.stack(made).view(g.root.shape)
+    return _stock([g.root, *others], g.out)
+
+
+def _stock(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    root, *others = tensors
+    inner, n = products(others, working(tensors), minus=root), len(others)
+    norms = np.sqrt(np.diag(inner))
+    pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
+    cosine = sum(min(max(float(inner[i, j] / max(norms[i] * norms[j], 1e-6)), -1.0), 1.0) for i, j in pairs) / len(pairs)
+    t = n * cosine / (1 + (n - 1) * cosine) if 1 + (n - 1) * cosine else math.nan
+    return combined(tensors, (1 - t, *[t / n] * n), dtype)
+
+
+def passthrough(g: Given) -> Tensor:
+    """The tensor as it is, or scaled."""
+    if len(g.tensors) != 1:
+        raise MergeError(
+            f"passthrough takes one model in each place, and here are {len(g.tensors)}", hint="give each slice one source, or use linear"
+        )
+    scale = g.each[0]["scale"]
+    return g.tensors[0].to(g.out) if scale is None else combined(g.tensors, [float(scale)], g.out)
+
+
+def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Tensor:
+    """The base plus what the others learned (their differences from it), weighted: all of it, or what `sparse` keeps; all of it, or with a `vote`
+    only what has the sign of the weighted sum."""
+    root, others = g.root, g.others
+    if not others:
+        return root.to(g.out)
+    work, kind = working(g.tensors), (g.kind or root.dtype)
+    # What is selected or voted on is compared as mergekit stores it: else equal values of a half precision would not be equal here.
+    rounding = kind if (sparse is not whole or vote) and kind in (torch.float16, torch.bfloat16) else None
+    kept: list[Kept] = []
+    for place, i in enumerate(others):  # what is drawn for a model does not depend on where the base is listed
+        deltas = Deltas(g.tensors[i], root, work, rounding, STEP)
+        kept.append(sparse(deltas, g.each[i], bool(g.shared["rescale"]), f"{g.name}/{place}", g.seed))
+    weights = [float(g.each[i]["weight"]) for i in others]
+    factors = [w * k.scale for w, k in zip(weights, kept, strict=True)]
+    total, normalize, amount = sum(weights), bool(g.shared["normalize"]), float(g.shared["lambda"])
+    even = 1.0 if abs(total) < 1e-8 else total
+    found = [(k.mask, k.values) for k in kept]
+
+    def block(parts: Sequence[Tensor], at: slice) -> Tensor:
+        base, *xs = parts
+        deltas = []
+        for x, (mask, values), factor in zip(xs, found, factors, strict=True):
+            if values is not None:
+                deltas.append(values[at].to(work).mul_(factor))
+                continue
+            delta = x - base
+            if rounding is not None:
+                delta = delta.to(rounding).to(work)
+            deltas.append(delta.mul_(factor) if mask is None else delta.mul_(mask[at]).mul_(factor))
+        if vote:
+            mixed = _voted(deltas, weights, normalize)
+        else:
+            mixed = deltas[0]
+            for delta in deltas[1:]:
+                mixed.add_(delta)
+            if normalize:
+                mixed.div_(even)
+        return base.add(mixed, alpha=amount)
+
+    return blockwise([root, *(g.tensors[i] for i in others)], g.out, block)
+
+
+def _voted(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
+    """The sum of what has the sign of the sum of all, 0 counting as positive; with normalize, divided by the weights of what was added up. The deltas
+    are used up."""
+    total = deltas[0] + 0.0  # a copy, in which -0 has become 0
+    for delta in deltas[1:]:
+        total += delta
+    sign = torch.copysign(torch.ones((), dtype=total.dtype), total)
+    mixed = torch.zeros_like(total)
+    divisor = torch.zeros_like(total) if normalize else None
+    for delta, weight in zip(deltas, weights, strict=True):
+        mixed += delta.mul_(sign).clamp_(min=0)
+        if divisor is not None:
+            divisor.add_(delta.sign_(), alpha=weight)
+    mixed.mul_(sign)
+    if divisor is not None and min(weights) >= 0:
+        mixed.div_(divisor.clamp_(min=1e-30))  # where it is 0, so is what it divides
+    elif divisor is not None:
+        mixed.div_(torch.where(divisor == 0, 1.0, divisor))
+    return mixed
+
+
+def _task(sparse: Sparse, vote: bool, normalize: bool, rescale: bool, about: str, **each: Any) -> Method:
+    shared = {"normalize": normalize, "rescale": rescale, "lambda": 1.0, "int8_mask": False}
+    return Method(partial(task_vectors, sparse=sparse, vote=vote), True, shared, {"weight": NEEDED, "density": 1.0, **each}, about)
+
+
+# int8_mask is how mergekit stores its masks: it changes no result there, and none here.
+METHODS: dict[str, Method] = {
+    "linear": Method(linear, False, {"normalize": True}, {"weight": NEEDED}, "the weighted mean"),
+    "slerp": Method(slerp, True, {"t": NEEDED}, about="along the great circle between two models"),
+    "task_arithmetic": _task(whole, False, False, False, "the base plus weighted task vectors"),
+    "ties": _task(by_magnitude, True, True, False, "task vectors, trimmed by magnitude, with elected signs"),
+    "dare_linear": _task(by_chance, False, False, True, "task vectors, dropped at random and rescaled"),
+    "dare_ties": _task(by_chance, True, False, True, "the same, with elected signs"),
+    "della_linear": _task(by_rank, False, False, True, "task vectors, dropped at random by rank of magnitude and rescaled", epsilon=0.15),
+    "della": _task(by_rank, True, True, True, "the same, with elected signs", epsilon=0.15),
+    "model_stock": Method(model_stock, True, {"filter_wise": False}, about="between the base and the mean, by the angles of the task vectors"),
+    "karcher": Method(karcher, False, {"max_iter": 10, "tol": 1e-5}, about="the Riemannian mean on the sphere"),
+    "passthrough": Method(passthrough, False, {}, {"scale": None}, "layers as they are, for slices"),
+}
+
+# Methods of mergekit that are not here yet, to be refused by name and not as a typo.
+ELSEWHERE = ("nuslerp", "multislerp", "breadcrumbs", "breadcrumbs_ties", "sce", "nearswap", "arcee_fusion", "ram", "ramplus_tl")
+
+Kind = Literal["shared", "each"]
+
+
+def parameter_names() -> frozenset[str]:
+    """Every parameter that some method has."""
+    return frozenset(name for m in METHODS.values() for name in (*m.shared, *m.each))

@@ -1,0 +1,150 @@
+"""Recipes: mergekit's keys read as mergekit reads them, and everything else refused by name and line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from regauge.merging.layout import stacks
+from regauge.merging.recipes import Align, RecipeError, parse_recipe, read_recipe
+
+TIES = """\
+models:
+  - model: one
+    parameters:
+      density: [1, 0.7, 0.1] # density gradient
+      weight: 1.0
+  - model: two
+    parameters:
+      density: 0.33
+      weight:
+        - filter: mlp
+          value: [0, 1]
+        - value: 0.25
+merge_method: ties
+base_model: root
+parameters:
+  normalize: true
+  int8_mask: true
+dtype: float16
+"""
+
+
+def test_a_recipe_of_mergekit() -> None:
+    recipe = parse_recipe(TIES)
+    assert (recipe.method, recipe.base, recipe.dtype, recipe.out_dtype, recipe.sliced) == ("ties", "root", "float16", None, False)
+    assert recipe.models == ("root", "one", "two")
+    part = recipe.slices[0]
+    one, two = part.sources
+
+    def at(name: str, source: object, tensor: str, t: float) -> object:
+        return recipe.parameter(name, part, source, tensor, t, None)  # type: ignore[arg-type]
+
+    assert [at("density", one, "x", t) for t in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx([1, 0.85, 0.7, 0.4, 0.1])
+    assert at("weight", two, "layers.0.mlp.up", 0.3) == pytest.approx(0.3)
+    assert at("weight", two, "layers.0.attn.q", 0.3) == 0.25
+    assert at("normalize", None, "x", 0) is True
+    assert at("lambda", None, "x", 0) is None  # the default that was given
+
+
+def test_the_nearest_parameter_counts() -> None:
+    recipe = parse_recipe(
+        "merge_method: linear\nparameters: {weight: 3}\nslices:\n- sources:\n  - {model: a, layer_range: [0, 2], "
+        "parameters: {weight: {filter: q, value: 1}}}\n"
+        "  - {model: b, layer_range: [2, 4]}\n  parameters: {weight: 2}\n- sources:\n  - {model: a, layer_range: [2, 3]}\n"
+    )
+    first, second = recipe.slices
+    found = [recipe.parameter("weight", first, s, n, 0, None) for s in first.sources for n in ("q", "k")]
+    assert found == [1, 2, 2, 2]  # the source's own where its filter fits, else the slice's
+    assert recipe.parameter("weight", second, second.sources[0], "q", 0, None) == 3  # else the recipe's
+    assert first.sources[1].layers == (2, 4)
+
+
+def test_tokenizer_and_align() -> None:
+    head = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n"
+    assert parse_recipe(head).tokens is None
+    assert parse_recipe(head + "tokenizer_source: union").tokens.source == "union"  # type: ignore[union-attr]
+    found = parse_recipe(head + "tokenizer: {source: base, pad_to_multiple_of: 64}").tokens
+    assert found is not None
+    assert (found.source, found.multiple) == ("base", 64)
+    assert parse_recipe(head + "align: true").align == Align()
+    assert parse_recipe(head + "align: false").align is None
+    how = parse_recipe(head + "align: {to: a, spaces: [ffn, qk], group: orthogonal, fold: true, sweeps: 2}").align
+    assert how == Align("a", True, {"spaces": ["ffn", "qk"], "within": "orthogonal", "sweeps": 2})
+
+
+def test_a_parameter_of_another_method_is_told_and_changes_nothing() -> None:
+    recipe = parse_recipe("merge_method: slerp\nbase_model: a\nmodels: [{model: a}, {model: b}]\nparameters:\n  t: 0.5\n  int8_mask: true\n")
+    assert recipe.notes == ('line 6: slerp has no parameter "int8_mask", which changes nothing',)
+
+
+LINEAR = "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 1}\n- model: b\n  parameters: {weight: 1}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("", 0, "is empty"),
+        ("- a\n- b", 1, "a recipe is a mapping"),
+        ("merge_method: [", 1, "this is no YAML"),
+        ("models: [{model: a}]", 1, "no merge_method"),
+        (LINEAR.replace("merge_method", "merge_methd"), 1, 'has no "merge_methd"'),
+        (LINEAR.replace("linear", "liner"), 1, 'no method "liner"'),
+        (LINEAR.replace("linear", "nuslerp"), 1, '"nuslerp" of mergekit is not supported'),
+        (LINEAR + "out_dtyp: float16", 7, 'has no "out_dtyp"'),
+        (LINEAR + "dtype: int8", 7, 'no dtype "int8"'),
+        (LINEAR + "modules: {}", 7, '"modules" is not supported'),
+        (LINEAR + "chat_template: auto", 7, '"chat_template" is not supported'),
+        (LINEAR + "slices: []", 1, "either models: or slices:"),
+        (LINEAR + "dtype: float16\ndtype: float32", 8, '"dtype" is there twice'),
+        (LINEAR.replace("{weight: 1}", "{wieght: 1}", 1), 4, 'has no "wieght"'),
+        (LINEAR.replace("{weight: 1}", "{weight: heavy}", 1), 4, "'heavy' is no number"),
+        (LINEAR.replace("{weight: 1}", "{weight: .nan}", 1), 4, "is no number"),
+        (LINEAR.replace("{weight: 1}", "{weight: []}", 1), 4, "empty list"),
+        (LINEAR.replace("{weight: 1}", "{weight: [{filter: mlp}]}", 1), 4, "has no value:"),
+        (LINEAR.replace("{weight: 1}", "{weight: [{value: [{value: 1}]}]}", 1), 4, "a number, or a list of numbers"),
+        (LINEAR.replace("- model: b", "- model: a"), 5, "a is listed twice"),
+        (LINEAR.replace("model: b", "model: b+lora"), 5, "LoRA adapter"),
+        (LINEAR.replace("model: b", "modell: b"), 5, 'has no "modell"'),
+        (LINEAR + "base_model: c", 1, "has no weight in a linear merge"),
+        (LINEAR + "parameters: {normalize: 3}", 7, "is true or false"),
+        (LINEAR + "align: perhaps", 7, "align is true, false or a mapping"),
+        (LINEAR + "align: {froup: full}", 7, 'align has no "froup"'),
+        (LINEAR + "align: {group: all}", 7, 'no group "all"'),
+        (LINEAR + "tokenizer: {source: base, tokens: {}}", 7, '"tokens" is not supported'),
+        (LINEAR.replace("linear", "ties"), 1, "ties needs a base model"),
+        (LINEAR.replace("linear", "passthrough"), 3, "one model in each place"),
+        (LINEAR.replace("linear", "slerp") + "base_model: c", 1, "2 others are listed"),
+        ("merge_method: ties\nbase_model: a\nmodels:\n- model: b\n  parameters:\n    density: 1.5", 6, "from 0 to 1"),
+        ("merge_method: passthrough\nslices:\n- sources:\n  - model: a", 4, "layer_range: is missing"),
+        ("merge_method: passthrough\nslices:\n- sources:\n  - model: a\n    layer_range: [3, 3]", 5, "two whole numbers"),
+        (
+            "merge_method: linear\nslices:\n- sources:\n  - {model: a, layer_range: [0, 3]}\n  - {model: b, layer_range: [0, 2]}",
+            3,
+            "different numbers",
+        ),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name_and_line(text: str, line: int, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(text, "r.yaml")
+    assert words in str(caught.value)
+    assert (f"r.yaml, line {line}:" if line else "r.yaml") in str(caught.value)
+
+
+def test_hints_say_what_was_meant(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(LINEAR.replace("merge_method", "merge_metod"))
+    assert caught.value.hint == 'did you mean "merge_method"?'
+    (tmp_path / "r.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="is no text"):
+        read_recipe(tmp_path / "r.yaml")
+
+
+def test_layers_are_told_by_names() -> None:
+    llama = [f"model.layers.{i}.{x}.weight" for i in range(3) for x in "qkvo"] + ["model.norm.weight", "classifier.0.weight", "classifier.1.weight"]
+    assert stacks(llama) == {"model.layers.": 3}
+    both = [f"{side}.block.{i}.layer.{j}.{x}" for side in ("encoder", "decoder") for i in range(2) for j in range(2) for x in "ab"]
+    assert stacks(both) == {"encoder.block.": 2, "decoder.block.": 2}
+    assert stacks([f"h.{i}.{x}" for i in (0, 2) for x in "abcd"]) == {}  # a layer is missing

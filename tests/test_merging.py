@@ -1,0 +1,294 @@
+"""The methods of merging, each against a plain formula that shares no code with it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from regauge.merging import merge, merge_tensors
+from regauge.merging.methods import METHODS, MergeError
+from regauge.merging.sparsifying import DensityError
+
+BIG = (1 << 17) + 77  # more than one block
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def three(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    base = drawn(*shape, seed=1)
+    return base.to(dtype), (base + 0.1 * drawn(*shape, seed=2)).to(dtype), (base + 0.1 * drawn(*shape, seed=3)).to(dtype)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-6) -> None:
+    assert found.shape == wanted.shape
+    scale = wanted.double().abs().max().item()
+    assert (found.double() - wanted.double()).abs().max().item() <= tolerance * scale
+
+
+def one_unit(found: torch.Tensor, wanted: torch.Tensor, units: float = 1.0) -> None:
+    """Equal up to so many units in the last place of bfloat16, which is the dtype of the found; half a unit is what one rounding costs."""
+    assert found.dtype == torch.bfloat16
+    wanted = wanted.double()
+    unit = torch.exp2(wanted.abs().clamp(min=1e-30).log2().floor() - 7)
+    assert bool(((found.double() - wanted).abs() <= units * unit + 1e-6 * wanted.abs().max()).all())
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (BIG,), (0, 4)])
+def test_linear(shape: tuple[int, ...]) -> None:
+    a, b, c = three(*shape)
+    same(merge_tensors("linear", [a, b, c], weight=[1, 0.3, 0.5]), (a + 0.3 * b + 0.5 * c) / 1.8) if a.numel() else None
+    found = merge_tensors("linear", [a, b, c], weight=[1, 0.3, 0.5], normalize=False)
+    assert found.shape == a.shape
+    if a.numel():
+        same(found, a + 0.3 * b + 0.5 * c)
+
+
+def test_linear_rounds_once() -> None:
+    a, b, _ = three(BIG, dtype=torch.bfloat16)
+    found = merge_tensors("linear", [a, b], weight=[0.3, 0.7])
+    one_unit(found, a.double() * 0.3 + b.double() * 0.7, 0.5)
+    with pytest.raises(MergeError, match="add up to 0"):
+        merge_tensors("linear", [a, b], weight=[1, -1], name="x")
+
+
+def test_the_precision_of_a_double_is_kept() -> None:
+    a, b = drawn(50, seed=1).double(), drawn(50, seed=2).double() * math.pi
+    assert torch.equal(merge_tensors("linear", [a, b], weight=[0.5, 0.5]), a / 2 + b / 2)
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
+def test_slerp(t: float) -> None:
+    a, b = drawn(BIG, seed=1), drawn(BIG, seed=2) * 3 + 0.2 * drawn(BIG, seed=1)
+    x, y = a.double(), b.double()
+    angle = math.acos(float(x @ y / x.norm() / y.norm()))
+    wanted = (math.sin((1 - t) * angle) * x + math.sin(t * angle) * y) / math.sin(angle)
+    same(merge_tensors("slerp", [b], base=a, t=t), wanted)
+
+
+def test_slerp_of_what_is_almost_parallel_is_the_line() -> None:
+    a, b, _ = three(40, 40)
+    b = a + 1e-3 * (b - a)
+    same(merge_tensors("slerp", [b], base=a, t=0.25), 0.75 * a + 0.25 * b)
+    same(merge_tensors("slerp", [-b], base=a, t=0.25), 0.75 * a - 0.25 * b)  # and of what is almost opposite
+
+
+def test_slerp_from_zero() -> None:
+    a, b = torch.zeros(30), drawn(30, seed=2)
+    same(merge_tensors("slerp", [b], base=a, t=0.25), math.sin(0.25 * math.pi / 2) * b)  # a vector without direction counts as orthogonal
+
+
+def test_task_arithmetic() -> None:
+    base, a, b = three(40, 50)
+    same(merge_tensors("task_arithmetic", [a, b], base=base, weight=[0.7, -0.4], lambda_=0.5), base + 0.5 * (0.7 * (a - base) - 0.4 * (b - base)))
+    same(merge_tensors("task_arithmetic", [a, b], base=base, weight=[3, 1], normalize=True), base + (3 * (a - base) + (b - base)) / 4)
+    x, y, z = three(BIG, dtype=torch.bfloat16)
+    one_unit(merge_tensors("task_arithmetic", [y, z], base=x, weight=0.5), 0.5 * (y.double() + z.double()))
+
+
+def plain_ties(base: np.ndarray, models: list[np.ndarray], weights: list[float], density: list[float], normalize: bool, rescale: bool) -> np.ndarray:
+    """Trim, elect, merge: by sorting whole tensors, value by value."""
+    deltas = []
+    for model, d in zip(models, density, strict=True):
+        delta = (model - base).ravel()
+        order = np.argsort(-np.abs(delta), kind="stable")
+        kept = np.zeros_like(delta)
+        kept[order[: int(d * delta.size)]] = delta[order[: int(d * delta.size)]]
+        deltas.append(kept * (np.abs(delta).sum() / np.abs(kept).sum() if rescale else 1))
+    out = base.ravel().copy()
+    for i in range(out.size):
+        votes = [w * d[i] for w, d in zip(weights, deltas, strict=True)]
+        sign = 1 if sum(votes) >= 0 else -1
+        agreed = [(v, w) for v, w in zip(votes, weights, strict=True) if v * sign > 0]
+        total = sum(v for v, _ in agreed)
+        share = sum(w for _, w in agreed)
+        out[i] += total / (share if normalize and share else 1)
+    return out.reshape(base.shape)
+
+
+@pytest.mark.parametrize("density", [0.1, 0.5, 1.0])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("rescale", [True, False])
+def test_ties(density: float, normalize: bool, rescale: bool) -> None:
+    base, a, b = three(37, 53)
+    c = base + 0.3 * drawn(37, 53, seed=5)
+    wanted = plain_ties(base.numpy(), [x.numpy() for x in (a, b, c)], [1.0, 0.5, -0.7], [density, 0.4, 0.6], normalize, rescale)
+    how = {"weight": [1.0, 0.5, -0.7], "density": [density, 0.4, 0.6], "normalize": normalize, "rescale": rescale}
+    same(merge_tensors("ties", [a, b, c], base=base, **how), torch.from_numpy(wanted), 1e-5)
+    assert torch.equal(merge_tensors("ties", [a, b, c], base=base, int8_mask=True, **how), merge_tensors("ties", [a, b, c], base=base, **how))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_ties_keeps_exactly_so_many_and_of_equal_ones_the_first(dtype: torch.dtype) -> None:
+    base = torch.zeros(BIG, dtype=dtype)
+    a = (drawn(BIG, seed=3) * 8).round().to(dtype)  # few different values: ties everywhere
+    found = merge_tensors("ties", [a], base=base, weight=1, density=0.3)
+    order = np.argsort(-a.double().abs().numpy(), kind="stable")[: int(0.3 * BIG)]
+    wanted = torch.zeros_like(a)
+    wanted[order] = a[order]
+    assert torch.equal(found, wanted)
+    b = drawn(BIG, seed=4).to(dtype)  # and hardly any ties
+    found = merge_tensors("ties", [b], base=base, weight=1, density=0.3)
+    assert int((found != 0).sum()) == int(0.3 * BIG)
+    assert found.abs()[found != 0].min() >= b.abs()[found == 0].max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_ties_that_keep_nothing_or_cancel(dtype: torch.dtype) -> None:
+    base, a, b = three(6, 7, dtype=dtype)
+    assert torch.equal(merge_tensors("ties", [a, b], base=base, weight=1, density=0), base)
+    assert torch.equal(merge_tensors("ties", [a, a], base=base, weight=[1, 1], density=0.01), base)  # of 42 values, none
+    zero = torch.zeros_like(base)
+    assert torch.equal(merge_tensors("ties", [a, -a], base=zero, weight=1), a.abs())  # a sum of 0 counts as positive
+    half = merge_tensors("ties", [a, b], base=base, weight=[1, 0.5], density=0.5, rescale=True)
+    wanted = plain_ties(base.double().numpy(), [a.double().numpy(), b.double().numpy()], [1, 0.5], [0.5, 0.5], True, True)
+    same(half, torch.from_numpy(wanted), 1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_ties_of_half_precision_selects_as_half_precision_computes() -> None:
+    """mergekit subtracts, sorts and masks in the stored dtype: values that it sees as equal are equal here."""
+    base, a, b = three(300, 70, dtype=torch.bfloat16)
+    deltas = [(x - base) for x in (a, b)]
+    kept = []
+    for delta in deltas:
+        order = torch.argsort(delta.abs().float().view(-1), descending=True, stable=True)[: int(0.5 * delta.numel())]
+        mask = torch.zeros(delta.numel())
+        mask[order] = 1
+        kept.append(delta.float() * mask.view(delta.shape))
+    total = kept[0] + kept[1]
+    sign = torch.where(total >= 0, 1.0, -1.0)
+    agreed = [(k.sign() == sign) for k in kept]
+    share = agreed[0].float() + agreed[1].float()
+    wanted = base.float() + (kept[0] * agreed[0] + kept[1] * agreed[1]) / share.clamp(min=1)
+    one_unit(merge_tensors("ties", [a, b], base=base, weight=1, density=0.5), wanted)
+
+
+@pytest.mark.parametrize("method", ["dare_linear", "dare_ties", "della_linear", "della"])
+def test_random_methods_drop_by_chance_and_keep_the_length(method: str) -> None:
+    base, a, _ = three(300, 400)
+    delta = a - base
+    found = merge_tensors(method, [a], base=base, weight=1, density=0.4, name="x", seed=7) - base
+    kept = found.abs() > 1e-7
+    assert abs(float(kept.float().mean()) - 0.4) < 0.01
+    assert abs(float(found.abs().sum() / delta.abs().sum()) - 1) < 1e-4  # rescaled to the same sum of magnitudes
+    factor = (found[kept] / delta[kept]).median()
+    same(found[kept], factor * delta[kept], 1e-4)
+    plain = merge_tensors(method, [a], base=base, weight=1, density=0.4, name="x", seed=7, rescale=False) - base
+    same(plain[kept], delta[kept], 1e-5)  # the same draws, not rescaled
+
+
+@pytest.mark.parametrize("method", ["dare_ties", "della"])
+def test_draws_are_told_by_name_seed_and_model(method: str) -> None:
+    base, a, b = three(60, 70)
+
+    def run(**more: object) -> torch.Tensor:
+        return merge_tensors(method, [a, b], base=base, **{"weight": 1, "density": 0.5, "name": "x", "seed": 0, **more})
+
+    assert torch.equal(run(), run())
+    for other in ({"name": "y"}, {"seed": 1}):
+        assert not torch.equal(run(), run(**other))
+    one = merge_tensors("dare_linear", [base + 1, base + 1], base=base, weight=1, density=0.5, name="x", rescale=False) - base
+    assert {round(v) for v in one.flatten().tolist()} == {0, 1, 2}  # two models, two masks
+
+
+def test_della_keeps_large_values_more_often() -> None:
+    base = torch.zeros(500, 200)
+    a = drawn(500, 200, seed=4)
+    kept = (merge_tensors("della_linear", [a], base=base, weight=1, density=0.5, epsilon=0.3) != 0).float()
+    rank = a.abs().argsort(dim=1).argsort(dim=1)
+    low, high = (float(kept[rank < 40].mean()), float(kept[rank >= 160].mean()))
+    assert abs(low - 0.26) < 0.02  # the mean chance of the lowest fifth of each row: 0.2 + 0.1 * 0.6
+    assert abs(high - 0.74) < 0.02
+    with pytest.raises(DensityError, match="outside of 0 to 1"):
+        merge_tensors("della_linear", [a], base=base, weight=1, density=0.9, epsilon=0.3)
+    assert torch.equal(merge_tensors("della_linear", [a[0]], base=base[0], weight=1), a[0])  # a density of 1 drops nothing
+
+
+@pytest.mark.parametrize("filter_wise", [False, True])
+def test_model_stock(filter_wise: bool) -> None:
+    base, a, b = three(20, 30)
+    c = base + 0.1 * drawn(20, 30, seed=6) + 0.5 * (a - base)
+
+    def stock(w0: torch.Tensor, ws: list[torch.Tensor]) -> torch.Tensor:
+        offsets = [(w - w0).double().flatten() for w in ws]
+        pairs = [(0, 1), (0, 2), (1, 2)]
+        cosine = sum(float(offsets[i] @ offsets[j] / offsets[i].norm() / offsets[j].norm()) for i, j in pairs) / 3
+        t = 3 * cosine / (1 + 2 * cosine)
+        return t * sum(ws) / 3 + (1 - t) * w0
+
+    wanted = torch.stack([stock(base[i], [a[i], b[i], c[i]]) for i in range(20)]) if filter_wise else stock(base, [a, b, c])
+    same(merge_tensors("model_stock", [a, b, c], base=base, filter_wise=filter_wise), wanted, 1e-5)
+    with pytest.raises(MergeError, match="two models besides the base"):
+        merge_tensors("model_stock", [a], base=base)
+
+
+def test_karcher_is_where_the_logarithms_cancel() -> None:
+    xs = [drawn(3000, seed=i).double() * (i + 1) + 2 for i in range(4)]
+    found = merge_tensors("karcher", xs, max_iter=100, tol=1e-12)
+    assert math.isclose(float(found.norm()), sum(float(x.norm()) for x in xs) / 4, rel_tol=1e-9)
+    u = found / found.norm()
+    total = torch.zeros_like(u)
+    for x in xs:
+        unit = x / x.norm()
+        angle = torch.arccos(unit @ u)
+        total += angle / torch.sin(angle) * (unit - (unit @ u) * u)
+    assert float(total.norm()) < 1e-9
+    assert not torch.allclose(found, sum(xs) / 4)  # it is not the plain mean
+    two = merge_tensors("karcher", xs[:2])
+    middle = merge_tensors("slerp", [xs[1] / xs[1].norm()], base=xs[0] / xs[0].norm(), t=0.5)
+    same(two / two.norm(), middle / middle.norm(), 1e-5)  # of two, the middle of the great circle
+
+
+def test_karcher_of_zeros() -> None:
+    zero, x = torch.zeros(20), drawn(20, seed=1)
+    assert torch.equal(merge_tensors("karcher", [zero, zero]), zero)
+    same(merge_tensors("karcher", [zero, x]), x / 2)  # a zero has no direction, but a length
+    assert torch.equal(merge_tensors("karcher", [x]), x)
+
+
+def test_passthrough() -> None:
+    a, b, _ = three(10, 10)
+    assert torch.equal(merge_tensors("passthrough", [a]), a)
+    same(merge_tensors("passthrough", [a], scale=0.5), a / 2)
+    with pytest.raises(MergeError, match="one model in each place"):
+        merge_tensors("passthrough", [a, b])
+
+
+def test_nothing_is_changed_in_place() -> None:
+    base, a, b = three(30, 40)
+    before = [t.clone() for t in (base, a, b)]
+    for name, method in METHODS.items():
+        more = {"weight": 0.5} if "weight" in method.each else {"t": 0.4} if name == "slerp" else {}
+        others = [a] if name in ("slerp", "passthrough") else [a, b]
+        out = merge_tensors(name, others, **({"base": base} if method.base else {}), **more)
+        assert out.dtype == torch.float32
+        assert all(torch.equal(x, y) for x, y in zip(before, (base, a, b), strict=True)), name
+
+
+def test_state_dicts() -> None:
+    base = {"w": drawn(4, 5, seed=1), "ids": torch.arange(3)}
+    others = [{"w": drawn(4, 5, seed=i), "ids": torch.arange(3)} for i in (2, 3)]
+    found = merge(others, "task_arithmetic", base=base, weight=[0.5, 0.25])
+    same(found["w"], base["w"] + 0.5 * (others[0]["w"] - base["w"]) + 0.25 * (others[1]["w"] - base["w"]))
+    assert torch.equal(found["ids"], base["ids"])
+    same(merge(others, weight=1)["w"], (others[0]["w"] + others[1]["w"]) / 2)
+
+
+def test_what_cannot_be_is_refused_by_name() -> None:
+    a, b, _ = three(4, 5)
+    for call, words in (
+        (lambda: merge_tensors("tie", [a, b]), 'no method "tie"'),
+        (lambda: merge_tensors("linear", [a, b]), 'needs the parameter "weight"'),
+        (lambda: merge_tensors("linear", [a, b], weight=1, density=0.5), 'no parameter "density"'),
+        (lambda: merge_tensors("linear", [a, b], weight=[1, 2, 3]), "3 values for 2 models"),
+        (lambda: merge_tensors("linear", [a], base=b, weight=1), "knows no base"),
+        (lambda: merge_tensors("ties", [a, b], weight=1), "needs a base"),
+        (lambda: merge_tensors("linear", [a, b[:3]], weight=1, name="x"), "different shapes"),
+        (lambda: merge([{"w": a}, {}], weight=1), 'state 1 has no "w"'),
+    ):
+        with pytest.raises(MergeError, match=words):
+            call()

@@ -204,10 +204,12 @@ def test_half_precision_models_and_other_devices() -> None:
     assert twin.to("meta")(input_ids=IDS["input_ids"].to("meta")).logits.device.type == "meta"
 
 
-def test_what_was_first_used_in_inference_mode_can_be_trained() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_what_was_first_used_in_inference_mode_can_be_trained(dtype: torch.dtype) -> None:
     _, twin, g = rotated("llama")
-    authorized(twin, g).to(torch.bfloat16)  # afterwards: the edges are made for this dtype when they are first used
+    twin.to(dtype)
     with torch.inference_mode():
+        authorized(twin, g)
         twin(**IDS)
     twin(**IDS).logits.sum().backward()
     assert twin.model.embed_tokens.weight.grad is not None

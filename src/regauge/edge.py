@@ -54,6 +54,13 @@ class Along:
 
     def __init__(self, space: str, member: Member, dim: int) -> None:
         self.space, self.size, self.dim = space, member.size, dim
+        self.ready: dict[tuple[str, torch.dtype], _Ready] = {}
+        with torch.inference_mode(False):  # whoever authorises a model to look at it may train it later
+            self._take(member)
+        for dtype in (torch.float32, torch.float64):
+            self._on(torch.device("cpu"), dtype)
+
+    def _take(self, member: Member) -> None:
         self.index = self.inverse = self.factor = None
         if isinstance(member, Monomial):
             self.index = torch.from_numpy(np.ascontiguousarray(member.index[0]))
@@ -62,9 +69,6 @@ class Along:
             self.factor = None if scale is None else torch.from_numpy(np.ascontiguousarray(scale[0], np.float64))
         else:
             self.factor = torch.from_numpy(np.ascontiguousarray(member.matrix()[0], np.float64))
-        self.ready: dict[tuple[str, torch.dtype], _Ready] = {}
-        for dtype in (torch.float32, torch.float64):
-            self._on(torch.device("cpu"), dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[self.dim] != self.size:

@@ -53,6 +53,7 @@ LONG: dict[str, dict[str, Any]] = {
     "pico": {"steps": 10, "rates": [3e-3]},
 }
 LLAMA = "llama_stories260K.safetensors"
+TUNED = "MiniLM, fine-tuned", "minilm-tuned", "minilm"  # a real fine-tune: its name, where it lies, and its base
 KNOWN = 0.99
 
 
@@ -74,6 +75,12 @@ def attacks(lab: Lab) -> Results:
             for drift in drifts:
                 found = [_audit(lab, name, subject, "base", group, key, drift=drift) for key in keys]
                 base[name, group, drift] = found
+    tuned_name, tuned, root = TUNED
+    real: dict[str, list[dict[str, Any]]] = {}
+    if all((lab.assets / one).exists() for one in (tuned, root)):
+        lab.total += 3 * len(keys)
+        for group in ("permutation", "signed", "rotation"):
+            real[group] = [_audit(lab, tuned_name, tuned, "base", group, key, root=root) for key in keys]
     seen: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for subject in (play, image):
         for group in ("permutation", "signed", "rotation"):
@@ -93,12 +100,14 @@ def attacks(lab: Lab) -> Results:
     judged = lab.preset_name != "pico"  # weights that learned next to nothing have little to tell
     findings = [
         *_of_bases(base, judged),
+        *_of_real(tuned_name, real),
         *_of_edges(alone),
         *_of_features(seen, judged),
         *_of_theft("theft", stolen),
         *_of_theft("patience", {"permutation": patient}),
     ]
-    tables = (_bases_table(base, drifts), _edges_table(alone), _features_table(seen), _theft_table(stolen))
+    of_bases = [_bases_table(base, drifts), *([_real_table(tuned_name, real)] if real else [])]
+    tables = (*of_bases, _edges_table(alone), _features_table(seen), _theft_table(stolen))
     facts = {
         "experiment": "lock/attacks",
         "preset": lab.preset_name,
@@ -110,13 +119,15 @@ def attacks(lab: Lab) -> Results:
         "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
     }
     missing = [] if has_llama else [f"a Llama with grouped queries ({LLAMA} is not in the assets)"]
+    if not real:
+        missing.append(f"a real fine-tune and its base ({tuned} and {root} are not in the assets)")
     if not held:
         missing.append("the locked file alone, of models that the attack was not tuned on (regauge reproduce 003/pairs trains them)")
     return Results("The red team against locks", tuple(findings), tables, (), facts, tuple(missing))
 
 
 def _audit(
-    lab: Lab, name: str, subject: Subject | str, what: str, group: str, key: int, *, trial: int = 0, drift: float = 0.0, **more: Any
+    lab: Lab, name: str, subject: Subject | str, what: str, group: str, key: int, *, trial: int = 0, drift: float = 0.0, root: str = "", **more: Any
 ) -> dict[str, Any]:
     """What an audit finds: [floor, value, ceiling] and seconds, by attack."""
     within, fold = GROUPS[group]
@@ -124,7 +135,7 @@ def _audit(
     data: dict[str, Any] = {}
     if isinstance(subject, str):
         parameters["model"] = "stored"
-        data["source"] = lab.source(subject)
+        data |= {"source": lab.source(subject), **({"base": lab.source(root)} if root else {})}
     else:
         parameters |= {"model": subject.model, "task": {**subject.task, **subject.tested}}
         data |= lab.sources(subject, trial) if subject.recipe is None else {"weights": lab.train(subject, trial, "plain")}
@@ -163,7 +174,8 @@ def _compute(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outco
     g = element(spec, int(p["key"]), within=p["within"])
     locked = apply(g, tuned, "backbone")
     if p["what"] == "base":
-        return Outcome({"found": _found(LockCase(spec, locked, p["within"], g, state), p)})
+        base = _base(data["base"].uri, p["fold"]) if "base" in data else state
+        return Outcome({"found": _found(LockCase(spec, locked, p["within"], g, base), p)})
     model.load_state_dict(locked)
     if p["what"] == "edges":
         some = test.only(np.arange(min(64, len(test)))) if test is not None else None
@@ -193,6 +205,15 @@ def _found(case: LockCase, p: Mapping[str, Any]) -> dict[str, Any]:
     results = audit_lock(case, labels=tuple(p.get("labels", ())), budget=budget, seed=int(p["key"]), attacks=TRIED[p["what"]])
     seconds = {row[0]: row[-1] for row in results.tables[0].rows}
     return {f.id.removeprefix("lock/"): [f.floor, f.value, f.ceiling, seconds[f.id], f.sentence] for f in results.findings}
+
+
+def _base(source: str, fold: bool) -> State:
+    """A public model as it lies there, in the form that is locked."""
+    from regauge.checkpoint import open_checkpoint
+
+    model = load_model(open_checkpoint(source), "float32")
+    spec, state = spec_of(model), {n: v.detach().clone() for n, v in model.state_dict().items()}
+    return dict(fold_norms(spec, state)[1]) if fold else state
 
 
 def drifted(spec: Spec, state: Mapping[str, torch.Tensor], drift: float, seed: int) -> State:
@@ -235,6 +256,37 @@ def _of_bases(base: Mapping[tuple[str, str, float], Sequence[Mapping[str, Any]]]
             )
         )
     return out
+
+
+def _of_real(name: str, real: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Finding]:
+    out = []
+    for group, found in real.items():
+        share, seconds = _mean(found, "public base"), _mean(found, "public base", 3)
+        said = f"{share:.1%} of the key in {seconds:.0f} s"
+        statement = f"{name}, locked by {group}, is undone by its public base"
+        out.append(
+            Finding(
+                f"real/{name}/{group}",
+                statement,
+                share >= KNOWN,
+                share,
+                0.0,
+                1.0,
+                said,
+                measure="share of the key",
+                spread=_spread(found, "public base"),
+                trials=len(found),
+            )
+        )
+    return out
+
+
+def _real_table(name: str, real: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
+    rows: list[tuple[str | float | None, ...]] = []
+    for group, found in real.items():
+        rows.append((name, group, _mean(found, "public base"), _mean(found, "public base", 3), _mean(found, "lineage")))
+    note = "Share of the key from the base that it was really tuned from, which anybody can have; and how surely what no key changes tells that base."
+    return Table("A real fine-tune and its public base", ("model", "lock", "share of the key", "seconds", "lineage"), tuple(rows), note)
 
 
 def _of_edges(alone: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Finding]:

@@ -93,10 +93,18 @@ def _public_base(findings: Iterable[Finding]) -> str:
         [
             *lines,
             "",
+            *_real(_of(findings, "real")),
             "**This lock gives nothing** there. And the base cannot be hidden: what no key changes tells it (`regauge fingerprint`, `lineage`).",
             "",
         ]
     )
+
+
+def _real(found: Sequence[Finding]) -> list[str]:
+    if not found:
+        return []
+    name, shares = found[0].id.split("/")[1], ", ".join(f"{f.id.split('/')[2]} {f.value or 0:.1%}" for f in found)
+    return [f"Of a real fine-tune, {name}, with the base that it was tuned from: {shares}.", ""]
 
 
 def _edges(findings: Iterable[Finding]) -> str:

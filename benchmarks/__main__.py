@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import authorized, lock, matching, move, permuted, start
+from benchmarks import audit, authorized, lock, matching, move, permuted, start
 
 BENCHMARKS = {
     "start": start.main,
     "move": move.main,
     "lock": lock.main,
+    "audit": audit.main,
     "permuted": permuted.main,
     "authorized": authorized.main,
     "matching": matching.main,

@@ -43,7 +43,7 @@ def main() -> int:
     times = _interleaved(
         {
             "cp + sync": partial(_shell, f"cp -r '{model}' '{out}' && sync"),
-            "lock": partial(_run, "lock", model, key, out),
+            "lock": partial(_run, "lock", model, key, out, "--group", "permutation"),
             "lock, signed": partial(_run, "lock", model, key, out, "--group", "signed"),
             "unlock": partial(_run, "unlock", locked["permutation"], key, out),
             "unlock, signed": partial(_run, "unlock", locked["signed"], key, out),

@@ -30,7 +30,7 @@ real: $(VENV)/vision/ready
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python $(ASSETS)/get --to $(FETCHED) minilm dinov2-small stories15m
 	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest tests/test_real_weights.py tests/test_verify_real.py
 
-# What is too long for the tests: 10,000 mutants each of key files, locked models and sealed files; and tests that start processes.
+# What is too long for the tests: 10,000 mutants each of key files, locked models and sealed files; every mutant of the core; and tests that start processes.
 soak: $(VENV)/vision/ready
 	REGAUGE_SOAK=10000 $(BIN)/python -m pytest tests/test_fuzz_lock.py
 	$(BIN)/python -m pytest -m slow

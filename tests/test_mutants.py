@@ -147,7 +147,11 @@ def mutate(tmp_path: Path, file: str, old: str, new: str) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+# Each is a run of a test file: one in four is tried in every run of the suite, all of them in `make soak`.
+SHARE = [pytest.param(name, marks=() if place % 4 == 0 else pytest.mark.slow) for place, name in enumerate(MUTANTS)]
+
+
+@pytest.mark.parametrize("name", SHARE)
 def test_the_suite_kills(name: str, tmp_path: Path) -> None:
     file, old, new, tests = MUTANTS[name]
     code, printed = run_tests(mutate(tmp_path, file, old, new), tests)

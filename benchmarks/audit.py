@@ -18,9 +18,10 @@ import transformers
 from regauge import apply, element, fold_norms, spec_of
 from regauge.audit import LockCase, audit_lock
 from regauge.barriers import score
+from regauge.groups import Kind
 from regauge.tasks import Examples
 
-GROUPS = {"permutation": ("permutation", False), "signed": ("signed", False), "rotation": ("orthogonal", True)}
+GROUPS: dict[str, tuple[Kind, bool]] = {"permutation": ("permutation", False), "signed": ("signed", False), "rotation": ("orthogonal", True)}
 SHAPES: dict[str, tuple[dict[str, int], Sequence[str] | None]] = {
     "GPT-2, 6 layers, width 256": ({"n_layer": 6, "n_head": 4, "n_embd": 256, "vocab_size": 1024, "n_positions": 128}, None),
     "GPT-2, 12 layers, width 768": (
@@ -30,7 +31,7 @@ SHAPES: dict[str, tuple[dict[str, int], Sequence[str] | None]] = {
 }
 
 
-def case(shape: dict[str, int], within: str, fold: bool) -> LockCase:
+def case(shape: dict[str, int], within: Kind, fold: bool) -> LockCase:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         **shape, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
@@ -40,12 +41,12 @@ def case(shape: dict[str, int], within: str, fold: bool) -> LockCase:
     if fold:
         spec, base = fold_norms(spec, base)
     tuned = {n: v + 0.01 * v.std() * torch.randn_like(v) if v.dim() > 1 else v for n, v in base.items()}
-    g = element(spec, 1, within=within)  # type: ignore[arg-type]
+    g = element(spec, 1, within=within)
     locked = apply(g, tuned, "backbone")
     model.load_state_dict(locked)
     ids = torch.randint(shape["vocab_size"], (96, 64))
     every = Examples(len(ids), shape["vocab_size"], lambda rows: ({"input_ids": ids[rows]}, ids[rows]), causal=True)
-    return LockCase(spec, locked, within, g, base, model=model, test=every.only(np.arange(64, 96)))  # type: ignore[arg-type]
+    return LockCase(spec, locked, within, g, base, model=model, test=every.only(np.arange(64, 96)))
 
 
 def main() -> int:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,30 +21,11 @@ from safetensors.torch import load_file, save_file
 
 from picos import build
 from regauge.checkpoint import open_checkpoint
-from regauge.cli import main
 from regauge.demo.moving import GPT2, LLAMA, make
+from test_cli import Run, run
 
-
-class Said(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Said]
+__all__ = ["run"]  # a fixture
 State = dict[str, torch.Tensor]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def command(*arguments: object) -> Said:
-        capsys.readouterr()
-        code = main([str(a) for a in arguments])
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return Said(code, said.out, said.err)
-
-    return command
 
 
 @pytest.fixture

@@ -154,15 +154,13 @@ def _audit(
 def _compute(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
     source = data["source"].uri if "source" in data else None
     if p["model"] == "stored":
-        from regauge.checkpoint import open_checkpoint
-
-        model = load_model(open_checkpoint(str(source)), "float32")
+        model = _stored(str(source))
     else:
         model = build(p["model"], 0, source)
         if "weights" in data:
             model.load_state_dict(data["weights"].tensors)
     model = model.float().eval()
-    spec, state = spec_of(model), {n: v.detach().clone() for n, v in model.state_dict().items()}
+    spec, state = spec_of(model), _state(model)
     tokenizer = data["tokenizer"].uri if "tokenizer" in data else None
     test = prepare(p["task"], data["test"], tokenizer) if "test" in data else None
     if p["what"] == "features":  # what enters the blocks does not depend on how they were locked
@@ -174,7 +172,8 @@ def _compute(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outco
     g = element(spec, int(p["key"]), within=p["within"])
     locked = apply(g, tuned, "backbone")
     if p["what"] == "base":
-        base = _base(data["base"].uri, p["fold"]) if "base" in data else state
+        base = _state(_stored(data["base"].uri)) if "base" in data else None
+        base = state if base is None else fold_norms(spec_of(model), base)[1] if p["fold"] else base
         return Outcome({"found": _found(LockCase(spec, locked, p["within"], g, base), p)})
     model.load_state_dict(locked)
     if p["what"] == "edges":
@@ -195,7 +194,7 @@ CELLS = {
 TRIED = {
     "base": ("public base", "lineage"),
     "features": ("known inputs", "seen features", "vocabulary"),
-    "theft": ("known inputs", "seen features", "theft"),
+    "theft": ("theft",),
     "edges": ("public edges",),
 }
 
@@ -207,13 +206,14 @@ def _found(case: LockCase, p: Mapping[str, Any]) -> dict[str, Any]:
     return {f.id.removeprefix("lock/"): [f.floor, f.value, f.ceiling, seconds[f.id], f.sentence] for f in results.findings}
 
 
-def _base(source: str, fold: bool) -> State:
-    """A public model as it lies there, in the form that is locked."""
+def _stored(source: str) -> torch.nn.Module:
     from regauge.checkpoint import open_checkpoint
 
-    model = load_model(open_checkpoint(source), "float32")
-    spec, state = spec_of(model), {n: v.detach().clone() for n, v in model.state_dict().items()}
-    return dict(fold_norms(spec, state)[1]) if fold else state
+    return load_model(open_checkpoint(source), "float32")
+
+
+def _state(model: torch.nn.Module) -> State:
+    return {n: v.detach().clone() for n, v in model.state_dict().items()}
 
 
 def drifted(spec: Spec, state: Mapping[str, torch.Tensor], drift: float, seed: int) -> State:
@@ -235,49 +235,38 @@ def _spread(found: Sequence[Mapping[str, Any]], attack: str) -> float:
     return float(statistics.pstdev([f[attack][1] for f in found if attack in f]))
 
 
+def _finding(
+    name: str,
+    statement: str,
+    found: Sequence[Mapping[str, Any]],
+    attack: str,
+    sentence: str,
+    holds: bool | None = None,
+    measure: str = "share of the key",
+) -> Finding:
+    """One attack, over keys or trials."""
+    floor, value, ceiling = (_mean(found, attack, place) for place in range(3))
+    return Finding(name, statement, holds, value, floor, ceiling, sentence, measure=measure, spread=_spread(found, attack), trials=len(found))
+
+
 def _of_bases(base: Mapping[tuple[str, str, float], Sequence[Mapping[str, Any]]], judge: bool) -> list[Finding]:
     out = []
     for (name, group, drift), found in base.items():
         share = _mean(found, "public base")
         judged = judge and drift <= 0.1 and group == "permutation"
         said = f"{share:.1%} of the key in {_mean(found, 'public base', 3):.1f} s"
-        out.append(
-            Finding(
-                f"base/{name}/{group}/{drift}",
-                f"A public base gives {group} keys of {name} away, at a drift of {drift}",
-                share >= KNOWN if judged else None,
-                share,
-                0.0,
-                1.0,
-                said,
-                measure="share of the key",
-                spread=_spread(found, "public base"),
-                trials=len(found),
-            )
-        )
+        statement = f"A public base gives {group} keys of {name} away, at a drift of {drift}"
+        out.append(_finding(f"base/{name}/{group}/{drift}", statement, found, "public base", said, share >= KNOWN if judged else None))
     return out
 
 
 def _of_real(name: str, real: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Finding]:
     out = []
     for group, found in real.items():
-        share, seconds = _mean(found, "public base"), _mean(found, "public base", 3)
-        said = f"{share:.1%} of the key in {seconds:.0f} s"
+        share = _mean(found, "public base")
+        said = f"{share:.1%} of the key in {_mean(found, 'public base', 3):.1f} s"
         statement = f"{name}, locked by {group}, is undone by its public base"
-        out.append(
-            Finding(
-                f"real/{name}/{group}",
-                statement,
-                share >= KNOWN,
-                share,
-                0.0,
-                1.0,
-                said,
-                measure="share of the key",
-                spread=_spread(found, "public base"),
-                trials=len(found),
-            )
-        )
+        out.append(_finding(f"real/{name}/{group}", statement, found, "public base", said, share >= KNOWN))
     return out
 
 
@@ -292,22 +281,9 @@ def _real_table(name: str, real: Mapping[str, Sequence[Mapping[str, Any]]]) -> T
 def _of_edges(alone: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Finding]:
     out = []
     for name, found in alone.items():
-        share = _mean(found, "public edges")
-        said = f"{share:.1%} of the order of the stream in {_mean(found, 'public edges', 3):.1f} s"
-        out.append(
-            Finding(
-                f"edges/{name}/permutation",
-                f"What the locked file of {name} gives away alone: no base, no data",
-                None,
-                share,
-                _mean(found, "public edges", 0),
-                1.0,
-                said,
-                measure="share of the stream's order",
-                spread=_spread(found, "public edges"),
-                trials=len(found),
-            )
-        )
+        said = f"{_mean(found, 'public edges'):.1%} of the order of the stream in {_mean(found, 'public edges', 3):.1f} s"
+        statement = f"What the locked file of {name} gives away alone: no base, no data"
+        out.append(_finding(f"edges/{name}/permutation", statement, found, "public edges", said, measure="share of the stream's order"))
     return out
 
 
@@ -326,24 +302,13 @@ def _edges_table(alone: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
 def _of_features(seen: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], judge: bool) -> list[Finding]:
     out = []
     for (name, group), found in seen.items():
-        for attack in ("known inputs", "seen features", "vocabulary"):
-            if attack in found[0]:
-                share = _mean(found, attack)
-                judged = judge and (attack == "known inputs" or group == "permutation")
-                out.append(
-                    Finding(
-                        f"features/{name}/{group}/{attack}",
-                        f"{attack.capitalize()} give {'the text' if attack == 'vocabulary' else f'{group} keys'} of {name} away",
-                        share >= KNOWN if judged else None,
-                        share,
-                        _mean(found, attack, 0),
-                        1.0,
-                        str(found[0][attack][4]),
-                        measure="share of tokens" if attack == "vocabulary" else "share of the key",
-                        spread=_spread(found, attack),
-                        trials=len(found),
-                    )
-                )
+        for attack in (a for a in ("known inputs", "seen features", "vocabulary") if a in found[0]):
+            text = attack == "vocabulary"
+            statement = f"{attack.capitalize()} give {'the text' if text else f'{group} keys'} of {name} away"
+            judged = judge and (attack == "known inputs" or group == "permutation")
+            holds = _mean(found, attack) >= KNOWN if judged else None
+            measure = "share of tokens" if text else "share of the key"
+            out.append(_finding(f"features/{name}/{group}/{attack}", statement, found, attack, str(found[0][attack][4]), holds, measure))
     return out
 
 
@@ -351,22 +316,10 @@ def _of_theft(what: str, stolen: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
     out = []
     for group, found in stolen.items():
         for attack in (a for a in found[0] if a.startswith("theft/")):
-            value, floor, ceiling = _mean(found, attack), _mean(found, attack, 0), _mean(found, attack, 2)
+            floor, value, ceiling = (_mean(found, attack, place) for place in range(3))
             said = f"{value:.3f}, where the locked model gives {floor:.3f} and the owner's {ceiling:.3f}"
-            out.append(
-                Finding(
-                    f"{what}/{group}/{attack.removeprefix('theft/')}",
-                    "What a thief without a base gets",
-                    None,
-                    value,
-                    floor,
-                    ceiling,
-                    said,
-                    measure="accuracy",
-                    spread=_spread(found, attack),
-                    trials=len(found),
-                )
-            )
+            name = f"{what}/{group}/{attack.removeprefix('theft/')}"
+            out.append(_finding(name, "What a thief without a base gets", found, attack, said, measure="accuracy"))
     return out
 
 

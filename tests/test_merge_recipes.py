@@ -105,7 +105,6 @@ LINEAR = "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 1}\n
         (LINEAR.replace("{weight: 1}", "{weight: [{filter: mlp}]}", 1), 4, "has no value:"),
         (LINEAR.replace("{weight: 1}", "{weight: [{value: [{value: 1}]}]}", 1), 4, "a number, or a list of numbers"),
         (LINEAR.replace("- model: b", "- model: a"), 5, "a is listed twice"),
-        (LINEAR.replace("model: b", "model: b+lora"), 5, "LoRA adapter"),
         (LINEAR.replace("model: b", "modell: b"), 5, 'has no "modell"'),
         (LINEAR + "base_model: c", 1, "has no weight in a linear merge"),
         (LINEAR + "parameters: {normalize: 3}", 7, "is true or false"),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
 
-_LORA = re.compile(
+LORA = re.compile(
     r"(?P<layer>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?P<adapter>[^.]+?))??(?:\.(?P<what>weight|bias))?"
 )
@@ -82,16 +82,16 @@ def adapter_spec(spec: Spec, names: Iterable[str]) -> Spec:
 
 def _described(spec: Spec, known: Mapping[str, Any], name: str) -> tuple[str, str, str]:
     """What the adapter's spec says of one tensor: its name (with braces if it is one of a stack), its axes, the pattern of the weight behind it."""
-    found = _LORA.fullmatch(name)
+    found = LORA.fullmatch(name)
     if found is None:
-        whole = _find(known, _WRAPPED.sub("", name))
+        whole = find(known, unwrapped(name))
         if whole is None:
             raise SpecError(f'"{name}" is neither a tensor of the model nor one of a LoRA adapter')
         pattern = known[whole[1]].pattern
         if known[whole[1]].parent is not None:
             raise SpecError(f'"{name}" is one expert of several, which are moved with the whole model only')
         return name, spec.tensors[pattern], pattern
-    layer = _layer(spec, known, name, _WRAPPED.sub("", found["layer"] + ".")[:-1])
+    layer = _layer(spec, known, name, unwrapped(found["layer"]))
     terms = _terms(layer, found["kind"], found["what"], name)
     new = name
     if layer.stack:
@@ -100,7 +100,12 @@ def _described(spec: Spec, known: Mapping[str, Any], name: str) -> tuple[str, st
     return new, str(ax.Axes((*layer.stack, *terms))), layer.pattern
 
 
-def _find(known: Mapping[str, Any], name: str) -> tuple[str, str] | None:
+def unwrapped(name: str) -> str:
+    """The model's name of what PEFT has wrapped."""
+    return _WRAPPED.sub("", f"{name}.")[:-1]
+
+
+def find(known: Mapping[str, Any], name: str) -> tuple[str, str] | None:
     """A name without whatever stands before the model's own, and that."""
     words = name.split(".")
     for i in range(len(words)):
@@ -110,7 +115,7 @@ def _find(known: Mapping[str, Any], name: str) -> tuple[str, str] | None:
 
 
 def _layer(spec: Spec, known: Mapping[str, Any], name: str, path: str) -> Layer:
-    found = _find(known, f"{path}.weight")
+    found = find(known, f"{path}.weight")
     if found is None:
         raise SpecError(f'"{name}" adapts a layer that the model does not have')
     prefix, weight = found
@@ -181,10 +186,10 @@ def require_lora(folder: Path) -> None:
 def _require_magnitudes(g: Element, names: Iterable[str]) -> None:
     known = stored(g.spec)
     for name in names:
-        found = _LORA.fullmatch(name)
+        found = LORA.fullmatch(name)
         if found is None or found["kind"] != "lora_magnitude_vector":
             continue
-        layer = _layer(g.spec, known, name, _WRAPPED.sub("", found["layer"] + ".")[:-1])
+        layer = _layer(g.spec, known, name, unwrapped(found["layer"]))
         for term, group, allowed in ((layer.out, SignedPermutation(), "signed permutations"), (layer.into, Orthogonal(), "rotations")):
             for leaf in ax.leaves(term):
                 member = g.members.get(leaf.space)

@@ -167,6 +167,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def is_folder(self) -> bool:
         return self.path.is_dir()
 
+    @property
+    def sources(self) -> tuple[Path, ...]:
+        """Everything that is read: no output may lie there."""
+        return (self.path,)
+
     def _map(self, shard: Shard) -> mmap.mmap:
         with self._lock:
             if shard.path not in self._maps:

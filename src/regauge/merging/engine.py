@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from regauge.checkpoint import DTYPE_NAMES, DTYPES, INDEX, WEIGHTS, open_checkpoint
+from regauge.adapted import open_adapted
+from regauge.checkpoint import DTYPE_NAMES, DTYPES, INDEX, WEIGHTS
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
 from regauge.matching import Progress
 from regauge.merging.basis import Kept, Verdict, aligned, ask, require_shared
@@ -68,7 +69,7 @@ def open_merge(recipe: Recipe, *, seed: int = 0, force: bool = False) -> Merge:
 
 
 def _open(key: str) -> Model:
-    checkpoint = open_checkpoint(key)
+    checkpoint = open_adapted(key)
     try:
         spec = spec_of(checkpoint)
         fits = not check(spec, checkpoint.entries)
@@ -118,7 +119,8 @@ def plan_merge(merge: Merge, out: Path, *, shard: int = SHARD) -> tuple[Plan, di
     if is_file_name(out):
         raise MergeError(f"the output {out} is named like a file", hint="a merge is written as a folder: name one with -o")
     for model in merge.models.values():
-        check_target(out, model.checkpoint.path)
+        for path in model.checkpoint.sources:
+            check_target(out, path)
     tensors = [(place.name, _dtype(merge, place), _shape(merge, place)) for place in merge.places]
     files = _packed(tensors, shard)
     small = {"config.json": _config(merge)} if merge.donor.checkpoint.config is not None else {}

@@ -270,11 +270,8 @@ class _Reader:
 
     def model(self, node: Any) -> str:
         if isinstance(node, yaml.MappingNode):
-            raise self.refuse(node, "a model is a path or a hub id", "adapters are merged into their model first")
-        name = str(self.scalar(node, "a model"))
-        if "+" in name and not Path(name).expanduser().exists():
-            raise self.refuse(node, f"{name} asks for a LoRA adapter, which is not supported in recipes", "merge the adapter into its model first")
-        return name
+            raise self.refuse(node, "a model is a path or a hub id", "with an adapter: model+adapter")
+        return str(self.scalar(node, "a model"))
 
     def settings(self, node: Any) -> Settings:
         if node is None or _is_null(node):

@@ -282,7 +282,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     a, b, _ = three(4, 5)
     for call, words in (
         (lambda: merge_tensors("tie", [a, b]), 'no method "tie"'),
-        (lambda: merge_tensors("linear", [a, b]), 'needs the parameter "weight"'),
+        (lambda: merge_tensors("slerp", [a], base=b), 'needs the parameter "t"'),
         (lambda: merge_tensors("linear", [a, b], weight=1, density=0.5), 'no parameter "density"'),
         (lambda: merge_tensors("linear", [a, b], weight=[1, 2, 3]), "3 values for 2 models"),
         (lambda: merge_tensors("linear", [a], base=b, weight=1), "knows no base"),

@@ -22,7 +22,7 @@ __all__ = ["merge", "merge_tensors"]
 def merge(states: Sequence[State], method: str = "linear", *, base: State | None = None, seed: int = 0, **parameters: Any) -> dict[str, torch.Tensor]:
     """Merge state dicts that share names, shapes and basis, tensor by tensor. What is no floating-point number is taken from the base, or the first.
 
-    `parameters` are the method's: a number, or for those of each model a list with a number for each state.
+    `parameters` are the method's: a number, or for those of each model a list with a number for each state. Without weights all states count alike.
     """
     from regauge.merging.methods import MergeError
 
@@ -71,7 +71,7 @@ def merge_tensors(
     shared = {key: given.get(key, default) for key, default in how.shared.items()}
     each: list[dict[str, Any]] = [{} for _ in tensors]
     for key, default in how.each.items():
-        value = given.get(key, default)
+        value = given.get(key, 1.0 if key == "weight" else default)  # a recipe must say it; here all count alike
         values = list(value) if isinstance(value, list | tuple) else [value] * len(tensors)
         if len(values) != len(tensors):
             raise MergeError(f'"{key}" has {len(values)} values for {len(tensors)} models', hint="give one number, or one for each model")

@@ -23,6 +23,8 @@ def averaging(stage: Stage) -> Results:
     """Two ViTs that learned the digits from different seeds, averaged: as they stand, and after a match."""
     need("transformers", "experiments")
     need("sklearn", "experiments")
+    import torch
+
     from regauge import apply, fold_norms, match, merge, spec_of
     from regauge.connectivity import connect
     from regauge.facts import columns
@@ -43,7 +45,7 @@ def averaging(stage: Stage) -> Results:
     (folded, one), (_, other) = fold_norms(spec, a), fold_norms(spec, b)
     found = match(folded, one, other, sweeps=0)
     with stage.bar("refine") as tick:
-        unlabelled = [{"pixel_values": part} for part in images[:SPLIT].split(50)]
+        unlabelled = [{"pixel_values": part} for part in torch.split(images[:SPLIT], 50)]
         told = partial(_told, tick)
         refined = refine(folded, one, other, found.element, models[0], unlabelled, steps=STEPS, progress=told, seed=stage.seed).g
     mixed = vit(stage.seed).float()

@@ -37,22 +37,29 @@ RIVALS = (
     "permutations",
     "with stream",
     "folded",
-    "nearest",
     "ours",
 )
 PATHS = ("none", "without attention", "without FFN", "paper", "ours")
 SAME = 1e-3  # nats by which a moved end may differ from itself: rounding in float32 stays far below
 EXACT = 1e-6  # the share by which two computations of one distance may differ
 # What the paper prints: accuracies of its ViT in percent, by method; distances.
-PAPER_ACCURACY = {"Simple": {"paper": 10.19, "without rescaling": 10.22, "without FFN": 11.15, "without attention": 10.45}}
+_ABLATED = ("paper", "without rescaling", "without FFN", "without attention")
+PAPER_ACCURACY = {
+    "Simple": dict(zip(_ABLATED, (10.19, 10.22, 11.15, 10.45), strict=True)),
+    "Fisher": dict(zip(_ABLATED, (18.58, 18.61, 20.21, 12.21), strict=True)),
+    "RegMean": dict(zip(_ABLATED, (15.35, 15.31, 12.94, 11.89), strict=True)),
+    "OT-ACTS-EMD": dict(zip(_ABLATED, (32.53, 32.50, 28.66, 32.08), strict=True)),
+    "OT-ACTS": dict(zip(_ABLATED, (61.25, 61.23, 60.07, 61.15), strict=True)),
+    "OT-WTS": dict(zip(_ABLATED, (57.17, 57.16, 56.16, 57.11), strict=True)),
+}
 PAPER_DISTANCE = {"none": 651.57, "neurons": 625.73, "transport": 626.16, "without FFN": 639.96, "without rescaling": 613.68, "paper": 613.63}
 
 
 def figure3(lab: Lab) -> Results:
     """Ablation: the average of two models after matching with everything, and without one part of it; and beyond the paper, with more."""
     methods = list(METHODS)
-    ends, benches = _open(lab, lambda ends: len(ends.ready) * (len(ABLATION) * (1 + len(methods)) + 2))
-    shown, findings = _Rows(), []
+    ends, benches = open_pairs(lab, lambda ends: len(ends.ready) * (len(ABLATION) * (1 + len(methods)) + 2))
+    shown, findings = Rows(), []
     for bench in benches:
         better = max((bench.merge(WAYS["none"], end) for end in ("A", "B")), key=lambda s: s["accuracy"])
         for way in ABLATION:
@@ -98,17 +105,17 @@ def figure3(lab: Lab) -> Results:
     )
     merges = "Fisher, RegMean and the three OT merges of the paper: the methods are not there yet"
     title = "Figure 3: which part of matching helps the average of two models"
-    return _results(lab, "figure3", title, findings, Table(title, heads, tuple(rows), note), figures, ends, merges)
+    return results(lab, "figure3", title, findings, Table(title, heads, tuple(rows), note), figures, ends, merges)
 
 
-def _better(lab: Lab, shown: _Rows, kind: str, method: str) -> Finding:
+def _better(lab: Lab, shown: Rows, kind: str, method: str) -> Finding:
     ours, paper, none = (shown.mean(kind, (method, way))("loss") for way in ("ours", "paper", "none"))
     said = f"{method}: the merged {shown.name(kind)} is better after our matching than after the paper's"
     told = "on models this small it means nothing" if lab.preset_name == "pico" else f"the paper's has {paper:.4g} nats"
     return Finding(f"{kind}/{method}/loss", said, None if lab.preset_name == "pico" else ours < paper, ours, None, none, told, measure="nats")
 
 
-def _distances_fall(shown: _Rows, kind: str, method: str, name: str) -> list[Finding]:
+def _distances_fall(shown: Rows, kind: str, method: str, name: str) -> list[Finding]:
     """Each part of the paper's matcher minimises its own part of the distance, so that leaving one out cannot bring the models nearer."""
     share = {way: shown.mean(kind, (method, way))("share") for way in ABLATION}
     out = []
@@ -121,8 +128,8 @@ def _distances_fall(shown: _Rows, kind: str, method: str, name: str) -> list[Fin
 
 def figure4(lab: Lab) -> Results:
     """The distance between two models after each matching: none, Git Re-Basin's, OT-Fusion's, the paper's, ours."""
-    ends, benches = _open(lab, lambda ends: len(ends.ready) * (2 * len(RIVALS) + 2))
-    shown = _Rows()
+    ends, benches = open_pairs(lab, lambda ends: len(ends.ready) * (2 * len(RIVALS) + 2))
+    shown = Rows()
     for bench in benches:
         stand = bench.merge(WAYS["none"], "A")["loss"]
         for way in RIVALS:
@@ -155,19 +162,19 @@ def figure4(lab: Lab) -> Results:
     note = (
         "Euclidean distance of all weights; means over pairs. The paper's numbers are of its own ViT pair; its labels of attention only"
         " and FFN only are swapped, and are put right here; its Git Re-Basin is FFN only (all three follow from its own numbers). With "
-        "folded norms the distance is of other weights of the same functions, so that `ours` and `nearest` are shares of `folded`. Sinkhorn's map is "
+        "folded norms the distance is of other weights of the same functions, so that `ours` is a share of `folded`. Sinkhorn's map is "
         "no element: the moved model is another function."
     )
     title = "Figure 4: how near each matching brings two models"
     bars = {
         SAID[way]: [shown.mean(k, way)("share") for k in ends.kinds]
-        for way in ("neurons", "transport", "without FFN", "paper", "with stream", "nearest", "ours")
+        for way in ("neurons", "transport", "without FFN", "paper", "with stream", "ours")
     }
     figure = Figure("The distance after matching", "bars", {"labels": [shown.name(k) for k in ends.kinds], "y": bars, "ylabel": "share of before"})
-    return _results(lab, "figure4", title, findings, Table(title, heads, tuple(rows), note), [figure], ends)
+    return results(lab, "figure4", title, findings, Table(title, heads, tuple(rows), note), [figure], ends)
 
 
-def _order(shown: _Rows, kind: str, name: str) -> list[Finding]:
+def _order(shown: Rows, kind: str, name: str) -> list[Finding]:
     """What must be nearer than what: a minimum over more is no larger."""
     at = {way: shown.mean(kind, way)("distance") for way in RIVALS}
     claims = (
@@ -195,8 +202,8 @@ def _order(shown: _Rows, kind: str, name: str) -> list[Finding]:
 def figure5(lab: Lab) -> Results:
     """The loss on the way between two models, and on the plane around it, under four matchings of the paper and ours."""
     planes = ("paper", "ours")
-    ends, benches = _open(lab, lambda ends: 2 * len(ends.ready) * len(PATHS) + len(planes) * len(ends.kinds))
-    shown, figures, unchecked = _Rows(), [], []
+    ends, benches = open_pairs(lab, lambda ends: 2 * len(ends.ready) * len(PATHS) + len(planes) * len(ends.kinds))
+    shown, figures, unchecked = Rows(), [], []
     seen: set[str] = set()
     for bench in benches:
         paths = {way: bench.walk(WAYS[way]) for way in PATHS}
@@ -268,7 +275,7 @@ def figure5(lab: Lab) -> Results:
         "two wordings. Midpoint: over the better end. Accuracy: its largest shortfall. The paper prints no numbers."
     )
     title = "Figure 5: the loss between two models under each matching"
-    return _results(lab, "figure5", title, findings, Table(title, heads, tuple(rows), note), figures, ends, *unchecked)
+    return results(lab, "figure5", title, findings, Table(title, heads, tuple(rows), note), figures, ends, *unchecked)
 
 
 def numbers(path: Path) -> dict[str, float]:
@@ -296,8 +303,8 @@ def figure6(lab: Lab) -> Results:
     found = look(lab, KINDS[lab.preset_name], MOST)
     depth = {kind: _depth(lab, kind, found) for kind in found.kinds}
     plans = {kind: _layer_plans(n) for kind, n in depth.items()}
-    ends, benches = _open(lab, lambda ends: sum(2 * len({tuple(c) for s in plans[r.kind].values() for c in s}) for r in ends.ready))
-    shown = _Rows()
+    ends, benches = open_pairs(lab, lambda ends: sum(2 * len({tuple(c) for s in plans[r.kind].values() for c in s}) for r in ends.ready))
+    shown = Rows()
     for bench in benches:
         for chosen in sorted({tuple(c) for sets in plans[bench.pair.kind].values() for c in sets}):
             how = {**PAPER, "layers": list(chosen)} if chosen else WAYS["none"]
@@ -324,7 +331,7 @@ def figure6(lab: Lab) -> Results:
         "its Table 2 on validation data."
     )
     title = "Figure 6: which layers to match"
-    return _results(lab, "figure6", title, findings, Table(title, heads, tuple(rows), note), figures, ends)
+    return results(lab, "figure6", title, findings, Table(title, heads, tuple(rows), note), figures, ends)
 
 
 def _depth(lab: Lab, kind: str, ends: Ends) -> int:
@@ -345,7 +352,7 @@ def _layer_plans(depth: int) -> dict[str, list[list[int]]]:
     }
 
 
-def _more_layers(shown: _Rows, kind: str, name: str, plan: Mapping[str, list[list[int]]], depth: int) -> list[Finding]:
+def _more_layers(shown: Rows, kind: str, name: str, plan: Mapping[str, list[list[int]]], depth: int) -> list[Finding]:
     """Layers are matched one by one and do not touch each other: more of them never part the models."""
     shares = {label: [shown.mean(kind, tuple(layers))("share") for layers in plan[label]] for label in ("first k", "last k")}
     worst = max(later - earlier for s in shares.values() for earlier, later in pairwise(s))
@@ -362,7 +369,7 @@ def _more_layers(shown: _Rows, kind: str, name: str, plan: Mapping[str, list[lis
 
 def table3(lab: Lab) -> Results:
     """What matching costs in seconds, beside a plain transcription of the paper's formulas and beside the merges themselves."""
-    ends, benches = _open(lab, lambda ends: len(ends.ready), most=1)
+    ends, benches = open_pairs(lab, lambda ends: len(ends.ready), most=1)
     rows, findings = [], []
     for bench in benches:
         found = bench.clock()
@@ -391,10 +398,10 @@ def table3(lab: Lab) -> Results:
     )
     title = "Table 3: what matching costs"
     merges = "that matching is under 5 % of Fisher's and RegMean's time: these merges are not there yet"
-    return _results(lab, "table3", title, findings, Table(title, heads, tuple(rows), note), [], ends, merges)
+    return results(lab, "table3", title, findings, Table(title, heads, tuple(rows), note), [], ends, merges)
 
 
-class _Rows:
+class Rows:
     """Numbers by kind and case, one dict for each pair."""
 
     def __init__(self) -> None:
@@ -422,7 +429,7 @@ class _Rows:
         return len(next(iter(self._found[kind].values())))
 
 
-def _open(lab: Lab, cells: Callable[[Ends], int], most: int | None = MOST) -> tuple[Ends, list[Bench]]:
+def open_pairs(lab: Lab, cells: Callable[[Ends], int], most: int | None = MOST) -> tuple[Ends, list[Bench]]:
     """The pairs, each on its bench, and how many cells are to come."""
     ends = look(lab, KINDS[lab.preset_name], most)
     lab.total = ends.steps + cells(ends)
@@ -447,7 +454,7 @@ def facts(lab: Lab, name: str, ends: Ends) -> dict[str, Any]:
     }
 
 
-def _results(
+def results(
     lab: Lab, name: str, title: str, findings: Sequence[Finding], table: Table, figures: Sequence[Figure], ends: Ends, *unchecked: str
 ) -> Results:
     own = () if lab.preset_name == "paper" else ("the paper's own models and data (--preset paper)",)

@@ -26,15 +26,14 @@ KINDS = {"small": ("gpt2", "llama", "vit", "bert", "asset"), "paper": ("gpt2", "
 # The ways that are compared: what the benchmark calls them, and the entry of `ways.WAYS`.
 VARIANTS: dict[str, str] = {
     "vanilla": "none",
-    "folded": "folded",
     "permutations only": "permutations",
     "data-free": "ours",
-    "data-free, swept": "nearest",
     "by what they do": "seen",
     "refined": "refined",
 }
-# Beside these, for models that write no text of their own, and would otherwise look at training data: what noise gives, which needs no data.
-NOISE: dict[str, str] = {"by what they do on noise": "drawn", "refined on noise": "drawn, refined"}
+# Beside these, for models that write no text of their own and look at training data, of which there is more than they would write: what noise gives,
+# which needs no data.
+NOISE: dict[str, str] = {"refined": "refined longer", "by what they do on noise": "drawn", "refined on noise": "drawn, refined"}
 WRITERS = frozenset({"gpt2", "llama", "asset"})  # language models: text that they write themselves is data-free
 # What is aimed at: the largest share of the vanilla barrier, or the largest mean in nats with the upper end of its interval; and of how many pairs.
 GOALS: dict[tuple[str, str], Mapping[str, float]] = {
@@ -133,7 +132,7 @@ def _rows(kind: str, name: str, by: Mapping[str, Sequence[Mapping[str, float]]])
         shares = [f["share"] for f in found if "share" in f]
         values = (_mean(found, "barrier"), interval([f["barrier"] for f in found]), _share(by, variant), interval(shares))
         rest = tuple(_mean(found, column) for column in ("calibrated", "midpoint", "accuracy"))
-        way = {**VARIANTS, **NOISE}.get(variant)
+        way = variants(kind).get(variant)
         said = f"{variant}: {SAID[way]}" if way else variant
         rows.append((name, said, len(found), *values, *rest, PUBLISHED.get(kind, {}).get(variant)))
     return rows

@@ -42,7 +42,9 @@ def test_every_table_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
     assert data["label"].tolist() == LABELS
     assert len(data) == 3
     renamed = open_data(write(tmp_path, kind), fields={"y": "label"})
-    assert list(renamed) == ["y"]
+    assert list(renamed) == ["y", "text"]  # who calls one field by another name need not mention those that are called as usual
+    assert list(renamed["text"]) == TEXTS
+    assert list(open_data(write(tmp_path, kind), fields={"text": "label"})) == ["text"]
     assert renamed.digest != data.digest
 
 

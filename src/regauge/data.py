@@ -6,7 +6,8 @@
     open_data("photos/")                                             # a folder per class, or images alone
     open_data("stanfordnlp/imdb", split="test")                      # a data set of the hub, as parquet
 
-`fields` maps the names that you want to those in the source; without it every field keeps its own. Numbers come as numpy arrays, texts as lists,
+`fields` maps the names that you want to those in the source; text, image and label need no mention where the source calls them so. Without it every
+field keeps its own name. Numbers come as numpy arrays, texts as lists,
 encoded images as `Pictures`, which are decoded when they are looked at. The digest says what was read, wherever it lay.
 """
 
@@ -25,6 +26,7 @@ import numpy as np
 
 from regauge.errors import RegaugeError, need
 
+USUAL = ("text", "image", "label")
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 
 
@@ -115,7 +117,10 @@ def open_data(
         raise DataError(f"there is no {uri}", hint=f"give a file ({', '.join(READERS)}), a folder of images, a hub id (owner/name), or digits")
     if fields is not None:
         whole = Data(str(uri), found, "")
-        found = {name: whole[source] for name, source in fields.items()}
+        named = {name: whole[source] for name, source in fields.items()}
+        count = len(next(iter(named.values()), ()))
+        own = [name for name in USUAL if name in found and name not in named and name not in fields.values() and len(found[name]) == count]
+        found = named | {name: found[name] for name in own}
     lengths = {name: len(values) for name, values in found.items()}
     if not lengths or not all(lengths.values()):
         raise DataError(f"{uri} is empty")

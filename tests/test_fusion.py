@@ -17,10 +17,11 @@ from regauge.experiments.cells import Outcome
 from regauge.experiments.ends import Ends, NoPairsError, Pair, Ready, look
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
-from regauge.experiments.ways import WAYS, Bench, Soft, transport
+from regauge.experiments.ways import METHODS, WAYS, Bench
 from regauge.findings import Results
 from regauge.fold import fold_norms
-from regauge.members import Dense, Monomial
+from regauge.members import Dense, Monomial, Soft
+from regauge.merging.transport import plan
 from regauge.sources import spec_of
 from regauge.spec import Spec
 
@@ -108,7 +109,7 @@ def test_transport() -> None:
     draw = np.random.default_rng(0)
     x, order = draw.normal(size=(12, 5)), draw.permutation(12)
     y = x[order] + 0.01 * draw.normal(size=(12, 5))
-    hard, soft = transport(y, x), transport(y, x, 0.5)
+    hard, soft = plan(y, x), plan(y, x, 0.5)
     assert (hard.argmax(1) == order).all()
     assert set(np.unique(hard.round(9))) == {0.0, 1.0}
     assert soft.sum(0) == pytest.approx(np.ones(12), abs=1e-3)
@@ -126,6 +127,20 @@ def test_a_soft_map_acts_on_both_sides_alike_and_is_no_symmetry(lab: Lab, traine
     assert bench.match(WAYS["soft transport"]).values["soft"]
     assert abs(changed) > 1e-4
     assert bench.merge(WAYS["transport"], "A")["loss"] == pytest.approx(bench.merge(WAYS["none"], "A")["loss"], abs=1e-6)
+
+
+def test_the_six_merges_of_the_paper(lab: Lab, trained: Pair) -> None:
+    """Each runs, on a planted pair and by the paper's names; and what knows a permutation undoes it without any matching."""
+    assert list(METHODS) == ["Simple", "Fisher", "RegMean", "OT-WTS", "OT-ACTS", "OT-ACTS-EMD"]
+    bench = Bench(lab, planted(trained, within="permutation")[0])
+    found = {method: bench.merge(WAYS["none"], method)["loss"] for method in METHODS}
+    matched = {method: bench.merge(WAYS["permutations"], method)["loss"] for method in METHODS}
+    end = bench.merge(WAYS["none"], "A")["loss"]
+    assert found["OT-ACTS-EMD"] == pytest.approx(end, abs=1e-4)
+    assert found["Simple"] > end + 0.1
+    assert len({round(loss, 6) for loss in found.values()}) == 6  # no two of them are one
+    for method in ("Simple", "Fisher", "RegMean", "OT-ACTS-EMD"):  # of one model twice, in one basis: the model
+        assert matched[method] == pytest.approx(end, abs=1e-3), method
 
 
 def run_on(name: str, lab: Lab, pair: Pair, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Results:

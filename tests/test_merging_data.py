@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from picos import PICOS, build, spec_of
 from regauge.action import act, apply
 from regauge.elements import Element, element, identity
+from regauge.fold import fold_norms
 from regauge.members import Monomial, Soft
 from regauge.merging import merge, merge_tensors
 from regauge.merging.methods import MergeError
@@ -211,6 +212,20 @@ def test_every_statistic_of_every_kind_of_model(name: str) -> None:
         mean = merge([a, b], weight=1)
         assert apart(found, mean) > 1e-3, method
         module.load_state_dict(found)
+
+
+@pytest.mark.parametrize("kind", list(ALL))
+def test_a_state_whose_ties_were_undone(kind: str) -> None:
+    """Folding gives a tied head values of its own: on the tied module it is the same model as on one that is not tied."""
+    module, a, _ = two("gpt2")
+    folded, state = fold_norms(spec_of(module), a)
+    assert not torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
+    compute: Any = ALL[kind]
+    batch = [inputs("gpt2")]
+    found, wanted = compute(module, state, batch), compute(build("gpt2-untied"), state, batch)
+    for name, value in wanted.items():
+        x, y = (v.values if isinstance(v, Gram) else v for v in (found[name], value))
+        assert torch.allclose(x, y, rtol=1e-9), name
 
 
 def test_what_predicts_nothing_has_no_fisher() -> None:

@@ -91,7 +91,10 @@ def fisher(
     token's logits are those of the next one.
     """
     parameters = _parameters(module, state)
-    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    leaves: dict[int, str] = {}
+    for name, p in parameters.items():
+        leaves.setdefault(id(p), name)
+    total = {name: torch.zeros_like(parameters[name]) for name in leaves.values()}
     draw, count = torch.Generator().manual_seed(seed), 0
     given = iter(labels) if labels is not None else None
     for batch in batches:
@@ -99,8 +102,8 @@ def fisher(
         for i in range(_length(batch)):
             one = {name: x[i : i + 1] for name, x in batch.items()}
             for weight, loss, more in _likelihoods(module, parameters, one, None if truth is None else truth[i : i + 1], causal, draw):
-                found = torch.autograd.grad(loss, list(parameters.values()), retain_graph=more, allow_unused=True)
-                for name, gradient in zip(parameters, found, strict=True):
+                found = torch.autograd.grad(loss, [parameters[n] for n in total], retain_graph=more, allow_unused=True)
+                for name, gradient in zip(total, found, strict=True):
                     if gradient is not None:
                         total[name].addcmul_(gradient, gradient, value=weight)
             count += 1
@@ -222,18 +225,24 @@ def _counted(x: Tensor, batch: Batch) -> Tensor:
 
 
 def _parameters(module: torch.nn.Module, state: State | None) -> dict[str, Tensor]:
-    """The module's parameters, each once, with the values of a state: in float32 at least, and on their own in the graph."""
+    """The module's parameters with the values of a state: in float32 at least, and on their own in the graph. Tied names share one tensor, unless the
+    state has different values for them, as folded ones have."""
     module.eval()
-    names: dict[int, list[str]] = {}
+    tied: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(p), []).append(name)
-    out = {}
-    for name, own in module.named_parameters():
-        found = name if state is None else next((n for n in (name, *names[id(own)]) if n in state), None)
-        if found is None:
-            raise StatisticsError(f'the state has no "{name}", which the {type(module).__name__} has', hint="give a state of this module")
-        value = own if state is None else state[found]
-        out[name] = value.detach().to(value.dtype if value.dtype == torch.float64 else torch.float32).clone().requires_grad_(True)
+        tied.setdefault(id(p), []).append(name)
+    own = dict(module.named_parameters(remove_duplicate=False))
+    given = own if state is None else state
+    out: dict[str, Tensor] = {}
+    for names in tied.values():
+        held = [n for n in names if n in given]
+        if not held:
+            raise StatisticsError(f'the state has no "{names[0]}", which the {type(module).__name__} has', hint="give a state of this module")
+        for name in names:
+            value = given[name if name in given else held[0]].detach()
+            value = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
+            known = next((out[n] for n in names if n in out and torch.equal(out[n], value)), None)
+            out[name] = value.clone().requires_grad_(True) if known is None else known
     return out
 
 
@@ -241,8 +250,8 @@ def _forward(module: torch.nn.Module, parameters: State, batch: Batch) -> Any:
     dtype = next(iter(parameters.values())).dtype
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
     if "pixel_values" in inputs and getattr(module, "config", None) is None:  # timm calls them x
-        return functional_call(module, dict(parameters), (inputs["pixel_values"],))
-    return functional_call(module, dict(parameters), (), inputs)
+        return functional_call(module, dict(parameters), (inputs["pixel_values"],), tie_weights=False)
+    return functional_call(module, dict(parameters), (), inputs, tie_weights=False)
 
 
 def _length(batch: Batch) -> int:

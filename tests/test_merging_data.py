@@ -218,7 +218,7 @@ def test_every_statistic_of_every_kind_of_model(name: str) -> None:
 def test_a_state_whose_ties_were_undone(kind: str) -> None:
     """Folding gives a tied head values of its own: on the tied module it is the same model as on one that is not tied."""
     module, a, _ = two("gpt2")
-    folded, state = fold_norms(spec_of(module), a)
+    _, state = fold_norms(spec_of(module), a)
     assert not torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
     compute: Any = ALL[kind]
     batch = [inputs("gpt2")]

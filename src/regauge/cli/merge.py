@@ -40,6 +40,9 @@ def merge(
     labels: Annotated[bool, typer.Option("--labels", help="fisher: by the data's labels, not by the model's predictions.")] = False,
     field: sample.Field = None,
     split: Annotated[str | None, typer.Option("--split", metavar="S", help="The split of a data set of the hub. Default: test.")] = None,
+    data_tokenizer: Annotated[
+        str | None, typer.Option("--data-tokenizer", metavar="FILE", help="For texts. Default: the one beside each model.")
+    ] = None,
     length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
@@ -58,7 +61,7 @@ def merge(
     by_file = len(models) == 1 and models[0].lower().endswith((".yaml", ".yml"))
     if by_file and any(value is not None for value in (method, base, weight, parameter, dtype, tokenizer)):
         raise typer.BadParameter("the recipe says what is merged and how: write --method, --base, --weight, --set, --dtype or --tokenizer into it")
-    sampled = _sampled(data, samples, labels, field, split, length, mean, std)
+    sampled = _sampled(data, samples, labels, field, split, data_tokenizer, length, mean, std)
     if by_file and sampled:
         raise typer.BadParameter("the recipe says what is looked at: write data: into it, in place of --data")
     from dataclasses import replace
@@ -197,16 +200,19 @@ def _sampled(
     labels: bool,
     field: list[str] | None,
     split: str | None,
+    tokenizer: str | None,
     length: int | None,
     mean: str | None,
     std: str | None,
 ) -> dict[str, Any]:
     """The options of the data as a recipe has them."""
     numbers = {name: sample.read_numbers(text, f"--{name}") for name, text in (("mean", mean), ("std", std))}
-    given = {"samples": samples, "fields": sample.read_fields(field), "split": split, "length": length, **numbers, "labels": labels or None}
+    given: dict[str, Any] = {"samples": samples, "fields": sample.read_fields(field), "split": split, "tokenizer": tokenizer, "length": length}
+    given |= {**numbers, "labels": labels or None}
     out = {name: value for name, value in given.items() if value is not None}
     if out and data is None:
-        raise typer.BadParameter(f"--{'field' if next(iter(out)) == 'fields' else next(iter(out))} is about --data, which is not given")
+        names = {"fields": "field", "tokenizer": "data-tokenizer"}
+        raise typer.BadParameter(f"--{names.get(next(iter(out)), next(iter(out)))} is about --data, which is not given")
     return out if data is None else {"uri": data, **out}
 
 

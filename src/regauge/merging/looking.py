@@ -24,6 +24,7 @@ from regauge.checkpoint import Lazy
 from regauge.data import Data, open_data
 from regauge.loading import load_model
 from regauge.matching import Progress
+from regauge.members import Soft
 from regauge.merging.basis import Kept, floats_of, made_by, shared_rows
 from regauge.merging.layout import Model
 from regauge.merging.methods import METHODS, MergeError
@@ -175,7 +176,8 @@ def _transported(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Merge:
         digest = recipe_of(g, model.spec, (model.element.hex(),), None)
         models[key] = replace(model, state=Lazy(thunks, partial(made_by, thunks)), element=digest)
         by = "activations" if method.statistic else "weights"
-        note = f"transported next to {anchor.key} by {by}, {'softly, which makes it another function' if soft else 'exactly'}"
+        mixes = any(isinstance(m, Soft) for m in g.members.values())  # the stream's map is a mean, and soft even if its plans are exact
+        note = f"transported next to {anchor.key} by {by}, {'softly' if soft else 'exactly'}{', which makes it another function' if mixes else ''}"
         verdicts[key] = replace(verdicts[key], moved="; then ".join(t for t in (verdicts[key].moved, note) if t))
     return replace(merge, models=models, donor=models[merge.donor.key], verdicts=verdicts)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from regauge.merging import merge, merge_tensors
 from regauge.merging.methods import METHODS, MergeError
 from regauge.merging.sparsifying import DensityError
+from regauge.merging.statistics import Gram
 
 BIG = (1 << 17) + 77  # more than one block
 
@@ -262,7 +264,13 @@ def test_nothing_is_changed_in_place() -> None:
     base, a, b = three(30, 40)
     before = [t.clone() for t in (base, a, b)]
     for name, method in METHODS.items():
-        more = {"weight": 0.5} if "weight" in method.each else {"t": 0.4} if name == "slerp" else {}
+        if method.transport:
+            with pytest.raises(MergeError, match="moves whole models"):
+                merge_tensors(name, [a, b])
+            continue
+        more: dict[str, Any] = {"weight": 0.5} if "weight" in method.each else {"t": 0.4} if name == "slerp" else {}
+        more |= {"statistics": [a.square(), b.square()]} if name == "fisher" else {}
+        more |= {"statistics": [Gram((t.T @ t).double(), 1) for t in (a, b)]} if name == "regmean" else {}
         others = [a] if name in ("slerp", "passthrough") else [a, b]
         out = merge_tensors(name, others, **({"base": base} if method.base else {}), **more)
         assert out.dtype == torch.float32

@@ -21,7 +21,7 @@ from regauge import axes as ax
 from regauge.elements import Element, invertible, permutation_index
 from regauge.errors import ElementError, RegaugeError, SpecError
 from regauge.groups import SignedPermutation
-from regauge.members import Dense, Monomial, is_exact
+from regauge.members import Dense, Monomial, Soft, is_exact
 from regauge.spec import PARTS, Fault, check, check_fixed, require, stored
 from regauge.steps import Chain, Gather, direct_sum, step, widen
 from regauge.streams import Floats, Ints
@@ -81,7 +81,7 @@ def _leaf(g: Element, leaf: ax.Leaf, n: int, at: Mapping[str, int], star: bool) 
             raise SpecError(f'"{leaf.space}" lies over "{space.over}", which is no axis of this tensor')
         member = member.take(np.array([at[space.over]]))
     if leaf.bar:
-        order = member.permutation()
+        order = member if isinstance(member, Soft) else member.permutation()
         if order is None:
             raise ElementError(f"|{leaf.space}| follows a permutation, but the element is none there")
         return Chain(n, (step(order),))

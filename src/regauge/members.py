@@ -104,6 +104,18 @@ class Dense:
 
 
 @dataclass(frozen=True, eq=False)
+class Soft(Dense):
+    """A map that mixes coordinates, doubly stochastic, as a transport plan is: no group element, so that what it moves becomes another function. It
+    acts on every axis alike, as a barycentric average does; on barred axes too."""
+
+    def dual(self) -> Soft:
+        return self
+
+    def take(self, order: Ints) -> Soft:
+        return Soft(self.values[order])
+
+
+@dataclass(frozen=True, eq=False)
 class Planes:
     """One turn and one scale for each 2-plane: plane j is (j, j + size/2) in the half-split layout, (2j, 2j+1) in the interleaved one."""
 

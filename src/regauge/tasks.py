@@ -347,6 +347,28 @@ def task_of(
     raise DataError(f"there is no loss for a {name} here", hint="known are language models, and classifiers of texts and of images")
 
 
+def read_examples(
+    module: torch.nn.Module,
+    data: Data,
+    *,
+    beside: Path | None = None,
+    tokenizer: Path | str | None = None,
+    length: int | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    labelled: bool = True,
+) -> tuple[Examples, dict[str, Any]]:
+    """Data as a model reads them, and its task: `task_of` and `prepare`."""
+    task, reader = task_of(module, data, beside=beside, tokenizer=tokenizer, length=length, mean=mean, std=std, labelled=labelled)
+    return prepare(task, data, reader), task
+
+
+def batches_of(examples: Examples, count: int, seed: int, batch: int = 16) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Some of the examples, drawn by a seed, in batches of inputs and labels."""
+    rows = np.sort(np.random.default_rng(seed).permutation(len(examples))[:count])
+    return [examples.batch(rows[i : i + batch]) for i in range(0, len(rows), batch)]
+
+
 def _require(data: Data, name: str, *fields: str) -> None:
     missing = [f for f in fields if f not in data.fields]
     if missing:

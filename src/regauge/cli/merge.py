@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regauge.cli import options
+from regauge.cli import options, sample
 from regauge.cli.console import data_json, say, step_bar, warn
 
 if TYPE_CHECKING:
@@ -35,6 +35,17 @@ def merge(
         str | None, typer.Option("--tokenizer", metavar="base|union|MODEL", help="Where vocabularies differ: whose tokens the output has.")
     ] = None,
     align: Annotated[bool, typer.Option("--align", help="Move every model next to the base, or to A, before merging.")] = False,
+    data: Annotated[str | None, typer.Option("--data", metavar="URI", help="What fisher, regmean and ot_acts look at the models on.")] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, metavar="N", help="Examples that are looked at. Default: 256.")] = None,
+    labels: Annotated[bool, typer.Option("--labels", help="fisher: by the data's labels, not by the model's predictions.")] = False,
+    field: sample.Field = None,
+    split: Annotated[str | None, typer.Option("--split", metavar="S", help="The split of a data set of the hub. Default: test.")] = None,
+    data_tokenizer: Annotated[
+        str | None, typer.Option("--data-tokenizer", metavar="FILE", help="For texts. Default: the one beside each model.")
+    ] = None,
+    length: sample.Length = None,
+    mean: sample.Mean = None,
+    std: sample.Std = None,
     force: Annotated[bool, typer.Option("--force", help="Merge models that share no basis, or of different kinds, as they are.")] = False,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of methods that draw.")] = 0,
     shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="The size of a file of the output, at most: 500MB, 2GB.")] = "2GB",
@@ -50,6 +61,9 @@ def merge(
     by_file = len(models) == 1 and models[0].lower().endswith((".yaml", ".yml"))
     if by_file and any(value is not None for value in (method, base, weight, parameter, dtype, tokenizer)):
         raise typer.BadParameter("the recipe says what is merged and how: write --method, --base, --weight, --set, --dtype or --tokenizer into it")
+    sampled = _sampled(data, samples, labels, field, split, data_tokenizer, length, mean, std)
+    if by_file and sampled:
+        raise typer.BadParameter("the recipe says what is looked at: write data: into it, in place of --data")
     from dataclasses import replace
 
     from regauge.cli.model import require_unlocked
@@ -58,10 +72,11 @@ def merge(
     from regauge.merging.basis import Kept
     from regauge.merging.engine import align as moved_by
     from regauge.merging.engine import open_merge, plan_merge, require_basis, stamps
+    from regauge.merging.methods import METHODS
     from regauge.merging.recipes import Align, read_recipe
     from regauge.writing import check_new
 
-    recipe = read_recipe(Path(models[0])) if by_file else _recipe(models, method, base, weight, parameter, dtype, tokenizer, align)
+    recipe = read_recipe(Path(models[0])) if by_file else _recipe(models, method, base, weight, parameter, dtype, tokenizer, align, sampled)
     if align and recipe.align is None:
         recipe = replace(recipe, align=Align(), text=f"{recipe.text.rstrip()}\nalign: true\n")
     for note in recipe.notes:
@@ -75,12 +90,23 @@ def merge(
 
     if threads is not None:
         torch.set_num_threads(threads)
+    looks = METHODS[recipe.method].statistic or METHODS[recipe.method].transport
+    if looks:
+        from regauge.merging.looking import look, open_samples
+
+        opened_data = open_samples(opened)
+        opened = replace(opened, digests=tuple(found.digest for _, found in opened_data.values()))
     kept = None if dry_run else Kept(out, stamps(opened))
     with step_bar("basis") as progress:
         opened = require_basis(opened, kept, progress)
     _tell(opened)
     with step_bar("align") as progress:
         opened = moved_by(opened, kept, progress)
+    if looks and kept is not None:
+        with step_bar("look") as progress:
+            opened = look(opened, opened_data, out, kept, progress)
+        for note in opened.notes:
+            say(note)
     for verdict in opened.verdicts.values():
         if verdict.moved:
             (warn if "still far" in verdict.moved else say)(f"{verdict.model} was {verdict.moved}")
@@ -116,7 +142,7 @@ def merge(
 
 def _tell(merge: Merge) -> None:
     for verdict in merge.verdicts.values():
-        if not verdict.shared and merge.recipe.align is None:
+        if not verdict.shared and merge.recipe.align is None and merge.force:
             warn(f"{verdict.model} and {verdict.anchor} {verdict.words}; merged as they are, by force")
         elif verdict.seen == "a sample":
             say(f"{verdict.model} and {verdict.anchor} {verdict.words}")
@@ -133,6 +159,7 @@ def _recipe(
     dtype: str | None,
     tokenizer: str | None,
     align: bool,
+    sampled: dict[str, Any],
 ) -> Recipe:
     """The recipe that the options stand for, as a text that anybody can run again."""
     if len(models) < 2 and base is None:
@@ -152,7 +179,7 @@ def _recipe(
     listed = [
         {"model": m, **({"parameters": {"weight": w}} if weighted else {})} for m, w in zip(models, weights, strict=True) if m != base or not weighted
     ]
-    if how == "linear" and base in models:
+    if weighted and not METHODS[how].base and base in models:
         listed = [{"model": m, "parameters": {"weight": w}} for m, w in zip(models, weights, strict=True)]
     if weight is not None and not weighted and how in METHODS:
         raise typer.BadParameter(f"{how} has no weights", param_hint="--weight")
@@ -163,7 +190,30 @@ def _recipe(
     document |= {"dtype": dtype} if dtype is not None else {}
     document |= {"tokenizer_source": tokenizer} if tokenizer is not None else {}
     document |= {"align": True} if align else {}
+    document |= {"data": sampled} if sampled else {}
     return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "the command line")
+
+
+def _sampled(
+    data: str | None,
+    samples: int | None,
+    labels: bool,
+    field: list[str] | None,
+    split: str | None,
+    tokenizer: str | None,
+    length: int | None,
+    mean: str | None,
+    std: str | None,
+) -> dict[str, Any]:
+    """The options of the data as a recipe has them."""
+    numbers = {name: sample.read_numbers(text, f"--{name}") for name, text in (("mean", mean), ("std", std))}
+    given: dict[str, Any] = {"samples": samples, "fields": sample.read_fields(field), "split": split, "tokenizer": tokenizer, "length": length}
+    given |= {**numbers, "labels": labels or None}
+    out = {name: value for name, value in given.items() if value is not None}
+    if out and data is None:
+        names = {"fields": "field", "tokenizer": "data-tokenizer"}
+        raise typer.BadParameter(f"--{names.get(next(iter(out)), next(iter(out)))} is about --data, which is not given")
+    return out if data is None else {"uri": data, **out}
 
 
 def _settings(given: list[str] | None) -> dict[str, Any]:

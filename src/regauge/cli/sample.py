@@ -41,11 +41,11 @@ class Sample:
         fields = read_fields(self.field)
         channels = [read_numbers(text, name) for text, name in ((self.mean, "--mean"), (self.std, "--std"))]
         from regauge.data import open_data
-        from regauge.tasks import prepare, task_of
+        from regauge.tasks import read_examples
 
         opened = open_data(self.uri, fields=fields, split=self.split)
         beside = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
-        task, reader = task_of(
+        return read_examples(
             model,
             opened,
             beside=beside,
@@ -55,7 +55,6 @@ class Sample:
             std=channels[1],
             labelled=labelled,
         )
-        return prepare(task, opened, reader), task
 
 
 def read_fields(given: list[str] | None) -> dict[str, str] | None:
@@ -80,7 +79,6 @@ def read_numbers(text: str | None, name: str) -> list[float] | None:
 
 def inputs_of(examples: Examples, count: int, seed: int, batch: int = 16) -> list[dict[str, Any]]:
     """The inputs of some examples, without their labels, in batches."""
-    import numpy as np
+    from regauge.tasks import batches_of
 
-    rows = np.sort(np.random.default_rng(seed).permutation(len(examples))[:count])
-    return [examples.batch(rows[i : i + batch])[0] for i in range(0, len(rows), batch)]
+    return [inputs for inputs, _ in batches_of(examples, count, seed, batch)]

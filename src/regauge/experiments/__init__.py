@@ -16,7 +16,7 @@ from regauge.experiments.lab import Lab
 from regauge.experiments.locks import figure5 as convergence
 from regauge.experiments.locks import figure6 as writing
 from regauge.experiments.locks import table7
-from regauge.experiments.merges import table2 as merges
+from regauge.experiments.merges import table2 as six_merges
 from regauge.experiments.pairs import trained_pairs
 from regauge.experiments.redteam import attacks
 from regauge.experiments.tables import table2, table3, table4, table5
@@ -36,7 +36,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "003/figure4": figure4,
     "003/figure5": figure5,
     "003/figure6": figure6,
-    "003/table2": merges,
+    "003/table2": six_merges,
     "003/table3": times,
     "003/barriers": barriers,
     "lock/attacks": attacks,

@@ -33,7 +33,7 @@ VARIANTS: dict[str, str] = {
 }
 # Beside these, for models that write no text of their own and look at training data, of which there is more than they would write: what noise gives,
 # which needs no data.
-NOISE: dict[str, str] = {"refined": "refined longer", "by what they do on noise": "drawn", "refined on noise": "drawn, refined"}
+NOISE: dict[str, str] = {"refined": "refined longer", "by what they do on noise": "drawn"}
 WRITERS = frozenset({"gpt2", "llama", "asset"})  # language models: text that they write themselves is data-free
 # What is aimed at: the largest share of the vanilla barrier, or the largest mean in nats with the upper end of its interval; and of how many pairs.
 GOALS: dict[tuple[str, str], Mapping[str, float]] = {
@@ -44,7 +44,6 @@ GOALS: dict[tuple[str, str], Mapping[str, float]] = {
     ("llama", "by what they do"): {"share": 0.25, "pairs": 2},
     ("vit", "data-free"): {"share": 0.15, "pairs": 2},
     ("vit", "by what they do on noise"): {"share": 0.15, "pairs": 2},
-    ("vit", "refined on noise"): {"share": 0.15, "pairs": 2},
     ("gpt2", "refined"): {"nats": 0.02, "upper": 0.05, "pairs": 5},
     ("vit", "refined"): {"nats": 0.02, "upper": math.inf, "pairs": 2},
 }

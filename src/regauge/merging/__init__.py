@@ -1,9 +1,12 @@
 """Merging: several models of one architecture into one.
 
     merge(states, "ties", base=root, weight=[0.5, 0.5], density=0.4)     # state dicts in, a new state dict out
+    merge(states, "regmean", statistics=[grams(module, state, batches) for state in states], alpha=0.9)
+    merge(states, "ot_acts", spec=spec, statistics=[activations(module, state, batches) for state in states])
 
 `methods` has what is done to the tensors of one place, `recipes` reads mergekit's YAML, `layout` says which tensors stand in one place, and `engine`
-streams checkpoints through all of it. Before anything is merged, `basis` asks whether the models share a basis at all.
+streams checkpoints through all of it. `statistics` has what methods learn from data, `transport` the plans of optimal transport. Before anything is
+merged, `basis` asks whether the models share a basis at all.
 """
 
 from __future__ import annotations
@@ -14,18 +17,41 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from regauge.spec import Spec
+
     State = Mapping[str, torch.Tensor]
 
 __all__ = ["merge", "merge_tensors"]
 
 
-def merge(states: Sequence[State], method: str = "linear", *, base: State | None = None, seed: int = 0, **parameters: Any) -> dict[str, torch.Tensor]:
+def merge(
+    states: Sequence[State],
+    method: str = "linear",
+    *,
+    base: State | None = None,
+    seed: int = 0,
+    statistics: Sequence[Mapping[str, Any]] | None = None,
+    spec: Spec | None = None,
+    **parameters: Any,
+) -> dict[str, torch.Tensor]:
     """Merge state dicts that share names, shapes and basis, tensor by tensor. What is no floating-point number is taken from the base, or the first.
 
-    `parameters` are the method's: a number, or for those of each model a list with a number for each state. Without weights all states count alike.
+    `parameters` are the method's: a number, or for those of each model a list with a number for each state; without weights all count alike.
+    `statistics` is what methods that need data know of each state as it is given here: what `regauge.merging.statistics` has computed of *it*, not
+    of the same model before it was moved.
+    Methods of transport move all states next to the first, and need the `spec`.
     """
-    from regauge.merging.methods import MergeError
+    from regauge.merging.methods import METHODS, MergeError
 
+    how = METHODS.get(method)
+    if how is not None and how.statistic and (statistics is None or len(statistics) != len(states)):
+        raise MergeError(
+            f"{method} needs to know what data say about each model ({how.statistic}), and {len(statistics or ())} of {len(states)} are given",
+            hint="give statistics= with one mapping for each state, by regauge.merging.statistics",
+        )
+    if how is not None and how.transport:
+        states, parameters = _transported(method, states, spec, statistics, parameters)
+        method, statistics = "linear", None
     root = base if base is not None else states[0]
     out = {}
     for name, value in root.items():
@@ -36,8 +62,29 @@ def merge(states: Sequence[State], method: str = "linear", *, base: State | None
             out[name] = value.clone()
             continue
         tensors = [state[name] for state in states]
-        out[name] = merge_tensors(method, tensors, base=None if base is None else base[name], name=name, seed=seed, **parameters)
+        known = None if statistics is None else [s.get(name) for s in statistics]
+        out[name] = merge_tensors(method, tensors, base=None if base is None else base[name], name=name, seed=seed, statistics=known, **parameters)
     return out
+
+
+def _transported(
+    method: str, states: Sequence[State], spec: Spec | None, seen: Sequence[Mapping[str, Any]] | None, parameters: dict[str, Any]
+) -> Any:
+    """The states as transport moves them next to the first, and the parameters of the weighted mean that is left to be made of them."""
+    from regauge.action import apply
+    from regauge.merging.methods import METHODS, MergeError
+    from regauge.merging.transport import transported
+
+    if spec is None:
+        raise MergeError(f"{method} needs the spec of the models", hint="give spec=regauge.spec_of(model)")
+    how = METHODS[method]
+    given = {"weight": how.each["weight"], **parameters}
+    soft = given.pop("regularization", how.shared["regularization"]) if "regularization" in how.shared else None
+    moved = [states[0]]
+    for i, state in enumerate(states[1:], 1):
+        pair = (seen[i], seen[0]) if seen is not None and how.statistic else None
+        moved.append(apply(transported(spec, state, states[0], soft=soft, seen=pair), state, force=True))
+    return moved, given
 
 
 def merge_tensors(
@@ -48,14 +95,18 @@ def merge_tensors(
     name: str = "",
     seed: int = 0,
     dtype: torch.dtype | None = None,
+    statistics: Sequence[Any] | None = None,
     **parameters: Any,
 ) -> torch.Tensor:
-    """Merge the tensors of one place. `lambda` may be given as `lambda_`; the result has the dtype of the base, or of the first, unless given."""
+    """Merge the tensors of one place. `lambda` may be given as `lambda_`; the result has the dtype of the base, or of the first, unless given.
+    `statistics` has what is known of each tensor, for methods that need it: its Fisher (a tensor like it), or its Gram."""
     from regauge.merging.methods import METHODS, NEEDED, Given, MergeError
 
     if method not in METHODS:
         raise MergeError(f'there is no method "{method}"', hint=f"choose from {', '.join(METHODS)}")
     how = METHODS[method]
+    if how.transport:
+        raise MergeError(f"{method} moves whole models, and not the tensors of one place", hint="give whole states and their spec to regauge.merge")
     given = {key.rstrip("_"): value for key, value in parameters.items()}
     for key in given:
         if key not in how.shared and key not in how.each:
@@ -80,4 +131,6 @@ def merge_tensors(
     missing = next((k for k, v in [*shared.items(), *(item for e in each for item in e.items())] if v is NEEDED), None)
     if missing is not None:
         raise MergeError(f'{method} needs the parameter "{missing}"', hint=f"give {missing}=")
-    return how.merge(Given(whole, shared, each if base is None else [{}, *each], None if base is None else 0, dtype, None, name, seed))
+    return how.merge(
+        Given(whole, shared, each if base is None else [{}, *each], None if base is None else 0, dtype, None, name, seed, statistics or ())
+    )

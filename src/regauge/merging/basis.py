@@ -11,6 +11,7 @@ import glob
 import hashlib
 import json
 import math
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -208,20 +209,22 @@ def _moved(ready: _Ready, g: Element | None) -> Model:
     from regauge.action import apply_lazily
 
     g = identity(ready.described) if g is None else g
-    thunks: Mapping[str, Callable[[], Any]] = apply_lazily(g, Lazy(list(ready.state), partial(_in_float, ready.state)))
+    thunks: Mapping[str, Callable[[], Any]] = apply_lazily(g, Lazy(list(ready.state), partial(floats_of, ready.state)))
     shapes = {n: model.shapes[n] if n in model.shapes else tuple(ready.state[n].shape) for n in thunks}
-    state = Lazy(thunks, partial(_made, thunks))
+    state = Lazy(thunks, partial(made_by, thunks))
     spec = replace(ready.described, config={})
     digest = recipe_of(g, ready.described, ready.prepared, None)
     return replace(model, spec=spec, state=state, shapes=shapes, config=dict(ready.described.config), element=digest)
 
 
-def _in_float(state: Mapping[str, Any], name: str) -> Any:
+def floats_of(state: Mapping[str, Any], name: str) -> Any:
+    """A tensor of a state, in float32 where it is stored in less."""
     value = state[name]
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def _made(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
+def made_by(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
+    """The tensor that a thunk makes."""
     return thunks[name]()
 
 
@@ -245,7 +248,7 @@ class Kept:
 
     def _say(self, what: str, key: str, value: Any) -> None:
         about = self._known()
-        about[what][key] = value
+        about.setdefault(what, {})[key] = value
         write_bytes(self.about, json.dumps(about).encode(), mode=0o600)
 
     def verdict(self, key: str) -> Verdict | None:
@@ -266,9 +269,22 @@ class Kept:
     def note(self, key: str) -> str:
         return str(self._known()["notes"].get(key, ""))
 
+    def statistics_path(self, key: str) -> Path:
+        """Where the statistics of a model are kept."""
+        path = self._path(key)
+        return path.with_name(f"{path.name}.statistics")
+
+    def statistics(self, key: str) -> Path | None:
+        """The statistics of a model that this merge has computed already."""
+        path = self.statistics_path(key)
+        return path if key in self._known().get("looked", {}) and path.is_file() else None
+
+    def looked(self, key: str) -> None:
+        self._say("looked", key, True)
+
     def forget(self) -> None:
         name = glob.escape(self.out.name)
-        for pattern in (f".{name}.align-*", f"..{name}.align*.partial-*"):  # and what a kill left half-written
+        for pattern in (f".{name}.align-*", f"..{name}.align*.partial-*", f".{name}.live-*"):  # and what a kill left half-written
             for path in self.out.absolute().parent.glob(pattern):
-                path.unlink(missing_ok=True)
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self.about.unlink(missing_ok=True)

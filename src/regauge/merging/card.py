@@ -34,6 +34,12 @@ def model_card(merge: Merge, name: str) -> str:
             body.append("  It was merged as it is, by force.")
     if not merge.verdicts:
         body.append("There is one model only.")
+    if METHODS[recipe.method].statistic:
+        body += ["", "## Data", ""]
+        for key in merge.models:
+            data = recipe.data_of(key)
+            if data is not None:
+                body.append(f"- {key} was looked at on {data.samples} examples of {data.uri}{', with their labels' if data.labels else ''}")
     versions = f"regauge {__version__}, torch {torch.__version__}, numpy {numpy.__version__}, python {platform.python_version()}; seed {merge.seed}"
     tail = ["", "## Recipe", "", "```yaml", recipe.text.rstrip(), "```", "", versions, ""]
     return "\n".join([*head, *body, *tail])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,9 @@ class Merge:
     seed: int
     force: bool
     verdicts: Mapping[str, Verdict]
+    statistics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    digests: tuple[str, ...] = ()
 
     @property
     def anchor(self) -> Model:
@@ -88,7 +91,7 @@ def require_basis(merge: Merge, kept: Kept | None = None, progress: Progress | N
         verdicts[key] = known or ask(model, merge.anchor, closer=not merge.force, progress=progress)
         if kept and known is None and merge.recipe.align is not None:
             kept.told(key, verdicts[key])
-    if merge.recipe.align is None and not merge.force:
+    if merge.recipe.align is None and not merge.force and not METHODS[merge.recipe.method].transport:
         require_shared(verdicts)
     return replace(merge, verdicts=verdicts)
 
@@ -111,7 +114,7 @@ def stamps(merge: Merge) -> bytes:
     files = {key: [(n, s.size, s.path.stat().st_mtime_ns) for n, s in m.checkpoint.files.items()] for key, m in merge.models.items()}
     elements = {key: m.element.hex() for key, m in merge.models.items()}
     said = [__version__, r.method, repr(r.slices), r.base, repr(r.parameters), r.dtype, r.out_dtype, repr(r.tokens), repr(r.align)]
-    return json.dumps([said, merge.seed, files, elements]).encode()
+    return json.dumps([said, merge.seed, files, elements, repr(r.data), merge.digests]).encode()
 
 
 def plan_merge(merge: Merge, out: Path, *, shard: int = SHARD) -> tuple[Plan, dict[str, Callable[[], torch.Tensor]]]:
@@ -166,8 +169,10 @@ def _make(merge: Merge, place: Place) -> torch.Tensor:
         tensors = merge.tables.written([source.model for source, _ in place.parts], tensors)
     shared, each = _given(merge, place)
     base = place.base if METHODS[merge.recipe.method].base else None
+    rewritten = merge.tables is not None and place.table  # rows that were put elsewhere are not those that were looked at
+    known = [None if rewritten else merge.statistics[source.model].get(name) for source, name in place.parts] if merge.statistics else ()
     try:
-        return METHODS[merge.recipe.method].merge(Given(tensors, shared, each, base, dtype, kind, place.name, merge.seed))
+        return METHODS[merge.recipe.method].merge(Given(tensors, shared, each, base, dtype, kind, place.name, merge.seed, known))
     except RegaugeError as error:
         raise MergeError(f'"{place.name}": {error}', hint=error.hint) from error
 

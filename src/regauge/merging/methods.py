@@ -1,9 +1,9 @@
-"""The methods: each a pure function of the tensors that stand in one place of several models. What needs no data is here.
+"""The methods: each a pure function of the tensors that stand in one place of several models, and of what data said about each where it needs that.
 
 All arithmetic is in float32 (float64 where an input is), block by block, and the result is rounded once, to the dtype that is asked for. Formulas,
 defaults and edge cases are mergekit's, so that its recipes mean the same here. Where a method looks at angles and lengths alone (slerp, Karcher
 mean, model stock) the result is a combination of its inputs, and the coefficients follow from their inner products: two passes, whatever the method
-iterates.
+iterates. Methods of transport are the weighted mean of models that `transport` has moved before.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Given:
     """What a method is given: the tensors in the recipe's order, which of them is the base model's, and the parameters, of all and of each.
 
     `dtype` is that of the result, `kind` the one in which mergekit would have computed: what is selected or voted on is compared in it. `name` and
-    `seed` determine what is drawn.
+    `seed` determine what is drawn. `statistics` has one of each model, or None where nothing is known of a tensor.
     """
 
     tensors: Sequence[Tensor]
@@ -54,6 +54,7 @@ class Given:
     kind: torch.dtype | None = None
     name: str = ""
     seed: int = 0
+    statistics: Sequence[Any] = ()
 
     @property
     def out(self) -> torch.dtype:
@@ -71,13 +72,19 @@ class Given:
 
 @dataclass(frozen=True)
 class Method:
-    """A method, whether it needs a base model, and its parameters with their defaults: those of the whole merge, and those of each model."""
+    """A method, whether it needs a base model, and its parameters with their defaults: those of the whole merge, and those of each model.
+
+    `statistic` is what it needs to know from data of every model ("fisher", "gram" or "activations"); `transport` says that the models are moved
+    next to the first (or the base) before, by what is known or else by their weights.
+    """
 
     merge: Callable[[Given], Tensor]
     base: bool = False
     shared: Mapping[str, Any] = field(default_factory=dict)
     each: Mapping[str, Any] = field(default_factory=dict)
     about: str = ""
+    statistic: str = ""
+    transport: bool = False
 
 
 def blockwise(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[[Sequence[Tensor], slice], Tensor]) -> Tensor:
@@ -124,12 +131,92 @@ def products(tensors: Sequence[Tensor], work: torch.dtype, minus: Tensor | None 
 def linear(g: Given) -> Tensor:
     """The weighted mean, or with normalize off the weighted sum. A weighted mean of equal weights is a model soup."""
     weights = [float(p["weight"]) for p in g.each]
-    total = sum(weights) if g.shared["normalize"] else 1.0
+    total = sum(weights) if g.shared.get("normalize", True) else 1.0
     if total == 0:
         raise MergeError(
             f'the weights of "{g.name}" add up to 0, and normalize would divide by that', hint="change a weight, or set normalize: false"
         )
     return combined(g.tensors, [w / total for w in weights], g.out)
+
+
+def fisher(g: Given) -> Tensor:
+    """The mean of every value, weighted by what the diagonal Fisher says that it matters: sum w F x / sum w F (Matena and Raffel 2022). No Fisher
+    counts as less than `floor` times the mean over the tensor and the models, so that what matters nowhere is averaged."""
+    known = _known(g)
+    if known is None:
+        return linear(g)
+    weights = _positive(g)
+    mean = sum(float(f.double().mean()) for f in known) / len(known) if g.tensors[0].numel() else 0.0
+    if not math.isfinite(mean):
+        raise MergeError(f'a Fisher information of "{g.name}" is not finite', hint="is a model broken, or the data not its own?")
+    n, floor = len(known), float(g.shared["floor"]) if mean else 1.0
+
+    def block(parts: Sequence[Tensor], _: slice) -> Tensor:
+        above, below = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
+        for x, f, w in zip(parts[:n], parts[n:], weights, strict=True):
+            share = f.div(mean or 1.0).clamp_(min=floor).mul_(w)
+            above.addcmul_(share, x)
+            below.add_(share)
+        return above.div_(below)
+
+    return blockwise([*g.tensors, *known], g.out, block)
+
+
+def regmean(g: Given) -> Tensor:
+    """The weight whose layer does what each model's layer did to its own inputs, as nearly as can be in squares (Jin et al. 2023):
+
+        W = (sum w G)^-1 sum w G W_i,     G = X^T X with its off-diagonal multiplied by `alpha`
+
+    In float64. Of what the inputs do not determine, W is what the weighted mean is. Tensors without a Gram (tables, norms, biases) are averaged.
+    """
+    known = _known(g)
+    if known is None:
+        return linear(g)
+    weights, alpha = _positive(g), float(g.shared["alpha"])
+    matrices = [_shrunk(k.values, alpha) for k in known]
+    rows = [k.rows(t).double() for k, t in zip(known, g.tensors, strict=True)]
+    if not all(bool(m.isfinite().all()) for m in matrices):
+        raise MergeError(f'the inputs of "{g.name}" are not finite', hint="is a model broken, or the data not its own?")
+    total = sum((w * m for w, m in zip(weights, matrices, strict=True)), torch.zeros_like(matrices[0]))
+    mean = sum((w / sum(weights) * x for w, x in zip(weights, rows, strict=True)), torch.zeros_like(rows[0]))
+    left = sum((w * (m @ (x - mean)) for w, m, x in zip(weights, matrices, rows, strict=True)), torch.zeros_like(mean))
+    found: Tensor = known[0].like(mean + _solved(total, left), g.tensors[0])
+    return found.to(g.out)
+
+
+def _shrunk(gram: Tensor, alpha: float) -> Tensor:
+    """A Gram matrix with its off-diagonal multiplied."""
+    return alpha * gram + (1 - alpha) * torch.diag(gram.diagonal())
+
+
+def _solved(matrix: Tensor, right: Tensor) -> Tensor:
+    """The least solution of a positive semi-definite system: by Cholesky, or where that is not safe, on the span of its eigenvectors."""
+    factor, failed = torch.linalg.cholesky_ex(matrix)
+    pivots = factor.diagonal().square()
+    if not int(failed) and float(pivots.min()) > 1e-12 * float(pivots.max()):
+        return torch.cholesky_solve(right, factor)
+    values, vectors = torch.linalg.eigh(matrix)
+    kept = values > 1e-12 * float(values.max().clamp(min=1e-300))
+    basis = vectors[:, kept]
+    found: Tensor = (basis / values[kept]) @ (basis.T @ right)
+    return found
+
+
+def _known(g: Given) -> Sequence[Any] | None:
+    """What is known of each of the tensors; None where nothing is, or not of all."""
+    if len(g.statistics) != len(g.tensors):
+        raise MergeError(
+            f'there are {len(g.statistics)} statistics for the {len(g.tensors)} models of "{g.name}"',
+            hint="give statistics= with one mapping for each model, by regauge.merging.statistics",
+        )
+    return None if any(s is None for s in g.statistics) else g.statistics
+
+
+def _positive(g: Given) -> list[float]:
+    weights = [float(p["weight"]) for p in g.each]
+    if min(weights) < 0 or not sum(weights):
+        raise MergeError(f'the weights of "{g.name}" are {weights}', hint="this method divides by them: none may be negative, nor all 0")
+    return weights
 
 
 def slerp(g: Given) -> Tensor:
@@ -286,6 +373,10 @@ def _task(sparse: Sparse, vote: bool, normalize: bool, rescale: bool, about: str
     return Method(partial(task_vectors, sparse=sparse, vote=vote), True, shared, {"weight": NEEDED, "density": 1.0, **each}, about)
 
 
+def _transport(about: str, statistic: str = "", **shared: Any) -> Method:
+    return Method(linear, False, {"normalize": True, **shared}, {"weight": 1.0}, about, statistic, True)
+
+
 # int8_mask is how mergekit stores its masks: it changes no result there, and none here.
 METHODS: dict[str, Method] = {
     "linear": Method(linear, False, {"normalize": True}, {"weight": NEEDED}, "the weighted mean"),
@@ -298,6 +389,11 @@ METHODS: dict[str, Method] = {
     "della": _task(by_rank, True, True, True, "the same, with elected signs", epsilon=0.15),
     "model_stock": Method(model_stock, True, {"filter_wise": False}, about="between the base and the mean, by the angles of the task vectors"),
     "karcher": Method(karcher, False, {"max_iter": 10, "tol": 1e-5}, about="the Riemannian mean on the sphere"),
+    "fisher": Method(fisher, False, {"floor": 1e-6}, {"weight": 1.0}, "the mean, weighted by the diagonal Fisher", "fisher"),
+    "regmean": Method(regmean, False, {"alpha": 0.9}, {"weight": 1.0}, "the least-squares fit to what each layer does to its inputs", "gram"),
+    "ot_wts": _transport("transported softly by weights, then averaged", regularization=0.05),
+    "ot_acts": _transport("transported softly by activations, then averaged", "activations", regularization=0.05),
+    "ot_acts_emd": _transport("transported exactly by activations, then averaged", "activations"),
     "passthrough": Method(passthrough, False, {}, {"scale": None}, "layers as they are, for slices"),
 }
 

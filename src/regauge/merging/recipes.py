@@ -1,4 +1,4 @@
-"""Recipes: mergekit's YAML, and `align:`. What is not understood is refused by name and line, never ignored.
+"""Recipes: mergekit's YAML, and `align:` and `data:`. What is not understood is refused by name and line, never ignored.
 
 merge_method: ties
 base_model: base
@@ -10,6 +10,7 @@ models:
 dtype: float32
 out_dtype: bfloat16
 align: true
+data: {uri: dev.tsv, samples: 256}                                         # for fisher, regmean and ot_acts; a model may have its own
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from regauge.files import reading, require_file
 from regauge.merging.methods import ELSEWHERE, METHODS, NEEDED, parameter_names
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-_WHOLE = ("merge_method", "models", "slices", "base_model", "parameters", "dtype", "out_dtype", "tokenizer_source", "tokenizer", "align")
+_WHOLE = ("merge_method", "models", "slices", "base_model", "parameters", "dtype", "out_dtype", "tokenizer_source", "tokenizer", "align", "data")
 _UNSUPPORTED = {
     "modules": "merge the modules of a model one by one",
     "chat_template": "write the template into the output's tokenizer_config.json",
@@ -36,6 +37,7 @@ _UNSUPPORTED = {
     "tokens": "only source and pad_to_multiple_of are read",
 }
 _ALIGN = ("to", "spaces", "layers", "group", "fold", "sweeps", "nearest")
+_DATA = ("uri", "samples", "fields", "split", "tokenizer", "length", "mean", "std", "labels")
 _SWITCHES = ("normalize", "rescale", "int8_mask", "filter_wise")
 
 
@@ -67,13 +69,30 @@ Settings = Mapping[str, Setting]
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """The data that models are looked at on: where they come from, how many examples, and how a model reads them. With `labels` a Fisher information
+    is the empirical one, of the data's own labels."""
+
+    uri: str
+    samples: int = 256
+    fields: tuple[tuple[str, str], ...] = ()
+    split: str = "test"
+    tokenizer: str | None = None
+    length: int | None = None
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    labels: bool = False
+
+
+@dataclass(frozen=True)
 class Source:
-    """One model of a slice, with its layers (from, to, the last one not included); None: all of them."""
+    """One model of a slice, with its layers (from, to, the last one not included; None: all of them), and the data that are its own."""
 
     model: str
     layers: tuple[int, int] | None
     parameters: Settings
     line: int
+    data: Sampled | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +137,12 @@ class Recipe:
     text: str
     where: str
     notes: tuple[str, ...] = ()
+    data: Sampled | None = None
+
+    def data_of(self, model: str) -> Sampled | None:
+        """The data that a model is looked at on: its own, or those of all."""
+        own = next((s.data for part in self.slices for s in part.sources if s.model == model and s.data), None)
+        return own or self.data
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -189,6 +214,7 @@ class _Reader:
         else:
             entries = self.sequence(top["models"], "models")
             slices = (Slice(tuple(self.source(n, sliced=False) for n in entries), None, {}, _line(top["models"])),)
+        data = self.data(top.get("data"))
         if not slices or not all(part.sources for part in slices):
             raise self.refuse(node, "there is no model to merge")
         out = Recipe(
@@ -204,6 +230,7 @@ class _Reader:
             self.text,
             self.where,
             tuple(self.notes),
+            data,
         )
         self.check_models(out, node)
         return out
@@ -232,8 +259,22 @@ class _Reader:
             others = len(set(names) - {base})
             if recipe.method == "slerp" and others != 1:
                 raise self.refuse(node, f"slerp is between the base and one other model, and here {others} others are listed")
-            if recipe.method == "linear" and base is not None and base not in names and not recipe.sliced:
-                raise self.refuse(node, f"the base {base} has no weight in a linear merge", "list it under models:, or leave base_model: out")
+            method = METHODS[recipe.method]
+            if not method.base and "weight" in method.each and base is not None and base not in names and not recipe.sliced:
+                raise self.refuse(
+                    node, f"the base {base} has no weight in a {recipe.method} merge", "list it under models:, or leave base_model: out"
+                )
+            if method.transport and recipe.sliced:
+                raise RecipeError(
+                    f"{self.where}, line {part.line}: {recipe.method} transports whole models, and no slices of them",
+                    hint="list the models under models:",
+                )
+            blind = next((s for s in part.sources if method.statistic and recipe.data_of(s.model) is None), None)
+            if blind is not None:
+                raise RecipeError(
+                    f"{self.where}, line {blind.line}: {recipe.method} looks at what {blind.model} does on data, and there are none",
+                    hint="write data: FILE into the recipe (on the command line: --data FILE), or take a method without data",
+                )
 
     def known_method(self, node: Any) -> str:
         name = str(self.scalar(node, "merge_method"))
@@ -255,7 +296,8 @@ class _Reader:
         return Slice(sources, base, self.settings(top.get("parameters")), _line(node))
 
     def source(self, node: Any, *, sliced: bool) -> Source:
-        top = self.mapping(node, ("model", "layer_range", "parameters") if sliced else ("model", "parameters"), "a model")
+        known = ("model", "layer_range", "parameters", "data") if sliced else ("model", "parameters", "data")
+        top = self.mapping(node, known, "a model")
         if "model" not in top:
             raise self.refuse(node, "model: is missing here")
         layers = None
@@ -266,7 +308,7 @@ class _Reader:
             if len(found) != 2 or any(n != int(n) for n in found) or not 0 <= found[0] < found[1]:
                 raise self.refuse(top["layer_range"], "layer_range is [first, last + 1], two whole numbers", "as in layer_range: [0, 16]")
             layers = (int(found[0]), int(found[1]))
-        return Source(self.model(top["model"]), layers, self.settings(top.get("parameters")), _line(node))
+        return Source(self.model(top["model"]), layers, self.settings(top.get("parameters")), _line(node), self.data(top.get("data")))
 
     def model(self, node: Any) -> str:
         if isinstance(node, yaml.MappingNode):
@@ -375,6 +417,37 @@ class _Reader:
         if "nearest" in top:
             options["nearest"] = bool(self.scalar(top["nearest"], "nearest"))
         return Align(self.model(top["to"]) if "to" in top else None, "fold" in top and bool(self.scalar(top["fold"], "fold")), options)
+
+    def data(self, node: Any) -> Sampled | None:
+        if node is None or _is_null(node):
+            return None
+        if not METHODS[self.method].statistic:
+            self.notes.append(f"line {_line(node)}: {self.method} looks at no data, so that data: changes nothing")
+        if isinstance(node, yaml.ScalarNode):
+            return Sampled(str(self.scalar(node, "data")))
+        top = self.mapping(node, _DATA, "data")
+        if "uri" not in top:
+            raise self.refuse(node, "data: has no uri:", "write data: FILE, or data: {uri: FILE, samples: 256}")
+        given: dict[str, Any] = {name: str(self.scalar(top[name], name)) for name in ("uri", "split", "tokenizer") if name in top}
+        for name in ("samples", "length"):
+            if name in top:
+                given[name] = self.number(top[name])
+                if given[name] < 1 or given[name] != int(given[name]):
+                    raise self.refuse(top[name], f"{name} is a positive whole number, not {given[name]:g}")
+                given[name] = int(given[name])
+        for name in ("mean", "std"):
+            if name in top:
+                values = top[name].value if isinstance(top[name], yaml.SequenceNode) else [top[name]]
+                given[name] = tuple(self.number(n) for n in values)
+        if "fields" in top:
+            if not isinstance(top["fields"], yaml.MappingNode):
+                raise self.refuse(top["fields"], "fields is a mapping of text, image or label to their names in the data")
+            given["fields"] = tuple((str(k.value), str(self.scalar(v, "a field"))) for k, v in top["fields"].value)
+        if "labels" in top:
+            given["labels"] = self.scalar(top["labels"], "labels")
+            if not isinstance(given["labels"], bool):
+                raise self.refuse(top["labels"], f"labels is true or false, not {given['labels']!r}")
+        return Sampled(**given)
 
     def mapping(self, node: Any, keys: Sequence[str], what: str) -> dict[str, Any]:
         """The values of a mapping by their keys, which must all be known, each once."""

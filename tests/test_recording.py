@@ -73,3 +73,22 @@ def test_what_was_not_seen_on_the_same_inputs_is_refused() -> None:
     with pytest.raises(MatchError, match="different inputs"):
         match(spec, a, b, seen=(one, other))
     assert issubclass(RecordError, RegaugeError)
+
+
+def test_sweeps_go_on_from_what_was_seen_to_the_nearest_weights() -> None:
+    """Two models that are alike only in part: what they do shows where to start, and weights say where it ends; `nearest` off keeps what was seen."""
+    model = picos.build("gpt2")
+    spec, a = fold_norms(picos.spec_of(model), {n: t.detach().clone() for n, t in model.state_dict().items()})
+    noise = torch.Generator().manual_seed(1)
+    b = {n: t + 0.1 * t.std() * torch.randn(t.shape, generator=noise, dtype=t.dtype) for n, t in apply(element(spec, 3), a).items()}
+    ids = torch.randint(0, model.config.vocab_size, (16, 8), generator=noise)  # type: ignore[union-attr,arg-type]
+    with strict_float64():
+        one, other = (record(model, state, spec, [{"input_ids": ids}]) for state in (a, b))
+    first, kept, swept = (
+        match(spec, a, b, seen=(one, other), **how)  # type: ignore[arg-type]
+        for how in ({"sweeps": 0}, {"sweeps": 5, "nearest": False}, {"sweeps": 5})
+    )
+    streams = [m.element.members["stream"].matrix() for m in (first, kept, swept)]
+    assert (streams[0] == streams[1]).all()
+    assert abs(streams[0] - streams[2]).max() > 1e-3
+    assert swept.distance < kept.distance <= first.distance

@@ -44,7 +44,7 @@ def watcher(first: torch.nn.Module, second: torch.nn.Module, batches: Sequence[M
         from regauge.matching import match
         from regauge.matching.recording import record
 
-        return match(spec, a, b, seen=(record(first, a, spec, batches), record(second, b, spec, batches)), sweeps=0).element
+        return match(spec, a, b, seen=(record(first, a, spec, batches), record(second, b, spec, batches))).element
 
     return move
 

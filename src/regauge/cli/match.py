@@ -61,7 +61,10 @@ def match(
     rescale: Annotated[bool, typer.Option("--rescale", help="With --group orthogonal: one factor per head besides (paper 003).")] = False,
     sweeps: Sweeps = 10,
     nearest: Annotated[
-        bool, typer.Option("--nearest/--anchored", help="Sweeps fit the stream again too; or leave it where the tables of tokens put it.")
+        bool,
+        typer.Option(
+            "--nearest/--anchored", help="Sweeps fit the stream again too; or leave one that tables of tokens determine where it was first put."
+        ),
     ] = True,
     shared_tokens: SharedTokens = False,
     self_written: sample.Written = False,

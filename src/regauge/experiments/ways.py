@@ -68,7 +68,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "transport": {"by": "transport"},
     "soft transport": {"by": "transport", "soft": 0.05},
     "ours": {"by": "match", "fold": True, "nearest": True},
-    "seen": {"by": "seen", "fold": True, "texts": 64, "sweeps": 10},
+    "seen": {"by": "seen", "fold": True, "texts": 64, "sweeps": 10, "nearest": False},
     "refined": {"by": "refine", "fold": True, "texts": 256, "sweeps": 10, "steps": 200},
     "refined longer": {"by": "refine", "fold": True, "texts": 4096, "sweeps": 10, "steps": 1200},
     "drawn": {"by": "seen", "fold": True, "texts": 64, "sweeps": 10, "noise": True},
@@ -88,8 +88,8 @@ SAID = {
     "soft transport": "OT-Fusion, FFN, Sinkhorn (no element)",
     "ours": "ours: everything, norms folded",
     "seen": "ours, first by what the two do (language models: on text that they write; others: on unlabelled training data), then by weights",
-    "refined": "the same, and 200 learned steps on such inputs",
-    "refined longer": "the same, and 1,200 learned steps on unlabelled training data",
+    "refined": "the same to the nearest weights, and 200 learned steps on such inputs",
+    "refined longer": "the same to the nearest weights, and 1,200 learned steps on unlabelled training data",
     "drawn": "ours, first by what the two do on noise, then by weights",
 }
 
@@ -142,7 +142,7 @@ def _by_refine(r: Request) -> Found:
 
 def _seen(r: Request, inputs: Sequence[Mapping[str, Tensor]]) -> Element:
     seen = record(r.module, r.a, r.spec, inputs), record(r.module, r.b, r.spec, inputs)
-    return match(r.spec, r.a, r.b, seen=seen, sweeps=int(r.how["sweeps"])).element
+    return match(r.spec, r.a, r.b, seen=seen, sweeps=int(r.how["sweeps"]), nearest=bool(r.how.get("nearest", True))).element
 
 
 def _inputs(r: Request, batch: int = 8) -> list[dict[str, Tensor]]:

@@ -117,11 +117,11 @@ def match(
     rows that two tables have in common, where vocabularies differ. `seen`: what the two models were seen to do on the same inputs
     (`recording.record`): in the first pass the stream is then matched by that, and heads by what they do to it. `anchors`: the tensors by which a
     space is found at first, where it has some of these (names, with * for anything: "*wte.weight"); later sweeps use all. `start` is an element
-    to go on from, which skips the first pass. `sweeps` fit every space again, by weights; without `nearest` they leave one that was seen, or that
-    tables determine, as the stream of a language model, where that put it: that is further in weights, and the loss between may be lower or
-    higher. `rescale`: with rotations alone, one factor per head besides (the paper's optional rescaling). `whole`: key biases are compared as
-    they are stored, as paper 003 does, although no function sees them. To fix gauges first, give states that `fold_norms` or `gauges.fix_gauges`
-    returned.
+    to go on from, which skips the first pass. `sweeps` fit every space again, by weights; without `nearest` they leave one that tables determine,
+    as the stream of a language model, where the first pass has put it, by these or by what was seen: that is further in weights, and the loss
+    between may be lower or higher. `rescale`: with rotations alone, one factor per head besides (the paper's optional rescaling). `whole`: key
+    biases are compared as they are stored, as paper 003 does, although no function sees them. To fix gauges first, give states that `fold_norms`
+    or `gauges.fix_gauges` returned.
 
     `workers`: layers are independent once the stream is known, and are searched in so many processes. `saved` is told the element and the spaces
     known so far after each of them; `start` and `known` go on from there. Nothing is held in memory but one tensor of each model at a time, and
@@ -155,7 +155,7 @@ def match(
         order = skipped + search.first_pass()
         best, after = search.g, took("first pass")
         left = steps[-1].squared
-        if seen is not None and nearest:  # what the two do has shown the way; from there to the nearest weights
+        if seen is not None:  # what the two do has shown the way; from there on by weights
             search.costs = Costs(spec, a, b, weights=weights, rows=rows, whole=whole, anchors=anchors)
         for i in range(sweeps):
             if left <= EXACT * sum(size.values()):

@@ -105,10 +105,6 @@ class Costs:
         found = self._where.get(space, [])
         return ([p for p in found if p in self.anchors] if first else []) or found
 
-    def is_seen(self, space: str) -> bool:
-        """Was this space seen at work? Fitting it again from weights would only undo that."""
-        return any(p in self.seen for p in self.where(space))
-
     @cached_property
     def _where(self) -> dict[str, list[str]]:
         out: dict[str, list[str]] = {}

@@ -66,10 +66,10 @@ class Search:
         return order
 
     def sweep(self, order: Iterable[str]) -> None:
-        """Fit every space once more, each from all of its tensors; what was seen at work (and, unless `nearest`, what tables determine) stays."""
+        """Fit every space once more, each from all of its tensors; unless `nearest`, what tables determine stays."""
         order = list(order)
         inside = {s for unit in self.units for s in unit}
-        self._fit_again([s for s in order if s not in inside and not self.costs.is_seen(s) and (self.nearest or not self.is_anchored(s))])
+        self._fit_again([s for s in order if s not in inside and (self.nearest or not self.is_anchored(s))])
         if self.units:
             self._each_unit([(self, [s for s in order if s in unit], False) for unit in map(set, self.units)])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import audit, authorized, lock, matching, move, permuted, start
+from benchmarks import audit, authorized, lock, matching, merging, move, permuted, start
 
 BENCHMARKS = {
     "start": start.main,
@@ -14,6 +14,7 @@ BENCHMARKS = {
     "permuted": permuted.main,
     "authorized": authorized.main,
     "matching": matching.main,
+    "merging": merging.main,
 }
 
 names = sys.argv[1:] or list(BENCHMARKS)

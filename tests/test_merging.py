@@ -139,6 +139,25 @@ def test_ties_keeps_exactly_so_many_and_of_equal_ones_the_first(dtype: torch.dty
     assert found.abs()[found != 0].min() >= b.abs()[found == 0].max()
 
 
+SAMPLED = (1 << 18) + 7_777  # large enough for a sample
+
+
+@pytest.mark.parametrize("density", [0.0001, 0.3, 0.5, 0.97, 0.9999])
+@pytest.mark.parametrize("values", ["normal", "rounded", "zeros", "deceiving", "equal", "double"])
+def test_what_is_selected_by_a_sample_is_what_sorting_selects(density: float, values: str) -> None:
+    """However the values are spread: few of them, most of them zero, or such that the sample sees none of the large ones."""
+    x = drawn(SAMPLED, seed=3).double()
+    x = {"normal": x, "rounded": (x * 8).round(), "zeros": x * (x > 1), "deceiving": x * 1e-3, "equal": torch.ones(SAMPLED), "double": x}[values]
+    if values == "deceiving":
+        x[torch.arange(SAMPLED) % 61 != 0] *= 1e6
+    x = x if values == "double" else x.float()
+    found = merge_tensors("ties", [x], base=torch.zeros_like(x), weight=1, density=density)
+    wanted = torch.zeros_like(x)
+    order = np.argsort(-x.abs().numpy(), kind="stable")[: int(density * SAMPLED)]
+    wanted[order] = x[order]
+    assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_ties_that_keep_nothing_or_cancel(dtype: torch.dtype) -> None:
     base, a, b = three(6, 7, dtype=dtype)

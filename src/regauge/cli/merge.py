@@ -69,6 +69,7 @@ def merge(
     from regauge.cli.model import require_unlocked
     from regauge.cli.moved import write_moved
     from regauge.files import amount
+    from regauge.memory import reuse_memory
     from regauge.merging.basis import Kept
     from regauge.merging.engine import align as moved_by
     from regauge.merging.engine import open_merge, plan_merge, require_basis, stamps
@@ -129,6 +130,7 @@ def merge(
         say(f"dry run: {len(thunks)} tensors, {amount(plan.size)}, would be written to {out}")
     else:
         torch.set_num_threads(1)  # tensors are computed beside each other, each by one thread
+        reuse_memory()
         written = write_moved(out, plan, thunks, "merging", resume, threads)
         if kept is not None:
             kept.forget()

@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -99,20 +99,28 @@ def _sample(model: Model, anchor: Model) -> _Sample:
         if _is_own(anchor, name):
             continue
         rows = np.unique(np.linspace(0, entry.shape[0] - 1, ROWS).astype(np.int64))
-        x, y = (m.checkpoint[name][rows].reshape(len(rows), -1).double() for m in (model, anchor))
-        parts = np.array([float((x * y).sum()), float(x.square().sum()), float(y.square().sum())])
+        x, y = (_wide(m.checkpoint[name][rows].reshape(len(rows), -1)) for m in (model, anchor))
+        inner = [x * y, x.square(), y.square()]
+        by_row, by_column = ([p.sum(axis).double() for p in inner] for axis in (1, 0))
+        parts = np.array([float(p.sum()) for p in by_row])
         if not parts[1] and not parts[2]:
             continue
         totals += parts
         cosine = float(parts[0] / math.sqrt(max(parts[1] * parts[2], 1e-300)))
-        alike = alike and all(_most(x, y, axis, cosine / 2) for axis in (0, 1) if x.shape[axis] >= 16)
+        alike = alike and all(_most(sums, cosine / 2) for sums, n in ((by_column, x.shape[0]), (by_row, x.shape[1])) if n >= 16)
         if cosine < least or not where:
             least, where = cosine, name
     return _Sample(float(totals[0] / math.sqrt(max(totals[1] * totals[2], 1e-300))), least, where, alike)
 
 
-def _most(x: torch.Tensor, y: torch.Tensor, axis: int, least: float) -> bool:
-    cosines = (x * y).sum(axis) / (x.norm(dim=axis) * y.norm(dim=axis)).clamp(min=1e-300)
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _most(sums: Sequence[torch.Tensor], least: float) -> bool:
+    """Are most cosines at least this? `sums` are of products and of both squares, by row or by column."""
+    product, x, y = sums
+    cosines = product / (x.sqrt() * y.sqrt()).clamp(min=1e-300)
     return float((cosines >= least).double().mean()) >= MOST
 
 

@@ -88,12 +88,14 @@ class Method:
 
 
 def blockwise(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[[Sequence[Tensor], slice], Tensor]) -> Tensor:
-    """A tensor of this shape and dtype whose blocks are made of the blocks of others, in the working precision."""
+    """A tensor of this shape and dtype whose blocks are made of the blocks of others, in the working precision: copies, which may be used up."""
     work, flat = working(tensors), [t.reshape(-1) for t in tensors]
-    out = torch.empty(flat[0].numel(), dtype=dtype)
-    for at in range(0, out.numel(), STEP):
-        part = slice(at, at + STEP)
-        out[part] = make([t[part].to(work) for t in flat], part)
+    n = flat[0].numel()
+    out = torch.empty(n, dtype=dtype)
+    held = [torch.empty(min(STEP, n), dtype=work) for _ in flat]
+    for at in range(0, n, STEP):
+        part = slice(at, min(at + STEP, n))
+        out[part] = make([h[: part.stop - at].copy_(t[part]) for h, t in zip(held, flat, strict=True)], part)
     return out.view(tensors[0].shape)
 
 
@@ -105,7 +107,7 @@ def combined(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.d
     """The sum of tensors times factors."""
 
     def block(parts: Sequence[Tensor], _: slice) -> Tensor:
-        total = parts[0] * factors[0]
+        total = parts[0].mul_(factors[0])
         for part, factor in zip(parts[1:], factors[1:], strict=True):
             total.add_(part, alpha=factor)
         return total
@@ -124,7 +126,7 @@ def products(tensors: Sequence[Tensor], work: torch.dtype, minus: Tensor | None 
             parts = [p - root[at : at + STEP].to(work) for p in parts]
         for i, x in enumerate(parts):
             for j in range(i + 1):
-                out[i, j] += float((x * parts[j]).sum())
+                out[i, j] += float(x.dot(parts[j]))
     return np.tril(out) + np.tril(out, -1).T
 
 
@@ -321,19 +323,15 @@ def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Tensor:
     factors = [w * k.scale for w, k in zip(weights, kept, strict=True)]
     total, normalize, amount = sum(weights), bool(g.shared["normalize"]), float(g.shared["lambda"])
     even = 1.0 if abs(total) < 1e-8 else total
-    found = [(k.mask, k.values) for k in kept]
 
     def block(parts: Sequence[Tensor], at: slice) -> Tensor:
         base, *xs = parts
         deltas = []
-        for x, (mask, values), factor in zip(xs, found, factors, strict=True):
-            if values is not None:
-                deltas.append(values[at].to(work).mul_(factor))
-                continue
-            delta = x - base
+        for x, keep, factor in zip(xs, kept, factors, strict=True):
+            delta = x.sub_(base)
             if rounding is not None:
                 delta = delta.to(rounding).to(work)
-            deltas.append(delta.mul_(factor) if mask is None else delta.mul_(mask[at]).mul_(factor))
+            deltas.append(keep.of(delta, at).mul_(factor))
         if vote:
             mixed = _voted(deltas, weights, normalize)
         else:
@@ -342,7 +340,7 @@ def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Tensor:
                 mixed.add_(delta)
             if normalize:
                 mixed.div_(even)
-        return base.add(mixed, alpha=amount)
+        return base.add_(mixed, alpha=amount)
 
     return blockwise([root, *(g.tensors[i] for i in others)], g.out, block)
 

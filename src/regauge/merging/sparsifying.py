@@ -6,8 +6,9 @@ under the tensor's name and the model's number, so that a merge gives the same m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from regauge.errors import RegaugeError
 from regauge.streams import Stream, seed_key
 
 Tensor = torch.Tensor
-_COUNTED = 1 << 18  # values that are counted at once
+_SAMPLED = 1 << 18  # a tensor with more values is sampled before it is selected from
+_STRIDE = 61  # one value in so many is sampled: no width of a matrix is a multiple, so that all columns are seen
 
 
 class DensityError(RegaugeError):
@@ -26,12 +28,28 @@ class DensityError(RegaugeError):
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept: where the `mask` is true (everything if it is None), times `scale`. Task vectors of half precision are kept as `values`, with
-    zeros for what is dropped: that costs two bytes each, and saves making them again."""
+    """What is kept, times `scale`: everything, or where the `mask` is true, or what is larger than `least` in magnitude, and what equals it up to the
+    place `end`."""
 
     mask: Tensor | None = None
     scale: float = 1.0
-    values: Tensor | None = None
+    least: float | None = None
+    end: int = 0
+
+    def of(self, delta: Tensor, part: slice) -> Tensor:
+        """What is kept of a block of the task vector. The block is used up."""
+        if self.mask is not None:
+            return delta.mul_(self.mask[part])
+        if self.least is not None:
+            below = float(np.nextafter(np.asarray(self.least, _KINDS[delta.dtype]), -np.inf))
+            middle = min(max(self.end - part.start, 0), delta.numel())
+            for piece, edge in ((delta[:middle], below), (delta[middle:], self.least)):
+                if piece.numel() and edge >= 0:
+                    torch.hardshrink(piece, edge, out=piece)  # 0 where the magnitude is at most the edge
+        return delta
+
+
+_KINDS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 @dataclass(frozen=True)
@@ -55,15 +73,10 @@ class Deltas:
             delta = x[part].to(self.work) - base[part].to(self.work)
             yield part, delta if self.rounding is None else delta.to(self.rounding).to(self.work)
 
-    def stored(self) -> Tensor:
-        """All of it, flat, in the dtype that it is rounded to."""
-        assert self.rounding is not None, "what is not rounded is not stored"
-        if self.tensor.dtype == self.base.dtype == self.rounding:
-            return (self.tensor - self.base).reshape(-1)  # torch computes this in float32 and rounds it
-        out = torch.empty(self.tensor.numel(), dtype=self.rounding)
-        for part, delta in self:
-            out[part] = delta
-        return out
+    def some(self, stride: int) -> Tensor:
+        """One value in so many."""
+        delta = self.tensor.reshape(-1)[::stride].to(self.work) - self.base.reshape(-1)[::stride].to(self.work)
+        return delta if self.rounding is None else delta.to(self.rounding).to(self.work)
 
 
 # (the task vector, the model's parameters, whether to rescale, a name for what is drawn, the seed)
@@ -81,47 +94,24 @@ def by_magnitude(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: 
     if density >= 1:
         return Kept()
     count = int(density * n)
-    if deltas.rounding is not None:
-        return _trimmed(deltas, count, rescale)
-    mask = torch.zeros(n, dtype=torch.bool)
-    if count:
-        least, equal = _least(deltas, count)
-        for part, delta in deltas:
-            bits = _magnitude(delta)
-            mask[part] = bits > least
-            if equal:
-                same = (bits == least).nonzero().view(-1)[:equal] + part.start
-                mask[same] = True
-                equal -= same.numel()
-    return Kept(mask, _scale(deltas, mask) if rescale else 1.0)
+    if not count:
+        return Kept(least=math.inf)
+    least, equal = _least(deltas, count)
+    kept = Kept(least=least, end=_place_after(deltas, least, equal))
+    return replace(kept, scale=_scale(deltas, kept)) if rescale else kept
 
 
-def _trimmed(deltas: Deltas, count: int, rescale: bool) -> Kept:
-    """The same for half precision, where magnitudes are whole numbers of 15 bits: one count of them gives the least that is kept."""
-    values = deltas.stored()
-    bits = values.view(torch.int16)
-    parts = [slice(at, at + _COUNTED) for at in range(0, bits.numel(), _COUNTED)]
-    found = torch.zeros(1 << 15, dtype=torch.int64)
-    for part in parts:
-        found += torch.bincount(bits[part] & 0x7FFF, minlength=1 << 15)
-    above = np.cumsum(found.numpy()[::-1])
-    digit = int(np.searchsorted(above, count)) if count else 1 << 15
-    least, equal = (1 << 15) - 1 - digit, count - (int(above[digit - 1]) if digit and count else 0)
-    before, all_equal = _length(values) if rescale else 0.0, count > 0 and equal == int(found[least])
-    for part in parts:
-        magnitude = bits[part] & 0x7FFF
-        keep = magnitude >= least if all_equal else (magnitude > least if count else torch.zeros_like(magnitude, dtype=torch.bool))
-        if equal and not all_equal:
-            same = (magnitude == least).nonzero().view(-1)[:equal]
-            keep[same] = True
-            equal -= same.numel()
-        bits[part].mul_(keep)
-    return Kept(scale=_ratio(before, _length(values)) if rescale else 1.0, values=values)
-
-
-def _length(values: Tensor) -> float:
-    """The sum of magnitudes."""
-    return sum(float(values[at : at + _COUNTED].float().abs_().sum()) for at in range(0, values.numel(), _COUNTED))
+def _place_after(deltas: Deltas, least: float, equal: int | None) -> int:
+    """The place after so many values of this magnitude; None stands for all of them."""
+    if equal is None:
+        return deltas.tensor.numel()
+    for part, delta in deltas:
+        same = np.equal(delta.abs_().numpy(), least)
+        found = int(np.count_nonzero(same))
+        if found >= equal:
+            return int(part.start) + int(np.flatnonzero(same)[equal - 1]) + 1
+        equal -= found
+    return deltas.tensor.numel()
 
 
 def _ratio(before: float, after: float) -> float:
@@ -137,7 +127,7 @@ def by_chance(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str
     for at in range(0, n, deltas.step):
         part = slice(at, min(at + deltas.step, n))
         mask[part] = torch.from_numpy(_draws(stream, part) < density)
-    return Kept(mask, _scale(deltas, mask) if rescale else 1.0)
+    return Kept(mask, _scale(deltas, Kept(mask)) if rescale else 1.0)
 
 
 def by_rank(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, seed: int) -> Kept:
@@ -159,7 +149,7 @@ def by_rank(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, 
         rank = torch.empty_like(rows).scatter_(1, order, torch.arange(width, dtype=rows.dtype).expand_as(rows).contiguous())
         chance = (density - epsilon) + rank.view(-1).numpy() / max(width - 1, 1) * (2 * epsilon)
         mask[part] = torch.from_numpy(_draws(stream, part) < chance)
-    return Kept(mask, _scale(deltas, mask) if rescale else 1.0)
+    return Kept(mask, _scale(deltas, Kept(mask)) if rescale else 1.0)
 
 
 def _draws(stream: Stream, part: slice) -> Any:
@@ -168,37 +158,76 @@ def _draws(stream: Stream, part: slice) -> Any:
     return np.frombuffer(stream.bytes(4 * count), "<u4") * np.float64(2**-32)
 
 
-def _scale(deltas: Deltas, mask: Tensor) -> float:
+def _scale(deltas: Deltas, kept: Kept) -> float:
     """The sum of all magnitudes over that of the kept ones, where neither is as good as zero."""
     before = after = 0.0
     for part, delta in deltas:
         magnitude = delta.abs_()
         before += float(magnitude.sum())
-        after += float(magnitude.mul_(mask[part]).sum())
+        after += float(kept.of(magnitude, part).sum())
     return _ratio(before, after)
 
 
-def _magnitude(delta: Tensor) -> Tensor:
-    """The magnitudes as whole numbers in the same order: the bits without the sign."""
-    return delta.abs().view(torch.int32 if delta.dtype == torch.float32 else torch.int64)
+def _least(deltas: Deltas, count: int) -> tuple[float, int | None]:
+    """The smallest of the `count` largest magnitudes, and how many of the values that equal it are among them; None if all of them are.
 
-
-def _least(deltas: Deltas, count: int) -> tuple[int, int]:
-    """The smallest of the `count` largest magnitudes, as bits, and how many of the values that equal it are among them.
-
-    Counted digit by digit, 16 bits at a time from the top: as many passes as the dtype has digits, no sorting, and nothing as large as the tensor.
+    A sample tells between which two magnitudes it lies, almost surely; one pass then counts what is above and keeps the few that are between. Nothing
+    is sorted, and nothing as large as the tensor is made.
     """
-    bits = 32 if deltas.work == torch.float32 else 64
-    prefix, left = 0, count
+    n, kind = deltas.tensor.numel(), _KINDS[deltas.work]
+    low, high = _bounds(deltas, count) if n > _SAMPLED else (-math.inf, math.inf)
+    above = at_high = at_low = 0
+    between: list[Any] = []
+    for _, delta in deltas:
+        magnitude = delta.abs_().numpy()
+        inner = magnitude > low
+        if low >= 0:
+            at_low += int(np.count_nonzero(magnitude == low))
+        if high < math.inf:
+            above += int(np.count_nonzero(magnitude > high))
+            at_high += int(np.count_nonzero(magnitude == high)) if high > low else 0
+            inner &= magnitude < high
+        between.append(magnitude[inner])
+    inside = np.concatenate(between) if between else np.empty(0, kind)
+    if above >= count or above + at_high + inside.size + at_low < count:  # the sample deceived
+        return _counted(deltas, count)
+    if above + at_high >= count:
+        return high, _unless_all(count - above, at_high)
+    left = count - above - at_high
+    if inside.size >= left:
+        least = np.partition(inside, inside.size - left)[inside.size - left]
+        larger = int(np.count_nonzero(inside > least))
+        return float(least), _unless_all(left - larger, int(np.count_nonzero(inside == least)))
+    return low, _unless_all(left - inside.size, at_low)
+
+
+def _unless_all(equal: int, found: int) -> int | None:
+    return None if equal == found else equal
+
+
+def _bounds(deltas: Deltas, count: int) -> tuple[float, float]:
+    """Two magnitudes of a sample, ten standard deviations of a rank apart, around the one that is sought."""
+    sample = np.sort(deltas.some(_STRIDE).abs_().numpy())
+    share = 1 - count / deltas.tensor.numel()
+    middle, far = share * sample.size, 5 * math.sqrt(share * (1 - share) * sample.size) + 2
+    low, high = int(middle - far), int(middle + far)
+    return float(sample[low]) if low >= 0 else -math.inf, float(sample[high]) if high < sample.size else math.inf
+
+
+def _counted(deltas: Deltas, count: int) -> tuple[float, int | None]:
+    """The same, counted digit by digit, 16 bits at a time from the top: as many passes as the dtype has digits, whatever the values are."""
+    bits, kind = (32, np.float32) if deltas.work == torch.float32 else (64, np.float64)
+    whole = np.dtype(f"i{bits // 8}")
+    prefix, left, found = 0, count, np.zeros(1 << 16, np.int64)
     for shift in range(bits - 16, -1, -16):
         found = np.zeros(1 << 16, np.int64)
         for _, delta in deltas:
-            magnitude = _magnitude(delta)
+            magnitude = delta.abs_().numpy().view(whole)
             if shift + 16 < bits:
                 magnitude = magnitude[(magnitude >> (shift + 16)) == prefix >> (shift + 16)]
-            found += np.bincount(((magnitude >> shift) & 0xFFFF).numpy(), minlength=1 << 16)
-        above = np.cumsum(found[::-1])
-        digit = int(np.searchsorted(above, left))
-        left -= int(above[digit - 1]) if digit else 0
+            found += np.bincount((magnitude >> shift) & 0xFFFF, minlength=1 << 16)
+        over = np.cumsum(found[::-1])
+        digit = int(np.searchsorted(over, left))
+        left -= int(over[digit - 1]) if digit else 0
         prefix |= ((1 << 16) - 1 - digit) << shift
-    return prefix, left
+    return float(np.array(prefix, whole).view(kind)), _unless_all(left, int(found[prefix & 0xFFFF]))

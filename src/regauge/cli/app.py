@@ -8,63 +8,64 @@ import os
 import signal
 import sys
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from regauge.cli import (
-    INTERRUPTED,
-    audit,
-    barrier,
-    convert,
-    demo,
-    fingerprint,
-    inspect,
-    keygen,
-    lock,
-    match,
-    merge,
-    move,
-    report,
-    reproduce,
-    seal,
-    verify,
-)
+from regauge.cli import INTERRUPTED
 from regauge.cli.console import StoppedError, fail, say, silence
 from regauge.errors import RegaugeError
 
-app = typer.Typer(
-    name="regauge",
-    help="A Transformer's weights are one of many equal descriptions of the same function. regauge chooses which one.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-_COMMANDS = (
-    inspect.inspect,
-    verify.verify,
-    move.move,
-    match.match,
-    match.compare,
-    merge.merge,
-    barrier.barrier,
-    fingerprint.fingerprint,
-    keygen.keygen,
-    lock.lock,
-    lock.unlock,
-    lock.rekey,
-    seal.seal,
-    seal.open_,
-    convert.convert,
-    reproduce.reproduce,
-    report.report,
-    demo.demo,
-)
-for _command in _COMMANDS:
-    app.command(_command.__name__.rstrip("_"))(_command)
-app.add_typer(audit.app)
+_COMMANDS = {  # the name, and where its function is: what is not asked for is not imported
+    "inspect": "inspect:inspect",
+    "verify": "verify:verify",
+    "move": "move:move",
+    "match": "match:match",
+    "compare": "match:compare",
+    "merge": "merge:merge",
+    "barrier": "barrier:barrier",
+    "fingerprint": "fingerprint:fingerprint",
+    "keygen": "keygen:keygen",
+    "lock": "lock:lock",
+    "unlock": "lock:unlock",
+    "rekey": "lock:rekey",
+    "seal": "seal:seal",
+    "open": "seal:open_",
+    "convert": "convert:convert",
+    "reproduce": "reproduce:reproduce",
+    "report": "report:report",
+    "demo": "demo:demo",
+}
+_GROUPS = {"audit": "audit:app"}
+
+
+def _app(arguments: list[str]) -> typer.Typer:
+    """The command that is called for, or all of them: building one takes typer a few hundredths of a second."""
+    app = typer.Typer(
+        name="regauge",
+        help="A Transformer's weights are one of many equal descriptions of the same function. regauge chooses which one.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    first = arguments[0] if arguments else ""
+    known = first in _COMMANDS or first in _GROUPS
+    app.callback()(_root)
+    for name, place in _COMMANDS.items():
+        if not known or name == first:
+            app.command(name)(_found(place))
+    for name, place in _GROUPS.items():
+        if not known or name == first:
+            app.add_typer(_found(place))
+    return app
+
+
+def _found(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(f"regauge.cli.{module}"), name)
 
 
 def _version(asked: bool) -> None:
@@ -75,7 +76,6 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")) -> None:
     pass
 
@@ -90,7 +90,7 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        code = int(app(args=arguments, prog_name="regauge", standalone_mode=False) or 0)
+        code = int(_app(arguments)(args=arguments, prog_name="regauge", standalone_mode=False) or 0)
         return _interrupted() if code == INTERRUPTED else code  # typer makes this code of an interrupt
     except RegaugeError as error:
         if _debugging(arguments):

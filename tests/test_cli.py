@@ -773,7 +773,7 @@ def test_broken_streams(tmp_path: Path, llama: Path, case: str, unbuffered: str)
         assert open_checkpoint(tmp_path / "out").names
 
 
-@pytest.mark.parametrize("module", ["typer", "regauge.cli.move", "numpy"])
+@pytest.mark.parametrize("module", ["typer", "regauge.cli.inspect", "numpy"])
 def test_an_interrupt_while_importing_is_quiet(llama: Path, module: str) -> None:
     """The import of a module is where the signal comes."""
     code = (

@@ -66,12 +66,14 @@ ABOUT = {
     "003-pairs": "The ends that everything below is measured between. Budgets are ours, set by two cores; what counts is that the ends are"
     " clearly better than a bigram, or than a guess.",
     "003-figure3": "Two models are matched in part or in whole, and averaged. The paper leaves out attention, FFN or rescaling; beyond it "
-    "come heads, the residual stream, and everything with folded norms. Of its six merges there is simple averaging so far.",
+    "come heads, the residual stream, and everything with folded norms.",
     "003-figure4": "How near each matching brings two models. Git Re-Basin assigns by weights; OT-Fusion transports neurons by what they "
     "read, exactly (then it is a permutation) or softly (then it is no symmetry, and its distance is not one between two "
     "descriptions). Distance is the paper's measure; Figure 5 and the barriers below are what a merge feels.",
     "003-figure5": "The loss on the straight line between two models, and on the plane through both and the moved one.",
     "003-figure6": "The paper's matcher at one layer, at the first k, at the last k.",
+    "003-table2": "Six merges of two models that were trained apart, as they stand and after matching. The claim to check: matching helps every one of "
+    "them.",
     "003-table3": "Seconds, on the machine that this page was made on; ratios travel better. The transcription of the paper's formulas is "
     "plain numpy, head by head, and comes to the same distance.",
     "003-barriers": "Whole-model barriers between models trained from different seeds, in the class and head size of the ends: norms are "
@@ -121,7 +123,7 @@ def _markdown(table: Table) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    return "" if value is None else f"{value:.2f}" if isinstance(value, float) and value < 1e4 else number(value)
+    return "" if value is None else f"{value:.{2 if abs(value) >= 1 else 3}f}" if isinstance(value, float) and value < 1e4 else number(value)
 
 
 def _row(f: Finding) -> str:

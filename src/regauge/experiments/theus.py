@@ -22,7 +22,7 @@ from regauge.experiments.pairs import bigram, examples_of
 from regauge.experiments.ways import SAID, WAYS, Bench
 from regauge.findings import Figure, Finding, Results, Table
 
-KINDS = {"small": ("gpt2", "llama", "vit", "bert", "asset"), "paper": ("gpt2", "llama", "vit"), "pico": ("gpt2", "llama", "vit", "bert")}
+KINDS = {"small": ("gpt2", "llama", "vit"), "paper": ("gpt2", "llama", "vit"), "pico": ("gpt2", "llama", "vit", "bert")}
 # The ways that are compared: what the benchmark calls them, and the entry of `ways.WAYS`.
 VARIANTS: dict[str, str] = {
     "vanilla": "none",
@@ -34,7 +34,7 @@ VARIANTS: dict[str, str] = {
 # Beside these, for models that write no text of their own and look at training data, of which there is more than they would write: what noise gives,
 # which needs no data.
 NOISE: dict[str, str] = {"refined": "refined longer", "by what they do on noise": "drawn"}
-WRITERS = frozenset({"gpt2", "llama", "asset"})  # language models: text that they write themselves is data-free
+WRITERS = frozenset({"gpt2", "llama"})  # language models: text that they write themselves is data-free
 # What is aimed at: the largest share of the vanilla barrier, or the largest mean in nats with the upper end of its interval; and of how many pairs.
 GOALS: dict[tuple[str, str], Mapping[str, float]] = {
     ("gpt2", "data-free"): {"share": 0.10, "pairs": 5},

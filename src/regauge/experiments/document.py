@@ -72,8 +72,8 @@ ABOUT = {
     "descriptions). Distance is the paper's measure; Figure 5 and the barriers below are what a merge feels.",
     "003-figure5": "The loss on the straight line between two models, and on the plane through both and the moved one.",
     "003-figure6": "The paper's matcher at one layer, at the first k, at the last k.",
-    "003-table2": "Six merges of two models that were trained apart, as they stand and after matching. The claim to check: matching helps every one of "
-    "them.",
+    "003-table2": "Six merges of two models that were trained apart, as they stand and after matching. The claim to check: matching helps "
+    "every one of them.",
     "003-table3": "Seconds, on the machine that this page was made on; ratios travel better. The transcription of the paper's formulas is "
     "plain numpy, head by head, and comes to the same distance.",
     "003-barriers": "Whole-model barriers between models trained from different seeds, in the class and head size of the ends: norms are "

@@ -79,7 +79,7 @@ def _helps(lab: Lab, shown: Rows, kind: str, method: str, way: str) -> Finding:
     told = f"{100 * none('accuracy'):.1f} % without, {100 * here('accuracy'):.1f} % with; a better end has {100 * none('end'):.1f} %"
     told += f"; worse in {worse} of {len(pairs)} pairs" if worse else ""
     return Finding(
-        f"{kind}/{method}/{way.replace(' ', '-')}",
+        f"claim/{kind}/{method}/{way.replace(' ', '-')}",
         f"{method}: the merged {shown.name(kind)} is no worse after matching ({SAID[way]})",
         None if lab.preset_name == "pico" else gain >= -HARM,
         gain,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import zlib
 from contextlib import suppress
 
@@ -28,10 +29,12 @@ def packed(said: object, held: bytes = b"", **more: int) -> bytes:
         "table": len(text),
         "payload": len(held),
         "number": 7,
-        "check": zlib.crc32(text + held),
+        "check": 0,
         **more,
     }
-    return HEADER.pack(MAGIC, *fields.values()) + text + held
+    head = HEADER.pack(MAGIC, *fields.values())
+    check = struct.pack("<I", more.get("check", zlib.crc32(head[:-4] + text + held)))
+    return head[:-4] + check + text + held
 
 
 def drawn(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

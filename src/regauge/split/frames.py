@@ -1,6 +1,6 @@
 """Frames: named tensors and a few values as bytes, and back. Nothing that is read is ever executed, and nothing is allocated that was not declared.
 
-    header   32 bytes, little-endian: "rgsp", version, kind, two zero bytes, length of the table, length of the payload, number, CRC-32 of the two
+    header   32 bytes, little-endian: "rgsp", version, kind, two zero bytes, length of the table, length of the payload, number, CRC-32 of all else
     table    JSON: {"values": {...}, "tensors": [[name, dtype, shape, codec], ...]}
     payload  the tensors' bytes, one after the other, in the order of the table
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
@@ -53,6 +53,10 @@ class FrameError(RegaugeError):
         self.code = code
 
 
+class RefusedError(FrameError):
+    """What the other side says was wrong with a frame that reached it whole."""
+
+
 class Kind(IntEnum):
     HELLO = 1
     WELCOME = 2
@@ -84,10 +88,14 @@ class Frame:
     number: int = 0
     values: Mapping[str, Value] = field(default_factory=dict)
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    check: int = 0  # of a frame that came: the checksum of its bytes, by which a second one of its number is told from the same one again
 
 
-def encode(frame: Frame, codec: str = "") -> list[memoryview]:
-    """The bytes of a frame, as views: tensors that need no other form are not copied. `codec` is for tensors of float32 and float64."""
+def encode(frame: Frame, codec: str = "", exact: Collection[str] = ()) -> list[memoryview]:
+    """The bytes of a frame, as views: tensors that need no other form are not copied.
+
+    `codec` is for tensors of float32 and float64, except those named in `exact` (masks, which hold numbers that no shorter form has).
+    """
     if codec not in CODECS:
         raise FrameError("codec", f"there is no codec {codec!r}", hint=f"choose from {', '.join(c or '(none)' for c in CODECS)}")
     rows: list[list[Any]] = []
@@ -95,15 +103,15 @@ def encode(frame: Frame, codec: str = "") -> list[memoryview]:
     for name, tensor in frame.tensors.items():
         if tensor.dtype not in NAMES:
             raise FrameError("dtype", f'"{name}" is {str(tensor.dtype).removeprefix("torch.")}, which does not cross')
-        used = codec if tensor.dtype in (torch.float32, torch.float64) and tensor.dim() else ""
+        used = codec if name not in exact and tensor.dtype in (torch.float32, torch.float64) and tensor.dim() else ""
         rows.append([name, NAMES[tensor.dtype], list(tensor.shape), used])
         parts += [_bytes_of(t) for t in _packed(tensor.detach().cpu(), used)]
     table = json.dumps({"values": dict(frame.values), "tensors": rows}, separators=(",", ":"), allow_nan=False).encode()
-    check = zlib.crc32(table)
+    head = HEADER.pack(MAGIC, VERSION, int(frame.kind), 0, len(table), sum(map(len, parts)), frame.number, 0)[:-4]
+    check = zlib.crc32(head + table)
     for part in parts:
         check = zlib.crc32(part, check)
-    head = HEADER.pack(MAGIC, VERSION, int(frame.kind), 0, len(table), sum(map(len, parts)), frame.number, check)
-    return [memoryview(head + table), *(p for p in parts if len(p))]
+    return [memoryview(head + struct.pack("<I", check) + table), *(p for p in parts if len(p))]
 
 
 def chunks(parts: Sequence[memoryview], size: int = CHUNK) -> Iterator[bytes]:
@@ -160,7 +168,7 @@ def decode(data: bytes | bytearray, limits: Limits | None = None) -> Frame:
     if len(data) != HEADER.size + table + payload:
         raise FrameError("length", f"a frame of {HEADER.size + table + payload} bytes is declared, and {len(data)} are there")
     kind, number, check = data[5], *HEADER.unpack_from(data)[6:]
-    if zlib.crc32(memoryview(data)[HEADER.size :]) != check:
+    if _checksum(data) != check:
         raise FrameError("checksum", "the frame's bytes are not those that were sent")
     values, rows = _table(bytes(data[HEADER.size : HEADER.size + table]), limits)
     tensors: dict[str, Tensor] = {}
@@ -173,7 +181,19 @@ def decode(data: bytes | bytearray, limits: Limits | None = None) -> Frame:
         at += size
     if at != len(data):
         raise FrameError("length", f"{len(data) - at} bytes of the payload belong to no tensor")
-    return Frame(Kind(kind), number, values, tensors)
+    return Frame(Kind(kind), number, values, tensors, check)
+
+
+def _checksum(data: bytes | bytearray) -> int:
+    """Of all but itself: a number that was changed on its way would be another request."""
+    view = memoryview(data)
+    return zlib.crc32(view[HEADER.size :], zlib.crc32(view[: HEADER.size - 4]))
+
+
+def marks(data: memoryview) -> tuple[int, int]:
+    """The number and the checksum of a frame whose bytes begin here: what a reply to it is known by."""
+    number, check = HEADER.unpack_from(data)[6:]
+    return number, check
 
 
 def _lengths(data: bytes | bytearray, limits: Limits) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 
 from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, Link, Training, TransportError, connect
-from regauge.split.frames import Frame, FrameError, Kind, RefusedError, decode, encode
+from regauge.split.frames import Frame, FrameError, Kind, RefusedError, decode, encode, marks
 from regauge.split.journal import Folder, JournalError, Memory
 from splits import ADAMW, KINDS, Faulty, batch, columns, locked, made, optimizer_of, same, train, whole
 
@@ -38,12 +38,12 @@ def test_a_network_that_loses_repeats_reorders_and_garbles_changes_nothing(seed:
     mine = made("gpt2", dropout=0.1)
     g = columns(mine)
     host = Host(locked(mine, g), ADAMW)
-    network = Faulty(lambda: host, seed)
+    network = Faulty(lambda: host, seed, rate=0.6)
     with connect(mine, network, element=g, rows="batch", secret=5, journal=known()) as link:
         link.log.sleep = lambda _: None
         torch.manual_seed(0)
         train("gpt2", mine, optimizer_of(mine), STEPS)
-    assert len(network.faults) > len(KINDS) // 2
+    assert len(network.faults) > len(KINDS) // 2  # of all kinds, most
     assert host.step == len(STEPS)
     assert same(whole(mine, host, g), undisturbed(dropout=0.1))
 
@@ -81,6 +81,36 @@ def test_a_server_that_starts_again_is_told_what_it_lost(tmp_path: Path, options
         train("gpt2", calm, optimizer_of(calm), STEPS)
         calm(**batch("gpt2", 0)).loss.backward()
     assert same(whole(mine, hosts[-1], g), whole(calm, host, g))
+
+
+def test_a_checkpoint_has_the_passes_that_are_open(tmp_path: Path) -> None:
+    mine = made("gpt2", dropout=0.1)
+    hosts = [Host(made("gpt2", dropout=0.1), ADAMW, folder=tmp_path)]
+    seen: list[int] = []
+
+    class Watched(Faulty):
+        def exchange(self, request: list[memoryview]) -> bytes:
+            seen.append(marks(request[0])[0])
+            return super().exchange(request)
+
+    with connect(mine, Watched(lambda: hosts[-1], 0, rate=0.0), journal=known()):
+        torch.manual_seed(0)
+        loss = mine(**batch("gpt2", 0)).loss
+        hosts[0].keep()
+        hosts.append(Host(made("gpt2"), ADAMW, folder=tmp_path))
+        for block, other in zip(hosts[0].blocks, hosts[1].blocks, strict=True):
+            for a, b in zip(block.modules(), other.modules(), strict=True):
+                if isinstance(a, torch.nn.Dropout):
+                    b.p = a.p
+        loss.backward()
+    assert seen == [0, 1, 2]  # HELLO, FORWARD, BACKWARD: nothing was sent again
+    calm = made("gpt2", dropout=0.1)
+    host = Host(made("gpt2", dropout=0.1), ADAMW)
+    with connect(calm, InProcess(host), journal=known()):
+        torch.manual_seed(0)
+        calm(**batch("gpt2", 0)).loss.backward()
+    assert same(hosts[1].backbone(), host.backbone())
+    assert torch.equal(mine.transformer.wpe.weight.grad, calm.transformer.wpe.weight.grad)
 
 
 class KilledError(BaseException):
@@ -190,7 +220,7 @@ def test_what_is_wrong_is_refused_by_name_and_the_session_goes_on() -> None:
         assert host.sessions["0" * 32].done == 1
 
     asked("gap", number=3)
-    asked("conflict", number=1)
+    asked("conflict", number=1, values={"training": False})
     asked("shape", tensors={"hidden_states": z[..., :-1]})
     asked("shape", tensors={"hidden_states": z[0]})
     asked("shape", tensors={"position_ids": torch.zeros(1, 3, dtype=torch.long)})

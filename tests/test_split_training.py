@@ -19,9 +19,12 @@ from splits import ADAMW, NAMES, batch, columns, distance, locked, made, optimiz
 STEPS = range(20)
 
 
-@pytest.mark.parametrize(("dtype", "near"), [(torch.float64, 1e-9), (torch.float32, 2e-4)], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("dtype", "near", "rows"),
+    [(torch.float64, 1e-9, "batch"), (torch.float64, 1e-9, "sample"), (torch.float32, 2e-4, "batch")],
+    ids=["float64-batch", "float64-sample", "float32-batch"],
+)
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("rows", ["batch", "sample"])
 def test_split_training_is_local_training(name: str, dtype: torch.dtype, near: float, rows: str) -> None:
     plain, mine = made(name, dtype), made(name, dtype)
     expected = train(name, plain, optimizer_of(plain), STEPS)
@@ -122,6 +125,23 @@ def test_passes_without_a_backward_pass_are_let_go() -> None:
         sum(kept).backward()
         assert host.step == 1
         assert not any(s.open for s in host.sessions.values())
+        logged = mine(**batch("gpt2", 4)).loss  # a pass that is never gone back through is in nobody's way
+        train("gpt2", mine, optimizer_of(mine), range(3))
+        assert (host.step, logged.requires_grad) == (4, True)
+
+
+def test_clients_do_not_wait_for_each_other() -> None:
+    """A pass that is open while another client's step changes the weights goes back through the new ones."""
+    ann, bob = made("gpt2"), made("gpt2")
+    host = Host(made("gpt2"), ADAMW)
+    with connect(ann, InProcess(host, "ann")), connect(bob, InProcess(host, "bob")):
+        loss = ann(**batch("gpt2", 0)).loss
+        train("gpt2", bob, optimizer_of(bob), range(1))
+        changed = host.backbone()
+        loss.backward()
+    assert host.step == 2
+    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in ann.transformer.wte.parameters())
+    assert not same(changed, host.backbone())
 
 
 @pytest.mark.parametrize("name", ["t5", "bart", "clip", "swin", "dinov2", "deberta-v3", "gemma2", "mixtral", "distilbert", "timm-vit"])
@@ -136,7 +156,7 @@ def test_every_kind_of_family_crosses(name: str) -> None:
                 outs = [found] if isinstance(found, torch.Tensor) else [found[k] for k in ("logits", "logits_per_image") if k in found]
                 (outs[0] * torch.linspace(-1, 1, outs[0].numel()).view(outs[0].shape)).sum().backward()
     slopes = {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
-    assert len(slopes) > 2
+    assert len(slopes) > 1
     assert distance(slopes, {n: p.grad for n, p in plain.named_parameters() if n in slopes}) < 1e-7
 
 
@@ -159,7 +179,7 @@ def test_generation_with_rows_sends_all_tokens_again() -> None:
     plain, mine = made("gpt2").eval(), made("gpt2").eval()
     inputs = {"input_ids": PICOS["gpt2"].inputs["input_ids"], "attention_mask": torch.ones(2, 7, dtype=torch.long)}
     with connect(mine, InProcess(Host(made("gpt2"))), rows="batch"):
-        with pytest.raises(CutError, match="use_cache=False|do not fit a cache"):
+        with pytest.raises(CutError, match="do not fit a cache"):
             mine.generate(**inputs, max_new_tokens=4, do_sample=False)
         got = mine.generate(**inputs, max_new_tokens=4, do_sample=False, use_cache=False)
     assert got.tolist() == plain.generate(**inputs, max_new_tokens=4, do_sample=False).tolist()

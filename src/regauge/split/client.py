@@ -24,7 +24,7 @@ import torch
 from regauge.cutting import ROWS, Crossing, cut
 from regauge.edge import is_authorized
 from regauge.elements import Element, secret_of
-from regauge.errors import CutError
+from regauge.errors import CutError, RegaugeError
 from regauge.families import Boundary
 from regauge.groups import Permutation
 from regauge.members import Monomial
@@ -108,7 +108,9 @@ class Link:
         self.log = Log(transport, journal, about, codec=codec, limits=limits, patience=patience)
         if not journal.reply(1):
             self.log.greet()  # a wrong model is refused here, and not in the first step
-        self.dead: list[int] = []  # forward passes that nobody will call backward on
+        self.alive: set[int] = set()  # forward passes that may have a backward pass yet
+        self.dead: list[int] = []  # and those that will not
+        self.stepping = False  # is the server to be told when the engine is through?
         self.anchor = torch.zeros((), requires_grad=True)
         self.caches: weakref.WeakKeyDictionary[Any, _Remembered] = weakref.WeakKeyDictionary()
         self.frozen = [p for b in self.cut.boundaries for block in blocks_of(self.cut, b) for p in block.parameters() if p.requires_grad]
@@ -183,6 +185,12 @@ class Link:
         values, tensors = pack(there)
         return _Remote.apply(self, there.boundary, values, list(tensors), self.anchor, *tensors.values())  # type: ignore[no-any-return, no-untyped-call]
 
+    def _stepped(self) -> None:
+        """The loss has been gone through, and a pass is open that was none of its own."""
+        if self.stepping:
+            self.stepping = False
+            self.log.ask(Frame(Kind.STEP))
+
     def _predicted(self, there: Crossing, cache: Any) -> Tensor:
         values, tensors = pack(there)
         remembered = None
@@ -209,9 +217,18 @@ class Link:
             raise CutError("the cache was filled by other blocks than the server's", hint="generate from the beginning")
 
 
-def _died(dead: list[int], state: dict[str, Any]) -> None:
-    if not state["over"]:
-        dead.append(state["number"])
+class _Waits:
+    """A forward pass that waits for its backward pass, for as long as its graph lives."""
+
+    def __init__(self, link: Link, number: int) -> None:
+        link.alive.add(number)
+        self.end = weakref.finalize(self, _died, link.alive, link.dead, number)
+        self.end.atexit = False
+
+
+def _died(alive: set[int], dead: list[int], number: int) -> None:
+    alive.discard(number)
+    dead.append(number)
 
 
 class _Remote(torch.autograd.Function):
@@ -219,7 +236,6 @@ class _Remote(torch.autograd.Function):
     def forward(ctx: Any, link: Link, boundary: Boundary, values: dict[str, Value], keys: list[str], anchor: Tensor, *tensors: Tensor) -> Tensor:
         wanted = [needed and t.is_floating_point() for needed, t in zip(ctx.needs_input_grad[5:], tensors, strict=True)]
         named = dict(zip(keys, tensors, strict=True))
-        stream = named[boundary.stream]
         released = sorted(link.dead)
         asks: dict[str, Value] = {**values, "wants": [k for k, w in zip(keys, wanted, strict=True) if w], "release": list(released)}
         reply = link.log.ask(Frame(Kind.FORWARD, 0, asks, named), exact_of(boundary, named))
@@ -227,18 +243,32 @@ class _Remote(torch.autograd.Function):
             link.dead.remove(n)
         ctx.link, ctx.keys, ctx.wanted, ctx.number = link, keys, wanted, reply.number
         ctx.devices = [t.device for t in tensors]
-        ctx.state = {"number": reply.number, "over": False}
-        ctx.alive = _Alive()
-        weakref.finalize(ctx.alive, _died, link.dead, ctx.state)
-        return _stream(reply, stream)
+        ctx.waits = _Waits(link, reply.number)
+        z = _stream(reply, named[boundary.stream])
+        if not bool(torch.isfinite(z).all()):
+            raise FrameError("nonfinite", "the server's stream holds NaN or Inf")
+        return z
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, slope: Tensor) -> Any:
-        if ctx.state["over"]:
+        link, number = ctx.link, ctx.number
+        if not ctx.waits.end.alive:
             raise CutError("this pass has had its backward pass", hint="the server keeps no graph after it; run the model again")
-        reply = ctx.link.log.ask(Frame(Kind.BACKWARD, 0, {"of": ctx.number}, {"stream": slope}))
-        ctx.state["over"] = True
+        # Where no other pass is open, this is the last of the loss. Otherwise that is known when the engine is through.
+        is_last = link.alive == {number}
+        if not is_last and not link.stepping:
+            link.stepping = True
+            torch.autograd.Variable._execution_engine.queue_callback(link._stepped)
+        try:
+            reply = link.log.ask(Frame(Kind.BACKWARD, 0, {"of": number, "step": is_last}, {"stream": slope}))
+        except RegaugeError:
+            ctx.waits.end()  # it will have no other
+            link.stepping = False
+            raise
+        ctx.waits.end.detach()
+        link.alive.discard(number)
+        link.stepping = link.stepping and not is_last
         out: list[Tensor | None] = []
         for key, wanted, device in zip(ctx.keys, ctx.wanted, ctx.devices, strict=True):
             found = reply.tensors.get(key) if wanted else None
@@ -248,16 +278,10 @@ class _Remote(torch.autograd.Function):
         return (None, None, None, None, None, *out)
 
 
-class _Alive:
-    """Lives as long as the graph does."""
-
-
 def _stream(reply: Frame, like: Tensor) -> Tensor:
     z = reply.tensors.get("stream")
     if z is None or z.dtype != like.dtype or z.dim() != like.dim():
         raise FrameError("stream", "the server's reply has no stream of the right kind")
-    if not bool(torch.isfinite(z).all()):
-        raise FrameError("nonfinite", "the server's stream holds NaN or Inf")
     return z.to(like.device)
 
 

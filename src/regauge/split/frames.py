@@ -64,7 +64,7 @@ class Kind(IntEnum):
     OUTPUT = 4
     BACKWARD = 5
     GRADIENT = 6
-    RELEASE = 7
+    STEP = 7
     ACKNOWLEDGE = 8
     ERROR = 9
     BYE = 10
@@ -188,6 +188,11 @@ def _checksum(data: bytes | bytearray) -> int:
     """Of all but itself: a number that was changed on its way would be another request."""
     view = memoryview(data)
     return zlib.crc32(view[HEADER.size :], zlib.crc32(view[: HEADER.size - 4]))
+
+
+def length_of(data: bytes | bytearray, limits: Limits) -> int | None:
+    """How many bytes the frame has that begins here, or None where its header is not whole yet."""
+    return HEADER.size + sum(_lengths(data, limits)) if len(data) >= HEADER.size else None
 
 
 def marks(data: memoryview) -> tuple[int, int]:

@@ -8,9 +8,10 @@ one, `done`, and the bytes of the reply to it:
     an earlier one           refused: "past"
     a later one              refused: "gap", with `done`; the client sends what lies between again
 
-A request that is refused changes nothing and takes no number. FORWARD keeps a graph open, BACKWARD closes it, adds to the gradients, and takes a step
-of the optimizer when none of the session's graphs is open and enough have been added. FORWARD with number 0 is inference: it leaves nothing behind,
-except for a cache that it names.
+A request that is refused changes nothing and takes no number. FORWARD opens a pass, BACKWARD closes it and adds to the gradients. With its last
+BACKWARD, or by STEP after it, a client says that its loss has been gone through; after so many of those the optimizer takes a step. A pass that is
+open while another client's step changes the weights is run again, with the new ones, when its BACKWARD comes: nobody waits for anybody. FORWARD
+with number 0 is inference: it leaves nothing behind, except for a cache that it names.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from regauge.cutting import Crossing, cut
 from regauge.errors import CheckpointError
 from regauge.families import Boundary
 from regauge.split import keeping
-from regauge.split.frames import CODECS, Frame, FrameError, Kind, Limits, Value, encode
+from regauge.split.frames import CODECS, Frame, FrameError, Kind, Limits, Value, decode, encode
 from regauge.split.optimizing import Training
 from regauge.split.passing import CACHE, blocks_of, described, dtype_of, unpack
 
@@ -43,10 +44,11 @@ _log = logging.getLogger("regauge.split")
 
 @dataclass
 class _Open:
-    """A forward pass whose backward pass has not come yet."""
+    """A forward pass whose backward pass has not come yet. Its graph is for the weights that it was made with: a step makes it void."""
 
-    output: Tensor
-    inputs: dict[str, Tensor]
+    request: Frame
+    output: Tensor | None = None
+    inputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -156,7 +158,7 @@ class Host:
         match frame.kind:
             case Kind.FORWARD if frame.number == 0:
                 return self._predict(session, frame)
-            case Kind.FORWARD | Kind.BACKWARD if frame.number > 0:
+            case Kind.FORWARD | Kind.BACKWARD | Kind.STEP if frame.number > 0:
                 return self._once(session, frame)
             case Kind.BYE:
                 self.sessions.pop(_text(frame, "session"))
@@ -226,11 +228,18 @@ class Host:
             raise FrameError("past", f"request {n} was answered long ago: the last one is {session.done}")
         if n > session.done + 1:
             raise FrameError("gap", f"request {n} has come, and {session.done + 1} is the next one")
-        reply = self._forward(session, frame) if frame.kind is Kind.FORWARD else self._backward(session, frame)
+        match frame.kind:
+            case Kind.FORWARD:
+                reply = self._forward(session, frame)
+            case Kind.BACKWARD:
+                reply = self._backward(session, frame)
+            case _:
+                reply = self._reply(session, Kind.ACKNOWLEDGE, frame, {})
+                self._count()
         session.done, session.check, session.reply = n, frame.check, reply
         if self.folder is None:
             session.saved = n  # nothing outlives this server, so that there is nothing to send again
-        elif self.step - self.kept_at >= self.every and not any(s.open for s in self.sessions.values()):
+        elif self.step - self.kept_at >= self.every:
             self._keep()
         return reply
 
@@ -241,15 +250,20 @@ class Host:
         still = {n: o for n, o in session.open.items() if n not in released}
         if len(still) >= self.graphs:
             raise FrameError("graphs", f"{len(still)} forward passes wait for their backward pass", hint="call backward(), or use torch.no_grad()")
+        passed = self._opened(frame)
+        assert passed.output is not None
+        reply = self._reply(session, Kind.OUTPUT, frame, {"stream": passed.output})
+        session.open = still | {frame.number: passed}
+        return reply
+
+    def _opened(self, frame: Frame) -> _Open:
         crossing = self._crossing(frame)
         wanted = self._wanted(frame, crossing)
         with torch.enable_grad():  # in one process, the client's function is called without
             z = self._run(crossing.replaced(**wanted), frame, f"{frame.values['session']}/{frame.number}")
         if not z.requires_grad:
             raise FrameError("graph", "nothing here is trained, and no gradient is wanted", hint="use torch.no_grad()")
-        reply = self._reply(session, Kind.OUTPUT, frame, {"stream": z})
-        session.open = still | {frame.number: _Open(z, wanted)}
-        return reply
+        return _Open(frame, z, wanted)
 
     def _wanted(self, frame: Frame, crossing: Crossing) -> dict[str, Tensor]:
         """The inputs whose gradients the client wants, as leaves of a graph."""
@@ -281,6 +295,9 @@ class Host:
         passed = session.open.get(of) if type(of) is int else None
         if passed is None:
             raise FrameError("graph", f"no forward pass {of!r:.20} waits for its backward pass")
+        if passed.output is None:
+            passed = self._opened(passed.request)
+        assert passed.output is not None
         slope = frame.tensors.get("stream")
         if slope is None or frame.tensors.keys() != {"stream"}:
             raise FrameError("layout", 'a backward pass has one tensor, "stream"')
@@ -299,11 +316,13 @@ class Host:
         for p, g in zip(self.trained.values(), found[len(passed.inputs) :], strict=True):
             if g is not None:
                 p.grad = g if p.grad is None else p.grad + g
-        self._step(session)
+        if frame.values.get("step") is True:
+            self._count()
         return reply
 
-    def _step(self, session: _Session) -> None:
-        if self.optimizer is None or self.training is None or session.open:
+    def _count(self) -> None:
+        """A loss has been gone through. After enough of them, take a step."""
+        if self.optimizer is None or self.training is None:
             return
         self.waiting += 1
         if self.waiting < self.training.accumulate:
@@ -315,6 +334,9 @@ class Host:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step, self.waiting = self.step + 1, 0
+        for other in self.sessions.values():
+            for passed in other.open.values():
+                passed.output, passed.inputs = None, {}
 
     def _predict(self, session: _Session, frame: Frame) -> bytes:
         name, turn = frame.values.get("cache"), frame.values.get("turn")
@@ -367,9 +389,9 @@ class Host:
     # What is kept
 
     def keep(self) -> None:
-        """Write a checkpoint now, unless there is no folder. Passes that are open are not in it: those sessions would have to be sent again."""
+        """Write a checkpoint now, unless there is no folder."""
         with self.lock:
-            if self.folder is not None and not any(s.open for s in self.sessions.values()):
+            if self.folder is not None:
                 self._keep()
 
     def _keep(self) -> None:
@@ -382,9 +404,10 @@ class Host:
             name: {"peer": s.peer, "codec": s.codec, "limits": _listed(s.limits), "done": s.done, "check": s.check}
             for name, s in self.sessions.items()
         }
-        replies = {name: s.reply for name, s in self.sessions.items()}
+        frames = {f"{name}/reply": s.reply for name, s in self.sessions.items() if s.reply}
+        frames |= {f"{name}/{n}": _bytes(o.request) for name, s in self.sessions.items() for n, o in s.open.items()}
         digest = str(self.about["digest"])
-        keeping.save(self.folder, keeping.Kept(digest, self.step, self.waiting, buffers, optimizer, gradients, sessions, replies))
+        keeping.save(self.folder, keeping.Kept(digest, self.step, self.waiting, buffers, optimizer, gradients, sessions, frames))
         self.kept_at = self.step
         for session in self.sessions.values():
             session.saved = session.done
@@ -411,8 +434,13 @@ class Host:
         self.step = self.kept_at = kept.step
         self.waiting = kept.waiting
         for name, s in kept.sessions.items():
-            made = _Session(s["peer"], s["codec"], Limits(*s["limits"]), s["done"], s["done"], s["check"], kept.replies[name], time.monotonic())
+            reply = kept.frames.get(f"{name}/reply", b"")
+            made = _Session(s["peer"], s["codec"], Limits(*s["limits"]), s["done"], s["done"], s["check"], reply, time.monotonic())
             self.sessions[name] = made
+        for place, data in kept.frames.items():
+            name, _, n = place.partition("/")
+            if n.isdigit():
+                self.sessions[name].open[int(n)] = _Open(decode(data, self.limits))
 
     def backbone(self) -> dict[str, Tensor]:
         """The weights as they are now, by their names in the model, copied."""

@@ -1,8 +1,8 @@
 """The server's checkpoint: one safetensors file that appears whole or not at all.
 
 It holds the backbone's weights, the optimizer's state, gradients that wait for their step, and for every session the number of its last request with
-the reply to it. Numbers and names are JSON in the file's metadata. There is no pickle in it, and no random state: dropout is drawn from the session
-and the request's number.
+the reply to it, and the requests of passes that are open. Numbers and names are JSON in the file's metadata. There is no pickle in it, and no random
+state: dropout is drawn from the session and the request's number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Kept:
     optimizer: Mapping[str, Mapping[str, Tensor]]  # by parameter, then by name
     gradients: Mapping[str, Tensor]
     sessions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what is no tensor
-    replies: Mapping[str, bytes] = field(default_factory=dict)
+    frames: Mapping[str, bytes] = field(default_factory=dict)  # session/reply: to its last request; session/number: requests whose pass is open
 
 
 def save(folder: Path, kept: Kept) -> None:
@@ -43,7 +43,7 @@ def save(folder: Path, kept: Kept) -> None:
 
     tensors = {f"weight/{n}": t for n, t in kept.weights.items()} | {f"gradient/{n}": t for n, t in kept.gradients.items()}
     tensors |= {f"optimizer/{n}/{k}": t for n, found in kept.optimizer.items() for k, t in found.items()}
-    tensors |= {f"reply/{s}": torch.frombuffer(bytearray(data), dtype=torch.uint8) for s, data in kept.replies.items() if data}
+    tensors |= {f"frame/{s}": torch.frombuffer(bytearray(data), dtype=torch.uint8) for s, data in kept.frames.items()}
     about = {"digest": kept.digest, "step": kept.step, "waiting": kept.waiting, "sessions": {k: dict(v) for k, v in kept.sessions.items()}}
     metadata = {"regauge": "split", "version": str(VERSION), "about": json.dumps(about)}
     path = folder / FILE
@@ -74,7 +74,7 @@ def load(folder: Path) -> Kept | None:
         if metadata.get("regauge") != "split" or int(metadata["version"]) != VERSION:
             raise CheckpointError(f"{path} is no checkpoint of a split server of version {VERSION}", hint="name another folder")
         about = json.loads(metadata["about"])
-        groups: dict[str, dict[str, Tensor]] = {"weight": {}, "gradient": {}, "optimizer": {}, "reply": {}}
+        groups: dict[str, dict[str, Tensor]] = {"weight": {}, "gradient": {}, "optimizer": {}, "frame": {}}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             groups[kind][name] = tensor
@@ -82,7 +82,7 @@ def load(folder: Path) -> Kept | None:
         for key, tensor in groups["optimizer"].items():
             name, _, entry = key.rpartition("/")
             optimizer.setdefault(name, {})[entry] = tensor
-        replies = {session: groups["reply"][session].numpy().tobytes() if session in groups["reply"] else b"" for session in about["sessions"]}
-        return Kept(about["digest"], about["step"], about["waiting"], groups["weight"], optimizer, groups["gradient"], about["sessions"], replies)
+        frames = {place: tensor.numpy().tobytes() for place, tensor in groups["frame"].items()}
+        return Kept(about["digest"], about["step"], about["waiting"], groups["weight"], optimizer, groups["gradient"], about["sessions"], frames)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint of a split server: {error}", hint="restore it from a copy") from error

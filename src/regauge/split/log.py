@@ -127,7 +127,7 @@ class Log:
 
     def _sent(self, n: int, data: bytes) -> bytes:
         held: list[bytes] = []
-        self._exchange([memoryview(data)], lambda f: f.number == n and f.kind in (Kind.OUTPUT, Kind.GRADIENT), held)
+        self._exchange([memoryview(data)], lambda f: f.number == n and f.kind in (Kind.OUTPUT, Kind.GRADIENT, Kind.ACKNOWLEDGE), held)
         return held[0]
 
     def _exchange(self, request: list[memoryview], is_reply: Callable[[Frame], bool], held: list[bytes] | None = None) -> Frame:

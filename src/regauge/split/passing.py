@@ -79,7 +79,7 @@ def pack(crossing: Crossing) -> tuple[dict[str, Value], dict[str, Tensor]]:
             tensors[key] = given
         elif isinstance(given, tuple | list) and given and all(isinstance(v, Tensor) for v in given):
             tensors |= {f"{key}.{i}": v for i, v in enumerate(given)}
-        elif given is None and _is_extra(crossing, name):
+        elif (given is None or name in _REFUSED) and _is_extra(crossing, name):
             dropped.add(key)
         else:
             plain.append([key, _plain(name, given)])

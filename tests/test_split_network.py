@@ -15,7 +15,7 @@ pytest.importorskip("grpc")
 
 from regauge.split import Host, InProcess, TransportError, connect
 from regauge.split.certs import make_certificates
-from regauge.split.frames import Kind, RefusedError, decode
+from regauge.split.frames import Frame, Kind, RefusedError, decode, encode
 from regauge.split.network import Grpc, Server, is_loopback
 from splits import ADAMW, columns, locked, made, optimizer_of, same, train, whole
 
@@ -60,10 +60,15 @@ def test_training_over_mutual_tls_is_training_in_process(tmp_path: Path) -> None
 
 
 def test_large_frames_cross_in_chunks_and_nonsense_is_answered() -> None:
-    with Server(Host(made("gpt2"), ADAMW)) as server, Grpc(f"127.0.0.1:{server.port}") as network:
+    with Server(Host(made("gpt2"), ADAMW)) as server:
         for data in (b"x" * 100, b"x" * 5_000_000):
-            reply = decode(network.exchange([memoryview(data)]))
-            assert (reply.kind, reply.values["code"]) == (Kind.ERROR, "magic")
+            with Grpc(f"127.0.0.1:{server.port}") as network:
+                reply = decode(network.exchange([memoryview(data)]))
+                assert (reply.kind, reply.values["code"]) == (Kind.ERROR, "magic")
+        large = Frame(Kind.FORWARD, 1, {"session": "0" * 32}, {"z": torch.zeros(1_000_000, dtype=torch.float64)})
+        with Grpc(f"127.0.0.1:{server.port}") as network:
+            for _ in range(2):  # on one stream
+                assert decode(network.exchange(encode(large))).values["code"] == "session"
 
 
 def test_plaintext_is_for_loopback() -> None:

@@ -1,4 +1,4 @@
-"""Certificates for a server and its clients, of a small authority of one's own. Keys are on P-256 and for their owner only; nothing is overwritten."""
+"""Certificates for a server and its clients, of a small authority of one's own. Keys are for their owner only; nothing is overwritten."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 
-def make_certificates(folder: Path | str, names: Sequence[str] = ("localhost", "127.0.0.1"), clients: Sequence[str] = ("client",), days: int = 365) -> dict[str, Tls]:
+def make_certificates(
+    folder: Path | str, names: Sequence[str] = ("localhost", "127.0.0.1"), clients: Sequence[str] = ("client",), days: int = 365
+) -> dict[str, Tls]:
     """An authority, a server that answers to `names` (hosts or addresses), and clients, as PEM files in a folder. The authority's key is thrown away:
     more clients need new certificates for all, and nobody can make any in secret."""
     from cryptography import x509
@@ -28,10 +30,11 @@ def make_certificates(folder: Path | str, names: Sequence[str] = ("localhost", "
     _write(folder / "authority.pem", _pem(root), 0o644)
     out: dict[str, Tls] = {}
     usage = x509.oid.ExtendedKeyUsageOID
-    for name, more in (
-        ("server", [(x509.SubjectAlternativeName([_name(n) for n in names]), False), (x509.ExtendedKeyUsage([usage.SERVER_AUTH]), False)]),
-        *((client, [(x509.ExtendedKeyUsage([usage.CLIENT_AUTH]), False)]) for client in clients),
-    ):
+    wanted: list[tuple[str, list[tuple[Any, bool]]]] = [
+        ("server", [(x509.SubjectAlternativeName([_name(n) for n in names]), False), (x509.ExtendedKeyUsage([usage.SERVER_AUTH]), False)])
+    ]
+    wanted += [(client, [(x509.ExtendedKeyUsage([usage.CLIENT_AUTH]), False)]) for client in clients]
+    for name, more in wanted:
         own = ec.generate_private_key(ec.SECP256R1())
         made = _certificate(name, own.public_key(), "regauge split", key, days, [(x509.BasicConstraints(ca=False, path_length=None), True), *more])
         _write(folder / f"{name}.pem", _pem(made), 0o644)
@@ -48,7 +51,9 @@ def _certificate(name: str, public: Any, issuer: str, key: Any, days: int, exten
         return x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, text)])
 
     now = datetime.now(UTC)
-    made = x509.CertificateBuilder().subject_name(named(name)).issuer_name(named(issuer)).public_key(public).serial_number(x509.random_serial_number())
+    made = (
+        x509.CertificateBuilder().subject_name(named(name)).issuer_name(named(issuer)).public_key(public).serial_number(x509.random_serial_number())
+    )
     made = made.not_valid_before(now - timedelta(minutes=5)).not_valid_after(now + timedelta(days=days))
     for extension, critical in extensions:
         made = made.add_extension(extension, critical)

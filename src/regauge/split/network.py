@@ -47,7 +47,12 @@ _OPTIONS = [
     ("grpc.so_reuseport", 0),
     ("grpc.enable_retries", 0),
 ]
-_CLIENT_OPTIONS = [*_OPTIONS, ("grpc.initial_reconnect_backoff_ms", 100), ("grpc.min_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000)]
+_CLIENT_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,9 @@ class Server:
     """A host behind a port. `port` is the one it was given, if the address asked for any (":0"). `clients` names those that may come, by the common
     names of their certificates; without it, everyone whom the authority has signed."""
 
-    def __init__(self, host: Host, address: str = "127.0.0.1:0", *, tls: Tls | None = None, clients: Collection[str] | None = None, insecure: bool = False) -> None:
+    def __init__(
+        self, host: Host, address: str = "127.0.0.1:0", *, tls: Tls | None = None, clients: Collection[str] | None = None, insecure: bool = False
+    ) -> None:
         need("grpc", "split")
         _require_private(address, tls, insecure)
         self.host, self.address, self.tls, self.clients = host, address, tls, None if clients is None else frozenset(clients)
@@ -131,7 +138,9 @@ class Server:
                 port = server.add_secure_port(self.address, grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True))
             await server.start()
         except RuntimeError as error:
-            raise TransportError(f"{self.address} cannot be listened on", hint="is another server there, or is the address another machine's?") from error
+            raise TransportError(
+                f"{self.address} cannot be listened on", hint="is another server there, or is the address another machine's?"
+            ) from error
         return server, port
 
     async def _exchange(self, incoming: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -199,7 +208,7 @@ class Grpc:
         import grpc
 
         try:
-            if self.stream is None:
+            if self.stream is None or self.stream.done():
                 self.stream = self._open()
             stream = self.stream
             sending = asyncio.ensure_future(self._send(stream, request))
@@ -245,7 +254,9 @@ class Grpc:
                 self.channel = grpc.aio.insecure_channel(self.address, options=_CLIENT_OPTIONS)
             else:
                 authority, certificate, key = self.tls.read()
-                self.channel = grpc.aio.secure_channel(self.address, grpc.ssl_channel_credentials(authority, key, certificate), options=_CLIENT_OPTIONS)
+                self.channel = grpc.aio.secure_channel(
+                    self.address, grpc.ssl_channel_credentials(authority, key, certificate), options=_CLIENT_OPTIONS
+                )
         return self.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
 
     def _drop(self) -> None:

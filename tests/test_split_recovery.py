@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -315,3 +316,58 @@ def test_a_journal_is_for_its_owner(tmp_path: Path) -> None:
     (tmp_path / "j" / "session.json").write_text("{}")
     with pytest.raises(JournalError, match=r"session\.json"):
         Folder(tmp_path / "j")
+
+
+def test_mutated_requests_are_answered_and_the_session_goes_on() -> None:
+    mine = made("llama")
+    host = Host(made("llama"), ADAMW, length=64, graphs=500)
+    seen: list[Frame] = []
+
+    class Watched(InProcess):
+        def exchange(self, request: list[memoryview]) -> bytes:
+            seen.append(decode(b"".join(request)))
+            return super().exchange(request)
+
+    network = Watched(host)
+    with connect(mine, network, journal=known()) as link:
+        train("llama", mine, optimizer_of(mine), range(1))
+        pool = [frame for frame in seen if frame.number]
+        dice = random.Random(0)
+        codes: dict[object, int] = {}
+        for _ in range(400):
+            done = host.sessions["0" * 32].done
+            frame = mutated(dice.choice(pool), dice, done)
+            reply = decode(InProcess(host).exchange(encode(frame)))
+            codes[reply.values.get("code")] = codes.get(reply.values.get("code"), 0) + 1
+            now = host.sessions["0" * 32].done
+            assert now == done or (now == done + 1 and frame.number == now and reply.kind is not Kind.ERROR)
+        assert len(codes) > 6
+        assert all(bool(torch.isfinite(t).all()) for t in host.backbone().values())
+        link.log.number = host.sessions["0" * 32].done  # as if all had been this client's own
+        link.log.journal.requests.clear()
+        link.dead = sorted(host.sessions["0" * 32].open)
+        train("llama", mine, optimizer_of(mine), range(2))
+
+
+def mutated(frame: Frame, dice: random.Random, done: int) -> Frame:
+    """A request with something of it changed, removed or added."""
+    values, tensors = dict(frame.values), dict(frame.tensors)
+    what = dice.randrange(6)
+    if what == 0 and values:
+        values[dice.choice(sorted(values))] = dice.choice([None, -1, 10**12, "x", [], [[]], [["a", "b"]], True, 0.5, [None] * 3, ["hidden_states"]])
+    if what == 1 and values:
+        name = dice.choice(sorted(values))
+        found = values[name]
+        values[name] = [*found[:-1], found[0]] if isinstance(found, list) and found else "y"
+    if what == 2 and tensors:
+        tensors.pop(dice.choice(sorted(tensors)))
+    if what == 3 and tensors:
+        name = dice.choice(sorted(tensors))
+        t = tensors[name]
+        tensors[name] = dice.choice([t[:0], t.float(), t.long(), t[..., :1], t.flatten(), t * float("inf"), t.unsqueeze(0), t.bool()])
+    if what == 4 and tensors:
+        tensors[dice.choice(["stream", "attention_mask", "position_embeddings.7", "a.b", "", "past_key_values", "hidden_states@1"])] = next(
+            iter(tensors.values())
+        )
+    number = done + 1 if dice.random() < 0.8 else dice.choice([0, 1, done, done + 2, 2**63])
+    return Frame(dice.choice([Kind.FORWARD, Kind.BACKWARD, frame.kind, frame.kind]), number, values, tensors)

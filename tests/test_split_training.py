@@ -149,7 +149,7 @@ def test_every_kind_of_family_crosses(name: str) -> None:
     """Outputs, and gradients of the edges, are those of the whole model."""
     plain, mine = build(name), build(name)
     g = element(spec_of(mine), 3)
-    with connect(mine, InProcess(Host(locked(mine, g), ADAMW, config=config_of(mine))), element=g, config=config_of(mine)):
+    with connect(mine, InProcess(Host(locked(mine, g), config=config_of(mine))), element=g, config=config_of(mine)):
         for model in (plain, mine):
             with strict_float64():
                 found = model(**PICOS[name].inputs)
@@ -200,3 +200,13 @@ def test_rows_of_models_that_look_at_neighbours_are_refused() -> None:
     for name, words in (("swin", "neighbours"), ("t5", "position_bias")):
         with pytest.raises(CutError, match=words):
             connect(build(name), InProcess(Host(build(name))), rows="batch")
+
+
+def test_an_element_that_the_servers_optimizer_does_not_keep_is_refused() -> None:
+    mine = made("gpt2")
+    g = element(spec_of(mine), 3)  # heads are turned by general linear maps
+    with connect(mine, InProcess(Host(locked(mine, g), ADAMW)), element=g):
+        with pytest.raises(CutError, match="which does not keep"):
+            mine(**batch("gpt2", 0))
+        with torch.no_grad():
+            mine(**batch("gpt2", 0))

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from regauge.cutting import ROWS, Crossing, cut
-from regauge.edge import is_authorized
+from regauge.edge import is_authorized, member_kind
 from regauge.elements import Element, secret_of
 from regauge.errors import CutError, RegaugeError
 from regauge.families import Boundary
@@ -110,6 +110,7 @@ class Link:
             self.log.greet()  # a wrong model is refused here, and not in the first step
         self.alive: set[int] = set()  # forward passes that may have a backward pass yet
         self.dead: list[int] = []  # and those that will not
+        self.is_kept = False  # does the server's optimizer keep what the element does? looked at once
         self.stepping = False  # is the server to be told when the engine is through?
         self.anchor = torch.zeros((), requires_grad=True)
         self.caches: weakref.WeakKeyDictionary[Any, _Remembered] = weakref.WeakKeyDictionary()
@@ -169,6 +170,8 @@ class Link:
     def _cross(self, crossing: Crossing) -> Tensor:
         there = crossing if self.element is None else crossing.moved(self.element)
         learns = torch.is_grad_enabled()
+        if learns:
+            self._require_kept()
         label = str(self.log.number + 1) if learns else f"predict/{os.urandom(8).hex()}"
         shuffle = _Shuffle(crossing, self.rows, self.keep_cls, self.secret, label) if self.rows else None
         cache = crossing.inputs.get(CACHE)
@@ -184,6 +187,20 @@ class Link:
     def _trained(self, there: Crossing) -> Tensor:
         values, tensors = pack(there)
         return _Remote.apply(self, there.boundary, values, list(tensors), self.anchor, *tensors.values())  # type: ignore[no-any-return, no-untyped-call]
+
+    def _require_kept(self) -> None:
+        """Refuse to train under an element that the server's optimizer does not keep: it would not be the plain training."""
+        told = self.log.welcome
+        if self.element is None or told is None or not told.get("trains") or self.is_kept:
+            return
+        for space, member in self.element.members.items():
+            kind = member_kind(member)
+            if kind == "linear" or (kind == "orthogonal" and told.get("optimizer") != "sgd"):
+                raise CutError(
+                    f'the server trains with {told.get("optimizer")}, which does not keep what the element does on "{space}" ({kind})',
+                    hint="lock by (signed) permutations to train; a rotation needs a server with sgd, and frozen unit gains",
+                )
+        self.is_kept = True
 
     def _stepped(self) -> None:
         """The loss has been gone through, and a pass is open that was none of its own."""

@@ -140,6 +140,9 @@ class Assembler:
 
     def feed(self, chunk: bytes) -> Iterator[Frame]:
         """The frames that are complete with this chunk."""
+        if not self.whole and length_of(chunk, self.limits) == len(chunk):  # one that is all of a frame is not copied
+            yield decode(chunk, self.limits)
+            return
         at = 0
         while at < len(chunk):
             goal = HEADER.size if self.wanted is None else self.wanted

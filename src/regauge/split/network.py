@@ -30,6 +30,7 @@ from regauge.split.host import Host, refusal
 from regauge.split.transport import TransportError
 
 SERVICE, METHOD = "regauge.Split", "Exchange"
+PIECE = CHUNK + (1 << 16)  # so that a tensor of 1 MiB crosses in one, with its header
 BEAT = 1.0  # seconds between empty chunks while the server computes
 _log = logging.getLogger("regauge.split")
 
@@ -155,7 +156,7 @@ class Server:
                     work = loop.run_in_executor(self.pool, self.host.answer, frame, peer)
                     while not (await asyncio.wait([work], timeout=BEAT))[0]:
                         yield b""
-                    for piece in chunks([memoryview(work.result())]):
+                    for piece in chunks([memoryview(work.result())], PIECE):
                         yield piece
             except FrameError as error:
                 yield refusal(error)
@@ -225,7 +226,7 @@ class Grpc:
             raise TransportError(f"{self.address}: {what}") from error
 
     async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:
-        for piece in chunks(request):
+        for piece in chunks(request, PIECE):
             await stream.write(piece)
             self.heard = time.monotonic()
 

@@ -195,7 +195,7 @@ class Edge:
 
     def __init__(self, model: Module, element: Element, *, any_optimizer: bool = False, entry: frozenset[str] = frozenset()) -> None:
         self.model, self.element, self.any_optimizer, self.entry = weakref.ref(model), element, any_optimizer, entry
-        self.kinds = {name: _kind(member) for name, member in element.members.items()}
+        self.kinds = {name: member_kind(member) for name, member in element.members.items()}
         self.passed: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         if not any_optimizer and any(kind != "signed" for kind in self.kinds.values()):
             _guard(self)
@@ -251,7 +251,8 @@ def _nothing() -> None:
 MemberKind = Literal["signed", "orthogonal", "linear"]
 
 
-def _kind(member: Member) -> MemberKind:
+def member_kind(member: Member) -> MemberKind:
+    """What a member is to an optimizer: signs and places, a rotation, or neither."""
     if SignedPermutation().fault(member) is None:
         return "signed"
     matrix = member.matrix()

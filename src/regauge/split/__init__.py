@@ -1,0 +1,14 @@
+"""Split learning: data, labels, embedding and head stay with a client, the backbone is on a server, and a few named tensors cross a network.
+
+    host = Host(backbone, Training("adamw", rate=1e-3), folder="kept")    # the server's side
+    link = connect(model, InProcess(host), element=g, rows="batch")       # the client's: the model is trained as ever
+
+`frames` has the bytes that cross, `passing` what is in them, `host` the server's rules, `log` the client's, `network` gRPC.
+"""
+
+from regauge.split.client import Link, connect
+from regauge.split.host import Host
+from regauge.split.optimizing import Training
+from regauge.split.transport import InProcess, Transport, TransportError
+
+__all__ = ["Host", "InProcess", "Link", "Training", "Transport", "TransportError", "connect"]

@@ -1,0 +1,284 @@
+"""Frames: named tensors and a few values as bytes, and back. Nothing that is read is ever executed, and nothing is allocated that was not declared.
+
+    header   32 bytes, little-endian: "rgsp", version, kind, two zero bytes, length of the table, length of the payload, number, CRC-32 of all else
+    table    JSON: {"values": {...}, "tensors": [[name, dtype, shape, codec], ...]}
+    payload  the tensors' bytes, one after the other, in the order of the table
+
+A tensor of floats may cross as bfloat16, as float16, or as int8 with one float32 scale for each row of its last axis (`codec`); it comes out in the
+dtype it had. A frame is cut into chunks of about 1 MiB; `Assembler` puts them together again, within limits that are looked at as soon as the header
+is there. Whatever is wrong with the bytes is a `FrameError` with a code that can be sent back.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+
+from regauge.errors import RegaugeError
+
+Tensor = torch.Tensor
+Value = str | int | float | bool | None | list["Value"]
+MAGIC, VERSION = b"rgsp", 1
+HEADER = struct.Struct("<4sBBHIQQI")
+CHUNK = 1 << 20
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CODECS = ("", "BF16", "F16", "Q8")  # as they are; in half the bytes; in a quarter
+
+
+class FrameError(RegaugeError):
+    """Bytes that are no frame, or none that may come here. `code` says which fault it is, for the other side."""
+
+    def __init__(self, code: str, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class RefusedError(FrameError):
+    """What the other side says was wrong with a frame that reached it whole."""
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    FORWARD = 3
+    OUTPUT = 4
+    BACKWARD = 5
+    GRADIENT = 6
+    STEP = 7
+    ACKNOWLEDGE = 8
+    ERROR = 9
+    BYE = 10
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one side is ready to take: bytes of a payload and of a table, tensors in a frame, axes of a tensor."""
+
+    payload: int = 1 << 30
+    table: int = 1 << 16
+    tensors: int = 64
+    axes: int = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One message. `number` is what its step, or whatever else it belongs to, is known by."""
+
+    kind: Kind
+    number: int = 0
+    values: Mapping[str, Value] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    check: int = 0  # of a frame that came: the checksum of its bytes, by which a second one of its number is told from the same one again
+
+
+def encode(frame: Frame, codec: str = "", exact: Collection[str] = ()) -> list[memoryview]:
+    """The bytes of a frame, as views: tensors that need no other form are not copied.
+
+    `codec` is for tensors of float32 and float64, except those named in `exact` (masks, which hold numbers that no shorter form has).
+    """
+    if codec not in CODECS:
+        raise FrameError("codec", f"there is no codec {codec!r}", hint=f"choose from {', '.join(c or '(none)' for c in CODECS)}")
+    rows: list[list[Any]] = []
+    parts: list[memoryview] = []
+    for name, tensor in frame.tensors.items():
+        if tensor.dtype not in NAMES:
+            raise FrameError("dtype", f'"{name}" is {str(tensor.dtype).removeprefix("torch.")}, which does not cross')
+        used = codec if name not in exact and tensor.dtype in (torch.float32, torch.float64) and tensor.dim() else ""
+        rows.append([name, NAMES[tensor.dtype], list(tensor.shape), used])
+        parts += [_bytes_of(t) for t in _packed(tensor.detach().cpu(), used)]
+    table = json.dumps({"values": dict(frame.values), "tensors": rows}, separators=(",", ":"), allow_nan=False).encode()
+    head = HEADER.pack(MAGIC, VERSION, int(frame.kind), 0, len(table), sum(map(len, parts)), frame.number, 0)[:-4]
+    check = zlib.crc32(head + table)
+    for part in parts:
+        check = zlib.crc32(part, check)
+    return [memoryview(head + struct.pack("<I", check) + table), *(p for p in parts if len(p))]
+
+
+def chunks(parts: Sequence[memoryview], size: int = CHUNK) -> Iterator[bytes]:
+    """The same bytes in pieces of one size, but for the last."""
+    held: list[memoryview] = []
+    room = size
+    for part in parts:
+        at = 0
+        while at < len(part):
+            piece = part[at : at + room]
+            held.append(piece)
+            at, room = at + len(piece), room - len(piece)
+            if not room:
+                yield b"".join(held)
+                held, room = [], size
+    if held:
+        yield b"".join(held)
+
+
+class Assembler:
+    """Chunks in, frames out. Holds one frame at a time, and never more than its header declares and the limits allow. After an error it is done."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits, self.whole = limits or Limits(), bytearray()
+        self.wanted: int | None = None
+
+    def feed(self, chunk: bytes) -> Iterator[Frame]:
+        """The frames that are complete with this chunk."""
+        if not self.whole and length_of(chunk, self.limits) == len(chunk):  # one that is all of a frame is not copied
+            yield decode(chunk, self.limits)
+            return
+        at = 0
+        while at < len(chunk):
+            goal = HEADER.size if self.wanted is None else self.wanted
+            piece = chunk[at : at + goal - len(self.whole)]
+            self.whole += piece
+            at += len(piece)
+            if len(self.whole) < goal:
+                return
+            if self.wanted is None:
+                self.wanted = HEADER.size + sum(_lengths(self.whole, self.limits))
+            if len(self.whole) == self.wanted:
+                frame = decode(self.whole, self.limits)
+                self.whole, self.wanted = bytearray(), None
+                yield frame
+
+    @property
+    def is_between(self) -> bool:
+        """Is no frame half here?"""
+        return not self.whole
+
+
+def decode(data: bytes | bytearray, limits: Limits | None = None) -> Frame:
+    """The frame of these bytes, all of them."""
+    limits = limits or Limits()
+    table, payload = _lengths(data, limits)
+    if len(data) != HEADER.size + table + payload:
+        raise FrameError("length", f"a frame of {HEADER.size + table + payload} bytes is declared, and {len(data)} are there")
+    kind, number, check = data[5], *HEADER.unpack_from(data)[6:]
+    if _checksum(data) != check:
+        raise FrameError("checksum", "the frame's bytes are not those that were sent")
+    values, rows = _table(bytes(data[HEADER.size : HEADER.size + table]), limits)
+    tensors: dict[str, Tensor] = {}
+    view, at = memoryview(data), HEADER.size + table
+    for name, dtype, shape, codec in rows:
+        size = _size(dtype, shape, codec)
+        if at + size > len(data):
+            raise FrameError("length", f'the payload ends before "{name}" does')
+        tensors[name] = _unpacked(view[at : at + size], dtype, shape, codec)
+        at += size
+    if at != len(data):
+        raise FrameError("length", f"{len(data) - at} bytes of the payload belong to no tensor")
+    return Frame(Kind(kind), number, values, tensors, check)
+
+
+def _checksum(data: bytes | bytearray) -> int:
+    """Of all but itself: a number that was changed on its way would be another request."""
+    view = memoryview(data)
+    return zlib.crc32(view[HEADER.size :], zlib.crc32(view[: HEADER.size - 4]))
+
+
+def length_of(data: bytes | bytearray, limits: Limits) -> int | None:
+    """How many bytes the frame has that begins here, or None where its header is not whole yet."""
+    return HEADER.size + sum(_lengths(data, limits)) if len(data) >= HEADER.size else None
+
+
+def marks(data: memoryview) -> tuple[int, int]:
+    """The number and the checksum of a frame whose bytes begin here: what a reply to it is known by."""
+    number, check = HEADER.unpack_from(data)[6:]
+    return number, check
+
+
+def _lengths(data: bytes | bytearray, limits: Limits) -> tuple[int, int]:
+    """What a header declares, if it is one that may be answered."""
+    if len(data) < HEADER.size:
+        raise FrameError("length", f"a frame has a header of {HEADER.size} bytes, and {len(data)} are there")
+    magic, version, kind, zero, table, payload, _, _ = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise FrameError("magic", "the bytes are no frame of regauge's", hint="is something else speaking on this port?")
+    if version != VERSION:
+        raise FrameError("version", f"the frame is of version {version}, and this is version {VERSION}", hint="update the older side")
+    if kind not in Kind._value2member_map_ or zero:
+        raise FrameError("kind", f"there is no frame of kind {kind}" if not zero else "the header's spare bytes are not zero")
+    if table > limits.table or payload > limits.payload:
+        raise FrameError("limit", f"a table of {table} and a payload of {payload} bytes are declared, of at most {limits.table} and {limits.payload}")
+    return table, payload
+
+
+def _table(text: bytes, limits: Limits) -> tuple[dict[str, Value], list[tuple[str, str, tuple[int, ...], str]]]:
+    try:
+        found = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise FrameError("table", "the frame's table is no JSON") from error
+    if not isinstance(found, dict) or found.keys() != {"values", "tensors"} or not isinstance(found["values"], dict):
+        raise FrameError("table", 'the frame\'s table is not {"values": {...}, "tensors": [...]}')
+    rows = found["tensors"]
+    if not isinstance(rows, list) or len(rows) > limits.tensors:
+        raise FrameError("limit", f"a frame has a list of at most {limits.tensors} tensors")
+    out: list[tuple[str, str, tuple[int, ...], str]] = []
+    for row in rows:
+        if not (isinstance(row, list) and len(row) == 4 and all(isinstance(row[i], str) for i in (0, 1, 3)) and isinstance(row[2], list)):
+            raise FrameError("table", "a tensor of the table is not [name, dtype, shape, codec]")
+        name, dtype, shape, codec = row
+        if dtype not in DTYPES or codec not in CODECS or (codec and dtype not in ("F32", "F64")) or (codec and not shape):
+            raise FrameError("dtype", f'"{name[:64]}" is {dtype!r:.20} as {codec!r:.20}, which does not cross')
+        if len(shape) > limits.axes or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape) or prod(shape) > 1 << 40:
+            raise FrameError("shape", f'"{name[:64]}" has a shape that does not cross')
+        out.append((name, dtype, tuple(shape), codec))
+    if any(one[0] == other[0] for one, other in pairwise(sorted(out))):
+        raise FrameError("table", "two tensors of the table have one name")
+    return found["values"], out
+
+
+def _no_constant(text: str) -> None:
+    raise ValueError(text)
+
+
+def _size(dtype: str, shape: Sequence[int], codec: str) -> int:
+    count = prod(shape)
+    if codec == "Q8":
+        return 4 * prod(shape[:-1]) + count
+    return count * DTYPES[codec or dtype].itemsize
+
+
+def _packed(tensor: Tensor, codec: str) -> list[Tensor]:
+    if codec != "Q8":
+        return [tensor.to(DTYPES[codec]) if codec else tensor]
+    scale = tensor.abs().amax(-1, keepdim=True).float() / 127 if tensor.numel() else torch.zeros((*tensor.shape[:-1], 1))
+    rounded = (tensor / scale.clamp(min=1e-30)).round_().clamp_(-127, 127).to(torch.int8)
+    return [scale, rounded]
+
+
+def _unpacked(data: memoryview, dtype: str, shape: tuple[int, ...], codec: str) -> Tensor:
+    if codec != "Q8":
+        return _tensor_of(data, DTYPES[codec or dtype], shape).to(DTYPES[dtype])
+    split = 4 * prod(shape[:-1])
+    scale, rounded = _tensor_of(data[:split], torch.float32, (*shape[:-1], 1)), _tensor_of(data[split:], torch.int8, shape)
+    return (rounded * scale).to(DTYPES[dtype])
+
+
+def _tensor_of(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    out = torch.empty(shape, dtype=dtype)
+    if len(data):
+        out.view(-1).view(torch.uint8).numpy()[:] = data
+    return out
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]

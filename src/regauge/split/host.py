@@ -1,0 +1,484 @@
+"""The server's side, without any network: frames in, bytes out.
+
+A session's requests are numbered 1, 2, 3, ..., and the server's state is a function of those that it has answered. It keeps the number of the last
+one, `done`, and the bytes of the reply to it:
+
+    the same one again       the same bytes
+    the next one             executed
+    an earlier one           refused: "past"
+    a later one              refused: "gap", with `done`; the client sends what lies between again
+
+A request that is refused changes nothing and takes no number. FORWARD opens a pass, BACKWARD closes it and adds to the gradients. With its last
+BACKWARD, or by STEP after it, a client says that its loss has been gone through; after so many of those the optimizer takes a step. A pass that is
+open while another client's step changes the weights is run again, with the new ones, when its BACKWARD comes: nobody waits for anybody. FORWARD
+with number 0 is inference: it leaves nothing behind, except for a cache that it names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regauge.cutting import Crossing, cut
+from regauge.errors import CheckpointError
+from regauge.families import Boundary
+from regauge.split import keeping
+from regauge.split.frames import CODECS, Frame, FrameError, Kind, Limits, Value, decode, encode
+from regauge.split.optimizing import Training
+from regauge.split.passing import CACHE, blocks_of, described, dtype_of, unpack
+
+Tensor = torch.Tensor
+PROTOCOL = 1
+_log = logging.getLogger("regauge.split")
+
+
+@dataclass
+class _Open:
+    """A forward pass whose backward pass has not come yet. Its graph is for the weights that it was made with: a step makes it void."""
+
+    request: Frame
+    output: Tensor | None = None
+    inputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Cache:
+    """Keys and values of a text that is being generated. Its turns are numbered as a session's requests are."""
+
+    value: Any
+    turn: int
+    reply: bytes
+    check: int
+
+
+@dataclass
+class _Session:
+    peer: str
+    codec: str
+    limits: Limits
+    done: int = 0
+    saved: int = 0
+    check: int = 0
+    reply: bytes = b""
+    seen: float = 0.0
+    open: dict[int, _Open] = field(default_factory=dict)
+    caches: OrderedDict[str, _Cache] = field(default_factory=OrderedDict)
+
+
+class Host:
+    """A backbone that answers. `model` is one of a family that has a cut (or `boundaries` are given); only its blocks are used, the rest may be on
+    the meta device. With `training` it learns; without, it serves. With `folder` it is kept there every so many steps, and goes on from there.
+
+    `key` is the id of the key that locked the backbone, if it is to be compared with the clients'. `seed` is what dropout is drawn from.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        training: Training | None = None,
+        *,
+        folder: Path | str | None = None,
+        every: int = 100,
+        config: Mapping[str, Any] | None = None,
+        boundaries: Sequence[Boundary] | None = None,
+        limits: Limits | None = None,
+        key: str = "",
+        seed: int = 0,
+        sessions: int = 64,
+        graphs: int = 16,
+        caches: int = 8,
+        length: int = 8192,
+        idle: float = 3600.0,
+    ) -> None:
+        self.cut = cut(model, config, boundaries=boundaries)
+        self.about = described(self.cut, config)
+        self.sizes = self._sizes(config)
+        self.limits, self.key, self.seed = limits or Limits(), key, seed
+        self.most, self.graphs, self.caches, self.length, self.idle = sessions, graphs, caches, length, idle
+        self.dtype = dtype_of(self.cut)
+        self.names = {name: p for b in self.cut.boundaries for name, p in self._named(b)}
+        if any(p.is_meta for p in self.names.values()):
+            raise CheckpointError("the backbone's weights are on the meta device", hint="load them first")
+        self.device = next(iter(self.names.values())).device
+        self.training = training
+        self.trained = {n: p for n, p in self.names.items() if p.requires_grad and training is not None}
+        self.optimizer = training.build(self.trained.values()) if training is not None and self.trained else None
+        self.sessions: dict[str, _Session] = {}
+        self.step, self.waiting, self.kept_at = 0, 0, 0
+        self.folder, self.every = None if folder is None else Path(folder), every
+        self.lock = threading.Lock()
+        if self.folder is not None:
+            kept = keeping.load(self.folder)
+            if kept is not None:
+                self._restore(kept)
+
+    def _sizes(self, config: Mapping[str, Any] | None) -> dict[str, int]:
+        from regauge.errors import RegaugeError
+        from regauge.sources import spec_of
+
+        try:
+            return dict(spec_of(self.cut.model, config=config).sizes)
+        except RegaugeError:
+            return {}
+
+    def _named(self, boundary: Boundary) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return self.cut.model.get_submodule(boundary.blocks).named_parameters(boundary.blocks)
+
+    # Requests
+
+    def answer(self, frame: Frame, peer: str = "") -> bytes:
+        """The reply to a frame, always: what is wrong with it is a reply too. `peer` is who sent it, as far as the transport knows."""
+        with self.lock:
+            found = frame.values.get("session")
+            session = self.sessions.get(found) if isinstance(found, str) else None
+            try:
+                return self._answer(frame, peer)
+            except FrameError as error:
+                return refusal(error, frame, session.done if session else 0, session.saved if session else 0)
+            except Exception as error:  # blocks raise whatever they run into; the server goes on
+                _log.warning("request %d of a session failed: %s", frame.number, type(error).__name__)
+                failed = FrameError("failed", f"the server could not compute this: {type(error).__name__}: {str(error)[:200]}")
+                return refusal(failed, frame, session.done if session else 0, session.saved if session else 0)
+
+    def _answer(self, frame: Frame, peer: str) -> bytes:
+        if frame.kind is Kind.HELLO:
+            return self._hello(frame, peer)
+        session = self._session(frame, peer)
+        session.seen = time.monotonic()
+        match frame.kind:
+            case Kind.FORWARD if frame.number == 0:
+                return self._predict(session, frame)
+            case Kind.FORWARD | Kind.BACKWARD | Kind.STEP if frame.number > 0:
+                return self._once(session, frame)
+            case Kind.BYE:
+                self.sessions.pop(_text(frame, "session"))
+                return _bytes(Frame(Kind.BYE, frame.number))
+            case _:
+                raise FrameError("kind", f"a {frame.kind.name} of number {frame.number} is no request")
+
+    def _hello(self, frame: Frame, peer: str) -> bytes:
+        if frame.values.get("protocol") != PROTOCOL:
+            raise FrameError(
+                "version", f"the client speaks protocol {frame.values.get('protocol')!r:.20}, the server {PROTOCOL}", hint="update the older side"
+            )
+        for what, mine in self.about.items():
+            if frame.values.get(what) != mine:
+                other = str(frame.values.get(what))[:64]
+                raise FrameError("model", f"the server's {what} is {mine}, the client's {other}", hint="both sides need the same model, of one dtype")
+        key = frame.values.get("key")
+        if key and self.key and key != self.key:
+            raise FrameError("key", f"the backbone is locked with key {self.key}, the client has {key!r:.40}", hint="name the other key")
+        codec, limits = frame.values.get("codec"), frame.values.get("limits")
+        if codec not in CODECS:
+            raise FrameError("codec", f"there is no codec {codec!r:.20}")
+        if not (isinstance(limits, list) and len(limits) == 4 and all(type(n) is int and n > 0 for n in limits)):
+            raise FrameError("limit", "the client does not say what it is ready to take")
+        name = _text(frame, "session")
+        if len(name) != 32 or not name.isascii() or not name.isalnum():
+            raise FrameError("session", "a session's name is 32 letters and digits")
+        session = self.sessions.get(name)
+        if session is None:
+            self._make_room()
+            session = self.sessions[name] = _Session(peer, codec, Limits(*limits))  # type: ignore[arg-type]
+        elif session.peer != peer:
+            raise FrameError("session", "the session is another client's")
+        session.codec, session.limits, session.seen = codec, Limits(*limits), time.monotonic()  # type: ignore[arg-type]
+        told: dict[str, Value] = {
+            "protocol": PROTOCOL,
+            "session": name,
+            "done": session.done,
+            "saved": session.saved,
+            "keeps": self.folder is not None,
+        }
+        told |= {"limits": _listed(self.limits), "length": self.length, "trains": self.optimizer is not None, "step": self.step}
+        return _bytes(Frame(Kind.WELCOME, 0, told | (self.training.told() if self.training else {})))
+
+    def _make_room(self) -> None:
+        if len(self.sessions) < self.most:
+            return
+        name, oldest = min(self.sessions.items(), key=lambda item: item[1].seen)
+        if time.monotonic() - oldest.seen < self.idle:
+            raise FrameError("full", f"the server has {self.most} sessions, and takes no more", hint="end one, or come back later")
+        del self.sessions[name]
+
+    def _session(self, frame: Frame, peer: str) -> _Session:
+        session = self.sessions.get(_text(frame, "session"))
+        if session is None or session.peer != peer:
+            raise FrameError("session", "there is no such session of this client's", hint="say HELLO first")
+        return session
+
+    def _once(self, session: _Session, frame: Frame) -> bytes:
+        """Execute a request if it is the next one."""
+        n = frame.number
+        if n == session.done:
+            if frame.check != session.check:
+                raise FrameError("conflict", f"request {n} was another one when it was answered")
+            return session.reply
+        if n < session.done:
+            raise FrameError("past", f"request {n} was answered long ago: the last one is {session.done}")
+        if n > session.done + 1:
+            raise FrameError("gap", f"request {n} has come, and {session.done + 1} is the next one")
+        match frame.kind:
+            case Kind.FORWARD:
+                reply = self._forward(session, frame)
+            case Kind.BACKWARD:
+                reply = self._backward(session, frame)
+            case _:
+                reply = self._reply(session, Kind.ACKNOWLEDGE, frame, {})
+                self._count()
+        session.done, session.check, session.reply = n, frame.check, reply
+        if self.folder is None:
+            session.saved = n  # nothing outlives this server, so that there is nothing to send again
+        elif self.step - self.kept_at >= self.every:
+            self._keep()
+        return reply
+
+    def _forward(self, session: _Session, frame: Frame) -> bytes:
+        released = frame.values.get("release", [])
+        if not isinstance(released, list) or not all(type(n) is int for n in released):
+            raise FrameError("layout", '"release" is not a list of numbers')
+        still = {n: o for n, o in session.open.items() if n not in released}
+        if len(still) >= self.graphs:
+            raise FrameError("graphs", f"{len(still)} forward passes wait for their backward pass", hint="call backward(), or use torch.no_grad()")
+        passed = self._opened(frame)
+        assert passed.output is not None
+        reply = self._reply(session, Kind.OUTPUT, frame, {"stream": passed.output})
+        session.open = still | {frame.number: passed}
+        return reply
+
+    def _opened(self, frame: Frame) -> _Open:
+        crossing = self._crossing(frame)
+        wanted = self._wanted(frame, crossing)
+        with torch.enable_grad():  # in one process, the client's function is called without
+            z = self._run(crossing.replaced(**wanted), frame, f"{frame.values['session']}/{frame.number}")
+        if not z.requires_grad:
+            raise FrameError("graph", "nothing here is trained, and no gradient is wanted", hint="use torch.no_grad()")
+        return _Open(frame, z, wanted)
+
+    def _wanted(self, frame: Frame, crossing: Crossing) -> dict[str, Tensor]:
+        """The inputs whose gradients the client wants, as leaves of a graph."""
+        names = frame.values.get("wants", [])
+        if not isinstance(names, list):
+            raise FrameError("layout", '"wants" is not a list')
+        out: dict[str, Tensor] = {}
+        for name in names:
+            found = crossing.inputs.get(name) if isinstance(name, str) else None
+            if not isinstance(name, str) or not isinstance(found, Tensor) or not found.is_floating_point():
+                raise FrameError("layout", f"there is no gradient of {name!r:.64}")
+            out[name] = found.detach().requires_grad_()
+        return out
+
+    def _run(self, crossing: Crossing, frame: Frame, label: str) -> Tensor:
+        for block in crossing.blocks:
+            block.train(frame.values.get("training") is True)
+        with _drawing(f"{self.seed}/{label}"):
+            z = crossing.run()
+        if not isinstance(z, Tensor) or z.dim() != crossing.stream.dim():
+            raise FrameError("failed", "the blocks did not return a stream")
+        return z
+
+    def _crossing(self, frame: Frame) -> Crossing:
+        return unpack(frame, self.cut, self.sizes, self.dtype, self.device, self.length)
+
+    def _backward(self, session: _Session, frame: Frame) -> bytes:
+        of = frame.values.get("of")
+        passed = session.open.get(of) if type(of) is int else None
+        if passed is None:
+            raise FrameError("graph", f"no forward pass {of!r:.20} waits for its backward pass")
+        if passed.output is None:
+            passed = self._opened(passed.request)
+        assert passed.output is not None
+        slope = frame.tensors.get("stream")
+        if slope is None or frame.tensors.keys() != {"stream"}:
+            raise FrameError("layout", 'a backward pass has one tensor, "stream"')
+        if slope.shape != passed.output.shape or slope.dtype != passed.output.dtype:
+            raise FrameError("shape", f"the gradient has shape {list(slope.shape)}, the output {list(passed.output.shape)}, or another dtype")
+        if not bool(torch.isfinite(slope).all()):
+            raise FrameError("nonfinite", "the gradient holds NaN or Inf")
+        leaves = [*passed.inputs.values(), *self.trained.values()]
+        # Nothing is added to the parameters before all of it is there and finite: a failed request changes nothing.
+        found = torch.autograd.grad(passed.output, leaves, slope.to(self.device), allow_unused=True, retain_graph=True) if leaves else ()
+        if not all(bool(torch.isfinite(g).all()) for g in found if g is not None):
+            raise FrameError("nonfinite", "the gradients of the backbone hold NaN or Inf")
+        back = {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(passed.inputs.items(), found, strict=False)}
+        reply = self._reply(session, Kind.GRADIENT, frame, back)
+        del session.open[of]  # type: ignore[arg-type]
+        for p, g in zip(self.trained.values(), found[len(passed.inputs) :], strict=True):
+            if g is not None:
+                p.grad = g if p.grad is None else p.grad + g
+        if frame.values.get("step") is True:
+            self._count()
+        return reply
+
+    def _count(self) -> None:
+        """A loss has been gone through. After enough of them, take a step."""
+        if self.optimizer is None or self.training is None:
+            return
+        self.waiting += 1
+        if self.waiting < self.training.accumulate:
+            return
+        if self.training.clip:
+            torch.nn.utils.clip_grad_norm_(self.trained.values(), self.training.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.training.rate_at(self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step, self.waiting = self.step + 1, 0
+        for other in self.sessions.values():
+            for passed in other.open.values():
+                passed.output, passed.inputs = None, {}
+
+    def _predict(self, session: _Session, frame: Frame) -> bytes:
+        name, turn = frame.values.get("cache"), frame.values.get("turn")
+        if name is None:
+            with torch.no_grad():
+                return self._reply(session, Kind.OUTPUT, frame, {"stream": self._run(self._crossing(frame), frame, "predict")})
+        if not isinstance(name, str) or len(name) > 64 or type(turn) is not int or turn < 1:
+            raise FrameError("layout", "a cache has a name, and its turns are 1, 2, 3, ...")
+        cache = session.caches.get(name)
+        if cache is not None and cache.turn == turn and cache.check == frame.check:
+            return cache.reply
+        if turn != (cache.turn if cache else 0) + 1:
+            raise FrameError("cache", "the server has no such cache", hint="it was dropped, or the server was started again: generate anew")
+        cache = cache or _Cache(self._new_cache(), 0, b"", 0)
+        crossing = self._crossing(frame)
+        order = frame.values.get("rows")
+        if order is not None:
+            if not isinstance(order, list) or not all(type(i) is int and 0 <= i < self.length for i in order):
+                raise FrameError("layout", '"rows" is not a list of numbers')
+            cache.value.reorder_cache(torch.tensor(order, device=self.device))
+        with torch.no_grad():
+            z = self._run(crossing.replaced(**{CACHE: cache.value}), frame, "predict")
+        cache.reply = self._reply(session, Kind.OUTPUT, frame, {"stream": z})
+        cache.turn, cache.check = turn, frame.check
+        session.caches[name] = cache
+        session.caches.move_to_end(name)
+        while len(session.caches) > self.caches:
+            session.caches.popitem(last=False)
+        return cache.reply
+
+    def _new_cache(self) -> Any:
+        try:
+            from transformers import DynamicCache
+        except ImportError as error:
+            raise FrameError("cache", "the server has no transformers library, and so no caches", hint="generate with use_cache=False") from error
+        config = getattr(self.cut.model, "config", None)
+        if config is None:
+            raise FrameError("cache", "this model has no caches")
+        return DynamicCache(config=config)
+
+    def _reply(self, session: _Session, kind: Kind, frame: Frame, tensors: Mapping[str, Tensor]) -> bytes:
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        if size > session.limits.payload:
+            raise FrameError("limit", f"the reply has {size} bytes, and the client takes {session.limits.payload}")
+        values: dict[str, Value] = {"session": frame.values["session"], "saved": session.saved}
+        if "ticket" in frame.values:
+            values["ticket"] = frame.values["ticket"]
+        return _bytes(Frame(kind, frame.number, values, tensors), session.codec)
+
+    # What is kept
+
+    def keep(self) -> None:
+        """Write a checkpoint now, unless there is no folder."""
+        with self.lock:
+            if self.folder is not None:
+                self._keep()
+
+    def _keep(self) -> None:
+        assert self.folder is not None
+        buffers = {n: t for b in self.cut.boundaries for n, t in self._state(b)}
+        states = {n: self.optimizer.state.get(p, {}) for n, p in self.trained.items()} if self.optimizer is not None else {}
+        optimizer = {n: {k: v for k, v in found.items() if isinstance(v, Tensor)} for n, found in states.items()}
+        gradients = {n: p.grad for n, p in self.trained.items() if p.grad is not None}
+        sessions = {
+            name: {"peer": s.peer, "codec": s.codec, "limits": _listed(s.limits), "done": s.done, "check": s.check}
+            for name, s in self.sessions.items()
+        }
+        frames = {f"{name}/reply": s.reply for name, s in self.sessions.items() if s.reply}
+        frames |= {f"{name}/{n}": _bytes(o.request) for name, s in self.sessions.items() for n, o in s.open.items()}
+        digest = str(self.about["digest"])
+        keeping.save(self.folder, keeping.Kept(digest, self.step, self.waiting, buffers, optimizer, gradients, sessions, frames))
+        self.kept_at = self.step
+        for session in self.sessions.values():
+            session.saved = session.done
+
+    def _state(self, boundary: Boundary) -> Iterator[tuple[str, Tensor]]:
+        state: dict[str, Tensor] = self.cut.model.get_submodule(boundary.blocks).state_dict(prefix=f"{boundary.blocks}.")
+        return iter(state.items())
+
+    def _restore(self, kept: keeping.Kept) -> None:
+        if kept.digest != self.about["digest"]:
+            raise CheckpointError(f"{self.folder} holds another model's training", hint="name another folder")
+        with torch.no_grad():
+            for boundary in self.cut.boundaries:
+                for name, tensor in self._state(boundary):
+                    if name not in kept.weights:
+                        raise CheckpointError(f'{self.folder} has no "{name}"', hint="restore it from a copy")
+                    tensor.copy_(kept.weights[name])
+        for name, p in self.trained.items():
+            if name in kept.gradients:
+                p.grad = kept.gradients[name].to(p.device)
+            if self.optimizer is not None and kept.optimizer.get(name):
+                found = kept.optimizer[name]
+                self.optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in found.items()}
+        self.step = self.kept_at = kept.step
+        self.waiting = kept.waiting
+        for name, s in kept.sessions.items():
+            reply = kept.frames.get(f"{name}/reply", b"")
+            made = _Session(s["peer"], s["codec"], Limits(*s["limits"]), s["done"], s["done"], s["check"], reply, time.monotonic())
+            self.sessions[name] = made
+        for place, data in kept.frames.items():
+            name, _, n = place.partition("/")
+            if n.isdigit():
+                self.sessions[name].open[int(n)] = _Open(decode(data, self.limits))
+
+    def backbone(self) -> dict[str, Tensor]:
+        """The weights as they are now, by their names in the model, copied."""
+        with self.lock:
+            return {n: t.detach().clone() for b in self.cut.boundaries for n, t in self._state(b)}
+
+    @property
+    def blocks(self) -> tuple[torch.nn.Module, ...]:
+        return tuple(block for b in self.cut.boundaries for block in blocks_of(self.cut, b))
+
+
+def refusal(error: FrameError, frame: Frame | None = None, done: int = 0, saved: int = 0) -> bytes:
+    """What is wrong, as bytes for the other side."""
+    values: dict[str, Value] = {"code": error.code, "message": str(error)[:500], "hint": error.hint, "done": done, "saved": saved}
+    if frame is not None:
+        values["check"] = frame.check
+    return _bytes(Frame(Kind.ERROR, 0 if frame is None else frame.number, values))
+
+
+def _bytes(frame: Frame, codec: str = "") -> bytes:
+    return b"".join(encode(frame, codec))
+
+
+def _listed(limits: Limits) -> list[Value]:
+    return [limits.payload, limits.table, limits.tensors, limits.axes]
+
+
+def _text(frame: Frame, name: str) -> str:
+    found = frame.values.get(name)
+    if not isinstance(found, str):
+        raise FrameError(name, f'the frame says no "{name}"')
+    return found
+
+
+@contextmanager
+def _drawing(label: str) -> Iterator[None]:
+    """Random numbers that are a function of the label, whatever was drawn before. The process's own stay as they are."""
+    seed = int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "little") >> 1
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

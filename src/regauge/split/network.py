@@ -1,0 +1,287 @@
+"""gRPC: the same frames, in chunks of about 1 MiB, over one bidirectional stream for each client (grpc.aio, raw bytes, no protobuf).
+
+    with Server(host, "127.0.0.1:7000"):                                    # with tls=Tls(...) anywhere but on loopback
+        link = connect(model, Grpc("127.0.0.1:7000"))
+
+A peer that hangs is found by HTTP/2 pings, which go between the pieces of a frame, and not by how long a frame takes on a slow link. While the server
+computes it sends empty chunks, so that a client can tell work from silence. Whatever breaks is a `TransportError`; the next exchange opens a new
+stream. Mutual TLS is the rule: both sides show certificates of one authority, and a client's name is its certificate's. Without it a server listens
+on loopback only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import ipaddress
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from regauge.errors import need
+from regauge.files import reading
+from regauge.split.frames import CHUNK, Assembler, FrameError, Limits, chunks, length_of
+from regauge.split.host import Host, refusal
+from regauge.split.transport import TransportError
+
+SERVICE, METHOD = "regauge.Split", "Exchange"
+PIECE = CHUNK + (1 << 16)  # so that a tensor of 1 MiB crosses in one, with its header
+BEAT = 1.0  # seconds between empty chunks while the server computes
+_log = logging.getLogger("regauge.split")
+
+# Without a ping time-out a process that was stopped is not found at all (measured; keepalive alone does not).
+_OPTIONS = [
+    ("grpc.max_receive_message_length", 2 * CHUNK),
+    ("grpc.max_send_message_length", 2 * CHUNK),
+    ("grpc.keepalive_time_ms", 1000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.so_reuseport", 0),
+    ("grpc.enable_retries", 0),
+]
+_CLIENT_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Files in PEM: the authority that both sides trust, one's own certificate, and its key."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+    def read(self) -> tuple[bytes, bytes, bytes]:
+        with reading(self.authority):
+            authority = Path(self.authority).read_bytes()
+        with reading(self.certificate):
+            certificate = Path(self.certificate).read_bytes()
+        with reading(self.key):
+            return authority, certificate, Path(self.key).read_bytes()
+
+
+class _Loop:
+    """One event loop for all that this process serves and asks, in a thread of its own: grpc.aio is happiest with one."""
+
+    _made: asyncio.AbstractEventLoop | None = None
+    _lock = threading.Lock()
+
+    @classmethod
+    def get(cls) -> asyncio.AbstractEventLoop:
+        with cls._lock:
+            if cls._made is None:
+                cls._made = asyncio.new_event_loop()
+                threading.Thread(target=cls._made.run_forever, name="regauge-split", daemon=True).start()
+            return cls._made
+
+    @classmethod
+    def run(cls, work: Any, seconds: float | None = None) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, cls.get()).result(seconds)
+
+
+def is_loopback(address: str) -> bool:
+    if address.startswith("unix:"):
+        return True
+    name = address.rpartition(":")[0].strip("[]")
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def _require_private(address: str, tls: Tls | None, insecure: bool) -> None:
+    if tls is None and not insecure and not is_loopback(address):
+        raise TransportError(
+            f"{address} is not this machine, and without TLS anyone on the way reads and changes what crosses",
+            hint="give certificates (regauge.split.certs makes some), or insecure=True where another layer protects the network",
+        )
+
+
+class Server:
+    """A host behind a port. `port` is the one it was given, if the address asked for any (":0"). `clients` names those that may come, by the common
+    names of their certificates; without it, everyone whom the authority has signed."""
+
+    def __init__(
+        self, host: Host, address: str = "127.0.0.1:0", *, tls: Tls | None = None, clients: Collection[str] | None = None, insecure: bool = False
+    ) -> None:
+        need("grpc", "split")
+        _require_private(address, tls, insecure)
+        self.host, self.address, self.tls, self.clients = host, address, tls, None if clients is None else frozenset(clients)
+        self.pool = concurrent.futures.ThreadPoolExecutor(4, "regauge-split-host")
+        self.server, self.port = _Loop.run(self._start())
+
+    async def _start(self) -> tuple[Any, int]:
+        import grpc
+
+        server = grpc.aio.server(options=_OPTIONS)
+        handler = grpc.stream_stream_rpc_method_handler(self._exchange)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        try:
+            if self.tls is None:
+                port = server.add_insecure_port(self.address)
+            else:
+                authority, certificate, key = self.tls.read()
+                port = server.add_secure_port(self.address, grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True))
+            await server.start()
+        except RuntimeError as error:
+            raise TransportError(
+                f"{self.address} cannot be listened on", hint="is another server there, or is the address another machine's?"
+            ) from error
+        return server, port
+
+    async def _exchange(self, incoming: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        peer = _peer(context)
+        if self.clients is not None and peer not in self.clients:
+            yield refusal(FrameError("client", "this server does not know you", hint="ask its owner to list your certificate's name"))
+            return
+        assembler, loop = Assembler(self.host.limits), asyncio.get_running_loop()
+        async for chunk in incoming:
+            try:
+                for frame in assembler.feed(chunk):
+                    work = loop.run_in_executor(self.pool, self.host.answer, frame, peer)
+                    while not (await asyncio.wait([work], timeout=BEAT))[0]:
+                        yield b""
+                    for piece in chunks([memoryview(work.result())], PIECE):
+                        yield piece
+            except FrameError as error:
+                yield refusal(error)
+                return
+
+    def stop(self, grace: float = 5.0) -> None:
+        """Take no more, let what is under way end, and keep what is to be kept."""
+        with suppress(concurrent.futures.TimeoutError):
+            _Loop.run(self.server.stop(grace), grace + 5)
+        self.pool.shutdown()
+        self.host.keep()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+
+def _peer(context: Any) -> str:
+    """The common name of the client's certificate, which the handshake has verified; "" without TLS."""
+    found = context.auth_context().get("x509_common_name")
+    return found[0].decode(errors="replace") if found else ""
+
+
+class Grpc:
+    """A transport to a server's port. `silence` is for how many seconds nothing at all may come while a reply is due."""
+
+    def __init__(self, address: str, *, tls: Tls | None = None, insecure: bool = False, silence: float = 60.0, limits: Limits | None = None) -> None:
+        need("grpc", "split")
+        _require_private(address, tls, insecure)
+        self.address, self.tls, self.silence, self.limits = address, tls, silence, limits or Limits()
+        self.channel: Any = None
+        self.stream: Any = None
+        self.heard = 0.0
+        self.lock = threading.Lock()
+
+    def exchange(self, request: Sequence[memoryview]) -> bytes:
+        with self.lock:
+            self.heard = time.monotonic()
+            work = asyncio.run_coroutine_threadsafe(self._exchange(request), _Loop.get())
+            while True:
+                try:
+                    return work.result(1.0)
+                except (concurrent.futures.TimeoutError, TimeoutError):
+                    if time.monotonic() - self.heard > self.silence:
+                        self._drop()  # ends the stream, and with it what waits for it
+
+    async def _exchange(self, request: Sequence[memoryview]) -> bytes:
+        import grpc
+
+        try:
+            if self.stream is None or self.stream.done():
+                self.stream = self._open()
+            stream = self.stream
+            sending = asyncio.ensure_future(self._send(stream, request))
+            try:
+                return await self._receive(stream)
+            finally:
+                with suppress(Exception):
+                    await sending
+        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError, FrameError, OSError, TransportError) as error:
+            if self.stream is not None:
+                self.stream.cancel()
+            self.stream = None
+            what = error.code().name.lower().replace("_", " ") if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
+            raise TransportError(f"{self.address}: {what}") from error
+
+    async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:
+        for piece in chunks(request, PIECE):
+            await stream.write(piece)
+            self.heard = time.monotonic()
+
+    async def _receive(self, stream: Any) -> bytes:
+        import grpc
+
+        whole = bytearray()
+        while True:
+            piece = await stream.read()
+            if piece is grpc.aio.EOF:
+                code = await stream.code()
+                raise TransportError(f"the server ended the stream ({code.name.lower()})")
+            self.heard = time.monotonic()
+            whole += piece
+            length = length_of(whole, self.limits)
+            if length is not None and len(whole) >= length:
+                if len(whole) > length:
+                    raise TransportError("more came than a reply")
+                return bytes(whole)
+
+    def _open(self) -> Any:
+        import grpc
+
+        if self.channel is None:
+            if self.tls is None:
+                self.channel = grpc.aio.insecure_channel(self.address, options=_CLIENT_OPTIONS)
+            else:
+                authority, certificate, key = self.tls.read()
+                self.channel = grpc.aio.secure_channel(
+                    self.address, grpc.ssl_channel_credentials(authority, key, certificate), options=_CLIENT_OPTIONS
+                )
+        return self.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
+
+    def _drop(self) -> None:
+        async def drop() -> None:
+            if self.stream is not None:
+                self.stream.cancel()
+
+        _Loop.run(drop(), 5)
+
+    def close(self) -> None:
+        """Hang up. Another exchange would connect again."""
+
+        async def close() -> None:
+            if self.stream is not None:
+                self.stream.cancel()
+            if self.channel is not None:
+                await self.channel.close()
+            self.stream = self.channel = None
+
+        with suppress(concurrent.futures.TimeoutError):
+            _Loop.run(close(), 5)
+
+    def __enter__(self) -> Grpc:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

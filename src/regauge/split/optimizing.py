@@ -1,0 +1,79 @@
+"""How the server trains its backbone: an optimizer out of a short list, a rate that is a function of the step, clipping, accumulation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from regauge.errors import RegaugeError
+from regauge.split.frames import Value
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+class TrainingError(RegaugeError):
+    """Options of training that make no sense."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The server's options. They are its own: clients are told, and not asked.
+
+    `rate` is multiplied by the schedule: from 0 up in `warmup` steps, then constant, or down to 0 at `steps` along a line or a cosine. `clip` bounds
+    the norm of the backbone's gradient (the client's own parameters are not in it). A step is taken every `accumulate` backward passes.
+    """
+
+    optimizer: str = "adamw"
+    rate: float = 1e-3
+    decay: float = 0.0
+    momentum: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    schedule: str = "constant"
+    warmup: int = 0
+    steps: int = 0
+    clip: float = 0.0
+    accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise TrainingError(f'there is no optimizer "{self.optimizer}" here', hint=f"choose from {', '.join(OPTIMIZERS)}")
+        if self.schedule not in SCHEDULES:
+            raise TrainingError(f'there is no schedule "{self.schedule}"', hint=f"choose from {', '.join(SCHEDULES)}")
+        if self.schedule != "constant" and self.steps <= self.warmup:
+            raise TrainingError(f"a {self.schedule} schedule ends after its warm-up", hint="set steps to the number of all steps")
+        if self.accumulate < 1 or self.rate < 0 or self.clip < 0:
+            raise TrainingError("a rate or a clip is negative, or accumulate is not 1 or more")
+
+    def rate_at(self, step: int) -> float:
+        """The rate of a step, the first of which is 0. It needs no state, so that none has to be kept."""
+        if step < self.warmup:
+            return self.rate * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.rate
+        done = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
+        return self.rate * (1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
+
+    def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return OPTIMIZERS[self.optimizer](list(parameters), self)
+
+    def told(self) -> dict[str, Value]:
+        return {"optimizer": self.optimizer, "rate": self.rate, "schedule": self.schedule, "clip": self.clip, "accumulate": self.accumulate}
+
+
+def _sgd(parameters: list[torch.nn.Parameter], o: Training) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, o.rate, momentum=o.momentum, weight_decay=o.decay)
+
+
+def _adam(parameters: list[torch.nn.Parameter], o: Training) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, o.rate, betas=o.betas, eps=o.eps, weight_decay=o.decay)
+
+
+def _adamw(parameters: list[torch.nn.Parameter], o: Training) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, o.rate, betas=o.betas, eps=o.eps, weight_decay=o.decay)
+
+
+OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter], Training], torch.optim.Optimizer]] = {"sgd": _sgd, "adam": _adam, "adamw": _adamw}

@@ -17,7 +17,7 @@ HARM = 0.005  # the share of accuracy by which a merge may be worse after matchi
 
 def table2(lab: Lab) -> Results:
     """Simple, Fisher, RegMean and the three optimal-transport merges of two models: not matched, matched as in the paper, and matched by ours."""
-    ends, benches = open_pairs(lab, lambda ends: len(ends.ready) * (len(MATCHINGS) * (2 + len(METHODS)) + 3))
+    ends, benches = open_pairs(lab, lambda ends: len(ends.ready) * (len(MATCHINGS) * (2 + len(METHODS)) + 4))
     shown = Rows()
     for bench in benches:
         better = max((bench.merge(WAYS["none"], end) for end in ("A", "B")), key=lambda s: s["accuracy"])

@@ -60,3 +60,8 @@ def test_one_version() -> None:
     assert project is not None
     assert changes is not None
     assert project.group(1) == changes.group(1) == regauge.__version__
+
+
+def test_the_package_is_a_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "regauge", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == f"regauge {regauge.__version__}"

@@ -1,0 +1,8 @@
+"""`python -m regauge`: the command line."""
+
+import sys
+
+from regauge.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -347,19 +347,9 @@ def task_of(
     raise DataError(f"there is no loss for a {name} here", hint="known are language models, and classifiers of texts and of images")
 
 
-def read_examples(
-    module: torch.nn.Module,
-    data: Data,
-    *,
-    beside: Path | None = None,
-    tokenizer: Path | str | None = None,
-    length: int | None = None,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    labelled: bool = True,
-) -> tuple[Examples, dict[str, Any]]:
-    """Data as a model reads them, and its task: `task_of` and `prepare`."""
-    task, reader = task_of(module, data, beside=beside, tokenizer=tokenizer, length=length, mean=mean, std=std, labelled=labelled)
+def read_examples(module: torch.nn.Module, data: Data, **how: Any) -> tuple[Examples, dict[str, Any]]:
+    """Data as a model reads them, and its task: `task_of`, which says what may be given, and `prepare`."""
+    task, reader = task_of(module, data, **how)
     return prepare(task, data, reader), task
 
 

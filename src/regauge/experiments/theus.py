@@ -33,7 +33,7 @@ VARIANTS: dict[str, str] = {
 }
 # Beside these, for models that write no text of their own and look at training data, of which there is more than they would write: what noise gives,
 # which needs no data.
-NOISE: dict[str, str] = {"refined": "refined longer", "by what they do on noise": "drawn"}
+SILENT: dict[str, str] = {"refined": "refined longer", "by what they do on noise": "drawn"}
 WRITERS = frozenset({"gpt2", "llama"})  # language models: text that they write themselves is data-free
 # What is aimed at: the largest share of the vanilla barrier, or the largest mean in nats with the upper end of its interval; and of how many pairs.
 GOALS: dict[tuple[str, str], Mapping[str, float]] = {
@@ -63,7 +63,7 @@ def interval(values: Sequence[float]) -> float | None:
 
 def variants(kind: str) -> dict[str, str]:
     """The ways that a kind of models is matched in."""
-    return VARIANTS if kind in WRITERS else {**VARIANTS, **NOISE}
+    return VARIANTS if kind in WRITERS else {**VARIANTS, **SILENT}
 
 
 def barriers(lab: Lab) -> Results:

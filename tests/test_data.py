@@ -54,6 +54,8 @@ def test_npz_and_fields_of_different_lengths(tmp_path: Path) -> None:
         open_data(tmp_path / "a.npz")
     data = open_data(tmp_path / "a.npz", fields={"image": "X_train", "label": "y_train"})
     assert data["label"].tolist() == [0, 1, 2, 3]
+    np.savez(tmp_path / "b.npz", X=np.zeros((4, 2, 2), np.uint8), label=np.arange(3))
+    assert list(open_data(tmp_path / "b.npz", fields={"image": "X"})) == ["image"]  # these labels belong to something else
     with pytest.raises(DataError, match='no field "y_val"') as caught:
         open_data(tmp_path / "a.npz", fields={"label": "y_val"})
     assert "'y_test'" in str(caught.value.hint)

@@ -213,13 +213,13 @@ def test_rekey_never_has_the_plain_model(run: Run, tmp_path: Path, llama: Path, 
         if n.startswith("model.layers.") and t.dim() > 1
     }
     seen: list[bytes] = []
-    put = writing._Run._put
+    write = writing._write_all
 
-    def watch(self: Any, fd: int, data: Any) -> int:
-        seen.append(bytes(data))
-        return put(self, fd, data)
+    def watch(fd: int, view: memoryview) -> None:
+        seen.append(bytes(view))
+        write(fd, view)
 
-    monkeypatch.setattr(writing._Run, "_put", watch)
+    monkeypatch.setattr(writing, "_write_all", watch)
     assert run("rekey", tmp_path / "locked", "-k", key, "--to", tmp_path / "new", "-o", tmp_path / "again").code == 0
     assert len(seen) > 10
     assert not plain & set(seen)
@@ -316,8 +316,8 @@ import os, sys, signal, threading
 from regauge import writing
 from regauge.cli import main
 close = writing._Run._close
-def stop(self, fd, name):
-    close(self, fd, name)
+def stop(self, file):
+    close(self, file)
     os.kill(os.getpid(), int(sys.argv[1]))
     threading.Event().wait(1)
 writing._Run._close = stop

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from regauge.merging import merge, merge_tensors
+from regauge.merging import merge, merge_tensors, methods
 from regauge.merging.methods import METHODS, MergeError
 from regauge.merging.sparsifying import DensityError
 from regauge.merging.statistics import Gram
@@ -319,3 +319,16 @@ def test_what_cannot_be_is_refused_by_name() -> None:
     ):
         with pytest.raises(MergeError, match=words):
             call()
+
+
+def test_linear_rounds_as_mergekit_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two models almost cancel, the order of the sums decides on the digits that are left: so it is mergekit's, in every block."""
+    monkeypatch.setattr(methods, "STEP", 1000)
+    g = torch.Generator().manual_seed(0)
+    a = torch.randn(2500, generator=g).bfloat16()
+    b = (-7 / 4 * a.float() * (1 + 1e-3 * torch.randn(2500, generator=g))).bfloat16()
+    weights = torch.tensor([0.7, 0.4])
+    wanted = (weights[:, None] * torch.stack([a, b]).float()).sum(0) / weights.sum()
+    assert torch.equal(merge_tensors("linear", [a, b], weight=[0.7, 0.4]), wanted.bfloat16())
+    fused = torch.addcmul(a.float() * (0.7 / 1.1), b.float(), torch.tensor(0.4 / 1.1))
+    assert not torch.equal(fused.bfloat16(), wanted.bfloat16()), "the order makes a difference here, or this test shows nothing"

@@ -1,8 +1,8 @@
 """Checkpoints, written: one engine for all that makes a new checkpoint out of an old one, tensor by tensor.
 
 What is written goes into a hidden folder beside the output, `.NAME.partial`, is flushed to the disk, and is then renamed: the output is there whole
-or not at all. Tensors are computed ahead in a few threads, written in the order of the file by this one, and finished shards are flushed by another,
-so that computing, copying and the disk work at once; at most two of the largest tensors are in memory.
+or not at all. A few threads make tensors and write each in its place, piece by piece where it is made so; finished shards are flushed by another, so
+that computing, copying and the disk work at once; at most two of the largest tensors are in memory.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from regauge.blocks import Blocks, bits_of
 from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, read_header
 from regauge.errors import CheckpointError
 from regauge.files import amount, fsync_folder, write_bytes, writing
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
 
-# What makes each tensor: a torch tensor, or a numpy array of its bits.
+# What makes each tensor: a torch tensor, a numpy array of its bits, or blocks.
 Thunks = Mapping[str, Callable[[], Any]]
 
 Progress = Callable[[int, int], None]
@@ -270,7 +271,7 @@ def write_plan(
         size = plan.size
     with _staged(partial, plan, resume) as done:
         _check_space(parent, size - sum(f.size for f in plan.files if f.name in done))
-        run = _Run(partial, plan, thunks, done, progress, threads or min(4, os.cpu_count() or 1))
+        run = _Run(partial, plan, thunks, done, progress, threads or min(4, max(1, (os.cpu_count() or 1) - 1)))  # one core is the disk's
         with writing(out):
             run.write()
             for name, path in plan.copies.items():
@@ -320,7 +321,7 @@ def digest_of(array: Any) -> bytes:
     import numpy as np
 
     if not isinstance(array, np.ndarray):
-        array = _bits(array)
+        array = bits_of(array)
     flat: Any = np.ascontiguousarray(array).reshape(-1)
     return hashlib.sha256(flat.view(np.uint8) if flat.size else b"").digest()
 
@@ -436,8 +437,8 @@ class _Run:
     def write(self) -> None:
         sizes = [nbytes(dtype, shape) for file in self.files for _, dtype, shape in file.tensors]
         budget = max(2 * max(sizes, default=0), _SMALL)
-        waiting = deque((tensor, n) for tensor, n in zip((t for f in self.files for t in f.tensors), sizes, strict=True))
-        running: deque[tuple[Future[tuple[Any, bool]], int]] = deque()
+        waiting = deque(zip(self._places(), sizes, strict=True))
+        running: deque[tuple[Future[bool], int]] = deque()
         held = 0
         with ThreadPoolExecutor(self.threads, "regauge-compute") as pool, ThreadPoolExecutor(1, "regauge-flush") as flusher:
             flushes: deque[Future[None]] = deque()
@@ -445,30 +446,24 @@ class _Run:
             def ahead() -> None:
                 nonlocal held
                 while waiting and (not running or (held + waiting[0][1] <= budget and len(running) < 4 * self.threads)):
-                    tensor, n = waiting.popleft()
-                    running.append((pool.submit(self._compute, *tensor), n))
+                    place, n = waiting.popleft()
+                    running.append((pool.submit(self._write, *place), n))
                     held += n
 
             try:
                 for file in self.files:
-                    fd = os.open(self.folder / file.name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-                    try:
-                        unflushed = self._put(fd, file.header())
-                        for name, _, _ in file.tensors:
-                            ahead()
-                            future, n = running.popleft()
-                            data, finite = future.result()
-                            if not finite:
-                                self.nonfinite.append(name)
-                            unflushed += self._put(fd, data)
-                            del data, future
-                            held -= n
-                            if unflushed >= _FLUSH:
-                                flushes.append(flusher.submit(_flush, os.dup(fd)))
-                                unflushed = 0
-                        flushes.append(flusher.submit(self._close, os.dup(fd), file.name))
-                    finally:
-                        os.close(fd)
+                    unflushed = self._count(len(file.header()))
+                    for name, _, _ in file.tensors:
+                        ahead()
+                        future, n = running.popleft()
+                        if not future.result():
+                            self.nonfinite.append(name)
+                        unflushed += self._count(n)
+                        held -= n
+                        if unflushed >= _FLUSH:
+                            flushes.append(flusher.submit(_fsync, self.folder / file.name))
+                            unflushed = 0
+                    flushes.append(flusher.submit(self._close, file))
                     while flushes and flushes[0].done():
                         flushes.popleft().result()
                 for flush in flushes:
@@ -478,65 +473,88 @@ class _Run:
                 flusher.shutdown(wait=True)
                 raise
 
-    def _compute(self, name: str, dtype: str, shape: tuple[int, ...]) -> tuple[Any, bool]:
-        """The bytes of a tensor, without a copy, and whether they are all finite."""
+    def _places(self) -> Iterator[tuple[File, int, str, str, tuple[int, ...]]]:
+        """Every tensor with where it goes: its file, where it begins there, and what it is."""
+        for file in self.files:
+            at = len(file.header())
+            for name, dtype, shape in file.tensors:
+                yield file, at, name, dtype, shape
+                at += nbytes(dtype, shape)
+
+    def _write(self, file: File, at: int, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+        """Make a tensor and write it where it belongs. Is it finite?"""
+        fd = os.open(self.folder / file.name, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            os.lseek(fd, at, os.SEEK_SET)
+            return self._put(fd, name, dtype, shape)
+        finally:
+            os.close(fd)
+
+    def _put(self, fd: int, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
         import numpy as np
 
-        made = self.thunks[name]()
-        if not isinstance(made, np.ndarray):
-            made = _as_bits(made, name, dtype)
-        if made.shape != shape or made.itemsize != DTYPES[dtype][1]:
-            raise CheckpointError(f'"{name}" became {made.itemsize} bytes x {list(made.shape)}, but {dtype} {list(shape)} was announced')
-        bits = np.ascontiguousarray(made).reshape(-1)
-        finite = dtype not in FLOATS or is_finite(bits, dtype)
-        if not finite and self.plan.was_finite is not None and self.plan.was_finite(name):
+        made, written, finite = self.thunks[name](), 0, True
+        if tuple(made.shape) != shape:
+            raise CheckpointError(f'"{name}" became {list(made.shape)}, but {list(shape)} was announced')
+        digest = hashlib.sha256() if self.plan.finish is not None and name not in self.digests else None
+        for piece in _pieces(made, name, dtype):
+            bits = np.ascontiguousarray(piece).reshape(-1)
+            if finite and dtype in FLOATS and not is_finite(bits, dtype):
+                finite = False
+                self._require_nonfinite(name, dtype)
+            view = memoryview(bits.tobytes() if not bits.size else bits.view(np.uint8))  # type: ignore[arg-type]
+            written += len(view)
+            if digest is not None:
+                digest.update(view)
+            _write_all(fd, view)
+        if written != nbytes(dtype, shape):
+            raise CheckpointError(f'"{name}" became {written} bytes, but {dtype} {list(shape)} was announced')
+        if digest is not None:
+            self.digests[name] = digest.digest()
+        return finite
+
+    def _require_nonfinite(self, name: str, dtype: str) -> None:
+        """Refuse NaN or Inf, unless there was one before."""
+        if self.plan.was_finite is not None and self.plan.was_finite(name):
             raise CheckpointError(
                 f'"{name}" would hold NaN or Inf, which what it is made of does not',
                 hint=f"its new values are too large for {dtype} (store the model in a wider dtype first, or draw another element), "
                 "or something that is folded into it holds NaN or Inf",
             )
-        data = bits.view(np.uint8) if bits.size else b""
-        if self.plan.finish is not None and name not in self.digests:
-            self.digests[name] = digest_of(bits)
-        return data, finite
 
-    def _put(self, fd: int, data: Any) -> int:
-        view = memoryview(data)
-        n = len(view)
-        while len(view):
-            view = view[os.write(fd, view[:_CHUNK]) :]
+    def _count(self, n: int) -> int:
         self.written += n
         if self.progress:
             self.progress(self.written, self.total)
         return n
 
-    def _close(self, fd: int, name: str) -> None:
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        self.done.add(name)
+    def _close(self, file: File) -> None:
+        """Write the header, now that all the rest is there, and take note that the file is whole."""
+        with (self.folder / file.name).open("r+b" if file.tensors else "wb") as opened:
+            opened.write(file.header())
+            opened.flush()
+            os.fsync(opened.fileno())
+        self.done.add(file.name)
         _journal(self.folder, self.digest, self.done)
 
 
-def _flush(fd: int) -> None:
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _write_all(fd: int, view: memoryview) -> None:
+    while len(view):
+        view = view[os.write(fd, view[:_CHUNK]) :]
 
 
-def _as_bits(tensor: Tensor, name: str, dtype: str) -> Any:
-    if DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch.")) != dtype:
-        raise CheckpointError(f'"{name}" became {tensor.dtype}, but {dtype} was announced')
-    return _bits(tensor)
+def _pieces(made: Any, name: str, dtype: str) -> Iterator[Any]:
+    """The bits of what a thunk has made, as numpy arrays, in order."""
+    import numpy as np
 
-
-def _bits(tensor: Tensor) -> Any:
-    import torch
-
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return tensor.detach().cpu().resolve_neg().contiguous().view(whole).numpy()
+    if isinstance(made, np.ndarray):
+        if made.itemsize != DTYPES[dtype][1]:
+            raise CheckpointError(f'"{name}" became {made.itemsize} bytes a value, but {dtype} was announced')
+        yield made
+        return
+    if DTYPE_NAMES.get(str(made.dtype).removeprefix("torch.")) != dtype:
+        raise CheckpointError(f'"{name}" became {made.dtype}, but {dtype} was announced')
+    yield from made.make() if isinstance(made, Blocks) else (bits_of(made),)
 
 
 # The first bit pattern that is not finite, by dtype.

@@ -28,7 +28,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="A public seed, for experiments. Without it: the system's randomness.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, max=256, metavar="N", help="Threads that compute. Default: one per core, at most four.")
+    int | None, typer.Option("--threads", min=1, max=256, metavar="N", help="Threads that compute. Default: one per core but one, at most four.")
 ]
 Device = Annotated[str, typer.Option("--device", metavar="D", help="Where to compute: cpu, cuda, cuda:1, mps.")]
 Verbose = Annotated[int, typer.Option("-v", count=True, help="Say more; twice: show tracebacks.", show_default=False)]

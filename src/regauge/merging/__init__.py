@@ -100,6 +100,7 @@ def merge_tensors(
 ) -> torch.Tensor:
     """Merge the tensors of one place. `lambda` may be given as `lambda_`; the result has the dtype of the base, or of the first, unless given.
     `statistics` has what is known of each tensor, for methods that need it: its Fisher (a tensor like it), or its Gram."""
+    from regauge.blocks import whole
     from regauge.merging.methods import METHODS, NEEDED, Given, MergeError
 
     if method not in METHODS:
@@ -115,8 +116,8 @@ def merge_tensors(
         raise MergeError(f"{method} needs a base", hint="give base=")
     if not how.base and base is not None:
         raise MergeError(f"{method} knows no base", hint="give the base as one of the models, or leave it out")
-    whole = [*tensors] if base is None else [base, *tensors]
-    shapes = {tuple(t.shape) for t in whole}
+    together = [*tensors] if base is None else [base, *tensors]
+    shapes = {tuple(t.shape) for t in together}
     if len(shapes) > 1:
         raise MergeError(f'"{name}" has different shapes: {", ".join(str(list(s)) for s in sorted(shapes))}', hint="models of one size are merged")
     shared = {key: given.get(key, default) for key, default in how.shared.items()}
@@ -131,6 +132,5 @@ def merge_tensors(
     missing = next((k for k, v in [*shared.items(), *(item for e in each for item in e.items())] if v is NEEDED), None)
     if missing is not None:
         raise MergeError(f'{method} needs the parameter "{missing}"', hint=f"give {missing}=")
-    return how.merge(
-        Given(whole, shared, each if base is None else [{}, *each], None if base is None else 0, dtype, None, name, seed, statistics or ())
-    )
+    every, at = ([*each], None) if base is None else ([{}, *each], 0)
+    return whole(how.merge(Given(together, shared, every, at, dtype, None, name, seed, statistics or ())))

@@ -22,7 +22,7 @@ from regauge.matching import Progress
 from regauge.merging.basis import Kept, Verdict, aligned, ask, require_shared
 from regauge.merging.card import model_card
 from regauge.merging.layout import Model, Place, lay_out, sliced_config, stacks
-from regauge.merging.methods import METHODS, Given, MergeError
+from regauge.merging.methods import METHODS, Given, Made, MergeError
 from regauge.merging.recipes import Recipe
 from regauge.merging.tokens import FILES, Tables, tables_of
 from regauge.sources import spec_of
@@ -117,7 +117,7 @@ def stamps(merge: Merge) -> bytes:
     return json.dumps([said, merge.seed, files, elements, repr(r.data), merge.digests]).encode()
 
 
-def plan_merge(merge: Merge, out: Path, *, shard: int = SHARD) -> tuple[Plan, dict[str, Callable[[], torch.Tensor]]]:
+def plan_merge(merge: Merge, out: Path, *, shard: int = SHARD) -> tuple[Plan, dict[str, Callable[[], Made]]]:
     """The files of the output and what makes each tensor."""
     if is_file_name(out):
         raise MergeError(f"the output {out} is named like a file", hint="a merge is written as a folder: name one with -o")
@@ -139,7 +139,7 @@ def plan_merge(merge: Merge, out: Path, *, shard: int = SHARD) -> tuple[Plan, di
     if merge.tables is not None:
         copies = {name: path for name, path in copies.items() if name not in FILES} | dict(merge.tables.copies)
         small |= merge.tables.small
-    thunks: dict[str, Callable[[], torch.Tensor]] = {place.name: partial(_make, merge, place) for place in merge.places}
+    thunks: dict[str, Callable[[], Made]] = {place.name: partial(_make, merge, place) for place in merge.places}
     places = {place.name: place for place in merge.places}
     plan = Plan(tuple(files), small, copies, left, stamps(merge), lambda name: _were_finite(merge, places[name]))
     return plan, thunks
@@ -158,7 +158,7 @@ def _given(merge: Merge, place: Place) -> tuple[dict[str, Any], list[dict[str, A
     return shared, each
 
 
-def _make(merge: Merge, place: Place) -> torch.Tensor:
+def _make(merge: Merge, place: Place) -> Made:
     states = [merge.models[source.model].state for source, _ in place.parts]
     tensors: list[torch.Tensor] = [state[name] for state, (_, name) in zip(states, place.parts, strict=True)]
     if place.copied:

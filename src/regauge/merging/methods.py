@@ -9,7 +9,7 @@ iterates. Methods of transport are the weighted mean of models that `transport` 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -17,11 +17,13 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from regauge.blocks import Blocks, bits_of
 from regauge.errors import RegaugeError
 from regauge.merging.sparsifying import Deltas, Kept, Sparse, by_chance, by_magnitude, by_rank, whole
 
 Tensor = torch.Tensor
-STEP = 1 << 16  # values in a block: what the cache holds of a few float32 arrays
+Made = Tensor | Blocks  # a whole tensor, or what makes one
+STEP = 1 << 17  # values in a block: what the cache holds of a few float32 arrays
 
 
 class MergeError(RegaugeError):
@@ -78,7 +80,7 @@ class Method:
     next to the first (or the base) before, by what is known or else by their weights.
     """
 
-    merge: Callable[[Given], Tensor]
+    merge: Callable[[Given], Made]
     base: bool = False
     shared: Mapping[str, Any] = field(default_factory=dict)
     each: Mapping[str, Any] = field(default_factory=dict)
@@ -87,23 +89,34 @@ class Method:
     transport: bool = False
 
 
-def blockwise(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[[Sequence[Tensor], slice], Tensor]) -> Tensor:
+def blockwise(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[[Sequence[Tensor], slice], Tensor]) -> Blocks:
     """A tensor of this shape and dtype whose blocks are made of the blocks of others, in the working precision: copies, which may be used up."""
-    work, flat = working(tensors), [t.reshape(-1) for t in tensors]
-    n = flat[0].numel()
-    out = torch.empty(n, dtype=dtype)
-    held = [torch.empty(min(STEP, n), dtype=work) for _ in flat]
-    for at in range(0, n, STEP):
-        part = slice(at, min(at + STEP, n))
-        out[part] = make([h[: part.stop - at].copy_(t[part]) for h, t in zip(held, flat, strict=True)], part)
-    return out.view(tensors[0].shape)
+
+    def blocks() -> Iterator[Any]:
+        out, at = torch.empty(min(STEP, tensors[0].numel()), dtype=dtype), 0
+        bits = bits_of(out)
+        for parts in _parts(tensors, working(tensors)):
+            size = parts[0].numel()
+            made = make(parts, slice(at, at + size))
+            (out if size == bits.size else out[:size]).copy_(made)
+            yield bits if size == bits.size else bits[:size]
+            at += size
+
+    return Blocks(tuple(tensors[0].shape), dtype, blocks)
+
+
+def _parts(tensors: Sequence[Tensor], work: torch.dtype) -> Iterator[list[Tensor]]:
+    """The blocks of tensors, all at once, in the working precision. The next blocks take the place of the last."""
+    held = [torch.empty(min(STEP, t.numel()), dtype=work) for t in tensors]
+    for parts in zip(*(torch.split(t.reshape(-1), STEP) for t in tensors), strict=True):
+        yield [(h if h.numel() == p.numel() else h[: p.numel()]).copy_(p) for h, p in zip(held, parts, strict=True)]
 
 
 def working(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def combined(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.dtype) -> Tensor:
+def combined(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.dtype) -> Blocks:
     """The sum of tensors times factors."""
 
     def block(parts: Sequence[Tensor], _: slice) -> Tensor:
@@ -117,31 +130,36 @@ def combined(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.d
 
 def products(tensors: Sequence[Tensor], work: torch.dtype, minus: Tensor | None = None) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The inner products of tensors with each other, all less another one if that is given."""
-    flat = [t.reshape(-1) for t in tensors]
-    root = None if minus is None else minus.reshape(-1)
-    out = np.zeros((len(flat), len(flat)))
-    for at in range(0, flat[0].numel(), STEP):
-        parts = [t[at : at + STEP].to(work) for t in flat]
-        if root is not None:
-            parts = [p - root[at : at + STEP].to(work) for p in parts]
-        for i, x in enumerate(parts):
+    n = len(tensors)
+    out = np.zeros((n, n))
+    for parts in _parts([*tensors, *([] if minus is None else [minus])], work):
+        for i, x in enumerate(parts[:n]):
+            if minus is not None:
+                x.sub_(parts[n])
             for j in range(i + 1):
                 out[i, j] += float(x.dot(parts[j]))
     return np.tril(out) + np.tril(out, -1).T
 
 
-def linear(g: Given) -> Tensor:
+def linear(g: Given) -> Made:
     """The weighted mean, or with normalize off the weighted sum. A weighted mean of equal weights is a model soup."""
     weights = [float(p["weight"]) for p in g.each]
-    total = sum(weights) if g.shared.get("normalize", True) else 1.0
+    total = float(torch.tensor(weights, dtype=working(g.tensors)).sum()) if g.shared.get("normalize", True) else None
     if total == 0:
         raise MergeError(
             f'the weights of "{g.name}" add up to 0, and normalize would divide by that', hint="change a weight, or set normalize: false"
         )
-    return combined(g.tensors, [w / total for w in weights], g.out)
+
+    def block(parts: Sequence[Tensor], _: slice) -> Tensor:  # in mergekit's order: a value that is almost 0 depends on it
+        added = parts[0].mul_(weights[0])
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            added.add_(part.mul_(weight))
+        return added if total is None else added.div_(total)
+
+    return blockwise(g.tensors, g.out, block)
 
 
-def fisher(g: Given) -> Tensor:
+def fisher(g: Given) -> Made:
     """The mean of every value, weighted by what the diagonal Fisher says that it matters: sum w F x / sum w F (Matena and Raffel 2022). No Fisher
     counts as less than `floor` times the mean over the tensor and the models, so that what matters nowhere is averaged."""
     known = _known(g)
@@ -164,7 +182,7 @@ def fisher(g: Given) -> Tensor:
     return blockwise([*g.tensors, *known], g.out, block)
 
 
-def regmean(g: Given) -> Tensor:
+def regmean(g: Given) -> Made:
     """The weight whose layer does what each model's layer did to its own inputs, as nearly as can be in squares (Jin et al. 2023):
 
         W = (sum w G)^-1 sum w G W_i,     G = X^T X with its off-diagonal multiplied by `alpha`
@@ -221,7 +239,7 @@ def _positive(g: Given) -> list[float]:
     return weights
 
 
-def slerp(g: Given) -> Tensor:
+def slerp(g: Given) -> Made:
     """Along the great circle from the base to the other model. Where the two point almost one way (or opposite ways), along the line."""
     t = float(g.shared["t"])
     if len(g.tensors) == 1:
@@ -236,7 +254,7 @@ def slerp(g: Given) -> Tensor:
     return combined(pair, (math.sin(angle * (1 - t)) / math.sin(angle), math.sin(angle * t) / math.sin(angle)), g.out)
 
 
-def karcher(g: Given) -> Tensor:
+def karcher(g: Given) -> Made:
     """The mean on the sphere of the directions, with the mean of the lengths. The mean direction lies in the span of the inputs, so that it is
     sought among their coefficients."""
     tol, count = float(g.shared["tol"]), len(g.tensors)
@@ -272,7 +290,7 @@ def karcher(g: Given) -> Tensor:
     return combined(g.tensors, factors.tolist(), g.out)
 
 
-def model_stock(g: Given) -> Tensor:
+def model_stock(g: Given) -> Made:
     """Between the base and the mean of the others, nearer to the mean the smaller the angles between what they learned."""
     others = [g.tensors[i] for i in g.others]
     if not others:
@@ -281,12 +299,12 @@ def model_stock(g: Given) -> Tensor:
         raise MergeError("model_stock needs two models besides the base", hint="add a model, or use linear")
     if g.shared["filter_wise"]:
         rows = [t.reshape(t.shape[0], -1) if t.dim() > 1 else t.reshape(1, -1) for t in (g.root, *others)]
-        made = [_stock([r[i] for r in rows], g.out) for i in range(rows[0].shape[0])]
+        made = [_stock([r[i] for r in rows], g.out).tensor() for i in range(rows[0].shape[0])]
         return torch.stack(made).view(g.root.shape)
     return _stock([g.root, *others], g.out)
 
 
-def _stock(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def _stock(tensors: Sequence[Tensor], dtype: torch.dtype) -> Blocks:
     root, *others = tensors
     inner, n = products(others, working(tensors), minus=root), len(others)
     norms = np.sqrt(np.diag(inner))
@@ -296,7 +314,7 @@ def _stock(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return combined(tensors, (1 - t, *[t / n] * n), dtype)
 
 
-def passthrough(g: Given) -> Tensor:
+def passthrough(g: Given) -> Made:
     """The tensor as it is, or scaled."""
     if len(g.tensors) != 1:
         raise MergeError(
@@ -306,7 +324,7 @@ def passthrough(g: Given) -> Tensor:
     return g.tensors[0].to(g.out) if scale is None else combined(g.tensors, [float(scale)], g.out)
 
 
-def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Tensor:
+def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Made:
     """The base plus what the others learned (their differences from it), weighted: all of it, or what `sparse` keeps; all of it, or with a `vote`
     only what has the sign of the weighted sum."""
     root, others = g.root, g.others

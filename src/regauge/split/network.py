@@ -25,12 +25,11 @@ from typing import Any
 
 from regauge.errors import need
 from regauge.files import reading
-from regauge.split.frames import CHUNK, Assembler, FrameError, Limits, chunks, length_of
+from regauge.split.frames import CHUNK, PIECE, Assembler, Bytes, FrameError, Limits, chunks, decode
 from regauge.split.host import Host, refusal
 from regauge.split.transport import TransportError
 
 SERVICE, METHOD = "regauge.Split", "Exchange"
-PIECE = CHUNK + (1 << 16)  # so that a tensor of 1 MiB crosses in one, with its header
 BEAT = 1.0  # seconds between empty chunks while the server computes
 _log = logging.getLogger("regauge.split")
 
@@ -51,7 +50,7 @@ _OPTIONS = [
 _CLIENT_OPTIONS = [
     *_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 3000),  # is what a handshake may take, whatever its name says: several round trips of a slow link
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 
@@ -152,8 +151,8 @@ class Server:
         assembler, loop = Assembler(self.host.limits), asyncio.get_running_loop()
         async for chunk in incoming:
             try:
-                for frame in assembler.feed(chunk):
-                    work = loop.run_in_executor(self.pool, self.host.answer, frame, peer)
+                for data in assembler.cut(chunk):
+                    work = loop.run_in_executor(self.pool, self._answered, data, peer)
                     while not (await asyncio.wait([work], timeout=BEAT))[0]:
                         yield b""
                     for piece in chunks([memoryview(work.result())], PIECE):
@@ -161,6 +160,10 @@ class Server:
             except FrameError as error:
                 yield refusal(error)
                 return
+
+    def _answered(self, data: Bytes, peer: str) -> bytes:
+        """In a thread of its own: reading a frame takes time too, in which others are to be heard."""
+        return self.host.answer(decode(data, self.host.limits), peer)
 
     def stop(self, grace: float = 5.0) -> None:
         """Take no more, let what is under way end, and keep what is to be kept."""
@@ -182,6 +185,17 @@ def _peer(context: Any) -> str:
     return found[0].decode(errors="replace") if found else ""
 
 
+def _said(error: Any) -> str:
+    """What gRPC says of a call that failed, in few words. Certificates that do not fit are named: nothing else would lead there."""
+    what: str = error.code().name.lower().replace("_", " ")
+    details = str(error.details() or "")
+    if "handshake failed" in details.lower():
+        return f"{what}: the server's certificate is refused ({details.rpartition('OPENSSL_internal:')[2].removesuffix(': OK')[:80]})"
+    if details.endswith("Socket closed"):
+        return f"{what}: the server hung up; with TLS, it may not accept this client's certificate, or its not having one"
+    return what
+
+
 class Grpc:
     """A transport to a server's port. `silence` is for how many seconds nothing at all may come while a reply is due."""
 
@@ -194,7 +208,7 @@ class Grpc:
         self.heard = 0.0
         self.lock = threading.Lock()
 
-    def exchange(self, request: Sequence[memoryview]) -> bytes:
+    def exchange(self, request: Sequence[memoryview]) -> Bytes:
         with self.lock:
             self.heard = time.monotonic()
             work = asyncio.run_coroutine_threadsafe(self._exchange(request), _Loop.get())
@@ -205,14 +219,18 @@ class Grpc:
                     if time.monotonic() - self.heard > self.silence:
                         self._drop()  # ends the stream, and with it what waits for it
 
-    async def _exchange(self, request: Sequence[memoryview]) -> bytes:
+    async def _exchange(self, request: Sequence[memoryview]) -> Bytes:
         import grpc
 
         try:
             if self.stream is None or self.stream.done():
                 self.stream = self._open()
             stream = self.stream
-            sending = asyncio.ensure_future(self._send(stream, request))
+            if sum(map(len, request)) <= PIECE:
+                with suppress(Exception):  # what broke it, or a refusal that came before, is read below
+                    await self._send(stream, request)
+                return await self._receive(stream)
+            sending = asyncio.ensure_future(self._send(stream, request))  # a refusal may come before all is sent
             try:
                 return await self._receive(stream)
             finally:
@@ -222,7 +240,7 @@ class Grpc:
             if self.stream is not None:
                 self.stream.cancel()
             self.stream = None
-            what = error.code().name.lower().replace("_", " ") if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
+            what = _said(error) if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
             raise TransportError(f"{self.address}: {what}") from error
 
     async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:
@@ -230,22 +248,21 @@ class Grpc:
             await stream.write(piece)
             self.heard = time.monotonic()
 
-    async def _receive(self, stream: Any) -> bytes:
+    async def _receive(self, stream: Any) -> Bytes:
         import grpc
 
-        whole = bytearray()
+        assembler = Assembler(self.limits)
         while True:
             piece = await stream.read()
             if piece is grpc.aio.EOF:
                 code = await stream.code()
                 raise TransportError(f"the server ended the stream ({code.name.lower()})")
             self.heard = time.monotonic()
-            whole += piece
-            length = length_of(whole, self.limits)
-            if length is not None and len(whole) >= length:
-                if len(whole) > length:
+            found = list(assembler.cut(piece))
+            if found:
+                if len(found) > 1 or not assembler.is_between:
                     raise TransportError("more came than a reply")
-                return bytes(whole)
+                return found[0]
 
     def _open(self) -> Any:
         import grpc

@@ -80,7 +80,8 @@ class Proxy:
         both = (writer, back)
         pumps = [asyncio.ensure_future(self._pump(reader, back, both, 0)), asyncio.ensure_future(self._pump(there, writer, both, 1))]
         try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            with suppress(asyncio.CancelledError):  # the proxy is closed
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for pump in pumps:
                 pump.cancel()

@@ -11,6 +11,8 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from regauge.split import Host, InProcess, Link, TransportError, connect
 from splits import ADAMW, columns, locked, made, optimizer_of, whole
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "preloaded"])
+FORKS.set_forkserver_preload(["torch", "scipy.stats", "scipy.optimize", "safetensors.torch", "preloaded"])
 SECRET = 5
 PATIENCE = 300.0
 
@@ -44,6 +46,7 @@ def trained(
             after(step)
 
 
+@cache
 def calm(steps: int, rows: int = 64) -> dict[str, torch.Tensor]:
     """The weights of a run that nothing disturbs."""
     mine = made("gpt2")
@@ -64,10 +67,23 @@ def kept(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     return whole(mine, host, g)
 
 
+def _start_forks() -> None:
+    """Start the server of forks so that it finds `preloaded`, which lies here. Its children find everything by themselves."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *([before] if before else [])])
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before:
+            os.environ["PYTHONPATH"] = before
+
+
 class Child:
     """A process and what it says."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        _start_forks()
         self.pipe, there = FORKS.Pipe()
         self.process = FORKS.Process(target=target, args=(there, *args), daemon=True)
         self.process.start()
@@ -82,7 +98,7 @@ class Child:
         self.process.join()
         self.pipe.close()
 
-    def said(self, what: str, seconds: float = 120.0) -> tuple[Any, ...]:
+    def said(self, what: str, seconds: float = 300.0) -> tuple[Any, ...]:
         """The next thing said of this kind; those before it are dropped."""
         until = time.monotonic() + seconds
         while self.pipe.poll(max(0.0, until - time.monotonic())):

@@ -49,7 +49,7 @@ class Run:
 
     def until_busy(self, fault: int) -> None:
         """Wait until the client is some way into the steps of this fault, and goes on."""
-        self.client.pipe.send(EACH * (fault + 1) + 1)
+        self.client.pipe.send(EACH * (fault + 1))
         at = EACH * fault + self.random.randrange(2)
         while self.reached < at:
             self.reached = self.client.said("step")[1]
@@ -98,6 +98,7 @@ def test_a_process_that_hangs(run: Run, which: str) -> None:
         hung: Child = getattr(run, which)
         hung.signal(signal.SIGSTOP)
         stopped = time.monotonic()
+        run.client.pipe.send(EACH * (fault + 1) + 1)  # so that there is a step that it must be found in
         time.sleep(10.0 if IS_SOAK else (5.5, 0.5)[fault % 2])
         hung.signal(signal.SIGCONT)
         back = time.monotonic()

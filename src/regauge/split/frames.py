@@ -344,7 +344,7 @@ def _unpacked(data: memoryview, dtype: str, shape: tuple[int, ...], codec: str) 
 def _tensor_of(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if dtype is torch.bool:  # whatever is not 0 is true: torch takes no other byte than 1 for it
         return _tensor_of(data, torch.uint8, shape).ne(0)
-    if len(data) and not data.readonly and np.frombuffer(data, np.uint8).ctypes.data % dtype.itemsize == 0:
+    if len(data) and not data.readonly and np.frombuffer(data, np.uint8).__array_interface__["data"][0] % dtype.itemsize == 0:
         return torch.frombuffer(data, dtype=dtype).view(shape)  # of a buffer that is this frame's alone
     out = torch.empty(shape, dtype=dtype)
     if len(data):

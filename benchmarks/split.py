@@ -32,7 +32,7 @@ import torch
 
 from regauge.split.certs import make_certificates
 from regauge.split.frames import Bytes, Frame, Kind, Limits, Value, encode
-from regauge.split.network import _CLIENT_OPTIONS, _OPTIONS, CHUNK, Grpc, Server, Tls, _Loop
+from regauge.split.network import CHUNK, Grpc, Server, Tls, _Loop
 
 ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "300"))
 SECONDS = float(os.environ.get("REGAUGE_SECONDS", "15"))
@@ -200,7 +200,7 @@ class Raw:
         import grpc
 
         authority, certificate, key = tls.read()
-        channel = grpc.aio.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(authority, key, certificate), options=_CLIENT_OPTIONS)
+        channel = grpc.aio.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(authority, key, certificate))
         return channel.stream_stream("/raw/Echo")(), channel
 
     def trips(self, up: int, down: int, count: int) -> list[float]:
@@ -303,7 +303,7 @@ async def _raw_server(tls: Tls) -> int:
                 yield piece
                 down -= len(piece)
 
-    server = grpc.aio.server(options=_OPTIONS)
+    server = grpc.aio.server()
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("raw", {"Echo": grpc.stream_stream_rpc_method_handler(echo)}),))
     authority, certificate, key = tls.read()
     port: int = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True))

@@ -3,10 +3,10 @@
     with Server(host, "127.0.0.1:7000"):                                    # with tls=Tls(...) anywhere but on loopback
         link = connect(model, Grpc("127.0.0.1:7000"))
 
-A peer that hangs is found by HTTP/2 pings, which go between the pieces of a frame, and not by how long a frame takes on a slow link. While the server
-computes it sends empty chunks, so that a client can tell work from silence. Whatever breaks is a `TransportError`; the next exchange opens a new
-stream. Mutual TLS is the rule: both sides show certificates of one authority, and a client's name is its certificate's. Without it a server listens
-on loopback only.
+A peer that hangs is found by HTTP/2 pings, which go between the pieces of a frame, and not by how long a frame takes on a slow link: there pieces are
+small (`Pace`), so that no ping waits long behind one. While the server computes it sends empty chunks, so that a client can tell work from silence.
+Whatever breaks is a `TransportError`; the next exchange opens a new stream. Mutual TLS is the rule: both sides show certificates of one authority,
+and a client's name is its certificate's. Without it a server listens on loopback only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ipaddress
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from regauge.split.transport import TransportError
 
 SERVICE, METHOD = "regauge.Split", "Exchange"
 BEAT = 1.0  # seconds between empty chunks while the server computes
+SMALL, HALF = 1 << 16, 0.5  # bytes of the smallest piece, and seconds that a larger one may take
 _log = logging.getLogger("regauge.split")
 
 # Without a ping time-out a process that was stopped is not found at all (measured; keepalive alone does not).
@@ -44,6 +45,7 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.bdp_probe", 0),  # with it there is room for 4 MiB in flight, which pings then wait behind
     ("grpc.so_reuseport", 0),
     ("grpc.enable_retries", 0),
 ]
@@ -89,6 +91,30 @@ class _Loop:
     @classmethod
     def run(cls, work: Any, seconds: float | None = None) -> Any:
         return asyncio.run_coroutine_threadsafe(work, cls.get()).result(seconds)
+
+
+class Pace:
+    """How large the pieces of a frame are: as much as the way carries in half a second, by the pieces before; small ones at first.
+
+    A message is in flight as a whole, since its reader makes room for all of it, and a ping waits behind what is in flight.
+    """
+
+    def __init__(self) -> None:
+        self.size, self.sent, self.seconds = SMALL, 0.0, 0.0
+
+    def pieces(self, parts: Sequence[memoryview]) -> Iterator[bytes]:
+        """The bytes in pieces. The time that a piece took is the time until the next one is asked for."""
+        for part in chunks(parts, PIECE):
+            at = 0
+            while at < len(part):
+                piece = part[at : at + self.size] if at or len(part) > self.size else part
+                began = time.monotonic()
+                yield piece
+                # Recent pieces count most. Some take no time at all, because there was room for them; what counts is the sum.
+                self.sent, self.seconds = self.sent / 2 + len(piece), self.seconds / 2 + time.monotonic() - began
+                at += len(piece)
+                fits = int(HALF * self.sent / max(self.seconds, 1e-9))
+                self.size = max(SMALL, min(PIECE, 2 * self.size, fits))
 
 
 def is_loopback(address: str) -> bool:
@@ -148,14 +174,14 @@ class Server:
         if self.clients is not None and peer not in self.clients:
             yield refusal(FrameError("client", "this server does not know you", hint="ask its owner to list your certificate's name"))
             return
-        assembler, loop = Assembler(self.host.limits), asyncio.get_running_loop()
+        assembler, loop, pace = Assembler(self.host.limits), asyncio.get_running_loop(), Pace()
         async for chunk in incoming:
             try:
                 for data in assembler.cut(chunk):
                     work = loop.run_in_executor(self.pool, self._answered, data, peer)
                     while not (await asyncio.wait([work], timeout=BEAT))[0]:
                         yield b""
-                    for piece in chunks([memoryview(work.result())], PIECE):
+                    for piece in pace.pieces([memoryview(work.result())]):
                         yield piece
             except FrameError as error:
                 yield refusal(error)
@@ -205,7 +231,7 @@ class Grpc:
         self.address, self.tls, self.silence, self.limits = address, tls, silence, limits or Limits()
         self.channel: Any = None
         self.stream: Any = None
-        self.heard = 0.0
+        self.pace, self.heard = Pace(), 0.0
         self.lock = threading.Lock()
 
     def exchange(self, request: Sequence[memoryview]) -> Bytes:
@@ -226,7 +252,7 @@ class Grpc:
             if self.stream is None or self.stream.done():
                 self.stream = self._open()
             stream = self.stream
-            if sum(map(len, request)) <= PIECE:
+            if sum(map(len, request)) <= self.pace.size:
                 with suppress(Exception):  # what broke it, or a refusal that came before, is read below
                     await self._send(stream, request)
                 return await self._receive(stream)
@@ -239,12 +265,12 @@ class Grpc:
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError, FrameError, OSError, TransportError) as error:
             if self.stream is not None:
                 self.stream.cancel()
-            self.stream = None
+            self.stream, self.pace = None, Pace()
             what = _said(error) if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
             raise TransportError(f"{self.address}: {what}") from error
 
     async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:
-        for piece in chunks(request, PIECE):
+        for piece in self.pace.pieces(request):
             await stream.write(piece)
             self.heard = time.monotonic()
 

@@ -211,14 +211,14 @@ def _peer(context: Any) -> str:
     return found[0].decode(errors="replace") if found else ""
 
 
-def _said(error: Any) -> str:
-    """What gRPC says of a call that failed, in few words. Certificates that do not fit are named: nothing else would lead there."""
+def _said(error: Any, with_tls: bool) -> str:
+    """What gRPC says of a call that failed, in few words. Certificates that may not fit are named: nothing else would lead there."""
     what: str = error.code().name.lower().replace("_", " ")
     details = str(error.details() or "")
     if "handshake failed" in details.lower():
         return f"{what}: the server's certificate is refused ({details.rpartition('OPENSSL_internal:')[2].removesuffix(': OK')[:80]})"
-    if details.endswith("Socket closed"):
-        return f"{what}: the server hung up; with TLS, it may not accept this client's certificate, or its not having one"
+    if with_tls and what == "unavailable":  # a server that refuses a certificate just hangs up
+        return f"{what}; if the server is up, it may not accept this client's certificate"
     return what
 
 
@@ -266,7 +266,7 @@ class Grpc:
             if self.stream is not None:
                 self.stream.cancel()
             self.stream, self.pace = None, Pace()
-            what = _said(error) if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
+            what = _said(error, self.tls is not None) if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
             raise TransportError(f"{self.address}: {what}") from error
 
     async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:

@@ -30,9 +30,12 @@ real: $(VENV)/vision/ready
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python $(ASSETS)/get --to $(FETCHED) minilm dinov2-small stories15m
 	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest tests/test_real_weights.py tests/test_verify_real.py
 
-# What is too long for the tests: 10,000 mutants each of key files, locked models and sealed files; every mutant of the core; and tests that start processes.
+# What is too long for the tests: 10,000 mutants each of key files, locked models and sealed files; 100,000 mutated frames; every fault of the split
+# protocol 50 times (about two hours, most of it waiting); every mutant of the core; and tests that start processes.
 soak: $(VENV)/vision/ready
 	REGAUGE_SOAK=10000 $(BIN)/python -m pytest tests/test_fuzz_lock.py
+	REGAUGE_SOAK=100000 $(BIN)/python -m pytest tests/test_split_fuzz.py
+	REGAUGE_SOAK=50 $(BIN)/python -m pytest tests/test_split_faults.py
 	$(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/ready
@@ -50,7 +53,7 @@ bench: $(VENV)/ready
 # The papers' tables, preset small: the findings in docs/results, and the page made of them. What is in the cache is not computed again.
 # Those of 003 measure pairs of models that 003/pairs has trained, hours on two cores.
 EXPERIMENTS := 000/table2 000/table3 000/table4 000/table5 000/table7 000/figure5 000/figure6 \
-	003/pairs 003/figure3 003/figure4 003/figure5 003/figure6 003/table2 003/table3 003/barriers lock/attacks
+	003/pairs 003/figure3 003/figure4 003/figure5 003/figure6 003/table2 003/table3 003/barriers lock/attacks split/equality
 experiments: $(VENV)/ready
 	for e in $(EXPERIMENTS); do REGAUGE_ASSETS=$(ASSETS) $(BIN)/regauge reproduce $$e --json docs/results/$$(echo $$e | tr / -).json || exit; done
 	$(BIN)/python -m regauge.experiments.document docs

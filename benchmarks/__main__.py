@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import audit, authorized, lock, matching, merging, move, permuted, start
+from benchmarks import audit, authorized, lock, matching, merging, move, permuted, split, start
 
 BENCHMARKS = {
     "start": start.main,
@@ -15,6 +15,7 @@ BENCHMARKS = {
     "authorized": authorized.main,
     "matching": matching.main,
     "merging": merging.main,
+    "split": split.main,
 }
 
 names = sys.argv[1:] or list(BENCHMARKS)

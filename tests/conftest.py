@@ -18,6 +18,7 @@ LONG = (
     "verification",
     "mutants",
     "experiments",
+    "split_faults",
     "families",
     "cli",
     "edge",

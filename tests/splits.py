@@ -110,15 +110,15 @@ def _busy(name: str, value: torch.Tensor) -> torch.Tensor:
 class Faulty:
     """A network that loses, repeats, delays, garbles and truncates, by a seed."""
 
-    def __init__(self, host: Callable[[], Host], seed: int, rate: float = 0.4) -> None:
-        self.host, self.random, self.rate = host, random.Random(seed), rate
+    def __init__(self, host: Callable[[], Host], seed: int, rate: float = 0.4, kinds: Sequence[str] | None = None) -> None:
+        self.host, self.random, self.rate, self.kinds = host, random.Random(seed), rate, kinds or KINDS
         self.sent: list[list[bytes]] = []
         self.came: list[bytes] = []
         self.faults: dict[str, int] = {}
 
     def exchange(self, request: Sequence[memoryview]) -> bytes:
         pieces = list(chunks(request, 1000))
-        kind = self.random.choice(KINDS) if self.random.random() < self.rate else "none"
+        kind = self.random.choice(self.kinds) if self.random.random() < self.rate else "none"
         self.faults[kind] = self.faults.get(kind, 0) + 1
         self.sent.append(pieces)
         if kind == "lost":

@@ -309,7 +309,7 @@ def test_a_lost_checkpoint_is_told_and_not_papered_over(tmp_path: Path) -> None:
 
 def test_a_journal_is_for_its_owner(tmp_path: Path) -> None:
     journal = Folder(tmp_path / "j")
-    journal.put_request(1, b"x")
+    journal.put_request(1, [b"x"])
     assert (tmp_path / "j").stat().st_mode & 0o077 == 0
     assert all(f.stat().st_mode & 0o077 == 0 for f in (tmp_path / "j").iterdir())
     assert Folder(tmp_path / "j").session == journal.session

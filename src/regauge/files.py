@@ -71,7 +71,7 @@ def beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial-{os.urandom(6).hex()}")
 
 
-def write_bytes(path: Path, data: bytes, mode: int = 0o666, *, new: bool = False) -> None:
+def write_bytes(path: Path, data: bytes | bytearray | memoryview, mode: int = 0o666, *, new: bool = False) -> None:
     """Write one file so that it appears whole or not at all, in place of an older one of that name, or refusing to if it must be `new`."""
     with writing(path):
         _require_plain(path)

@@ -19,6 +19,7 @@ from regauge.experiments.locks import table7
 from regauge.experiments.merges import table2 as six_merges
 from regauge.experiments.pairs import trained_pairs
 from regauge.experiments.redteam import attacks
+from regauge.experiments.splits import equality
 from regauge.experiments.tables import table2, table3, table4, table5
 from regauge.experiments.theus import barriers
 from regauge.findings import Results
@@ -40,4 +41,5 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "003/table3": times,
     "003/barriers": barriers,
     "lock/attacks": attacks,
+    "split/equality": equality,
 }

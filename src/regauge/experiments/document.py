@@ -81,6 +81,8 @@ ABOUT = {
     "larger; the share of the vanilla barrier is what can be compared.",
     "lock-attacks": "Locks of every group, attacked by whoever has the base, sees features, or has labels. [The threat model](threat-model.md) is "
     "made of these.",
+    "split-equality": "The backbone behind gRPC and mutual TLS on loopback, columns locked, rows shuffled for every batch, against training on one "
+    "machine ([split](split.md)).",
 }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from regauge.errors import RegaugeError
 from regauge.files import reading, write_bytes
+from regauge.split.frames import Bytes
 
 
 class JournalError(RegaugeError):
@@ -26,18 +27,18 @@ class Memory:
 
     def __init__(self) -> None:
         self.session, self.secret = os.urandom(16).hex(), os.urandom(32)
-        self.requests: dict[int, bytes] = {}
+        self.requests: dict[int, list[bytes]] = {}
 
-    def request(self, n: int) -> bytes | None:
+    def request(self, n: int) -> list[bytes] | None:
         return self.requests.get(n)
 
     def reply(self, n: int) -> bytes | None:
         return None
 
-    def put_request(self, n: int, data: bytes) -> None:
+    def put_request(self, n: int, data: list[bytes]) -> None:
         self.requests[n] = data
 
-    def put_reply(self, n: int, data: bytes) -> None:
+    def put_reply(self, n: int, data: Bytes) -> None:
         """It was used at once, and is not needed again."""
 
     def withdraw(self, n: int) -> None:
@@ -75,16 +76,17 @@ class Folder:
             if file.stem.isdigit() and file.suffix[1:] in self.held:
                 self.held[file.suffix[1:]].add(int(file.stem))
 
-    def request(self, n: int) -> bytes | None:
-        return self._read("request", n)
+    def request(self, n: int) -> list[bytes] | None:
+        found = self._read("request", n)
+        return None if found is None else [found]
 
     def reply(self, n: int) -> bytes | None:
         return self._read("reply", n)
 
-    def put_request(self, n: int, data: bytes) -> None:
-        self._write("request", n, data)
+    def put_request(self, n: int, data: list[bytes]) -> None:
+        self._write("request", n, b"".join(data))
 
-    def put_reply(self, n: int, data: bytes) -> None:
+    def put_reply(self, n: int, data: Bytes) -> None:
         self._write("reply", n, data)
 
     def withdraw(self, n: int) -> None:
@@ -108,7 +110,7 @@ class Folder:
         with reading(self.path):
             return self._file(kind, n).read_bytes()
 
-    def _write(self, kind: str, n: int, data: bytes) -> None:
+    def _write(self, kind: str, n: int, data: Bytes) -> None:
         write_bytes(self._file(kind, n), data, mode=0o600)
         self.held[kind].add(n)
 

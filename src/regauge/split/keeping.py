@@ -21,7 +21,7 @@ from regauge.files import beside, fsync_folder, writing
 
 Tensor = torch.Tensor
 FILE = "split.safetensors"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from regauge.split.frames import Frame, FrameError, Kind, Limits, RefusedError, Value, decode, encode, marks
+from regauge.split.frames import PIECE, Bytes, Frame, FrameError, Kind, Limits, RefusedError, Value, chunks, decode, encode, marks
 from regauge.split.journal import Journal, JournalError
 from regauge.split.transport import Transport, TransportError
 
@@ -40,7 +40,7 @@ class Log:
 
     def greet(self) -> dict[str, Value]:
         """Say HELLO, and be told how far the session is."""
-        reply = self._exchange(
+        reply, _ = self._exchange(
             encode(Frame(Kind.HELLO, 0, self.hello)), lambda f: f.kind is Kind.WELCOME and f.values.get("session") == self.journal.session
         )
         self.welcome = dict(reply.values)
@@ -51,19 +51,20 @@ class Log:
         """The reply to the next request. `frame` has no number yet."""
         n = self.number + 1
         sent = Frame(frame.kind, n, {**frame.values, "session": self.journal.session}, frame.tensors)
-        data = b"".join(encode(sent, self.codec, exact))
+        data = list(chunks(encode(sent, self.codec, exact), PIECE))  # the one copy: tensors may change, and this must not
         before = self.journal.request(n)
-        if before is not None and before != data:
+        if before is not None and b"".join(before) != b"".join(data):
             raise JournalError(
                 f"request {n} is not the one that the journal has",
                 hint="a run that goes on from a checkpoint must repeat its steps bit for bit: the same data, seeds, threads and options",
             )
         told = self.journal.reply(n)
-        if told is None:
+        if told is not None:
+            reply = decode(told, self.limits)
+        else:
             self.journal.put_request(n, data)
-            told = self._once(n, data)
-            self.journal.put_reply(n, told)
-        reply = decode(told, self.limits)
+            reply, came = self._once(n, data)
+            self.journal.put_reply(n, came)
         self.number = n
         self._note(reply)
         return reply
@@ -78,7 +79,7 @@ class Log:
         data = encode(sent, self.codec, exact)
         for _ in range(2):
             try:
-                return self._exchange(data, lambda f: f.kind is Kind.OUTPUT and f.values.get("ticket") == ticket)
+                return self._exchange(data, lambda f: f.kind is Kind.OUTPUT and f.values.get("ticket") == ticket)[0]
             except RefusedError as error:
                 if error.code not in _BEFORE:
                     raise
@@ -97,8 +98,8 @@ class Log:
         with suppress(RefusedError, TransportError):
             self._exchange(data, lambda f: f.kind is Kind.BYE)
 
-    def _once(self, n: int, data: bytes) -> bytes:
-        """The bytes of the reply to request n, after everything before it is there too."""
+    def _once(self, n: int, data: list[bytes]) -> tuple[Frame, Bytes]:
+        """The reply to request n and its bytes, after everything before it is there too."""
         if self.welcome is None:
             self._replay(self._done(), n)
         while True:
@@ -125,13 +126,13 @@ class Log:
                 )
             self._sent(k, data)
 
-    def _sent(self, n: int, data: bytes) -> bytes:
-        held: list[bytes] = []
-        self._exchange([memoryview(data)], lambda f: f.number == n and f.kind in (Kind.OUTPUT, Kind.GRADIENT, Kind.ACKNOWLEDGE), held)
-        return held[0]
+    def _sent(self, n: int, data: list[bytes]) -> tuple[Frame, Bytes]:
+        return self._exchange(
+            [memoryview(piece) for piece in data], lambda f: f.number == n and f.kind in (Kind.OUTPUT, Kind.GRADIENT, Kind.ACKNOWLEDGE)
+        )
 
-    def _exchange(self, request: list[memoryview], is_reply: Callable[[Frame], bool], held: list[bytes] | None = None) -> Frame:
-        """Send until the reply comes. A refusal that does not mean the way is raised, with its code."""
+    def _exchange(self, request: list[memoryview], is_reply: Callable[[Frame], bool]) -> tuple[Frame, Bytes]:
+        """Send until the reply comes: it and its bytes. A refusal that does not mean the way is raised, with its code."""
         began, delay, strange = time.monotonic(), 0.002, 0
         number, check = marks(request[0])
         while True:
@@ -139,9 +140,7 @@ class Log:
                 data = self.transport.exchange(request)
                 reply = decode(data, self.limits)
                 if is_reply(reply):
-                    if held is not None:
-                        held.append(data)
-                    return reply
+                    return reply, data
                 why = "what came back is no reply to this"
                 if reply.kind is Kind.ERROR:
                     refused = _refused(reply)

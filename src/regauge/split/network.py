@@ -3,10 +3,10 @@
     with Server(host, "127.0.0.1:7000"):                                    # with tls=Tls(...) anywhere but on loopback
         link = connect(model, Grpc("127.0.0.1:7000"))
 
-A peer that hangs is found by HTTP/2 pings, which go between the pieces of a frame, and not by how long a frame takes on a slow link. While the server
-computes it sends empty chunks, so that a client can tell work from silence. Whatever breaks is a `TransportError`; the next exchange opens a new
-stream. Mutual TLS is the rule: both sides show certificates of one authority, and a client's name is its certificate's. Without it a server listens
-on loopback only.
+A peer that hangs is found by HTTP/2 pings, which go between the pieces of a frame, and not by how long a frame takes on a slow link: there pieces are
+small (`Pace`), so that no ping waits long behind one. While the server computes it sends empty chunks, so that a client can tell work from silence.
+Whatever breaks is a `TransportError`; the next exchange opens a new stream. Mutual TLS is the rule: both sides show certificates of one authority,
+and a client's name is its certificate's. Without it a server listens on loopback only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ipaddress
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,13 @@ from typing import Any
 
 from regauge.errors import need
 from regauge.files import reading
-from regauge.split.frames import CHUNK, Assembler, FrameError, Limits, chunks, length_of
+from regauge.split.frames import CHUNK, PIECE, Assembler, Bytes, FrameError, Limits, chunks, decode
 from regauge.split.host import Host, refusal
 from regauge.split.transport import TransportError
 
 SERVICE, METHOD = "regauge.Split", "Exchange"
-PIECE = CHUNK + (1 << 16)  # so that a tensor of 1 MiB crosses in one, with its header
 BEAT = 1.0  # seconds between empty chunks while the server computes
+SMALL, HALF = 1 << 16, 0.5  # bytes of the smallest piece, and seconds that a larger one may take
 _log = logging.getLogger("regauge.split")
 
 # Without a ping time-out a process that was stopped is not found at all (measured; keepalive alone does not).
@@ -45,13 +45,14 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.bdp_probe", 0),  # with it there is room for 4 MiB in flight, which pings then wait behind
     ("grpc.so_reuseport", 0),
     ("grpc.enable_retries", 0),
 ]
 _CLIENT_OPTIONS = [
     *_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 3000),  # is what a handshake may take, whatever its name says: several round trips of a slow link
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 
@@ -90,6 +91,30 @@ class _Loop:
     @classmethod
     def run(cls, work: Any, seconds: float | None = None) -> Any:
         return asyncio.run_coroutine_threadsafe(work, cls.get()).result(seconds)
+
+
+class Pace:
+    """How large the pieces of a frame are: as much as the way carries in half a second, by the pieces before; small ones at first.
+
+    A message is in flight as a whole, since its reader makes room for all of it, and a ping waits behind what is in flight.
+    """
+
+    def __init__(self) -> None:
+        self.size, self.sent, self.seconds = SMALL, 0.0, 0.0
+
+    def pieces(self, parts: Sequence[memoryview]) -> Iterator[bytes]:
+        """The bytes in pieces. The time that a piece took is the time until the next one is asked for."""
+        for part in chunks(parts, PIECE):
+            at = 0
+            while at < len(part):
+                piece = part[at : at + self.size] if at or len(part) > self.size else part
+                began = time.monotonic()
+                yield piece
+                # Recent pieces count most. Some take no time at all, because there was room for them; what counts is the sum.
+                self.sent, self.seconds = self.sent / 2 + len(piece), self.seconds / 2 + time.monotonic() - began
+                at += len(piece)
+                fits = int(HALF * self.sent / max(self.seconds, 1e-9))
+                self.size = max(SMALL, min(PIECE, 2 * self.size, fits))
 
 
 def is_loopback(address: str) -> bool:
@@ -149,18 +174,22 @@ class Server:
         if self.clients is not None and peer not in self.clients:
             yield refusal(FrameError("client", "this server does not know you", hint="ask its owner to list your certificate's name"))
             return
-        assembler, loop = Assembler(self.host.limits), asyncio.get_running_loop()
+        assembler, loop, pace = Assembler(self.host.limits), asyncio.get_running_loop(), Pace()
         async for chunk in incoming:
             try:
-                for frame in assembler.feed(chunk):
-                    work = loop.run_in_executor(self.pool, self.host.answer, frame, peer)
+                for data in assembler.cut(chunk):
+                    work = loop.run_in_executor(self.pool, self._answered, data, peer)
                     while not (await asyncio.wait([work], timeout=BEAT))[0]:
                         yield b""
-                    for piece in chunks([memoryview(work.result())], PIECE):
+                    for piece in pace.pieces([memoryview(work.result())]):
                         yield piece
             except FrameError as error:
                 yield refusal(error)
                 return
+
+    def _answered(self, data: Bytes, peer: str) -> bytes:
+        """In a thread of its own: reading a frame takes time too, in which others are to be heard."""
+        return self.host.answer(decode(data, self.host.limits), peer)
 
     def stop(self, grace: float = 5.0) -> None:
         """Take no more, let what is under way end, and keep what is to be kept."""
@@ -182,6 +211,17 @@ def _peer(context: Any) -> str:
     return found[0].decode(errors="replace") if found else ""
 
 
+def _said(error: Any, with_tls: bool) -> str:
+    """What gRPC says of a call that failed, in few words. Certificates that may not fit are named: nothing else would lead there."""
+    what: str = error.code().name.lower().replace("_", " ")
+    details = str(error.details() or "")
+    if "handshake failed" in details.lower():
+        return f"{what}: the server's certificate is refused ({details.rpartition('OPENSSL_internal:')[2].removesuffix(': OK')[:80]})"
+    if with_tls and what == "unavailable":  # a server that refuses a certificate just hangs up
+        return f"{what}; if the server is up, it may not accept this client's certificate"
+    return what
+
+
 class Grpc:
     """A transport to a server's port. `silence` is for how many seconds nothing at all may come while a reply is due."""
 
@@ -191,10 +231,10 @@ class Grpc:
         self.address, self.tls, self.silence, self.limits = address, tls, silence, limits or Limits()
         self.channel: Any = None
         self.stream: Any = None
-        self.heard = 0.0
+        self.pace, self.heard = Pace(), 0.0
         self.lock = threading.Lock()
 
-    def exchange(self, request: Sequence[memoryview]) -> bytes:
+    def exchange(self, request: Sequence[memoryview]) -> Bytes:
         with self.lock:
             self.heard = time.monotonic()
             work = asyncio.run_coroutine_threadsafe(self._exchange(request), _Loop.get())
@@ -205,14 +245,18 @@ class Grpc:
                     if time.monotonic() - self.heard > self.silence:
                         self._drop()  # ends the stream, and with it what waits for it
 
-    async def _exchange(self, request: Sequence[memoryview]) -> bytes:
+    async def _exchange(self, request: Sequence[memoryview]) -> Bytes:
         import grpc
 
         try:
             if self.stream is None or self.stream.done():
                 self.stream = self._open()
             stream = self.stream
-            sending = asyncio.ensure_future(self._send(stream, request))
+            if sum(map(len, request)) <= self.pace.size:
+                with suppress(Exception):  # what broke it, or a refusal that came before, is read below
+                    await self._send(stream, request)
+                return await self._receive(stream)
+            sending = asyncio.ensure_future(self._send(stream, request))  # a refusal may come before all is sent
             try:
                 return await self._receive(stream)
             finally:
@@ -221,31 +265,30 @@ class Grpc:
         except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError, FrameError, OSError, TransportError) as error:
             if self.stream is not None:
                 self.stream.cancel()
-            self.stream = None
-            what = error.code().name.lower().replace("_", " ") if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
+            self.stream, self.pace = None, Pace()
+            what = _said(error, self.tls is not None) if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
             raise TransportError(f"{self.address}: {what}") from error
 
     async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:
-        for piece in chunks(request, PIECE):
+        for piece in self.pace.pieces(request):
             await stream.write(piece)
             self.heard = time.monotonic()
 
-    async def _receive(self, stream: Any) -> bytes:
+    async def _receive(self, stream: Any) -> Bytes:
         import grpc
 
-        whole = bytearray()
+        assembler = Assembler(self.limits)
         while True:
             piece = await stream.read()
             if piece is grpc.aio.EOF:
                 code = await stream.code()
                 raise TransportError(f"the server ended the stream ({code.name.lower()})")
             self.heard = time.monotonic()
-            whole += piece
-            length = length_of(whole, self.limits)
-            if length is not None and len(whole) >= length:
-                if len(whole) > length:
+            found = list(assembler.cut(piece))
+            if found:
+                if len(found) > 1 or not assembler.is_between:
                     raise TransportError("more came than a reply")
-                return bytes(whole)
+                return found[0]
 
     def _open(self) -> Any:
         import grpc

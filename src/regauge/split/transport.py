@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from regauge.errors import RegaugeError
-from regauge.split.frames import Assembler, FrameError, Limits, chunks
+from regauge.split.frames import Assembler, Bytes, FrameError, Limits, chunks
 from regauge.split.host import Host, refusal
 
 
@@ -19,7 +19,7 @@ class TransportError(RegaugeError):
 
 
 class Transport(Protocol):
-    def exchange(self, request: Sequence[memoryview]) -> bytes: ...
+    def exchange(self, request: Sequence[memoryview]) -> Bytes: ...
 
 
 class InProcess:

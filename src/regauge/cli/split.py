@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ from regauge.cli.console import data_json, say
 from regauge.cli.serving import CLIENTS, serve
 
 VERSION = 1
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # the library's own lines say less than ours
 
 app = typer.Typer(
     name="split",

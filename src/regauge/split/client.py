@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,12 +30,12 @@ from regauge.families import Boundary
 from regauge.groups import Permutation
 from regauge.members import Monomial
 from regauge.spec import Space, Spec
-from regauge.split.frames import CODECS, Frame, FrameError, Kind, Limits, Value
+from regauge.split.frames import CODECS, Frame, FrameError, Kind, Limits, RefusedError, Value, encode
 from regauge.split.host import PROTOCOL
 from regauge.split.journal import Folder, Journal, Memory
 from regauge.split.log import Log
 from regauge.split.passing import CACHE, blocks_of, described, exact_of, pack
-from regauge.split.transport import Transport
+from regauge.split.transport import Transport, TransportError
 from regauge.streams import Stream
 
 Tensor = torch.Tensor
@@ -137,9 +138,24 @@ class Link:
         self.frozen = []
 
     def end(self) -> None:
-        """Close, and let the server forget the session."""
+        """Close, and let the server forget the session, once it has all of it. One that does not answer will have to forget it by itself."""
         self.close()
-        self.log.end()
+        bye = encode(Frame(Kind.BYE, 0, {"session": self.log.journal.session, "done": self.log.number}))
+        with suppress(FrameError, TransportError):
+            while True:
+                self.settle()
+                try:
+                    self.log._exchange(bye, lambda f: f.kind is Kind.BYE)
+                    return
+                except RefusedError as error:
+                    if error.code != "gap":  # it was started again meanwhile
+                        raise
+
+    def settle(self) -> None:
+        """Make sure that the server has answered all that was asked. One that was started again may have lost the last requests, and would be sent
+        them with the next one, which does not come if this was the last."""
+        if self.log.number:
+            self.log._replay(self.log._done(), self.log.number + 1)
 
     def __enter__(self) -> Link:
         return self

@@ -228,6 +228,9 @@ class Host:
             case Kind.FORWARD | Kind.BACKWARD | Kind.STEP if frame.number > 0:
                 return self._once(session, frame)
             case Kind.BYE:
+                known = frame.values.get("done")
+                if type(known) is int and known > session.done:
+                    raise FrameError("gap", f"{known} requests were asked in this session, and {session.done} are answered here")
                 self._leave(_text(frame, "session"))
                 if self.folder is not None and (self.step > self.kept_at or self.average):
                     self._keep()  # whoever is gone sends nothing again

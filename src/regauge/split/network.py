@@ -161,6 +161,8 @@ class Server:
             self.under_way -= 1
 
     async def _came(self, incoming: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        if self.is_stopping:
+            return
         source = aiter(incoming)
         while not self.is_stopping:
             self.under_way -= 1
@@ -334,6 +336,7 @@ def _said(error: Any) -> str:
 
 
 _SIGNS = {
+    "bad_signature": "the server's certificate is not of this authority, has expired, or is for another name",
     "certificate_verify_failed": "the server's certificate is not of this authority, has expired, or is for another name",
     "peer name": "the server's certificate is for another name",
     "ssl": "there is no TLS with it: one side speaks TLS and the other does not, or does not know the other's certificate",

@@ -101,7 +101,7 @@ def train(
             with drawing(run.seed, n):
                 loss = loss_of(examples, logits_of(model, moved), labels.to(device)) / own.accumulate
                 loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss)
+            total += float(loss.detach())
         if own.clip:
             torch.nn.utils.clip_grad_norm_(trained.values(), own.clip)
         optimizer.step()
@@ -110,6 +110,7 @@ def train(
             tick(step + 1, total)
         if (step + 1) % every == 0 and step + 1 < run.steps:
             save(step + 1)
+    link.settle()
     save(run.steps)
     return losses
 

@@ -294,7 +294,7 @@ def averaged(folder: Path, after: int, at_once: bool) -> tuple[dict[str, torch.T
 def test_two_clients_and_a_server_that_is_lost_again_and_again(tmp_path: Path) -> None:
     calm, hosts = averaged(tmp_path / "calm", 0, at_once=False)
     assert len(hosts) == 1
-    for after in (0, 5, 7):
+    for after in (0, 5):
         found, hosts = averaged(tmp_path / str(after), after, at_once=True)
         assert (len(hosts) > 3) == bool(after)
         assert hosts[-1].step == 12

@@ -113,7 +113,7 @@ def train(
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
     case = _case(model, source, key, passphrase_file, rows, device, dtype, threads)
     linked = _linked(case, server, read_tls(tls, name), insecure, rows, keep_cls, codec, journal, patience)
-    with linked as link, signals() as stop:
+    with linked as link, signals("stops after this step; once more stops at once") as stop:
         told = link.told
         losses_of_a_step = int(str(told["accumulate"])) if told.get("trains") else 1
         count = steps or (epochs or 1) * -(-len(case.examples) // (batch * losses_of_a_step))

@@ -254,14 +254,16 @@ def _introduce(host: Host, model: Any, record: Any, checkpoint: Path | None) -> 
 
 
 @contextmanager
-def signals() -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set. A second one is an interrupt."""
+def signals(words: str = "") -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set, with a few words. A second one is an interrupt."""
     stop = threading.Event()
 
     def asked(number: int, frame: object) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
+        if words:
+            say(words)
 
     before: dict[signal.Signals, Any] = {}
     try:

@@ -194,7 +194,9 @@ class Server:
                 return
 
     def stop(self, grace: float = 5.0) -> None:
-        """Take no more, let what is under way end, and keep what is to be kept."""
+        """Take no more, let what is under way end, and keep what is to be kept. A second call does nothing."""
+        if self.is_stopping:
+            return
         self.is_stopping = True
         with suppress(concurrent.futures.TimeoutError):
             _Loop.run(self._ended(grace), grace + 5)

@@ -19,7 +19,7 @@ EPOCHS, TOLERANCE = 2, 1e-9
 
 
 def apart(stage: Stage) -> Results:
-    """A ViT whose backbone is on a server: it learns from digits that never leave their owner, and ends with the weights of a training in one place."""
+    """A ViT whose backbone is on a server: it learns from digits that never leave their owner, as it would in one place."""
     need("transformers", "experiments")
     need("sklearn", "experiments")
     from regauge import apply, element, spec_of

@@ -452,3 +452,32 @@ def test_a_training_is_told() -> None:
         "clip": 0.5,
         "accumulate": 2,
     }
+
+
+def test_a_checkpoint_of_the_first_version_is_read_and_a_later_one_refused(tmp_path: Path) -> None:
+    import json
+
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    mine = made("gpt2")
+    host = Host(made("gpt2"), Training("sgd", 0.1, momentum=0.9, accumulate=2), folder=tmp_path)
+    with connect(mine, InProcess(host)):
+        train("gpt2", mine, optimizer_of(mine), range(3))
+    host.keep()
+    path = tmp_path / "split.safetensors"
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["about"])
+    step, waiting, _ = about["main"]
+    old = {name: about[name] for name in ("digest", "step", "sessions")} | {"waiting": waiting}
+    for s in old["sessions"].values():
+        del s["away"]
+    tensors = load_file(path)
+    save_file(tensors, path, {"regauge": "split", "version": "1", "about": json.dumps(old)})
+    again = Host(made("gpt2"), host.training, folder=tmp_path)
+    assert (again.step, again.main.step, again.main.waiting) == (1, step, 1)
+    assert same(again.backbone(), host.backbone())
+    assert same(again.main.gradients(), host.main.gradients())
+    save_file(tensors, path, {"regauge": "split", "version": "3", "about": json.dumps(about)})
+    with pytest.raises(CheckpointError, match="that this regauge reads"):
+        Host(made("gpt2"), host.training, folder=tmp_path)

@@ -317,7 +317,11 @@ def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model:
             "--out",
             tmp_path / name / "out",
         )
-        wait_for(lambda: is_open(address) or process.poll() is not None)
+        try:
+            wait_for(lambda: is_open(address) or process.poll() is not None)
+        except BaseException:
+            process.kill()
+            raise
         return process
 
     def train(name: str, *more: Any) -> subprocess.Popen:

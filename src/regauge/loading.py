@@ -7,7 +7,7 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from regauge.checkpoint import Checkpoint, open_checkpoint
 from regauge.errors import CheckpointError, UnknownModelError, need
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+Part = Literal["edges", "backbone"]
 
 
 def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> torch.nn.Module:
@@ -24,6 +25,57 @@ def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> tor
     `dtype` is that of the stored weights unless given. No code of the checkpoint is run.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    model, report = _loaded(checkpoint, dtype)
+    _require_whole(checkpoint, type(model).__name__, report)
+    return model
+
+
+def load_part(source: str | Path | Checkpoint, part: Part, dtype: str | None = None, device: str = "cpu") -> torch.nn.Module:
+    """A model of which only the edges (embedding and head) or only the backbone is there: the rest is on torch's meta device, and need not be in the
+    checkpoint. What is in it is read and let go at once."""
+    from regauge.cutting import cut
+
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    model, report = _loaded(checkpoint, dtype)
+    where = cut(model, checkpoint.config)
+    paths = tuple(f"{b.blocks}." for b in where.boundaries)
+    wanted = {name for name in report.get("missing_keys") or () if name.startswith(paths) == (part == "backbone")}
+    _require_whole(checkpoint, type(model).__name__, {**report, "missing_keys": wanted})
+    blocks = [model.get_submodule(b.blocks) for b in where.boundaries]
+    if part == "edges":
+        for block in blocks:
+            block.to("meta")
+    else:
+        _empty(model, {id(block) for block in blocks})
+    _move(model, device)
+    return model
+
+
+def _empty(module: torch.nn.Module, kept: set[int]) -> None:
+    """Put a module on the meta device, but for some parts of it."""
+    import torch
+
+    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for held in tables:
+        for name, t in held.items():
+            if t is not None:
+                empty = t.detach().to("meta")
+                held[name] = torch.nn.Parameter(empty, t.requires_grad) if isinstance(t, torch.nn.Parameter) else empty
+    for child in module.children():
+        if id(child) not in kept:
+            _empty(child, kept)
+
+
+def _move(model: torch.nn.Module, device: str) -> None:
+    """`to(device)` for what is not on the meta device."""
+    if device != "cpu":
+        for t in (*model.parameters(), *model.buffers()):
+            if not t.is_meta:
+                t.data = t.data.to(device)
+
+
+def _loaded(checkpoint: Checkpoint, dtype: str | None) -> tuple[torch.nn.Module, Any]:
+    """The model, and what its class and its checkpoint do not have in common."""
     config = checkpoint.config
     if config is None:
         raise UnknownModelError(
@@ -37,7 +89,7 @@ def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> tor
     return _of_transformers(checkpoint, config, dtype)
 
 
-def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> torch.nn.Module:
+def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> tuple[torch.nn.Module, Any]:
     need("transformers", "models")
     import torch
     import transformers
@@ -62,8 +114,7 @@ def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> 
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{checkpoint.path} cannot be loaded as a {name}: {first}", hint="regauge inspect shows what does not fit") from error
-    _require_whole(checkpoint, name, report)
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval(), report
 
 
 def _require_whole(checkpoint: Checkpoint, name: Any, report: Any) -> None:
@@ -110,7 +161,7 @@ def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
         yield folder
 
 
-def _of_timm(checkpoint: Checkpoint, config: Any, dtype: str | None) -> torch.nn.Module:
+def _of_timm(checkpoint: Checkpoint, config: Any, dtype: str | None) -> tuple[torch.nn.Module, Any]:
     need("timm", "timm")
     import timm
     import torch
@@ -120,9 +171,10 @@ def _of_timm(checkpoint: Checkpoint, config: Any, dtype: str | None) -> torch.nn
         arguments.setdefault("num_classes", config["num_classes"])
     try:
         model: torch.nn.Module = timm.create_model(config["architecture"], pretrained=False, **arguments)
-        model.load_state_dict(dict(checkpoint))
+        found = model.load_state_dict(dict(checkpoint), strict=False)
     except (RuntimeError, TypeError, ValueError) as error:
         first = str(error).strip().splitlines()
         raise CheckpointError(f"{checkpoint.path} cannot be loaded as a {config['architecture']}: {' '.join(first[:2])}") from error
     stored = next(t.dtype for t in checkpoint.values() if t.is_floating_point())
-    return model.to(stored if dtype is None else getattr(torch, dtype)).eval()
+    report = {"missing_keys": found.missing_keys, "unexpected_keys": found.unexpected_keys}
+    return model.to(stored if dtype is None else getattr(torch, dtype)).eval(), report

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from regauge.demo.apart import apart
 from regauge.demo.averaging import averaging
 from regauge.demo.digits import digits
 from regauge.demo.locked import locked
@@ -18,7 +19,7 @@ from regauge.findings import Results
 
 Chapter = Callable[[Stage], Results]
 
-CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked)
+CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked, apart)
 
 
 def run(say: Callable[[str], None], bar: Bar, out: Path | None = None, seed: int = 0, chapters: Sequence[Chapter] = CHAPTERS) -> Results:

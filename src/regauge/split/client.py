@@ -137,7 +137,7 @@ class Link:
         self.frozen = []
 
     def end(self) -> None:
-        """Close, and let the server forget the session."""
+        """Close, and let the server forget the session, once it has all of it."""
         self.close()
         self.log.end()
 

@@ -12,6 +12,12 @@ A request that is refused changes nothing and takes no number. FORWARD opens a p
 BACKWARD, or by STEP after it, a client says that its loss has been gone through; after so many of those the optimizer takes a step. A pass that is
 open while another client's step changes the weights is run again, with the new ones, when its BACKWARD comes: nobody waits for anybody. FORWARD
 with number 0 is inference: it leaves nothing behind, except for a cache that it names.
+
+With `average` every session that trains has a copy of the backbone and an optimizer of its own, and all copies become their mean after so many steps
+of each (SplitFed). Here they do wait: a session that has taken its steps is told "busy" until the others have taken theirs, so that what comes out
+does not depend on who was quick. The first request that a session trains with makes it a member; the end of it, or a silence of `away` seconds while
+others wait, takes it out, and the steps that it has taken in the round count by their number. Moments, waiting gradients and the schedule stay with
+each session, and are not averaged.
 """
 
 from __future__ import annotations
@@ -34,8 +40,10 @@ from regauge.errors import CheckpointError
 from regauge.families import Boundary
 from regauge.split import keeping
 from regauge.split.frames import CODECS, Frame, FrameError, Kind, Limits, Value, decode, encode
-from regauge.split.optimizing import Training
-from regauge.split.passing import CACHE, blocks_of, described, dtype_of, unpack
+from regauge.split.learning import PRECISIONS, Learner, autocast, mean, slopes
+from regauge.split.optimizing import Training, TrainingError
+from regauge.split.passing import CACHE, described, dtype_of, unpack
+from regauge.split.quotas import Quotas
 
 Tensor = torch.Tensor
 PROTOCOL = 1
@@ -71,6 +79,8 @@ class _Session:
     check: int = 0
     reply: bytes = b""
     seen: float = 0.0
+    learner: Learner | None = None  # of its own, where copies are averaged
+    is_away: bool = False
     open: dict[int, _Open] = field(default_factory=dict)
     caches: OrderedDict[str, _Cache] = field(default_factory=OrderedDict)
 
@@ -79,7 +89,10 @@ class Host:
     """A backbone that answers. `model` is one of a family that has a cut (or `boundaries` are given); only its blocks are used, the rest may be on
     the meta device. With `training` it learns; without, it serves. With `folder` it is kept there every so many steps, and goes on from there.
 
-    `key` is the id of the key that locked the backbone, if it is to be compared with the clients'. `seed` is what dropout is drawn from.
+    `key` is the id of the key that locked the backbone, if it is to be compared with the clients'. `seed` is what dropout is drawn from. `precision`
+    is "bf16" or "fp16" for blocks that compute so over weights in float32. `compiler` names a backend of torch.compile, "inductor" as a rule; what
+    cannot be compiled runs as it is, and the log says so. `average` is how many steps each session takes between two means, or 0 for one backbone of
+    all. `quotas` say how much each client may ask.
     """
 
     def __init__(
@@ -99,6 +112,11 @@ class Host:
         caches: int = 8,
         length: int = 8192,
         idle: float = 3600.0,
+        precision: str = "",
+        compiler: str = "",
+        average: int = 0,
+        away: float = 60.0,
+        quotas: Quotas | None = None,
     ) -> None:
         self.cut = cut(model, config, boundaries=boundaries)
         self.about = described(self.cut, config)
@@ -106,17 +124,22 @@ class Host:
         self.limits, self.key, self.seed = limits or Limits(), key, seed
         self.most, self.graphs, self.caches, self.length, self.idle = sessions, graphs, caches, length, idle
         self.dtype = dtype_of(self.cut)
-        self.names = {name: p for b in self.cut.boundaries for name, p in self._named(b)}
-        if any(p.is_meta for p in self.names.values()):
+        self.main = Learner(self.cut, training)
+        if any(p.is_meta for p in self.main.names.values()):
             raise CheckpointError("the backbone's weights are on the meta device", hint="load them first")
-        self.device = next(iter(self.names.values())).device
-        self.training = training
-        self.trained = {n: p for n, p in self.names.items() if p.requires_grad and training is not None}
-        self.optimizer = training.build(self.trained.values()) if training is not None and self.trained else None
+        self.device = next(iter(self.main.names.values())).device
+        self.training, self.precision, self.average, self.away = training, precision, average, away
+        self._require_sense()
+        self.quotas = quotas or Quotas()
         self.sessions: dict[str, _Session] = {}
-        self.step, self.waiting, self.kept_at = 0, 0, 0
+        self.left: dict[str, tuple[int, dict[str, Tensor]]] = {}  # what those who are gone have done in this round
+        self.step, self.kept_at = 0, 0
+        self.requests: dict[tuple[str, str], int] = {}  # by kind and result
+        self.seconds = 0.0  # spent on them
         self.folder, self.every = None if folder is None else Path(folder), every
         self.lock = threading.Lock()
+        self.compiled = compiler
+        self._compile(self.main)
         if self.folder is not None:
             kept = keeping.load(self.folder)
             if kept is not None:
@@ -131,24 +154,68 @@ class Host:
         except RegaugeError:
             return {}
 
-    def _named(self, boundary: Boundary) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return self.cut.model.get_submodule(boundary.blocks).named_parameters(boundary.blocks)
+    def _require_sense(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise TrainingError(f'there is no precision "{self.precision}" here', hint="choose from bf16, fp16")
+        if self.precision and self.dtype != torch.float32:
+            raise TrainingError(f"mixed precision is over weights in float32, and these are {str(self.dtype).removeprefix('torch.')}")
+        if self.average < 0 or (self.average and self.main.optimizer is None):
+            raise TrainingError("there is nothing to average where nothing is trained", hint="give the server an optimizer and a rate")
+
+    def _compile(self, learner: Learner) -> None:
+        if not self.compiled:
+            return
+        import torch._functorch.config as functorch
+
+        functorch.donated_buffer = False  # a graph is gone through again where a request is
+        for block in learner.blocks:
+            block.compile(backend=self.compiled, dynamic=True)
+
+    def _give_up_compiling(self, error: Exception) -> None:
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        _log.warning("torch.compile does not work here, and the blocks run as they are: %s", first)
+        self.compiled = ""
+        for learner in self._learners():
+            for block in learner.blocks:
+                block._compiled_call_impl = None
+            self._void(learner)
+
+    def _learners(self) -> list[Learner]:
+        return [self.main, *(s.learner for s in self.sessions.values() if s.learner is not None)]
 
     # Requests
 
     def answer(self, frame: Frame, peer: str = "") -> bytes:
         """The reply to a frame, always: what is wrong with it is a reply too. `peer` is who sent it, as far as the transport knows."""
         with self.lock:
-            found = frame.values.get("session")
-            session = self.sessions.get(found) if isinstance(found, str) else None
+            began, result = time.monotonic(), "ok"
+            try:
+                return self._tried(frame, peer)
+            except FrameError as error:
+                result = error.code
+                found = frame.values.get("session")
+                session = self.sessions.get(found) if isinstance(found, str) else None
+                return refusal(error, frame, session.done if session else 0, session.saved if session else 0)
+            finally:
+                self.seconds += time.monotonic() - began
+                counted = (frame.kind.name.lower(), result)
+                self.requests[counted] = self.requests.get(counted, 0) + 1
+
+    def _tried(self, frame: Frame, peer: str) -> bytes:
+        try:
+            self.quotas.take(peer, sum(t.numel() * t.element_size() for t in frame.tensors.values()))
             try:
                 return self._answer(frame, peer)
-            except FrameError as error:
-                return refusal(error, frame, session.done if session else 0, session.saved if session else 0)
-            except Exception as error:  # blocks raise whatever they run into; the server goes on
-                _log.warning("request %d of a session failed: %s", frame.number, type(error).__name__)
-                failed = FrameError("failed", f"the server could not compute this: {type(error).__name__}: {str(error)[:200]}")
-                return refusal(failed, frame, session.done if session else 0, session.saved if session else 0)
+            except RuntimeError as error:
+                if not self.compiled or not _is_compilers(error):
+                    raise
+                self._give_up_compiling(error)
+                return self._answer(frame, peer)
+        except FrameError:
+            raise
+        except Exception as error:  # blocks raise whatever they run into; the server goes on
+            _log.warning("request %d of a session failed: %s", frame.number, type(error).__name__)
+            raise FrameError("failed", f"the server could not compute this: {type(error).__name__}: {str(error)[:200]}") from error
 
     def _answer(self, frame: Frame, peer: str) -> bytes:
         if frame.kind is Kind.HELLO:
@@ -161,7 +228,12 @@ class Host:
             case Kind.FORWARD | Kind.BACKWARD | Kind.STEP if frame.number > 0:
                 return self._once(session, frame)
             case Kind.BYE:
-                self.sessions.pop(_text(frame, "session"))
+                known = frame.values.get("done")
+                if type(known) is int and known > session.done:
+                    raise FrameError("gap", f"{known} requests were asked in this session, and {session.done} are answered here")
+                self._leave(_text(frame, "session"))
+                if self.folder is not None and (self.step > self.kept_at or self.average):
+                    self._keep()  # whoever is gone sends nothing again
                 return _bytes(Frame(Kind.BYE, frame.number))
             case _:
                 raise FrameError("kind", f"a {frame.kind.name} of number {frame.number} is no request")
@@ -189,6 +261,7 @@ class Host:
         session = self.sessions.get(name)
         if session is None:
             self._make_room()
+            self.quotas.require_room(peer, sum(s.peer == peer for s in self.sessions.values()))
             session = self.sessions[name] = _Session(peer, codec, Limits(*limits))  # type: ignore[arg-type]
         elif session.peer != peer:
             raise FrameError("session", "the session is another client's")
@@ -200,7 +273,8 @@ class Host:
             "saved": session.saved,
             "keeps": self.folder is not None,
         }
-        told |= {"limits": _listed(self.limits), "length": self.length, "trains": self.optimizer is not None, "step": self.step}
+        told |= {"limits": _listed(self.limits), "length": self.length, "trains": self.main.optimizer is not None, "step": self.step}
+        told |= {"key": self.key, "precision": self.precision, "average": self.average}
         return _bytes(Frame(Kind.WELCOME, 0, told | (self.training.told() if self.training else {})))
 
     def _make_room(self) -> None:
@@ -209,7 +283,7 @@ class Host:
         name, oldest = min(self.sessions.items(), key=lambda item: item[1].seen)
         if time.monotonic() - oldest.seen < self.idle:
             raise FrameError("full", f"the server has {self.most} sessions, and takes no more", hint="end one, or come back later")
-        del self.sessions[name]
+        self._leave(name)
 
     def _session(self, frame: Frame, peer: str) -> _Session:
         session = self.sessions.get(_text(frame, "session"))
@@ -228,19 +302,25 @@ class Host:
             raise FrameError("past", f"request {n} was answered long ago: the last one is {session.done}")
         if n > session.done + 1:
             raise FrameError("gap", f"request {n} has come, and {session.done + 1} is the next one")
-        match frame.kind:
-            case Kind.FORWARD:
-                reply = self._forward(session, frame)
-            case Kind.BACKWARD:
-                reply = self._backward(session, frame)
-            case _:
-                reply = self._reply(session, Kind.ACKNOWLEDGE, frame, {})
-                self._count()
+        joins = self._take_turn(session)
+        try:
+            match frame.kind:
+                case Kind.FORWARD:
+                    reply = self._forward(session, frame)
+                case Kind.BACKWARD:
+                    reply = self._backward(session, frame)
+                case _:
+                    reply = self._reply(session, Kind.ACKNOWLEDGE, frame, {})
+                    self._count(session)
+        except BaseException:
+            if joins:
+                session.learner = None  # a request that is refused changes nothing
+            raise
         session.done, session.check, session.reply = n, frame.check, reply
         if self.folder is None:
             session.saved = n  # nothing outlives this server, so that there is nothing to send again
-        elif self.step - self.kept_at >= self.every:
-            self._keep()
+        elif joins or self.step - self.kept_at >= self.every:
+            self._keep()  # who is in a round must outlive the server, or rounds would end elsewhere when requests are sent again
         return reply
 
     def _forward(self, session: _Session, frame: Frame) -> bytes:
@@ -250,14 +330,14 @@ class Host:
         still = {n: o for n, o in session.open.items() if n not in released}
         if len(still) >= self.graphs:
             raise FrameError("graphs", f"{len(still)} forward passes wait for their backward pass", hint="call backward(), or use torch.no_grad()")
-        passed = self._opened(frame)
+        passed = self._opened(session, frame)
         assert passed.output is not None
         reply = self._reply(session, Kind.OUTPUT, frame, {"stream": passed.output})
         session.open = still | {frame.number: passed}
         return reply
 
-    def _opened(self, frame: Frame) -> _Open:
-        crossing = self._crossing(frame)
+    def _opened(self, session: _Session, frame: Frame) -> _Open:
+        crossing = self._crossing(session, frame)
         wanted = self._wanted(frame, crossing)
         with torch.enable_grad():  # in one process, the client's function is called without
             z = self._run(crossing.replaced(**wanted), frame, f"{frame.values['session']}/{frame.number}")
@@ -281,14 +361,17 @@ class Host:
     def _run(self, crossing: Crossing, frame: Frame, label: str) -> Tensor:
         for block in crossing.blocks:
             block.train(frame.values.get("training") is True)
-        with _drawing(f"{self.seed}/{label}"):
+        with _drawing(f"{self.seed}/{label}"), autocast(self.device, self.precision):
             z = crossing.run()
         if not isinstance(z, Tensor) or z.dim() != crossing.stream.dim():
             raise FrameError("failed", "the blocks did not return a stream")
-        return z
+        return z.to(crossing.stream.dtype)
 
-    def _crossing(self, frame: Frame) -> Crossing:
-        return unpack(frame, self.cut, self.sizes, self.dtype, self.device, self.length)
+    def _learner(self, session: _Session) -> Learner:
+        return session.learner or self.main
+
+    def _crossing(self, session: _Session, frame: Frame) -> Crossing:
+        return unpack(frame, self._learner(session).cut, self.sizes, self.dtype, self.device, self.length)
 
     def _backward(self, session: _Session, frame: Frame) -> bytes:
         of = frame.values.get("of")
@@ -296,7 +379,7 @@ class Host:
         if passed is None:
             raise FrameError("graph", f"no forward pass {of!r:.20} waits for its backward pass")
         if passed.output is None:
-            passed = self._opened(passed.request)
+            passed = self._opened(session, passed.request)
         assert passed.output is not None
         slope = frame.tensors.get("stream")
         if slope is None or frame.tensors.keys() != {"stream"}:
@@ -305,44 +388,96 @@ class Host:
             raise FrameError("shape", f"the gradient has shape {list(slope.shape)}, the output {list(passed.output.shape)}, or another dtype")
         if not bool(torch.isfinite(slope).all()):
             raise FrameError("nonfinite", "the gradient holds NaN or Inf")
-        leaves = [*passed.inputs.values(), *self.trained.values()]
+        trained = self._learner(session).trained
+        leaves = [*passed.inputs.values(), *trained.values()]
         # Nothing is added to the parameters before all of it is there and finite: a failed request changes nothing.
-        found = torch.autograd.grad(passed.output, leaves, slope.to(self.device), allow_unused=True, retain_graph=True) if leaves else ()
+        found = slopes(passed.output, leaves, slope.to(self.device), self.precision)
         if not all(bool(torch.isfinite(g).all()) for g in found if g is not None):
             raise FrameError("nonfinite", "the gradients of the backbone hold NaN or Inf")
         back = {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(passed.inputs.items(), found, strict=False)}
         reply = self._reply(session, Kind.GRADIENT, frame, back)
         del session.open[of]  # type: ignore[arg-type]
-        for p, g in zip(self.trained.values(), found[len(passed.inputs) :], strict=True):
+        for p, g in zip(trained.values(), found[len(passed.inputs) :], strict=True):
             if g is not None:
                 p.grad = g if p.grad is None else p.grad + g
         if frame.values.get("step") is True:
-            self._count()
+            self._count(session)
         return reply
 
-    def _count(self) -> None:
-        """A loss has been gone through. After enough of them, take a step."""
-        if self.optimizer is None or self.training is None:
-            return
-        self.waiting += 1
-        if self.waiting < self.training.accumulate:
-            return
-        if self.training.clip:
-            torch.nn.utils.clip_grad_norm_(self.trained.values(), self.training.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.training.rate_at(self.step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step, self.waiting = self.step + 1, 0
-        for other in self.sessions.values():
-            for passed in other.open.values():
-                passed.output, passed.inputs = None, {}
+    def _count(self, session: _Session) -> None:
+        """A loss has been gone through. After enough of them, a step is taken, and after enough of those, a mean."""
+        learner = self._learner(session)
+        if learner.count():
+            self.step += 1
+            self._void(learner)
+            self._close_round()
+
+    def _void(self, learner: Learner) -> None:
+        """The weights have changed: passes that are open are run again when their gradients come."""
+        for session in self.sessions.values():
+            if self._learner(session) is learner:
+                for passed in session.open.values():
+                    passed.output, passed.inputs = None, {}
+
+    # Rounds
+
+    def _take_turn(self, session: _Session) -> bool:
+        """Make a session a member if it is none, and let it wait if it has taken its steps of the round. Is it new?"""
+        if not self.average:
+            return False
+        session.is_away = False
+        if session.learner is None:
+            session.learner = self.main.copy()
+            self._compile(session.learner)
+            return True
+        if session.learner.since >= self.average:
+            late = [s for s in self._members() if s.learner is not None and s.learner.since < self.average]
+            for other in late:
+                other.is_away = time.monotonic() - other.seen > self.away
+            if not any(other.is_away for other in late) or not self._close_round():
+                raise FrameError("busy", f"the round ends when {len(late)} more have taken {self.average} steps", hint="wait for them")
+            if self.folder is not None:
+                self._keep()
+        return False
+
+    def _members(self) -> list[_Session]:
+        return [s for s in self.sessions.values() if s.learner is not None and not s.is_away]
+
+    def _leave(self, name: str) -> None:
+        """Forget a session. What it has done in this round stays in the round."""
+        session = self.sessions.pop(name)
+        if session.learner is not None and session.learner.since:
+            self.left[name] = session.learner.since, {n: p.detach().clone() for n, p in session.learner.trained.items()}
+        self._close_round()
+
+    def _round(self) -> list[tuple[int, Mapping[str, Tensor]]]:
+        """What was done since the last mean, in the order of the sessions' names, so that it is added up in one order always."""
+        held: dict[str, tuple[int, Mapping[str, Tensor]]] = dict(self.left)
+        held |= {n: (s.learner.since, s.learner.trained) for n, s in self.sessions.items() if s.learner is not None and s.learner.since}
+        return [held[name] for name in sorted(held)]
+
+    def _close_round(self) -> bool:
+        """If all members have taken their steps, all copies become the mean."""
+        if not self.average or any(s.learner.since < self.average for s in self._members() if s.learner is not None):
+            return False
+        parts = self._round()
+        if not parts:
+            return False
+        found = mean(parts)
+        for learner in self._learners():
+            with torch.no_grad():
+                for name, p in learner.trained.items():
+                    p.copy_(found[name])
+            learner.since = 0
+            self._void(learner)
+        self.left = {}
+        return True
 
     def _predict(self, session: _Session, frame: Frame) -> bytes:
         name, turn = frame.values.get("cache"), frame.values.get("turn")
         if name is None:
             with torch.no_grad():
-                return self._reply(session, Kind.OUTPUT, frame, {"stream": self._run(self._crossing(frame), frame, "predict")})
+                return self._reply(session, Kind.OUTPUT, frame, {"stream": self._run(self._crossing(session, frame), frame, "predict")})
         if not isinstance(name, str) or len(name) > 64 or type(turn) is not int or turn < 1:
             raise FrameError("layout", "a cache has a name, and its turns are 1, 2, 3, ...")
         cache = session.caches.get(name)
@@ -351,7 +486,7 @@ class Host:
         if turn != (cache.turn if cache else 0) + 1:
             raise FrameError("cache", "the server has no such cache", hint="it was dropped, or the server was started again: generate anew")
         cache = cache or _Cache(self._new_cache(), 0, b"", 0)
-        crossing = self._crossing(frame)
+        crossing = self._crossing(session, frame)
         order = frame.values.get("rows")
         if order is not None:
             if not isinstance(order, list) or not all(type(i) is int and 0 <= i < self.length for i in order):
@@ -396,60 +531,66 @@ class Host:
 
     def _keep(self) -> None:
         assert self.folder is not None
-        buffers = {n: t for b in self.cut.boundaries for n, t in self._state(b)}
-        states = {n: self.optimizer.state.get(p, {}) for n, p in self.trained.items()} if self.optimizer is not None else {}
-        optimizer = {n: {k: v for k, v in found.items() if isinstance(v, Tensor)} for n, found in states.items()}
-        gradients = {n: p.grad for n, p in self.trained.items() if p.grad is not None}
         sessions = {
-            name: {"peer": s.peer, "codec": s.codec, "limits": _listed(s.limits), "done": s.done, "check": s.check}
+            name: {"peer": s.peer, "codec": s.codec, "limits": _listed(s.limits), "done": s.done, "check": s.check, "away": s.is_away}
             for name, s in self.sessions.items()
         }
         frames = {f"{name}/reply": s.reply for name, s in self.sessions.items() if s.reply}
         frames |= {f"{name}/{n}": _bytes(o.request) for name, s in self.sessions.items() for n, o in s.open.items()}
         digest = str(self.about["digest"])
-        keeping.save(self.folder, keeping.Kept(digest, self.step, self.waiting, buffers, optimizer, gradients, sessions, frames))
+        copies = {name: _copied(s.learner) for name, s in self.sessions.items() if s.learner is not None}
+        keeping.save(self.folder, keeping.Kept(digest, self.step, _copied(self.main), copies, dict(self.left), sessions, frames))
         self.kept_at = self.step
         for session in self.sessions.values():
             session.saved = session.done
 
-    def _state(self, boundary: Boundary) -> Iterator[tuple[str, Tensor]]:
-        state: dict[str, Tensor] = self.cut.model.get_submodule(boundary.blocks).state_dict(prefix=f"{boundary.blocks}.")
-        return iter(state.items())
-
     def _restore(self, kept: keeping.Kept) -> None:
         if kept.digest != self.about["digest"]:
             raise CheckpointError(f"{self.folder} holds another model's training", hint="name another folder")
-        with torch.no_grad():
-            for boundary in self.cut.boundaries:
-                for name, tensor in self._state(boundary):
-                    if name not in kept.weights:
-                        raise CheckpointError(f'{self.folder} has no "{name}"', hint="restore it from a copy")
-                    tensor.copy_(kept.weights[name])
-        for name, p in self.trained.items():
-            if name in kept.gradients:
-                p.grad = kept.gradients[name].to(p.device)
-            if self.optimizer is not None and kept.optimizer.get(name):
-                found = kept.optimizer[name]
-                self.optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in found.items()}
+        if (kept.copies or kept.left) and not self.average:
+            raise CheckpointError(
+                f"{self.folder} holds a training of copies that are averaged", hint="go on with average set, or name another folder"
+            )
+        self._give(self.main, kept.main)
         self.step = self.kept_at = kept.step
-        self.waiting = kept.waiting
+        self.left = {name: (n, dict(weights)) for name, (n, weights) in kept.left.items()}
         for name, s in kept.sessions.items():
             reply = kept.frames.get(f"{name}/reply", b"")
             made = _Session(s["peer"], s["codec"], Limits(*s["limits"]), s["done"], s["done"], s["check"], reply, time.monotonic())
+            made.is_away = bool(s.get("away"))
             self.sessions[name] = made
+            if name in kept.copies:
+                made.learner = self.main.copy()
+                self._give(made.learner, kept.copies[name])
+                self._compile(made.learner)
         for place, data in kept.frames.items():
             name, _, n = place.partition("/")
             if n.isdigit():
                 self.sessions[name].open[int(n)] = _Open(decode(data, self.limits))
 
+    def _give(self, learner: Learner, kept: keeping.Copy) -> None:
+        learner.restore(kept.weights, kept.optimizer, kept.gradients, self.folder)
+        learner.step, learner.waiting, learner.since = kept.step, kept.waiting, kept.since
+
     def backbone(self) -> dict[str, Tensor]:
-        """The weights as they are now, by their names in the model, copied."""
+        """The weights as they are now, by their names in the model, copied. Where copies are averaged, the mean of the round so far."""
         with self.lock:
-            return {n: t.detach().clone() for b in self.cut.boundaries for n, t in self._state(b)}
+            parts = self._round()
+            return {n: t.detach().clone() for n, t in (self.main.state() | (mean(parts) if parts else {})).items()}
 
     @property
     def blocks(self) -> tuple[torch.nn.Module, ...]:
-        return tuple(block for b in self.cut.boundaries for block in blocks_of(self.cut, b))
+        return self.main.blocks
+
+
+def _copied(learner: Learner) -> keeping.Copy:
+    return keeping.Copy(learner.step, learner.waiting, learner.since, learner.state(), learner.moments(), learner.gradients())
+
+
+def _is_compilers(error: RuntimeError) -> bool:
+    from torch._dynamo.exc import TorchDynamoException
+
+    return isinstance(error, TorchDynamoException)
 
 
 def refusal(error: FrameError, frame: Frame | None = None, done: int = 0, saved: int = 0) -> bytes:

@@ -1,8 +1,10 @@
 """The server's checkpoint: one safetensors file that appears whole or not at all.
 
 It holds the backbone's weights, the optimizer's state, gradients that wait for their step, and for every session the number of its last request with
-the reply to it, and the requests of passes that are open. Numbers and names are JSON in the file's metadata. There is no pickle in it, and no random
-state: dropout is drawn from the session and the request's number.
+the reply to it, the requests of passes that are open, and its copy of the backbone if it has one. Numbers and names are JSON in the file's metadata.
+There is no pickle in it, and no random state: dropout is drawn from the session and the request's number.
+
+The client's own checkpoint is of the same kind: embedding and head in place of the backbone, and its one session.
 """
 
 from __future__ import annotations
@@ -25,15 +27,30 @@ VERSION = 2
 
 
 @dataclass(frozen=True)
+class Copy:
+    """Weights, and what trains them."""
+
+    step: int
+    waiting: int  # backward passes since the last step
+    since: int  # steps since the last average
+    weights: Mapping[str, Tensor]
+    optimizer: Mapping[str, Mapping[str, Tensor]]  # by parameter, then by name
+    gradients: Mapping[str, Tensor]
+
+    @property
+    def numbers(self) -> list[int]:
+        return [self.step, self.waiting, self.since]
+
+
+@dataclass(frozen=True)
 class Kept:
     """What a server is after some requests."""
 
     digest: str  # of the model's description
     step: int
-    waiting: int  # backward passes since the last step
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Mapping[str, Tensor]]  # by parameter, then by name
-    gradients: Mapping[str, Tensor]
+    main: Copy
+    copies: Mapping[str, Copy] = field(default_factory=dict)  # by session
+    left: Mapping[str, tuple[int, Mapping[str, Tensor]]] = field(default_factory=dict)  # of those who are gone, for the average to come
     sessions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what is no tensor
     frames: Mapping[str, bytes] = field(default_factory=dict)  # session/reply: to its last request; session/number: requests whose pass is open
 
@@ -41,10 +58,19 @@ class Kept:
 def save(folder: Path, kept: Kept) -> None:
     from safetensors.torch import save_file
 
-    tensors = {f"weight/{n}": t for n, t in kept.weights.items()} | {f"gradient/{n}": t for n, t in kept.gradients.items()}
-    tensors |= {f"optimizer/{n}/{k}": t for n, found in kept.optimizer.items() for k, t in found.items()}
+    tensors = _flat(kept.main)
+    for name, one in kept.copies.items():
+        tensors |= {f"copy/{name}/{k}": t for k, t in _flat(one).items()}
+    tensors |= {f"left/{name}/{k}": t for name, (_, weights) in kept.left.items() for k, t in weights.items()}
     tensors |= {f"frame/{s}": torch.frombuffer(bytearray(data), dtype=torch.uint8) for s, data in kept.frames.items()}
-    about = {"digest": kept.digest, "step": kept.step, "waiting": kept.waiting, "sessions": {k: dict(v) for k, v in kept.sessions.items()}}
+    about = {
+        "digest": kept.digest,
+        "step": kept.step,
+        "main": kept.main.numbers,
+        "copies": {name: one.numbers for name, one in kept.copies.items()},
+        "left": {name: n for name, (n, _) in kept.left.items()},
+        "sessions": {k: dict(v) for k, v in kept.sessions.items()},
+    }
     metadata = {"regauge": "split", "version": str(VERSION), "about": json.dumps(about)}
     path = folder / FILE
     with writing(path):
@@ -60,6 +86,11 @@ def save(folder: Path, kept: Kept) -> None:
         fsync_folder(folder)
 
 
+def _flat(one: Copy) -> dict[str, Tensor]:
+    out = {f"weight/{n}": t for n, t in one.weights.items()} | {f"gradient/{n}": t for n, t in one.gradients.items()}
+    return out | {f"optimizer/{n}/{k}": t for n, found in one.optimizer.items() for k, t in found.items()}
+
+
 def load(folder: Path) -> Kept | None:
     """What was kept here, or None where nothing was."""
     from safetensors import SafetensorError, safe_open
@@ -72,17 +103,29 @@ def load(folder: Path) -> Kept | None:
             metadata = file.metadata() or {}
             tensors: dict[str, Tensor] = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 (not a dict)
         if metadata.get("regauge") != "split" or int(metadata["version"]) != VERSION:
-            raise CheckpointError(f"{path} is no checkpoint of a split server of version {VERSION}", hint="name another folder")
+            raise CheckpointError(f"{path} is no checkpoint of a split server of version {VERSION}", hint="name another folder, or upgrade")
         about = json.loads(metadata["about"])
-        groups: dict[str, dict[str, Tensor]] = {"weight": {}, "gradient": {}, "optimizer": {}, "frame": {}}
+        groups: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("weight", "gradient", "optimizer", "frame", "copy", "left")}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")
             groups[kind][name] = tensor
-        optimizer: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in groups["optimizer"].items():
-            name, _, entry = key.rpartition("/")
-            optimizer.setdefault(name, {})[entry] = tensor
         frames = {place: tensor.numpy().tobytes() for place, tensor in groups["frame"].items()}
-        return Kept(about["digest"], about["step"], about["waiting"], groups["weight"], optimizer, groups["gradient"], about["sessions"], frames)
+        copies = {name: _nested(_inside(groups["copy"], name), found) for name, found in about["copies"].items()}
+        left = {name: (n, _inside(groups["left"], name)) for name, n in about["left"].items()}
+        return Kept(about["digest"], about["step"], _nested(tensors, about["main"]), copies, left, about["sessions"], frames)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint of a split server: {error}", hint="restore it from a copy") from error
+
+
+def _inside(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")}
+
+
+def _nested(tensors: Mapping[str, Tensor], numbers: list[int]) -> Copy:
+    """What `_flat` made flat. Other kinds are passed over."""
+    optimizer: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in _inside(tensors, "optimizer").items():
+        name, _, entry = key.rpartition("/")
+        optimizer.setdefault(name, {})[entry] = tensor
+    step, waiting, since = numbers
+    return Copy(step, waiting, since, _inside(tensors, "weight"), optimizer, _inside(tensors, "gradient"))

@@ -92,11 +92,24 @@ class Log:
         self.journal.forget(self.saved, self.marked)
         return self.marked
 
+    def settle(self) -> None:
+        """Make sure that the server has answered all that was asked. One that was started again may have lost the last requests, and would be sent
+        them with the next one, which does not come if this was the last."""
+        if self.number:
+            self._replay(self._done(), self.number + 1)
+
     def end(self) -> None:
-        """Let the server forget the session. A server that does not answer will have to forget it by itself."""
-        data = encode(Frame(Kind.BYE, 0, {"session": self.journal.session}))
-        with suppress(RefusedError, TransportError):
-            self._exchange(data, lambda f: f.kind is Kind.BYE)
+        """Let the server forget the session, once it has all of it. One that does not answer will have to forget it by itself."""
+        bye = encode(Frame(Kind.BYE, 0, {"session": self.journal.session, "done": self.number}))
+        with suppress(FrameError, TransportError):
+            while True:
+                self.settle()
+                try:
+                    self._exchange(bye, lambda f: f.kind is Kind.BYE)
+                    return
+                except RefusedError as error:
+                    if error.code != "gap":  # it was started again meanwhile
+                        raise
 
     def _once(self, n: int, data: list[bytes]) -> tuple[Frame, Bytes]:
         """The reply to request n and its bytes, after everything before it is there too."""

@@ -25,6 +25,7 @@ from typing import Any
 
 from regauge.errors import need
 from regauge.files import reading
+from regauge.split import health
 from regauge.split.frames import CHUNK, PIECE, Assembler, Bytes, FrameError, Limits, chunks, decode
 from regauge.split.host import Host, refusal
 from regauge.split.transport import TransportError
@@ -133,13 +134,13 @@ def _require_private(address: str, tls: Tls | None, insecure: bool) -> None:
     if tls is None and not insecure and not is_loopback(address):
         raise TransportError(
             f"{address} is not this machine, and without TLS anyone on the way reads and changes what crosses",
-            hint="give certificates (regauge.split.certs makes some), or insecure=True where another layer protects the network",
+            hint="give certificates (--tls; regauge split certs makes some), or insecure=True (--insecure) where another layer protects the network",
         )
 
 
 class Server:
-    """A host behind a port. `port` is the one it was given, if the address asked for any (":0"). `clients` names those that may come, by the common
-    names of their certificates; without it, everyone whom the authority has signed."""
+    """A host behind a port, and gRPC's health service. `port` is the one it was given, if the address asked for any (":0"). `clients` names
+    those that may come, by the common names of their certificates; without it, everyone whom the authority has signed."""
 
     def __init__(
         self, host: Host, address: str = "127.0.0.1:0", *, tls: Tls | None = None, clients: Collection[str] | None = None, insecure: bool = False
@@ -148,14 +149,17 @@ class Server:
         _require_private(address, tls, insecure)
         self.host, self.address, self.tls, self.clients = host, address, tls, None if clients is None else frozenset(clients)
         self.pool = concurrent.futures.ThreadPoolExecutor(4, "regauge-split-host")
+        self.received = self.sent = self.streams = self.under_way = 0  # bytes, and what is open
+        self.is_stopping = False
         self.server, self.port = _Loop.run(self._start())
 
     async def _start(self) -> tuple[Any, int]:
         import grpc
 
         server = grpc.aio.server(options=_OPTIONS)
-        handler = grpc.stream_stream_rpc_method_handler(self._exchange)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        handler = grpc.stream_stream_rpc_method_handler(self._served)
+        healthy = health.handler(lambda: not self.is_stopping, SERVICE)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}), healthy))
         try:
             if self.tls is None:
                 port = server.add_insecure_port(self.address)
@@ -168,6 +172,33 @@ class Server:
                 f"{self.address} cannot be listened on", hint="is another server there, or is the address another machine's?"
             ) from error
         return server, port
+
+    async def _served(self, incoming: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        """One client's stream, with what crosses counted. A server that stops lets a stream go when it has answered what is under way."""
+        self.streams += 1
+        self.under_way += 1  # but for the times in which the stream waits for its client
+        try:
+            async for piece in self._exchange(self._came(incoming), context):
+                self.sent += len(piece)
+                yield piece
+        finally:
+            self.streams -= 1
+            self.under_way -= 1
+
+    async def _came(self, incoming: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        if self.is_stopping:
+            return
+        source = aiter(incoming)
+        while not self.is_stopping:
+            self.under_way -= 1
+            try:
+                chunk = await anext(source, None)
+            finally:
+                self.under_way += 1
+            if chunk is None:
+                return
+            self.received += len(chunk)
+            yield chunk
 
     async def _exchange(self, incoming: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         peer = _peer(context)
@@ -192,11 +223,21 @@ class Server:
         return self.host.answer(decode(data, self.host.limits), peer)
 
     def stop(self, grace: float = 5.0) -> None:
-        """Take no more, let what is under way end, and keep what is to be kept."""
+        """Take no more, let what is under way end, and keep what is to be kept. A second call does nothing."""
+        if self.is_stopping:
+            return
+        self.is_stopping = True
         with suppress(concurrent.futures.TimeoutError):
-            _Loop.run(self.server.stop(grace), grace + 5)
+            _Loop.run(self._ended(grace), grace + 5)
         self.pool.shutdown()
         self.host.keep()
+
+    async def _ended(self, grace: float) -> None:
+        until = time.monotonic() + grace
+        await asyncio.sleep(min(grace, 2 * health.BEAT))  # so that those who watch are told
+        while self.under_way and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        await self.server.stop(0)
 
     def __enter__(self) -> Server:
         return self
@@ -209,17 +250,6 @@ def _peer(context: Any) -> str:
     """The common name of the client's certificate, which the handshake has verified; "" without TLS."""
     found = context.auth_context().get("x509_common_name")
     return found[0].decode(errors="replace") if found else ""
-
-
-def _said(error: Any, with_tls: bool) -> str:
-    """What gRPC says of a call that failed, in few words. Certificates that may not fit are named: nothing else would lead there."""
-    what: str = error.code().name.lower().replace("_", " ")
-    details = str(error.details() or "")
-    if "handshake failed" in details.lower():
-        return f"{what}: the server's certificate is refused ({details.rpartition('OPENSSL_internal:')[2].removesuffix(': OK')[:80]})"
-    if with_tls and what == "unavailable":  # a server that refuses a certificate just hangs up
-        return f"{what}; if the server is up, it may not accept this client's certificate"
-    return what
 
 
 class Grpc:
@@ -328,3 +358,27 @@ class Grpc:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _said(error: Any, with_tls: bool) -> str:
+    """What gRPC says of a broken stream, in few words. Certificates that may not fit are named: nothing else would lead there."""
+    details = (error.details() or "").lower()
+    for sign, words in _SIGNS.items():
+        if sign in details:
+            return words
+    what: str = error.code().name.lower().replace("_", " ")
+    if with_tls and what == "unavailable":  # a server that refuses a certificate just hangs up
+        return f"{what}; if the server is up, it may not accept this client's certificate"
+    return what
+
+
+_SIGNS = {
+    "bad_signature": "the server's certificate is not of this authority, has expired, or is for another name",
+    "certificate_verify_failed": "the server's certificate is not of this authority, has expired, or is for another name",
+    "peer name": "the server's certificate is for another name",
+    "ssl": "there is no TLS with it: one side speaks TLS and the other does not, or does not know the other's certificate",
+    "connection refused": "nothing listens there",
+    "dns resolution failed": "there is no such name",
+    "socket closed": "it hung up: it may have stopped, or speak TLS, or not know this certificate",
+    "connection reset": "it hung up: it may have stopped, or speak TLS, or not know this certificate",
+}

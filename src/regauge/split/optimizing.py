@@ -61,7 +61,9 @@ class Training:
         return OPTIMIZERS[self.optimizer](list(parameters), self)
 
     def told(self) -> dict[str, Value]:
-        return {"optimizer": self.optimizer, "rate": self.rate, "schedule": self.schedule, "clip": self.clip, "accumulate": self.accumulate}
+        """For the handshake, so that a client can train its own parts likewise."""
+        shown = ("optimizer", "rate", "decay", "momentum", "schedule", "warmup", "steps", "clip", "accumulate")
+        return {name: getattr(self, name) for name in shown}
 
 
 def _sgd(parameters: list[torch.nn.Parameter], o: Training) -> torch.optim.Optimizer:

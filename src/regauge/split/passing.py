@@ -29,6 +29,7 @@ Tensor = torch.Tensor
 _SILENT = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False, "cache_position": None}
 _REFUSED = ("output_attentions", "output_router_logits")
 CACHE = "past_key_values"
+_OF_THE_LOSS = frozenset({"num_items_in_batch"})  # what transformers' Trainer says to the loss passes by the blocks, which have no use for it
 
 
 def described(where: Cut, config: Mapping[str, Any] | None = None) -> dict[str, Value]:
@@ -74,6 +75,9 @@ def pack(crossing: Crossing) -> tuple[dict[str, Value], dict[str, Tensor]]:
         name = key.partition("@")[0]
         if name in _REFUSED and value:
             raise CutError(f'"{name}" is made by blocks that are on the server, and does not cross', hint=f"call the model with {name}=False")
+        if name in _OF_THE_LOSS and _is_extra(crossing, name):
+            dropped.add(key)
+            continue
         given = _SILENT.get(name, value)
         if isinstance(given, Tensor):
             tensors[key] = given

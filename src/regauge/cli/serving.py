@@ -1,0 +1,327 @@
+"""`regauge split serve`: a backbone behind a port."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from regauge.cli import options
+from regauge.cli.console import data_json, say
+
+if TYPE_CHECKING:
+    from regauge.split import Host, Training
+    from regauge.split.network import Server, Tls
+    from regauge.split.quotas import Quota, Quotas
+
+VERSION = 1
+CLIENTS = "clients.txt"  # the list of clients that `certs` puts beside the certificates
+SAYS = 10.0  # seconds between two lines where there is no terminal
+
+
+class Optimizer(StrEnum):
+    sgd = "sgd"
+    adam = "adam"
+    adamw = "adamw"
+
+
+class Schedule(StrEnum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+class Precision(StrEnum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+Rate = Annotated[float | None, typer.Option("--rate", min=0.0, metavar="R", help="The learning rate.")]
+Decay = Annotated[float | None, typer.Option("--decay", min=0.0, metavar="X", help="Weight decay.")]
+Momentum = Annotated[float | None, typer.Option("--momentum", min=0.0, max=1.0, metavar="X", help="Of sgd.")]
+Warmup = Annotated[int | None, typer.Option("--warmup", min=0, metavar="N", help="Steps from 0 up to the rate.")]
+Clip = Annotated[float | None, typer.Option("--clip", min=0.0, metavar="X", help="Bound the norm of the gradient.")]
+TlsFiles = Annotated[
+    str | None, typer.Option("--tls", metavar="FOLDER", help="Certificates: a folder of split certs, or three files: authority,certificate,key.")
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Without TLS beyond this machine: anyone on the way reads and changes what crosses.")]
+
+
+def serve(
+    backbone: Annotated[
+        str, typer.Argument(metavar="BACKBONE", help="A folder, a .safetensors file, or a hub id. It may be locked: no key is needed.")
+    ],
+    listen: Annotated[str, typer.Option("--listen", metavar="ADDR", help="Where to listen. 0.0.0.0:7000 is for all machines.")] = "127.0.0.1:7000",
+    tls: TlsFiles = None,
+    clients: Annotated[
+        Path | None,
+        typer.Option(
+            "--clients", metavar="FILE", help="Who may come: a name on each line, perhaps with a quota. Default: clients.txt beside the certificates."
+        ),
+    ] = None,
+    quota: Annotated[
+        str, typer.Option("--quota", metavar="Q", help='For each client: "sessions=2 requests=50 bytes=100M", a second and a minute.')
+    ] = "",
+    insecure: Insecure = False,
+    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", metavar="DIR", help="Keep everything here, and go on from here.")] = None,
+    every: Annotated[int, typer.Option("--every", min=1, metavar="N", help="Steps between two checkpoints.")] = 100,
+    out: Annotated[Path | None, typer.Option("--out", metavar="OUT", help="Write the trained backbone here when the server stops.")] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", min=0.0, metavar="R", help="Train the backbone at this rate. Without it, it only serves.")
+    ] = None,
+    optimizer: Annotated[Optimizer | None, typer.Option("--optimizer", help="Default: adamw.")] = None,
+    schedule: Annotated[Schedule | None, typer.Option("--schedule", help="How the rate goes on after the warm-up. Default: constant.")] = None,
+    warmup: Warmup = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, metavar="N", help="The step at which the schedule ends.")] = None,
+    clip: Clip = None,
+    accumulate: Annotated[int | None, typer.Option("--accumulate", min=1, metavar="N", help="Losses of a step. Default: 1.")] = None,
+    decay: Decay = None,
+    momentum: Momentum = None,
+    average: Annotated[
+        int, typer.Option("--average", min=0, metavar="N", help="A copy for each client, averaged after N steps of each. Default: one for all.")
+    ] = 0,
+    precision: Annotated[Precision | None, typer.Option("--precision", help="Compute in fewer bits, over weights in float32.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the blocks with torch.compile.")] = False,
+    dtype: Annotated[str, typer.Option("--dtype", metavar="D", help="Of the weights in memory; the clients' must be the same.")] = "float32",
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="What dropout is drawn from.")] = 0,
+    metrics: Annotated[str | None, typer.Option("--metrics", metavar="ADDR", help="Prometheus metrics over HTTP, as in 127.0.0.1:9100.")] = None,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    json: options.Json = False,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Host the backbone of a model for clients that have its embedding and head, their data and their labels. Ctrl-C or SIGTERM stops it: what is
+    under way is finished, and a checkpoint written."""
+    started = time.monotonic()
+    given = {"schedule": schedule, "warmup": warmup, "steps": steps, "clip": clip, "accumulate": accumulate, "decay": decay, "momentum": momentum}
+    training = _training(rate, optimizer, given)
+    from regauge.errors import need
+
+    need("grpc", "split")
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    from regauge.checkpoint import open_checkpoint
+    from regauge.cli.run import check_device
+    from regauge.loading import load_part
+    from regauge.locking import record_of
+    from regauge.split import Host
+    from regauge.split.metrics import Metrics
+    from regauge.split.network import Server
+    from regauge.writing import check_new
+
+    check_device(device)
+    if out is not None:
+        check_new(out)
+        if training is None and checkpoint is None:
+            raise typer.BadParameter("nothing is trained, so that there is nothing to write; --rate R trains the backbone", param_hint="--out")
+    files = read_tls(tls, "server")
+    allowed, quotas = _clients(tls, clients, quota, files is not None)
+    source = open_checkpoint(backbone)
+    record = record_of(source)
+    say(f"loads {backbone}")
+    model = load_part(source, "backbone", dtype, device)
+    host = Host(
+        model,
+        training,
+        folder=checkpoint,
+        every=every,
+        config=source.config,
+        key="" if record is None else record.key,
+        seed=seed,
+        precision="" if precision is None else precision.value,
+        compiler="inductor" if compiled else "",
+        average=average,
+        quotas=quotas,
+    )
+    _introduce(host, model, record, checkpoint)
+    with _talk(verbose), signals() as stop, Server(host, listen, tls=files, clients=allowed, insecure=insecure) as server:
+        page = None if metrics is None else Metrics(host, server, metrics)
+        where = f"{listen.rpartition(':')[0]}:{server.port}"
+        who = (
+            "without TLS"
+            if files is None
+            else f"with TLS, for {', '.join(sorted(allowed))}"
+            if allowed is not None
+            else "with TLS, for all of its authority"
+        )
+        say(f"listens on {where}, {who}{f'; metrics at http://{metrics}/metrics' if page else ''}; Ctrl-C stops it")
+        _watch(host, server, stop)
+        say("stops: takes no more, and finishes what is under way")
+        server.stop(30.0)
+        if page is not None:
+            page.close()
+    if checkpoint is not None:
+        say(f"step {host.step} is in {checkpoint}; the same command goes on from there")
+    if out is not None:
+        from regauge.split.parts import write_part
+
+        write_part(out, model, source, "backbone", host.backbone(), {"steps": host.step})
+        say(f"wrote the backbone to {out}; with a client's part, regauge split join makes a whole model of it")
+    answered = sum(n for (_, result), n in host.requests.items() if result == "ok")
+    say(f"stopped at step {host.step} after {answered} requests, {time.monotonic() - started:.0f} s")
+    if json:
+        report = {"version": VERSION, "command": "split serve", "steps": host.step, "requests": answered, "out": None if out is None else str(out)}
+        data_json({**report, "checkpoint": None if checkpoint is None else str(checkpoint), "bytes": [server.received, server.sent]})
+    return 0
+
+
+def _training(rate: float | None, optimizer: Optimizer | None, given: dict[str, Any]) -> Training | None:
+    said = {name: value for name, value in given.items() if value is not None}
+    if rate is None:
+        if said or optimizer is not None:
+            what = "--optimizer" if optimizer is not None else f"--{min(said)}"
+            raise typer.BadParameter("this belongs to training, and without --rate R nothing is trained", param_hint=what)
+        return None
+    from regauge.split import Training
+
+    plain: dict[str, Any] = {k: str(v) if isinstance(v, StrEnum) else v for k, v in said.items()}
+    return Training("adamw" if optimizer is None else optimizer.value, rate, **plain)
+
+
+def read_tls(text: str | None, name: str | None) -> Tls | None:
+    """The files of one side: in a folder of `split certs`, those of this name (or of its one client); or three files by name."""
+    if text is None:
+        return None
+    from regauge.errors import CheckpointError
+    from regauge.split.network import Tls
+
+    parts = [Path(part).expanduser() for part in text.split(",")]
+    if len(parts) == 3:
+        found = Tls(*parts)
+    else:
+        folder = Path(text).expanduser()
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"there is no folder {text} of certificates", hint="regauge split certs --to FOLDER makes one; or name three files, with commas"
+            )
+        names = sorted(p.stem for p in folder.glob("*.key") if p.stem != "server")
+        if name is None:
+            if len(names) != 1:
+                raise CheckpointError(f"{text} has certificates of {', '.join(names) or 'no client'}", hint="say whose they are with --as NAME")
+            name = names[0]
+        found = Tls(folder / "authority.pem", folder / f"{name}.pem", folder / f"{name}.key")
+    for path in (found.authority, found.certificate, found.key):
+        if not path.is_file():
+            raise CheckpointError(f"there is no {path}", hint="a side needs the authority's certificate, its own, and its key")
+    found.read()
+    return found
+
+
+def _clients(tls: str | None, clients: Path | None, quota: str, secure: bool) -> tuple[list[str] | None, Quotas]:
+    """Who may come, and how much they may ask."""
+    from regauge.errors import CheckpointError
+    from regauge.files import reading
+    from regauge.split.quotas import Quotas, read_clients, read_quota
+
+    default: Quota = read_quota(quota)
+    if clients is not None and not secure:
+        raise typer.BadParameter("clients are known by their certificates: it needs --tls", param_hint="--clients")
+    if clients is None and tls is not None and (Path(tls).expanduser() / CLIENTS).is_file():
+        clients = Path(tls).expanduser() / CLIENTS
+    if clients is None:
+        return None, Quotas(default)
+    with reading(clients):
+        named = read_clients(clients.read_text(), default)
+    if not named:
+        raise CheckpointError(f"{clients} names no client, so that nobody could come", hint="write a name on each line")
+    return list(named), Quotas(default, named)
+
+
+def _introduce(host: Host, model: Any, record: Any, checkpoint: Path | None) -> None:
+    count = sum(p.numel() for p in host.main.names.values())
+    locked = "" if record is None else f", locked by the key {record.key}"
+    say(f"{type(model).__name__}: {len(host.blocks)} blocks, {count:,} weights in {host.about['dtype']}{locked}")
+    if host.training is None:
+        say("serves only: gradients pass through, and the backbone stays as it is; --rate R trains it")
+    else:
+        more = "".join([f", averaged every {host.average} steps" * bool(host.average), f", in {host.precision}" * bool(host.precision)])
+        say(f"trains with {host.training.optimizer} at {host.training.rate:g}, {host.training.schedule}{more}")
+    if checkpoint is None and host.training is not None:
+        say("keeps nothing: if it dies, so do its sessions; --checkpoint DIR keeps them")
+    elif host.step or host.sessions:
+        say(f"goes on from {checkpoint}: step {host.step}, {len(host.sessions)} sessions")
+
+
+@contextmanager
+def signals(words: str = "") -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set, with a few words. A second one is an interrupt."""
+    stop = threading.Event()
+
+    def asked(number: int, frame: object) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        if words:
+            say(words)
+
+    before: dict[signal.Signals, Any] = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, asked)
+    except ValueError:  # not the main thread
+        pass
+    try:
+        yield stop
+    finally:
+        for held, handler in before.items():
+            signal.signal(held, handler)
+
+
+class _Says(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"{'warning: ' if record.levelno >= logging.WARNING else ''}{record.getMessage()}")
+
+
+@contextmanager
+def _talk(verbose: int) -> Iterator[None]:
+    """What the engine logs goes where all talk goes. It holds no tensors and no keys."""
+    log, handler = logging.getLogger("regauge.split"), _Says()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO if verbose else logging.WARNING)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+
+
+def _watch(host: Host, server: Server, stop: threading.Event) -> None:
+    """Show how far it is until somebody stops it: one line that changes on a terminal, otherwise a line now and then if something has changed."""
+    from regauge.files import amount
+
+    began, last = (time.monotonic(), host.step), time.monotonic()
+
+    def line() -> str:
+        nonlocal began
+        seconds, steps = time.monotonic() - began[0], host.step - began[1]
+        if seconds > 30:
+            began = (time.monotonic(), host.step)
+        sessions = list(host.sessions.values())
+        names = sorted({s.peer for s in sessions if s.peer})
+        who = f"{len(sessions)} session{'s' * (len(sessions) != 1)}{f' ({chr(44).join(names[:4])})' if names else ''}"
+        return f"step {host.step}, {steps / max(seconds, 1e-9):.1f} a second, {who}, {amount(server.received)} in, {amount(server.sent)} out"
+
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status("waits for clients") as status:
+            while not stop.wait(0.5):
+                if host.requests:
+                    status.update(line())
+        return
+    shown: object = (host.step, 0)
+    while not stop.wait(0.2):
+        now = (host.step, sum(host.requests.values()))
+        if now != shown and time.monotonic() - last >= (SAYS if shown != (host.step, 0) else 0.0):
+            say(line())
+            shown, last = now, time.monotonic()

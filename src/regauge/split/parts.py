@@ -1,0 +1,108 @@
+"""Parts of a model as folders: the client's embedding and head, the server's backbone, and the whole that they make.
+
+A part is an ordinary checkpoint folder, with config.json, that has the tensors of one part only; `split.json` in it says which.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regauge.checkpoint import WEIGHTS, Checkpoint, open_checkpoint
+from regauge.cutting import cut
+from regauge.errors import CheckpointError
+from regauge.files import beside, fsync_folder, writing
+from regauge.loading import Part, load_part, quiet
+from regauge.locking import record_of
+from regauge.split.passing import described
+from regauge.writing import check_new, other_files
+
+Tensor = torch.Tensor
+ABOUT = "split.json"
+VERSION = 1
+_WHAT = {
+    "edges": "The embedding and the head of a model, trained by a client of split learning. The backbone is with the server.",
+    "backbone": "The backbone of a model, trained by a server of split learning. Embedding and head are with the clients.",
+}
+
+
+def write_part(
+    out: Path,
+    model: torch.nn.Module,
+    source: Checkpoint,
+    part: Part,
+    state: Mapping[str, Tensor] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Write one part of a model into a new folder, whole or not at all. `state` is for weights that are not the model's own."""
+    where = cut(model, source.config)
+    paths = tuple(f"{b.blocks}." for b in where.boundaries)
+    chosen = {n: t for n, t in (state or model.state_dict()).items() if n.startswith(paths) == (part == "backbone")}
+    about = {"regauge": "split part", "version": VERSION, "part": part, "what": _WHAT[part], "class": type(model).__name__}
+    about |= {"digest": described(where, source.config)["digest"], "join": "regauge split join EDGES BACKBONE -o OUT", **(facts or {})}
+    _write(out, model, source, chosen, about, files=part == "edges")
+
+
+def join(edges: str | Path, backbone: str | Path, out: Path, dtype: str | None = None) -> str:
+    """A whole model of an embedding and a head, and a backbone, each from a part's folder or a whole model's. Returns the id of the key that it is
+    locked with, if it is."""
+    check_new(out)
+    sources = [open_checkpoint(s) for s in (edges, backbone)]
+    records = [record_of(s) for s in sources]
+    if records[0] != records[1]:
+        keys = " and ".join("not at all" if r is None else f"by the key {r.key}" for r in records)
+        raise CheckpointError(f"{edges} and {backbone} are locked differently: {keys}", hint="join parts of one locked model")
+    models = [load_part(s, part, dtype) for s, part in zip(sources, ("edges", "backbone"), strict=True)]  # type: ignore[arg-type]
+    cuts = [cut(m, s.config) for m, s in zip(models, sources, strict=True)]
+    about = [described(c, s.config) for c, s in zip(cuts, sources, strict=True)]
+    for what in about[0]:
+        if about[0][what] != about[1][what]:
+            raise CheckpointError(f"the {what} of {edges} is {about[0][what]}, that of {backbone} {about[1][what]}", hint="join parts of one model")
+    if type(models[0]) is not type(models[1]):
+        raise CheckpointError(
+            f"{edges} is of a {type(models[0]).__name__}, {backbone} of a {type(models[1]).__name__}", hint="join parts of one model"
+        )
+    state = {n: t for m in models for n, t in m.state_dict().items() if not t.is_meta}
+    _write(out, models[0], sources[0], state, None, files=True)
+    return "" if records[0] is None else records[0].key
+
+
+def _write(out: Path, model: Any, source: Checkpoint, state: Mapping[str, Tensor], about: Mapping[str, Any] | None, *, files: bool) -> None:
+    check_new(out)
+    partial = beside(out)
+    plain = {n: t.detach().cpu() for n, t in state.items()}
+    with writing(out):
+        try:
+            partial.mkdir()
+            if hasattr(model, "save_pretrained"):
+                with quiet():
+                    model.save_pretrained(partial, state_dict=plain)
+            else:
+                from safetensors.torch import save_file
+
+                save_file({n: t.contiguous().clone() for n, t in plain.items()}, partial / WEIGHTS, {"format": "pt"})
+                if source.config_path is not None:
+                    shutil.copyfile(source.config_path, partial / "config.json")
+            if files and source.is_folder:
+                written = {p.name for p in partial.iterdir()} | {ABOUT, *source.files}
+                for name, path in other_files(source.path, written)[0].items():
+                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, partial / name)
+            if about is not None:
+                (partial / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
+            for path in partial.rglob("*"):
+                if path.is_file():
+                    with path.open("rb") as file:
+                        os.fsync(file.fileno())
+            if out.is_dir():
+                out.rmdir()  # it is empty
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    fsync_folder(out.parent)

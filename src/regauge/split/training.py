@@ -1,0 +1,157 @@
+"""The client's loop: embedding and head are trained here, on data that stay here, while the backbone is with the server.
+
+A run is a function of its options, its data and its seed: every step draws its examples and its dropout from the seed and its number. So a client
+that was killed can start again from its checkpoint, and repeat what it had asked since, bit for bit (`journal`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from regauge.errors import RegaugeError
+from regauge.keys import canonical
+from regauge.split import keeping
+from regauge.split.client import Link
+from regauge.split.optimizing import Training
+from regauge.tasks import Examples, logits_of, loss_of
+
+Tick = Callable[[int, float], None]  # after a step: how many are done, and its loss
+CLIENT = "client"  # the folder of the client's checkpoint in its journal
+
+
+class RunError(RegaugeError):
+    """A run that cannot go on as asked."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How long, with how many examples at a time, and drawn from which seed."""
+
+    steps: int
+    batch: int
+    seed: int = 0
+
+    def rows(self, examples: Examples, n: int) -> np.ndarray:
+        """The examples of the n-th batch: every epoch has an order of its own."""
+        each = math.ceil(len(examples) / self.batch)
+        order = np.random.default_rng([self.seed, n // each]).permutation(len(examples))
+        return order[(n % each) * self.batch :][: self.batch]
+
+
+def train(
+    model: torch.nn.Module,
+    link: Link,
+    examples: Examples,
+    own: Training,
+    run: Run,
+    *,
+    folder: Path | None = None,
+    every: int = 50,
+    tick: Tick | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> list[float]:
+    """Train embedding and head, one step of theirs for each of the server's. Returns the losses of the steps that were taken here.
+
+    With `folder`, the journal's, there is a checkpoint every so many steps, and the run goes on from the last one. `stop` is asked before each step.
+    """
+    device = link.anchor.device if (p := next((p for p in model.parameters() if not p.is_meta), None)) is None else p.device
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_meta}
+    optimizer = own.build(trained.values())
+    digest = hashlib.sha256(canonical([run.batch, run.seed, len(examples), sorted(map(str, own.told().items())), sorted(trained)])).hexdigest()
+    kept = None if folder is None else keeping.load(folder / CLIENT)
+    begin = 0
+    if kept is not None:
+        if kept.digest != digest:
+            raise RunError(f"{folder} holds a run with other options or data", hint="go on with the same ones, or name an empty folder")
+        _restore(trained, optimizer, kept)
+        link.load_state_dict(kept.sessions["link"])
+        begin = kept.step
+    model.train()
+    losses: list[float] = []
+
+    def save(step: int) -> None:
+        if folder is not None:
+            moments = {n: {k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)} for n, p in trained.items()}
+            keeping.save(
+                folder / CLIENT, keeping.Kept(digest, step, keeping.Copy(step, 0, 0, trained, moments, {}), sessions={"link": link.state_dict()})
+            )
+            link.saved()
+
+    for step in range(begin, run.steps):
+        if stop is not None and stop():
+            save(step)
+            return losses
+        for group in optimizer.param_groups:
+            group["lr"] = own.rate_at(step)
+        optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for part in range(own.accumulate):
+            n = step * own.accumulate + part
+            inputs, labels = examples.batch(run.rows(examples, n))
+            moved = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}
+            with drawing(run.seed, n):
+                loss = loss_of(examples, logits_of(model, moved), labels.to(device)) / own.accumulate
+                loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        if own.clip:
+            torch.nn.utils.clip_grad_norm_(trained.values(), own.clip)
+        optimizer.step()
+        losses.append(total)
+        if tick is not None:
+            tick(step + 1, total)
+        if (step + 1) % every == 0 and step + 1 < run.steps:
+            save(step + 1)
+    link.log.settle()
+    save(run.steps)
+    return losses
+
+
+def measure(model: torch.nn.Module, examples: Examples, batch: int, tick: Callable[[int], None] | None = None) -> dict[str, float]:
+    """The mean loss, and with it the accuracy, or the perplexity where tokens are predicted from those before them."""
+    device = next(p.device for p in model.parameters() if not p.is_meta)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    nats = right = count = 0.0
+    model.eval()
+    for at in range(0, len(examples), batch):
+        inputs, labels = examples.batch(np.arange(at, min(at + batch, len(examples))))
+        moved, labels = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}, labels.to(device)
+        with torch.no_grad():
+            logits = logits_of(model, moved)
+        if examples.causal:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        guess = logits.argmax(1 if examples.dense else -1)
+        counted = labels != -100
+        n = int(counted.sum())
+        flat = logits if examples.dense else logits.flatten(0, -2)
+        nats += float(torch.nn.functional.cross_entropy(flat, labels if examples.dense else labels.flatten(), ignore_index=-100)) * n
+        right, count = right + float((guess == labels)[counted].sum()), count + n
+        if tick is not None:
+            tick(min(at + batch, len(examples)))
+    loss = nats / count
+    found = {"loss": loss, "accuracy": right / count, "examples": float(len(examples))}
+    return found | ({"perplexity": math.exp(min(loss, 700.0))} if examples.causal or examples.tokens else {})
+
+
+def _restore(trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, kept: keeping.Kept) -> None:
+    with torch.no_grad():
+        for name, p in trained.items():
+            p.copy_(kept.main.weights[name])
+            if kept.main.optimizer.get(name):
+                optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in kept.main.optimizer[name].items()}
+
+
+@contextmanager
+def drawing(seed: int, n: int) -> Iterator[None]:
+    """Random numbers that are a function of the seed and the batch's number: a step that is repeated draws the same."""
+    with torch.random.fork_rng():
+        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{n}".encode()).digest()[:8], "little") >> 1)
+        yield

@@ -78,6 +78,42 @@ class HiddenStates:
     kind: Kind = "permutation"
 
 
+@dataclass(frozen=True, eq=False)
+class Served:
+    """What a server of split learning sees of one pass: the stream as it comes, whatever the client did to it, the other tensors that cross with it,
+    and in training the gradient of the loss by the output. No times: those are another channel."""
+
+    stream: torch.Tensor
+    others: Mapping[str, torch.Tensor]
+    slope: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PairedImages:
+    """A server that sees features `seen`, and has images of its own with the features that a client like this one makes of them, defended likewise
+    (in order where an attack says so). Features are [samples, tokens, channels]; `patch` is the side of a patch."""
+
+    seen: torch.Tensor
+    features: torch.Tensor
+    images: torch.Tensor
+    patch: int
+
+
+@dataclass(frozen=True, eq=False)
+class PublicPatches:
+    """A server that sees features `seen`, knows the client's patch embedding (`weight` [d, c, p, p], `bias` [d], `positions` [tokens, d], the `first`
+    token with its position if there is one), and has other images of the kind. `tolerance` is the size of the noise that it expects in a token."""
+
+    seen: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    positions: torch.Tensor
+    images: torch.Tensor
+    patch: int
+    first: torch.Tensor | None = None
+    tolerance: float = 1e-3
+
+
 def part_of(spec: Spec, part: str) -> Spec:
     """The spec of one part alone, and the spaces that live in it."""
     from regauge import axes as ax

@@ -18,27 +18,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from regauge.cutting import ROWS, Crossing, cut
+from regauge.cutting import Crossing, cut
 from regauge.edge import is_authorized, member_kind
 from regauge.elements import Element, secret_of
 from regauge.errors import CutError, RegaugeError
 from regauge.families import Boundary
-from regauge.groups import Permutation
-from regauge.members import Monomial
-from regauge.spec import Space, Spec
+from regauge.split.defences import BatchShuffle, Defence, DefenceError, Draw, Rows, leave, ordered
 from regauge.split.frames import CODECS, Frame, FrameError, Kind, Limits, Value
 from regauge.split.host import PROTOCOL
 from regauge.split.journal import Folder, Journal, Memory
 from regauge.split.log import Log
 from regauge.split.passing import CACHE, blocks_of, described, exact_of, pack
 from regauge.split.transport import Transport
-from regauge.streams import Stream
 
 Tensor = torch.Tensor
-Rows = Literal["batch", "sample"] | None
 
 
 def connect(
@@ -46,7 +41,7 @@ def connect(
     transport: Transport,
     *,
     element: Element | None = None,
-    rows: Rows = None,
+    rows: Literal["batch", "sample"] | None = None,
     keep_cls: bool = False,
     codec: str = "",
     journal: Journal | Path | str | None = None,
@@ -56,16 +51,19 @@ def connect(
     boundaries: Sequence[Boundary] | None = None,
     limits: Limits | None = None,
     patience: float = 120.0,
+    defences: Sequence[Defence | str] = (),
 ) -> Link:
     """Hand a model's backbone to a server until the link is closed. The model is used, trained and saved as ever.
 
     `element` is what the server's backbone is locked with. With `rows` the tokens are shuffled, by a fresh permutation for every batch or for every
-    sample; `keep_cls` leaves the first one in its place. `codec` is how features cross ("" as they are, "BF16", "F16", "Q8"). `journal` is a folder
+    sample; `keep_cls` leaves the first one in its place. `defences` are more of what is done to what leaves (`regauge.split.defences`; "noise=0.5" is
+    short for `Noise(0.5)`). `codec` is how features cross ("" as they are, "BF16", "F16", "Q8"). `journal` is a folder
     for a run that may be killed and go on. `secret` is what shuffles are drawn from; without it they are from the system's randomness. `key` is the
     id of the key of the lock, if the server is to compare it. `patience` is how many seconds may pass without a reply.
     """
     kept = Folder(journal) if isinstance(journal, str | Path) else journal or Memory()
-    return Link(model, transport, kept, element, rows, keep_cls, codec, secret, key, config, boundaries, limits, patience)
+    shuffled = [*defences, *([] if rows is None else [Rows(rows, keep_cls)])]
+    return Link(model, transport, kept, element, ordered(shuffled), codec, secret, key, config, boundaries, limits, patience)
 
 
 class Link:
@@ -77,8 +75,7 @@ class Link:
         transport: Transport,
         journal: Journal,
         element: Element | None,
-        rows: Rows,
-        keep_cls: bool,
+        defences: Sequence[Defence],
         codec: str,
         secret: bytes | int | None,
         key: str,
@@ -89,8 +86,6 @@ class Link:
     ) -> None:
         if codec not in CODECS:
             raise FrameError("codec", f"there is no codec {codec!r}", hint=f"choose from {', '.join(c or '(none)' for c in CODECS)}")
-        if rows not in (None, "batch", "sample"):
-            raise CutError(f'rows are shuffled by "batch" or by "sample", not by {rows!r}')
         if is_authorized(model) or getattr(model, "_regauge_permuted", False):
             raise CutError(
                 f"this {type(model).__name__} is authorised or permuted on this machine", hint="undo that first: the link has its own element"
@@ -98,8 +93,9 @@ class Link:
         if element is not None:
             element.require()
         self.cut = cut(model, config, boundaries=boundaries)
-        self.element, self.rows, self.keep_cls = element, rows, keep_cls
-        if rows:
+        self.element, self.defences = element, tuple(defences)
+        self.moves = any(isinstance(d, Rows | BatchShuffle) for d in defences)  # do tokens leave their places?
+        if self.moves:
             self._require_rows(model)
         self.secret = journal.secret if secret is None else secret_of(secret)
         limits = limits or Limits()
@@ -116,6 +112,7 @@ class Link:
         self.caches: weakref.WeakKeyDictionary[Any, _Remembered] = weakref.WeakKeyDictionary()
         self.frozen = [p for b in self.cut.boundaries for block in blocks_of(self.cut, b) for p in block.parameters() if p.requires_grad]
         self.route = self.cut.route(self._cross)
+        self.entry = model.register_forward_pre_hook(self._enter, with_kwargs=True) if any(d.stage == 0 for d in defences) else None
         for p in self.frozen:
             p.requires_grad_(False)
 
@@ -132,6 +129,8 @@ class Link:
     def close(self) -> None:
         """Give the model its blocks back. The session stays with the server: another link with the same journal may go on."""
         self.route.remove()
+        if self.entry is not None:
+            self.entry.remove()
         for p in self.frozen:
             p.requires_grad_(True)
         self.frozen = []
@@ -168,21 +167,43 @@ class Link:
     # One pass
 
     def _cross(self, crossing: Crossing) -> Tensor:
-        there = crossing if self.element is None else crossing.moved(self.element)
         learns = torch.is_grad_enabled()
         if learns:
             self._require_kept()
-        label = str(self.log.number + 1) if learns else f"predict/{os.urandom(8).hex()}"
-        shuffle = _Shuffle(crossing, self.rows, self.keep_cls, self.secret, label) if self.rows else None
         cache = crossing.inputs.get(CACHE)
         if cache is not None:
             self._require_cache(cache, learns)
-        there = there if shuffle is None else shuffle.moved(there)
+        there, home = leave(self.defences, crossing, self._draw())
+        there = there if self.element is None else there.moved(self.element)
         z = self._trained(there) if learns else self._predicted(there, cache)
         if z.shape[0] != crossing.stream.shape[0]:
             raise FrameError("shape", f"the server returned a stream of shape {list(z.shape)} for {list(crossing.stream.shape)}")
-        z = z if shuffle is None else shuffle.restored(crossing, z)
-        return z if self.element is None else crossing.restored(self.element, z)
+        return home(z if self.element is None else crossing.restored(self.element, z))
+
+    def _draw(self) -> Draw:
+        """What this pass draws from: a request that is made again draws the same; a prediction, which is not, draws afresh."""
+        return Draw(self.secret, str(self.log.number + 1) if torch.is_grad_enabled() else f"predict/{os.urandom(8).hex()}")
+
+    def _enter(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The defences on images, before the model's embedding sees them."""
+        draw, found = self._draw(), 0
+
+        def defended(value: Any) -> Any:
+            nonlocal found
+            if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() != 4:
+                return value
+            found += 1
+            for defence in self.defences:
+                value = defence.enter(value, draw)
+            return value
+
+        inputs = tuple(map(defended, args)), {key: defended(value) for key, value in kwargs.items()}
+        if found != 1:
+            named = next(d for d in self.defences if d.stage == 0)
+            raise DefenceError(
+                f"{type(named).__name__} is for images, and this model was given {found or 'none'}", hint="defend the stream: noise, clip"
+            )
+        return inputs
 
     def _trained(self, there: Crossing) -> Tensor:
         values, tensors = pack(there)
@@ -228,7 +249,7 @@ class Link:
             return
         if learns:
             raise CutError("a cache that is filled does not cross while gradients are wanted", hint="use torch.no_grad(), or use_cache=False")
-        if self.rows:
+        if self.moves:
             raise CutError("rows that were shuffled do not fit a cache", hint="generate with use_cache=False, or connect with rows=None")
         if cache not in self.caches:
             raise CutError("the cache was filled by other blocks than the server's", hint="generate from the beginning")
@@ -325,56 +346,3 @@ class _Remembered:
         row = torch.arange(stream.shape[0], dtype=torch.float32).view(-1, 1, 1, 1)
         for i in range(len(cache.layers)):
             cache.update(row.expand(-1, 1, stream.shape[1], 1).contiguous(), row.expand(-1, 1, stream.shape[1], 1).contiguous(), i)
-
-
-class _Shuffle:
-    """A permutation of the rows of one pass: one for all samples, or one for each."""
-
-    def __init__(self, crossing: Crossing, rows: Rows, keep_cls: bool, secret: bytes, label: str) -> None:
-        batch, n = crossing.stream.shape[:2]
-        count = batch if rows == "sample" else 1
-        stream = Stream(secret, f"rows/{label}/{crossing.boundary.name}")
-        self.elements = [_rows(stream, n, keep_cls) for _ in range(count)]
-
-    def moved(self, crossing: Crossing) -> Crossing:
-        if len(self.elements) == 1:
-            return crossing.moved(self.elements[0])
-        batch = crossing.stream.shape[0]
-        parts = [
-            crossing.replaced(**{k: _slice(crossing, k, v, i, batch) for k, v in crossing.inputs.items()}).moved(g)
-            for i, g in enumerate(self.elements)
-        ]
-        return parts[0].replaced(**{k: _joined(crossing, k, [p.inputs[k] for p in parts]) for k in parts[0].inputs})
-
-    def restored(self, crossing: Crossing, z: Tensor) -> Tensor:
-        if len(self.elements) == 1:
-            return crossing.restored(self.elements[0], z)
-        return torch.cat([crossing.restored(g, z[i : i + 1]) for i, g in enumerate(self.elements)])
-
-
-def _rows(stream: Stream, n: int, keep_cls: bool) -> Element:
-    index = np.concatenate([[0], 1 + stream.permutation(n - 1)]) if keep_cls else stream.permutation(n)
-    return Element(Spec("rows", {"token": Space(n, Permutation())}, {}), {"token": Monomial(index.astype(np.int64)[None], None)})
-
-
-def _has_rows(crossing: Crossing, key: str) -> bool:
-    from regauge import axes as ax
-
-    axes = crossing.axes(key)
-    return axes is not None and bool(ax.spaces(axes) & ROWS)
-
-
-def _slice(crossing: Crossing, key: str, value: Any, i: int, batch: int) -> Any:
-    if not _has_rows(crossing, key) or value is None:
-        return value
-    if isinstance(value, tuple | list):
-        return type(value)(_slice(crossing, key, v, i, batch) for v in value)
-    return value[i : i + 1] if value.shape[0] == batch else value
-
-
-def _joined(crossing: Crossing, key: str, values: list[Any]) -> Any:
-    if not _has_rows(crossing, key) or values[0] is None:
-        return values[0]
-    if isinstance(values[0], tuple | list):
-        return type(values[0])(torch.cat(parts) for parts in zip(*values, strict=True))
-    return torch.cat(values)

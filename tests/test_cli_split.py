@@ -105,7 +105,22 @@ def test_three_commands(run: Run, tmp_path: Path, model: Path, monkeypatch: pyte
         "--threads",
         1,
     )
-    how = ["--data", tmp_path / "book.txt", "--length", 12, "--tls", tmp_path / "certs", "--as", "ann", "--rows", "sample", "--threads", 1]
+    how = [
+        "--data",
+        tmp_path / "book.txt",
+        "--length",
+        12,
+        "--tls",
+        tmp_path / "certs",
+        "--as",
+        "ann",
+        "--rows",
+        "sample",
+        "--threads",
+        1,
+        "--defence",
+        "clip=1e3",
+    ]
     with server as address:
         before = run("split", "predict", model, "--server", address, *how, "--json")
         said = run("split", "train", model, "--server", address, *how, "--epochs", 4, "--batch", 8, "-o", tmp_path / "edges", "--json")
@@ -252,6 +267,8 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
         (["train", model, *there, "-o", tmp_path / "o", "--resume"], "it needs the --journal", 2),
         (["train", model, *there, "-o", tmp_path / "o", "--resume", "--journal", tmp_path / "j"], "holds no run to go on with", 1),
         (["train", model, *there, "-o", tmp_path / "o", "--epochs", 1, "--steps", 1], "--epochs or --steps", 2),
+        (["train", model, *there, "-o", tmp_path / "o", "--defence", "fog=1"], 'there is no defence "fog"', 1),
+        (["predict", model, *there, "--defence", "noise=-1"], "noise of -1", 1),
         (["certs", "--to", tmp_path / "c", "--client", "server"], "is no name for a client", 2),
         (["certs", "--to", tmp_path / "c", "--client", "../x"], "is no name for a client", 2),
     ):

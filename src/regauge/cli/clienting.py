@@ -49,6 +49,10 @@ Server = Annotated[str, typer.Option("--server", metavar="ADDR", help="Where the
 As = Annotated[str | None, typer.Option("--as", metavar="NAME", help="Whose certificate of the folder. Default: its only client's.")]
 KeyOption = Annotated[Path | None, typer.Option("-k", "--key", metavar="KEY", help="The key that MODEL and the server's backbone are locked with.")]
 RowsOption = Annotated[Rows | None, typer.Option("--rows", help="Shuffle the tokens afresh for every batch, or for every sample.")]
+DefenceOption = Annotated[
+    list[str] | None,
+    typer.Option("--defence", metavar="NAME=N", help="noise=0.5, low-pass=0.05, ...: what is done to what leaves (docs/split.md). May be repeated."),
+]
 KeepCls = Annotated[bool, typer.Option("--keep-cls", help="Leave the first token in its place.")]
 CodecOption = Annotated[Codec | None, typer.Option("--codec", help="Features in half the bytes, or a quarter. It rounds.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Examples at a time.")]
@@ -68,6 +72,7 @@ def train(
     passphrase_file: options.PassphraseFile = None,
     rows: RowsOption = None,
     keep_cls: KeepCls = False,
+    defence: DefenceOption = None,
     codec: CodecOption = None,
     journal: Annotated[Path | None, typer.Option("--journal", metavar="DIR", help="Keep what is needed to go on after a kill. It is secret.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of the journal.")] = False,
@@ -103,6 +108,7 @@ def train(
         raise typer.BadParameter("give --epochs or --steps")
     if resume and journal is None:
         raise typer.BadParameter("it needs the --journal DIR of the run", param_hint="--resume")
+    from regauge.split.defences import ordered
     from regauge.split.parts import write_part
     from regauge.split.training import CLIENT, Run
     from regauge.split.training import train as trained
@@ -110,9 +116,10 @@ def train(
 
     check_new(out)
     _require_journal(journal, resume)
+    ordered(defence or ())
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
     case = _case(model, source, key, passphrase_file, rows, device, dtype, threads)
-    linked = _linked(case, server, read_tls(tls, name), insecure, rows, keep_cls, codec, journal, patience)
+    linked = _linked(case, server, read_tls(tls, name), insecure, rows, keep_cls, defence, codec, journal, patience)
     with linked as link, signals("stops after this step; once more stops at once") as stop:
         told = link.told
         losses_of_a_step = int(str(told["accumulate"])) if told.get("trains") else 1
@@ -156,6 +163,7 @@ def predict(
     passphrase_file: options.PassphraseFile = None,
     rows: RowsOption = None,
     keep_cls: KeepCls = False,
+    defence: DefenceOption = None,
     codec: CodecOption = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, metavar="N", help="On the first N examples. Default: all.")] = None,
     batch: Batch = 16,
@@ -173,12 +181,17 @@ def predict(
     verbose: options.Verbose = 0,
 ) -> int:
     """Run the model over data that stay here, and measure: loss and accuracy, or loss and perplexity of a language model."""
+    from regauge.split.defences import ordered
     from regauge.split.training import measure
 
+    ordered(defence or ())
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
     case = _case(model, source, key, passphrase_file, rows, device, dtype, threads)
     examples = case.examples if samples is None else case.examples.only(range(min(samples, len(case.examples))))
-    with _linked(case, server, read_tls(tls, name), insecure, rows, keep_cls, codec, None, patience) as link, step_bar("predict") as progress:
+    with (
+        _linked(case, server, read_tls(tls, name), insecure, rows, keep_cls, defence, codec, None, patience) as link,
+        step_bar("predict") as progress,
+    ):
         ticker = _Ticker(progress, len(examples))
         found = measure(case.module, examples, batch, lambda done: ticker(done, None))
         link.end()
@@ -258,7 +271,16 @@ def _case(
 
 @contextmanager
 def _linked(
-    case: _Case, server: str, tls: Any, insecure: bool, rows: Rows | None, keep_cls: bool, codec: Codec | None, journal: Path | None, patience: float
+    case: _Case,
+    server: str,
+    tls: Any,
+    insecure: bool,
+    rows: Rows | None,
+    keep_cls: bool,
+    defences: Sequence[str] | None,
+    codec: Codec | None,
+    journal: Path | None,
+    patience: float,
 ) -> Iterator[Link]:
     """A link that was told who the server is, and talks when it waits."""
     from regauge.errors import LockError
@@ -273,6 +295,7 @@ def _linked(
             element=case.element,
             rows=None if rows is None else rows.value,
             keep_cls=keep_cls,
+            defences=defences or (),
             codec="" if codec is None else codec.value.upper(),
             journal=journal,
             key=case.key,

@@ -365,7 +365,8 @@ def _said(error: Any, with_tls: bool) -> str:
     details = (error.details() or "").lower()
     for sign, words in _SIGNS.items():
         if sign in details:
-            return words
+            # Of several addresses gRPC tells what became of the last: at another one a server may have hung up on the certificate.
+            return f"{words}, or it does not accept this client's certificate" if with_tls and sign == "connection refused" else words
     what: str = error.code().name.lower().replace("_", " ")
     if with_tls and what == "unavailable":  # a server that refuses a certificate just hangs up
         return f"{what}; if the server is up, it may not accept this client's certificate"

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from scipy.optimize import linear_sum_assignment
 
+from regauge.fitting import MANY, assign
 from regauge.groups import GROUPS, KINDS, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling, haar
 from regauge.members import LIMIT, Dense, Member, Monomial, Planes
 from regauge.streams import Stream, seed_key
@@ -294,3 +296,22 @@ def test_fit_is_the_best_rotation() -> None:
         skew = rng.normal(size=(N, N)) * 0.05
         near, _ = np.linalg.qr(np.eye(N) + skew - skew.T)
         assert np.linalg.norm(near @ best @ x - y) >= value - 1e-9
+
+
+@pytest.mark.parametrize("kind", ["random", "planted", "flat", "tied", "far"])
+def test_large_assignments_are_exact(kind: str) -> None:
+    """They are prepared (fitting._levelled), which may change who searches how long, and never what is found."""
+    rng = np.random.default_rng(3)
+    n = MANY + 40
+    a, b = rng.standard_normal((2, n, 64))
+    scores = {
+        "random": a @ b.T,
+        "planted": a @ (a[rng.permutation(n)] + 0.5 * b).T,
+        "flat": np.ones((n, n)),
+        "tied": np.rint(a @ b.T / 8),
+        "far": np.exp(a @ b.T),  # over many orders of magnitude
+    }[kind]
+    found = assign(scores[None])[0]
+    assert sorted(found) == list(range(n))
+    rows, columns = linear_sum_assignment(scores, maximize=True)
+    assert scores[np.arange(n), found].sum() == pytest.approx(scores[rows, columns].sum(), rel=1e-12)

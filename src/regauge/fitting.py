@@ -7,6 +7,7 @@ alone). A pair (y, x) is two stacks [count, size, features]. `Group.fit` in grou
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,18 @@ from regauge.members import LIMIT, Complexes, Layout, Monomial, planes, reach
 from regauge.streams import Floats, Ints
 
 Pair = tuple[Floats, Floats]
+MANY = 512  # an assignment of so many takes longer than to prepare it
+
+
+class Summed(NamedTuple):
+    """A pair that stands for many: y is the sum of their y x^T, x the identity."""
+
+    y: Floats
+    x: Floats
+
+
+def summed(total: Floats) -> Summed:
+    return Summed(total, np.broadcast_to(np.eye(total.shape[1]), total.shape))
 
 
 def first(*pairs: Pair | None) -> Floats:
@@ -21,13 +34,14 @@ def first(*pairs: Pair | None) -> Floats:
     return next(p[0] for p in pairs if p is not None)
 
 
-def correlation(*pairs: Pair | None) -> Floats:
-    """Sum of y x^T: <M, C> is what the best orthogonal M maximises."""
-    shape = first(*pairs).shape
-    total = np.zeros((shape[0], shape[1], shape[1]))
+def correlation(*pairs: Pair | None, total: Floats | None = None) -> Floats:
+    """Sum of y x^T: <M, C> is what the best orthogonal M maximises. A `total` that is given is added to, in place."""
     for pair in pairs:
         if pair is not None:
-            total = total + pair[0] @ pair[1].swapaxes(1, 2)
+            product = pair.y if isinstance(pair, Summed) else pair[0] @ pair[1].swapaxes(1, 2)
+            total = np.array(product, np.float64) if total is None else np.add(total, product, out=total)
+    if total is None:
+        raise ValueError("there is no pair to correlate")
     return total
 
 
@@ -39,9 +53,39 @@ def polar(c: Floats) -> Floats:
 
 def assign(scores: Floats) -> Ints:
     """For each matrix of scores, the permutation that collects the most."""
+    return np.stack([_assigned(s) for s in scores]).astype(np.int64)
+
+
+def _assigned(score: Floats) -> Ints:
     from scipy.optimize import linear_sum_assignment
 
-    return np.stack([linear_sum_assignment(s, maximize=True)[1] for s in scores]).astype(np.int64)
+    best = np.asarray(score.argmax(1))
+    if len(np.unique(best)) == len(best):  # nobody is in another's way
+        return best
+    cost = _levelled(score) if len(score) >= MANY else -score
+    return np.asarray(linear_sum_assignment(cost)[1])
+
+
+def _levelled(score: Floats, rounds: int = 8) -> Floats:
+    """What is lost with each pair, more a number for each row and each column, which changes no assignment's rank. A few rounds of Sinkhorn's
+    iteration find numbers near the dual optimum, from where the exact search has a third of the way to go."""
+    kernel = score.astype(np.float32)
+    high, warmth = kernel.max(1), np.float32(0.08) * kernel[::8].std()
+    if not (np.isfinite(warmth) and warmth > 0):
+        return -score
+    kernel -= high[:, None]
+    kernel /= warmth
+    np.exp(np.maximum(kernel, np.float32(-60), out=kernel), out=kernel)  # no smaller: numbers near the least there is are slow
+    rows = columns = np.asarray(np.ones(len(kernel), np.float32))
+    for _ in range(rounds):
+        rows = np.asarray(1 / (kernel @ columns))
+        columns = np.asarray(1 / (rows @ kernel))
+    by_row, by_column = high - warmth * np.log(rows), -warmth * np.log(columns)
+    if not (np.isfinite(by_row).all() and np.isfinite(by_column).all()):
+        return -score
+    cost: Floats = np.subtract(by_row.astype(np.float64)[:, None], score)
+    cost += by_column
+    return cost
 
 
 def fit_signed(plain: Pair | None, dual: Pair | None, bar: Pair | None) -> Monomial:

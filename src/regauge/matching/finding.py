@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from regauge.elements import Element
-from regauge.fitting import Pair, correlation
+from regauge.fitting import Pair, correlation, summed
 from regauge.groups import GeneralLinear, Group, Orthogonal, Permutation, Rotary, Trivial
 from regauge.matching.blocks import Block
 from regauge.matching.costs import Costs
@@ -189,11 +189,11 @@ class Search:
                 side = "bar" if leaf.bar else "dual" if leaf.star else "plain"
                 if group.is_orthogonal:  # only the sum of y x^T counts, and the star changes nothing: no need to keep the whole model
                     side = "plain" if side == "dual" else side
-                    totals[side] = totals.get(side, 0.0) + correlation(pair)
+                    totals[side] = correlation(pair, total=totals.get(side))
                 else:
                     sides.setdefault(side, []).append((pair[0].astype(np.float64), pair[1].astype(np.float64)))
         joined = {side: _joined(pairs) for side, pairs in sides.items()}
-        joined |= {side: (total, np.broadcast_to(np.eye(total.shape[1]), total.shape)) for side, total in totals.items()}
+        joined |= {side: summed(total) for side, total in totals.items()}
         return {space: group.fit(**joined)} if joined else {}
 
     def rescaled(self, space: str) -> None:

@@ -17,6 +17,7 @@ from regauge.split.transport import Transport, TransportError
 
 # Refusals that mean that the server does not have what was sent before.
 _BEFORE = frozenset({"gap", "session"})
+STRANGE = 20  # times in a row that a server may find no frame in what was sent, before it is believed: some 10 s
 
 
 class Log:
@@ -160,9 +161,9 @@ class Log:
                     why, checked = str(refused), reply.values.get("check")
                     if checked == check and reply.number == number and refused.code != "busy":
                         raise refused
-                    # A refusal that does not say of what is of bytes that were no frame: they may be so once, on their way, but not always.
+                    # A refusal that does not say of what is of bytes that were no frame: a bad line may make them so often, but not always.
                     strange += checked is None
-                    if strange > 4:
+                    if strange > STRANGE:
                         raise refused
             except RefusedError:
                 raise

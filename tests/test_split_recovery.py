@@ -49,6 +49,20 @@ def test_a_network_that_loses_repeats_reorders_and_garbles_changes_nothing(seed:
     assert same(whole(mine, host, g), undisturbed(dropout=0.1))
 
 
+def test_a_line_that_garbles_nine_requests_in_ten_is_a_bad_line_and_no_reason_to_end() -> None:
+    mine = made("gpt2")
+    g = columns(mine)
+    host = Host(locked(mine, g), ADAMW)
+    network = Faulty(lambda: host, 0, rate=0.0, kinds=("garbled",))
+    with connect(mine, network, element=g, rows="batch", secret=5, journal=known()) as link:
+        link.log.sleep = lambda _: None
+        network.rate = 0.9
+        train("gpt2", mine, optimizer_of(mine), STEPS)
+        network.rate = 0.0
+    assert network.faults["garbled"] > 50
+    assert same(whole(mine, host, g), undisturbed())
+
+
 @pytest.mark.parametrize("options", [ADAMW, Training("sgd", rate=0.1, momentum=0.9, accumulate=3, schedule="linear", steps=20)], ids=["adamw", "sgd"])
 def test_a_server_that_starts_again_is_told_what_it_lost(tmp_path: Path, options: Training) -> None:
     mine = made("gpt2", dropout=0.1)

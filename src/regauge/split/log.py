@@ -17,7 +17,8 @@ from regauge.split.transport import Transport, TransportError
 
 # Refusals that mean that the server does not have what was sent before.
 _BEFORE = frozenset({"gap", "session"})
-STRANGE = 20  # times in a row that a server may find no frame in what was sent, before it is believed: some 10 s
+# ... and those that only the line can be the reason of: what was sent had another checksum, and all of its bytes.
+_ON_THE_WAY = frozenset({"checksum", "length"})
 
 
 class Log:
@@ -161,9 +162,9 @@ class Log:
                     why, checked = str(refused), reply.values.get("check")
                     if checked == check and reply.number == number and refused.code != "busy":
                         raise refused
-                    # A refusal that does not say of what is of bytes that were no frame: a bad line may make them so often, but not always.
-                    strange += checked is None
-                    if strange > STRANGE:
+                    # A refusal that does not say of what is of bytes that were no frame: they may be so once, on their way, but not always.
+                    strange += checked is None and refused.code not in _ON_THE_WAY
+                    if strange > 4:
                         raise refused
             except RefusedError:
                 raise

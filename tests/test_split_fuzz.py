@@ -13,7 +13,7 @@ import signal
 import struct
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -44,8 +44,14 @@ def _no_hang() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def watched() -> None:
+@contextmanager
+def watched() -> Iterator[None]:
+    """What is done here must not take long; what the test does in between may."""
     signal.setitimer(signal.ITIMER_REAL, 1.0 if "REGAUGE_SOAK" in os.environ else 30.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def requests(name: str) -> tuple[Host, list[bytes]]:
@@ -201,10 +207,10 @@ def test_mutated_frames_are_answered(name: str) -> None:
                 data = in_text(dice.choice(good), dice)
             case _:
                 data = in_frame(dice.choice(frames), dice, done)
-        watched()
         step = dice.choice((17, 1000, 1 << 20))
         try:
-            reply = decode(deliver(host, [data[at : at + step] for at in range(0, len(data), step)]))
+            with watched():
+                reply = decode(deliver(host, [data[at : at + step] for at in range(0, len(data), step)]))
         except TransportError:
             codes["half"] += 1  # what is no whole frame is never answered
             continue
@@ -243,12 +249,12 @@ def test_streams_of_mutants_are_cut_or_refused() -> None:
     for _ in range(COUNT // 2):
         stream = b"".join(in_bytes(dice.choice(good), dice) if dice.random() < 0.5 else dice.choice(good) for _ in range(3))
         box, size = Assembler(limits), dice.choice((1, 50, 5000)) if len(stream) < 9000 else 5000
-        watched()
         try:
-            for at in range(0, len(stream), size):
-                for frame in box.feed(stream[at : at + size]):
-                    assert sum(t.numel() * t.element_size() for t in frame.tensors.values()) <= limits.payload
-                assert box.whole is None or len(box.whole) <= HEADER.size + limits.payload + limits.table
+            with watched():
+                for at in range(0, len(stream), size):
+                    for frame in box.feed(stream[at : at + size]):
+                        assert sum(t.numel() * t.element_size() for t in frame.tensors.values()) <= limits.payload
+                    assert box.whole is None or len(box.whole) <= HEADER.size + limits.payload + limits.table
         except FrameError as error:
             refused += bool(error.code)
     assert refused > COUNT / 8

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,13 @@ class Results:
     def untold(self) -> tuple[Finding, ...]:
         """The findings whose statement should hold, where the measurement sees too little to say so."""
         return tuple(f for f in self.findings if f.holds is None and f.sentence.startswith(UNTOLD))
+
+
+def judged(f: Finding, most: float | None) -> Finding:
+    """A finding that fails where its value has gone further than this share of the way from its floor to its ceiling."""
+    if f.holds is not None or most is None or f.value is None or f.floor is None or f.ceiling is None or f.ceiling == f.floor:
+        return f
+    return replace(f, holds=(f.value - f.floor) / (f.ceiling - f.floor) <= most)
 
 
 def to_json(results: Results) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from regauge.findings import Results
+from regauge.findings import Results, judged
 from regauge.leakage import telling
 from regauge.leakage.attacking import ATTACKS, Attack, Budget, attempt, patch_of, views_of
 from regauge.leakage.scoring import Attacked, Case, LeakageError, Row, floors, scored
@@ -51,9 +51,11 @@ def audit_split(
     budget: Budget | None = None,
     lpips: Lpips | None = None,
     pictures: int = 6,
+    most: float | None = None,
     progress: Tell | None = None,
 ) -> Results:
-    """Utility against privacy, for each combination of defences ("none" is the ceiling, and always there)."""
+    """Utility against privacy, for each combination of defences ("none" is the ceiling, and always there). `most`: findings on defended features fail
+    where an attack gets more than this share of the way from its floor to its ceiling."""
     budget = budget or Budget()
     combinations = list(dict.fromkeys((NONE, *combinations)))
     check(case, combinations)
@@ -77,7 +79,9 @@ def audit_split(
         unchecked.append("LPIPS and F-SIM: the weights of AlexNet were not given (--lpips)")
     elif "LPIPS" not in rows[0].attacked[next(iter(rows[0].attacked))].scores:
         unchecked.append("LPIPS and F-SIM: images under 32 x 32 are too small for AlexNet")
-    return telling.results("What the server learns", [measured], attacks, unchecked)
+    found = telling.results("What the server learns", [measured], attacks, unchecked)
+    judgements = tuple(f if f.id.split("/")[1] == NONE else judged(f, most) for f in found.findings)
+    return replace(found, findings=judgements)
 
 
 def check(case: SplitCase, combinations: Sequence[str]) -> None:

@@ -83,13 +83,13 @@ class Pair:
                 tick(step, loss)
 
         self.server.is_on = watch_last >= run.steps
-        self.losses = train(self.model, self.link, examples, self.training, run, tick=told)
+        self.losses = train(self.model, self.link, without_one(examples, run.batch), self.training, run, tick=told)
         return self._taken()
 
     def measure(self, examples: Examples, batch: int) -> dict[str, float]:
         """Loss and accuracy in use, with the defences."""
         self._drawing("test")
-        return measure(self.model, examples, batch)
+        return measure(self.model, without_one(examples, batch), batch)
 
     def watch(self, images: Tensor, batch: int, label: str) -> Tensor:
         """What the server sees of images, [images, tokens, channels], as it stands in the passes. `label` is what is drawn afresh by."""
@@ -98,7 +98,7 @@ class Pair:
         self.server.is_on = True
         like = next(p for p in self.model.parameters() if p.is_floating_point())
         with torch.no_grad():
-            for part in torch.split(images, batch):
+            for part in _batches(images, batch):
                 logits_of(self.model, {"pixel_values": part.to(like)})
         return torch.cat([p.stream for p in self._taken()]).float().cpu()
 
@@ -115,6 +115,17 @@ class Pair:
         self.server.is_on = False
         found, self.server.passes = self.server.passes, []
         return found
+
+
+def without_one(examples: Examples, batch: int) -> Examples:
+    """Examples whose last batch is not one example alone, which could change places with none: it is left out."""
+    return examples.only(range(len(examples) - 1)) if batch > 1 and len(examples) % batch == 1 else examples
+
+
+def _batches(images: Tensor, batch: int) -> list[Tensor]:
+    """Likewise, but all are in: the last two batches are one then."""
+    found = list(torch.split(images, batch))
+    return [*found[:-2], torch.cat(found[-2:])] if len(found) > 1 and len(found[-1]) == 1 else found
 
 
 def stand(

@@ -165,7 +165,7 @@ def _split(pico: bool) -> dict[str, dict[str, Subject]]:
     budget = {"hidden": 64, "depth": 2, "epochs": 60, "patience": 5, "rate": 3e-3, "batch": 64}
     recipe = {"optimizer": "adamw", "rate": 2e-3, "decay": 0.05, "batch": 50, "epochs": 8, "dtype": "float64"}
     four = _with_rows("none", "pixel-noise=0.5", "low-pass=0.1", "batch-shuffle=0.5")
-    curve = _with_rows("none", "low-pass=0.05", "low-pass=0.1", "low-pass=0.2", "noise=0.3", "noise=1", "noise=3")
+    curve = _with_rows("none", "low-pass=0.05", "low-pass=0.1", "low-pass=0.2", "noise=0.3", "noise=1")
     if pico:
         budget = {"hidden": 32, "depth": 1, "epochs": 8, "patience": 3, "rate": 5e-3, "batch": 32}
         digits = Subject(

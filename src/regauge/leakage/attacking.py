@@ -46,10 +46,11 @@ class Views:
 
 @dataclass(frozen=True)
 class Attack:
-    """`name` is its id; `title` how it is told; `view` which of the views it is given."""
+    """`name` is its id, `title` how it is told, `about` what it does in a line; `view` which of the views it is given."""
 
     name: str
     title: str
+    about: str
     view: Literal["paired", "placed", "public"]
     run: Callable[[Any, Budget, int], Inverted]
     of_shuffles: bool = False  # is it one for shuffled tokens only?
@@ -73,10 +74,31 @@ def _public(view: PublicPatches, budget: Budget, seed: int) -> Inverted:
 
 
 ATTACKS: tuple[Attack, ...] = (
-    Attack("decoder", "the paper's decoder", "paired", _ordered),
-    Attack("any order", "a decoder for any order", "paired", _any_order),
-    Attack("public embedding", "the public embedding, inverted", "public", _public),
-    Attack("places", "places read off the tokens, then the paper's decoder", "placed", _placed, of_shuffles=True),
+    Attack(
+        "decoder",
+        "the paper's decoder",
+        "a Transformer that was trained to draw images from features, on images of the attacker's own, each token at its place",
+        "paired",
+        _ordered,
+    ),
+    Attack(
+        "any order", "any-order decoder", "the same, but each place of the image asks all tokens, in whatever order they come", "paired", _any_order
+    ),
+    Attack(
+        "public embedding",
+        "public embedding",
+        "knows the client's embedding: inverts each token, and puts the patches in order by position and by their edges",
+        "public",
+        _public,
+    ),
+    Attack(
+        "places",
+        "places, then decoder",
+        "reads the place of each token off the token, puts them in order, and uses the paper's decoder",
+        "placed",
+        _placed,
+        of_shuffles=True,
+    ),
 )
 QUICK = ("decoder", "any order", "public embedding")
 

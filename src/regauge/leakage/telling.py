@@ -16,6 +16,7 @@ from regauge.findings import Figure, Finding, Results, Table
 from regauge.leakage.attacking import Attack
 from regauge.leakage.scoring import METRICS, Case, Row, mean, worst
 from regauge.leakage.victims import NONE
+from regauge.split.defences import DEFENCES
 
 LEAK = "SSIM"
 TOLD_APART = 0.5  # a server that can tell half of the images from all others has them
@@ -23,10 +24,10 @@ WIDEST = 64  # pixels of an image in the gallery
 
 
 def results(title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()) -> Results:
-    """All of it. The gallery stands in the figures, last."""
+    """All of it. Where there are images to show, the gallery is among the figures."""
     findings = tuple(f for case in cases for f in findings_of(case, attacks))
-    tables = tuple(t for case in cases for t in (table_of(case, attacks), details_of(case, attacks)))
-    figures = tuple(f for case in cases for f in (*tradeoffs(case, attacks), *curves(case, attacks), *gallery(case, attacks)))
+    tables = (*(table_of(case, attacks) for case in cases), meanings(cases, attacks), *(details_of(case, attacks) for case in cases))
+    figures = tuple(f for case in cases for f in (*tradeoffs(case, attacks), *gallery(case, attacks), *curves(case, attacks)))
     verdict = [line for case in cases for line in verdict_of(case, attacks)]
     return Results(title, findings, tables, figures, {"verdict": verdict}, tuple(unchecked))
 
@@ -79,6 +80,14 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
     note = "SSIM in the mean over the attacked images, 1 is the image itself; less is better. Told apart: the share of images that the best attack's "
     note += f"reconstruction is nearest to, of all. The true patches in a random order have an SSIM of {mixed:.3f}."
     return Table(f"Utility and privacy: {case.name}", heads, tuple(rows), note)
+
+
+def meanings(cases: Sequence[Case], attacks: Sequence[Attack]) -> Table:
+    """What the names in the other tables mean."""
+    parts = dict.fromkeys(p.partition("=")[0] for case in cases for row in case.rows for p in re.split(r"\+(?=[a-z])", row.combination))
+    rows = [(name, " ".join((DEFENCES[name].__doc__ or "").split("\n\n")[0].split())) for name in parts if name != NONE]
+    rows += [(a.title, a.about) for a in attacks]
+    return Table("What was tried: defences, then attacks", ("name", "what it is"), tuple(rows), "a+b is both; none is split learning as it is.")
 
 
 def details_of(case: Case, attacks: Sequence[Attack]) -> Table:

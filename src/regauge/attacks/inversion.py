@@ -262,8 +262,8 @@ def linked(first: Tensor, second: Tensor) -> Tensor:
     """Which sample of a second pass is which of a first one, over fresh shuffles: for each of the first, a place in the second.
 
     Sees: features of the same samples in two passes, shuffled afresh. Recovers: who is who. Why it works: a shuffle leaves the set of tokens as it
-    is. What stops it: noise, training steps between the passes, columns under a fresh key. Floor: one in as many as there are. References:
-    facts/privacy 3.4 (alignment of repeated uses).
+    is. What stops it: noise, training steps between the passes, columns under a fresh key. Floor: one in as many as there are. Ceiling: all.
+    References: facts/privacy 3.4 (alignment of repeated uses).
     """
     a, b = (np.sort(v.double().numpy(), axis=1).reshape(len(v), -1) for v in (first, second))
     cost = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T

@@ -11,7 +11,7 @@ import torch
 
 from picos import build, spec_of
 from regauge import apply, element, fold_norms
-from regauge.attacks import labels, linear, texts
+from regauge.attacks import labels, linear, served, texts
 from regauge.attacks.edges import annealed, can_order, public_edges, settled
 from regauge.attacks.features import GROUPS, known_inputs, seen_features, vocabulary
 from regauge.attacks.inversion import decoder, linked, probe, public_patches
@@ -288,6 +288,7 @@ def test_attacks_know_nothing_of_keys_and_truth() -> None:
 def test_every_attack_says_what_it_is() -> None:
     of_locks = public_edges, norm_vectors, public_base, lineage, known_inputs, seen_features, vocabulary, new_edges, tuned, learned_order
     of_labels = labels.count_classes, labels.clustered, labels.by_norm, labels.by_direction, labels.several
-    for attack in (*of_locks, *of_labels, texts.order_told, texts.embedded, linear.ridge, decoder, probe, public_patches, linked):
+    of_passes = served.known_streams, served.reused_key, served.relinked, served.averaged, served.regrouped
+    for attack in (*of_locks, *of_labels, *of_passes, texts.order_told, texts.embedded, linear.ridge, decoder, probe, public_patches, linked):
         for word in ("Sees:", "Recovers:", "Why it works:", "What stops it:", "Floor:", "Ceiling:", "References:"):
             assert word in " ".join((attack.__doc__ or "").split()), (attack.__name__, word)

@@ -5,7 +5,7 @@ An embedding is affine, so that its inverse is; where noise was added, the best 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -37,52 +37,70 @@ def ridge(view: PairedImages, *, scopes: Sequence[Scope] = ("token", "image", "b
     floor = float((y[held] - y[used].mean(0)).square().mean())
     tried: dict[Scope, tuple[float, float]] = {}
     for scope in scopes:
-        first = tried.get("token", (0.0, LEADS[0]))[1]
-        losses = {lead: float((fit(x[used], y[used])(x[held]) - y[held]).square().mean()) for lead, fit in _fits(scope, first)}
+        fits = _fits(scope, x[used], y[used], _first(tried))
+        losses = {lead: float((fits(lead)(x[held]) - y[held]).square().mean()) for lead in LEADS}
         lead = min(losses, key=lambda one: losses[one])
         tried[scope] = losses[lead], lead
     best = min(tried, key=lambda scope: tried[scope][0])
-    fit = dict(_fits(best, tried.get("token", (0.0, LEADS[0]))[1]))[tried[best][1]]
-    found = fit(x, y)(seen).clamp(float(y.min()), float(y.max()))
+    found = _fits(best, x, y, _first(tried))(tried[best][1])(seen).clamp(float(y.min()), float(y.max()))
     return Inverted(to_images(found, size, channels).to(view.images.dtype), tuple(tried[s][0] for s in tried), floor)
 
 
-Fit = Callable[[Tensor, Tensor], Predict]
+def _first(tried: Mapping[Scope, tuple[float, float]]) -> float:
+    return tried["token"][1] if "token" in tried else LEADS[0]
 
 
-def _fits(scope: Scope, first_lead: float) -> list[tuple[float, Fit]]:
-    def both(lead: float) -> Fit:
-        def fit(x: Tensor, y: Tensor) -> Predict:
-            first = _by_token(x, y, first_lead)
-            rest = _by_image(x, y - first(x), lead)
-            return lambda z: first(z) + rest(z)
+def _fits(scope: Scope, x: Tensor, y: Tensor, first_lead: float) -> Callable[[float], Predict]:
+    """The regression of a scope, for any ridge."""
+    if scope == "token":
+        return _by_token(x, y)
+    if scope == "image":
+        return _by_image(x, y)
+    first = _by_token(x, y)(first_lead)
+    rest = _by_image(x, y - first(x))
 
-        return fit
+    def both(lead: float) -> Predict:
+        after = rest(lead)
+        return lambda z: first(z) + after(z)
 
-    kinds: dict[Scope, Callable[[float], Fit]] = {
-        "token": lambda lead: lambda x, y: _by_token(x, y, lead),
-        "image": lambda lead: lambda x, y: _by_image(x, y, lead),
-        "both": both,
-    }
-    return [(lead, kinds[scope](lead)) for lead in LEADS]
+    return both
 
 
-def _by_token(x: Tensor, y: Tensor, lead: float) -> Predict:
+def _by_token(x: Tensor, y: Tensor) -> Callable[[float], Predict]:
     """One matrix for all places, and a mean for each: what a patch embedding with positions is."""
     skip = x.shape[1] - y.shape[1]  # a first token is of no patch
     at, to = x[:, skip:].mean(0), y.mean(0)
-    a, b = (x[:, skip:] - at).flatten(0, 1), (y - to).flatten(0, 1)
-    gram = a.T @ a
-    gram += (lead * float(gram.diagonal().mean()) + 1e-300) * torch.eye(len(gram), dtype=gram.dtype)
-    weight = torch.linalg.solve(gram, a.T @ b)
-    return lambda z: (z[:, skip:] - at) @ weight + to
+    solve = _solver((x[:, skip:] - at).flatten(0, 1), (y - to).flatten(0, 1))
+
+    def fit(lead: float) -> Predict:
+        weight = solve(lead)
+        return lambda z: (z[:, skip:] - at) @ weight + to
+
+    return fit
 
 
-def _by_image(x: Tensor, y: Tensor, lead: float) -> Predict:
-    """From all tokens to all patches: as many equations as pairs, in the dual form."""
+def _by_image(x: Tensor, y: Tensor) -> Callable[[float], Predict]:
+    """From all tokens to all patches."""
     at, to = x.mean(0), y.mean(0)
-    a, b = (x - at).flatten(1), (y - to).flatten(1)
-    gram = a @ a.T
-    gram += (lead * float(gram.diagonal().mean()) + 1e-300) * torch.eye(len(gram), dtype=gram.dtype)
-    weight = torch.linalg.solve(gram, b)
-    return lambda z: ((z - at).flatten(1) @ a.T @ weight).view(len(z), *y.shape[1:]) + to
+    solve = _solver((x - at).flatten(1), (y - to).flatten(1))
+
+    def fit(lead: float) -> Predict:
+        weight = solve(lead)
+        return lambda z: ((z - at).flatten(1) @ weight).view(len(z), *y.shape[1:]) + to
+
+    return fit
+
+
+def _solver(a: Tensor, b: Tensor) -> Callable[[float], Tensor]:
+    """The weights of a ridge regression for any ridge, from one eigendecomposition: of rows or of columns, whichever are fewer."""
+    wide = a.shape[1] > a.shape[0]
+    values, vectors = torch.linalg.eigh(a @ a.T if wide else a.T @ a)
+    values, size = values.clamp(min=0), float(values.mean()) + 1e-300
+    told = vectors.T @ (b if wide else a.T @ b)
+
+    def solve(lead: float) -> Tensor:
+        inner = vectors @ (told / (values + lead * size)[:, None])
+        out: Tensor = a.T @ inner if wide else inner
+        return out
+
+    return solve

@@ -102,6 +102,16 @@ class Served:
 
 
 @dataclass(frozen=True, eq=False)
+class KnownStreams:
+    """A server that knows some of the samples that it was sent: `moved` as they came, rows in any order and columns moved by one element of a kind,
+    and `plain`, what the public embedding makes of them. Both are [samples, tokens, channels]."""
+
+    plain: torch.Tensor
+    moved: torch.Tensor
+    kind: Kind = "permutation"
+
+
+@dataclass(frozen=True, eq=False)
 class SentSlopes:
     """A server that keeps the gradients which it was sent, [samples, channels] (each sample's added up over its tokens: `labels.slopes_of`). By the
     number of the sample it may know some labels: `known`, one each, or `many`, all of a sample's zeros and ones."""

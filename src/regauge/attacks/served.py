@@ -114,8 +114,9 @@ def relinked(first: Tensor, second: Tensor, *, rounds: int = 3) -> Tensor:
     return found
 
 
-def averaged(views: Sequence[Tensor], *, link: bool = True) -> Tensor:
-    """One stream of each sample from many noisy ones: [samples, tokens, channels], in the first view's order.
+def averaged(views: Sequence[Tensor], *, link: bool = True, match: bool = True) -> Tensor:
+    """One stream of each sample from many noisy ones: [samples, tokens, channels], in the first view's order. Samples that are known not to change
+    places need no `link`, and tokens no `match`.
 
     Sees: the same samples in several passes, each with fresh noise and in an order of its own. Recovers: the streams, with less noise. Why it works:
     noise that is drawn afresh is different every time, what it hides is not: k epochs leave 1 / sqrt(k) of it. Samples are linked first, tokens
@@ -128,8 +129,9 @@ def averaged(views: Sequence[Tensor], *, link: bool = True) -> Tensor:
         view = view.double()
         if link:
             view = view[relinked(mean, view)]
-        order = _matched(_filtered(mean), _filtered(view))
-        view = view.gather(1, order[..., None].expand_as(view))
+        if match:
+            order = _matched(_filtered(mean), _filtered(view))
+            view = view.gather(1, order[..., None].expand_as(view))
         mean = mean + (view - mean) / (count + 1)
     return mean.to(views[0].dtype)
 

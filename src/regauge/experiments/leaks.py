@@ -22,10 +22,11 @@ from regauge.experiments.presets import Subject
 from regauge.experiments.training import parameters_of, uri_of
 from regauge.findings import Finding, Results, Table
 from regauge.leakage import telling
-from regauge.leakage.attacking import ATTACKS, QUICK, Attack, Budget, attempt, named, patch_of, views_of
+from regauge.leakage.attacking import ATTACKS, QUICK, Attack, Budget, Setting, attempt, named, patch_of, views_of
 from regauge.leakage.auditing import chance, in_unit
 from regauge.leakage.scoring import Attacked, Case, Row, floors, joined, scored
-from regauge.leakage.victims import NONE, is_shuffled, stand
+from regauge.leakage.scoring import named as by_name
+from regauge.leakage.victims import NONE, stand
 from regauge.metrics import Lpips
 from regauge.split import Training
 from regauge.split.training import Run
@@ -75,7 +76,7 @@ def _cases(lab: Lab, table: str) -> tuple[list[Case], tuple[Attack, ...]]:
     attacks = named(QUICK) if trials == 1 else ATTACKS
     subjects = lab.preset.tables[table]
     plans = {key: subject.plan["combinations"] for key, subject in subjects.items()}
-    lab.total = trials * sum(1 + sum(not (a.of_shuffles and not is_shuffled(c)) for a in attacks) for plan in plans.values() for c in plan)
+    lab.total = trials * sum(1 + sum(a.fits(c) for a in attacks) for plan in plans.values() for c in plan)
     return [_case(lab, subject, range(trials), attacks) for subject in subjects.values()], attacks
 
 
@@ -96,7 +97,7 @@ def _case(lab: Lab, subject: Subject, trials: Sequence[int], attacks: Sequence[A
             victim = lab.run(VICTIM, shared, {k: v for k, v in data.items() if k != "lpips"}, f"{subject.name}, {combination}, seed {trial}: train")
             attacked = {}
             for attack in attacks:
-                if attack.of_shuffles and not is_shuffled(combination):
+                if not attack.fits(combination):
                     continue
                 now = f"{subject.name}, {combination}, seed {trial}: {attack.title}"
                 outcome = lab.run(ATTACK, {**shared, "attack": attack.name}, {**data, "victim": victim}, now)
@@ -139,7 +140,7 @@ def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> 
     pair = stand(model, p["combination"], seed=seed)
     views = views_of(pair, own, test, batch, seed)
     chosen = next(a for a in ATTACKS if a.name == p["attack"])
-    tried = attempt(chosen, views, Budget(**plan["budget"]), seed)
+    tried = attempt(chosen, views, Setting(p["combination"], Budget(**plan["budget"]), batch, seed))
     lpips = Lpips(data["lpips"].uri) if "lpips" in data else None
     mean, std = p["tested"]["mean"], p["tested"]["std"]
     true, mine = (in_unit(v, mean, std).clamp(0, 1) for v in (test, own))
@@ -147,6 +148,7 @@ def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> 
     if tried is None:
         return Outcome({**values, "scores": {}, "losses": [], "floor": 0.0}, {"images": true[:0], "true": true[:PICTURES]})
     images = in_unit(tried.images, mean, std)
+    images = images if chosen.is_named else by_name(images, true)
     values |= {"scores": scored(images, true, lpips), "losses": list(tried.losses), "floor": tried.floor}
     return Outcome(values, {"images": images[:PICTURES].clamp(0, 1), "true": true[:PICTURES]})
 

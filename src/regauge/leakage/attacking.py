@@ -1,20 +1,23 @@
 """The table of attacks on what a server sees: which view each is given, and what it makes of it. Adding one is a line.
 
-An attack gets its view and a budget. What is scored against the truth happens elsewhere (`scoring`).
+An attack gets its view, a budget, and which defences there are (they are no secret). What is scored against the truth happens elsewhere (`scoring`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 
 from regauge.attacks.inversion import Inverted, decoder, in_order, probe, public_patches
+from regauge.attacks.linear import ridge
+from regauge.attacks.served import regrouped
 from regauge.attacks.views import PairedImages, PublicPatches
-from regauge.leakage.victims import NONE, Pair, is_shuffled, on_images, stand, unshuffled
+from regauge.leakage.victims import NONE, Pair, batches_of, defences_of, is_shuffled, on_images, stand, unshuffled
+from regauge.split.defences import BatchShuffle
 
 Tensor = torch.Tensor
 
@@ -34,10 +37,20 @@ class Budget:
         return {name: getattr(self, name) for name in ("hidden", "depth", "epochs", "patience", "rate", "batch")}
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What an attacker knows and has beside its view."""
+
+    combination: str = NONE
+    budget: Budget = field(default_factory=Budget)
+    batch: int = 50
+    seed: int = 0
+
+
 @dataclass(frozen=True, eq=False)
 class Views:
-    """What attackers of one victim have. `paired` are features as the client sends them, with its own images; `placed` the same, with its own in
-    order; `public` knows the embedding, and is None where it is not one of patches."""
+    """What attackers of one victim have. `paired` are features as the client sends them, with those of the attacker's own images; `placed` the same,
+    with its own in order; `public` knows the embedding, and is None where it is not one of patches."""
 
     paired: PairedImages
     placed: PairedImages
@@ -52,25 +65,43 @@ class Attack:
     title: str
     about: str
     view: Literal["paired", "placed", "public"]
-    run: Callable[[Any, Budget, int], Inverted]
-    of_shuffles: bool = False  # is it one for shuffled tokens only?
+    run: Callable[[Any, Setting], Inverted]
+    fits: Callable[[str], bool] = lambda combination: True
+    is_named: bool = True  # does it say which image is which? Where it does not, the best naming counts
 
 
-def _ordered(view: PairedImages, budget: Budget, seed: int) -> Inverted:
-    return decoder(view, in_order=True, seed=seed, **budget.told())
+def _ordered(view: PairedImages, setting: Setting) -> Inverted:
+    return decoder(view, in_order=True, seed=setting.seed, **setting.budget.told())
 
 
-def _any_order(view: PairedImages, budget: Budget, seed: int) -> Inverted:
-    return decoder(view, in_order=False, seed=seed, **budget.told())
+def _any_order(view: PairedImages, setting: Setting) -> Inverted:
+    return decoder(view, in_order=False, seed=setting.seed, **setting.budget.told())
 
 
-def _placed(view: PairedImages, budget: Budget, seed: int) -> Inverted:
-    found = probe(view, seed=seed)
-    return decoder(replace(view, seen=in_order(view.seen, found)), in_order=True, seed=seed, **budget.told())
+def _placed(view: PairedImages, setting: Setting) -> Inverted:
+    found = probe(view, seed=setting.seed)
+    return decoder(replace(view, seen=in_order(view.seen, found)), in_order=True, seed=setting.seed, **setting.budget.told())
 
 
-def _public(view: PublicPatches, budget: Budget, seed: int) -> Inverted:
+def _public(view: PublicPatches, setting: Setting) -> Inverted:
     return Inverted(public_patches(view), (), 0.0)
+
+
+def _least_squares(view: PairedImages, setting: Setting) -> Inverted:
+    return replace(ridge(view, shuffled=is_shuffled(setting.combination), seed=setting.seed), losses=())
+
+
+def _regrouped(view: PairedImages, setting: Setting) -> Inverted:
+    """Batches put together again, as the server had them; then least squares."""
+    parts = batches_of(view.seen, setting.batch)
+    flat = [part.flatten(0, 1)[regrouped(replace(view, seen=part), seed=setting.seed)] for part in parts]
+    skip = view.features.shape[1] - flat[0].shape[1]
+    found = ridge(PairedImages(torch.cat(flat), view.features[:, skip:], view.images, view.patch), seed=setting.seed)
+    return replace(found, losses=())
+
+
+def _mixes(combination: str) -> bool:
+    return any(isinstance(d, BatchShuffle) for d in defences_of(combination))
 
 
 ATTACKS: tuple[Attack, ...] = (
@@ -97,10 +128,27 @@ ATTACKS: tuple[Attack, ...] = (
         "reads the place of each token off the token, puts them in order, and uses the paper's decoder",
         "placed",
         _placed,
-        of_shuffles=True,
+        is_shuffled,
+    ),
+    Attack(
+        "least squares",
+        "least squares",
+        "the best affine map from features to images, in closed form; of shuffled tokens the places are read off first",
+        "placed",
+        _least_squares,
+        lambda combination: not _mixes(combination),
+    ),
+    Attack(
+        "regrouped",
+        "regrouped, least squares",
+        "puts the tokens of a shuffled batch together again, by place and by what goes together, then least squares",
+        "placed",
+        _regrouped,
+        _mixes,
+        is_named=False,
     ),
 )
-QUICK = ("decoder", "any order", "public embedding")
+QUICK = ("decoder", "any order", "public embedding", "least squares", "regrouped")
 
 
 def named(names: Sequence[str]) -> tuple[Attack, ...]:
@@ -118,14 +166,14 @@ class Attempt:
     seconds: float
 
 
-def attempt(attack: Attack, views: Views, budget: Budget, seed: int) -> Attempt | None:
+def attempt(attack: Attack, views: Views, setting: Setting) -> Attempt | None:
     """Run an attack, or None where it has no view."""
     view = getattr(views, attack.view)
     if view is None:
         return None
     started = time.monotonic()
     with torch.random.fork_rng():
-        found = attack.run(view, budget, seed)
+        found = attack.run(view, setting)
     return Attempt(attack.name, found.images.detach().float(), found.losses, found.floor, time.monotonic() - started)
 
 

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from regauge.attacks.labels import clustered, several, slopes_of
+from regauge.attacks.views import SentSlopes, Served
 from regauge.findings import Results, judged
 from regauge.leakage import telling
-from regauge.leakage.attacking import ATTACKS, Attack, Budget, attempt, patch_of, views_of
-from regauge.leakage.scoring import Attacked, Case, LeakageError, Row, floors, scored
-from regauge.leakage.victims import NONE, defences_of, is_shuffled, stand
+from regauge.leakage.attacking import ATTACKS, Attack, Budget, Setting, attempt, patch_of, views_of
+from regauge.leakage.scoring import Attacked, Case, LeakageError, Row, floors, named, scored
+from regauge.leakage.victims import NONE, defences_of, stand, without_one
 from regauge.metrics import Lpips
 from regauge.split import Training
 from regauge.split.defences import BatchShuffle
@@ -24,6 +26,7 @@ from regauge.tasks import Examples
 
 Tensor = torch.Tensor
 Tell = Callable[[int, int, str], None]
+LABELLED, KNOWN = 20, 3  # training steps whose gradients are looked at for labels; and how many of each class the server knows
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,24 +111,46 @@ def row_of(
     started = time.monotonic()
     seed = case.run.seed
     pair = stand(copy.deepcopy(case.model), combination, case.training, seed=seed)
-    pair.train(case.train, case.run)
+    passes = pair.train(case.train, case.run, watch_first=min(case.run.steps, LABELLED))
     found = pair.measure(case.test, max(2, case.run.batch))
     seconds = time.monotonic() - started
     seen = case.test.only(np.arange(_attacked(case)))
-    views = views_of(pair, _inputs(case.own), _inputs(seen), max(2, case.run.batch), seed)
+    setting = Setting(combination, budget, max(2, case.run.batch), seed)
+    views = views_of(pair, _inputs(case.own), _inputs(seen), setting.batch, seed)
     true = pixels(case, seen)
     attacked: dict[str, Attacked] = {}
     for attack in attacks:
         tell(f"{combination}: {attack.title}")
-        if attack.of_shuffles and not is_shuffled(combination):
+        if not attack.fits(combination):
             continue
-        tried = attempt(attack, views, budget, seed)
+        tried = attempt(attack, views, setting)
         if tried is not None:
             images = in_unit(tried.images, case.mean, case.std)
+            images = images if attack.is_named else named(images, true)
             attacked[attack.name] = Attacked(
                 attack.name, scored(images, true, lpips), tried.losses, tried.floor, tried.seconds, images[:pictures].clamp(0, 1)
             )
-    return Row(combination, found["accuracy"], chance(case.test), seconds, attacked, (found["accuracy"],))
+    guessed = labels_of(passes, case.train, case.run)
+    return Row(combination, found["accuracy"], chance(case.test), seconds, attacked, (found["accuracy"],), guessed)
+
+
+def labels_of(passes: Sequence[Served], examples: Examples, run: Run) -> float | None:
+    """The share of labels that the server tells from the gradients of the first steps, where it knows three of each class; of several answers to each
+    example, where it knows a tenth of the examples. None where no gradient was seen."""
+    examples = without_one(examples, run.batch)
+    slopes = slopes_of(passes)
+    if not len(slopes):
+        return None
+    truth = torch.cat([examples.batch(run.rows(examples, n))[1] for n in range(len(passes))])
+    if examples.multi:
+        known = max(2, len(truth) // 10)
+        score = several(SentSlopes(slopes, many={i: truth[i].int().tolist() for i in range(known)}), examples.classes)
+        return float(((score[known:] > 0) == (truth[known:] > 0)).double().mean())
+    told = {int(i): int(c) for c in range(examples.classes) for i in (truth == c).nonzero()[:KNOWN, 0]}
+    rest = torch.tensor([i not in told for i in range(len(truth))])
+    with torch.random.fork_rng():
+        guess = clustered(SentSlopes(slopes, told), examples.classes, seed=run.seed)
+    return float((guess == truth)[rest].double().mean())
 
 
 def chance(examples: Examples) -> float:
@@ -156,4 +181,4 @@ def _attacked(case: SplitCase) -> int:
 
 
 def _untried(rows: Sequence[Row], attacks: Sequence[Attack]) -> list[Any]:
-    return [a for a in attacks if not any(a.name in row.attacked for row in rows) and not a.of_shuffles]
+    return [a for a in attacks if any(a.fits(row.combination) for row in rows) and not any(a.name in row.attacked for row in rows)]

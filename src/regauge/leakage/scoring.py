@@ -58,6 +58,13 @@ def scored(found: Tensor, true: Tensor, lpips: Lpips | None = None) -> Scores:
     return {name: [round(float(v), 6) for v in value.clamp(max=100.0)] for name, value in values if value is not None}
 
 
+def named(found: Tensor, true: Tensor) -> Tensor:
+    """Reconstructions of which it is not said whose they are, in the order in which they are nearest to the true ones: the best naming counts."""
+    from scipy.optimize import linear_sum_assignment
+
+    return found[torch.from_numpy(linear_sum_assignment(torch.cdist(true.flatten(1), found.flatten(1)).numpy())[1])]
+
+
 def floors(own: Tensor, true: Tensor, patch: int, lpips: Lpips | None = None, seed: int = 0) -> dict[str, Scores]:
     """What costs an attacker nothing: the mean of its own images; and what an order at random leaves of the true patches."""
     draw = torch.Generator().manual_seed(seed)
@@ -105,6 +112,7 @@ class Row:
     seconds: float
     attacked: Mapping[str, Attacked]
     accuracies: tuple[float, ...] = ()
+    labels: float | None = None  # the share of labels that the server tells from gradients
 
     def value(self, attack: str, metric: str) -> float | None:
         return mean(self.attacked[attack].scores, metric) if attack in self.attacked else None

@@ -70,15 +70,19 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
 def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
     """The one that is read first: accuracy, and SSIM under each attack."""
     used = [a for a in attacks if any(a.name in row.attacked for row in case.rows)]
-    heads = ("defences", "accuracy", *(f"SSIM, {a.title}" for a in used), "told apart")
+    labelled = any(row.labels is not None for row in case.rows)
+    heads = ("defences", "accuracy", *(f"SSIM, {a.title}" for a in used), "told apart", *(("labels",) if labelled else ()))
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
         apart = max(mean(a.scores, "identified") or 0.0 for a in row.attacked.values())
-        rows.append((row.combination, row.accuracy, *(row.value(a.name, LEAK) for a in used), apart))
-    rows.append(("a guess, the mean image", case.rows[0].chance, *(case.floor(LEAK) for _ in used), 0.0))
+        rows.append((row.combination, row.accuracy, *(row.value(a.name, LEAK) for a in used), apart, *((row.labels,) if labelled else ())))
+    guess = case.rows[0].chance
+    rows.append(("a guess, the mean image", guess, *(case.floor(LEAK) for _ in used), 0.0, *((guess,) if labelled else ())))
     mixed = mean(case.floors["true patches in a random order"], LEAK)
     note = "SSIM in the mean over the attacked images, 1 is the image itself; less is better. Told apart: the share of images that the best attack's "
     note += f"reconstruction is nearest to, of all. The true patches in a random order have an SSIM of {mixed:.3f}."
+    if labelled:
+        note += " Labels: the share that the server tells from the gradients of the first steps, if it knows a few."
     return Table(f"Utility and privacy: {case.name}", heads, tuple(rows), note)
 
 
@@ -221,6 +225,9 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
             f"The least leaks under {safe.combination}: the best attack goes {share(best(safe, attacks)[1]):.0%} of the way from the mean image to "
             f"the undefended reconstruction, at an accuracy of {safe.accuracy:.3f} (undefended: {plain.accuracy:.3f}, a guess: {plain.chance:.3f})."
         )
+    known = [row.labels for row in case.rows if row.labels is not None]
+    if known:
+        out.append(f"Labels are not sent, and the gradients tell them: {min(known):.0%} to {max(known):.0%} of them (a guess: {plain.chance:.0%}).")
     out.append("These are the attacks that were tried. What they do not get, a better one may.")
     return out
 

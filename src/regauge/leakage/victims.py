@@ -73,16 +73,16 @@ class Pair:
     training: Training | None
     losses: list[float] = field(default_factory=list)
 
-    def train(self, examples: Examples, run: Run, tick: Tick | None = None, watch_last: int = 0) -> list[Served]:
-        """Train, and return what the server saw of the last `watch_last` steps."""
+    def train(self, examples: Examples, run: Run, tick: Tick | None = None, watch_first: int = 0) -> list[Served]:
+        """Train, and return what the server saw of the first `watch_first` steps."""
         assert self.training is not None
 
         def told(step: int, loss: float) -> None:
-            self.server.is_on = step >= run.steps - watch_last
+            self.server.is_on = step < watch_first
             if tick is not None:
                 tick(step, loss)
 
-        self.server.is_on = watch_last >= run.steps
+        self.server.is_on = watch_first > 0
         self.losses = train(self.model, self.link, without_one(examples, run.batch), self.training, run, tick=told)
         return self._taken()
 
@@ -98,7 +98,7 @@ class Pair:
         self.server.is_on = True
         like = next(p for p in self.model.parameters() if p.is_floating_point())
         with torch.no_grad():
-            for part in _batches(images, batch):
+            for part in batches_of(images, batch):
                 logits_of(self.model, {"pixel_values": part.to(like)})
         return torch.cat([p.stream for p in self._taken()]).float().cpu()
 
@@ -122,7 +122,7 @@ def without_one(examples: Examples, batch: int) -> Examples:
     return examples.only(range(len(examples) - 1)) if batch > 1 and len(examples) % batch == 1 else examples
 
 
-def _batches(images: Tensor, batch: int) -> list[Tensor]:
+def batches_of(images: Tensor, batch: int) -> list[Tensor]:
     """Likewise, but all are in: the last two batches are one then."""
     found = list(torch.split(images, batch))
     return [*found[:-2], torch.cat(found[-2:])] if len(found) > 1 and len(found[-1]) == 1 else found

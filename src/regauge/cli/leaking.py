@@ -208,7 +208,7 @@ def text_of(results: Results) -> str:
     from regauge.report import number
 
     table = results.tables[0]
-    rows = [tuple(h.removeprefix("SSIM, ") for h in table.columns), *(tuple("" if c is None else number(c) for c in row) for row in table.rows)]
+    rows = [table.columns, *(tuple("" if c is None else number(c) for c in row) for row in table.rows)]
     lines = [results.title, "", columns(rows, right=tuple(range(1, len(table.columns)))), "", table.note, ""]
     lines += [f"not measured: {u}" for u in results.unchecked]
     lines += [f"FAILS  {f.id}: {f.measure} {f.value:.3f}, floor {f.floor:.3f}, undefended {f.ceiling:.3f}" for f in results.failed]

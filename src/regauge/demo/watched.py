@@ -52,7 +52,7 @@ def watched(stage: Stage) -> Results:
     with stage.bar("train split, and attack") as tick:
         found = audit_split(case, COMBINATIONS, attacks=named(ATTACKS), budget=budget, progress=tick)
     table = found.tables[0]
-    rows = [tuple(head.removeprefix("SSIM, ") for head in table.columns)]
+    rows = [table.columns]
     rows += [tuple("" if c is None else c if isinstance(c, str) else f"{c:.2f}" for c in row) for row in table.rows]
     stage.say(columns(rows, right=tuple(range(1, len(rows[0])))) + "\n")
     stage.say("\n".join(found.facts["verdict"]))

@@ -68,19 +68,22 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
 
 
 def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
-    """The one that is read first: accuracy, and SSIM under each attack."""
+    """The one that is read first: accuracy, what is told apart, and SSIM under each attack."""
     used = [a for a in attacks if any(a.name in row.attacked for row in case.rows)]
     labelled = any(row.labels is not None for row in case.rows)
-    heads = ("defences", "accuracy", *(f"SSIM, {a.title}" for a in used), "told apart", *(("labels",) if labelled else ()))
+    heads = ("defences", "accuracy", "best attack", "told apart", *(("labels",) if labelled else ()), *(a.title for a in used))
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
         apart = max(mean(a.scores, "identified") or 0.0 for a in row.attacked.values())
-        rows.append((row.combination, row.accuracy, *(row.value(a.name, LEAK) for a in used), apart, *((row.labels,) if labelled else ())))
+        told = (row.accuracy, best(row, attacks)[1], apart, *((row.labels,) if labelled else ()), *(row.value(a.name, LEAK) for a in used))
+        rows.append((row.combination, *(None if v is None else round(v, 3) for v in told)))
     guess = case.rows[0].chance
-    rows.append(("a guess, the mean image", guess, *(case.floor(LEAK) for _ in used), 0.0, *((guess,) if labelled else ())))
+    free = (guess, case.floor(LEAK), 0.0, *((guess,) if labelled else ()), *(case.floor(LEAK) for _ in used))
+    rows.append(("a guess, the mean image", *(None if v is None else round(v, 3) for v in free)))
     mixed = mean(case.floors["true patches in a random order"], LEAK)
-    note = "SSIM in the mean over the attacked images, 1 is the image itself; less is better. Told apart: the share of images that the best attack's "
-    note += f"reconstruction is nearest to, of all. The true patches in a random order have an SSIM of {mixed:.3f}."
+    note = "Under each attack: the SSIM of its reconstructions, in the mean over the attacked images; 1 is the image itself, less is better. "
+    note += "Told apart: the share of images to which, of all images, their own reconstruction is nearest. "
+    note += f"The true patches in a random order have an SSIM of {mixed:.3f}."
     if labelled:
         note += " Labels: the share that the server tells from the gradients of the first steps, if it knows a few."
     return Table(f"Utility and privacy: {case.name}", heads, tuple(rows), note)
@@ -227,7 +230,8 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
         )
     known = [row.labels for row in case.rows if row.labels is not None]
     if known:
-        out.append(f"Labels are not sent, and the gradients tell them: {min(known):.0%} to {max(known):.0%} of them (a guess: {plain.chance:.0%}).")
+        many = f"{min(known):.0%}" if round(min(known), 2) == round(max(known), 2) else f"{min(known):.0%} to {max(known):.0%}"
+        out.append(f"Labels are not sent, and the gradients tell them: {many} of them (a guess: {plain.chance:.0%}).")
     out.append("These are the attacks that were tried. What they do not get, a better one may.")
     return out
 

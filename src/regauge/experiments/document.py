@@ -144,4 +144,6 @@ if __name__ == "__main__":
     write_bytes(docs / "experiments.md", document(docs / "results").encode())
     attacked = docs / "results" / "lock-attacks.json"
     if attacked.exists():
-        write_bytes(docs / "threat-model.md", threat_model(load_results(attacked)).encode())
+        learned = docs / "results" / "000-table6.json"
+        split = load_results(learned) if learned.exists() else None
+        write_bytes(docs / "threat-model.md", threat_model(load_results(attacked), split).encode())

@@ -228,7 +228,7 @@ def _claims(case: Case) -> list[Finding]:
         holds = all(b < a for a, b in known.values())
         out.append(
             Finding(
-                f"{case.name}/{base}/claim",
+                f"claim/{case.name}/{base}",
                 f"Against the paper's own decoder, row permutation on top of {base} lowers SSIM, PSNR and similarity.",
                 holds if judged else None,
                 row.value("decoder", "SSIM"),
@@ -242,7 +242,7 @@ def _claims(case: Case) -> list[Finding]:
         gap = abs(row.accuracy - before.accuracy)
         out.append(
             Finding(
-                f"{case.name}/{base}/accuracy",
+                f"claim/{case.name}/{base}/accuracy",
                 f"Row permutation on top of {base} leaves the accuracy as it is.",
                 gap <= EQUAL if judged else None,
                 row.accuracy,
@@ -257,7 +257,7 @@ def _claims(case: Case) -> list[Finding]:
         weak = [r.value("decoder", "SSIM") or 0.0 for r in (before, row)]
         out.append(
             Finding(
-                f"{case.name}/{base}/adaptive",
+                f"claim/{case.name}/{base}/adaptive",
                 f"What row permutation on top of {base} keeps from the best of the attacks.",
                 None,
                 now,
@@ -281,7 +281,7 @@ def _bare_claims(case: Case, bare: Bare) -> list[Finding]:
         known = [m for m in ("SSIM", "PSNR", "F-SIM") if m in before]
         out.append(
             Finding(
-                f"{case.name}/{base}/claim, no positions",
+                f"claim/{case.name}/{base}/no positions",
                 f"Against its own decoder, on features without positions as in the paper's code, rows on top of {base} lower all measures.",
                 all(after[m] < before[m] for m in known),
                 after["SSIM"],
@@ -305,7 +305,7 @@ def _curve_claims(case: Case) -> list[Finding]:
         below = sum(a < b for a, b in zip(value, before, strict=True))
         out.append(
             Finding(
-                f"{case.name}/curve/{way}",
+                f"claim/{case.name}/curve/{way}",
                 f"With rows, every point of the curve leaks less to {title}.",
                 below == len(pairs) if way == "decoder" else None,
                 sum(value) / len(value),

@@ -22,7 +22,7 @@ from regauge.experiments.presets import Subject
 from regauge.experiments.training import parameters_of, uri_of
 from regauge.findings import Finding, Results, Table
 from regauge.leakage import telling
-from regauge.leakage.attacking import ATTACKS, QUICK, Attack, Budget, Setting, attempt, named, patch_of, views_of
+from regauge.leakage.attacking import ATTACKS, ON_CURVES, QUICK, Attack, Budget, Setting, attempt, named, patch_of, views_of
 from regauge.leakage.auditing import chance, in_unit
 from regauge.leakage.scoring import Attacked, Case, Row, floors, joined, scored
 from regauge.leakage.scoring import named as by_name
@@ -77,7 +77,7 @@ def figure7(lab: Lab) -> Results:
 
 def _cases(lab: Lab, table: str) -> tuple[list[Case], tuple[Attack, ...]]:
     trials = lab.seeds or 1
-    attacks = named(QUICK) if trials == 1 else ATTACKS
+    attacks = ATTACKS if trials > 1 else named(QUICK if table == "table6" else ON_CURVES)
     subjects = lab.preset.tables[table]
     plans = {key: subject.plan["combinations"] for key, subject in subjects.items()}
     lab.total = trials * sum(1 + sum(a.fits(c) for a in attacks) for plan in plans.values() for c in plan)

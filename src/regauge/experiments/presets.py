@@ -371,7 +371,7 @@ def _paper() -> Preset:
         recipe={"optimizer": "sgd", "rate": 5e-4, "momentum": 0.9, "batch": 128, "epochs": 60},
         sources=("google/vit-base-patch16-224-in21k",),
         tested={"part": [0.5, 1]},
-        plan={"attacked": [0.95, 1], "own": [0, 0.5], "budget": budget},
+        plan={"attacked": [0.99, 1], "own": [0, 0.1], "budget": budget},
         batch=128,
     )
     named = _with_rows("none", "pixel-noise=0.5", "low-pass=0.05", "batch-shuffle=0.5")

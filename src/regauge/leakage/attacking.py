@@ -148,6 +148,7 @@ ATTACKS: tuple[Attack, ...] = (
         is_named=False,
     ),
 )
+ON_CURVES = ("decoder", "public embedding", "least squares")
 QUICK = ("decoder", "any order", "public embedding", "least squares", "regrouped")
 
 

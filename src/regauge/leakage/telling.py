@@ -20,6 +20,7 @@ from regauge.split.defences import DEFENCES
 
 LEAK = "SSIM"
 TOLD_APART = 0.5  # a server that can tell half of the images from all others has them
+LAST = "These are the attacks that were tried. What they do not get, a better one may."
 WIDEST = 64  # pixels of an image in the gallery
 
 
@@ -28,7 +29,7 @@ def results(title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchec
     findings = tuple(f for case in cases for f in findings_of(case, attacks))
     tables = (*(table_of(case, attacks) for case in cases), meanings(cases, attacks), *(details_of(case, attacks) for case in cases))
     figures = tuple(f for case in cases for f in (*tradeoffs(case, attacks), *gallery(case, attacks), *curves(case, attacks)))
-    verdict = [line for case in cases for line in verdict_of(case, attacks)]
+    verdict = [*(line for case in cases for line in verdict_of(case, attacks)), LAST]
     return Results(title, findings, tables, figures, {"verdict": verdict}, tuple(unchecked))
 
 
@@ -232,7 +233,6 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
     if known:
         many = f"{min(known):.0%}" if round(min(known), 2) == round(max(known), 2) else f"{min(known):.0%} to {max(known):.0%}"
         out.append(f"Labels are not sent, and the gradients tell them: {many} of them (a guess: {plain.chance:.0%}).")
-    out.append("These are the attacks that were tried. What they do not get, a better one may.")
     return out
 
 

@@ -139,7 +139,8 @@ def _points(figure: Figure, prefix: str) -> tuple[str, int]:
         for i, (label, points) in enumerate(data["series"].items()):
             places, missing = _numbers([point[:2] for point in points])
             skipped += missing
-            style: dict[str, Any] = {"color": _SERIES[i % 6], "linestyle": _DASHES[i % 4], "marker": _MARKS[i % 6], "markersize": 7, "linewidth": 1.5}
+            style: dict[str, Any] = {"color": _SERIES[i % 6], "linestyle": _DASHES[i % 4], "markersize": 7, "linewidth": 1.5}
+            style["marker"] = _MARKS[(i + i // 6) % 6]  # the seventh has the first's colour, and another mark
             axes.plot(places[:, 0], places[:, 1], label=_label(label), **style)
             for place, point in zip(places, points, strict=True):
                 axes.annotate(_label(point[2], 12), place, xytext=(6, 5), textcoords="offset points", fontsize=10, color=_INK)

@@ -62,31 +62,26 @@ SHORT = _recipes(
     "",
     "rows=sample",
     "low-pass=0.1 rows=sample",
-    "noise=0.25 rows=sample",
     "noise=0.5 rows=sample",
-    "bottleneck=4 rows=sample",
     "bottleneck=2 rows=sample",
-    "bottleneck=4 round=1 rows=sample",
     "bottleneck=2 round=1 rows=sample",
 )
 LONG = (
     *SHORT,
     *_recipes(
-        "low-pass=0.05 rows=sample",
-        "noise=1 rows=sample",
-        "noise=0.5",
-        "pixel-noise=1 rows=sample",
-        "batch-shuffle=0.25 rows=sample",
-        "round=1 rows=sample",
-        "bottleneck=1 rows=sample",
+        "bottleneck=4 round=1 rows=sample",
         "bottleneck=1 round=1 rows=sample",
         "bottleneck=2 noise=0.5 rows=sample",
-        "bottleneck=2 noise=1 rows=sample",
-        "low-pass=0.1 bottleneck=2 round=1 rows=sample",
+        "noise=0.25 rows=sample",
+        "low-pass=0.05 rows=sample",
+        "bottleneck=1 rows=sample",
+        "batch-shuffle=0.25 rows=sample",
+        "pixel-noise=1 rows=sample",
     ),
     Recipe(("rows=sample",), mixed=0.4),
     Recipe(("rows=sample",), blocks=1),
     Recipe(("bottleneck=2", "round=1", "rows=sample"), blocks=1),
+    *_recipes("round=1 rows=sample", "bottleneck=2 noise=1 rows=sample", "noise=0.5"),
 )
 
 
@@ -112,7 +107,10 @@ def _vit(side: int, patch: int, channels: int, width: int, layers: int, classes:
 
 
 ADAMW = {"optimizer": "adamw", "rate": 2e-3, "more": {"weight_decay": 0.05}, "batch": 50, "dtype": "float32"}
-ATTACK = {"targets": 200, "passes": 20, "decoder": {"hidden": 64, "depth": 2, "epochs": 80, "patience": 6}}
+# A decoder takes ten times as long as least squares and was behind it wherever both were tried (faces, no defence: SSIM 0.970 against 1.000; shuffled
+# rows: 0.933 against 1.000), so that none is trained for each recipe.
+ATTACK = {"targets": 200, "passes": 20, "decoder": None}
+PATIENT = {**ATTACK, "decoder": {"hidden": 64, "depth": 2, "epochs": 80, "patience": 6}}
 FACES = Scene(
     "faces",
     From("faces_2000_gray64.npz", {"image": "X", "label": "emotion"}),
@@ -144,8 +142,8 @@ PICO = Scene(
     {"targets": 50, "passes": 4, "decoder": {"hidden": 16, "depth": 1, "epochs": 3, "patience": 2}},
     patch=2,
 )
-SCENES = {"small": (FACES, CIFAR), "paper": (FACES, CIFAR), "pico": (PICO,)}
-SEEDS = {"small": 2, "paper": 3, "pico": 1}
+SCENES = {"small": (FACES, CIFAR), "paper": (replace(FACES, attack=PATIENT), replace(CIFAR, attack=PATIENT)), "pico": (PICO,)}
+SEEDS = {"small": 1, "paper": 3, "pico": 1}
 BUDGETS = (0.5, 0.25, 0.1)  # shares of images that may be told from all others by what the best attack makes of them
 
 
@@ -286,7 +284,7 @@ def _images(data: Any, side: int) -> tuple[Tensor, Tensor]:
 def _attacked(client: _Client, true: Tensor, own: Tensor, p: Mapping[str, Any], seed: int, middle: float, scale: float) -> dict[str, Any]:
     """Every attack that fits the recipe: by name [SSIM, of the worst image, PSNR, share identified, seconds]."""
     patch, how = int(p["patch"]), p["attack"]
-    pool = torch.cat([own, *(augmented(own, {"flip": True, "shift": 2}, np.random.default_rng([seed, i])) for i in range(3))])
+    pool = torch.cat([own, *(augmented(own, {"flip": True, "shift": 2}, np.random.default_rng([seed, i])) for i in range(2))])
     rows, mixes = (any(isinstance(d, kind) for d in client.defences) for kind in (Rows, BatchShuffle))
     drawn = any(isinstance(d, (*DRAWN, _Mixed)) for d in client.defences)
     seen, ordered_pool = client.features(true, in_order=False), client.features(pool, in_order=True)
@@ -296,7 +294,10 @@ def _attacked(client: _Client, true: Tensor, own: Tensor, p: Mapping[str, Any], 
         tried["least squares"] = lambda: ridge(view, shuffled=rows, seed=seed).images
     shuffled = rows or mixes
     pairs = client.features(pool, in_order=False) if shuffled else ordered_pool
-    tried["decoder"] = lambda: decoder(PairedImages(seen, pairs, pool, patch), in_order=not shuffled, seed=seed, **how["decoder"]).images
+    if shuffled:
+        tried["least squares over sets"] = lambda: ridge(PairedImages(seen, pairs, pool, patch), scopes=["set"], seed=seed).images
+    if how["decoder"]:
+        tried["decoder"] = lambda: decoder(PairedImages(seen, pairs, pool, patch), in_order=not shuffled, seed=seed, **how["decoder"]).images
     if mixes:
 
         def together() -> Tensor:

@@ -11,6 +11,7 @@ import torch
 
 from regauge.cutting import cut
 from regauge.experiments import recipes
+from regauge.experiments.defended import Client
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.split.defences import ordered
@@ -18,7 +19,7 @@ from regauge.split.defences import ordered
 
 def client(*defences: str, blocks: int = 0) -> Any:
     model = build(recipes.PICO.model, 0).float().eval()
-    return recipes._Client(model, ordered(defences), blocks)
+    return Client(model, ordered(defences), blocks)
 
 
 def test_a_client_without_defences_is_its_model_wherever_it_is_cut() -> None:

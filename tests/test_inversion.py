@@ -135,6 +135,9 @@ def test_least_squares_are_exact_without_a_defence_and_a_filter_against_noise() 
         found = ridge(PairedImages(noisy(embed(true), 0.5), noisy(embed(own), 0.5), own, PATCH), scopes=[scope])  # type: ignore[list-item]
         errors[scope] = float(mse(found.images, true).mean())
     assert errors["image"] < errors["token"] < 0.6 * floor, "what noise took from a token, its neighbours know"
+    mixed, others = shuffled(embed(true))[0], shuffled(embed(own), 6)[0]  # neither side in order
+    assert float(mse(ridge(PairedImages(mixed, others, own, PATCH), scopes=["set"]).images, true).mean()) < 0.4 * floor
+    assert float(mse(ridge(PairedImages(mixed, others, own, PATCH), scopes=["image"]).images, true).mean()) > 0.7 * floor
     nothing = ridge(PairedImages(torch.randn(24, TOKENS, VALUES), torch.randn(300, TOKENS, VALUES), own, PATCH))
     assert float(mse(nothing.images, true).mean()) > 0.9 * floor
 

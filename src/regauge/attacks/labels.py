@@ -32,12 +32,11 @@ def count_classes(view: SentSlopes, *, most: int = 64) -> int:
     near a space of one dimension less than there are classes, and beyond it there is a gap in their singular values. What stops it: noise on the
     gradients; several labels of one sample (it counts them plus one). Floor: 2. Ceiling: exact. References: facts/privacy 3.6 (R9). Cost: one SVD.
     """
-    sizes = torch.linalg.svdvals(_directions(view.slopes))[: most + 1]
-    sizes = sizes[sizes > 1e-9 * sizes[0]]
+    x = _directions(view.slopes)
+    sizes = torch.linalg.svdvals(x)[: min(most, min(x.shape) // 2) + 1]  # a final norm leaves directions out, which are gaps of its own at the end
     if len(sizes) < 2:
         return 2
-    gaps = sizes[:-1] / sizes[1:]
-    return int(gaps.argmax()) + 2 if len(sizes) <= most else int(gaps[: most - 1].argmax()) + 2
+    return int((sizes[:-1] / sizes[1:].clamp(min=1e-9 * float(sizes[0]))).argmax()) + 2
 
 
 def clustered(view: SentSlopes, classes: int, *, tries: int = 16, rounds: int = 50, seed: int = 0) -> Tensor:

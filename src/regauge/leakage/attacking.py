@@ -91,6 +91,10 @@ def _least_squares(view: PairedImages, setting: Setting) -> Inverted:
     return replace(ridge(view, shuffled=is_shuffled(setting.combination), seed=setting.seed), losses=())
 
 
+def _sets(view: PairedImages, setting: Setting) -> Inverted:
+    return replace(ridge(view, scopes=("set",), seed=setting.seed), losses=())
+
+
 def _regrouped(view: PairedImages, setting: Setting) -> Inverted:
     """Batches put together again, as the server had them; then least squares."""
     parts = batches_of(view.seen, setting.batch)
@@ -137,6 +141,14 @@ ATTACKS: tuple[Attack, ...] = (
         "placed",
         _least_squares,
         lambda combination: not _mixes(combination),
+    ),
+    Attack(
+        "sets",
+        "least squares over sets",
+        "regression on means over a sample's tokens, which no order changes; its answer need not be affine",
+        "paired",
+        _sets,
+        is_shuffled,
     ),
     Attack(
         "regrouped",

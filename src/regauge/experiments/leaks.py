@@ -22,7 +22,7 @@ from regauge.experiments.presets import Subject
 from regauge.experiments.training import parameters_of, uri_of
 from regauge.findings import Finding, Results, Table
 from regauge.leakage import telling
-from regauge.leakage.attacking import ATTACKS, ON_CURVES, QUICK, Attack, Budget, Setting, attempt, named, patch_of, views_of
+from regauge.leakage.attacking import ATTACKS, Attack, Budget, Setting, attempt, named, patch_of, views_of
 from regauge.leakage.auditing import chance, in_unit
 from regauge.leakage.scoring import Attacked, Case, Row, floors, joined, scored
 from regauge.leakage.scoring import named as by_name
@@ -35,6 +35,7 @@ from regauge.tasks import Examples, prepare
 Tensor = torch.Tensor
 LPIPS = "lpips_alex.safetensors"
 PICTURES = 8
+EVERY = tuple(a.name for a in ATTACKS)
 EQUAL = 0.03  # accuracies this near are equal: three images in a hundred
 # What the paper prints: accuracy in percent, SSIM, PSNR on [-1, 1] with a span of 1 (with the right span 6.02 dB more), F-SIM by a face network.
 PAPER = {
@@ -77,13 +78,13 @@ def figure7(lab: Lab) -> Results:
 
 def _cases(lab: Lab, table: str) -> tuple[list[Case], tuple[Attack, ...]]:
     trials = lab.seeds or 1
-    attacks = ATTACKS if trials > 1 else named(QUICK if table == "table6" else ON_CURVES)
     subjects = lab.preset.tables[table]
-    plans = {key: subject.plan["combinations"] for key, subject in subjects.items()}
-    lab.total = trials * sum(1 + sum(a.fits(c) for a in attacks) for plan in plans.values() for c in plan)
+    chosen = {key: ATTACKS if trials > 1 else named(subject.plan.get("attacks", EVERY)) for key, subject in subjects.items()}
+    lab.total = trials * sum(1 + sum(a.fits(c) for a in chosen[key]) for key, subject in subjects.items() for c in subject.plan["combinations"])
     if table == "table6":
         lab.total += len(_bared(next(iter(subjects.values()))))
-    return [_case(lab, subject, range(trials), attacks) for subject in subjects.values()], attacks
+    cases = [_case(lab, subject, range(trials), chosen[key]) for key, subject in subjects.items()]
+    return cases, tuple(a for a in ATTACKS if any(a in some for some in chosen.values()))
 
 
 def _bared(subject: Subject) -> list[str]:
@@ -109,7 +110,7 @@ def _shared(lab: Lab, subject: Subject, combination: str, trial: int) -> tuple[d
     data: dict[str, Any] = {"train": lab.open(subject.train), "test": lab.open(subject.test), **lab.sources(subject, 0)}
     if (lab.assets / LPIPS).exists():
         data["lpips"] = lab.source(LPIPS)
-    plan = {k: v for k, v in subject.plan.items() if k != "combinations"}
+    plan = {k: v for k, v in subject.plan.items() if k not in ("combinations", "attacks")}
     shared: dict[str, Any] = {"model": subject.model, "task": subject.task, "tested": {**subject.task, **subject.tested}, "plan": plan}
     return {**shared, "recipe": subject.recipe, "combination": combination, "seed": trial}, data
 

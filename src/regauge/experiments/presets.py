@@ -40,7 +40,7 @@ class Subject:
     tokenizer: str | None = None
     sources: tuple[str, ...] = ()
     start: Subject | None = None  # what it is fine-tuned from, if that is trained here
-    plan: Mapping[str, Any] = field(default_factory=dict)  # of an audit of split learning: combinations of defences, who has which data, the budget
+    plan: Mapping[str, Any] = field(default_factory=dict)  # of an audit of split learning: combinations of defences, attacks, data, budget
     fresh: tuple[str, ...] = ()  # how the names of tensors begin that fine-tuning draws anew: the head
     batch: int = 100
     dtype: str = "float32"
@@ -165,6 +165,7 @@ def _split(pico: bool) -> dict[str, dict[str, Subject]]:
     budget = {"hidden": 64, "depth": 2, "epochs": 60, "patience": 5, "rate": 3e-3, "batch": 64}
     recipe = {"optimizer": "adamw", "rate": 2e-3, "decay": 0.05, "batch": 50, "epochs": 8, "dtype": "float64"}
     four = _with_rows("none", "pixel-noise=0.5", "low-pass=0.1", "batch-shuffle=0.5")
+    three = ("decoder", "any order", "public embedding")  # with more seeds than one: all
     curve = _with_rows("none", "low-pass=0.05", "low-pass=0.1", "low-pass=0.2", "noise=0.3", "noise=1")
     if pico:
         budget = {"hidden": 32, "depth": 1, "epochs": 8, "patience": 3, "rate": 5e-3, "batch": 32}
@@ -188,7 +189,7 @@ def _split(pico: bool) -> dict[str, dict[str, Subject]]:
         train=held,
         recipe=recipe,
         tested={"part": [0.9, 1]},
-        plan={"attacked": [0.95, 1], "own": [0.5, 0.9], "budget": budget, "combinations": four},
+        plan={"attacked": [0.95, 1], "own": [0.5, 0.9], "budget": budget, "combinations": four, "attacks": (*three, "least squares", "regrouped")},
     )
     pixels = {"image": "X", "label": "y"}
     cifar = Subject(
@@ -199,9 +200,9 @@ def _split(pico: bool) -> dict[str, dict[str, Subject]]:
         train=From("cifar10_train_4k.npz", pixels, rows=2000),
         recipe={**recipe, "rate": 1e-3},
         tested={"part": [0.5, 1]},
-        plan={"attacked": [0.95, 1], "own": [0, 0.5], "budget": budget, "combinations": four},
+        plan={"attacked": [0.95, 1], "own": [0, 0.5], "budget": budget, "combinations": four, "attacks": three},
     )
-    curved = replace(faces, plan={**faces.plan, "combinations": curve})
+    curved = replace(faces, plan={**faces.plan, "combinations": curve, "attacks": ("decoder", "public embedding", "least squares")})
     return {"table6": {"faces": faces, "cifar": cifar}, "figure7": {"faces": curved}}
 
 

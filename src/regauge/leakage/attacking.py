@@ -160,8 +160,6 @@ ATTACKS: tuple[Attack, ...] = (
         is_named=False,
     ),
 )
-ON_CURVES = ("decoder", "public embedding", "least squares")
-QUICK = ("decoder", "any order", "public embedding", "least squares", "regrouped")
 
 
 def named(names: Sequence[str]) -> tuple[Attack, ...]:

@@ -365,7 +365,13 @@ def test_list_and_what_is_asked_wrongly(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("name", "missing"), [("000/table2", "uoft-cs/cifar10"), ("000/table3", "uoft-cs/cifar10"), ("000/table5", "stanfordnlp/imdb")]
+    ("name", "missing"),
+    [
+        ("000/table2", "uoft-cs/cifar10"),
+        ("000/table3", "uoft-cs/cifar10"),
+        ("000/table5", "stanfordnlp/imdb"),
+        ("000/table6", "flwrlabs/celeba"),
+    ],
 )
 def test_the_papers_preset_names_what_is_missing(name: str, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["reproduce", name, "--preset", "paper"]) == 1

@@ -52,7 +52,6 @@ LONG = (
         "round=1 rows=sample",
         "low-pass=0.1 bottleneck=8 round=1 rows=sample",
         "low-pass=0.05 rows=sample",
-        "low-pass=0.05 bottleneck=8 round=1 rows=sample",
         "batch-shuffle=0.25 rows=sample",
         "noise=1 rows=sample",
     ),

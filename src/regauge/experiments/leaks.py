@@ -136,7 +136,7 @@ def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
 
 def _kept(crossing: Crossing, outputs: list[Tensor]) -> Tensor:
     z = crossing.run()
-    z.retain_grad()  # type: ignore[no-untyped-call]
+    z.retain_grad()
     outputs.append(z)
     return z
 

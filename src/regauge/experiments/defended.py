@@ -32,7 +32,7 @@ DRAWN = PixelNoise, Noise  # what is drawn afresh in every pass, and can be aver
 
 @dataclass(frozen=True, eq=False)
 class Mixed:
-    """Some of another sample of the batch in each: noise that looks like the data. It did not win, and is not in the registry."""
+    """Some of another sample of the batch in each: noise that looks like the data. It is tried here, and not in the registry."""
 
     share: float
     stage = 3

@@ -120,9 +120,9 @@ def averaged(views: Sequence[Tensor], *, link: bool = True, match: bool = True) 
 
     Sees: the same samples in several passes, each with fresh noise and in an order of its own. Recovers: the streams, with less noise. Why it works:
     noise that is drawn afresh is different every time, what it hides is not: k epochs leave 1 / sqrt(k) of it. Samples are linked first, tokens
-    matched to the mean so far. What stops it: noise that is drawn once for each sample and kept; few epochs; rounding, which is the same every time.
-    Floor: one noisy view. Ceiling: the streams without noise. References: Erlingsson et al. 2014 (permanent randomised response, against this).
-    Cost: that of `relinked` for each view.
+    matched to the mean so far. What stops it: noise that is drawn once for each sample and kept; few epochs; rounding, which is the same while the
+    weights are. Floor: one noisy view. Ceiling: the streams without noise. References: Erlingsson et al. 2014 (permanent randomised response, against
+    this). Cost: that of `relinked` for each view.
     """
     mean = views[0].double()
     for count, view in enumerate(views[1:], 1):

@@ -13,6 +13,7 @@ from regauge.cutting import cut
 from regauge.experiments import recipes
 from regauge.experiments.defended import Client
 from regauge.experiments.lab import Lab
+from regauge.experiments.leaks import leaks
 from regauge.experiments.models import build
 from regauge.split.defences import ordered
 
@@ -58,3 +59,13 @@ def test_recipes_are_measured_and_the_best_is_named(tmp_path: Path, monkeypatch:
     assert "averaged" in str(found.tables[0].rows[1][-1]) or found.tables[0].rows[1][4] is not None
     again = recipes.recipes(Lab("pico", 1, cache=tmp_path))
     assert again.tables == found.tables, "kept, and not computed twice"
+
+
+def test_leaks_are_measured_between_a_guess_and_all(tmp_path: Path) -> None:
+    found = {f.id.removeprefix("leak/digits/"): f for f in leaks(Lab("pico", 1, cache=tmp_path)).findings}
+    assert found["labels, epoch 1"].value > 0.9 > found["labels, epoch 1"].floor  # type: ignore[operator]
+    assert found["links from before training to after it, noise 0"].value > 0.9  # type: ignore[operator]
+    assert found["columns (permutation) from 8 known images"].value == 1.0
+    loud = [f"links from before training to after it, noise {n:g}" for n in (0, 2)]
+    assert found[loud[1]].value < found[loud[0]].value  # type: ignore[operator]
+    assert all(f.value >= 0 and f.ceiling == 1.0 for f in found.values())  # type: ignore[operator]

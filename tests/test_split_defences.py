@@ -170,7 +170,7 @@ def test_rounding_leaves_few_values_and_the_same_ones_in_every_pass() -> None:
         assert len(there.stream.detach().mul(1e6).round().unique()) <= 2**bits
         (slope,) = torch.autograd.grad((there.stream * z.detach()).sum(), z)
         torch.testing.assert_close(slope, z.detach())
-    apart = [float((Round(b).leave(crossing, Draw(SECRET, "1"))[0].stream - z).square().mean()) for b in (1, 2, 4, 6)]
+    apart = [float((Round(b).leave(crossing, Draw(SECRET, "1"))[0].stream - z).detach().square().mean()) for b in (1, 2, 4, 6)]
     assert apart == sorted(apart, reverse=True)
     signs = Round(1).leave(crossing, Draw(SECRET, "1"))[0].stream
     assert torch.equal(signs > 0, z >= 0)

@@ -120,9 +120,9 @@ def averaged(views: Sequence[Tensor], *, link: bool = True, match: bool = True) 
 
     Sees: the same samples in several passes, each with fresh noise and in an order of its own. Recovers: the streams, with less noise. Why it works:
     noise that is drawn afresh is different every time, what it hides is not: k epochs leave 1 / sqrt(k) of it. Samples are linked first, tokens
-    matched to the mean so far. What stops it: noise that is drawn once for each sample and kept; few epochs; rounding, which is the same every time.
-    Floor: one noisy view. Ceiling: the streams without noise. References: Erlingsson et al. 2014 (permanent randomised response, against this).
-    Cost: that of `relinked` for each view.
+    matched to the mean so far. What stops it: noise that is drawn once for each sample and kept; few epochs; rounding, which is the same while the
+    weights are. Floor: one noisy view. Ceiling: the streams without noise. References: Erlingsson et al. 2014 (permanent randomised response, against
+    this). Cost: that of `relinked` for each view.
     """
     mean = views[0].double()
     for count, view in enumerate(views[1:], 1):
@@ -163,7 +163,7 @@ def _matched(to: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack([torch.from_numpy(linear_sum_assignment(one.numpy())[1]) for one in apart])
 
 
-def regrouped(view: PairedImages, *, codes: int = 12, tries: int = 8, sweeps: int = 20, seed: int = 0) -> Tensor:
+def regrouped(view: PairedImages, *, codes: int = 24, tries: int = 4, sweeps: int = 20, seed: int = 0) -> Tensor:
     """Images out of a batch whose tokens changed places between samples: [images, places], for each the number of the token (as they came, counted
     through the batch). Which image is which sample is not said; a first token that is of no patch is not looked for.
 
@@ -203,23 +203,33 @@ def regrouped(view: PairedImages, *, codes: int = 12, tries: int = 8, sweeps: in
 
 
 def _gathered(code: Tensor, blocks: Tensor, order: Sequence[int], sweeps: int) -> tuple[Tensor, float]:
-    """Tokens of each place put to images, one place after the other beside those that are there, then again beside all: (who, how unlikely)."""
+    """Tokens of each place put to images: (who, how unlikely). The first place names the images; the others are shared among them by how well they
+    fit what is there, more and more surely, and in the end each goes to one."""
     places, count, _ = code.shape
-    who = torch.stack([torch.arange(count)] * places)
-    there = [order[0]]
-    schedule = [*order[1:], *(p for _ in range(sweeps) for p in order)]
+    shares = [torch.full((count, count), 1 / count, dtype=code.dtype) for _ in range(places)]
+    shares[order[0]] = torch.eye(count, dtype=code.dtype)
+    there = {p: shares[p] @ code[p] for p in range(places)}
+    for beta in torch.logspace(-1.5, 0.7, sweeps).tolist():
+        for p in order[1:]:
+            pull = sum((there[q] @ blocks[q, p] for q in range(places) if q != p), torch.zeros_like(code[p]))
+            shares[p] = _doubly(-beta * pull @ code[p].T)
+            there[p] = shares[p] @ code[p]
+    who = torch.stack([torch.from_numpy(linear_sum_assignment(-one.numpy())[1]) for one in shares])
     still = 0
-    for p in schedule:
-        others = [q for q in there if q != p]
-        # Energy of x at p beside what is there: x' P_pp x / 2 + x' sum_q P_pq x_q; only what depends on the pairing counts.
-        pull = sum((code[q][who[q]] @ blocks[q, p] for q in others), torch.zeros_like(code[p]))  # [images, codes]
+    for p in [*order[1:], *(p for _ in range(sweeps) for p in order)]:
+        pull = sum((code[q][who[q]] @ blocks[q, p] for q in range(places) if q != p), torch.zeros_like(code[p]))
         again = torch.from_numpy(linear_sum_assignment((pull @ code[p].T).numpy())[1])
         still = still + 1 if torch.equal(again, who[p]) else 0
         who[p] = again
-        if p not in there:
-            there.append(p)
-        if still >= places and len(there) == places:
+        if still >= places:
             break
     put = torch.stack([code[p][who[p]] for p in range(places)])
-    cost = sum(float((put[p] * (put[q] @ blocks[q, p])).sum()) for p in range(places) for q in range(places))
-    return who, cost / 2
+    return who, float(torch.einsum("pic,pqcd,qid->", put, blocks, put)) / 2
+
+
+def _doubly(score: Tensor, rounds: int = 20) -> Tensor:
+    """Scores as shares: rows and columns that each add up to one."""
+    for _ in range(rounds):
+        score = score - score.logsumexp(1, keepdim=True)
+        score = score - score.logsumexp(0, keepdim=True)
+    return score.exp()

@@ -32,7 +32,7 @@ DRAWN = PixelNoise, Noise  # what is drawn afresh in every pass, and can be aver
 
 @dataclass(frozen=True, eq=False)
 class Mixed:
-    """Some of another sample of the batch in each: noise that looks like the data. It did not win, and is not in the registry."""
+    """Some of another sample of the batch in each: noise that looks like the data. It is tried here, and not in the registry."""
 
     share: float
     stage = 3
@@ -98,7 +98,7 @@ class Client:
 def recipe(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
     """Train with the defences, test with them, and attack what leaves."""
     seed, (trained, held, tested) = int(p["seed"]), p["parts"]
-    pixels, labels = _images(data["images"], int(p["side"]))
+    pixels, labels = pictures_of(data["images"], int(p["side"]))
     order = np.random.default_rng(0).permutation(len(pixels))
     train, own, test = (order[a:b] for a, b in ((0, trained), (trained, trained + held), (trained + held, trained + held + tested)))
     middle, scale = pixels[train].mean(), pixels[train].std()
@@ -122,7 +122,7 @@ def recipe(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
 RECIPE = Cell("recipe", 1, recipe)
 
 
-def _images(data: Any, side: int) -> tuple[Tensor, Tensor]:
+def pictures_of(data: Any, side: int) -> tuple[Tensor, Tensor]:
     """Images in 0..1, [n, c, side, side], and classes by number."""
     x = torch.from_numpy(np.asarray(data["image"])).float() / 255
     x = x[:, None] if x.dim() == 3 else x.permute(0, 3, 1, 2)

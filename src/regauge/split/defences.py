@@ -185,8 +185,9 @@ class Noise(_OnStream):
 
 @dataclass(frozen=True)
 class Round(_OnStream):
-    """Every number of the stream is one of 2 ** `bits`: with 1 its sign is left. The same input is rounded the same way in every pass, so that, other
-    than noise, it cannot be averaged away. Zeros stay (of `bottleneck`); gradients pass as if nothing had been rounded."""
+    """Every number of the stream is one of 2 ** `bits`: with 1 its sign is left. The same input is rounded the same way in every pass with the same
+    weights, so that, other than noise, it is not averaged away; while the embedding is trained, passes differ and add up. Zeros stay (of
+    `bottleneck`); gradients pass as if nothing had been rounded."""
 
     bits: float
     stage = 4

@@ -13,11 +13,13 @@ from collections.abc import Callable
 from regauge.experiments.fusion import figure3, figure4, figure5, figure6
 from regauge.experiments.fusion import table3 as times
 from regauge.experiments.lab import Lab
+from regauge.experiments.leaks import leaks
 from regauge.experiments.locks import figure5 as convergence
 from regauge.experiments.locks import figure6 as writing
 from regauge.experiments.locks import table7
 from regauge.experiments.merges import table2 as six_merges
 from regauge.experiments.pairs import trained_pairs
+from regauge.experiments.recipes import recipes
 from regauge.experiments.reconstructing import figure7, table6
 from regauge.experiments.redteam import attacks
 from regauge.experiments.splits import equality
@@ -45,4 +47,6 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "003/barriers": barriers,
     "lock/attacks": attacks,
     "split/equality": equality,
+    "split/leaks": leaks,
+    "split/recipes": recipes,
 }

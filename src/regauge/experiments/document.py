@@ -87,6 +87,8 @@ ABOUT = {
     "larger; the share of the vanilla barrier is what can be compared.",
     "lock-attacks": "Locks of every group, attacked by whoever has the base, sees features, or has labels. [The threat model](threat-model.md) is "
     "made of these.",
+    "split-leaks": "What a server that looks gets of labels, of who is who over epochs, of keys, of shuffled batches and of texts.",
+    "split-recipes": "Which defences buy the most, under attackers who know them and adapt ([split](split.md)).",
     "split-equality": "The backbone behind gRPC and mutual TLS on loopback, columns locked, rows shuffled for every batch, against training on one "
     "machine ([split](split.md)).",
 }
@@ -110,13 +112,13 @@ def _section(name: str, about: str, results: Results) -> str:
         lines += [*_markdown(table), "", table.note, ""]
     lines += [f"{held} of {judged} findings hold ([all of them](results/{name}.json)).", ""]
     lines += ["| finding | value | spread | floor | ceiling | |", "|---|---|---|---|---|---|", *(_row(f) for f in results.findings), ""]
-    models = "; ".join(f"{model}: {_told(details)}" for model, details in facts["models"].items())
+    models = "; ".join(f"{model}: {_told(details)}" for model, details in facts.get("models", {}).items())
     versions = ", ".join(f"{library} {version}" for library, version in facts["versions"].items())
     counted = facts.get("pairs") or facts["seeds"]
     what = "pairs" if "pairs" in facts else "seeds"
     told = ", ".join(f"{n} {kind}" for kind, n in counted.items()) if isinstance(counted, dict) else counted
     cost = f"preset {facts['preset']}, {told} {what}, {facts['minutes of computing']} minutes, summed over its cells"
-    lines += [f"`{facts['command']}`: {cost}. {models}. {versions}."]
+    lines += [f"`{facts['command']}`: {cost}. {f'{models}. ' if models else ''}{versions}."]
     return "\n".join([*lines, ""])
 
 

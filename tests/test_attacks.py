@@ -11,8 +11,10 @@ import torch
 
 from picos import build, spec_of
 from regauge import apply, element, fold_norms
+from regauge.attacks import labels, linear, served, texts
 from regauge.attacks.edges import annealed, can_order, public_edges, settled
 from regauge.attacks.features import GROUPS, known_inputs, seen_features, vocabulary
+from regauge.attacks.inversion import decoder, linked, probe, public_patches
 from regauge.attacks.products import products, rearranged
 from regauge.attacks.theft import Budget, learned_order, new_edges, scratch, tuned
 from regauge.attacks.views import HiddenStates, KnownInputs, Locked, SeenFeatures, WithBase, WithCandidates, WithLabels, part_of
@@ -284,6 +286,9 @@ def test_attacks_know_nothing_of_keys_and_truth() -> None:
 
 
 def test_every_attack_says_what_it_is() -> None:
-    for attack in (public_edges, norm_vectors, public_base, lineage, known_inputs, seen_features, vocabulary, new_edges, tuned, learned_order):
+    of_locks = public_edges, norm_vectors, public_base, lineage, known_inputs, seen_features, vocabulary, new_edges, tuned, learned_order
+    of_labels = labels.count_classes, labels.clustered, labels.by_norm, labels.by_direction, labels.several
+    of_passes = served.known_streams, served.reused_key, served.relinked, served.averaged, served.regrouped
+    for attack in (*of_locks, *of_labels, *of_passes, texts.order_told, texts.embedded, linear.ridge, decoder, probe, public_patches, linked):
         for word in ("Sees:", "Recovers:", "Why it works:", "What stops it:", "Floor:", "Ceiling:", "References:"):
             assert word in " ".join((attack.__doc__ or "").split()), (attack.__name__, word)

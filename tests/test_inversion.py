@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from regauge.attacks.inversion import decoder, in_order, linked, probe, public_patches, to_images, to_patches
+from regauge.attacks.linear import ridge
 from regauge.attacks.views import PairedImages, PublicPatches
 from regauge.metrics import Lpips, MetricError, identified, mse, psnr, similarity, ssim
 
@@ -115,6 +116,30 @@ def test_a_decoder_that_asks_all_tokens_does_not_mind_their_order() -> None:
     assert error(mixed, others, False) < 0.2 * floor
     assert error(mixed, others, True) > 0.7 * floor
     assert error(torch.randn_like(mixed), torch.randn_like(others), False) > 0.9 * floor
+
+
+def test_least_squares_are_exact_without_a_defence_and_a_filter_against_noise() -> None:
+    embed, true, own = Embedding(VALUES), pictures(24, 2), pictures(300, 1)
+    draw = torch.Generator().manual_seed(0)
+
+    def noisy(z: torch.Tensor, scale: float) -> torch.Tensor:
+        return z + scale * z.std() * torch.randn(z.shape, generator=draw)
+
+    floor = float(mse(own.mean(0, keepdim=True).expand_as(true), true).mean())
+    clear = ridge(PairedImages(shuffled(embed(true))[0], embed(own), own, PATCH), shuffled=True)
+    assert float(mse(clear.images, true).max()) < 1e-9
+    first = torch.cat([torch.ones(24, 1, VALUES), embed(true)], 1), torch.cat([torch.ones(300, 1, VALUES), embed(own)], 1)
+    assert float(mse(ridge(PairedImages(*first, own, PATCH)).images, true).max()) < 1e-9
+    errors = {}
+    for scope in ("token", "image", "both"):
+        found = ridge(PairedImages(noisy(embed(true), 0.5), noisy(embed(own), 0.5), own, PATCH), scopes=[scope])  # type: ignore[list-item]
+        errors[scope] = float(mse(found.images, true).mean())
+    assert errors["image"] < errors["token"] < 0.6 * floor, "what noise took from a token, its neighbours know"
+    mixed, others = shuffled(embed(true))[0], shuffled(embed(own), 6)[0]  # neither side in order
+    assert float(mse(ridge(PairedImages(mixed, others, own, PATCH), scopes=["set"]).images, true).mean()) < 0.4 * floor
+    assert float(mse(ridge(PairedImages(mixed, others, own, PATCH), scopes=["image"]).images, true).mean()) > 0.7 * floor
+    nothing = ridge(PairedImages(torch.randn(24, TOKENS, VALUES), torch.randn(300, TOKENS, VALUES), own, PATCH))
+    assert float(mse(nothing.images, true).mean()) > 0.9 * floor
 
 
 def test_samples_are_linked_over_fresh_shuffles() -> None:

@@ -7,8 +7,10 @@ import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from picos import build
 from regauge.cli import main
@@ -27,6 +29,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(tmp_path / "MODEL" / "tokenizer.json"))
     (tmp_path / "book.txt").write_text(" ".join(str(i % 7) for i in range(2000)))
+    build("vit").float().save_pretrained(tmp_path / "VIT")
+    (tmp_path / "VIT" / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}')
+    for i, pixels in enumerate(np.random.default_rng(0).integers(0, 255, (70, 8, 8, 3), dtype=np.uint8)):
+        (tmp_path / "IMAGES" / str(i % 5)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(tmp_path / "IMAGES" / str(i % 5) / f"{i}.png")
     (tmp_path / "PICKLED").mkdir()
     shutil.copy(tmp_path / "MODEL" / "config.json", tmp_path / "PICKLED")
     torch.save(build("llama").state_dict(), tmp_path / "PICKLED" / "pytorch_model.bin")

@@ -282,7 +282,9 @@ def test_charts_say_what_they_show() -> None:
     [
         ("pie", {}, "unknown kind 'pie'"),
         ("lines", {"x": [1]}, '"y" is missing'),
-        ("lines", {"x": [1, 2], "y": {"a": [1]}}, "cannot be drawn"),
+        ("lines", {"x": [1], "y": {"a": [1, 2]}}, "cannot be drawn"),
+        ("points", {"series": {"a": [[1, 2]]}}, "cannot be drawn"),
+        ("points", {"points": {}}, '"series" is missing'),
         ("lines", {"x": ["one"], "y": {"a": [1]}}, "could not convert string to float"),
         ("lines", {"x": [1], "y": [1]}, "cannot be drawn"),
         ("bars", {"labels": ["a"], "y": {"a": [1, 2, 3]}}, "cannot be drawn"),

@@ -14,6 +14,7 @@ from regauge.split import Host, InProcess, Training, connect
 from regauge.split.defences import (
     DEFENCES,
     BatchShuffle,
+    Bottleneck,
     Clip,
     DefenceError,
     Draw,
@@ -21,6 +22,7 @@ from regauge.split.defences import (
     Noise,
     PixelNoise,
     Private,
+    Round,
     Rows,
     clipped,
     leave,
@@ -45,8 +47,9 @@ def images(count: int = 3, side: int = 16) -> torch.Tensor:
 
 def test_the_order_is_stated_and_kept() -> None:
     named = ["rows=sample,keep_cls", "private=1,norm=2", "batch-shuffle", "low-pass=0.2,disc", "clip=3", "pixel-noise=0.1", "noise=0.5"]
+    named += ["round=2", "bottleneck=4"]
     found = [type(d).__name__ for d in ordered(named)]
-    assert found == ["LowPass", "PixelNoise", "Clip", "Private", "Noise", "BatchShuffle", "Rows"]
+    assert found == ["LowPass", "PixelNoise", "Bottleneck", "Clip", "Private", "Noise", "Round", "BatchShuffle", "Rows"]
     assert {type(d) for d in ordered(named)} == set(DEFENCES.values())
     with pytest.raises(DefenceError, match="twice"):
         ordered(["noise=1", Noise(2.0)])
@@ -59,6 +62,8 @@ def test_named_as_on_the_command_line() -> None:
     assert read_defence("rows=sample,keep_cls") == Rows("sample", True)
     assert read_defence("private=1.5,norm=8") == Private(1.5, 8.0)
     assert read_defence("batch-shuffle=0.5,keep_cls=false") == BatchShuffle(0.5, False)
+    assert read_defence("bottleneck=4") == Bottleneck(4)
+    assert read_defence("round=2") == Round(2)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +81,10 @@ def test_named_as_on_the_command_line() -> None:
         ("batch-shuffle=1.5", "share of 1.5"),
         ("rows=column", "column"),
         ("private=0", "no noise multiplier"),
+        ("bottleneck=0", "0.0 channels"),
+        ("bottleneck=2.5", "2.5 channels"),
+        ("round=0", "0.0 bits"),
+        ("round=9", "9.0 bits"),
         ("fog=1", 'no defence "fog"'),
         ("noise=1,2,3", "cannot be read"),
     ],
@@ -131,6 +140,42 @@ def test_clipped_to_a_norm() -> None:
     torch.testing.assert_close(y[0] / y[0].norm(), x[0] / x[0].norm())
     there, _ = Clip(1.0).leave(crossing_of(), Draw(SECRET, "1"))
     assert there.stream.flatten(1).norm(dim=1).max().item() <= 1 + 1e-9
+
+
+def test_a_bottleneck_lets_few_channels_through_and_noise_stays_in_them() -> None:
+    crossing = crossing_of()
+    z = crossing.stream.detach().clone().requires_grad_()
+    there, back = Bottleneck(3).leave(crossing.replaced(hidden_states=z), Draw(SECRET, "1"))
+    assert torch.equal(there.stream[..., :3], z[..., :3])
+    assert not there.stream[..., 3:].any()
+    (slope,) = torch.autograd.grad(there.stream.sum(), z)
+    assert slope[..., :3].all(), "what leaves is what learns"
+    assert not slope[..., 3:].any()
+    assert back(z) is z
+    noisy, _ = Noise(0.5).leave(there, Draw(SECRET, "1"))
+    assert not noisy.stream[..., 3:].any()
+    added = (noisy.stream - there.stream)[..., :3]
+    assert added.std().item() == pytest.approx(0.5 * z[..., :3].std().item(), rel=0.3)
+    with pytest.raises(DefenceError, match="all of it"):
+        Bottleneck(z.shape[-1]).leave(crossing, Draw(SECRET, "1"))
+
+
+def test_rounding_leaves_few_values_and_the_same_ones_in_every_pass() -> None:
+    crossing = crossing_of()
+    z = crossing.stream.detach().clone().requires_grad_()
+    for bits in (1, 2, 4):
+        there, _ = Round(bits).leave(crossing.replaced(hidden_states=z), Draw(SECRET, "1"))
+        again, _ = Round(bits).leave(crossing.replaced(hidden_states=z), Draw(bytes(32), "2"))
+        assert torch.equal(there.stream, again.stream), "nothing is drawn, so that nothing averages out"
+        assert len(there.stream.detach().mul(1e6).round().unique()) <= 2**bits
+        (slope,) = torch.autograd.grad((there.stream * z.detach()).sum(), z)
+        torch.testing.assert_close(slope, z.detach())
+    apart = [float((Round(b).leave(crossing, Draw(SECRET, "1"))[0].stream - z).detach().square().mean()) for b in (1, 2, 4, 6)]
+    assert apart == sorted(apart, reverse=True)
+    signs = Round(1).leave(crossing, Draw(SECRET, "1"))[0].stream
+    assert torch.equal(signs > 0, z >= 0)
+    few, _ = leave(ordered(["bottleneck=3", "round=1"]), crossing, Draw(SECRET, "1"))
+    assert not few.stream[..., 3:].any(), "what was left out stays out"
 
 
 def test_batch_shuffle_mixes_samples_and_goes_back() -> None:

@@ -25,6 +25,7 @@ from regauge.cutting import cut
 from regauge.elements import Element
 from regauge.errors import CutError, RegaugeError
 from regauge.findings import Finding, Results, Table
+from regauge.findings import judged as _judged
 from regauge.groups import Kind
 from regauge.invariance import nonfinite
 from regauge.members import Member, Monomial
@@ -161,12 +162,6 @@ def verdict_of(findings: Sequence[Finding]) -> list[str]:
     if text is not None and text.value is not None and text.value >= ALL:
         out.append("Hidden states of an open language model give the text itself, whatever the key.")
     return out
-
-
-def _judged(f: Finding, most: float | None) -> Finding:
-    if f.holds is not None or most is None or f.value is None or f.floor is None or f.ceiling is None or f.ceiling == f.floor:
-        return f
-    return replace(f, holds=(f.value - f.floor) / (f.ceiling - f.floor) <= most)
 
 
 def _missing(case: LockCase, name: str) -> str:

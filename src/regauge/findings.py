@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture as data: "lines" {"x", "y": {label: values}, "xlabel", "ylabel", "log"}, "bars" {"labels", "y": {label: values}, "ylabel"},
+    """A picture as data: "lines" {"x", "y": {label: values}, "xlabel", "ylabel", "log"} (values may end before x does), "points" {"series": {label:
+    [[x, y, name]]}, "xlabel", "ylabel"}, "bars" {"labels", "y": {label: values}, "ylabel"},
     "images" {"columns": labels, "rows": [{"label", "images": [2-D or 3-D lists in 0..1]}]}, "matrix" {"rows", "columns", "values", "log"},
     "plane" {"x", "y", "values": [y][x], "points": {label: [x, y]}, "joined": [[label, label]], "xlabel", "ylabel", "unit"}."""
 
@@ -85,6 +86,13 @@ class Results:
     def untold(self) -> tuple[Finding, ...]:
         """The findings whose statement should hold, where the measurement sees too little to say so."""
         return tuple(f for f in self.findings if f.holds is None and f.sentence.startswith(UNTOLD))
+
+
+def judged(f: Finding, most: float | None) -> Finding:
+    """A finding that fails where its value has gone further than this share of the way from its floor to its ceiling."""
+    if f.holds is not None or most is None or f.value is None or f.floor is None or f.ceiling is None or f.ceiling == f.floor:
+        return f
+    return replace(f, holds=(f.value - f.floor) / (f.ceiling - f.floor) <= most)
 
 
 def to_json(results: Results) -> str:

@@ -27,6 +27,7 @@ Parameters = Mapping[str, Any]
 class Examples:
     """Examples by number: `batch(rows)` is (arguments of forward by name, labels). `classes` is how many a label can be.
     Logits have one row for each example, or are `dense` (classes come second), `causal` (a token predicts the next), or of `tokens` (each its own).
+    With `multi` a label is several answers, yes or no each (`classes` of them), and accuracy is their mean.
     """
 
     count: int
@@ -35,6 +36,7 @@ class Examples:
     dense: bool = False
     causal: bool = False
     tokens: bool = False
+    multi: bool = False
 
     def __len__(self) -> int:
         return self.count
@@ -64,9 +66,13 @@ def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -
 
 
 def _images(task: Parameters, data: Data) -> Examples:
-    """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` makes every image that large."""
+    """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` makes every image that large. Labels that are words are
+    numbered by their place in `names`. `attributes` are fields that say yes or no (1, or 0 or -1): each image then has all of them for a label, as
+    it has where the labels are rows of such numbers."""
     pictures = data["image"]
-    labels = torch.from_numpy(np.asarray(data["label"] if task.get("labelled", True) else np.zeros(len(data))).astype(np.int64))
+    found = _labels(task, data) if task.get("labelled", True) else np.zeros(len(data), np.int64)
+    multi = found.ndim == 2
+    labels = torch.from_numpy(found > 0).float() if multi else torch.from_numpy(found)
     chosen = _part(task, len(data))
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
@@ -74,7 +80,21 @@ def _images(task: Parameters, data: Data) -> Examples:
         pixels = pictures.array(rows) if isinstance(pictures, Pictures) else pictures[rows]
         return {"pixel_values": _normal(pixels, task)}, labels[rows]
 
-    return Examples(len(chosen), int(task["classes"]), batch)
+    return Examples(len(chosen), int(task["classes"]), batch, multi=multi)
+
+
+def _labels(task: Parameters, data: Data) -> Any:
+    if task.get("attributes"):
+        return np.stack([np.asarray(data[name]).astype(np.int64) for name in task["attributes"]], 1)
+    given = np.asarray(data["label"])
+    if given.dtype.kind in "US":
+        number = {name: i for i, name in enumerate(task.get("names", ()))}
+        unknown = sorted(set(given.tolist()) - number.keys())
+        if unknown:
+            known = ", ".join(number) or "none"
+            raise DataError(f'{data.name} has the label "{unknown[0]}", which the model does not know', hint=f"its classes by name: {known}")
+        return np.array([number[name] for name in given.tolist()], np.int64)
+    return given.astype(np.int64)
 
 
 def _part(task: Parameters, n: int) -> Any:
@@ -258,11 +278,13 @@ def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross entropy: of examples, of pixels, or of next tokens."""
+    """The mean cross entropy: of examples, of pixels, of next tokens, or of answers."""
     if examples.causal:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     if examples.tokens:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    if examples.multi:
+        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
     return F.cross_entropy(logits, labels, ignore_index=-100)
 
 
@@ -304,12 +326,13 @@ def task_of(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     labelled: bool = True,
+    attributes: Sequence[str] = (),
 ) -> tuple[dict[str, Any], Path | str | None]:
     """What a model does with data, read off its class and config: the task's parameters, and the tokenizer for texts.
 
     A language model reads texts; a classifier of texts needs texts and labels, one of images needs images and labels. Where no loss is wanted,
     nothing need be `labelled`, and any model will do. `beside` is the folder that the model came from: its tokenizer and its
-    preprocessor_config.json are used where nothing else is given. `length` is in tokens.
+    preprocessor_config.json are used where nothing else is given. `length` is in tokens. `attributes` are fields with several answers to each image.
     """
     config, name = getattr(module, "config", None), type(module).__name__
     images = "pixel_values" in inspect.signature(module.forward).parameters or config is None
@@ -317,9 +340,16 @@ def task_of(
         classes = getattr(module, "num_classes", None) if config is None else config.num_labels
         if labelled and (not classes or (config is not None and not name.endswith("ForImageClassification"))):
             raise DataError(f"{name} gives no classes of images, so that there is no loss to measure", hint="give a model ...ForImageClassification")
-        _require(data, name, "image", *(["label"] if labelled else []))
+        _require(data, name, "image", *(attributes or ["label"] if labelled else []))
         mean, std = _normalisation(beside, mean, std, module)
         task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": _side(module)}
+        if labelled and attributes:
+            if len(attributes) != classes:
+                raise DataError(f"{len(attributes)} attributes are named, and the model answers {classes}", hint="is it this model's data?")
+            return task | {"attributes": list(attributes)}, None
+        if labelled and np.asarray(data["label"]).dtype.kind in "US":
+            named = getattr(config, "id2label", None) or {}
+            return task | {"names": [str(named[i]) for i in sorted(named)]}, None
         if labelled:
             _require_labels(data, int(classes or 0))
         return task | ({} if labelled else {"labelled": False}), None
@@ -375,7 +405,9 @@ def _require_labels(data: Data, classes: int) -> None:
         raise DataError(
             f'the field "label" of {data.name} holds no numbers', hint="labels are 0, 1, ... in the order of the model's classes"
         ) from error
-    if labels.size and (labels.max() >= classes or labels.min() < -1):
+    if labels.ndim == 2 and labels.shape[1] != classes:
+        raise DataError(f"{data.name} has {labels.shape[1]} answers to each example, and the model {classes}", hint="is it this model's data?")
+    if labels.size and ((labels.ndim == 1 and labels.max() >= classes) or labels.min() < -1):
         raise DataError(
             f"{data.name} has the labels {labels.min()} to {labels.max()}, and the model {classes} classes", hint="is it this model's data?"
         )

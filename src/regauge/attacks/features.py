@@ -77,32 +77,36 @@ def _leaning(x: Floats) -> Floats:
 def vocabulary(view: HiddenStates, *, batch: int = 256) -> list[int]:
     """The text itself, from the hidden states of an open language model.
 
-    Sees: moved hidden states of a text, token after token, and the model. Recovers: the tokens. Why it works: a hidden state is almost surely
-    told from every other by its sorted values, which no permutation changes, or by its inner products with those before it, which no rotation
-    changes; so each token is the one of the vocabulary that gives the nearest, one after the other. What stops it: a model that is not open;
-    noise that costs as much as it protects. Floor: one in the vocabulary. Ceiling: all tokens. References: Hidden No More (2505.18332).
+    Sees: moved hidden states of a text, token after token or in no order (`view.shuffled`), and the model. Recovers: the tokens, in order. Why it
+    works: a hidden state is almost surely told from every other by its sorted values, which no permutation changes, or by its inner products with
+    those before it, which no rotation changes; so each token is the one of the vocabulary that gives the nearest, one after the other, and which row
+    is the next is found by the same comparison. What stops it: a model that is not open; noise that costs as much as it protects. Floor: one in the
+    vocabulary. Ceiling: all tokens. References: Hidden No More (2505.18332). Cost: one forward pass a token for each of the vocabulary.
     """
     moved = view.moved.detach().double()
     turned = isinstance(GROUPS[view.kind], Orthogonal)
     size = int(view.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
     found: list[int] = []
+    rows: list[int] = []  # which row was which place's
     known = moved[:0]
     for t in range(len(moved)):
-        least, token, state = np.inf, 0, moved[t]
+        least, token, row, state = np.inf, 0, t, moved[t]
+        left = torch.tensor([r for r in range(len(moved)) if r not in rows] if view.shuffled else [t])
         for start in range(0, size, batch):
             tried = torch.arange(start, min(start + batch, size))
             ids = torch.cat([torch.tensor(found, dtype=torch.long).expand(len(tried), -1), tried[:, None]], 1)
             with torch.no_grad():
                 states = view.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states[view.layer][:, -1].double().cpu()
             if turned:
-                told = torch.cat([moved[:t] @ moved[t], moved[t].square().sum()[None]])
-                apart = (torch.cat([states @ known.T, states.square().sum(1, keepdim=True)], 1) - told).square().sum(1)
+                here = torch.cat([states @ known.T, states.square().sum(1, keepdim=True)], 1)
+                there = torch.cat([moved[left] @ moved[rows].T, moved[left].square().sum(1, keepdim=True)], 1)
             else:
-                here, there = (v.abs() if view.kind == "signed" else v for v in (states, moved[t]))
-                apart = (here.sort(1).values - there.sort().values).square().sum(1)
-            at = int(apart.argmin())
-            if float(apart[at]) < least:
-                least, token, state = float(apart[at]), int(tried[at]), states[at]
+                here, there = ((v.abs() if view.kind == "signed" else v).sort(1).values for v in (states, moved[left]))
+            apart = torch.cdist(here, there, compute_mode="donot_use_mm_for_euclid_dist")  # [tried, rows that are left]
+            at, column = divmod(int(apart.argmin()), len(left))
+            if float(apart[at, column]) < least:
+                least, token, row, state = float(apart[at, column]), int(tried[at]), int(left[column]), states[at]
         found.append(token)
+        rows.append(row)
         known = torch.cat([known, state[None]])
     return found

@@ -134,6 +134,12 @@ def probe(view: PairedImages, *, hidden: int = 128, epochs: int = 60, patience: 
     before the shuffle, so that a classifier reads the place off each token by itself; an assignment makes one order of the guesses. What stops it:
     positions that are not in the tokens; noise. Floor: one place in as many as there are. Ceiling: all. References: facts/privacy 3.3.
     """
+    told = place_scores(view, hidden=hidden, epochs=epochs, patience=patience, rate=rate, seed=seed)
+    return torch.stack([_assigned(t) for t in told])
+
+
+def place_scores(view: PairedImages, *, hidden: int = 128, epochs: int = 60, patience: int = 6, rate: float = 3e-3, seed: int = 0) -> Tensor:
+    """For each token of what is seen and each place, the logarithm of how likely it came from there: [samples, tokens, places]."""
     torch.manual_seed(seed)
     x = view.features.float()
     n, tokens, width = x.shape
@@ -160,8 +166,7 @@ def probe(view: PairedImages, *, hidden: int = 128, epochs: int = 60, patience: 
             break
     model.load_state_dict(kept)
     with torch.no_grad():
-        told = model((view.seen.float() - mean) / scale).log_softmax(-1)
-    return torch.stack([_assigned(t) for t in told])
+        return model((view.seen.float() - mean) / scale).log_softmax(-1)  # type: ignore[no-any-return]
 
 
 def _assigned(score: Tensor) -> Tensor:
@@ -262,8 +267,8 @@ def linked(first: Tensor, second: Tensor) -> Tensor:
     """Which sample of a second pass is which of a first one, over fresh shuffles: for each of the first, a place in the second.
 
     Sees: features of the same samples in two passes, shuffled afresh. Recovers: who is who. Why it works: a shuffle leaves the set of tokens as it
-    is. What stops it: noise, training steps between the passes, columns under a fresh key. Floor: one in as many as there are. References:
-    facts/privacy 3.4 (alignment of repeated uses).
+    is. What stops it: noise, training steps between the passes, columns under a fresh key. Floor: one in as many as there are. Ceiling: all.
+    References: facts/privacy 3.4 (alignment of repeated uses).
     """
     a, b = (np.sort(v.double().numpy(), axis=1).reshape(len(v), -1) for v in (first, second))
     cost = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from regauge.action import State
@@ -70,22 +70,55 @@ class SeenFeatures:
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
     """Who sees the hidden states of one text, [tokens, channels], moved by an unknown element, and has the open language model that made them:
-    `layer` of its hidden states, 0 being what enters the first block."""
+    `layer` of its hidden states, 0 being what enters the first block. Rows that are `shuffled` come in no order."""
 
     moved: torch.Tensor
     model: torch.nn.Module
     layer: int
     kind: Kind = "permutation"
+    shuffled: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class EmbeddedText:
+    """A server that sees one text as it enters the backbone, [tokens, channels], and has the open model whose embedding made it. Columns were moved
+    by an unknown element of a kind, or by none; rows that are `shuffled` come in no order."""
+
+    moved: torch.Tensor
+    model: torch.nn.Module
+    kind: Kind | None = None
+    shuffled: bool = True
 
 
 @dataclass(frozen=True, eq=False)
 class Served:
     """What a server of split learning sees of one pass: the stream as it comes, whatever the client did to it, the other tensors that cross with it,
-    and in training the gradient of the loss by the output. No times: those are another channel."""
+    and in training the gradient of the loss by the output. No times: those are another channel. The output is its own: whoever has the weights can
+    compute it."""
 
     stream: torch.Tensor
     others: Mapping[str, torch.Tensor]
     slope: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class KnownStreams:
+    """A server that knows some of the samples that it was sent: `moved` as they came, rows in any order and columns moved by one element of a kind,
+    and `plain`, what the public embedding makes of them. Both are [samples, tokens, channels]."""
+
+    plain: torch.Tensor
+    moved: torch.Tensor
+    kind: Kind = "permutation"
+
+
+@dataclass(frozen=True, eq=False)
+class SentSlopes:
+    """A server that keeps the gradients which it was sent, [samples, channels] (each sample's added up over its tokens: `labels.slopes_of`). By the
+    number of the sample it may know some labels: `known`, one each, or `many`, all of a sample's zeros and ones."""
+
+    slopes: torch.Tensor
+    known: Mapping[int, int] = field(default_factory=dict)
+    many: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

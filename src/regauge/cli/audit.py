@@ -12,6 +12,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
+from regauge.cli.leaking import split
 from regauge.cli.run import check_outputs, deliver, facts_of_run
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ def lock(
     facts = {**facts_of_run(), "model": model, "against": against, "data": data, **about, **found.facts, "seed": seed}
     results = replace(found, facts={**facts, "seconds": round(time.monotonic() - started, 1)})
     return deliver(results, text_of(results), json, report)
+
+
+app.command("split")(split)
 
 
 def _counts(text: str) -> list[int]:

@@ -56,9 +56,10 @@ def reproduce(
 
         torch.set_num_threads(threads)
     with step_bar(id) as progress:
-        results = EXPERIMENTS[id](Lab(preset, seeds, assets or default_assets(), device=device, progress=progress))
+        lab = Lab(preset, seeds, assets or default_assets(), device=device, progress=progress)
+        results = EXPERIMENTS[id](lab)
     results = replace(results, facts={"command": facts_of_run()["command"], **results.facts})
-    return deliver(results, text_of(results), json, report)
+    return deliver(results, text_of(results), json, report, replace(results, figures=(*results.figures, *lab.pictures)))
 
 
 def text_of(results: Results) -> str:

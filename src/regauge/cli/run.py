@@ -58,8 +58,8 @@ def check_outputs(json: Path | None, report: Path | None) -> None:
             check_writable(out)
 
 
-def deliver(results: Results, text: str, json: Path | None, report: Path | None) -> int:
-    """Say the text, or the JSON in its place, write what was asked for, and return the exit code."""
+def deliver(results: Results, text: str, json: Path | None, report: Path | None, shown: Results | None = None) -> int:
+    """Say the text, or the JSON in its place, write what was asked for, and return the exit code. `shown` is for a page that has more in it."""
     from regauge.findings import to_json
 
     data(to_json(results) if str(json) == "-" else text)
@@ -69,7 +69,7 @@ def deliver(results: Results, text: str, json: Path | None, report: Path | None)
     if report is not None:
         from regauge.report import page
 
-        write_bytes(report, page(results).encode())
+        write_bytes(report, page(shown or results).encode())
         say(f"report: {report}")
     return FAILED if results.failed else 0
 

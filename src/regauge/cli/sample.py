@@ -36,9 +36,13 @@ class Sample:
     mean: str | None = None
     std: str | None = None
 
+    attributes: tuple[str, ...] = ()
+
     def read(self, model: torch.nn.Module, checkpoint: Checkpoint, labelled: bool = True) -> tuple[Examples, dict[str, Any]]:
         """The examples as this model reads them, and its task. Labels are not even looked for where they are not wanted."""
         fields = read_fields(self.field)
+        if self.attributes:
+            fields = {"image": "image", **(fields or {}), **{name: name for name in self.attributes}}
         channels = [read_numbers(text, name) for text, name in ((self.mean, "--mean"), (self.std, "--std"))]
         from regauge.data import open_data
         from regauge.tasks import read_examples
@@ -54,6 +58,7 @@ class Sample:
             mean=channels[0],
             std=channels[1],
             labelled=labelled,
+            attributes=self.attributes,
         )
 
 

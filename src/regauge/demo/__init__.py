@@ -15,11 +15,12 @@ from regauge.demo.digits import digits
 from regauge.demo.locked import locked
 from regauge.demo.moving import moving, symmetry
 from regauge.demo.stage import Bar, Stage
+from regauge.demo.watched import watched
 from regauge.findings import Results
 
 Chapter = Callable[[Stage], Results]
 
-CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked, apart)
+CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked, apart, watched)
 
 
 def run(say: Callable[[str], None], bar: Bar, out: Path | None = None, seed: int = 0, chapters: Sequence[Chapter] = CHAPTERS) -> Results:

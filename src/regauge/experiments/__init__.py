@@ -13,11 +13,14 @@ from collections.abc import Callable
 from regauge.experiments.fusion import figure3, figure4, figure5, figure6
 from regauge.experiments.fusion import table3 as times
 from regauge.experiments.lab import Lab
+from regauge.experiments.leaks import leaks as seen_by_a_server
 from regauge.experiments.locks import figure5 as convergence
 from regauge.experiments.locks import figure6 as writing
 from regauge.experiments.locks import table7
 from regauge.experiments.merges import table2 as six_merges
 from regauge.experiments.pairs import trained_pairs
+from regauge.experiments.recipes import recipes as utility_and_leakage
+from regauge.experiments.reconstructing import figure7, table6
 from regauge.experiments.redteam import attacks
 from regauge.experiments.splits import equality
 from regauge.experiments.tables import table2, table3, table4, table5
@@ -29,9 +32,11 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "000/table3": table3,
     "000/table4": table4,
     "000/table5": table5,
+    "000/table6": table6,
     "000/table7": table7,
     "000/figure5": convergence,
     "000/figure6": writing,
+    "000/figure7": figure7,
     "003/pairs": trained_pairs,
     "003/figure3": figure3,
     "003/figure4": figure4,
@@ -42,4 +47,6 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "003/barriers": barriers,
     "lock/attacks": attacks,
     "split/equality": equality,
+    "split/leaks": seen_by_a_server,
+    "split/recipes": utility_and_leakage,
 }

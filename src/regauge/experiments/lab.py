@@ -13,6 +13,7 @@ from regauge.experiments.cells import Cell, Outcome, default_cache, place, run
 from regauge.experiments.presets import PRESETS, From, Preset, Subject
 from regauge.experiments.training import SCORE, TRAIN, Source, source_of
 from regauge.experiments.tuning import SPEAK, TUNE
+from regauge.findings import Figure
 
 Progress = Callable[[int, int, str], None]
 
@@ -37,6 +38,7 @@ class Lab:
     seconds: float = 0.0
     made: dict[str, set[str]] = field(default_factory=dict)
     sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    pictures: list[Figure] = field(default_factory=list)  # for the user's page alone: they may show people, and JSON is committed
 
     def __post_init__(self) -> None:
         if self.preset_name not in PRESETS:

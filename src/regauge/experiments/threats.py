@@ -1,4 +1,4 @@
-"""docs/threat-model.md, made from the findings of `lock/attacks` and from nothing else: every number on the page is one that was measured."""
+"""docs/threat-model.md, made from the findings of `lock/attacks` and of Table 6, and from nothing else: every number on the page was measured."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TAIL = """## What is assumed
 """
 
 
-def threat_model(results: Results) -> str:
-    """The page."""
+def threat_model(results: Results, split: Results | None = None) -> str:
+    """The page. `split` is Table 6 of 000, if it was measured."""
     found = {f.id: f for f in results.findings}
     parts = [HEAD, "## Who has what, and what it gives\n"]
     parts.append(_public_base(found.values()))
@@ -36,6 +36,8 @@ def threat_model(results: Results) -> str:
     parts.append(_features(found.values()))
     parts.append(_theft(found.values()))
     parts += [TAIL, _groups(found.values())]
+    if split is not None:
+        parts.append(_split(split))
     return "\n".join(parts)
 
 
@@ -167,3 +169,24 @@ def _patience(found: Sequence[Finding]) -> list[str]:
     best = max(value for way, value in by.items() if way != "scratch")
     labels = found[0].id.rsplit(" ", 1)[1]
     return [f"A longer training with {labels} labels gives {best:.3f}, and {by['scratch']:.3f} to the labels alone."]
+
+
+def _split(results: Results) -> str:
+    """What a server of split learning sees, from the tables that are named "Utility and privacy"."""
+    lines = ["## What a server of split learning sees", ""]
+    lines += [
+        "From the features that a client sends, images are drawn again. SSIM of the best of the attacks that were tried (1 is the image itself), and"
+    ]
+    lines += [
+        "the share of images that are told apart by it; accuracy is the task's ([Table 6](experiments.md), `regauge audit split` for your own):",
+        "",
+    ]
+    rows = []
+    for table in (t for t in results.tables if t.title.startswith("Utility and privacy: ")):
+        place = {head: i for i, head in enumerate(table.columns)}
+        for row in table.rows:
+            cells = [row[place[head]] for head in ("accuracy", "the paper's decoder", "best attack", "told apart")]
+            shown = ["" if not isinstance(c, int | float) else f"{c:.3f}" for c in cells]
+            rows.append([table.title.removeprefix("Utility and privacy: "), str(row[0]), *shown])
+    lines += _table(["data", "defences", "accuracy", "the paper's decoder", "best attack", "told apart"], rows)
+    return "\n".join([*lines, "", *(f"- {line}" for line in results.facts["verdict"]), ""])

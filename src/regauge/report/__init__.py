@@ -35,6 +35,9 @@ def page(results: Results) -> str:
             sections.setdefault(section(finding), []).append((i, finding))
     facts = dict(results.facts)
     command = facts.pop("command", None)
+    told = facts.pop("verdict") if isinstance(facts.get("verdict"), list) else []
+    if told and colour == "none":  # an audit checks nothing: it measures, and says in words what that comes to
+        words, told = str(told[0]), told[1:]
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.globals |= {"number": number, "amount": amount, "fact": _fact, "numeric": _numeric}
     template = environment.from_string(files(__name__).joinpath("page.html").read_text("utf-8"))
@@ -50,6 +53,7 @@ def page(results: Results) -> str:
         figures=[(f, *draw(f, f"f{i}-")) for i, f in enumerate(results.figures)],
         command=shlex.join(map(str, command)) if isinstance(command, list) else command,
         facts=facts,
+        told=told,
     )
 
 

@@ -95,7 +95,7 @@ def draw(figure: Figure, prefix: str) -> tuple[Any, int]:
     """A figure's markup, and how many of its numbers could not be drawn (nan, inf; on a log axis also what is not positive)."""
     from markupsafe import Markup
 
-    kinds = {"lines": _lines, "bars": _bars, "images": _images, "matrix": _matrix, "plane": _plane}
+    kinds = {"lines": _lines, "bars": _bars, "images": _images, "matrix": _matrix, "plane": _plane, "points": _points}
     if figure.kind not in kinds:
         raise FindingsError(f'the figure "{figure.title}" is of the unknown kind {figure.kind!r}', hint=f"known kinds: {', '.join(sorted(kinds))}")
     try:
@@ -119,7 +119,7 @@ def _lines(figure: Figure, prefix: str) -> tuple[str, int]:
             y, missing = _numbers(values, log)
             skipped += missing
             mark = _MARKS[i % 6] if few else None
-            axes.plot(x, y, color=_SERIES[i % 6], linestyle=_DASHES[i % 4], marker=mark, markersize=5, linewidth=2, label=_label(label))
+            axes.plot(x[: len(y)], y, color=_SERIES[i % 6], linestyle=_DASHES[i % 4], marker=mark, markersize=5, linewidth=2, label=_label(label))
         axes.set_xlabel(_label(data.get("xlabel", "")))
         axes.set_ylabel(_label(data.get("ylabel", "")))
         if log:
@@ -128,6 +128,28 @@ def _lines(figure: Figure, prefix: str) -> tuple[str, int]:
         _legend(axes, len(data["y"]))
 
     return _chart(figure, prefix, (_WIDTH, 280 + 8 * len(data["y"])), paint), skipped
+
+
+def _points(figure: Figure, prefix: str) -> tuple[str, int]:
+    """Named points, those of a series joined in their order."""
+    data, skipped = figure.data, 0
+
+    def paint(axes: Any) -> None:
+        nonlocal skipped
+        for i, (label, points) in enumerate(data["series"].items()):
+            places, missing = _numbers([point[:2] for point in points])
+            skipped += missing
+            style: dict[str, Any] = {"color": _SERIES[i % 6], "linestyle": _DASHES[i % 4], "markersize": 7, "linewidth": 1.5}
+            style["marker"] = _MARKS[(i + i // 6) % 6]  # the seventh has the first's colour, and another mark
+            axes.plot(places[:, 0], places[:, 1], label=_label(label), **style)
+            for place, point in zip(places, points, strict=True):
+                axes.annotate(_label(point[2], 12), place, xytext=(6, 5), textcoords="offset points", fontsize=10, color=_INK)
+        axes.margins(0.12)
+        axes.set_xlabel(_label(data.get("xlabel", "")))
+        axes.set_ylabel(_label(data.get("ylabel", "")))
+        _legend(axes, len(data["series"]))
+
+    return _chart(figure, prefix, (_WIDTH, 300 + 9 * len(data["series"])), paint), skipped
 
 
 def _bars(figure: Figure, prefix: str) -> tuple[str, int]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,6 +98,7 @@ class Link:
         if self.moves:
             self._require_rows(model)
         self.secret = journal.secret if secret is None else secret_of(secret)
+        self.fresh: Callable[[], str] = lambda: os.urandom(8).hex()  # what a prediction draws from, beside the secret
         limits = limits or Limits()
         about: dict[str, Value] = {**described(self.cut, config), "protocol": PROTOCOL, "key": key, "codec": codec}
         about["limits"] = [limits.payload, limits.table, limits.tensors, limits.axes]
@@ -182,7 +183,7 @@ class Link:
 
     def _draw(self) -> Draw:
         """What this pass draws from: a request that is made again draws the same; a prediction, which is not, draws afresh."""
-        return Draw(self.secret, str(self.log.number + 1) if torch.is_grad_enabled() else f"predict/{os.urandom(8).hex()}")
+        return Draw(self.secret, str(self.log.number + 1) if torch.is_grad_enabled() else f"predict/{self.fresh()}")
 
     def _enter(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The defences on images, before the model's embedding sees them."""

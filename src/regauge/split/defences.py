@@ -3,8 +3,10 @@
 They compose in one order, whatever order they are named in:
 
     pixel-noise, low-pass    on the images, before the embedding
+    bottleneck               on the stream: few of its channels leave
     clip                     on the stream, each sample's to a norm
     noise, private           on the stream (and with `private` on the gradients that are sent, too)
+    round                    on the stream: few bits of each number
     batch-shuffle            tokens change places between the samples of a batch, and go back when they return
     rows                     tokens change places within a sample, and go back
     (columns)                the element of the lock, last
@@ -125,11 +127,30 @@ class LowPass(_OnImages):
 
 
 @dataclass(frozen=True)
+class Bottleneck(_OnStream):
+    """Nothing of the stream but its first `channels`: a token leaves as that many numbers, the others are zero. Training puts into them what the task
+    needs, so that this is for embeddings that are trained with it."""
+
+    channels: float
+    stage = 1
+
+    def __post_init__(self) -> None:
+        whole = self.channels >= 1 and self.channels == int(self.channels)
+        _require(whole, f"{self.channels} channels are no bottleneck", "give a whole number: 4 keeps four channels of each token")
+
+    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
+        z = crossing.stream
+        _require(self.channels < z.shape[-1], f"the stream has {z.shape[-1]} channels: {self.channels:g} are all of it", "keep fewer")
+        kept = torch.arange(z.shape[-1], device=z.device) < self.channels
+        return _with(crossing, torch.where(kept, z, torch.zeros_like(z))), _same
+
+
+@dataclass(frozen=True)
 class Clip(_OnStream):
     """Each sample's stream has at most this norm, over all its tokens and channels."""
 
     norm: float
-    stage = 1
+    stage = 2
 
     def __post_init__(self) -> None:
         _require(0 < self.norm < math.inf, f"a norm of {self.norm} clips all or nothing", "give a positive number")
@@ -146,18 +167,44 @@ def clipped(x: Tensor, norm: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise(_OnStream):
-    """Gaussian noise on the stream (000's text has it there). `scale` is its standard deviation in units of the stream's own over the batch."""
+    """Gaussian noise on the stream (000's text has it there). `scale` is its standard deviation in units of the stream's own over the batch. What is
+    exactly zero, as a bottleneck leaves it, stays."""
 
     scale: float
-    stage = 2
+    stage = 3
 
     def __post_init__(self) -> None:
         _require(0 < self.scale < math.inf, f"noise of {self.scale} is none", "give a positive number: 0.5 is half of the stream's own deviation")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
-        size = self.scale * z.detach().float().std().to(z.dtype)
-        return _with(crossing, z + size * draw.normal("noise", z)), _same
+        live = z.detach() != 0
+        size = self.scale * z.detach()[live].float().std().to(z.dtype)
+        return _with(crossing, z + live * size * draw.normal("noise", z)), _same
+
+
+@dataclass(frozen=True)
+class Round(_OnStream):
+    """Every number of the stream is one of 2 ** `bits`: with 1 its sign is left. The same input is rounded the same way in every pass with the same
+    weights, so that, other than noise, it is not averaged away; while the embedding is trained, passes differ and add up. Zeros stay (of
+    `bottleneck`); gradients pass as if nothing had been rounded."""
+
+    bits: float
+    stage = 4
+
+    def __post_init__(self) -> None:
+        whole = 1 <= self.bits <= 8 and self.bits == int(self.bits)
+        _require(whole, f"{self.bits} bits cannot be", "give a whole number from 1 to 8")
+
+    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
+        z = crossing.stream
+        levels = 2 ** int(self.bits)
+        with torch.no_grad():
+            size = z.float().square().sum().div((z != 0).sum().clamp(min=1)).sqrt().to(z.dtype).clamp(min=1e-12)
+            step = (2 if levels == 2 else 4) * size / levels  # two deviations each way: of a Gaussian hardly any is beyond
+            near = ((z / step).floor() + 0.5).clamp(0.5 - levels / 2, levels / 2 - 0.5) * step
+            near = torch.where(z == 0, torch.zeros_like(z), near)
+        return _with(crossing, z + (near - z).detach()), _same
 
 
 @dataclass(frozen=True)
@@ -167,7 +214,7 @@ class Private(_OnStream):
 
     multiplier: float
     norm: float = 1.0
-    stage = 2
+    stage = 3
 
     def __post_init__(self) -> None:
         for value in (self.multiplier, self.norm):
@@ -212,7 +259,7 @@ class BatchShuffle(_OnStream):
 
     share: float = 1.0
     keep_cls: bool = True
-    stage = 3
+    stage = 5
 
     def __post_init__(self) -> None:
         _require(0 < self.share <= 1, f"a share of {self.share} is not in (0, 1]", "1 shuffles all tokens")
@@ -246,7 +293,7 @@ class Rows(_OnStream):
 
     each: Literal["batch", "sample"] = "batch"
     keep_cls: bool = False
-    stage = 4
+    stage = 6
 
     def __post_init__(self) -> None:
         _require(self.each in ("batch", "sample"), f'rows are shuffled by "batch" or by "sample", not by {self.each!r}', "choose one of the two")
@@ -297,8 +344,10 @@ def _joined(crossing: Crossing, key: str, values: list[Any]) -> Any:
 DEFENCES: Mapping[str, type] = {
     "pixel-noise": PixelNoise,
     "low-pass": LowPass,
+    "bottleneck": Bottleneck,
     "clip": Clip,
     "noise": Noise,
+    "round": Round,
     "private": Private,
     "batch-shuffle": BatchShuffle,
     "rows": Rows,

@@ -116,7 +116,8 @@ def train(
 
 
 def measure(model: torch.nn.Module, examples: Examples, batch: int, tick: Callable[[int], None] | None = None) -> dict[str, float]:
-    """The mean loss, and with it the accuracy, or the perplexity where tokens are predicted from those before them."""
+    """The mean loss, and with it the accuracy (of several answers to each example, their mean), or the perplexity where tokens are predicted from
+    those before them."""
     device = next(p.device for p in model.parameters() if not p.is_meta)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     nats = right = count = 0.0
@@ -126,6 +127,12 @@ def measure(model: torch.nn.Module, examples: Examples, batch: int, tick: Callab
         moved, labels = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}, labels.to(device)
         with torch.no_grad():
             logits = logits_of(model, moved)
+        if examples.multi:
+            nats += float(torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))) * labels.numel()
+            right, count = right + float(((logits > 0) == (labels > 0)).sum()), count + labels.numel()
+            if tick is not None:
+                tick(min(at + batch, len(examples)))
+            continue
         if examples.causal:
             logits, labels = logits[:, :-1], labels[:, 1:]
         guess = logits.argmax(1 if examples.dense else -1)

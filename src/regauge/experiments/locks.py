@@ -161,6 +161,7 @@ def _thief(c: Column, source: str) -> Finding:
     """How far one comes without the key, between a fresh model and the plain one."""
     text = c.measure == "perplexity"
     worse = [a > b if text else a < b for a, b in zip(c.values("unauthorized"), c.values("plain"), strict=True)]
+    easy = not text and min(*c.values("unauthorized"), *c.values("plain")) == 1.0  # everybody has all of it right: the task tells nobody apart
     kept = _kept(c)
     knows = bool(kept)
     short = f"perplexity {c.mean('unauthorized') / c.mean('plain'):.2f} times the plain one's" if text else _points(c)
@@ -173,7 +174,7 @@ def _thief(c: Column, source: str) -> Finding:
     return Finding(
         f"{c.key}/unauthorized",
         f"Fine-tuned without the key, the locked {c.subject.name} ends worse than the plain one in every trial ({c.measure}).",
-        all(worse) if knows else None,
+        all(worse) if knows and not easy else None,
         c.mean("unauthorized"),
         c.mean("scratch"),
         c.mean("plain"),

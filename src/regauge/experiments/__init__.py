@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from regauge.experiments.fusion import figure3, figure4, figure5, figure6
 from regauge.experiments.fusion import table3 as times
+from regauge.experiments.jigsaws import table3 as puzzle_ratios
 from regauge.experiments.lab import Lab
 from regauge.experiments.locks import figure5 as convergence
 from regauge.experiments.locks import figure6 as writing
@@ -32,6 +33,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "000/table7": table7,
     "000/figure5": convergence,
     "000/figure6": writing,
+    "002/table3": puzzle_ratios,
     "003/pairs": trained_pairs,
     "003/figure3": figure3,
     "003/figure4": figure4,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from regauge.experiments import jigsaws
 from regauge.experiments.fusion import figure3, figure4, figure5, figure6
 from regauge.experiments.fusion import table3 as times
-from regauge.experiments.jigsaws import table3 as puzzle_ratios
 from regauge.experiments.lab import Lab
 from regauge.experiments.locks import figure5 as convergence
 from regauge.experiments.locks import figure6 as writing
@@ -33,7 +33,12 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "000/table7": table7,
     "000/figure5": convergence,
     "000/figure6": writing,
-    "002/table3": puzzle_ratios,
+    "002/table1": jigsaws.table1,
+    "002/table2": jigsaws.table2,
+    "002/table3": jigsaws.table3,
+    "002/figure2": jigsaws.figure2,
+    "002/figure6": jigsaws.figure6,
+    "002/beyond": jigsaws.beyond,
     "003/pairs": trained_pairs,
     "003/figure3": figure3,
     "003/figure4": figure4,

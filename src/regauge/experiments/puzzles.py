@@ -131,13 +131,13 @@ def subjects_of(preset: str) -> dict[str, Subject]:
 def _small() -> dict[str, Subject]:
     task = {"kind": "images", "classes": 10, "size": 32, "mean": [0.4914, 0.4822, 0.4465], "std": [0.2023, 0.1994, 0.2010]}
     few = From("cifar10_train_4k.npz", {"image": "X", "label": "y"})
-    recipe = {"optimizer": "adamw", "rate": 2e-3, "more": {"weight_decay": 0.05}, "batch": 100, "epochs": 2, "dtype": "float32"}
+    recipe = {"optimizer": "adamw", "rate": 2e-3, "more": {"weight_decay": 0.05}, "batch": 100, "epochs": 1, "dtype": "float32"}
     recipe |= {"warmup": WARMUP, "clip": 5.0, "augment": {"flip": True, "shift": 4}, "looks": 10}
     vit = Subject(
         "ViT",
         {"class": "ViTForImageClassification", "config": _vit(32, 4, 64, 3, num_channels=3, num_labels=10)},
         task,
-        test=From("cifar10_test.npz", {"image": "X", "label": "y"}, rows=4000),
+        test=From("cifar10_test.npz", {"image": "X", "label": "y"}, rows=2000),
         train=From("cifar10/cifar10.npz", {"image": "X_train", "label": "y_train"}, otherwise=few),
         recipe=recipe,
         batch=200,

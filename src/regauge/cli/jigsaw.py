@@ -168,6 +168,69 @@ def evaluate(
     return deliver(results, _text(results), json, report)
 
 
+@app.command()
+def study(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders: plain, or what `regauge jigsaw train` wrote.")],
+    data: Annotated[str | None, typer.Option("--data", metavar="URI", help="Images, for attention maps; with labels, for --corruptions.")] = None,
+    corruptions: Annotated[
+        bool, typer.Option("--corruptions", help="Also errors under the corruptions of ImageNet-C; mCE relative to the first.")
+    ] = False,
+    umap: Annotated[bool, typer.Option("--umap", help="Also lay positions out by UMAP.")] = False,
+    samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Images that are corrupted.")] = 100,
+    field: sample.Field = None,
+    split: sample.Split = "test",
+    mean: sample.Mean = None,
+    std: sample.Std = None,
+    json: Json = None,
+    report: Report = None,
+    seed: Seed = 0,
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """What the position embeddings of models hold: explained variance, eigenvalues, projections, how well places can be read off them. With data also
+    where CLS looks in the last layer, and errors under corruptions."""
+    started = time.monotonic()
+    check_outputs(json, report)
+    _threads(threads)
+    if corruptions and data is None:
+        raise typer.BadParameter("corruptions need images and labels: --data")
+    from regauge.checkpoint import open_checkpoint
+    from regauge.findings import Results
+    from regauge.jigsaw import reporting
+    from regauge.jigsaw.saving import load_wrapped
+    from regauge.jigsaw.studies import attention_maps
+    from regauge.jigsaw.studies import study as look
+
+    wrapped = {name: load_wrapped(name) for name in models}
+    with step_bar("study") as progress:
+        found = {}
+        for i, (name, one) in enumerate(wrapped.items()):
+            progress(i, len(wrapped), Path(name).name)
+            found[name] = look(one, seed=seed, umap=umap)
+    tables, figures = reporting.studied(found)
+    if data is not None:
+        source = sample.Sample(data, field, split, None, None, mean, std)
+        read = {name: source.read(one.model, open_checkpoint(name), labelled=corruptions) for name, one in wrapped.items()}
+        examples, task = next(iter(read.values()))
+        shown = examples.batch(range(min(6, len(examples))))[0]["pixel_values"]
+        maps = {
+            name: attention_maps(one, read[name][0].batch(range(len(shown)))[0]["pixel_values"]).mean(1).tolist() for name, one in wrapped.items()
+        }
+        figures = (*figures, reporting.attended(shown, task, maps))
+        if corruptions:
+            from regauge.data import open_data
+            from regauge.jigsaw.robustness import errors_of
+
+            some = open_data(data, fields=sample.read_fields(field), split=split).take(samples, seed=seed)
+            with step_bar("corruptions") as progress:
+                errors = {name: errors_of(one, some, read[name][1], progress=progress) for name, one in wrapped.items()}
+            more, drawn = reporting.corrupted(errors)
+            tables, figures = (*tables, *more), (*figures, *drawn)
+    facts = {**facts_of_run(), "models": list(models), "data": data, "seconds": round(time.monotonic() - started, 1)}
+    results = Results("Positions", (), tables, figures, facts)
+    return deliver(results, _text(results), json, report)
+
+
 def _text(results: Results) -> str:
     from regauge.cli.reproduce import text_of
 

@@ -166,7 +166,8 @@ def figure2(lab: Lab) -> Results:
         "(b) Swin": {"plain": swins[0], "MJP, training ratio 0.1": swins[1]},
         "(c) ViT by training ratio": {f"{way['ratio']:g}": scores for way, scores in zip(ways, by, strict=True)},
     }
-    figures, rows = [], []
+    figures: list[Figure] = []
+    rows: list[tuple[Any, ...]] = []
     for title, series in panels.items():
         curves = {name: [mean(s, "accuracy"), *(mean(s, "shuffled", r) for r in RATIOS)] for name, s in series.items()}
         figures.append(lines(f"{title}: accuracy under puzzles", [0.0, *RATIOS], curves, "inference ratio", "accuracy"))

@@ -101,10 +101,15 @@ def model_of(lab: Lab, subject: Subject, given: How, trial: int) -> Outcome:
     return found
 
 
+def parameters_with(subject: Subject, given: How) -> dict[str, Any]:
+    """What every cell after a training is known by, beside the weights."""
+    return {"model": subject.model, "task": subject.task, "how": _how(subject, given)}
+
+
 def score_of(lab: Lab, subject: Subject, given: How, trial: int) -> Outcome:
     """A training and its test: two cells."""
     weights = model_of(lab, subject, given, trial)
-    parameters = {"model": subject.model, "task": subject.task, "how": _how(subject, given), "ratios": list(RATIOS), "batch": subject.batch}
+    parameters = {**parameters_with(subject, given), "ratios": list(RATIOS), "batch": subject.batch}
     found = lab.run(SCORE, parameters, {"test": lab.open(subject.test), "weights": weights}, f"test {subject.name}, {told(given)}, seed {trial}")
     lab.sizes[subject.name]["tested on"] = f"{found.values['examples']:,} of {lab.open(subject.test).name}"
     return found

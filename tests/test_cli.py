@@ -551,6 +551,7 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules[digits.__module__], "EPOCHS", 3)
+    monkeypatch.setattr(sys.modules["regauge.demo.puzzled"], "EPOCHS", 1)
     monkeypatch.setattr(general, "optimizer_matrix", lambda seed: ([], Table("t", ("a",), ()), Figure("f", "lines", {"x": [0], "y": {"a": [1]}})))
     said = run("demo", "--out", tmp_path / "demo")
     assert said.code == 0, said.err

@@ -14,12 +14,13 @@ from regauge.demo.averaging import averaging
 from regauge.demo.digits import digits
 from regauge.demo.locked import locked
 from regauge.demo.moving import moving, symmetry
+from regauge.demo.puzzled import puzzled
 from regauge.demo.stage import Bar, Stage
 from regauge.findings import Results
 
 Chapter = Callable[[Stage], Results]
 
-CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked, apart)
+CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked, apart, puzzled)
 
 
 def run(say: Callable[[str], None], bar: Bar, out: Path | None = None, seed: int = 0, chapters: Sequence[Chapter] = CHAPTERS) -> Results:

@@ -97,7 +97,7 @@ def table4(lab: Lab) -> Results:
             )
         measured[name] = [100 * float(x) for x in np.mean(each, 0)]
     printed = {"plain": (44.0, 19.2, 25.1, 20.9), "MJP": (41.5, 21.6, 29.8, 22.6)}
-    rows = tuple((f"ViT, {name}", *values, *printed[name]) for name, values in measured.items())
+    rows: tuple[tuple[Any, ...], ...] = tuple((f"ViT, {name}", *values, *printed[name]) for name, values in measured.items())
     columns = ("", "mCE", "mean error", "hard: accuracy", "AURRA", "AUPR", "paper: mCE", "paper: A", "paper: AURRA", "paper: AUPR")
     better = {"mCE": -1, "accuracy on hard images": 1, "AURRA": 1, "AUPR": 1}
     pairs = zip(better.items(), ([measured[n][i] for n in WAYS] for i in (0, 2, 3, 4)), strict=True)

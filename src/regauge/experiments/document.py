@@ -63,8 +63,8 @@ ABOUT = {
     "000-figure5": "The same ViT, trained longer, with shifted images and to the end of a cosine schedule. How far it came to rest is told below.",
     "000-figure6": "The two GPT-2s of the assets, a trial each, write, and are fine-tuned on WikiText-2. The paper's figure has the curves of "
     "fine-tuning, which are in the report here.",
-    "002-table1": "Backbones trained on CIFAR-10 with and without masked jigsaw puzzles ([jigsaw](jigsaw.md)). Small models and short trainings: what "
-    "can be compared with the paper is the direction of the differences, not the numbers.",
+    "002-table1": "Backbones trained on CIFAR-10 with and without masked jigsaw puzzles ([jigsaw](jigsaw.md)). Small models and short trainings: "
+    "what can be compared with the paper is the direction of the differences, not the numbers.",
     "002-table2": "The variants of the method, one part at a time.",
     "002-table3": "The share of patches that are shuffled in training.",
     "002-table4": "Corruptions of ImageNet-C made for 32 pixels, test images that a ResNet gets wrong in place of ImageNet-A, and MNIST in place of "

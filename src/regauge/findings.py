@@ -58,7 +58,8 @@ class Figure:
     """A picture as data: "lines" {"x", "y": {label: values}, "xlabel", "ylabel", "log"} (values may end before x does), "points" {"series": {label:
     [[x, y, name]]}, "xlabel", "ylabel"}, "bars" {"labels", "y": {label: values}, "ylabel"},
     "images" {"columns": labels, "rows": [{"label", "images": [2-D or 3-D lists in 0..1]}]}, "matrix" {"rows", "columns", "values", "log"},
-    "plane" {"x", "y", "values": [y][x], "points": {label: [x, y]}, "joined": [[label, label]], "xlabel", "ylabel", "unit"}."""
+    "plane" {"x", "y", "values": [y][x], "points": {label: [x, y]}, "joined": [[label, label]], "xlabel", "ylabel", "unit"},
+    "net" {"lines": {label: [[x, y], ...]}}."""
 
     title: str
     kind: str

@@ -273,8 +273,13 @@ def decode(tokenizer: Path | str, ids: list[int]) -> str:
 
 def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """The logits, [examples, classes, ...]. Images go by place: timm calls them x."""
+    return answer_of(model, inputs)[0]
+
+
+def answer_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    """The logits, and what a model that is wrapped for its training adds to the loss, if it adds anything."""
     out = model(inputs["pixel_values"]) if "pixel_values" in inputs else model(**inputs)
-    return out if isinstance(out, Tensor) else out.logits
+    return (out, None) if isinstance(out, Tensor) else (out.logits, getattr(out, "extra", None))
 
 
 def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ _COMMANDS = {  # the name, and where its function is: what is not asked for is n
     "report": "report:report",
     "demo": "demo:demo",
 }
-_GROUPS = {"audit": "audit:app", "split": "split:app"}
+_GROUPS = {"audit": "audit:app", "jigsaw": "jigsaw:app", "split": "split:app"}
 
 
 def _app(arguments: list[str]) -> typer.Typer:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from regauge.experiments import corrupted, jigsaws, positions
 from regauge.experiments.fusion import figure3, figure4, figure5, figure6
 from regauge.experiments.fusion import table3 as times
 from regauge.experiments.lab import Lab
@@ -37,6 +38,19 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "000/figure5": convergence,
     "000/figure6": writing,
     "000/figure7": figure7,
+    "002/table1": jigsaws.table1,
+    "002/table2": jigsaws.table2,
+    "002/table3": jigsaws.table3,
+    "002/table4": corrupted.table4,
+    "002/table7": positions.table7,
+    "002/table8": positions.table8,
+    "002/table9": corrupted.table9,
+    "002/figure1": positions.figure1,
+    "002/figure2": jigsaws.figure2,
+    "002/figure3": positions.figure3,
+    "002/figure4": positions.figure4,
+    "002/figure6": jigsaws.figure6,
+    "002/beyond": jigsaws.beyond,
     "003/pairs": trained_pairs,
     "003/figure3": figure3,
     "003/figure4": figure4,

@@ -69,6 +69,21 @@ ABOUT = {
     "000-figure5": "The same ViT, trained longer, with shifted images and to the end of a cosine schedule. How far it came to rest is told below.",
     "000-figure6": "The two GPT-2s of the assets, a trial each, write, and are fine-tuned on WikiText-2. The paper's figure has the curves of "
     "fine-tuning, which are in the report here.",
+    "002-table1": "Backbones trained on CIFAR-10 with and without masked jigsaw puzzles ([jigsaw](jigsaw.md)). Small models and short trainings: "
+    "what can be compared with the paper is the direction of the differences, not the numbers.",
+    "002-table2": "The variants of the method, one part at a time.",
+    "002-table3": "The share of patches that are shuffled in training.",
+    "002-table4": "Corruptions of ImageNet-C made for 32 pixels, test images that a ResNet gets wrong in place of ImageNet-A, and MNIST in place of "
+    "ImageNet-O.",
+    "002-table7": "How many directions a table of positions needs.",
+    "002-table8": "How exactly places can be read off their embeddings.",
+    "002-table9": "The corruptions one by one.",
+    "002-figure1": "Tables of positions, laid out in two directions; the drawings are in the report.",
+    "002-figure2": "Accuracy under puzzles of every share at inference.",
+    "002-figure3": "Accumulated eigenvalues of the tables of positions.",
+    "002-figure4": "Where CLS looks in the last layer; the maps are in the report.",
+    "002-figure6": "Accuracy on the way through the training.",
+    "002-beyond": "Puzzles per image, larger and rising shares, and puzzles in every step, beside the paper's setting in the same run.",
     "003-pairs": "The ends that everything below is measured between. Budgets are ours, set by two cores; what counts is that the ends are"
     " clearly better than a bigram, or than a guess.",
     "003-figure3": "Two models are matched in part or in whole, and averaged. The paper leaves out attention, FFN or rescaling; beyond it "

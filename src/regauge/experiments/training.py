@@ -20,7 +20,7 @@ import torch
 
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.models import build, plain, used, wrapper
-from regauge.tasks import Examples, chances, logits_of, loss_of, measures, prepare
+from regauge.tasks import Examples, answer_of, chances, logits_of, loss_of, measures, prepare
 from regauge.testing import strict_float64
 
 Tensor = torch.Tensor
@@ -91,7 +91,8 @@ def descend(
             if "augment" in recipe:
                 inputs["pixel_values"] = augmented(inputs["pixel_values"], recipe["augment"], np.random.default_rng([seed, step, 1]))
             with _exact(dtype):
-                loss = loss_of(examples, logits_of(model, inputs), labels)
+                logits, extra = answer_of(model, inputs)
+                loss = loss_of(examples, logits, labels) + (0.0 if extra is None else extra)
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
             if "clip" in recipe:

@@ -95,7 +95,7 @@ def draw(figure: Figure, prefix: str) -> tuple[Any, int]:
     """A figure's markup, and how many of its numbers could not be drawn (nan, inf; on a log axis also what is not positive)."""
     from markupsafe import Markup
 
-    kinds = {"lines": _lines, "bars": _bars, "images": _images, "matrix": _matrix, "plane": _plane, "points": _points}
+    kinds = {"lines": _lines, "net": _net, "bars": _bars, "images": _images, "matrix": _matrix, "plane": _plane, "points": _points}
     if figure.kind not in kinds:
         raise FindingsError(f'the figure "{figure.title}" is of the unknown kind {figure.kind!r}', hint=f"known kinds: {', '.join(sorted(kinds))}")
     try:
@@ -150,6 +150,21 @@ def _points(figure: Figure, prefix: str) -> tuple[str, int]:
         _legend(axes, len(data["series"]))
 
     return _chart(figure, prefix, (_WIDTH, 300 + 9 * len(data["series"])), paint), skipped
+
+
+def _net(figure: Figure, prefix: str) -> tuple[str, int]:
+    """Points of a plane, joined as they are given: a line for each series, all alike."""
+    skipped = 0
+
+    def paint(axes: Any) -> None:
+        nonlocal skipped
+        for series in figure.data["lines"].values():
+            points, missing = _numbers(series)
+            skipped += missing
+            axes.plot(points[:, 0], points[:, 1], color=_SERIES[0], marker="o", markersize=3, linewidth=0.8)
+        axes.set_aspect("equal", adjustable="datalim")
+
+    return _chart(figure, prefix, (_WIDTH, 360), paint), skipped
 
 
 def _bars(figure: Figure, prefix: str) -> tuple[str, int]:

@@ -1,0 +1,258 @@
+"""`regauge jigsaw`: train with masked jigsaw puzzles, measure what puzzles do to a model, look at its positions."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from regauge.cli import options, sample
+from regauge.cli.console import data as out_data
+from regauge.cli.console import say, step_bar
+from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run
+
+if TYPE_CHECKING:
+    from regauge.findings import Results
+
+app = typer.Typer(
+    name="jigsaw",
+    help="Masked Jigsaw Puzzles: train a model of images to mind less where its patches are, and measure it.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Per(StrEnum):
+    batch = "batch"
+    sample = "sample"
+
+
+class Schedule(StrEnum):
+    constant = "constant"
+    reference = "reference"
+
+
+Data = Annotated[str, typer.Option("--data", metavar="URI", help="npz, parquet, a folder of images or a hub id: images and labels.")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")]
+Report = Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="The seed of all draws.")]
+Ratios = Annotated[str, typer.Option("--ratios", metavar="R,R", help="Shares of patches that are shuffled at inference.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Images at a time.")]
+
+
+@app.callback()
+def _root() -> None:
+    """Masked Jigsaw Puzzles: train a model of images to mind less where its patches are, and measure it."""
+
+
+@app.command()
+def train(
+    model: options.Model,
+    data: Data,
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="A new folder: the plain checkpoint, and what the puzzles learned.")],
+    ratio: Annotated[float, typer.Option("--ratio", metavar="R", help="The share of patches that are shuffled in training.")] = 0.1,
+    variant: Annotated[
+        str | None, typer.Option("--variant", metavar="A-J", help="A letter of the paper's Table 2. Default: J, or what fits.")
+    ] = None,
+    per: Annotated[Per, typer.Option("--per", help="One puzzle per batch, as in the paper's code, or one per image.")] = Per.batch,
+    probability: Annotated[float, typer.Option("--probability", metavar="P", help="The share of steps that have puzzles.")] = 0.5,
+    warmup: Annotated[
+        float, typer.Option("--warmup", min=0.0, max=1.0, metavar="X", help="A share of the steps: no puzzles yet, and a rising rate.")
+    ] = 1 / 15,
+    weight: Annotated[float, typer.Option("--lambda", min=0.0, metavar="L", help="The weight of the regression of positions.")] = 0.01,
+    schedule: Annotated[Schedule, typer.Option("--schedule", help="Lambda as in the paper's text, or as in its code.")] = Schedule.constant,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Draw all weights anew: train from scratch.")] = False,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, metavar="N", help="Times through the data.")] = 1,
+    batch: Batch = 64,
+    rate: Annotated[float, typer.Option("--rate", metavar="X", help="The largest rate of AdamW; it rises and falls.")] = 1e-4,
+    decay: Annotated[float, typer.Option("--decay", metavar="X", help="Its weight decay.")] = 0.05,
+    flip: Annotated[bool, typer.Option("--flip", help="Mirror half of the images.")] = False,
+    shift: Annotated[int, typer.Option("--shift", min=0, metavar="N", help="Move images by up to so many pixels.")] = 0,
+    patch: Annotated[int | None, typer.Option("--patch", min=1, metavar="N", help="For models without patches of their own. Default: 16.")] = None,
+    field: sample.Field = None,
+    split: sample.Split = "train",
+    mean: sample.Mean = None,
+    std: sample.Std = None,
+    seed: Seed = 0,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Train a model with masked jigsaw puzzles. Loads with from_pretrained like any other; `regauge jigsaw evaluate` says what it has become. An
+    interrupted training goes on where it was if the command is given again."""
+    check_device(device)
+
+    from regauge.checkpoint import open_checkpoint
+    from regauge.experiments.cells import KEEP_EVERY, Work
+    from regauge.experiments.puzzles import wrap
+    from regauge.experiments.training import descend
+    from regauge.jigsaw.saving import save_wrapped
+    from regauge.loading import load_model
+    from regauge.writing import check_new
+
+    check_new(out)
+    _threads(threads)
+    checkpoint = open_checkpoint(model)
+    live = load_model(checkpoint, "float32")
+    if fresh:
+        live = _anew(live, seed)
+    examples, _ = sample.Sample(data, field, split, None, None, mean, std).read(live, checkpoint)
+    total = max(1, len(examples) // batch) * epochs
+    given: dict[str, Any] = {"variant": variant, "ratio": ratio, "per": per.value, "probability": probability, "warmup": warmup, "weight": weight}
+    given |= {"schedule": "reference"} if schedule is Schedule.reference else {}
+    given |= {"patch": patch} if patch is not None else {}
+    wrapped = wrap(live.to(device), given, total, seed)
+    say(f"{wrapped.extra_repr()}: {total} steps of {batch} images")
+    augment = {"augment": {"flip": flip, "shift": shift}} if flip or shift else {}
+    recipe = {"optimizer": "adamw", "rate": rate, "more": {"weight_decay": decay}, "batch": batch, "epochs": epochs, "dtype": "float32", "clip": 5.0}
+    work = Work(out.with_name(f".{out.name}.training"), KEEP_EVERY, device)
+    losses, _ = descend(wrapped, examples, {**recipe, "warmup": warmup, **augment}, seed, work)
+    save_wrapped(wrapped, out, checkpoint.path if checkpoint.is_folder else checkpoint.path.parent)
+    work.path.unlink(missing_ok=True)
+    last = losses[-max(1, total // 10) :]
+    out_data(f"{out}: {wrapped.variant.name}, {total} steps, loss {losses[0]:.4f} at first, {sum(last) / len(last):.4f} at last")
+    return 0
+
+
+@app.command()
+def evaluate(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders: plain, or what `regauge jigsaw train` wrote.")],
+    data: Data,
+    ratios: Ratios = "0.1,0.3,0.5,0.7,0.9",
+    samples: Annotated[int | None, typer.Option("--samples", min=1, metavar="N", help="Measure on this many images. Default: all.")] = None,
+    patch: Annotated[int | None, typer.Option("--patch", min=1, metavar="N", help="For models without patches of their own. Default: 16.")] = None,
+    batch: Batch = 100,
+    field: sample.Field = None,
+    split: sample.Split = "test",
+    mean: sample.Mean = None,
+    std: sample.Std = None,
+    json: Json = None,
+    report: Report = None,
+    seed: Seed = 0,
+    device: options.Device = "cpu",
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """What puzzles do to models: top-1 as it is, and for every ratio top-1, how often the answer stays the same, and how far the features move."""
+    started = time.monotonic()
+    check_outputs(json, report)
+    check_device(device)
+    _threads(threads)
+    shares = sample.read_numbers(ratios, "--ratios") or []
+    import numpy as np
+
+    from regauge.checkpoint import open_checkpoint
+    from regauge.findings import Results
+    from regauge.jigsaw.masks import check_ratio
+    from regauge.jigsaw.metrics import evaluate as measure
+    from regauge.jigsaw.reporting import evaluated
+    from regauge.jigsaw.saving import load_wrapped
+
+    for share in shares:
+        check_ratio(share)
+    source = sample.Sample(data, field, split, None, None, mean, std)
+    found = {}
+    for name in models:
+        wrapped = load_wrapped(name, **({} if patch is None else {"patch": patch})).to(device)
+        examples, _ = source.read(wrapped.model, open_checkpoint(name))
+        if samples is not None and samples < len(examples):
+            examples = examples.only(np.sort(np.random.default_rng(seed).permutation(len(examples))[:samples]))
+        with step_bar(Path(name).name) as progress:
+            found[name] = measure(wrapped, examples, shares, seed=seed, batch=batch, device=device, progress=progress)
+    tables, figures = evaluated(found)
+    facts = {**facts_of_run(), "models": list(models), "data": data, "images": len(examples), "seconds": round(time.monotonic() - started, 1)}
+    results = Results("Puzzles at inference", (), tables, figures, facts)
+    return deliver(results, _text(results), json, report)
+
+
+@app.command()
+def study(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders: plain, or what `regauge jigsaw train` wrote.")],
+    data: Annotated[str | None, typer.Option("--data", metavar="URI", help="Images, for attention maps; with labels, for --corruptions.")] = None,
+    corruptions: Annotated[
+        bool, typer.Option("--corruptions", help="Also errors under the corruptions of ImageNet-C; mCE relative to the first.")
+    ] = False,
+    umap: Annotated[bool, typer.Option("--umap", help="Also lay positions out by UMAP.")] = False,
+    samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Images that are corrupted.")] = 100,
+    field: sample.Field = None,
+    split: sample.Split = "test",
+    mean: sample.Mean = None,
+    std: sample.Std = None,
+    json: Json = None,
+    report: Report = None,
+    seed: Seed = 0,
+    threads: options.Threads = None,
+    verbose: options.Verbose = 0,
+) -> int:
+    """What the position embeddings of models hold: explained variance, eigenvalues, projections, how well places can be read off them. With data also
+    where CLS looks in the last layer, and errors under corruptions."""
+    started = time.monotonic()
+    check_outputs(json, report)
+    _threads(threads)
+    if corruptions and data is None:
+        raise typer.BadParameter("corruptions need images and labels: --data")
+    from regauge.checkpoint import open_checkpoint
+    from regauge.findings import Results
+    from regauge.jigsaw import reporting
+    from regauge.jigsaw.saving import load_wrapped
+    from regauge.jigsaw.studies import attention_maps
+    from regauge.jigsaw.studies import study as look
+
+    wrapped = {name: load_wrapped(name) for name in models}
+    with step_bar("study") as progress:
+        found = {}
+        for i, (name, one) in enumerate(wrapped.items()):
+            progress(i, len(wrapped), Path(name).name)
+            found[name] = look(one, seed=seed, umap=umap)
+    tables, figures = reporting.studied(found)
+    if data is not None:
+        source = sample.Sample(data, field, split, None, None, mean, std)
+        read = {name: source.read(one.model, open_checkpoint(name), labelled=corruptions) for name, one in wrapped.items()}
+        examples, task = next(iter(read.values()))
+        shown = examples.batch(range(min(6, len(examples))))[0]["pixel_values"]
+        maps = {
+            name: attention_maps(one, read[name][0].batch(range(len(shown)))[0]["pixel_values"]).mean(1).tolist() for name, one in wrapped.items()
+        }
+        figures = (*figures, reporting.attended(shown, task, maps))
+        if corruptions:
+            from regauge.data import open_data
+            from regauge.jigsaw.robustness import errors_of
+
+            some = open_data(data, fields=sample.read_fields(field), split=split).take(samples, seed=seed)
+            with step_bar("corruptions") as progress:
+                errors = {name: errors_of(one, some, read[name][1], progress=progress) for name, one in wrapped.items()}
+            more, drawn = reporting.corrupted(errors)
+            tables, figures = (*tables, *more), (*figures, *drawn)
+    facts = {**facts_of_run(), "models": list(models), "data": data, "seconds": round(time.monotonic() - started, 1)}
+    results = Results("Positions", (), tables, figures, facts)
+    return deliver(results, _text(results), json, report)
+
+
+def _text(results: Results) -> str:
+    from regauge.cli.reproduce import text_of
+
+    return text_of(results).partition("  finding")[0].rstrip()
+
+
+def _threads(count: int | None) -> None:
+    if count is not None:
+        import torch
+
+        torch.set_num_threads(count)
+
+
+def _anew(model: Any, seed: int) -> Any:
+    """The same class and config, with weights drawn from a seed."""
+    import torch
+
+    from regauge.jigsaw.masks import JigsawError
+
+    config = getattr(model, "config", None)
+    if config is None:
+        raise JigsawError(f"{type(model).__name__} has no config to be made anew from", hint="make it with timm, save it, and leave out --fresh")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return type(model)(config)

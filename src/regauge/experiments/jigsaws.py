@@ -1,0 +1,328 @@
+"""Tables 1 to 3 and figures 2 and 6 of paper 002: accuracy, consistency and the norm of the difference, by backbone, variant, ratio; and beyond."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from regauge.experiments.lab import Lab
+from regauge.experiments.puzzles import RATIOS, How, how, model_of, score_of, subjects_of, told
+from regauge.findings import Figure, Finding, Results, Table
+from regauge.jigsaw.metrics import RATIO
+from regauge.jigsaw.variants import VARIANTS
+
+Scores = list[Mapping[str, Any]]  # one for each seed
+MEASURES = ("accuracy", "consistency", "norm", "squared")
+SEEDS = {"small": 3, "paper": 1, "pico": 1}
+SOME = 3  # seeds without which a spread says nothing
+
+
+def trials_of(lab: Lab) -> int:
+    return lab.seeds or SEEDS[lab.preset_name]
+
+
+def scored(lab: Lab, key: str, ways: Sequence[How]) -> list[Scores]:
+    """The scores of a backbone in several ways, for every seed."""
+    subject = subjects_of(lab.preset_name)[key]
+    return [[score_of(lab, subject, way, trial).values for trial in range(trials_of(lab))] for way in ways]
+
+
+def value(one: Mapping[str, Any], measure: str, ratio: float = RATIO) -> float:
+    """A measure of one seed; all but the accuracy of plain images are under puzzles of a ratio."""
+    if measure == "accuracy":
+        return float(one["accuracy"])
+    at = next(s for s in one["shuffled"] if s["ratio"] == ratio)
+    return float(at["accuracy" if measure == "shuffled" else measure])
+
+
+def mean(scores: Scores, measure: str, ratio: float = RATIO) -> float:
+    return statistics.fmean(value(one, measure, ratio) for one in scores)
+
+
+def spread(scores: Scores, measure: str) -> float | None:
+    found = [value(one, measure) for one in scores]
+    return statistics.stdev(found) if len(found) > 1 else None
+
+
+def table1(lab: Lab) -> Results:
+    """Backbones with and without masked jigsaw puzzles: accuracy, difference norm and consistency of ViT, Swin and ResNet."""
+    printed = {
+        "vit": ((79.8, 16.21, 64.3), (80.5, 8.96, 82.9)),
+        "swin": ((81.3, 15.49, 41.5), (81.3, 12.36, 66.9)),
+        "resnet": ((79.3, 11.77, 51.5), (79.4, 7.11, 69.3)),
+    }
+    subjects = subjects_of(lab.preset_name)
+    lab.total = 2 * 2 * len(printed) * trials_of(lab)
+    rows: list[tuple[Any, ...]] = []
+    findings: list[Finding] = []
+    for key, paper in printed.items():
+        base, puzzled = scored(lab, key, [how("A"), how("E" if key == "resnet" else "J")])
+        name = subjects[key].name
+        rows += [(name, *row_of(base), *paper[0]), (f"{name} + MJP", *row_of(puzzled), *paper[1])]
+        findings.append(better(f"{key}/consistency", f"{name} trained with puzzles", puzzled, base, judged=key == "vit"))
+        findings.append(shorter(f"{key}/norm", name, puzzled, base))
+    columns = ("model", *COLUMNS, "paper: accuracy", "paper: norm", "paper: consistency")
+    note = f"Training ratio 0.1, inference ratio {RATIO:g}. {KEPT} A ResNet has no positions: of MJP it has the shuffle (variant E)."
+    return results(lab, "002/table1", "Table 1: backbones with and without puzzles", findings, (Table("Backbones", columns, tuple(rows), note),), ())
+
+
+def table2(lab: Lab) -> Results:
+    """The variants A to J: which parts of the method do what."""
+    printed = dict(
+        zip(
+            "ABCDEFGHIJ",
+            (
+                (79.8, 64.3),
+                (77.5, 100.0),
+                (74.9, 74.8),
+                (80.0, 64.0),
+                (79.2, 73.8),
+                (79.9, 79.6),
+                (80.1, 83.8),
+                (79.9, 83.4),
+                (80.0, 83.8),
+                (80.5, 82.9),
+            ),
+            strict=True,
+        )
+    )
+    lab.total = 2 * len(VARIANTS) * trials_of(lab)
+    found = dict(zip(VARIANTS, scored(lab, "vit", [how(letter) for letter in VARIANTS]), strict=True))
+    rows = tuple((f"{letter}: {VARIANTS[letter].name}", *row_of(scores), *printed[letter]) for letter, scores in found.items())
+    sure = mean(found["B"], "consistency")
+    findings = (
+        Finding(
+            "variants/B",
+            "Without positions a ViT does not notice puzzles: its consistency is 100 %.",
+            sure >= 1 - TIES,
+            sure,
+            mean(found["A"], "consistency"),
+            1.0,
+            f"{100 * sure:.2f} %; the order in which numbers are added may decide a tie",
+            "002 Tab. 2",
+            "consistency",
+        ),
+        better("variants/J", "trained with the whole method", found["J"], found["A"]),
+        *(versus(f"variants/{a}-{b}", text, found[a], found[b], m, lab) for a, b, m, text in CLAIMS),
+    )
+    note = f"Training ratio 0.1 (C shuffles all patches and pixels), inference ratio {RATIO:g}. {KEPT}"
+    columns = ("variant", *COLUMNS, "paper: accuracy", "paper: consistency")
+    return results(lab, "002/table2", "Table 2: the variants of the method", findings, (Table("ViT", columns, rows, note),), ())
+
+
+# pairs of variants, which measure, and what the paper's numbers say of them
+CLAIMS = (
+    ("A", "B", "accuracy", "Positions make a ViT more accurate."),
+    ("A", "C", "accuracy", "Shuffling all patches and pixels costs accuracy."),
+    ("E", "A", "consistency", "The shuffle alone makes a ViT more consistent."),
+    ("F", "E", "consistency", "A second table by place makes it more consistent than the shuffle alone."),
+    ("G", "E", "consistency", "The unknown embedding makes it more consistent than the shuffle alone."),
+    ("G", "E", "accuracy", "The unknown embedding makes it more accurate than the shuffle alone."),
+    ("J", "G", "accuracy", "The regression of positions makes it more accurate."),
+)
+COLUMNS = ("accuracy", "spread", "difference norm", "squared", "consistency", "spread")
+KEPT = "Means over seeds, percent; spreads are standard deviations over seeds."
+TIES = 1e-3
+
+
+def table3(lab: Lab) -> Results:
+    """Masked jigsaw puzzles of different ratios in training: accuracy, difference norm, consistency."""
+    ways = by_ratio()
+    lab.total = 2 * len(ways) * trials_of(lab)
+    found = scored(lab, "vit", ways)
+    columns = ("training ratio", *COLUMNS, "paper: accuracy", "paper: consistency")
+    printed = {0.0: (80.0, 64.0), 0.1: (80.5, 82.9), 0.3: (None, 88.1), 0.5: (None, 90.5), 0.7: (80.2, 92.3), 0.9: (80.3, 93.1)}
+    rows = tuple((way["ratio"], *row_of(scores), *printed[way["ratio"]]) for way, scores in zip(ways, found, strict=True))
+    shares = [way["ratio"] for way in ways]
+    consistencies, norms = ([mean(scores, m) for scores in found] for m in ("consistency", "norm"))
+    findings = (
+        *(
+            better(f"ratio/{way['ratio']:g}", f"trained with {told(way)}", scores, found[0], judged=False)
+            for way, scores in zip(ways[1:], found[1:], strict=True)
+        ),
+        trend("ratio/consistency", "The larger the training ratio, the more consistent.", shares, consistencies, 1, lab),
+        trend("ratio/norm", "The larger the training ratio, the smaller the difference norm.", shares, norms, -1, lab),
+    )
+    curves = {"consistency": consistencies, "accuracy": [mean(s, "accuracy") for s in found]}
+    note = f"Inference ratio {RATIO:g}. Training ratio 0 has the regression of positions and no puzzle (variant D). {KEPT}"
+    figure = lines("Consistency and accuracy by training ratio", shares, curves, "training ratio")
+    return results(lab, "002/table3", "Table 3: training with different ratios", findings, (Table("ViT", columns, rows, note),), (figure,))
+
+
+def by_ratio() -> list[How]:
+    return [how("D"), *(how("J", ratio) for ratio in RATIOS)]
+
+
+def figure2(lab: Lab) -> Results:
+    """Accuracy under puzzles of every inference ratio: with and without the method, of ViT and Swin, and by training ratio."""
+    ways = by_ratio()
+    lab.total = 2 * (1 + len(ways) + 2) * trials_of(lab)
+    plain, *by = scored(lab, "vit", [how("A"), *ways])
+    swins = scored(lab, "swin", [how("A"), how("J")])
+    panels = {
+        "(a) ViT": {"plain": plain, "MJP, training ratio 0.1": by[1]},
+        "(b) Swin": {"plain": swins[0], "MJP, training ratio 0.1": swins[1]},
+        "(c) ViT by training ratio": {f"{way['ratio']:g}": scores for way, scores in zip(ways, by, strict=True)},
+    }
+    figures: list[Figure] = []
+    rows: list[tuple[Any, ...]] = []
+    for title, series in panels.items():
+        curves = {name: [mean(s, "accuracy"), *(mean(s, "shuffled", r) for r in RATIOS)] for name, s in series.items()}
+        figures.append(lines(f"{title}: accuracy under puzzles", [0.0, *RATIOS], curves, "inference ratio", "accuracy"))
+        rows += [(f"{title}, {name}", *(100 * v for v in values)) for name, values in curves.items()]
+    columns = ("", *(f"ratio {r:g}" for r in (0.0, *RATIOS)))
+    worst = RATIOS[-1]
+    findings = [
+        versus(
+            f"figure2/{key}", f"Under puzzles of ratio {worst:g} a {name} that was trained with them is more accurate.", a, b, "shuffled", lab, worst
+        )
+        for key, name, a, b in (("vit", "ViT", by[1], plain), ("swin", "Swin", swins[1], swins[0]))
+    ]
+    ends = [mean(s, "shuffled", worst) for s in by]
+    findings.append(
+        trend("figure2/ratio", "The larger the training ratio, the more accurate under large puzzles.", [w["ratio"] for w in ways], ends, 1, lab)
+    )
+    table = Table("Accuracy under puzzles", columns, tuple(rows), "Percent, means over seeds.")
+    return results(lab, "002/figure2", "Figure 2: accuracy by inference ratio", findings, (table,), figures)
+
+
+def figure6(lab: Lab) -> Results:
+    """Convergence with and without masked jigsaw puzzles."""
+    subject = subjects_of(lab.preset_name)["vit"]
+    ways = {"plain": how("A"), "MJP": how("J")}
+    lab.total = len(ways) * trials_of(lab)
+    seen = {name: [model_of(lab, subject, way, t).values["seen"] for t in range(trials_of(lab))] for name, way in ways.items()}
+    steps = [step for step, _ in seen["plain"][0]]
+    curves = {name: [statistics.fmean(one[i][1] for one in runs) for i in range(len(steps))] for name, runs in seen.items()}
+    areas = {name: [statistics.fmean(a for _, a in one) for one in runs] for name, runs in seen.items()}
+    gain = statistics.fmean(areas["MJP"]) - statistics.fmean(areas["plain"])
+    finding = Finding(
+        "convergence",
+        "Puzzles make a training converge faster: its accuracy on the way is higher in the mean.",
+        None,
+        statistics.fmean(areas["MJP"]),
+        statistics.fmean(areas["plain"]),
+        None,
+        said(gain > 0, f"{100 * gain:+.2f} points in the mean over the training"),
+        "002 Fig. 6",
+        "mean accuracy on the way",
+        trials=trials_of(lab),
+    )
+    table = Table(
+        "Accuracy on the way", ("step", *curves), tuple((s, *(100 * curves[n][i] for n in curves)) for i, s in enumerate(steps)), "Percent."
+    )
+    figure = lines("Accuracy on the way", [float(s) for s in steps], curves, "step", "accuracy")
+    return results(lab, "002/figure6", "Figure 6: convergence", (finding,), (table,), (figure,))
+
+
+def beyond(lab: Lab) -> Results:
+    """Beyond the paper: puzzles per image, larger ratios, a rising ratio, and puzzles in every step, against the paper's setting in the same run."""
+    ways = {
+        "plain": how("A"),
+        "paper: ratio 0.1 per batch": how("J"),
+        "ratio 0.1 per image": how("J", per="sample"),
+        "ratio 0.5 per batch": how("J", 0.5),
+        "ratio 0.5 per image": how("J", 0.5, per="sample"),
+        "ratio rising to 0.9 per image": how("J", 0.9, per="sample", ramp=True),
+        "ratio 0.5 per image, every step": how("J", 0.5, per="sample", probability=1.0),
+    }
+    lab.total = 2 * len(ways) * trials_of(lab)
+    found = dict(zip(ways, scored(lab, "vit", list(ways.values())), strict=True))
+    paper = found["paper: ratio 0.1 per batch"]
+    margin = max(spread(s, "accuracy") or 0.0 for s in found.values())
+    level = {n: s for n, s in found.items() if n != "plain" and mean(s, "accuracy") >= mean(paper, "accuracy") - margin}
+    best = max(level, key=lambda n: mean(level[n], "consistency"))
+    one = better("beyond/best", f'trained with "{best}"', found[best], paper, judged=False)
+    finding = replace(
+        one,
+        statement="There is a setting that is more consistent than the paper's at the same accuracy, to within the seeds' spread.",
+        sentence=f"best: {best}; {one.sentence}",
+    )
+    rows = tuple((name, *row_of(scores)) for name, scores in found.items())
+    table = Table("ViT", ("training", *COLUMNS), rows, f"Inference ratio {RATIO:g}. {KEPT}")
+    return results(lab, "002/beyond", "Beyond paper 002: other puzzles", (finding,), (table,), ())
+
+
+def row_of(scores: Scores) -> tuple[float | None, ...]:
+    """Percentages and norms, as a table shows them."""
+    a, c = spread(scores, "accuracy"), spread(scores, "consistency")
+    return (
+        100 * mean(scores, "accuracy"),
+        None if a is None else 100 * a,
+        mean(scores, "norm"),
+        mean(scores, "squared"),
+        100 * mean(scores, "consistency"),
+        None if c is None else 100 * c,
+    )
+
+
+def better(key: str, what: str, scores: Scores, base: Scores, *, judged: bool = True) -> Finding:
+    """More consistent than the baseline by more than the seeds' spread, and not less accurate by more than it."""
+    gain, loss = (mean(scores, m) - mean(base, m) for m in ("consistency", "accuracy"))
+    margins = [max(spread(scores, m) or 0.0, spread(base, m) or 0.0) for m in ("consistency", "accuracy")]
+    holds = gain > margins[0] and loss >= -margins[1]
+    judged = judged and len(scores) >= SOME
+    numbers = f"{100 * gain:+.1f} points, accuracy {100 * loss:+.1f}; spreads {100 * margins[0]:.1f} and {100 * margins[1]:.1f}"
+    return Finding(
+        key,
+        f"A model {what} is more consistent than the baseline by more than the seeds' spread, at an accuracy that is not lower by more than it.",
+        holds if judged else None,
+        mean(scores, "consistency"),
+        mean(base, "consistency"),
+        1.0,
+        numbers if judged else said(holds, numbers),
+        "002",
+        measure="consistency",
+        spread=spread(scores, "consistency"),
+        trials=len(scores),
+    )
+
+
+def said(holds: bool, numbers: str) -> str:
+    """A trend of the paper's: whether it is there at this size is told, and is no fault of the library's."""
+    return f"{'holds' if holds else 'does not hold'} here: {numbers}"
+
+
+def shorter(key: str, name: str, scores: Scores, base: Scores) -> Finding:
+    a, b = mean(scores, "norm"), mean(base, "norm")
+    return Finding(
+        key, f"Puzzles in training make the difference norm of {name} smaller.", None, a, None, b, said(a < b, f"{a:.2f}, was {b:.2f}"), "002", "norm"
+    )
+
+
+def versus(key: str, statement: str, scores: Scores, base: Scores, measure: str, lab: Lab, ratio: float = RATIO) -> Finding:
+    """One is more than the other, in the mean over seeds."""
+    a, b = mean(scores, measure, ratio), mean(base, measure, ratio)
+    return Finding(key, statement, None, a, b, 1.0, said(a > b, f"{100 * (a - b):+.1f} points"), "002", measure, trials=trials_of(lab))
+
+
+def trend(key: str, statement: str, x: Sequence[float], y: Sequence[float], sign: int, lab: Lab) -> Finding:
+    """Kendall's tau between a ratio and what it does: 1 where every step goes the way of the paper."""
+    pairs = [(i, j) for i in range(len(x)) for j in range(i)]
+    right = sum(sign * (x[i] - x[j]) * (y[i] - y[j]) > 0 for i, j in pairs)
+    tau = 2 * right / len(pairs) - 1
+    return Finding(
+        key, statement, None, tau, 0.0, 1.0, said(tau > 0.5, f"{right} of {len(pairs)} pairs go that way"), "002", "tau", trials=trials_of(lab)
+    )
+
+
+def lines(title: str, x: Sequence[float], y: Mapping[str, Sequence[float | None]], xlabel: str, ylabel: str = "share", caption: str = "") -> Figure:
+    data = {"x": list(x), "y": {k: list(v) for k, v in y.items()}, "xlabel": xlabel, "ylabel": ylabel}
+    return Figure(title, "lines", data, caption)
+
+
+def results(
+    lab: Lab, name: str, title: str, findings: Sequence[Finding], tables: Sequence[Table], figures: Sequence[Figure], unchecked: Sequence[str] = ()
+) -> Results:
+    facts = {
+        "experiment": name,
+        "preset": lab.preset_name,
+        "seeds": trials_of(lab),
+        "models": lab.sizes,
+        "device": lab.device,
+        "minutes of computing": round(lab.seconds / 60, 1),
+        "versions": {library: ", ".join(sorted(found)) for library, found in sorted(lab.made.items())},
+    }
+    return Results(title, tuple(findings), tuple(tables), tuple(figures), facts, tuple(unchecked))

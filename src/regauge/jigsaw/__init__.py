@@ -1,0 +1,12 @@
+"""Masked Jigsaw Puzzle training (paper 002) for the models of images that people use, its variants, measures and studies."""
+
+from regauge.jigsaw.masks import JigsawError as JigsawError
+from regauge.jigsaw.masks import Puzzle as Puzzle
+from regauge.jigsaw.masks import block_masks as block_masks
+from regauge.jigsaw.masks import draw_puzzle as draw_puzzle
+from regauge.jigsaw.text import TextJigsaw as TextJigsaw
+from regauge.jigsaw.variants import VARIANTS as VARIANTS
+from regauge.jigsaw.variants import Variant as Variant
+from regauge.jigsaw.wrapping import MaskedJigsaw as MaskedJigsaw
+from regauge.jigsaw.wrapping import Output as Output
+from regauge.jigsaw.wrapping import reference_weight as reference_weight

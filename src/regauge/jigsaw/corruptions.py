@@ -1,0 +1,223 @@
+"""The fifteen corruptions of ImageNet-C, for images of any size.
+
+Severities 1 to 5 have the benchmark's published strengths, which are for 224 pixels; whatever is a length (radii, shifts, waves) scales with the
+shorter side. Noise strengths and shares do not. Frost and snow are made here, from fractal noise and streaks, where the benchmark pastes photographs
+and calls an external tool: these two are of the same kind, and their numbers are not comparable with published ones.
+
+    corrupt(images, "fog", 3, seed=0)        # uint8 [n, height, width, channels] in and out
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from scipy import ndimage
+
+from regauge.errors import need
+from regauge.jigsaw.masks import JigsawError
+
+Draw = np.random.Generator
+SEVERITIES = (1, 2, 3, 4, 5)
+SIDE = 224
+
+
+def corrupt(images: Any, name: str, severity: int, *, seed: int = 0) -> Any:
+    """Corrupted copies. Every image has its own draw, from the seed, its number, the corruption and the severity."""
+    if name not in CORRUPTIONS:
+        raise JigsawError(f'there is no corruption "{name}"', hint=", ".join(CORRUPTIONS))
+    if severity not in SEVERITIES:
+        raise JigsawError(f"there is no severity {severity}", hint="1 to 5")
+    if images.dtype != np.uint8 or images.ndim != 4:
+        raise JigsawError("images are bytes [n, height, width, channels]", hint=f"these are {images.dtype} of {images.ndim} axes")
+    number = list(CORRUPTIONS).index(name)
+    out = np.empty_like(images)
+    for i, image in enumerate(images):
+        draw = np.random.default_rng([seed, i, number, severity])
+        found = CORRUPTIONS[name](image.astype(np.float64) / 255, severity - 1, draw)
+        out[i] = np.rint(np.clip(found, 0, 1) * 255)
+    return out
+
+
+def _scale(x: Any) -> float:
+    return float(min(x.shape[:2])) / SIDE
+
+
+def gaussian_noise(x: Any, s: int, draw: Draw) -> Any:
+    return x + draw.normal(size=x.shape, scale=(0.08, 0.12, 0.18, 0.26, 0.38)[s])
+
+
+def shot_noise(x: Any, s: int, draw: Draw) -> Any:
+    rate = (60, 25, 12, 5, 3)[s]
+    return draw.poisson(x * rate) / rate
+
+
+def impulse_noise(x: Any, s: int, draw: Draw) -> Any:
+    share = (0.03, 0.06, 0.09, 0.17, 0.27)[s]
+    u = draw.random(x.shape)
+    return np.where(u < share / 2, 0.0, np.where(u < share, 1.0, x))
+
+
+def defocus_blur(x: Any, s: int, draw: Draw) -> Any:
+    radius = float(np.sqrt(((3, 4, 6, 8, 10)[s] * _scale(x)) ** 2 + 1 / np.pi))  # a pixel is a disc of its own
+    half = int(np.ceil(radius))
+    fine = 5  # parts of a pixel, so that small discs are round too
+    grid = (np.arange((2 * half + 1) * fine) + 0.5) / fine - half - 0.5
+    disc = (grid[:, None] ** 2 + grid[None] ** 2 <= radius**2).astype(float)
+    kernel = disc.reshape(2 * half + 1, fine, 2 * half + 1, fine).sum((1, 3))
+    return _filtered(x, kernel / kernel.sum())
+
+
+def glass_blur(x: Any, s: int, draw: Draw) -> Any:
+    sigma, far, times = ((0.7, 1, 2), (0.9, 2, 1), (1.0, 2, 3), (1.1, 3, 2), (1.5, 4, 2))[s]
+    scale = _scale(x)
+    out = _blurred(x, sigma * scale)
+    grid = np.stack(np.meshgrid(*(np.arange(n, dtype=float) for n in x.shape[:2]), indexing="ij"))
+    for _ in range(times):  # every pixel shows what lies somewhere near it
+        out = _sampled(out, grid + draw.uniform(-far * scale, far * scale, grid.shape))
+    return _blurred(out, sigma * scale)
+
+
+def motion_blur(x: Any, s: int, draw: Draw) -> Any:
+    radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[s]
+    scale = _scale(x)
+    return _streaked(x, max(1.0, radius * scale), max(0.5, sigma * scale), float(draw.uniform(-np.pi / 4, np.pi / 4)))
+
+
+def zoom_blur(x: Any, s: int, draw: Draw) -> Any:
+    factors = np.arange(1, (1.11, 1.16, 1.21, 1.26, 1.33)[s], (0.01, 0.01, 0.02, 0.02, 0.03)[s])
+    return np.mean([x, *(_zoomed(x, f) for f in factors)], axis=0)
+
+
+def snow(x: Any, s: int, draw: Draw) -> Any:
+    mean, spread, length, white = ((0.1, 0.3, 10, 0.8), (0.2, 0.3, 12, 0.7), (0.55, 0.3, 12, 0.7), (0.55, 0.3, 12, 0.65), (0.55, 0.3, 14, 0.55))[s]
+    flakes = draw.normal(size=x.shape[:2], loc=mean, scale=spread)
+    flakes = np.where(flakes < (0.5, 0.5, 0.9, 0.85, 0.8)[s], 0.0, np.clip(flakes, 0, 1))[..., None]
+    flakes = _streaked(flakes, max(1.0, length * _scale(x)), max(0.5, 4 * _scale(x)), float(draw.uniform(np.pi / 4, 3 * np.pi / 4)))
+    grey = x.mean(-1, keepdims=True)
+    return white * x + (1 - white) * np.maximum(x, 1.5 * grey + 0.5) + flakes + flakes[::-1, ::-1]
+
+
+def frost(x: Any, s: int, draw: Draw) -> Any:
+    image, ice = ((1.0, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))[s]
+    needles = np.abs(_clouds(x.shape[:2], draw, 1.3) - 0.5) * 2  # ridges of a fractal: sharp lines, as ice has them
+    return image * x + ice * np.clip(1 - 3 * needles, 0, 1)[..., None]
+
+
+def fog(x: Any, s: int, draw: Draw) -> Any:
+    strength, roughness = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))[s]
+    high = x.max()
+    return (x + strength * _clouds(x.shape[:2], draw, roughness)[..., None]) * high / (high + strength)
+
+
+def brightness(x: Any, s: int, draw: Draw) -> Any:
+    """More of the value of HSV: hue and saturation stay."""
+    value = x.max(-1, keepdims=True)
+    more = np.clip(value + (0.1, 0.2, 0.3, 0.4, 0.5)[s], 0, 1)
+    return np.where(value > 0, x / np.maximum(value, 1e-9) * more, more)
+
+
+def contrast(x: Any, s: int, draw: Draw) -> Any:
+    mean = x.mean((0, 1), keepdims=True)
+    return (x - mean) * (0.4, 0.3, 0.2, 0.1, 0.05)[s] + mean
+
+
+def elastic_transform(x: Any, s: int, draw: Draw) -> Any:
+    far, smooth, bend = ((2.0, 0.7, 0.1), (2.0, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))[s]
+    h, w = x.shape[:2]
+    side = min(h, w)
+    corners = np.array([[0, 0, 1], [h - 1, 0, 1], [0, w - 1, 1]], float)  # three points move, and all else with them
+    moved = corners[:, :2] + draw.uniform(-bend * side, bend * side, (3, 2))
+    affine = np.linalg.solve(corners, moved).T
+    waves = [_blurred(draw.uniform(-1, 1, (h, w, 1)), max(smooth * side, 0.5))[..., 0] * far * side for _ in range(2)]
+    rows, columns = np.meshgrid(np.arange(h), np.arange(w), indexing="ij")
+    ones = np.ones_like(rows)
+    at = np.einsum("ij,jhw->ihw", affine, np.stack([rows, columns, ones]).astype(float)) + np.stack(waves)
+    return _sampled(x, at)
+
+
+def pixelate(x: Any, s: int, draw: Draw) -> Any:
+    share = (0.6, 0.5, 0.4, 0.3, 0.25)[s]
+    return _via_pil(x, lambda image, pil: image.resize([max(1, int(n * share)) for n in image.size], pil.BOX).resize(image.size, pil.NEAREST))
+
+
+def jpeg_compression(x: Any, s: int, draw: Draw) -> Any:
+    def through(image: Any, pil: Any) -> Any:
+        from PIL import Image
+
+        kept = io.BytesIO()
+        image.save(kept, "JPEG", quality=(25, 18, 15, 10, 7)[s])
+        return Image.open(kept)
+
+    return _via_pil(x, through)
+
+
+CORRUPTIONS: dict[str, Callable[[Any, int, Draw], Any]] = {
+    "gaussian_noise": gaussian_noise,
+    "shot_noise": shot_noise,
+    "impulse_noise": impulse_noise,
+    "defocus_blur": defocus_blur,
+    "glass_blur": glass_blur,
+    "motion_blur": motion_blur,
+    "zoom_blur": zoom_blur,
+    "snow": snow,
+    "frost": frost,
+    "fog": fog,
+    "brightness": brightness,
+    "contrast": contrast,
+    "elastic_transform": elastic_transform,
+    "pixelate": pixelate,
+    "jpeg_compression": jpeg_compression,
+}
+
+
+def _filtered(x: Any, kernel: Any) -> Any:
+    return ndimage.convolve(x, kernel[..., None], mode="reflect")
+
+
+def _blurred(x: Any, sigma: float) -> Any:
+    return ndimage.gaussian_filter(x, (sigma, sigma, 0), mode="reflect")
+
+
+def _streaked(x: Any, length: float, sigma: float, angle: float) -> Any:
+    """A blur along a line: a mean of shifted copies, weighted as half a bell."""
+    steps = np.arange(0, length + 1e-9, max(0.5, length / 20))
+    weights = np.exp(-0.5 * (steps / sigma) ** 2)
+    copies = [ndimage.shift(x, (t * np.sin(angle), t * np.cos(angle), 0), order=1, mode="nearest") for t in steps]
+    return np.tensordot(weights / weights.sum(), np.stack(copies), 1)
+
+
+def _zoomed(x: Any, factor: float) -> Any:
+    """The middle, enlarged to the whole."""
+    h, w = x.shape[:2]
+    at = np.stack(np.meshgrid(*(((np.arange(n) - (n - 1) / 2) / factor + (n - 1) / 2) for n in (h, w)), indexing="ij"))
+    return _sampled(x, at)
+
+
+def _sampled(x: Any, at: Any) -> Any:
+    """What lies at these places [2, height, width]; beyond the edge its mirror image."""
+    return np.stack([ndimage.map_coordinates(x[..., c], at, order=1, mode="reflect") for c in range(x.shape[2])], -1)
+
+
+def _clouds(size: tuple[int, int], draw: Draw, roughness: float) -> Any:
+    """Fractal noise in 0..1: random waves whose amplitude falls with their frequency."""
+    h, w = size
+    frequency = np.hypot(np.fft.fftfreq(h)[:, None], np.fft.fftfreq(w)[None])
+    frequency[0, 0] = 1.0
+    waves = np.fft.fft2(draw.normal(size=size)) / frequency ** (roughness / 2 + 0.5)
+    waves[0, 0] = 0
+    found = np.fft.ifft2(waves).real
+    return (found - found.min()) / max(float(np.ptp(found)), 1e-12)
+
+
+def _via_pil(x: Any, change: Callable[[Any, Any], Any]) -> Any:
+    need("PIL", "experiments")
+    from PIL import Image
+
+    grey = x.shape[2] == 1
+    pixels = np.rint(x * 255).astype(np.uint8)
+    found = change(Image.fromarray(pixels[..., 0] if grey else pixels), Image.Resampling)
+    array = np.asarray(found, dtype=np.float64) / 255
+    return array[..., None] if grey else array

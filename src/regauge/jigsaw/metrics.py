@@ -1,0 +1,126 @@
+"""How sensitive a model is to the places of patches: what a puzzle does to its answers and to the features that they are read from.
+
+Training ratio and inference ratio are two things: here it is that of inference, 0.5 in the paper's tables. Every image has a puzzle of its own, from
+the seed and the image's number alone, so that all models and all batch sizes get the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from regauge.jigsaw.masks import Grid, Puzzle, check_size, draw_puzzle
+from regauge.jigsaw.wrapping import MaskedJigsaw
+from regauge.tasks import Examples
+
+Tensor = torch.Tensor
+RATIO = 0.5
+CHUNK = 1000  # puzzles drawn together; their seed has the chunk's number
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What puzzles of one ratio do, over `count` images. `norm` is the mean L2 norm of the difference of features, as the reference's code has it;
+    `squared` the mean of its square, as the paper's text has it."""
+
+    ratio: float
+    accuracy: float
+    consistency: float
+    norm: float
+    squared: float
+    count: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Top-1 on images as they are, and what puzzles do to it."""
+
+    accuracy: float
+    shuffled: tuple[Sensitivity, ...]
+
+    @property
+    def at_half(self) -> Sensitivity:
+        return next(s for s in self.shuffled if s.ratio == RATIO)
+
+
+def evaluate(
+    wrapped: MaskedJigsaw,
+    examples: Examples,
+    ratios: Sequence[float] = (RATIO,),
+    *,
+    seed: int = 0,
+    batch: int = 100,
+    device: str = "cpu",
+    progress: Callable[[int, int, str], None] | None = None,
+) -> Evaluation:
+    """Top-1, and for each ratio top-1, consistency and the norm of the difference. A plain model is wrapped as variant A."""
+    wrapped.eval()
+    right = 0
+    sums = np.zeros((len(ratios), 4))
+    with torch.no_grad(), features_of(wrapped.model) as features:
+        for start in range(0, len(examples), batch):
+            rows = np.arange(start, min(start + batch, len(examples)))
+            inputs, labels = examples.batch(rows)
+            pixels, labels = inputs["pixel_values"].to(device), labels.to(device)
+            plain = wrapped(pixels).logits.argmax(-1)
+            seen = features()
+            right += int((plain == labels).sum())
+            for i, ratio in enumerate(ratios):
+                found = wrapped(pixels, puzzle=puzzles_of(rows, wrapped, pixels, ratio, seed)).logits.argmax(-1)
+                apart = (features() - seen).flatten(1).double().norm(dim=1)
+                sums[i] += [int((found == labels).sum()), int((found == plain).sum()), float(apart.sum()), float(apart.square().sum())]
+            if progress is not None:
+                progress(start // batch, -(-len(examples) // batch), f"{start + len(rows):,} images")
+    n = len(examples)
+    return Evaluation(right / n, tuple(_mean(ratio, row, n) for ratio, row in zip(ratios, sums, strict=True)))
+
+
+def _mean(ratio: float, sums: Any, n: int) -> Sensitivity:
+    accuracy, consistency, norm, squared = (float(x) / n for x in sums)
+    return Sensitivity(ratio, accuracy, consistency, norm, squared, n)
+
+
+def puzzles_of(rows: Any, wrapped: MaskedJigsaw, pixels: Tensor, ratio: float, seed: int) -> Puzzle:
+    """The puzzles of images by their numbers, which ascend."""
+    grid = check_size((int(pixels.shape[-2]), int(pixels.shape[-1])), wrapped.place.patch)
+    parts = []
+    for chunk in range(int(rows[0]) // CHUNK, int(rows[-1]) // CHUNK + 1):
+        whole = _drawn(grid, ratio, seed, chunk)
+        parts.append([t[[r - chunk * CHUNK for r in rows if r // CHUNK == chunk]] for t in (whole.mask, whole.order)])
+    return Puzzle(torch.cat([mask for mask, _ in parts]), torch.cat([order for _, order in parts]), grid)
+
+
+_LAST: dict[Any, Puzzle] = {}  # the chunks of the ratios at hand: drawing 1,000 for every batch of 100 would be ten times the work
+
+
+def _drawn(grid: Grid, ratio: float, seed: int, chunk: int) -> Puzzle:
+    key = (grid, ratio, seed, chunk)
+    if key not in _LAST:
+        while len(_LAST) >= 16:
+            del _LAST[next(iter(_LAST))]
+        _LAST[key] = draw_puzzle(CHUNK, grid, ratio, [seed, chunk, round(1e6 * ratio)])
+    return _LAST[key]
+
+
+@contextmanager
+def features_of(model: torch.nn.Module) -> Iterator[Callable[[], Tensor]]:
+    """A function that gives what the last linear layer was given in the last pass: the CLS embedding of a ViT, the pooled features of others."""
+    seen: list[Tensor] = []
+
+    def keep(module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
+        seen[:] = [given[0]]
+
+    hooks = [m.register_forward_pre_hook(keep) for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    try:
+        yield lambda: seen[0].detach().clone()
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,99 @@
+"""Where a model of images adds its absolute positions: the name of the table, its patches, their grid, and how many tokens come before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isqrt
+from typing import Any
+
+import torch
+
+from regauge.jigsaw.masks import Grid, JigsawError
+
+TABLES = ("position_embeddings", "pos_embed", "pos_embedding", "absolute_pos_embed")
+PATCH = 16  # of models without patches of their own: the paper's
+PREFIXES = (1, 0, 2)  # tokens before the patches, where nothing says how many
+
+
+@dataclass(frozen=True)
+class Place:
+    """`table` is a parameter [1, prefix + cells, width], or None where positions are not absolute."""
+
+    table: str | None
+    patch: Grid
+    grid: Grid | None = None
+    prefix: int = 0
+    note: str = ""
+
+
+def place_of(
+    model: torch.nn.Module, *, table: str | None = None, patch: int | Sequence[int] | None = None, grid: Sequence[int] | None = None
+) -> Place:
+    """Read off the model's parameters and config (of the transformers library), or its patch embedding (timm); what is given goes first."""
+    name = _table(model, table)
+    size = _pair(patch) or _patch(model)
+    if name is None:
+        note = (
+            f"{type(model).__name__} has no absolute position embedding: of MJP the shuffle of patches is left (variant E); "
+            "the unknown embedding and the regression of positions have nothing to act on"
+        )
+        return Place(None, size or (PATCH, PATCH), None, 0, note)
+    if size is None:
+        raise JigsawError(f"nothing in {type(model).__name__} says how large its patches are", hint="give patch=16, say")
+    own = _patch(model)
+    if own is not None and own != size:
+        raise JigsawError(
+            f"patches of {size[0]} x {size[1]} pixels are not the model's, {own[0]} x {own[1]}, and its positions are of its own",
+            hint="leave out patch=",
+        )
+    rows = model.get_parameter(name).shape[1]
+    cells = _pair(grid) or _grid(model, size, rows)
+    prefix = rows - cells[0] * cells[1]
+    if prefix < 0 or prefix > rows // 2 + 2:
+        raise JigsawError(f'"{name}" has {rows} rows, which are no {cells[0]} x {cells[1]} patches and a few tokens before them', hint="give grid=")
+    return Place(name, size, cells, prefix)
+
+
+def _table(model: torch.nn.Module, given: str | None) -> str | None:
+    parameters = dict(model.named_parameters())
+    if given is not None:
+        if given not in parameters or parameters[given].dim() != 3:
+            raise JigsawError(f'{type(model).__name__} has no parameter "{given}" of [1, tokens, width]', hint="model.named_parameters() names them")
+        return given
+    found = [name for name, p in parameters.items() if name.rpartition(".")[2] in TABLES and p.dim() == 3 and p.shape[0] == 1]
+    if len(found) > 1:
+        raise JigsawError(f"{type(model).__name__} has several tables of positions: {', '.join(found)}", hint="give table=")
+    return found[0] if found else None
+
+
+def _patch(model: torch.nn.Module) -> Grid | None:
+    config = getattr(model, "config", None)
+    found = _pair(getattr(config, "patch_size", None)) or _pair(getattr(getattr(model, "patch_embed", None), "patch_size", None))
+    if found is not None:
+        return found
+    first = next((m for m in model.modules() if isinstance(m, torch.nn.Conv2d)), None)
+    strides = first is not None and first.kernel_size == first.stride and max(first.stride) > 1
+    return _pair(first.stride) if strides and first is not None else None
+
+
+def _grid(model: torch.nn.Module, patch: Grid, rows: int) -> Grid:
+    known = _pair(getattr(getattr(model, "patch_embed", None), "grid_size", None))
+    if known is not None:
+        return known
+    image = _pair(getattr(getattr(model, "config", None), "image_size", None))
+    if image is not None:
+        return image[0] // patch[0], image[1] // patch[1]
+    side = next((isqrt(rows - p) for p in PREFIXES if isqrt(rows - p) ** 2 == rows - p), None)
+    if side is None:
+        raise JigsawError(f"{rows} positions are no square of patches and a token or two before it", hint="give grid=(rows, columns)")
+    return side, side
+
+
+def _pair(value: Any) -> Grid | None:
+    if value is None or isinstance(value, str):
+        return None
+    if isinstance(value, int):
+        return value, value
+    one, other = (int(v) for v in value)
+    return one, other

@@ -1,0 +1,90 @@
+"""Evaluations and studies as tables and figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from regauge.findings import Figure, Table
+from regauge.jigsaw.metrics import Evaluation
+from regauge.jigsaw.robustness import Errors, mean_corruption_error, mean_error
+
+
+def evaluated(found: Mapping[str, Evaluation]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
+    """What puzzles do to some models: a table of all, and a curve of each over the ratios."""
+    columns = ("model", "ratio", "accuracy", "consistency", "difference norm", "squared")
+    rows: list[tuple[Any, ...]] = []
+    for name, one in found.items():
+        rows.append((name, 0.0, 100 * one.accuracy, 100.0, 0.0, 0.0))
+        rows += [(name, s.ratio, 100 * s.accuracy, 100 * s.consistency, s.norm, s.squared) for s in one.shuffled]
+    note = "Ratio: the share of patches that a puzzle shuffles, a puzzle for each image. Percent; norms of what the last linear layer is given."
+    x = [0.0, *(s.ratio for s in next(iter(found.values())).shuffled)]
+    series: dict[str, dict[str, list[float]]] = {
+        "Accuracy": {name: [one.accuracy, *(s.accuracy for s in one.shuffled)] for name, one in found.items()},
+        "Consistency": {name: [1.0, *(s.consistency for s in one.shuffled)] for name, one in found.items()},
+    }
+    figures = [
+        Figure(f"{what} under puzzles", "lines", {"x": x, "y": y, "xlabel": "ratio at inference", "ylabel": what.lower()})
+        for what, y in series.items()
+    ]
+    return (Table("Puzzles at inference", columns, tuple(rows), note),), tuple(figures)
+
+
+def projected(name: str, found: Mapping[str, Any]) -> list[Figure]:
+    """A table of positions in two directions, as PCA and UMAP lay it out: a line for each row of patches, one for each column."""
+    rows, columns = found["grid"]
+    figures = []
+    for kind in ("pca", "umap"):
+        if kind not in found:
+            continue
+        points = np.asarray(found[kind]).reshape(rows, columns, 2)
+        series = {f"row {i}": points[i].tolist() for i in range(rows)} | {f"column {j}": points[:, j].tolist() for j in range(columns)}
+        caption = "Every point is a patch; lines join the patches of a row and of a column. A table that knows its places is a net."
+        figures.append(Figure(f"{kind.upper()} of positions: {name}", "net", {"lines": series}, caption))
+    return figures
+
+
+def attended(images: Any, task: Mapping[str, Any], maps: Mapping[str, Any]) -> Figure:
+    """Images, and where CLS looks in the last layer: the mean over heads, brightest where it looks most."""
+    mean, std = (np.asarray(task[k]).reshape(1, -1, 1, 1) for k in ("mean", "std"))
+    shown = np.clip(np.asarray(images) * std + mean, 0, 1).transpose(0, 2, 3, 1)
+    shown = shown if shown.shape[-1] == 3 else shown[..., 0]
+    rows: list[dict[str, Any]] = [{"label": "images", "images": shown.tolist()}]
+    for name, found in maps.items():
+        array = np.asarray(found)
+        rows.append({"label": name, "images": (array / array.max((1, 2), keepdims=True)).tolist()})
+    return Figure("Attention of CLS in the last layer", "images", {"columns": ["" for _ in shown], "rows": rows}, "The mean over heads, per image.")
+
+
+def studied(found: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
+    """The tables of positions of some models: variance, regression, eigenvalues, projections."""
+    dimensions: Sequence[int] = tuple(next(iter(found.values()))["explained"])
+    variance = tuple((name, *(100 * v for v in one["explained"].values())) for name, one in found.items())
+    places = tuple((name, *one["regression"]["1-D"], *one["regression"]["2-D"]) for name, one in found.items())
+    tables = (
+        Table("Explained variance", ("directions", *map(str, dimensions)), variance, "Percent of the variance of the centred table."),
+        Table(
+            "Places read off their embeddings",
+            ("", "1-D MAE", "spread", "2-D MAE", "spread"),
+            places,
+            "Mean absolute error, in patches, of a linear map; five folds, repeated; spreads over repeats.",
+        ),
+    )
+    count = min(len(one["eigenvalues"]) for one in found.values())
+    curves = {name: one["eigenvalues"][:count] for name, one in found.items()}
+    data = {"x": list(range(1, count + 1)), "y": curves, "xlabel": "how many", "ylabel": "share of all"}
+    return tables, (Figure("Accumulated eigenvalues", "lines", data), *(f for name, one in found.items() for f in projected(name, one)))
+
+
+def corrupted(found: Mapping[str, Errors]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
+    """Errors under corruptions, and mCE relative to the first model."""
+    first = next(iter(found.values()))
+    means = {name: {c: 100 * float(np.mean(values)) for c, values in errors.items()} for name, errors in found.items()}
+    rows: list[tuple[Any, ...]] = [(c, *(means[name][c] for name in found)) for c in first]
+    rows.append(("mean", *(100 * mean_error(errors) for errors in found.values())))
+    rows.append(("mCE, relative to the first", *(100 * mean_corruption_error(errors, first) for errors in found.values())))
+    note = "Percent, the mean over five severities. Frost and snow are made from noise, where ImageNet-C has photographs."
+    data = {"labels": list(first), "y": {name: list(values.values()) for name, values in means.items()}, "ylabel": "error, percent"}
+    return (Table("Errors under corruptions", ("corruption", *found), tuple(rows), note),), (Figure("Errors under corruptions", "bars", data),)

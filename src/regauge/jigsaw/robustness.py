@@ -1,0 +1,87 @@
+"""Numbers of robustness: corruption errors relative to a reference model, and those of ImageNet-A and ImageNet-O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from regauge.data import Data, Pictures
+from regauge.errors import need
+from regauge.jigsaw.corruptions import CORRUPTIONS, SEVERITIES, corrupt
+from regauge.jigsaw.masks import JigsawError
+from regauge.tasks import Examples, logits_of, prepare
+
+Errors = Mapping[str, Sequence[float]]  # corruption -> the error at each severity
+
+
+def corruption_errors(errors: Errors, reference: Errors) -> dict[str, float]:
+    """The CE of each corruption: the sum of errors over severities, over that of the reference model."""
+    missing = [name for name in errors if name not in reference]
+    if missing:
+        raise JigsawError(f"the reference model has no errors for {', '.join(missing)}")
+    return {name: float(np.sum(values) / max(np.sum(reference[name]), 1e-300)) for name, values in errors.items()}
+
+
+def mean_corruption_error(errors: Errors, reference: Errors) -> float:
+    """mCE: the mean of the CEs. 1 for the reference itself (tables print 100)."""
+    return float(np.mean(list(corruption_errors(errors, reference).values())))
+
+
+def mean_error(errors: Errors) -> float:
+    """The mean error over corruptions and severities, without a reference: what the paper's Table 9 prints for each corruption."""
+    return float(np.mean([np.mean(values) for values in errors.values()]))
+
+
+def aurra(confidence: Any, correct: Any) -> float:
+    """The area under the response rate accuracy curve: the accuracy over the surest answers, averaged over how many one responds to."""
+    order = np.argsort(-np.asarray(confidence, float), kind="stable")
+    right = np.asarray(correct, float)[order]
+    return float((np.cumsum(right) / np.arange(1, len(right) + 1)).mean())
+
+
+def aupr(inside: Any, outside: Any) -> float:
+    """The area under precision and recall for finding what is of no known class, by its low confidence."""
+    need("sklearn", "experiments")
+    from sklearn.metrics import average_precision_score
+
+    scores = -np.concatenate([np.asarray(inside, float), np.asarray(outside, float)])
+    return float(average_precision_score(np.r_[np.zeros(len(inside)), np.ones(len(outside))], scores))
+
+
+def errors_of(
+    model: torch.nn.Module,
+    data: Data,
+    task: Mapping[str, Any],
+    *,
+    batch: int = 100,
+    device: str = "cpu",
+    progress: Callable[[int, int, str], None] | None = None,
+) -> dict[str, list[float]]:
+    """A model's error under every corruption at severities 1 to 5, on images and labels of a task."""
+    pixels = data["image"].array() if isinstance(data["image"], Pictures) else np.asarray(data["image"])
+    pixels = pixels if pixels.ndim == 4 else pixels[..., None]
+    errors: dict[str, list[float]] = {}
+    for number, name in enumerate(CORRUPTIONS):
+        if progress is not None:
+            progress(number, len(CORRUPTIONS), name)
+        errors[name] = []
+        for severity in SEVERITIES:
+            made = corrupt(pixels, name, severity)
+            fields = {"image": made if made.shape[-1] == 3 else made[..., 0], "label": data["label"]}
+            errors[name].append(float(1 - answers(model, prepare(task, Data(data.name, fields, "")), batch, device)[1].mean()))
+    return errors
+
+
+def answers(model: torch.nn.Module, examples: Examples, batch: int = 100, device: str = "cpu") -> tuple[Any, Any]:
+    """The largest probability of each example, and whether it is that of its label."""
+    sure, right = [], []
+    with torch.no_grad():
+        for start in range(0, len(examples), batch):
+            inputs, labels = examples.batch(np.arange(start, min(start + batch, len(examples))))
+            top = logits_of(model, {k: v.to(device) for k, v in inputs.items()}).softmax(-1).max(-1)
+            sure.append(top.values.double().cpu().numpy())
+            right.append((top.indices.cpu() == labels).double().numpy())
+    return np.concatenate(sure), np.concatenate(right)

@@ -1,0 +1,89 @@
+"""A wrapped model on disk: the plain checkpoint, as its library writes it, and beside it what the puzzles learned, in the folder `jigsaw`.
+
+Whoever knows nothing of puzzles loads the plain model. What lies beside it is one safetensors file: the unknown embedding, the regression, and the
+settings in its metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from regauge.files import beside, writing
+from regauge.jigsaw.masks import JigsawError
+from regauge.jigsaw.variants import Variant
+from regauge.jigsaw.wrapping import LAMBDA, MaskedJigsaw
+from regauge.loading import load_model, quiet
+from regauge.writing import check_new
+
+FOLDER, FILE, VERSION = "jigsaw", "learned.safetensors", "1"
+COPIED = ("preprocessor_config.json", "config.json")
+
+
+def save_wrapped(wrapped: MaskedJigsaw, out: Path, source: Path | None = None) -> None:
+    """Write a wrapped model to a new folder, all of it or nothing. `source` is the folder that it came from: what describes its images is copied."""
+    check_new(out)
+    model = wrapped.unwrap()
+    partial = beside(out)
+    with writing(out):
+        try:
+            partial.mkdir()
+            for name in COPIED:
+                if source is not None and (source / name).is_file():
+                    shutil.copy(source / name, partial / name)
+            if hasattr(model, "save_pretrained"):
+                with quiet():
+                    model.save_pretrained(partial)  # type: ignore[operator]
+            else:
+                save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, partial / "model.safetensors")
+            (partial / FOLDER).mkdir()
+            about = {"regauge": "jigsaw", "version": VERSION, "settings": json.dumps(settings_of(wrapped))}
+            save_file(_learned(wrapped), partial / FOLDER / FILE, about)
+            partial.rename(out)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def load_wrapped(folder: Path | str, **instead: Any) -> MaskedJigsaw:
+    """The wrapped model of a folder; of one without puzzles the plain model, wrapped as variant A. `instead` replaces settings."""
+    model = load_model(folder)
+    path = Path(folder) / FOLDER / FILE
+    if not path.is_file():
+        return MaskedJigsaw(model, 0.0, **{"variant": "A", **instead}).eval()
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            learned = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the handle is no mapping)
+        if about.get("regauge") != "jigsaw":
+            raise ValueError("it has no settings of regauge")
+        if about["version"] != VERSION:
+            raise JigsawError(f"{path} has version {about['version']}; this regauge reads {VERSION}", hint="install a newer regauge")
+        settings = json.loads(about["settings"])
+        wrapped = MaskedJigsaw(model, settings.pop("ratio"), **{**settings, "variant": Variant(**settings["variant"]), **instead})
+        wrapped.load_state_dict({**{f"model.{k}": v for k, v in model.state_dict().items()}, **learned})
+    except JigsawError:
+        raise
+    except Exception as error:  # safetensors, json and torch each have errors of their own for what does not fit
+        raise JigsawError(
+            f"{path} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}", hint="train again, or remove it"
+        ) from error
+    return wrapped.eval()
+
+
+def settings_of(wrapped: MaskedJigsaw) -> dict[str, Any]:
+    """What `MaskedJigsaw` was given, as plain JSON; schedules are of a training and end with it."""
+    weight = LAMBDA if callable(wrapped.weight) else wrapped.weight
+    kept = {name: getattr(wrapped, name) for name in ("ratio", "per", "probability", "warmup", "seed")}
+    where = {"table": wrapped.place.table, "patch": list(wrapped.place.patch), "grid": wrapped.place.grid}
+    return {**kept, "weight": weight, "variant": asdict(wrapped.variant), **where}
+
+
+def _learned(wrapped: MaskedJigsaw) -> dict[str, torch.Tensor]:
+    return {k: v.detach().cpu().contiguous() for k, v in wrapped.state_dict().items() if not k.startswith("model.")}

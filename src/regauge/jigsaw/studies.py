@@ -1,0 +1,158 @@
+"""What a table of positions holds: its projections, how many directions it needs, and how well places can be read off it. And where CLS looks.
+
+Convention. A table is [cells, width], patches only, row by row. Explained variance is of the centred table (that is what PCA projects); accumulated
+eigenvalues are the squared singular values of the table as it is, as the paper's Figure 3 takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from regauge.errors import need
+from regauge.jigsaw.masks import Grid, JigsawError
+from regauge.jigsaw.wrapping import MaskedJigsaw
+
+Tensor = torch.Tensor
+DIMENSIONS = (3, 4, 5, 6, 7)  # of the paper's Table 7
+FOLDS, REPEATS = 5, 5
+
+
+@dataclass(frozen=True)
+class Regression:
+    """The mean absolute error of places that were left out, of a linear map from embeddings: of the index (1-D) and of row and column (2-D), and the
+    standard deviation over repeats of the division into folds."""
+
+    one: float
+    one_spread: float
+    two: float
+    two_spread: float
+
+
+def table_of(wrapped: MaskedJigsaw) -> tuple[Any, Grid]:
+    """The positions of a model's patches, [cells, width], and their grid."""
+    place = wrapped.place
+    if place.table is None or place.grid is None:
+        raise JigsawError(f"{type(wrapped.model).__name__} has no table of absolute positions to study", hint="a ViT or DeiT has one")
+    table = wrapped.model.get_parameter(place.table).detach()[0, place.prefix :]
+    if wrapped.index is not None:
+        table = table + wrapped.index.detach()[0, place.prefix :]
+    return table.double().cpu().numpy(), place.grid
+
+
+def explained_variance(table: Any, dimensions: Sequence[int] = DIMENSIONS) -> dict[int, float]:
+    """The share of the variance that so many principal directions explain (the paper's Definition 1)."""
+    found = np.cumsum(np.square(np.linalg.svd(table - table.mean(0), compute_uv=False)))
+    return {d: float(found[min(d, len(found)) - 1] / found[-1]) if found[-1] > 0 else 0.0 for d in dimensions}
+
+
+def accumulated_eigenvalues(table: Any) -> list[float]:
+    """The share of the first n eigenvalues, n = 1, 2, ... A curve that rises slowly is of a table with more in it."""
+    found = np.cumsum(np.square(np.linalg.svd(table, compute_uv=False)))
+    return [float(x) for x in found / max(found[-1], 1e-300)]
+
+
+def regress_positions(table: Any, grid: Grid, *, seed: int = 0, folds: int = FOLDS, repeats: int = REPEATS) -> Regression:
+    """Can places be read off their embeddings by a linear map? Five-fold cross-validation, repeated."""
+    need("sklearn", "experiments")
+    from sklearn.linear_model import LinearRegression
+    from sklearn.model_selection import KFold, cross_val_predict
+
+    rows, columns = np.divmod(np.arange(len(table)), grid[1])
+    wanted = {"one": np.arange(len(table), dtype=float), "two": np.stack([rows, columns], 1).astype(float)}
+    found: dict[str, list[float]] = {name: [] for name in wanted}
+    for repeat in range(repeats):
+        division = KFold(min(folds, len(table)), shuffle=True, random_state=seed + repeat)
+        for name, target in wanted.items():
+            found[name].append(float(np.abs(cross_val_predict(LinearRegression(), table, target, cv=division) - target).mean()))
+    return Regression(float(np.mean(found["one"])), float(np.std(found["one"])), float(np.mean(found["two"])), float(np.std(found["two"])))
+
+
+def project_pca(table: Any, dimensions: int = 2) -> Any:
+    """The table along its leading principal directions, each with its largest entry positive."""
+    centred = table - table.mean(0)
+    _, _, directions = np.linalg.svd(centred, full_matrices=False)
+    found = centred @ directions[:dimensions].T
+    largest = np.abs(found).argmax(0)
+    return found * np.sign(found[largest, np.arange(found.shape[1])])
+
+
+def project_umap(table: Any, dimensions: int = 2, *, neighbours: int = 15, seed: int = 0) -> Any:
+    """The table as UMAP lays it out."""
+    need("umap", "studies")
+    import warnings
+
+    import umap
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on threads that a seed rules out
+        return umap.UMAP(n_components=dimensions, n_neighbors=min(neighbours, len(table) - 1), random_state=seed).fit_transform(table)
+
+
+def attention_maps(wrapped: MaskedJigsaw, images: Tensor) -> Any:
+    """How CLS attends to the patches in the last layer, [images, heads, rows, columns]; of a ViT or DeiT, of transformers or timm."""
+    place = wrapped.place
+    if place.grid is None or place.prefix < 1:
+        raise JigsawError(f"{type(wrapped.model).__name__} has no token that looks at all patches", hint="a ViT or DeiT has CLS")
+    with torch.no_grad(), _seen(wrapped.model.eval()) as attentions:
+        wrapped.model(images)
+        found = attentions()
+    return found[:, :, 0, place.prefix :].unflatten(-1, place.grid).double().cpu().numpy()
+
+
+@contextmanager
+def _seen(model: torch.nn.Module) -> Iterator[Any]:
+    """A function that gives the last layer's attention of the last pass, [images, heads, tokens, tokens]."""
+    kept: list[Tensor] = []
+    blocks: Any = getattr(model, "blocks", None)
+    if blocks is not None and hasattr(getattr(blocks[-1], "attn", None), "attn_drop"):  # timm: what its dropout is given, once the kernel is plain
+        attention = blocks[-1].attn
+        fused, attention.fused_attn = attention.fused_attn, False
+        hook = attention.attn_drop.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+        try:
+            yield lambda: kept[-1]
+        finally:
+            attention.fused_attn = fused
+            hook.remove()
+        return
+    config = getattr(model, "config", None)
+    layer = [m for m in model.modules() if type(m).__name__.endswith(("Attention", "SelfAttention")) and hasattr(m, "config")]
+    if config is None or not layer or not hasattr(model, "set_attn_implementation"):
+        raise JigsawError(f"the attention of {type(model).__name__} cannot be seen", hint="known are ViT and DeiT of transformers and timm")
+    before = config._attn_implementation
+    model.set_attn_implementation("eager")  # type: ignore[operator]
+    hooks = [
+        m.register_forward_hook(lambda _, __, out: kept.append(out[1]) if isinstance(out, tuple) and out[1] is not None else None) for m in layer
+    ]
+    try:
+        yield lambda: kept[-1]
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
+        for h in hooks:
+            h.remove()
+
+
+def entropies(maps: Any) -> Any:
+    """The entropy of each map, as a share of that of looking everywhere alike: a number for how diverse attention is."""
+    shares = maps / np.maximum(maps.sum((-1, -2), keepdims=True), 1e-300)
+    flat = shares.reshape(*shares.shape[:-2], -1)
+    return -(flat * np.log(np.maximum(flat, 1e-300))).sum(-1) / np.log(flat.shape[-1])
+
+
+def study(wrapped: MaskedJigsaw, *, seed: int = 0, umap: bool = False) -> Mapping[str, Any]:
+    """All that is to be said of a table of positions, as plain data."""
+    table, grid = table_of(wrapped)
+    places = regress_positions(table, grid, seed=seed)
+    found: dict[str, Any] = {
+        "explained": explained_variance(table),
+        "eigenvalues": accumulated_eigenvalues(table),
+        "regression": {"1-D": [places.one, places.one_spread], "2-D": [places.two, places.two_spread]},
+        "pca": project_pca(table).tolist(),
+        "grid": list(grid),
+    }
+    return {**found, "umap": project_umap(table, seed=seed).tolist()} if umap else found

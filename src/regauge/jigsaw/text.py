@@ -1,0 +1,137 @@
+"""Masked jigsaw puzzles for texts: spans of tokens are shuffled and carry one unknown position, for BERT and its like.
+
+Spans of up to `span` tokens are chosen until a share `ratio` of a text's own tokens is covered; the tokens of all chosen places are shuffled among
+each other. Special tokens and padding stay where they are and keep their positions, as CLS does in images. The table of positions gets one row more
+for the length of one call, and the chosen places are given its number.
+
+    wrapped = TextJigsaw(model, ratio=0.3)
+    wrapped(input_ids, attention_mask, labels=labels).loss.backward()
+    model = wrapped.unwrap()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.func import functional_call
+
+from regauge.jigsaw.masks import JigsawError, check_ratio, shuffles
+from regauge.jigsaw.wrapping import Output, _rank
+
+Tensor = torch.Tensor
+
+
+def span_masks(free: Any, ratio: float, span: int, draw: np.random.Generator) -> Any:
+    """Masks [texts, tokens] of spans within `free` [texts, tokens], to a share of each text's free tokens and never more."""
+    masks = np.zeros(free.shape, bool)
+    for mask, open_ in zip(masks, free, strict=True):
+        places = np.flatnonzero(open_)
+        missing = int(check_ratio(ratio) * len(places))
+        for start in draw.permutation(len(places)):
+            if missing <= 0:
+                break
+            chosen = places[start : start + min(int(draw.integers(1, span + 1)), missing)]
+            missing -= int((~mask[chosen]).sum())
+            mask[chosen] = True
+    return masks
+
+
+class TextJigsaw(torch.nn.Module):
+    """A BERT-class model of the transformers library (learned absolute positions, `position_ids`) in training with shuffled spans.
+
+    `special` are the ids that never move: by default the config's pad, bos, eos, and what stands first in a text. With `unknown` false only
+    tokens are shuffled. Draws, `probability` and `warmup` are those of `MaskedJigsaw`; every text has its own puzzle.
+    """
+
+    accepts_loss_kwargs = False
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        ratio: float = 0.1,
+        *,
+        span: int = 3,
+        unknown: bool = True,
+        probability: float = 0.5,
+        warmup: int = 0,
+        seed: int = 0,
+        special: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.ratio, self.span, self.probability, self.warmup, self.seed, self.passes = check_ratio(ratio), span, probability, warmup, seed, 0
+        if span < 1:
+            raise JigsawError(f"a span of {span} tokens is none", hint="1 or more")
+        found = [n for n, m in model.named_modules() if n.rpartition(".")[2] == "position_embeddings" and isinstance(m, torch.nn.Embedding)]
+        if len(found) != 1:
+            raise JigsawError(
+                f"{type(model).__name__} has {'no' if not found else 'more than one'} table of learned absolute positions for tokens",
+                hint="BERT, RoBERTa, DistilBERT, ELECTRA have one; with rotary or relative positions there is no row to replace",
+            )
+        self.table = f"{found[0]}.weight"
+        self.model = model
+        embedding: Any = model.get_submodule(found[0])
+        self.offset = 0 if embedding.padding_idx is None else embedding.padding_idx + 1  # RoBERTa counts from behind its padding
+        config = model.config
+        named = [getattr(config, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "cls", "sep")]
+        self.special = tuple(special) if special is not None else tuple(sorted({i for i in named if isinstance(i, int)}))
+        weight = embedding.weight.detach()
+        self.unknown = torch.nn.Parameter(weight[self.offset :].mean(0).clone()) if unknown and ratio > 0 else None
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, puzzle: tuple[Tensor, Tensor] | None = None, **more: Any) -> Output:
+        """Tokens, and what else the model takes. A `puzzle` (mask and order, [texts, tokens]) is put to them in evaluation too."""
+        drawn = self._next(input_ids, attention_mask) if self.training and puzzle is None else puzzle
+        mask = torch.zeros_like(input_ids, dtype=torch.bool) if drawn is None else drawn[0].to(input_ids.device)
+        ids = input_ids if drawn is None else input_ids.gather(1, drawn[1].to(input_ids.device))
+        given = {**more, "attention_mask": attention_mask}
+        if self.unknown is None or not (self.training or drawn is not None):
+            found = self.model(input_ids=ids, **given)
+        else:
+            table = self.model.get_parameter(self.table)
+            whole = torch.cat([table, self.unknown.to(table.dtype)[None]])
+            places = torch.where(mask, len(table), self._places(input_ids, attention_mask))
+            given.setdefault("token_type_ids", torch.zeros_like(ids))  # BERT would look its own up by the place
+            if "token_type_ids" not in _arguments(self.model):
+                given.pop("token_type_ids")
+            found = functional_call(self.model, {self.table: whole}, (), {"input_ids": ids, "position_ids": places, **given})
+        return Output({k: v for k, v in found.items() if v is not None})
+
+    def unwrap(self) -> torch.nn.Module:
+        """The plain model; the unknown embedding stays behind."""
+        return self.model
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.passes)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.passes = int(state)
+
+    def draw(self, input_ids: Tensor, attention_mask: Tensor | None, seed: Any, ratio: float | None = None) -> tuple[Tensor, Tensor]:
+        """Mask and order for texts, from a seed."""
+        ids = input_ids.cpu().numpy()
+        free = ~np.isin(ids, self.special) & (True if attention_mask is None else attention_mask.cpu().numpy().astype(bool))
+        free[:, 0] = False  # what is read off: CLS
+        draw = np.random.default_rng(seed)
+        masks = span_masks(free, self.ratio if ratio is None else ratio, self.span, draw)
+        return torch.from_numpy(masks), torch.from_numpy(shuffles(masks, draw))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _next(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
+        seeds = [self.seed, _rank(), self.passes]
+        shuffled = self.ratio > 0 and self.passes >= self.warmup and np.random.default_rng([*seeds, 0]).random() < self.probability
+        self.passes += 1
+        return self.draw(input_ids, attention_mask, [*seeds, 1]) if shuffled else None
+
+    def _places(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+        if not self.offset:
+            return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        there = (input_ids != self.offset - 1).long()
+        return torch.cumsum(there, 1) * there + self.offset - 1
+
+
+def _arguments(model: torch.nn.Module) -> Any:
+    import inspect
+
+    return inspect.signature(model.forward).parameters

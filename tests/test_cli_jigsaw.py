@@ -1,0 +1,105 @@
+"""`regauge jigsaw` as a transcript: a ViT learns digits with puzzles, is measured, studied, and loads without regauge's help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from regauge.cli import main
+from regauge.findings import load_results
+from regauge.jigsaw import VARIANTS
+from regauge.jigsaw.saving import load_wrapped
+
+HOW = ["--data", "digits", "--mean", "0.3", "--std", "0.38"]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "initializer_range": 0.2}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**size, image_size=8, patch_size=2, num_channels=1, num_labels=10))
+    folder = tmp_path_factory.mktemp("jigsaw") / "start"
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(start: Path) -> Path:
+    out = start.parent / "trained"
+    given = ["--ratio", "0.5", "--per", "sample", "--epochs", "2", "--rate", "1e-2", "--schedule", "reference"]
+    assert main(["jigsaw", "train", str(start), *HOW, *given, "-o", str(out)]) == 0
+    return out
+
+
+def test_what_is_trained_is_a_plain_checkpoint_and_what_puzzles_learned(start: Path, trained: Path) -> None:
+    assert sorted(p.name for p in trained.iterdir()) == ["config.json", "jigsaw", "model.safetensors"]
+    assert not list(trained.parent.glob(".*"))  # nothing half-done is left
+    plain = transformers.ViTForImageClassification.from_pretrained(trained).eval()
+    wrapped = load_wrapped(trained)
+    images = torch.randn(2, 1, 8, 8)
+    assert torch.equal(wrapped(images).logits, plain(images).logits)
+    assert wrapped.variant == VARIANTS["J"]
+    assert (wrapped.ratio, wrapped.per, wrapped.passes) == (0.5, "sample", 44)
+    assert not torch.equal(plain.classifier.weight, transformers.ViTForImageClassification.from_pretrained(start).classifier.weight)
+
+
+def test_training_lowers_the_loss_and_says_so(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--variant", "E", "--rate", "1e-2", "--fresh", "--flip", "--shift", "1"]
+    assert main(["jigsaw", "train", str(start), *HOW, *given, "-o", str(tmp_path / "out")]) == 0
+    words = capsys.readouterr().out.split()
+    first, last = (float(words[words.index(before) - 2]) for before in ("first,", "last"))
+    assert last < first - 0.1
+    assert main(["jigsaw", "train", str(start), *HOW, "-o", str(tmp_path / "out")]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_evaluate(start: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--ratios", "0.5,0.9", "--samples", "60", "--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "page.html")]
+    assert main(["jigsaw", "evaluate", str(start), str(trained), *HOW, *given]) == 0
+    assert "consistency" in capsys.readouterr().out
+    rows = load_results(tmp_path / "r.json").tables[0].rows
+    assert [row[1] for row in rows] == [0, 0.5, 0.9] * 2
+    assert rows[3][2] > rows[0][2] + 20  # it has learned
+    assert all(row[5] > 0 and row[5] != row[4] for row in rows if row[1])
+    assert "Consistency under puzzles" in (tmp_path / "page.html").read_text()
+
+
+def test_study(start: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--corruptions", "--samples", "2", "--report", str(tmp_path / "page.html"), "--json", str(tmp_path / "r.json")]
+    assert main(["jigsaw", "study", str(start), str(trained), *HOW, *given]) == 0
+    assert "1-D MAE" in capsys.readouterr().out
+    page, found = (tmp_path / "page.html").read_text(), load_results(tmp_path / "r.json")
+    for title in ("Accumulated eigenvalues", "PCA of positions", "Attention of CLS in the last layer", "Errors under corruptions"):
+        assert title in page
+    (row,) = (r for r in found.tables[-1].rows if str(r[0]).startswith("mCE"))
+    assert row[1] == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["evaluate", "START", *HOW, "--ratios", "1.5"], "not in [0, 1)"),
+        (["train", "START", *HOW, "--ratio", "1", "-o", "OUT"], "not in [0, 1)"),
+        (["train", "START", *HOW, "--variant", "Z", "-o", "OUT"], 'no variant "Z"'),
+        (["study", "START", "--corruptions"], "--data"),
+        (["evaluate", "NOWHERE", *HOW], "NOWHERE"),
+    ],
+)
+def test_bad_input_is_named(given: list[str], said: str, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    places = {"START": str(start), "OUT": str(tmp_path / "out"), "NOWHERE": str(tmp_path / "NOWHERE")}
+    assert main(["jigsaw", *(places.get(word, word) for word in given)]) in (1, 2)
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_file_of_what_was_learned_is_refused(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    (copy / "jigsaw" / "learned.safetensors").write_bytes(b"nothing")
+    assert main(["jigsaw", "evaluate", str(copy), *HOW]) == 1
+    assert "cannot be read" in capsys.readouterr().err

@@ -1,0 +1,171 @@
+"""Studies of position tables with known answers, corruptions that corrupt as much as they say, and the numbers of robustness by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from regauge.jigsaw import JigsawError, MaskedJigsaw
+from regauge.jigsaw.corruptions import CORRUPTIONS, corrupt
+from regauge.jigsaw.robustness import aupr, aurra, corruption_errors, mean_corruption_error, mean_error
+from regauge.jigsaw.studies import (
+    accumulated_eigenvalues,
+    attention_maps,
+    entropies,
+    explained_variance,
+    project_pca,
+    project_umap,
+    regress_positions,
+    study,
+    table_of,
+)
+
+DRAW = np.random.default_rng(0)
+PLACES = np.stack(np.divmod(np.arange(30), 6), 1).astype(float)  # 5 x 6
+
+
+def vit() -> Any:
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=(20, 24), patch_size=4, num_labels=3
+    )
+    return transformers.ViTForImageClassification(config)
+
+
+def test_a_table_that_holds_its_places_is_read_and_noise_is_not() -> None:
+    linear = PLACES @ DRAW.normal(size=(2, 16)) + 3.0
+    found = regress_positions(linear, (5, 6))
+    assert found.two < 1e-9
+    assert found.one < 1e-9  # the index is linear in row and column
+    noise = regress_positions(DRAW.normal(size=(30, 16)), (5, 6))
+    assert noise.two > 0.8
+    assert noise.one > 4
+    assert noise.one_spread > 0
+
+
+def test_explained_variance_and_eigenvalues_by_hand() -> None:
+    table = np.zeros((4, 3))
+    table[:, 0], table[:, 1] = [1, -1, 1, -1], [0.5, 0.5, -0.5, -0.5]
+    assert explained_variance(table, (1, 2, 3)) == {1: pytest.approx(0.8), 2: pytest.approx(1.0), 3: pytest.approx(1.0)}
+    assert accumulated_eigenvalues(table)[:2] == pytest.approx([0.8, 1.0])
+    assert explained_variance(table + 7, (1,))[1] == pytest.approx(0.8)  # centred
+    assert accumulated_eigenvalues(table + 7)[0] > 0.95  # as it is
+
+
+def test_projections_lay_a_grid_out_as_a_grid() -> None:
+    table = PLACES @ np.linalg.qr(DRAW.normal(size=(16, 2)))[0].T
+    found = project_pca(table)
+    assert found.shape == (30, 2)
+    apart, meant = (np.linalg.norm(x[:, None] - x[None], axis=-1) for x in (found, PLACES))
+    assert np.allclose(apart, meant)
+    assert np.array_equal(found, project_pca(table))
+
+
+@pytest.mark.slow
+def test_umap_keeps_neighbours() -> None:
+    pytest.importorskip("umap")
+    found = project_umap(PLACES @ DRAW.normal(size=(2, 16)), neighbours=5)
+    apart = np.linalg.norm(found[:, None] - found[None], axis=-1)
+    near = np.abs(PLACES[:, None] - PLACES[None]).sum(-1) == 1
+    assert apart[near].mean() < 0.5 * apart[~near].mean()
+
+
+def test_the_table_is_of_patches_alone() -> None:
+    wrapped = MaskedJigsaw(vit(), variant="F")
+    with torch.no_grad():
+        wrapped.index += 1
+    table, grid = table_of(wrapped)
+    own = wrapped.model.vit.embeddings.position_embeddings
+    assert grid == (5, 6)
+    assert np.allclose(table, own[0, 1:].detach().double().numpy() + 1)
+    assert set(study(wrapped)) == {"explained", "eigenvalues", "regression", "pca", "grid"}
+    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic")
+    bare = MaskedJigsaw(transformers.ResNetForImageClassification(config), variant="A")
+    with pytest.raises(JigsawError, match="no table of absolute positions"):
+        table_of(bare)
+    with pytest.raises(JigsawError, match="no token that looks at all"):
+        attention_maps(bare, torch.zeros(1, 3, 32, 32))
+
+
+def test_attention_maps_are_those_of_the_library() -> None:
+    model = vit().eval()
+    images = torch.randn(2, 3, 20, 24)
+    found = attention_maps(MaskedJigsaw(model), images)
+    assert model.config._attn_implementation != "eager"  # put back
+    model.set_attn_implementation("eager")
+    expected = model(images, output_attentions=True).attentions[-1][:, :, 0, 1:]
+    assert found.shape == (2, 2, 5, 6)
+    assert np.allclose(found.reshape(2, 2, 30), expected.detach().numpy(), atol=1e-6)
+    assert (entropies(found) <= 1 + 1e-9).all()
+    assert entropies(np.eye(4).reshape(1, 1, 4, 4)[..., :1, :]).max() < 1e-9  # on one patch alone
+
+
+def test_attention_maps_of_timm() -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_small_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=3)
+    found = attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 16, 16))
+    assert found.shape == (2, 2, 4, 4)
+    assert 0 < found.sum() < 4.01
+    assert model.blocks[-1].attn.fused_attn
+
+
+def pictures(h: int, w: int, channels: int = 3) -> Any:
+    """Smooth images with edges: something that every corruption changes."""
+    y, x = np.mgrid[:h, :w]
+    base = 0.5 + 0.3 * np.sin(x / w * 9) * np.cos(y / h * 7) + 0.2 * ((x // max(w // 5, 1) + y // max(h // 5, 1)) % 2)
+    return np.stack([np.clip(base * s, 0, 1) for s in (1.0, 0.8, 0.6)[:channels]], -1)[None].repeat(2, 0).__mul__(255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_corruptions_corrupt_more_with_severity_at_any_size(name: str) -> None:
+    for size in ((32, 32), (48, 80)):
+        images = pictures(*size)
+        changes = []
+        for severity in (1, 5):
+            found = corrupt(images, name, severity, seed=3)
+            assert found.shape == images.shape
+            assert found.dtype == np.uint8
+            changes.append(np.abs(found.astype(float) - images).mean())
+        assert changes[0] > 0.2
+        assert changes[1] > changes[0] * (0.5 if name == "elastic_transform" else 1.0)  # whose severities are of two kinds
+        assert np.array_equal(corrupt(images, name, 5, seed=3), found)
+    assert corrupt(pictures(32, 32, 1), name, 3).shape == (2, 32, 32, 1)
+
+
+def test_corruptions_keep_what_they_should() -> None:
+    images = pictures(32, 32)
+    assert abs(corrupt(images, "defocus_blur", 3).mean() - images.mean()) < 2  # blurs move light, they do not make it
+    assert corrupt(images, "brightness", 3).mean() > images.mean() + 20
+    assert (corrupt(images, "contrast", 5).std((1, 2)) < 0.1 * images.std((1, 2))).all()
+    noisy = corrupt(np.full((1, 64, 64, 3), 128, np.uint8), "gaussian_noise", 1).astype(float) / 255
+    assert noisy.std() == pytest.approx(0.08, rel=0.05)
+    spots = corrupt(np.full((1, 64, 64, 3), 128, np.uint8), "impulse_noise", 5)
+    assert ((spots == 0) | (spots == 255)).mean() == pytest.approx(0.27, rel=0.05)
+    one, other = corrupt(np.repeat(images[:1], 2, 0), "fog", 3)
+    assert not np.array_equal(one, other)  # every image its own draw
+
+
+def test_what_is_no_corruption_is_refused() -> None:
+    for given, said in (({"name": "rain", "severity": 1}, "rain"), ({"name": "fog", "severity": 6}, "severity 6")):
+        with pytest.raises(JigsawError, match=said):
+            corrupt(pictures(32, 32), **given)
+    with pytest.raises(JigsawError, match="bytes"):
+        corrupt(pictures(32, 32) / 255, "fog", 1)
+
+
+def test_numbers_of_robustness_by_hand() -> None:
+    mine, reference = {"fog": [0.2, 0.4], "snow": [0.5, 0.5]}, {"fog": [0.4, 0.8], "snow": [0.25, 0.25]}
+    assert corruption_errors(mine, reference) == {"fog": pytest.approx(0.5), "snow": pytest.approx(2.0)}
+    assert mean_corruption_error(mine, reference) == pytest.approx(1.25)
+    assert mean_corruption_error(reference, reference) == pytest.approx(1.0)
+    assert mean_error(mine) == pytest.approx(0.4)
+    with pytest.raises(JigsawError, match="fog"):
+        corruption_errors(mine, {"snow": [1.0, 1.0]})
+    assert aurra([0.9, 0.8, 0.1], [1, 1, 0]) == pytest.approx((1 + 1 + 2 / 3) / 3)
+    assert aurra([0.1, 0.8, 0.9], [1, 1, 0]) == pytest.approx((0 + 1 / 2 + 2 / 3) / 3)
+    assert aupr([0.9, 0.8], [0.1, 0.2]) == pytest.approx(1.0)
+    assert aupr([0.1, 0.2], [0.8, 0.9]) < 0.5

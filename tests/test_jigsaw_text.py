@@ -1,0 +1,125 @@
+"""Puzzles for texts: spans to a ratio, specials and padding that stay, one unknown position, and a model that learns."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from regauge.jigsaw import JigsawError, TextJigsaw
+from regauge.jigsaw.text import span_masks
+
+SIZE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 40}
+STILL: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 2, "initializer_range": 0.3}
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZE, **STILL, pad_token_id=0, max_position_embeddings=24))
+
+
+def roberta() -> Any:
+    torch.manual_seed(0)
+    config = transformers.RobertaConfig(**SIZE, **STILL, pad_token_id=1, bos_token_id=0, eos_token_id=2, max_position_embeddings=24)
+    return transformers.RobertaForSequenceClassification(config)
+
+
+def distilbert() -> Any:
+    torch.manual_seed(0)
+    config = transformers.DistilBertConfig(
+        dim=16, n_layers=2, n_heads=2, hidden_dim=32, vocab_size=40, max_position_embeddings=24, dropout=0.0, initializer_range=0.5
+    )
+    return transformers.DistilBertForSequenceClassification(config)
+
+
+MODELS = {"BERT": bert, "RoBERTa": roberta, "DistilBERT": distilbert}
+LABELS = torch.tensor([0, 1, 1])
+
+
+def texts(pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(5, 40, (3, 20), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    ids[1, 12:], mask[1, 12:] = pad, 0
+    return ids, mask
+
+
+def test_spans_reach_the_ratio_within_what_is_free() -> None:
+    free = np.ones((200, 60), bool)
+    free[:, 0] = free[:, 50:] = False
+    masks = span_masks(free, 0.4, 3, np.random.default_rng(0))
+    assert not (masks & ~free).any()
+    assert (masks.sum(1) == int(0.4 * 49)).all()
+    runs = np.diff(masks.astype(int), axis=1) == 1
+    assert runs.sum(1).mean() < span_masks(free, 0.4, 1, np.random.default_rng(0)).sum(1).mean() * 0.8  # they hang together
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ratio_0_is_the_plain_model_and_evaluation_is_too(name: str) -> None:
+    plain = MODELS[name]().train()
+    ids, mask = texts(plain.config.pad_token_id)
+    wrapped = TextJigsaw(copy.deepcopy(plain), 0.0).train()
+    torch.manual_seed(2)
+    one = plain(input_ids=ids, attention_mask=mask, labels=LABELS)
+    torch.manual_seed(2)
+    other = wrapped(ids, mask, labels=LABELS)
+    assert torch.equal(one.loss, other.loss)
+    plain.eval()
+    some = TextJigsaw(copy.deepcopy(plain), 0.5).eval()
+    assert torch.equal(some(ids, mask).logits, plain(input_ids=ids, attention_mask=mask).logits)
+    blank = (torch.zeros_like(ids, dtype=torch.bool), torch.arange(20).expand(3, 20))
+    assert torch.allclose(some(ids, mask, puzzle=blank).logits, plain(input_ids=ids, attention_mask=mask).logits, atol=1e-6)  # places are the model's
+    assert not torch.allclose(some(ids, mask, puzzle=some.draw(ids, mask, 0)).logits, plain(input_ids=ids, attention_mask=mask).logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_shuffled_places_are_unknown(name: str) -> None:
+    wrapped = TextJigsaw(MODELS[name](), 0.5).eval()
+    ids, mask = texts(wrapped.model.config.pad_token_id)
+    chosen, order = wrapped.draw(ids, mask, 3)
+    assert chosen.any()
+    assert not chosen[:, 0].any()
+    assert not (chosen & (mask == 0)).any()
+    assert torch.equal(order[~chosen], torch.arange(20).expand(3, 20)[~chosen])
+    wrapped(ids[:1], mask[:1], puzzle=(chosen[:1], order[:1])).logits.square().sum().backward()
+    felt = wrapped.model.get_parameter(wrapped.table).grad.abs().sum(1) > 0
+    assert torch.equal(felt[wrapped.offset : wrapped.offset + 20], ~chosen[0])
+    assert wrapped.unknown.grad.abs().sum() > 0
+
+
+def test_two_shuffles_of_one_mask_are_one_to_the_model() -> None:
+    wrapped = TextJigsaw(bert(), 0.5).eval()
+    ids, mask = texts(0)
+    chosen, order = wrapped.draw(ids, mask, 3)
+    plain = torch.arange(20).expand(3, 20)
+    assert torch.allclose(wrapped(ids, mask, puzzle=(chosen, order)).logits, wrapped(ids, mask, puzzle=(chosen, plain)).logits, atol=1e-5)
+    known = TextJigsaw(bert(), 0.5, unknown=False).eval()
+    assert not torch.allclose(known(ids, mask, puzzle=(chosen, order)).logits, known(ids, mask, puzzle=(chosen, plain)).logits, atol=1e-3)
+
+
+def test_it_trains_and_unwraps() -> None:
+    wrapped = TextJigsaw(bert(), 0.5, probability=1.0).train()
+    ids, mask = texts(0)
+    optimizer = torch.optim.Adam(wrapped.parameters(), 1e-2)
+    losses = []
+    for _ in range(15):
+        loss = wrapped(ids, mask, labels=LABELS).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    assert wrapped.passes == 15
+    assert wrapped.unwrap() is wrapped.model
+
+
+def test_models_without_such_a_table_are_refused() -> None:
+    config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=40)
+    with pytest.raises(JigsawError, match="no table of learned absolute positions"):
+        TextJigsaw(transformers.LlamaForCausalLM(config))
+    for given in ({"ratio": 1.0}, {"span": 0}):
+        with pytest.raises(JigsawError):
+            TextJigsaw(bert(), **given)

@@ -1,0 +1,199 @@
+"""A module as a graph of tensor operators: `torch.export`, with what the rest of discovery asks of it."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from regauge.errors import RegaugeError
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+_PREFIX = "module."
+_LIBRARY = re.compile(r"[/\\]torch[/\\]")
+
+
+class DiscoveryError(RegaugeError):
+    """A module's symmetry could not be read off its graph."""
+
+
+class _Named(torch.nn.Module):
+    """The module, returning its floating-point outputs by name and nothing else: caches are no part of the function."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return named(self.module(*args, **kwargs))
+
+
+def named(result: Any) -> dict[str, torch.Tensor]:
+    """What a module returned, by name, as `regauge.testing.outputs` has it."""
+    if isinstance(result, torch.Tensor):
+        return {"logits": result}
+    items = dict(result.items()) if hasattr(result, "items") else {str(i): r for i, r in enumerate(result)}
+    return {name: value for name, value in items.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The operators of a module. `names` maps a source node to the state dict's name, `kinds` to "parameter", "buffer", "constant" or "input"."""
+
+    nodes: tuple[fx.Node, ...]
+    names: Mapping[fx.Node, str]
+    kinds: Mapping[fx.Node, str]
+    outputs: Mapping[str, fx.Node]
+    ties: Mapping[str, str]
+    unread: tuple[str, ...]
+
+
+def trace(module: torch.nn.Module, inputs: Mapping[str, Any]) -> Graph:
+    """The graph of a module in evaluation mode on these inputs."""
+    given = dict(inputs)
+    if "use_cache" in inspect.signature(module.forward).parameters:
+        given.setdefault("use_cache", False)
+    was_training = module.training
+    module.eval()
+    try:
+        with torch.no_grad(), _plain_kernels(), _unstopped():
+            program = torch.export.export(_Named(module), (), given, strict=False)
+    except Exception as error:  # torch.export raises whatever the module runs into
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DiscoveryError(
+            f"torch.export cannot trace {type(module).__name__}: {first}",
+            hint="data-dependent control flow and custom kernels cannot be traced; write a spec file instead (docs/adding-a-model.md)",
+        ) from error
+    finally:
+        module.train(was_training)
+    return _graph(program, module)
+
+
+def _graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Graph:
+    signature = program.graph_signature
+    sources = {
+        **{k: ("parameter", v) for k, v in signature.inputs_to_parameters.items()},
+        **{k: ("buffer", v) for k, v in signature.inputs_to_buffers.items()},
+        **{k: ("constant", v) for k, v in signature.inputs_to_lifted_tensor_constants.items()},
+    }
+    names, kinds = {}, {}
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            kind, name = sources.get(node.name, ("input", node.name))
+            names[node], kinds[node] = name.removeprefix(_PREFIX), kind
+    spec = program.call_spec.out_spec
+    keys = list(spec.context) if spec is not None else []
+    last = next(n for n in reversed(program.graph.nodes) if n.op == "output")
+    returned = [a for a in last.args[0] if isinstance(a, fx.Node)]
+    mutated = len(returned) - len(keys)  # buffers that change come first
+    outputs = dict(zip(keys, returned[mutated:], strict=True))
+    live = _live(list(outputs.values()))
+    read = {names[n] for n in live if kinds.get(n) == "parameter"}
+    ties = _ties(module)
+    read |= {ties[n] for n in read if n in ties}
+    unread = tuple(n for n, _ in module.named_parameters(remove_duplicate=False) if n not in read and n not in ties)
+    nodes = tuple(n for n in program.graph.nodes if n in live)
+    return Graph(nodes, names, kinds, outputs, ties, unread)
+
+
+def _live(ends: list[fx.Node]) -> set[fx.Node]:
+    """What the outputs depend on, and what changes any of that in place."""
+    seen: set[fx.Node] = set()
+    todo = list(ends)
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+            todo += [u for u in node.users if mutates(u) and u.args and u.args[0] is node]
+    return seen
+
+
+def moving(graph: Graph) -> set[fx.Node]:
+    """Nodes that depend on a parameter."""
+    out: set[fx.Node] = set()
+    for node in graph.nodes:
+        if graph.kinds.get(node) == "parameter" or any(n in out for n in node.all_input_nodes):
+            out.add(node)
+    return out
+
+
+def mutates(node: fx.Node) -> bool:
+    """Does an operator write into its first argument?"""
+    return node.op == "call_function" and operator(node).endswith("_") and not operator(node).startswith("_")
+
+
+def operator(node: fx.Node) -> str:
+    """The operator's name without its overload: `add` for aten.add.Tensor."""
+    target = node.target
+    packet = getattr(target, "overloadpacket", None)
+    return packet.__name__ if packet is not None else getattr(target, "__name__", str(target))
+
+
+def _ties(module: torch.nn.Module) -> dict[str, str]:
+    """Names that repeat another parameter, which has the first of its names."""
+    same: dict[int, list[str]] = {}
+    for name, p in module.named_parameters(remove_duplicate=False):
+        same.setdefault(id(p), []).append(name)
+    return {alias: alike[0] for alike in same.values() for alias in alike[1:]}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the source an operator stands, and in which module."""
+
+    file: str
+    line: int
+    code: str
+    module: str
+
+    def __str__(self) -> str:
+        return f"line {self.line} of {self.file}" if self.file else "an unknown line"
+
+
+def place(node: fx.Node) -> Place:
+    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    path = path.removeprefix("module").removeprefix(".")
+    if not frames:
+        return Place("", 0, "", path)
+    own = [f for f in frames if not _LIBRARY.search(f["file"])]  # the model's line, not that of torch's own module
+    last = (own or frames)[-1]
+    return Place("/".join(last["file"].split("/")[-2:]), int(last["line"]), last["code"].strip(), path)
+
+
+@contextlib.contextmanager
+def _plain_kernels() -> Iterator[None]:
+    """torch's encoder layers compute as written, not in one fused operator."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
+def _unstopped() -> Iterator[None]:
+    """Warnings of torch.export about the module's own code are not the user's."""
+    import logging
+    import warnings
+
+    loggers = [logging.getLogger(n) for n in ("torch.export", "torch._export", "torch.fx")]
+    levels = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)

@@ -1,0 +1,156 @@
+"""Names for what was found: `stream`, `head.3`, `qk.3`, `ffn.3`, from what a kind of coordinate does and from the names of its parameters."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from regauge.discovery.reading import Kind, Reading
+from regauge.discovery.terms import Atom
+
+_SIDES = ("encoder", "decoder", "text", "vision", "visual", "image", "audio")
+_PLAIN = frozenset(
+    [
+        "weight",
+        "bias",
+        "dense",
+        "fc",
+        "fc1",
+        "fc2",
+        "linear",
+        "linear1",
+        "linear2",
+        "proj",
+        "projection",
+        "in",
+        "out",
+        "net",
+        "layer",
+        "layers",
+        "blocks",
+        "block",
+        "model",
+        "module",
+        "modules",
+        "attn",
+        "attention",
+        "self",
+        "mlp",
+        "ffn",
+        "act",
+        "norm",
+        "conv0",
+    ]
+)
+
+
+def label(names: Sequence[str]) -> str:
+    """The layer that parameters have in common, as text: "3", "decoder.3", "1.0"; empty if there is none."""
+    paths = [_numbers(n) for n in names]
+    common: list[str] = []
+    for column in zip(*paths, strict=False):
+        if len(set(column)) > 1:
+            break
+        common.append(column[0])
+    side = side_of(names)
+    return ".".join([*([side] if side else []), *common])
+
+
+def _numbers(name: str) -> list[str]:
+    """The numbers of a name's modules, without those of small sequences inside a layer (net.0, net.2)."""
+    return re.findall(r"(?<=\.)\d+(?=\.)", f".{name}")
+
+
+def side_of(names: Sequence[str]) -> str:
+    """Which of several networks parameters belong to, if one module's name says it."""
+    for side in _SIDES:
+        if all(re.search(rf"(^|\.){side}(_model)?\.", n) for n in names):
+            return side
+    return ""
+
+
+def name_kinds(reading: Reading, sided: bool) -> dict[Atom, str]:
+    """A name for each kind that acts on something, or that another lies over."""
+    roles: dict[Atom, Counter[str]] = {}
+    for axis, role, _ in reading.walk.roles:
+        for atom in reading.scales.atoms(axis):
+            roles.setdefault(atom, Counter())[role] += 1
+    owner = {axis: name for name, axes in reading.parameters.items() for axis in axes}
+    parents = {k.over for k in reading.kinds.values() if k.over is not None}
+    wanted = [k for k in reading.kinds.values() if k.places and (not k.frozen or k.atom in parents)]
+    users = {k.atom: list(dict.fromkeys(owner[axis] for axis, _ in k.places)) for k in wanted}
+    bases = {k.atom: _base(k, roles.get(k.atom, Counter()), users[k.atom], reading.kinds) for k in wanted}
+    out: dict[Atom, str] = {}
+    for k in wanted:
+        numbers = label(users[k.atom])
+        if not sided:
+            numbers = re.sub(r"^[a-z]+\.?", "", numbers)
+        if bases[k.atom] == "stream":
+            numbers = label(users[k.atom]) if sum(b == "stream" for b in bases.values()) > 1 else ""
+        out[k.atom] = ".".join(t for t in (bases[k.atom], numbers) if t)
+    return _apart(out, users)
+
+
+def _apart(names: dict[Atom, str], users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
+    """Names that several kinds share are told apart: by what their parameters' names do not share, or by a number."""
+    for name, times in Counter(names.values()).items():
+        if times < 2:
+            continue
+        alike = [a for a, n in names.items() if n == name]
+        words = [_words(users[a]) for a in alike]
+        told = [next((w for w in own if all(w not in other for other in words if other is not own)), None) for own in words]
+        base, _, number = name.partition(".")
+        for i, (atom, word) in enumerate(zip(alike, told, strict=True)):
+            if word is not None and len(set(told)) == len(told):
+                names[atom] = ".".join(t for t in (base, word, number) if t)
+            else:
+                names[atom] = ".".join(t for t in (base, number, str(i)) if t)
+    taken: set[str] = set()
+    for atom, name in names.items():
+        fresh, i = name, 1
+        while fresh in taken:
+            fresh, i = f"{name}.{i}", i + 1
+        names[atom] = fresh
+        taken.add(fresh)
+    return names
+
+
+def _words(names: Sequence[str]) -> list[str]:
+    found = Counter(w for n in names for w in set(re.split(r"[.]", n)) if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", w))
+    return [w for w, times in found.items() if times == len(names) and w not in _PLAIN]
+
+
+def _base(kind: Kind, roles: Counter[str], users: Sequence[str], kinds: Mapping[Atom, Kind]) -> str:
+    if roles["head"]:
+        parent = kind.over
+        if parent is not None:
+            return "rep"
+        if any(k.over is kind.atom and k.has("batch") for k in kinds.values()):
+            return "kv"
+        return "head"
+    if roles["contracted"] and (kind.over is not None or roles["free"] == 0) and not _many(users):
+        return "qk"
+    if roles["free"] and not _many(users):
+        return "vo"
+    if any(k.over is kind.atom for k in kinds.values()):
+        return "expert" if any("expert" in u for u in users) else "group"
+    if _many(users):
+        return "stream"
+    if label(users) == "" or not re.search(r"\d", label(users)):
+        return _module(users)
+    if any("embed" in u for u in users) and len(users) > 4:
+        return "stream"
+    return "ffn"
+
+
+def _many(users: Sequence[str]) -> bool:
+    """Do parameters of several layers have it, or of so many modules that it is what runs through them?"""
+    layers = {tuple(_numbers(u)) for u in users}
+    return len({n[:1] for n in layers if n}) > 1 or len(users) > 8
+
+
+def _module(users: Sequence[str]) -> str:
+    """The most telling word in the name of the first parameter."""
+    words = [w for w in users[0].split(".") if w.lower() not in _PLAIN and not w.isdigit()]
+    return re.sub(r"[^A-Za-z0-9_]", "", words[-1]) if words else "hidden"

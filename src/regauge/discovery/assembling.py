@@ -55,8 +55,8 @@ def assemble(w: Walk, module: torch.nn.Module, family: str) -> tuple[Spec, Readi
         parts=_parts(w, tensors),
         ties={a: t for a, t in w.graph.ties.items() if a in tensors and t in tensors},
         outputs={name: _HOLE.sub("_", axes_of(reading, names, v.axes)) for name, v in values.items()},
-        norms=tuple(n for n in norms if _folds(tensors, n.gain, [r for r, _ in n.readers])),
-        scales=tuple(s for s in scales if _folds(tensors, s.gain, [])),
+        norms=tuple(n for n in norms if _folds(tensors, n.gain, [r for r, _ in n.readers], w.reads)),
+        scales=tuple(s for s in scales if _folds(tensors, s.gain, [], {})),
         buffers=tuple(re.escape(n) for n in buffers),
         notes=_notes(w, norms),
     )
@@ -87,15 +87,15 @@ def _closed(w: Walk, values: Mapping[str, Value]) -> dict[Axis, str]:
     return out
 
 
-def _folds(tensors: Mapping[str, str], gain: str, readers: Sequence[str]) -> bool:
+def _folds(tensors: Mapping[str, str], gain: str, readers: Sequence[str], reading: Mapping[str, int]) -> bool:
     """Does a gain move at all, and do its readers show where it goes?"""
     wanted = {leaf.space for term in ax.parse(tensors[gain]).terms for leaf in ax.leaves(term)}
 
     def reads(name: str) -> bool:
-        for term in ax.parse(tensors[name]).terms:
+        for i, term in enumerate(ax.parse(tensors[name]).terms):
             found = list(ax.leaves(term))
             if found and {f.space for f in found} == wanted and all(f.star for f in found):
-                return True
+                return reading.get(name, i) == i
         return False
 
     return len(ax.parse(tensors[gain]).terms) == 1 and bool(wanted) and all(reads(r) for r in readers)

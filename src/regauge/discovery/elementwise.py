@@ -200,7 +200,7 @@ def masked_fill(w: Walk, node: Node) -> Value:
 
 
 def reduce(kind: str) -> Callable[[Walk, Node], Any]:
-    """Sums and means over axes (`ones`: what is kept fixes the all-ones vector), and other ways to make one number of many."""
+    """Sums and means over axes (`ones`: what is kept fixes the all-ones vector), variances (`spread`), and other ways to make one number of many."""
 
     def rule(w: Walk, node: Node) -> Any:
         if isinstance(argument(node, 1, "other"), fx.Node):  # the larger of two, number by number
@@ -219,11 +219,11 @@ def reduce(kind: str) -> Callable[[Walk, Node], Any]:
             if i not in over:
                 out = w.follow(a)
                 if kind != "ones":
-                    w.restrict(out, "rms-batch" if kind == "rms" else "pointwise", detail=operator(node))
+                    w.restrict(out, "pointwise" if kind == "pointwise" else "rms-batch", detail=operator(node))
                 axes.append(out)
                 continue
             if not a.uniform:
-                w.restrict(a, kind, detail=operator(node))
+                w.restrict(a, "ones" if kind == "spread" else kind, detail=operator(node))
             if keep:
                 axes.append(Axis(atom(1)))
         return Value(tuple(axes), weights=x.weights)

@@ -47,6 +47,8 @@ class Reason:
         where = f" at {first}" if first is not None and first.file else ""
         more = f" (and {rest} more)" if rest > 0 else ""
         code = f"\n    {first.code}" if first is not None and first.code else ""
+        if self.kind == "frozen":
+            return f"`{self.operator}`{where}{more} keeps nothing: {self.does}{code}"
         return f"`{self.operator}`{where}{more} {self.does}: it {self.keeps}{code}".replace(
             "angles of their own: it keep ", "angles of their own: they keep "
         )

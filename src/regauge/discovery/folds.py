@@ -13,49 +13,15 @@ from regauge.spec import Norm, Scale
 
 # Operators that are linear along the axis of a gain: whatever they rearrange or sum over lies on other axes.
 _PASSED = frozenset(
-    [
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "permute",
-        "transpose",
-        "to",
-        "_to_copy",
-        "clone",
-        "contiguous",
-        "alias",
-        "detach",
-        "dropout",
-        "expand",
-        "select",
-        "slice",
-        "index",
-        "mean",
-        "sum",
-        "cat",
-        "stack",
-        "pad",
-        "constant_pad_nd",
-        "roll",
-        "flip",
-        "split",
-        "chunk",
-        "split_with_sizes",
-        "unbind",
-        "getitem",
-        "index_select",
-        "gather",
-        "repeat",
-        "repeat_interleave",
-        "avg_pool1d",
-        "avg_pool2d",
-        "adaptive_avg_pool1d",
-        "adaptive_avg_pool2d",
-    ]
+    {
+        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "expand", "repeat", "repeat_interleave"),
+        *("to", "_to_copy", "type_as", "clone", "contiguous", "alias", "detach", "dropout", "mean", "sum", "roll", "flip", "pad", "constant_pad_nd"),
+        *("select", "slice", "index", "index_select", "gather", "split", "chunk", "split_with_sizes", "unbind", "getitem", "cat", "stack"),
+        *("avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),
+    }
 )
+# Operators that read a shape, and no number.
+_SHAPED = frozenset({"full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "sym_size"})
 _EITHER = ("matmul", "mm", "bmm")  # the weight may be on either side
 _LINEAR = {
     **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), (0, 1, 2)),
@@ -163,6 +129,8 @@ def _norm(w: Walk, name: str, found: list[Gain]) -> Norm | None:
         for user in node.users:
             if user not in w.values:
                 continue
+            if operator(user) in _SHAPED:
+                continue
             if operator(user) in _PASSED:
                 padded |= operator(user) in ("pad", "constant_pad_nd")
                 todo.append(user)
@@ -173,6 +141,9 @@ def _norm(w: Walk, name: str, found: list[Gain]) -> Norm | None:
                 return None
             readers.append(layer)
             used.append(user)
+            weight = user.args[order[1]]
+            if operator(user) not in _EITHER and weight.op == "placeholder":
+                w.reads[layer[0]] = 0 if operator(user) == "addmm" else 1
     joins = [n for n in seen if operator(n) in ("cat", "stack")]
     whole = all(a in seen for n in joins for a in n.all_input_nodes)
     alone = all(set(_reads(w, weight)) <= set(used) for weight, _ in readers)

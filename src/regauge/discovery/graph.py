@@ -72,7 +72,39 @@ def trace(module: torch.nn.Module, inputs: Mapping[str, Any]) -> Graph:
         ) from error
     finally:
         module.train(was_training)
+    _make_concrete(program, given)
     return _graph(program, module)
+
+
+def _make_concrete(program: torch.export.ExportedProgram, given: Mapping[str, Any]) -> None:
+    """Sizes that depend on data (a mask picks some tokens) become those of the example inputs."""
+    from torch.utils import _pytree
+
+    def is_open(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and any(not isinstance(n, int) for n in value.shape)
+
+    if not any(is_open(v) for n in program.graph.nodes for v in _pytree.tree_leaves(n.meta.get("val"))):
+        return
+    signature, inputs = program.graph_signature, iter(_pytree.tree_leaves(((), dict(given))))
+    named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
+    lifted = signature.inputs_to_lifted_tensor_constants
+    values = []
+    for node in (n for n in program.graph.nodes if n.op == "placeholder"):
+        if node.name in named:
+            name = named[node.name]
+            values.append(program.state_dict.get(name, program.constants.get(name)))
+        else:
+            values.append(program.constants[lifted[node.name]] if node.name in lifted else next(inputs))
+
+    class Sizes(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            result = super().run_node(n)
+            if n.op == "call_function":
+                n.meta["val"] = _pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), result)
+            return result
+
+    with torch.no_grad():
+        Sizes(program.graph_module).run(*values)
 
 
 def _graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Graph:

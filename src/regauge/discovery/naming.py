@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from regauge.discovery.reading import Kind, Reading
 from regauge.discovery.terms import Atom
+from regauge.groups import Rotary
 
-_SIDES = ("encoder", "decoder", "text", "vision", "visual", "image", "audio")
+_SIDES = ("text", "vision", "visual", "image", "audio", "encoder", "decoder")
 _PLAIN = frozenset(
     [
         "weight",
@@ -81,15 +82,31 @@ def name_kinds(reading: Reading, sided: bool) -> dict[Atom, str]:
     wanted = [k for k in reading.kinds.values() if k.places and (not k.frozen or k.atom in parents)]
     users = {k.atom: list(dict.fromkeys(owner[axis] for axis, _ in k.places)) for k in wanted}
     bases = {k.atom: _base(k, roles.get(k.atom, Counter()), users[k.atom], reading.kinds) for k in wanted}
+    for k in wanted:  # partial rotary positions: what is turned, and the rest
+        beside = [o for o in wanted if o is not k and bases[o.atom] == "qk" and users[o.atom] == users[k.atom]]
+        if bases[k.atom] == "qk" and beside and isinstance(k.group, Rotary) and not any(isinstance(o.group, Rotary) for o in beside):
+            bases[k.atom] = "rot"
+            bases |= {o.atom: "rest" for o in beside}
+    streams = _streams({k.atom: users[k.atom] for k in wanted if bases[k.atom] == "stream"})
     out: dict[Atom, str] = {}
     for k in wanted:
         numbers = label(users[k.atom])
         if not sided:
             numbers = re.sub(r"^[a-z]+\.?", "", numbers)
         if bases[k.atom] == "stream":
-            numbers = label(users[k.atom]) if sum(b == "stream" for b in bases.values()) > 1 else ""
+            numbers = streams[k.atom]
         out[k.atom] = ".".join(t for t in (bases[k.atom], numbers) if t)
     return _apart(out, users)
+
+
+def _streams(users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
+    """What to call each of several streams: by the side that most of its parameters are on, or by their order."""
+    if len(users) == 1:
+        return dict.fromkeys(users, "")
+    sides = {atom: Counter(side_of([n]) for n in names).most_common(1)[0][0] for atom, names in users.items()}
+    if all(sides.values()) and len(set(sides.values())) == len(sides):
+        return sides
+    return {atom: str(i) for i, atom in enumerate(users)}
 
 
 def _apart(names: dict[Atom, str], users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
@@ -137,17 +154,15 @@ def _base(kind: Kind, roles: Counter[str], users: Sequence[str], kinds: Mapping[
         return "expert" if any("expert" in u for u in users) else "group"
     if _many(users):
         return "stream"
-    if label(users) == "" or not re.search(r"\d", label(users)):
-        return _module(users)
-    if any("embed" in u for u in users) and len(users) > 4:
-        return "stream"
-    return "ffn"
+    if re.search(r"\d", label(users)):
+        return "ffn"
+    return "embed" if any("embed" in u for u in users) else _module(users)
 
 
 def _many(users: Sequence[str]) -> bool:
-    """Do parameters of several layers have it, or of so many modules that it is what runs through them?"""
-    layers = {tuple(_numbers(u)) for u in users}
-    return len({n[:1] for n in layers if n}) > 1 or len(users) > 8
+    """Do parameters of several layers have it, or those of a layer and those around it? Then it is what runs through them."""
+    layers = {tuple(_numbers(u))[:1] for u in users}
+    return len(layers) > 1
 
 
 def _module(users: Sequence[str]) -> str:

@@ -88,23 +88,23 @@ def read(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Reading:
     for restriction in (*w.restrictions, *frozen):
         for atom in dict.fromkeys(scales.atoms(restriction.axis)):
             kind(atom).restrictions.append(restriction)
-    seen_first: dict[Atom, Variable] = {}
+    activations: dict[Atom, list[Variable]] = {}
     for value in _values(w):
         for axis in value.axes if not value.weights else ():
             for i, atom in enumerate(scales.atoms(axis)):
-                seen_first.setdefault(atom, (axis, i))
+                activations.setdefault(atom, []).append((axis, i))
     for one in kinds.values():
         if one.places:
-            _decide(one, scales, foldable, seen_first.get(one.atom))
-    _lay_over(w, scales, kinds)
+            _decide(one, scales, foldable, activations.get(one.atom, []))
+    _lay_over(w, scales, kinds, parameters)
     return Reading(w, scales, kinds, parameters)
 
 
-def _decide(kind: Kind, scales: Scales, foldable: set[str], seen_first: Variable | None) -> None:
-    """The largest group that all restrictions keep. `seen_first`: where an activation first has it, which is its plain side."""
+def _decide(kind: Kind, scales: Scales, foldable: set[str], activations: list[Variable]) -> None:
+    """The largest group that all restrictions keep. `activations`: where tensors that are no parameters have it; the first is its plain side."""
     if kind.has("frozen"):
         return
-    wanted = [*kind.places, seen_first] if seen_first is not None else kind.places
+    wanted = [*kind.places, *activations]
     scale = _only(scales.scales.solutions(wanted), len(kind.places))
     sign = scales.signs.solutions(kind.places)
     star = scales.stars.solutions(wanted)
@@ -112,13 +112,13 @@ def _decide(kind: Kind, scales: Scales, foldable: set[str], seen_first: Variable
     others = [r for r in seen if r.kind != "gain"]
     gains = {r.detail for r in seen if r.kind == "gain"}
     turned = {layout for k, layout in _ROTARY.items() if kind.has(k)}
-    normed = kind.has("ones", "rms")
+    normed = kind.has("ones", "rms", "shift")
     if turned:
         _decide_turned(kind, turned, scale, sign, star, bool(seen) or normed)
     elif not seen and not normed and scale is not None and all(scale):
         kind.group, kind.exponents = GeneralLinear(), dict(zip(kind.places, scale, strict=True))
     elif not others and (normed or not gains):
-        ones = kind.has("ones")
+        ones = kind.has("ones", "shift")
         rotations: Group = OrthogonalFixingOnes() if ones else Orthogonal()
         kind.exponents = _starred(kind, star)
         if not gains:
@@ -190,7 +190,15 @@ def _span(basis: list[list[Fraction]]) -> list[list[Fraction]]:
     return out
 
 
-def _lay_over(w: Walk, scales: Scales, kinds: Mapping[Atom, Kind]) -> None:
+def _carried(parameters: Mapping[str, tuple[Axis, ...]], axis: Axis, child: Atom, parent: Atom, scales: Scales) -> bool:
+    """Can a member for each place of the parent act here: does the parent stand before it in a product, or is it an axis of its own?"""
+    if all(parent in p[: p.index(child)] for p in _products(axis) if child in p):
+        return True
+    beside = next(axes for axes in parameters.values() if any(a is axis for a in axes))
+    return any(scales.atoms(a) == [parent] for a in beside) or all(parent not in scales.atoms(a) for a in beside)
+
+
+def _lay_over(w: Walk, scales: Scales, kinds: Mapping[Atom, Kind], parameters: Mapping[str, tuple[Axis, ...]]) -> None:
     """A kind lies over another if wherever it occurs the other does too: then it has one member for each place of that."""
     together: dict[Atom, set[Atom]] = {}
     implied = {a: set(scales.atoms(y)) for x, y in w.implied for a in scales.atoms(x)}
@@ -219,7 +227,9 @@ def _lay_over(w: Walk, scales: Scales, kinds: Mapping[Atom, Kind]) -> None:
             a for a in together.get(one.atom, ()) if a in kinds and type(kinds[a].group) is Permutation and kinds[a].over is None and kinds[a].places
         ]
         found = [a for a in (*free, *fixed) if a in together.get(one.atom, ())]
-        mine = [a for a in found if not any(k.over is one.atom for k in kinds.values()) and a is not one.atom]
+        outer = [a for a in found if one.atom not in beside.get(a, [])]  # of two that always come together, the outer one is the parent
+        outer = [a for a in outer if all(_carried(parameters, axis, one.atom, a, scales) for axis, _ in one.places)]
+        mine = [a for a in outer if not any(k.over is one.atom for k in kinds.values()) and a is not one.atom]
         if mine:
             one.over = min(mine, key=lambda a: (a not in free, a.id))
 

@@ -37,7 +37,7 @@ _PERMUTATIONS = "keeps permutations only"
 RESTRICTIONS: dict[str, Kept] = {
     "pointwise": Kept(False, False, "none", "is a function of each coordinate", _PERMUTATIONS),
     "softmax": Kept(False, False, "none", "compares its coordinates", _PERMUTATIONS),
-    "shift": Kept(False, False, "none", "adds the same number to every coordinate", _PERMUTATIONS),
+    "shift": Kept(False, False, "ones", "adds the same number to every coordinate", "keeps orthogonal matrices that keep the all-ones vector"),
     "odd": Kept(False, True, "none", "is an odd function of each coordinate", "keeps permutations with signs"),
     "even": Kept(False, True, "none", "squares each coordinate", "keeps permutations with signs"),
     "relu": Kept(True, False, "none", "is positively homogeneous in each coordinate", "keeps permutations with positive scales"),
@@ -72,6 +72,8 @@ def source(w: Walk, node: Node) -> Value:
         "constant": "a constant lies along it",
         "input": f"it is an axis of the input {name}",
     }
+    if kind != "input" and node.users:
+        w.at = next(iter(node.users))  # the operator that brings it in
     return Value(tuple(w.fixed(int(n), words[kind]) for n in sizes))
 
 
@@ -129,6 +131,7 @@ RULES: dict[str, Rule] = {
     **_each("split split_with_sizes chunk", s.split),
     **_each("flip roll", s.reordered),
     **_each("pad constant_pad_nd", s.pad),
+    **_each("pixel_shuffle pixel_unshuffle", s.shuffled),
     **_each("repeat repeat_interleave tile", s.repeat),
     "select": s.select,
     "unbind": s.unbind,
@@ -157,8 +160,9 @@ RULES: dict[str, Rule] = {
     **_each("where", e.where),
     **_each("masked_fill", e.masked_fill),
     **_each("sum mean", e.reduce("ones")),
+    **_each("var std", e.reduce("spread")),
     **_each("linalg_vector_norm norm", e.reduce("rms")),
-    **_each("amax amin max min any all prod logsumexp var std argmax argmin", e.reduce("pointwise")),
+    **_each("amax amin max min any all prod logsumexp argmax argmin", e.reduce("pointwise")),
     **_each("softmax _softmax log_softmax _safe_softmax", e.softmax),
     **_each("zeros ones full new_zeros new_ones new_full zeros_like ones_like full_like empty empty_like new_empty scalar_tensor", e.made),
     **_each("arange linspace eye tril_indices triu_indices randint rand randn", e.counted),

@@ -1,7 +1,8 @@
 """How scales and signs run through a network: for each kind of coordinate, a system of linear equations in its exponents.
 
 At every place where a kind of coordinate occurs its scale c acts as c^e: 1 for an activation and for what writes it, -1 for what reads it, 0 for a
-gain or a gate. Equal axes have equal exponents, contracted ones opposite ones, products add them. What restricts scales says e = 0. Three systems are solved:
+gain or a gate. Equal axes have equal exponents, contracted ones opposite ones, products add them. What restricts scales says e = 0. Three systems
+are solved:
 
     scales    over the rationals, with every restriction: is there a scale at all, and where is it 1, -1, 0
     signs     the same modulo 2, where odd functions and norms let it pass

@@ -355,6 +355,14 @@ def pad(w: Walk, node: Node) -> Value:
     return Value(tuple(axes))
 
 
+def shuffled(w: Walk, node: Node) -> Value:
+    """pixel_shuffle: channels become places."""
+    x = w.value(node.args[0])
+    for a in x.axes[-3:]:
+        w.freeze(a, "channels and places become one another")
+    return Value((*(w.follow(a) for a in x.axes[:-3]), *(w.fixed(n, "channels and places become one another") for n in shape(node)[-3:])))
+
+
 def _frozen(w: Walk, node: Node, *values: Value) -> Value:
     for v in values:
         for a in v.axes:

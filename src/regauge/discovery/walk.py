@@ -94,6 +94,7 @@ class Walk:
     roles: list[tuple[Axis, str, fx.Node]] = field(default_factory=list)
     gains: list[Gain] = field(default_factory=list)
     implied: list[tuple[Axis, Axis]] = field(default_factory=list)  # where the first is, a place of the second is chosen
+    reads: dict[str, int] = field(default_factory=dict)  # which axis of a weight reads a gain
     unknown: dict[str, fx.Node] = field(default_factory=dict)
     aliases: dict[fx.Node, dict[str, Value]] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)

@@ -26,10 +26,10 @@ _ASIDE = ("encoder_last_hidden_state", "loss")
 
 def assemble(w: Walk, module: torch.nn.Module, family: str) -> tuple[Spec, Reading, dict[Atom, str]]:
     """The spec of a walked module. Names of spaces come back too, by the kinds of coordinates that they stand for."""
-    norms, scales = folds(w)
     outputs = {n: v for n, v in w.graph.outputs.items() if len(w.graph.outputs) == 1 or n not in _ASIDE}
     if "encoder_last_hidden_state" in w.graph.outputs and "last_hidden_state" in w.graph.outputs:
         outputs = dict(w.graph.outputs)
+    norms, scales = folds(w, list(outputs.values()))
     values = {name: w.value(node) for name, node in outputs.items()}
     closed = _closed(w, values)
     reading = read(w, {n.gain for n in norms} | {s.gain for s in scales}, closed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx
@@ -31,8 +32,8 @@ _LINEAR = {
 Layer = tuple[str, str | None]
 
 
-def folds(w: Walk) -> tuple[list[Norm], list[Scale]]:
-    """Every norm and LayerScale that folds, in the order of the graph."""
+def folds(w: Walk, ends: Sequence[fx.Node]) -> tuple[list[Norm], list[Scale]]:
+    """Every norm and LayerScale that folds, in the order of the graph. `ends`: what callers see."""
     norms, scales = [], []
     by_gain: dict[str, list[Gain]] = {}
     for gain in w.gains:
@@ -47,7 +48,7 @@ def folds(w: Walk) -> tuple[list[Norm], list[Scale]]:
             if not any(weight in tied for weight, _ in layers):
                 scales.append(Scale(name, layers))
             continue
-        norm = _norm(w, name, found)
+        norm = _norm(w, name, found, set(ends))
         if norm is not None:
             norms.append(norm)
     return norms, scales
@@ -112,11 +113,10 @@ def _reads(w: Walk, weight: str) -> list[fx.Node]:
     return out
 
 
-def _norm(w: Walk, name: str, found: list[Gain]) -> Norm | None:
+def _norm(w: Walk, name: str, found: list[Gain], ends: set[fx.Node]) -> Norm | None:
     seen: set[fx.Node] = set()
     readers: list[Layer] = []
     used: list[fx.Node] = []
-    ends = set(w.graph.outputs.values())
     todo = [g.node for g in found]
     padded = False
     while todo:
@@ -131,7 +131,7 @@ def _norm(w: Walk, name: str, found: list[Gain]) -> Norm | None:
                 continue
             if operator(user) in _SHAPED:
                 continue
-            if operator(user) in _PASSED:
+            if operator(user) in _PASSED or (operator(user) in ("mul", "div") and not isinstance(user.args[1], fx.Node)):
                 padded |= operator(user) in ("pad", "constant_pad_nd")
                 todo.append(user)
                 continue
@@ -142,7 +142,7 @@ def _norm(w: Walk, name: str, found: list[Gain]) -> Norm | None:
             readers.append(layer)
             used.append(user)
             weight = user.args[order[1]]
-            if operator(user) not in _EITHER and weight.op == "placeholder":
+            if operator(user) not in _EITHER and isinstance(weight, fx.Node) and weight.op == "placeholder":
                 w.reads[layer[0]] = 0 if operator(user) == "addmm" else 1
     joins = [n for n in seen if operator(n) in ("cat", "stack")]
     whole = all(a in seen for n in joins for a in n.all_input_nodes)

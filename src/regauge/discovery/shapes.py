@@ -292,7 +292,7 @@ def index(w: Walk, node: Node) -> Value:
     values = [w.value(indices[d]) for d in used]
     for d, ids in zip(used, values, strict=True):
         if str(indices[d].meta["val"].dtype) == "torch.bool":
-            return _frozen(w, node, x)
+            return _picked(w, node, x, d, ids) if len(used) == 1 else _frozen(w, node, x)
         _look_up(w, x.axes[d], ids)
     rank = max(len(v.axes) for v in values)
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
@@ -305,6 +305,14 @@ def index(w: Walk, node: Node) -> Value:
     axes[first:first] = new
     chosen = x.weights and all(v.places is not None for v in values)  # each token's expert
     return Value(tuple(axes), source=x.source if chosen else None, weights=chosen)
+
+
+def _picked(w: Walk, node: Node, x: Value, at: int, mask: Value) -> Value:
+    """A mask picks places of some axes, and they become one; the others pass."""
+    end = at + len(mask.axes)
+    for a in x.axes[at:end]:
+        w.freeze(a, "a mask picks its places")
+    return Value((*(w.follow(a) for a in x.axes[:at]), w.fixed(shape(node)[at], "a mask picks its places"), *(w.follow(a) for a in x.axes[end:])))
 
 
 def index_select(w: Walk, node: Node) -> Value:

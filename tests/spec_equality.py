@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from regauge import axes as ax
 from regauge.fold import folded_spec
-from regauge.groups import Group
+from regauge.groups import Group, Trivial
 from regauge.spec import Spec
 from regauge.streams import Stream, seed_key
 
 Tokens = list[tuple[str, int]]
 
 
-def tokens(term: ax.Term, sizes: dict[str, int], whole: int, star: bool = False) -> Tokens:
+def tokens(term: ax.Term, sizes: dict[str, int], whole: int) -> Tokens:
     """An axis written out: brackets, and a (space, size) for each leaf; holes have no name, and nothing of size 1 is told."""
     match term:
         case ax.Leaf():
@@ -56,11 +56,15 @@ def differences(found: Spec, known: Spec, shapes: dict[str, tuple[int, ...]]) ->
     to: dict[str, str] = {}
     back: dict[str, str] = {}
     for name, text in known.tensors.items():
-        if name not in found.tensors or name not in shapes:
-            out.append(f"{name} is missing") if name in shapes else None
+        if name not in shapes or (name not in found.tensors and not ax.spaces(text)):
+            continue
+        if name not in found.tensors:
+            out.append(f"{name} is missing")
             continue
         a, b = ax.parse(text).terms, ax.parse(found.tensors[name]).terms
         for i, (x, y, n) in enumerate(zip(a, b, shapes[name], strict=True)):
+            if all(isinstance(known.spaces[leaf.space].group, Trivial) for leaf in ax.leaves(x)):
+                continue
             left, right = tokens(x, known.sizes, n), tokens(y, found.sizes, n)
             if all(s == "" for s, _ in left):
                 continue  # what the family leaves alone may move

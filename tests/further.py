@@ -65,3 +65,18 @@ FURTHER: dict[str, Callable[[], torch.nn.Module]] = {
     "mpt": lambda: T.MptForCausalLM(T.MptConfig(d_model=16, n_heads=4, n_layers=2, vocab_size=40, max_seq_len=32)),
     "phi3": lambda: T.Phi3ForCausalLM(T.Phi3Config(**GROUPED)),
 }
+
+
+def timm_models() -> dict[str, Callable[[], torch.nn.Module]]:
+    """Small models of timm that no family describes; images of 32 x 32."""
+    from timm.models import beit, cait, convnext, eva, mlp_mixer, resnet
+
+    vision: dict[str, Any] = {"img_size": 32, "patch_size": 16, "embed_dim": 16, "num_classes": 5}
+    return {
+        "mlp-mixer": lambda: mlp_mixer.MlpMixer(**vision, num_blocks=2),
+        "convnext": lambda: convnext.ConvNeXt(depths=(1, 1, 1, 1), dims=(8, 8, 12, 12), num_classes=5),
+        "resnet": lambda: resnet.ResNet(resnet.BasicBlock, (1, 1, 1, 1), channels=(8, 8, 12, 12), stem_width=8, num_classes=5),
+        "eva": lambda: eva.Eva(**vision, depth=2, num_heads=4, use_rot_pos_emb=True, swiglu_mlp=True),
+        "cait": lambda: cait.Cait(**vision, depth=2, num_heads=4),
+        "beit": lambda: beit.Beit(**vision, depth=2, num_heads=4, use_shared_rel_pos_bias=True),
+    }

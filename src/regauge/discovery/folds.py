@@ -9,7 +9,7 @@ from torch import fx
 
 from regauge.discovery.graph import operator
 from regauge.discovery.shapes import argument
-from regauge.discovery.walk import Gain, Node, Value, Walk
+from regauge.discovery.walk import Gain, Node, Value, Walk, shape
 from regauge.spec import Norm, Scale
 
 # Operators that are linear along the axis of a gain: whatever they rearrange or sum over lies on other axes.
@@ -139,6 +139,8 @@ def _norm(w: Walk, name: str, found: list[Gain], ends: set[fx.Node]) -> Norm | N
             order = _LINEAR.get(operator(user))
             if layer is None or order is None or (operator(user) not in _EITHER and user.args[order[0]] is not node):
                 return None
+            if operator(user).startswith("conv") and any(n > 1 for n in shape(user.args[1])[2:]):
+                return None  # a kernel reaches over the edge, where there is no bias
             readers.append(layer)
             used.append(user)
             weight = user.args[order[1]]

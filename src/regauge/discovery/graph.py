@@ -52,6 +52,7 @@ class Graph:
     outputs: Mapping[str, fx.Node]
     ties: Mapping[str, str]
     unread: tuple[str, ...]
+    zeros: frozenset[fx.Node]  # constants that are zero, and are stored nowhere
 
 
 def trace(module: torch.nn.Module, inputs: Mapping[str, Any]) -> Graph:
@@ -131,7 +132,11 @@ def _graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Gr
     read |= {ties[n] for n in read if n in ties}
     unread = tuple(n for n, _ in module.named_parameters(remove_duplicate=False) if n not in read and n not in ties)
     nodes = tuple(n for n in program.graph.nodes if n in live)
-    return Graph(nodes, names, kinds, outputs, ties, unread)
+    held = {
+        n: program.constants.get(signature.inputs_to_buffers.get(n.name, signature.inputs_to_lifted_tensor_constants.get(n.name, ""))) for n in names
+    }
+    zeros = frozenset(n for n, t in held.items() if isinstance(t, torch.Tensor) and not t.is_meta and not bool(t.any()))
+    return Graph(nodes, names, kinds, outputs, ties, unread, zeros)
 
 
 def _live(ends: list[fx.Node]) -> set[fx.Node]:

@@ -67,6 +67,8 @@ def source(w: Walk, node: Node) -> Value:
         return w.aliases[node][first]
     if kind == "buffer" and _is_statistic(node):
         return Value(tuple(Axis(atom(int(n))) for n in sizes), source=name, weights=True)
+    if node in w.graph.zeros:  # zero stays what it is, whatever moves it
+        return Value(tuple(Axis(atom(int(n))) for n in sizes))
     words = {
         "buffer": f'the module\'s constant "{name}" lies along it',
         "constant": "a constant lies along it",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import audit, authorized, lock, matching, merging, move, permuted, split, start
+from benchmarks import audit, authorized, discover, lock, matching, merging, move, permuted, split, start
 
 BENCHMARKS = {
     "start": start.main,
@@ -16,6 +16,7 @@ BENCHMARKS = {
     "matching": matching.main,
     "merging": merging.main,
     "split": split.main,
+    "discover": discover.main,
 }
 
 names = sys.argv[1:] or list(BENCHMARKS)

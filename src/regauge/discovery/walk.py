@@ -25,7 +25,7 @@ Node = Any  # an fx.Node: its arguments may be of any type, and each operator's 
 
 @dataclass(eq=False)
 class Axis:
-    """One axis of one tensor. `uniform`: its values are all the same along it. `names`: its values are places on that other axis (indices)."""
+    """One axis of one tensor. `uniform`: its values are all the same along it."""
 
     term: Term
     uniform: bool = False

@@ -149,7 +149,8 @@ def _norm(w: Walk, name: str, found: list[Gain], ends: set[fx.Node]) -> Norm | N
     joins = [n for n in seen if operator(n) in ("cat", "stack")]
     whole = all(a in seen for n in joins for a in n.all_input_nodes)
     alone = all(set(_reads(w, weight)) <= set(used) for weight, _ in readers)
-    if not readers or not whole or not alone:
+    repeated = any(weight in w.graph.ties.values() for weight, _ in readers)  # folding unties a reader that repeats another, not the other
+    if not readers or not whole or not alone or repeated:
         return None
     biases = {g.bias for g in found}
     order_of = {name: i for i, name in enumerate(n for named in w.aliases.values() for n in named)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import audit, authorized, jigsaw, lock, matching, merging, move, permuted, split, start
+from benchmarks import audit, authorized, discover, jigsaw, lock, matching, merging, move, permuted, split, start
 
 BENCHMARKS = {
     "start": start.main,
@@ -17,6 +17,7 @@ BENCHMARKS = {
     "merging": merging.main,
     "split": split.main,
     "jigsaw": jigsaw.main,
+    "discover": discover.main,
 }
 
 names = sys.argv[1:] or list(BENCHMARKS)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from regauge.axes import parse as parse
     from regauge.checkpoint import open_checkpoint as open_checkpoint
     from regauge.cutting import cut as cut
+    from regauge.discovery import discover as discover
     from regauge.edge import authorize as authorize
     from regauge.edge import deauthorize as deauthorize
     from regauge.elements import Element as Element
@@ -63,6 +64,7 @@ _HOME = {
     "check": "spec",
     "cut": "cutting",
     "deauthorize": "edge",
+    "discover": "discovery",
     "dual": "axes",
     "element": "elements",
     "fold_norms": "fold",

@@ -1,0 +1,38 @@
+"""What discovery costs, in CPU-seconds: pico-models (goal: 3 each) and one of a hundred million parameters (goal: 60), verification included."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+PICO, LARGE = 3.0, 60.0
+
+
+def main() -> int:
+    import torch
+    import transformers as T
+
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    from picos import PICOS, build
+    from regauge.discovery import discovery_of
+
+    torch.set_num_threads(1)
+    discovery_of(build("gpt2"), PICOS["gpt2"].inputs)  # torch.export's own start
+    met = True
+    for name in ("gpt2", "llama", "bert", "vit", "t5", "swin"):
+        model = build(name)
+        start = time.process_time()
+        found = discovery_of(model, PICOS[name].inputs)
+        seconds = time.process_time() - start
+        met &= seconds <= PICO
+        print(f"{name:8}  {seconds:5.2f} CPU-s  error {found.error:.1e}", flush=True)
+    large = T.GPT2LMHeadModel(T.GPT2Config()).eval()
+    count = sum(p.numel() for p in large.parameters())
+    start = time.process_time()
+    found = discovery_of(large, {"input_ids": torch.arange(7)[None]})
+    seconds = time.process_time() - start
+    met &= seconds <= LARGE
+    print(f"GPT-2 of {count / 1e6:.0f} M  {seconds:5.1f} CPU-s  error {found.error:.1e}, verified on {found.verified_on}")
+    print(f"goals: {PICO:g} CPU-seconds for a pico-model, {LARGE:g} for a hundred million parameters: {'met' if met else 'NOT MET'}")
+    return 0 if met else 1

@@ -1,0 +1,96 @@
+"""What was discovered, kept: by the class of a model, its config and inputs, the libraries that trace it, and these rules themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regauge.discovery.explaining import Reason
+from regauge.discovery.graph import Place
+from regauge.errors import RegaugeError
+from regauge.spec import Spec
+from regauge.specfile import dump_spec, parse_spec
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """What was found: the spec, the largest error of its verification (and of that with norms folded), why each space has the group it has, why the
+    other axes of parameters have none, and what it was verified on."""
+
+    spec: Spec
+    error: float
+    folded_error: float | None
+    reasons: Mapping[str, Sequence[Reason]]
+    frozen: Mapping[str, Sequence[Reason]]
+    verified_on: str
+    dropped: tuple[str, ...] = ()
+
+
+def default_folder() -> Path:
+    from regauge.experiments.cells import default_cache
+
+    return default_cache().parent / "discovered"
+
+
+def key_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> str | None:
+    """What a discovery is known by; None for a module without a config, which its class alone does not describe."""
+    config = getattr(module, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return None
+    from regauge.experiments.cells import versions
+
+    shapes = {k: [list(v.shape), str(v.dtype)] for k, v in inputs.items() if isinstance(v, torch.Tensor)}
+    others = sorted(k for k, v in inputs.items() if not isinstance(v, torch.Tensor))
+    kernels = str(getattr(config, "_attn_implementation", ""))
+    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+    text = json.dumps([VERSION, kind, config.to_dict(), kernels, shapes, others, versions(), _rules()], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _rules() -> str:
+    """These rules, as a hash: other rules find other things."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def load(folder: Path, key: str) -> Discovery | None:
+    """What was kept under a key, or None if nothing was, or nothing that can be read."""
+    try:
+        kept = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        told = [{n: [_reason(r) for r in rs] for n, rs in kept[part].items()} for part in ("reasons", "frozen")]
+        spec = parse_spec(kept["spec"], str(folder / key))
+        return Discovery(spec, kept["error"], kept["folded_error"], told[0], told[1], kept["verified_on"], tuple(kept["dropped"]))
+    except (OSError, ValueError, KeyError, TypeError, RegaugeError):
+        return None
+
+
+def save(folder: Path, key: str, found: Discovery) -> None:
+    """Keep a discovery. A folder that cannot be written to is no error: it will be discovered again."""
+    from regauge.files import write_bytes
+
+    parts = {name: {n: [_plain(r) for r in rs] for n, rs in told.items()} for name, told in (("reasons", found.reasons), ("frozen", found.frozen))}
+    more = {"error": found.error, "folded_error": found.folded_error, "verified_on": found.verified_on, "dropped": list(found.dropped)}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(folder / f"{key}.json", json.dumps({"version": VERSION, "spec": dump_spec(found.spec), **parts, **more}).encode())
+    except (OSError, RegaugeError):
+        return
+
+
+def _plain(reason: Reason) -> list[Any]:
+    return [reason.operator, reason.kind, reason.does, reason.keeps, [[p.file, p.line, p.code, p.module] for p in reason.places]]
+
+
+def _reason(kept: Sequence[Any]) -> Reason:
+    name, kind, does, keeps, places = kept
+    return Reason(name, kind, does, keeps, tuple(Place(*p) for p in places))

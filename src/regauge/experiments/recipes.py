@@ -46,7 +46,7 @@ SHORT = _recipes(
     "bottleneck=2 round=1 rows=sample",
     "bottleneck=8 round=1 rows=sample",
 )
-LONG = (*SHORT, *_recipes("round=1 rows=sample", "low-pass=0.1 round=1 rows=sample"))
+LONG = (*SHORT, *_recipes("round=1 rows=sample", "low-pass=0.1 round=1 rows=sample", "batch-shuffle=0.5 rows=sample"))
 ALL = (
     *LONG,
     *_recipes("low-pass=0.05 rows=sample", "batch-shuffle=0.25 rows=sample", "noise=1 rows=sample", "pixel-noise=1 rows=sample"),
@@ -114,7 +114,7 @@ PICO = Scene(
     patch=2,
 )
 SCENES = {"small": (FACES,), "paper": (replace(FACES, attack=PATIENT, recipes=ALL), replace(CIFAR, attack=PATIENT)), "pico": (PICO,)}
-SEEDS = {"small": 1, "paper": 3, "pico": 1}
+SEEDS = {"small": 3, "paper": 3, "pico": 1}
 BUDGETS = (0.5, 0.25, 0.1)  # shares of images that may be told from all others by what the best attack makes of them
 
 
@@ -140,9 +140,7 @@ def recipes(lab: Lab) -> Results:
     }
     missing = tuple(f"{s.name} ({s.data.uri} is not in the assets)" for s in SCENES[lab.preset_name] if s not in scenes)
     if lab.preset_name == "small":
-        missing += (
-            "CIFAR-10, three seeds, a decoder beside least squares, blocks kept by the client, mixed samples, batch-shuffle (--preset paper)",
-        )
+        missing += ("CIFAR-10, a decoder beside least squares, blocks kept by the client, mixed samples (--preset paper)",)
     return Results("Defences of split learning, by what they cost and what they hide", tuple(findings), tuple(tables), (), facts, missing)
 
 
@@ -237,7 +235,8 @@ def _table(scene: Scene, found: Found) -> Table:
     note = (
         f"Accuracy on {scene.parts[2]} images with the defences on; share of {scene.attack['targets']} images whose reconstruction is nearest to its "
         f"own original of all of them, by the strongest attack on one pass, on {scene.attack['passes']} passes of the same images, and of all; the "
-        f"best SSIM (the mean image has {floor:.3f}); the strongest attack. A guess identifies {1 / scene.attack['targets']:.1%}."
+        f"best SSIM (the mean image has {floor:.3f}); the strongest attack. A guess identifies {1 / scene.attack['targets']:.1%}. The list of recipes was "
+        "settled while seed 0 was looked at; the other seeds came after it."
     )
     heads = ("defences", "accuracy", "+-", "identified, one pass", f"{scene.attack['passes']} passes", "identified", "SSIM", "strongest")
     return Table(f"Recipes on {scene.name}", heads, tuple(rows), note)

@@ -99,7 +99,7 @@ def recipe(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     """Train with the defences, test with them, and attack what leaves."""
     seed, (trained, held, tested) = int(p["seed"]), p["parts"]
     pixels, labels = pictures_of(data["images"], int(p["side"]))
-    order = np.random.default_rng(0).permutation(len(pixels))
+    order = np.random.default_rng(seed).permutation(len(pixels))
     train, own, test = (order[a:b] for a, b in ((0, trained), (trained, trained + held), (trained + held, trained + held + tested)))
     middle, scale = pixels[train].mean(), pixels[train].std()
     images = (pixels - middle) / scale
@@ -119,7 +119,7 @@ def recipe(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     return Outcome({**values, **_attacked(client, images[targets], images[own], p, seed, float(middle), float(scale))})
 
 
-RECIPE = Cell("recipe", 1, recipe)
+RECIPE = Cell("recipe", 2, recipe)
 
 
 def pictures_of(data: Any, side: int) -> tuple[Tensor, Tensor]:

@@ -236,7 +236,7 @@ def _table(scene: Scene, found: Found) -> Table:
         f"Accuracy on {scene.parts[2]} images with the defences on; share of {scene.attack['targets']} images whose reconstruction is nearest to its "
         f"own original of all of them, by the strongest attack on one pass, on {scene.attack['passes']} passes of the same images, and of all; the "
         f"best SSIM (the mean image has {floor:.3f}); the strongest attack. A guess identifies {1 / scene.attack['targets']:.1%}. The "
-        "list of recipes was settled while seed 0 was looked at; the other seeds came after it."
+        "list of recipes was settled while seed 0 was looked at; the other seeds, which divide the images otherwise, came after it."
     )
     heads = ("defences", "accuracy", "+-", "identified, one pass", f"{scene.attack['passes']} passes", "identified", "SSIM", "strongest")
     return Table(f"Recipes on {scene.name}", heads, tuple(rows), note)

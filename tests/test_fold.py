@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -163,3 +165,12 @@ def test_padding_keeps_the_bias_before_it() -> None:
     assert torch.equal(folded[name + "attention.q_proj.bias"], model.state_dict()[name + "attention.q_proj.bias"])
     assert folded[name + "layernorm_before.bias"].any()
     assert not folded[name + "layernorm_after.bias"].any()
+
+
+def test_a_reader_that_another_tensor_repeats_is_refused() -> None:
+    """It would hand the gain on to the embedding. Turned around, the same tie is untied (above)."""
+    model = build("gpt2")
+    spec = spec_of(model)
+    turned = replace(spec, ties={target: alias for alias, target in spec.ties.items()})
+    with pytest.raises(SpecError, match=r'cannot be folded into "lm_head.weight", which "transformer.wte.weight" repeats'):
+        fold_norms(turned, model.state_dict())

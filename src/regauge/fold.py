@@ -48,10 +48,20 @@ def fold_lazily(spec: Spec, state: State, *, rounded: bool = True) -> tuple[Spec
     require(check(spec, state), f'the state does not fit the spec "{spec.family}"')
     folding = _Folding(spec, state)
     for norm in spec.norms:
+        _require_own(spec, norm)
         folding.fold(norm)
     for scale in spec.scales:
         folding.fold_back(scale)
     return folded_spec(spec), folding.thunks(rounded)
+
+
+def _require_own(spec: Spec, norm: Norm) -> None:
+    """A reader takes the gain up. One that another tensor repeats would hand it on to that."""
+    read = {weight for weight, _ in norm.readers}
+    for alias, target in spec.ties.items():
+        if target in read and alias not in read:
+            hint = f'turn the tie around, so that "{target}" repeats "{alias}" and can be untied'
+            raise SpecError(f'"{norm.gain}" cannot be folded into "{target}", which "{alias}" repeats', hint=hint)
 
 
 def origin(spec: Spec, state: Container[str], name: str) -> str:

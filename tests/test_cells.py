@@ -186,8 +186,8 @@ def test_a_killed_training_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: 
     assert not list(cache.glob("*.safetensors"))
     assert len(list(cache.glob("*.working"))) == 1
     steps = []
-    forward = training.logits_of
-    monkeypatch.setattr(training, "logits_of", lambda *a: steps.append(1) or forward(*a))
+    forward = training.answer_of
+    monkeypatch.setattr(training, "answer_of", lambda *a: steps.append(1) or forward(*a))
     resumed = run(training.TRAIN, LONG, cache, digits())
     assert whole.values["steps"] == 12
     assert len(steps) == 12 - 5

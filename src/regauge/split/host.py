@@ -47,6 +47,7 @@ from regauge.split.quotas import Quotas
 
 Tensor = torch.Tensor
 PROTOCOL = 1
+_OWN = Limits(1 << 62, (1 << 32) - 1, 1 << 16, 64)  # of frames in a checkpoint: they were held against the limits when they came, as other bytes
 _log = logging.getLogger("regauge.split")
 
 
@@ -195,6 +196,7 @@ class Host:
                 result = error.code
                 found = frame.values.get("session")
                 session = self.sessions.get(found) if isinstance(found, str) else None
+                session = session if session is not None and session.peer == peer else None
                 return refusal(error, frame, session.done if session else 0, session.saved if session else 0)
             finally:
                 self.seconds += time.monotonic() - began
@@ -566,7 +568,7 @@ class Host:
         for place, data in kept.frames.items():
             name, _, n = place.partition("/")
             if n.isdigit():
-                self.sessions[name].open[int(n)] = _Open(decode(data, self.limits))
+                self.sessions[name].open[int(n)] = _Open(decode(data, _OWN))
 
     def _give(self, learner: Learner, kept: keeping.Copy) -> None:
         learner.restore(kept.weights, kept.optimizer, kept.gradients, self.folder)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from regauge.split import Host, InProcess, connect
+from regauge.errors import CheckpointError
+from regauge.split import Host, InProcess, Training, connect
 from regauge.split.frames import BARE, HEADER, MAGIC, VERSION, Bytes, Frame, FrameError, Kind, checksum, decode, encode
 from regauge.split.transport import deliver
-from splits import ADAMW, batch, made, optimizer_of, train
+from splits import ADAMW, batch, made, optimizer_of, same, train
 
 
 class Tapped:
@@ -90,3 +94,53 @@ def test_refusals_tell_nothing_of_others_sessions() -> None:
     assert said(host, asked, "bob").values["done"] == 4
     refused = said(host, asked, "ann").values
     assert (refused["code"], refused["done"], refused["saved"]) == ("session", 0, 0)
+
+
+# Disks that fill up
+
+
+@contextmanager
+def full_disk(most: int = 4096) -> Iterator[None]:
+    """No file may have more bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_checkpoint_that_fails_is_no_reason_to_refuse_what_was_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine, calm = made("gpt2"), made("gpt2")
+    host, other = Host(made("gpt2"), ADAMW, folder=tmp_path, every=2), Host(made("gpt2"), ADAMW)
+    optimizer = optimizer_of(mine)
+    with connect(mine, InProcess(host)) as link:
+        with full_disk():
+            train("gpt2", mine, optimizer, range(3))
+            assert caplog.text.count("no checkpoint at step 2") == 1
+            assert (link.log.saved, len(link.log.journal.requests), list(tmp_path.iterdir())) == (0, 6, [])  # type: ignore[union-attr]
+            with pytest.raises(CheckpointError, match="cannot be written"):
+                host.keep()
+        train("gpt2", mine, optimizer, range(3, 5))
+        assert link.log.saved == 0 or host.kept_at == 4
+    assert host.kept_at == 4
+    with connect(calm, InProcess(other)):
+        train("gpt2", calm, optimizer_of(calm), range(5))
+    assert same(host.backbone(), other.backbone())
+    assert (tmp_path / "split.safetensors").stat().st_mode & 0o077 == 0
+
+
+# Numbers that spoil what all share
+
+
+@pytest.mark.parametrize(("size", "accumulate"), [(1e30, 1), (2.5e38, 4)])
+def test_gradients_that_overflow_later_are_refused_now(size: float, accumulate: int) -> None:
+    host = Host(made("gpt2", torch.float32), Training("adamw", 1e-3, accumulate=accumulate))
+    mine = made("gpt2", torch.float32)
+    with connect(mine, InProcess(host)):
+        with pytest.raises(FrameError, match="whose squares are"):
+            (mine(**batch("gpt2", 0, torch.float32)).logits.mean() * size).backward()
+        assert not host.main.gradients()
+        mine(**batch("gpt2", 1, torch.float32)).loss.backward()
+    assert all(bool(torch.isfinite(t).all()) for moments in host.main.moments().values() for t in moments.values())
+    assert (host.step, len(host.main.gradients()) > 0) == (int(accumulate == 1), accumulate > 1)

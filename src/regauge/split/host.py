@@ -134,7 +134,7 @@ class Host:
         self.quotas = quotas or Quotas()
         self.sessions: dict[str, _Session] = {}
         self.left: dict[str, tuple[int, dict[str, Tensor]]] = {}  # what those who are gone have done in this round
-        self.step, self.kept_at = 0, 0
+        self.step = self.kept_at = self.failed_at = 0
         self.requests: dict[tuple[str, str], int] = {}  # by kind and result
         self.seconds = 0.0  # spent on them
         self.folder, self.every = None if folder is None else Path(folder), every
@@ -235,7 +235,7 @@ class Host:
                     raise FrameError("gap", f"{known} requests were asked in this session, and {session.done} are answered here")
                 self._leave(_text(frame, "session"))
                 if self.folder is not None and (self.step > self.kept_at or self.average):
-                    self._keep()  # whoever is gone sends nothing again
+                    self._try_to_keep()  # whoever is gone sends nothing again
                 return _bytes(Frame(Kind.BYE, frame.number))
             case _:
                 raise FrameError("kind", f"a {frame.kind.name} of number {frame.number} is no request")
@@ -321,8 +321,8 @@ class Host:
         session.done, session.check, session.reply = n, frame.check, reply
         if self.folder is None:
             session.saved = n  # nothing outlives this server, so that there is nothing to send again
-        elif joins or self.step - self.kept_at >= self.every:
-            self._keep()  # who is in a round must outlive the server, or rounds would end elsewhere when requests are sent again
+        elif joins or self.step - max(self.kept_at, self.failed_at) >= self.every:
+            self._try_to_keep()  # who is in a round must outlive the server, or rounds would end elsewhere when requests are sent again
         return reply
 
     def _forward(self, session: _Session, frame: Frame) -> bytes:
@@ -394,14 +394,16 @@ class Host:
         leaves = [*passed.inputs.values(), *trained.values()]
         # Nothing is added to the parameters before all of it is there and finite: a failed request changes nothing.
         found = slopes(passed.output, leaves, slope.to(self.device), self.precision)
-        if not all(bool(torch.isfinite(g).all()) for g in found if g is not None):
-            raise FrameError("nonfinite", "the gradients of the backbone hold NaN or Inf")
+        sums = {
+            n: g if p.grad is None else p.grad + g for (n, p), g in zip(trained.items(), found[len(passed.inputs) :], strict=True) if g is not None
+        }
+        if not all(_is_usable(g) for g in (*found[: len(passed.inputs)], *sums.values()) if g is not None):
+            raise FrameError("nonfinite", "the gradients of the backbone hold NaN or Inf, or numbers whose squares are")
         back = {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(passed.inputs.items(), found, strict=False)}
         reply = self._reply(session, Kind.GRADIENT, frame, back)
         del session.open[of]  # type: ignore[arg-type]
-        for p, g in zip(trained.values(), found[len(passed.inputs) :], strict=True):
-            if g is not None:
-                p.grad = g if p.grad is None else p.grad + g
+        for name, total in sums.items():
+            trained[name].grad = total
         if frame.values.get("step") is True:
             self._count(session)
         return reply
@@ -439,7 +441,7 @@ class Host:
             if not any(other.is_away for other in late) or not self._close_round():
                 raise FrameError("busy", f"the round ends when {len(late)} more have taken {self.average} steps", hint="wait for them")
             if self.folder is not None:
-                self._keep()
+                self._try_to_keep()
         return False
 
     def _members(self) -> list[_Session]:
@@ -531,6 +533,15 @@ class Host:
             if self.folder is not None:
                 self._keep()
 
+    def _try_to_keep(self) -> None:
+        """Write a checkpoint behind a request that is done. Where that fails the request stays done: clients are not told that it is saved, and keep
+        what they need to send it again. The next try is after as many steps again."""
+        try:
+            self._keep()
+        except CheckpointError as error:
+            self.failed_at = self.step
+            _log.warning("no checkpoint at step %d, and clients keep their journals: %s", self.step, error)
+
     def _keep(self) -> None:
         assert self.folder is not None
         sessions = {
@@ -587,6 +598,14 @@ class Host:
 
 def _copied(learner: Learner) -> keeping.Copy:
     return keeping.Copy(learner.step, learner.waiting, learner.since, learner.state(), learner.moments(), learner.gradients())
+
+
+def _is_usable(gradient: Tensor) -> bool:
+    """Is it finite, and its square too? Otherwise one request would leave an infinite moment with an optimizer of all, for ever."""
+    if not gradient.numel():
+        return True
+    largest = float(gradient.abs().max())
+    return largest * largest <= max(torch.finfo(gradient.dtype).max, torch.finfo(torch.float32).max)
 
 
 def _is_compilers(error: RuntimeError) -> bool:

@@ -56,6 +56,7 @@ class Kept:
 
 
 def save(folder: Path, kept: Kept) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = _flat(kept.main)
@@ -77,10 +78,13 @@ def save(folder: Path, kept: Kept) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         partial = beside(path)
         try:
+            partial.touch(mode=0o600)  # it holds what crossed
             save_file({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}, partial, metadata)
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
             partial.replace(path)
+        except SafetensorError as error:  # what the system said is in its text only
+            raise CheckpointError(f"{path} cannot be written: {error}", hint="is the disk full? What was there before is as it was") from error
         finally:
             partial.unlink(missing_ok=True)
         fsync_folder(folder)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from regauge.errors import CheckpointError
-from regauge.split import Host, InProcess, Training, connect
-from regauge.split.frames import BARE, HEADER, MAGIC, VERSION, Bytes, Frame, FrameError, Kind, checksum, decode, encode
+from regauge.split import Host, InProcess, Training, TransportError, connect
+from regauge.split.frames import BARE, HEADER, MAGIC, VERSION, Bytes, Frame, FrameError, Kind, RefusedError, checksum, decode, encode
+from regauge.split.journal import Memory
+from regauge.split.network import Grpc
+from regauge.split.quotas import Quota, Quotas
 from regauge.split.transport import deliver
 from splits import ADAMW, batch, made, optimizer_of, same, train
 
@@ -144,3 +149,173 @@ def test_gradients_that_overflow_later_are_refused_now(size: float, accumulate: 
         mine(**batch("gpt2", 1, torch.float32)).loss.backward()
     assert all(bool(torch.isfinite(t).all()) for moments in host.main.moments().values() for t in moments.values())
     assert (host.step, len(host.main.gradients()) > 0) == (int(accumulate == 1), accumulate > 1)
+
+
+# A step is taken once
+
+
+@pytest.mark.parametrize("how", ["ended", "idle"])
+def test_a_session_that_is_over_is_not_taken_again(tmp_path: Path, how: str) -> None:
+    """The client's journal still has all requests: no checkpoint was there to say that they are kept."""
+    host = Host(made("gpt2"), ADAMW, folder=tmp_path, every=1000, sessions=1, idle=0.0)
+    mine, journal = made("gpt2"), Memory()
+    with connect(mine, InProcess(host), journal=journal) as link:
+        train("gpt2", mine, optimizer_of(mine), range(2))
+        if how == "ended":
+            link.end()
+    if how == "idle":
+        connect(made("gpt2"), InProcess(host)).close()  # takes its place
+    before = host.backbone()
+    assert sorted(journal.requests) == [1, 2, 3, 4]
+    host.keep()
+    for server in (host, Host(made("gpt2"), ADAMW, folder=tmp_path)):
+        with pytest.raises(RefusedError, match="this session has ended") as error:
+            link.log.settle() if server is host else connect(made("gpt2"), InProcess(server), journal=journal)
+        assert error.value.code == "ended"
+        assert server.step == 2
+        assert same(server.backbone(), before)
+
+
+def test_a_server_that_is_lost_again_while_it_is_told_what_it_lost(tmp_path: Path) -> None:
+    def fresh(folder: str) -> Host:
+        return Host(made("gpt2"), ADAMW, folder=tmp_path / folder, every=1000)
+
+    class Lost(Tapped):
+        def exchange(self, request: Sequence[memoryview]) -> Bytes:
+            if len(self.sent) in (9, 13):  # after four steps, and in the middle of what is sent again
+                self.inner = InProcess(spare.pop())
+            return super().exchange(request)
+
+    mine, calm, host, spare = made("gpt2"), made("gpt2"), fresh("calm"), [fresh("lost"), fresh("lost")]
+    tap = Lost(fresh("lost"))
+    with connect(mine, tap):
+        train("gpt2", mine, optimizer_of(mine), range(5))
+    with connect(calm, InProcess(host)):
+        train("gpt2", calm, optimizer_of(calm), range(5))
+    again = [decode(d).number for d in tap.sent]
+    assert again.count(1) == 3, again
+    assert same(tap.inner.host.backbone(), host.backbone())
+
+
+def test_a_client_that_died_is_not_locked_out_by_its_own_quota() -> None:
+    host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1)), idle=1000.0)
+    connect(made("gpt2"), InProcess(host, "ann")).close()
+    with pytest.raises(RefusedError, match="may have 1"):
+        connect(made("gpt2"), InProcess(host, "ann"))
+    connect(made("gpt2"), InProcess(host, "bob")).close()
+    host.idle = 0.0
+    connect(made("gpt2"), InProcess(host, "ann")).close()
+    assert sorted(s.peer for s in host.sessions.values()) == ["ann", "bob"]
+
+
+# Memory
+
+
+def test_those_who_come_and_go_in_a_round_are_counted() -> None:
+    host = Host(made("gpt2"), ADAMW, average=3, sessions=4)
+    slow = made("gpt2")
+    with connect(slow, InProcess(host)):
+        train("gpt2", slow, optimizer_of(slow), range(1))  # the round waits for it
+        for _ in range(4):
+            mine = made("gpt2")
+            with connect(mine, InProcess(host)) as link:
+                train("gpt2", mine, optimizer_of(mine), range(1))
+                link.end()
+        assert len(host.left) == 4
+        mine = made("gpt2")
+        with connect(mine, InProcess(host), patience=0.01), pytest.raises(TransportError, match="the round ends when 1 more"):
+            train("gpt2", mine, optimizer_of(mine), range(1))
+        host.away = 0.0
+        train("gpt2", slow, optimizer_of(slow), range(1, 2))
+        with connect(mine, InProcess(host)):
+            train("gpt2", mine, optimizer_of(mine), range(1))
+    assert not host.left
+
+
+def test_a_text_in_a_cache_has_an_end() -> None:
+    host = Host(made("gpt2").eval(), length=8)
+    mine = made("gpt2").eval()
+    ids = batch("gpt2", 0)["input_ids"][:, :4]
+    with connect(mine, InProcess(host)), torch.no_grad():
+        found = mine(ids, use_cache=True)
+        found = mine(ids, past_key_values=found.past_key_values, use_cache=True)
+        with pytest.raises(RefusedError, match="at most 8 tokens"):
+            mine(ids, past_key_values=found.past_key_values, use_cache=True)
+
+
+def test_a_turn_that_failed_half_way_is_not_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(made("gpt2").eval())
+    mine = made("gpt2").eval()
+    ids = batch("gpt2", 0)["input_ids"]
+    with connect(mine, InProcess(host)), torch.no_grad():
+        found = mine(ids, use_cache=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(host.blocks[-1].mlp, "forward", lambda *a: torch.zeros(3, 3) @ torch.zeros(4))
+            with pytest.raises(RefusedError, match="could not compute"):
+                mine(ids[:, :1], past_key_values=found.past_key_values, use_cache=True)
+        with pytest.raises(RefusedError, match="has no such cache"):
+            mine(ids[:, :1], past_key_values=found.past_key_values, use_cache=True)
+
+
+# A server that lies
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "words"),
+    [
+        (Kind.GRADIENT, lambda t: t * math.nan, "gradient of .* holds NaN"),
+        (Kind.GRADIENT, lambda t: t[:, :1], "another shape"),
+        (Kind.GRADIENT, lambda t: t.float(), "another shape or dtype"),
+        (Kind.OUTPUT, lambda t: t * math.inf, "stream holds NaN"),
+        (Kind.OUTPUT, lambda t: t[:, :1], "returned a stream of shape"),
+    ],
+)
+def test_what_a_server_returns_is_looked_at(kind: Kind, change: Callable[[torch.Tensor], torch.Tensor], words: str) -> None:
+    def changed(frame: Frame) -> Frame:
+        return replace(frame, tensors={n: change(t) for n, t in frame.tensors.items()}) if frame.kind is kind else frame
+
+    mine = made("gpt2")
+    optimizer = optimizer_of(mine)
+    with connect(mine, Tapped(Host(made("gpt2"), ADAMW), change=changed)):
+        with pytest.raises(FrameError, match=words):
+            train("gpt2", mine, optimizer, range(1))
+        if "shape" in words and kind is Kind.OUTPUT:
+            with pytest.raises(FrameError, match=words), torch.no_grad():
+                mine(**batch("gpt2", 0))
+
+
+def test_sgds_moments_are_no_others(tmp_path: Path) -> None:
+    host = Host(made("gpt2"), Training("sgd", 0.1, momentum=0.9), folder=tmp_path)
+    mine = made("gpt2")
+    with connect(mine, InProcess(host)):
+        train("gpt2", mine, optimizer_of(mine), range(1))
+    (tmp_path / ".split.safetensors.partial-0123456789ab").write_bytes(b"half")
+    host.keep()
+    with pytest.raises(CheckpointError, match="holds a training with sgd"):
+        Host(made("gpt2"), ADAMW, folder=tmp_path)
+    assert Host(made("gpt2"), host.training, folder=tmp_path).step == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["split.safetensors"]  # and what a killed process had begun is gone
+
+
+@pytest.mark.parametrize("address", ["localhost", "7000", "localhost:", "localhost:http"])
+def test_an_address_has_a_port(address: str) -> None:
+    with pytest.raises(TransportError, match="is no address"):
+        Grpc(address)
+
+
+def test_what_a_server_says_of_itself_is_printable() -> None:
+    def changed(frame: Frame) -> Frame:
+        return replace(frame, values={**frame.values, "key": "\x1b[2J" + "k" * 9}) if frame.kind is Kind.WELCOME else frame
+
+    with connect(made("gpt2"), Tapped(Host(made("gpt2")), change=changed)) as link:
+        assert link.told["key"] == "[2J" + "k" * 9
+
+
+@pytest.mark.parametrize("told", [{"accumulate": 0}, {"accumulate": "x"}, {"rate": "1"}, {"optimizer": None}])
+def test_a_training_that_is_told_wrongly_is_refused(told: dict[str, object]) -> None:
+    from regauge.cli.clienting import _checked
+
+    good = {"trains": True, **ADAMW.told()}
+    assert _checked(good) == good
+    with pytest.raises(FrameError, match=f'does not say its "{min(told)}"'):
+        _checked({**good, **told})

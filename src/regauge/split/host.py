@@ -47,6 +47,7 @@ from regauge.split.quotas import Quotas
 
 Tensor = torch.Tensor
 PROTOCOL = 1
+_GONE = 100_000  # sessions that are remembered after their end
 _OWN = Limits(1 << 62, (1 << 32) - 1, 1 << 16, 64)  # of frames in a checkpoint: they were held against the limits when they came, as other bytes
 _log = logging.getLogger("regauge.split")
 
@@ -68,6 +69,8 @@ class _Cache:
     turn: int
     reply: bytes
     check: int
+    length: int = 0  # tokens, and bytes of the streams that they came in
+    size: int = 0
 
 
 @dataclass
@@ -134,6 +137,7 @@ class Host:
         self.quotas = quotas or Quotas()
         self.sessions: dict[str, _Session] = {}
         self.left: dict[str, tuple[int, dict[str, Tensor]]] = {}  # what those who are gone have done in this round
+        self.gone: dict[str, None] = {}  # sessions that have ended: their requests are in the weights, and must not be taken again
         self.step = self.kept_at = self.failed_at = 0
         self.requests: dict[tuple[str, str], int] = {}  # by kind and result
         self.seconds = 0.0  # spent on them
@@ -260,9 +264,11 @@ class Host:
         name = _text(frame, "session")
         if len(name) != 32 or not name.isascii() or not name.isalnum():
             raise FrameError("session", "a session's name is 32 letters and digits")
+        if name in self.gone:
+            raise FrameError("ended", "this session has ended, and what it asked for is done", hint="start a new one")
         session = self.sessions.get(name)
         if session is None:
-            self._make_room()
+            self._make_room(peer)
             self.quotas.require_room(peer, sum(s.peer == peer for s in self.sessions.values()))
             session = self.sessions[name] = _Session(peer, codec, Limits(*limits))  # type: ignore[arg-type]
         elif session.peer != peer:
@@ -279,13 +285,17 @@ class Host:
         told |= {"key": self.key, "precision": self.precision, "average": self.average}
         return _bytes(Frame(Kind.WELCOME, 0, told | (self.training.told() if self.training else {})))
 
-    def _make_room(self) -> None:
-        if len(self.sessions) < self.most:
-            return
-        name, oldest = min(self.sessions.items(), key=lambda item: item[1].seen)
-        if time.monotonic() - oldest.seen < self.idle:
-            raise FrameError("full", f"the server has {self.most} sessions, and takes no more", hint="end one, or come back later")
-        self._leave(name)
+    def _make_room(self, peer: str) -> None:
+        """Let go of the session that was silent for longest, if there are too many: of this client's, or of all."""
+        for mine, most in ((True, self.quotas.of(peer).sessions), (False, self.most)):
+            among = {n: s for n, s in self.sessions.items() if not mine or s.peer == peer}
+            if not most or len(among) < most:
+                continue
+            name, oldest = min(among.items(), key=lambda item: item[1].seen)
+            if time.monotonic() - oldest.seen >= self.idle:
+                self._leave(name)
+            elif not mine:
+                raise FrameError("full", f"the server has {self.most} sessions, and takes no more", hint="end one, or come back later")
 
     def _session(self, frame: Frame, peer: str) -> _Session:
         session = self.sessions.get(_text(frame, "session"))
@@ -430,11 +440,11 @@ class Host:
         if not self.average:
             return False
         session.is_away = False
-        if session.learner is None:
+        if session.learner is None and len(self.left) < self.most:
             session.learner = self.main.copy()
             self._compile(session.learner)
             return True
-        if session.learner.since >= self.average:
+        if session.learner is None or session.learner.since >= self.average:
             late = [s for s in self._members() if s.learner is not None and s.learner.since < self.average]
             for other in late:
                 other.is_away = time.monotonic() - other.seen > self.away
@@ -450,6 +460,10 @@ class Host:
     def _leave(self, name: str) -> None:
         """Forget a session. What it has done in this round stays in the round."""
         session = self.sessions.pop(name)
+        if session.done:
+            self.gone[name] = None
+            if len(self.gone) > _GONE:
+                del self.gone[next(iter(self.gone))]
         if session.learner is not None and session.learner.since:
             self.left[name] = session.learner.since, {n: p.detach().clone() for n, p in session.learner.trained.items()}
         self._close_round()
@@ -491,14 +505,22 @@ class Host:
             raise FrameError("cache", "the server has no such cache", hint="it was dropped, or the server was started again: generate anew")
         cache = cache or _Cache(self._new_cache(), 0, b"", 0)
         crossing = self._crossing(session, frame)
-        order = frame.values.get("rows")
-        if order is not None:
-            if not isinstance(order, list) or not all(type(i) is int and 0 <= i < self.length for i in order):
-                raise FrameError("layout", '"rows" is not a list of numbers')
-            cache.value.reorder_cache(torch.tensor(order, device=self.device))
-        with torch.no_grad():
-            z = self._run(crossing.replaced(**{CACHE: cache.value}), frame, "predict")
-        cache.reply = self._reply(session, Kind.OUTPUT, frame, {"stream": z})
+        stream, order = crossing.stream, frame.values.get("rows")
+        if order is not None and not (isinstance(order, list) and len(order) == len(stream) and all(type(i) is int and i >= 0 for i in order)):
+            raise FrameError("layout", '"rows" is not a list of numbers, one for each row of the stream')
+        length, size = cache.length + stream.shape[1], cache.size + stream.numel() * stream.element_size()
+        if length > self.length or size > self.limits.payload:
+            raise FrameError("limit", f"a text has at most {self.length} tokens, and all of its streams {self.limits.payload} bytes")
+        try:
+            if order is not None:
+                cache.value.reorder_cache(torch.tensor(order, device=self.device))
+            with torch.no_grad():
+                z = self._run(crossing.replaced(**{CACHE: cache.value}), frame, "predict")
+            cache.reply = self._reply(session, Kind.OUTPUT, frame, {"stream": z})
+        except BaseException:
+            session.caches.pop(name, None)  # some layers may have taken this turn, and it must not be taken twice
+            raise
+        cache.length, cache.size = length, size
         cache.turn, cache.check = turn, frame.check
         session.caches[name] = cache
         session.caches.move_to_end(name)
@@ -552,7 +574,7 @@ class Host:
         frames |= {f"{name}/{n}": _bytes(o.request) for name, s in self.sessions.items() for n, o in s.open.items()}
         digest = str(self.about["digest"])
         copies = {name: _copied(s.learner) for name, s in self.sessions.items() if s.learner is not None}
-        keeping.save(self.folder, keeping.Kept(digest, self.step, _copied(self.main), copies, dict(self.left), sessions, frames))
+        keeping.save(self.folder, keeping.Kept(digest, self.step, _copied(self.main), copies, dict(self.left), sessions, frames, tuple(self.gone)))
         self.kept_at = self.step
         for session in self.sessions.values():
             session.saved = session.done
@@ -567,6 +589,7 @@ class Host:
         self._give(self.main, kept.main)
         self.step = self.kept_at = kept.step
         self.left = {name: (n, dict(weights)) for name, (n, weights) in kept.left.items()}
+        self.gone = dict.fromkeys(kept.gone)
         for name, s in kept.sessions.items():
             reply = kept.frames.get(f"{name}/reply", b"")
             made = _Session(s["peer"], s["codec"], Limits(*s["limits"]), s["done"], s["done"], s["check"], reply, time.monotonic())

@@ -15,6 +15,7 @@ import asyncio
 import concurrent.futures
 import ipaddress
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
@@ -131,6 +132,8 @@ def is_loopback(address: str) -> bool:
 
 
 def _require_private(address: str, tls: Tls | None, insecure: bool) -> None:
+    if not address.startswith("unix:") and not re.search(r".:\d{1,5}$", address):
+        raise TransportError(f"{address!r} is no address", hint="write HOST:PORT, as in 127.0.0.1:7000 or [::1]:7000")
     if tls is None and not insecure and not is_loopback(address):
         raise TransportError(
             f"{address} is not this machine, and without TLS anyone on the way reads and changes what crosses",
@@ -202,6 +205,9 @@ class Server:
 
     async def _exchange(self, incoming: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
         peer = _peer(context)
+        if self.tls is not None and not peer:  # all of them would be one, with each other's sessions
+            yield refusal(FrameError("client", "your certificate has no common name, by which this server knows its clients"))
+            return
         if self.clients is not None and peer not in self.clients:
             yield refusal(FrameError("client", "this server does not know you", hint="ask its owner to list your certificate's name"))
             return

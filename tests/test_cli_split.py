@@ -273,6 +273,10 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
         (["predict", model, *there, "--defence", "noise=-1"], "noise of -1", 1),
         (["certs", "--to", tmp_path / "c", "--client", "server"], "is no name for a client", 2),
         (["certs", "--to", tmp_path / "c", "--client", "../x"], "is no name for a client", 2),
+        (["certs", "--to", tmp_path / "c", "--client", "\u00e9" * 64], "is no name for a client", 2),
+        (["certs", "--to", tmp_path / "c", "--name", "b\u00fccher.example"], "is no name or address", 2),
+        (["certs", "--to", tmp_path / "c", "--name", ""], "is no name or address", 2),
+        (["certs", "--to", tmp_path / "c", "--name", "a b"], "is no name or address", 2),
     ):
         said = run("split", *arguments)
         assert (said.code, words in said.err) == (code, True), (arguments, said.err)

@@ -297,7 +297,7 @@ def test_sgds_moments_are_no_others(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["split.safetensors"]  # and what a killed process had begun is gone
 
 
-@pytest.mark.parametrize("address", ["localhost", "7000", "localhost:", "localhost:http"])
+@pytest.mark.parametrize("address", ["localhost", "7000", "localhost:", "localhost:http", "127.0.0.1:99999"])
 def test_an_address_has_a_port(address: str) -> None:
     with pytest.raises(TransportError, match="is no address"):
         Grpc(address)

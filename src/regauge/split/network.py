@@ -132,7 +132,8 @@ def is_loopback(address: str) -> bool:
 
 
 def _require_private(address: str, tls: Tls | None, insecure: bool) -> None:
-    if not address.startswith("unix:") and not re.search(r".:\d{1,5}$", address):
+    port = re.search(r".:(\d{1,5})$", address)
+    if not address.startswith("unix:") and (port is None or int(port[1]) > 65535):  # gRPC would take 99999 for 34463
         raise TransportError(f"{address!r} is no address", hint="write HOST:PORT, as in 127.0.0.1:7000 or [::1]:7000")
     if tls is None and not insecure and not is_loopback(address):
         raise TransportError(

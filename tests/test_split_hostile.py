@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import resource
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 import torch
 
@@ -17,7 +19,7 @@ from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, Training, TransportError, connect
 from regauge.split.frames import BARE, HEADER, MAGIC, VERSION, Bytes, Frame, FrameError, Kind, RefusedError, checksum, decode, encode
 from regauge.split.journal import Memory
-from regauge.split.network import Grpc
+from regauge.split.network import Grpc, Server
 from regauge.split.quotas import Quota, Quotas
 from regauge.split.transport import deliver
 from splits import ADAMW, batch, made, optimizer_of, same, train
@@ -319,3 +321,20 @@ def test_a_training_that_is_told_wrongly_is_refused(told: dict[str, object]) -> 
     assert _checked(good) == good
     with pytest.raises(FrameError, match=f'does not say its "{min(told)}"'):
         _checked({**good, **told})
+
+
+def test_half_a_frame_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    from regauge.split import network
+
+    monkeypatch.setattr(network, "STALL", 0.2)
+    good = b"".join(encode(Frame(Kind.STEP, 1, {"session": "a" * 32})))
+
+    async def written(pieces: Sequence[bytes]) -> object:
+        stream = link._open()
+        for piece in pieces:
+            await stream.write(piece)
+        return await asyncio.wait_for(stream.read(), 30)
+
+    with Server(Host(made("gpt2"))) as server, Grpc(f"127.0.0.1:{server.port}") as link:
+        assert decode(network._Loop.run(written([good[:50], good[50:]]))).kind is Kind.ERROR  # a whole one is answered
+        assert network._Loop.run(written([good[:50]])) is grpc.aio.EOF

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
 
@@ -23,6 +22,8 @@ from regauge.split.network import Grpc, Server
 from regauge.split.quotas import Quota, Quotas
 from regauge.split.transport import deliver
 from splits import ADAMW, batch, made, optimizer_of, same, train
+
+pytest.importorskip("grpc")
 
 
 class Tapped:
@@ -324,6 +325,8 @@ def test_a_training_that_is_told_wrongly_is_refused(told: dict[str, object]) -> 
 
 
 def test_half_a_frame_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    import grpc
+
     from regauge.split import network
 
     monkeypatch.setattr(network, "STALL", 0.2)

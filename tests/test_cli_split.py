@@ -21,7 +21,8 @@ pytest.importorskip("grpc")
 
 from picos import build
 from regauge.checkpoint import open_checkpoint
-from regauge.cli import main, serving
+from regauge.cli import clienting, main, serving
+from regauge.errors import CheckpointError
 from regauge.loading import load_model, load_part
 from splits import distance
 from test_cli import Run, run
@@ -258,6 +259,7 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
         (["serve", model, "--optimizer", "sgd"], "without --rate R nothing is trained", 2),
         (["serve", model, "--rate", 0.1, "--schedule", "linear"], "ends after its warm-up", 1),
         (["serve", model, "--listen", "0.0.0.0:0"], "without TLS anyone on the way reads", 1),
+        (["serve", model, "--listen", "7000"], "is no address", 1),
         (["serve", model, "--clients", tmp_path / "book.txt"], "it needs --tls", 2),
         (["serve", model, "--quota", "much"], "is no quota", 1),
         (["serve", model, "--out", tmp_path / "out"], "nothing is trained", 2),
@@ -271,11 +273,59 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
         (["predict", model, *there, "--defence", "noise=-1"], "noise of -1", 1),
         (["certs", "--to", tmp_path / "c", "--client", "server"], "is no name for a client", 2),
         (["certs", "--to", tmp_path / "c", "--client", "../x"], "is no name for a client", 2),
+        (["certs", "--to", tmp_path / "c", "--client", "\u00e9" * 64], "is no name for a client", 2),
+        (["certs", "--to", tmp_path / "c", "--name", "b\u00fccher.example"], "is no name or address", 2),
+        (["certs", "--to", tmp_path / "c", "--name", ""], "is no name or address", 2),
+        (["certs", "--to", tmp_path / "c", "--name", "a b"], "is no name or address", 2),
     ):
         said = run("split", *arguments)
         assert (said.code, words in said.err) == (code, True), (arguments, said.err)
     assert not (tmp_path / "c").exists()
     assert not (tmp_path / "o").exists()
+
+
+def test_nothing_is_lost_at_awkward_moments(run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder has one user; Ctrl-C in the last step does not undo the others; a server that cannot keep its state still writes what it was asked to;
+    a run that is stopped and cannot go on leaves no session behind."""
+    kept, journal, hosts = tmp_path / "kept", tmp_path / "journal", []
+    how = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1, "--batch", 8, "--epochs", 1]
+    stop, at = threading.Event(), 7
+
+    @contextmanager
+    def signals(words: str = "") -> Iterator[threading.Event]:
+        stop.clear()
+        yield stop
+
+    def ticked(self: Any, done: int, loss: float | None) -> None:
+        self.done = done
+        if done == at:
+            stop.set()
+
+    def failed(host: Any) -> None:
+        hosts.append(host)
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(clienting, "signals", signals)
+    monkeypatch.setattr(clienting._Ticker, "__call__", ticked)
+    with served(monkeypatch, model, "--rate", 1e-2, "--quota", "sessions=1", "--checkpoint", kept, "--threads", 1) as address:
+        said = run("split", "serve", model, "--rate", 1e-2, "--checkpoint", kept, "--listen", f"127.0.0.1:{free_port()}")
+        assert (said.code, f"another server is using {kept}" in said.err) == (1, True), said.err
+        with serving.only_one(journal, "run"):
+            said = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges", "--journal", journal)
+            assert (said.code, f"another run is using {journal}" in said.err) == (1, True), said.err
+        assert list(journal.iterdir()) == []
+        at = 3
+        said = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges")
+        assert (said.code, "stopped after step 3 of 7" in said.err, (tmp_path / "edges").exists()) == (130, True, False), said.err
+        at = 7
+        (journal / ".000000003.request.partial-0123456789ab").write_bytes(b"half")
+        said = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges", "--journal", journal)
+        assert (said.code, (tmp_path / "edges").exists(), list(journal.iterdir())) == (0, True, []), said.err
+    monkeypatch.setattr("regauge.split.host.Host.keep", failed)
+    with pytest.raises(AssertionError), served(monkeypatch, model, "--rate", 1e-2, "--checkpoint", kept, "--out", tmp_path / "backbone"):
+        pass
+    assert hosts[0].step == 10
+    assert (tmp_path / "backbone" / "split.json").exists()
 
 
 @pytest.mark.parametrize("part", ["edges", "backbone"])

@@ -38,7 +38,7 @@ def named(letter: str) -> Memory:
 
 def test_quotas_are_read_and_refused_by_line() -> None:
     assert read_quota("sessions=2 requests=0.5, bytes=1.5M") == Quota(2, 0.5, 1_500_000)
-    found = read_clients("# who may come\nann\n\nbob sessions=3  # of the other team\n", Quota(requests=9))
+    found = read_clients("# who may come\nann\n\nbob\tsessions=3  # of the other team\n", Quota(requests=9))
     assert found == {"ann": Quota(requests=9), "bob": Quota(3, 9)}
     for text in ("requests", "sessions=1.5", "bytes=-1", "speed=3"):
         with pytest.raises(QuotaError, match="is no quota"):

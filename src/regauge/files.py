@@ -38,6 +38,27 @@ def writing(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}", hint="check that the folder exists and is writable") from error
 
 
+@contextlib.contextmanager
+def alone(folder: Path, message: str, hint: str) -> Iterator[None]:
+    """Refuse whoever comes second to a folder. It is free again when its holder is gone, however that ended. Where the system cannot lock folders,
+    nothing is refused."""
+    try:
+        import fcntl
+
+        fd = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise CheckpointError(message, hint=hint) from error
+        yield
+    finally:
+        os.close(fd)
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the names in a folder durable, where the system can."""
     with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from regauge.blocks import Blocks, bits_of
 from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, read_header
 from regauge.errors import CheckpointError
-from regauge.files import amount, fsync_folder, write_bytes, writing
+from regauge.files import alone, amount, fsync_folder, write_bytes, writing
 from regauge.keys import is_key_file
 
 if TYPE_CHECKING:
@@ -361,7 +361,7 @@ def _staged(partial: Path, plan: Plan, resume: bool) -> Iterator[set[str]]:
         raise CheckpointError(f"{partial} is in the way, and is not regauge's", hint="remove or rename it first")
     with writing(partial):
         partial.mkdir(exist_ok=True)
-    with _alone(partial):
+    with alone(partial, f"another run is writing {partial}", "wait for it, or name another folder with -o"):
         done = _finished(partial, plan, digest) if resume else set()
         try:
             with writing(partial):
@@ -386,26 +386,6 @@ def _is_ours(partial: Path, plan: Plan) -> bool:
     begun = all(name.startswith(f".{_JOURNAL}.partial-") for name in names)
     whole = bool(plan.files) and all((partial / f.name).is_file() and (partial / f.name).stat().st_size == f.size for f in plan.files)
     return (partial / _JOURNAL).is_file() or begun or whole
-
-
-@contextlib.contextmanager
-def _alone(partial: Path) -> Iterator[None]:
-    """Refuse a second run that writes the same output. Where the system cannot lock folders, nothing is refused."""
-    try:
-        import fcntl
-
-        fd = os.open(partial, os.O_RDONLY)
-    except (ImportError, OSError):
-        yield
-        return
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise CheckpointError(f"another run is writing {partial}", hint="wait for it, or name another folder with -o") from error
-        yield
-    finally:
-        os.close(fd)
 
 
 def _journal(partial: Path, digest: str, done: set[str]) -> None:

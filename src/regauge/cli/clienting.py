@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -15,7 +15,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import StoppedError, data, data_json, say, step_bar, warn
-from regauge.cli.serving import Clip, Decay, Insecure, Momentum, Optimizer, Rate, Schedule, TlsFiles, Warmup, read_tls, signals
+from regauge.cli.serving import Clip, Decay, Insecure, Momentum, Optimizer, Rate, Schedule, TlsFiles, Warmup, only_one, read_tls, signals
 
 if TYPE_CHECKING:
     import torch
@@ -119,10 +119,11 @@ def train(
     ordered(defence or ())
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
     case = _case(model, source, key, passphrase_file, rows, device, dtype, threads)
+    alone = nullcontext() if journal is None else only_one(journal, "run")
     linked = _linked(case, server, read_tls(tls, name), insecure, rows, keep_cls, defence, codec, journal, patience)
-    with linked as link, signals("stops after this step; once more stops at once") as stop:
-        told = link.told
-        losses_of_a_step = int(str(told["accumulate"])) if told.get("trains") else 1
+    with alone, linked as link, signals("stops after this step; once more stops at once") as stop:
+        told = _checked(link.told)
+        losses_of_a_step = told["accumulate"] if told.get("trains") else 1
         count = steps or (epochs or 1) * -(-len(case.examples) // (batch * losses_of_a_step))
         given = {"schedule": schedule, "warmup": warmup, "clip": clip, "decay": decay, "momentum": momentum}
         own = _own(told, count, rate, optimizer, given)
@@ -133,7 +134,7 @@ def train(
             losses = trained(
                 case.module, link, case.examples, own, Run(count, batch, seed), folder=journal, every=every, tick=ticker, stop=stop.is_set
             )
-        if stop.is_set():
+        if stop.is_set() and ticker.done < count:
             kept = (
                 f"; the same command with --resume goes on from {journal}"
                 if journal is not None
@@ -142,7 +143,7 @@ def train(
             raise StoppedError(f"stopped after step {ticker.done} of {count}{kept}")
         write_part(out, case.module, case.checkpoint, "edges", facts={"steps": count})
         link.end()
-    _clear(journal, CLIENT)
+        _clear(journal, CLIENT)
     loss = losses[-1] if losses else None
     last = "" if loss is None else f", last loss {loss:.4f}"
     say(f"wrote embedding and head to {out} after {count} steps{last}, {time.monotonic() - started:.0f} s")
@@ -283,8 +284,8 @@ def _linked(
     patience: float,
 ) -> Iterator[Link]:
     """A link that was told who the server is, and talks when it waits."""
-    from regauge.errors import LockError
-    from regauge.split import connect
+    from regauge.errors import LockError, RegaugeError
+    from regauge.split import TransportError, connect
     from regauge.split.network import Grpc
 
     say(f"connects to {server}{'' if tls else ', without TLS'}")
@@ -309,7 +310,15 @@ def _linked(
                 held = f"locked by the key {theirs}" if theirs else "not locked"
                 mine = f"locked by the key {case.key}" if case.key else "not locked"
                 raise LockError(f"the server's backbone is {held}, and this model is {mine}", hint="both sides need the same model, locked or plain")
-            yield link
+            try:
+                yield link
+            except RegaugeError as error:
+                if journal is None and not isinstance(
+                    error, TransportError
+                ):  # nobody can go on with it: it would take up a place of this client's for nothing
+                    link.log.patience = 0.5
+                    link.log.leave()
+                raise
 
 
 class _Talking:
@@ -351,6 +360,19 @@ class _Ticker:
             self.progress(done if sys.stderr.isatty() else done - 1, self.total, now or "examples")
 
 
+def _checked(told: dict[str, Any]) -> dict[str, Any]:
+    """What a server says of its training, if it can be what a client trains by."""
+    from regauge.split.frames import FrameError
+
+    if told.get("trains"):
+        wrong = [n for n in ("rate", "decay", "momentum", "clip") if type(told.get(n)) not in (int, float)]
+        wrong += [n for n in ("warmup", "steps", "accumulate") if type(told.get(n)) is not int]
+        wrong += [n for n in ("optimizer", "schedule") if not isinstance(told.get(n), str)]
+        if wrong or told["accumulate"] < 1:
+            raise FrameError("told", f'the server does not say its "{(*wrong, "accumulate")[0]}" as it should', hint="are both sides of one version?")
+    return told
+
+
 def _own(told: dict[str, Any], steps: int, rate: float | None, optimizer: Optimizer | None, given: dict[str, Any]) -> Training:
     """How embedding and head are trained: as was asked for, and otherwise as the server trains. A schedule that was asked for ends with the run."""
     from regauge.split import Training
@@ -380,6 +402,7 @@ def _clear(journal: Path | None, client: str) -> None:
     import shutil
 
     for path in journal.iterdir():
-        if path.name == "session.json" or (path.stem.isdigit() and path.suffix in (".request", ".reply")):
+        is_partial = path.name.startswith(".") and ".partial-" in path.name  # of a write that a kill has ended
+        if is_partial or path.name == "session.json" or (path.stem.isdigit() and path.suffix in (".request", ".reply")):
             path.unlink(missing_ok=True)
     shutil.rmtree(journal / client, ignore_errors=True)

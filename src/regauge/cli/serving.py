@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -104,7 +104,7 @@ def serve(
     started = time.monotonic()
     given = {"schedule": schedule, "warmup": warmup, "steps": steps, "clip": clip, "accumulate": accumulate, "decay": decay, "momentum": momentum}
     training = _training(rate, optimizer, given)
-    from regauge.errors import need
+    from regauge.errors import CheckpointError, need
 
     need("grpc", "split")
     if threads is not None:
@@ -131,37 +131,42 @@ def serve(
     record = record_of(source)
     say(f"loads {backbone}")
     model = load_part(source, "backbone", dtype, device)
-    host = Host(
-        model,
-        training,
-        folder=checkpoint,
-        every=every,
-        config=source.config,
-        key="" if record is None else record.key,
-        seed=seed,
-        precision="" if precision is None else precision.value,
-        compiler="inductor" if compiled else "",
-        average=average,
-        quotas=quotas,
-    )
-    _introduce(host, model, record, checkpoint)
-    with _talk(verbose), signals() as stop, Server(host, listen, tls=files, clients=allowed, insecure=insecure) as server:
-        page = None if metrics is None else Metrics(host, server, metrics)
-        where = f"{listen.rpartition(':')[0]}:{server.port}"
-        who = (
-            "without TLS"
-            if files is None
-            else f"with TLS, for {', '.join(sorted(allowed))}"
-            if allowed is not None
-            else "with TLS, for all of its authority"
+    failed: CheckpointError | None = None
+    with nullcontext() if checkpoint is None else only_one(checkpoint, "server"):
+        host = Host(
+            model,
+            training,
+            folder=checkpoint,
+            every=every,
+            config=source.config,
+            key="" if record is None else record.key,
+            seed=seed,
+            precision="" if precision is None else precision.value,
+            compiler="inductor" if compiled else "",
+            average=average,
+            quotas=quotas,
         )
-        say(f"listens on {where}, {who}{f'; metrics at http://{metrics}/metrics' if page else ''}; Ctrl-C stops it")
-        _watch(host, server, stop)
-        say("stops: takes no more, and finishes what is under way")
-        server.stop(30.0)
-        if page is not None:
-            page.close()
-    if checkpoint is not None:
+        _introduce(host, model, record, checkpoint)
+        with _talk(verbose), signals() as stop, Server(host, listen, tls=files, clients=allowed, insecure=insecure) as server:
+            page = None if metrics is None else Metrics(host, server, metrics)
+            where = f"{listen.rpartition(':')[0]}:{server.port}"
+            who = (
+                "without TLS"
+                if files is None
+                else f"with TLS, for {', '.join(sorted(allowed))}"
+                if allowed is not None
+                else "with TLS, for all of its authority"
+            )
+            say(f"listens on {where}, {who}{f'; metrics at http://{metrics}/metrics' if page else ''}; Ctrl-C stops it")
+            _watch(host, server, stop)
+            say("stops: takes no more, and finishes what is under way")
+            try:
+                server.stop(30.0)
+            except CheckpointError as error:  # what was trained can still be written below
+                failed = error
+            if page is not None:
+                page.close()
+    if checkpoint is not None and failed is None:
         say(f"step {host.step} is in {checkpoint}; the same command goes on from there")
     if out is not None:
         from regauge.split.parts import write_part
@@ -170,6 +175,8 @@ def serve(
         say(f"wrote the backbone to {out}; with a client's part, regauge split join makes a whole model of it")
     answered = sum(n for (_, result), n in host.requests.items() if result == "ok")
     say(f"stopped at step {host.step} after {answered} requests, {time.monotonic() - started:.0f} s")
+    if failed is not None:
+        raise failed
     if json:
         report = {"version": VERSION, "command": "split serve", "steps": host.step, "requests": answered, "out": None if out is None else str(out)}
         data_json({**report, "checkpoint": None if checkpoint is None else str(checkpoint), "bytes": [server.received, server.sent]})
@@ -187,6 +194,17 @@ def _training(rate: float | None, optimizer: Optimizer | None, given: dict[str, 
 
     plain: dict[str, Any] = {k: str(v) if isinstance(v, StrEnum) else v for k, v in said.items()}
     return Training("adamw" if optimizer is None else optimizer.value, rate, **plain)
+
+
+@contextmanager
+def only_one(folder: Path, what: str) -> Iterator[None]:
+    """Hold a folder, made if it is not there, for one process: two would overwrite what the other one has said is kept."""
+    from regauge.files import alone, writing
+
+    with writing(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with alone(folder, f"another {what} is using {folder}", "wait until it has ended, or name another folder"):
+        yield
 
 
 def read_tls(text: str | None, name: str | None) -> Tls | None:

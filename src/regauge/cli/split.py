@@ -50,9 +50,14 @@ def certs(
 
     clients, names = client or ["client"], name or ["localhost", "127.0.0.1", "::1"]
     for one in clients:
-        if not re.fullmatch(r"[\w][\w.@-]{0,63}", one) or one in ("server", "authority"):
+        if not re.fullmatch(r"[\w][\w.@-]{0,63}", one) or len(one.encode()) > 64 or one in ("server", "authority"):
             raise typer.BadParameter(
                 f"{one!r} is no name for a client: letters, digits, . @ - and _, and not server or authority", param_hint="--client"
+            )
+    for one in names:
+        if not re.fullmatch(r"[A-Za-z0-9*][A-Za-z0-9.*_-]{0,252}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", one):
+            raise typer.BadParameter(
+                f"{one!r} is no name or address of a machine; names of other letters are written as xn--...", param_hint="--name"
             )
     if len(set(clients)) < len(clients):
         raise typer.BadParameter("a client is named twice", param_hint="--client")

@@ -239,7 +239,7 @@ class Link:
         reply = self.log.predict(Frame(Kind.FORWARD, 0, values, tensors), exact_of(there.boundary, tensors))
         if remembered is not None:
             remembered.answered(cache, there.stream)
-        return _stream(reply, there.stream)
+        return _stream(reply, there.stream, there.boundary)
 
     def _require_cache(self, cache: Any, learns: bool) -> None:
         if not hasattr(cache, "layers") or not hasattr(cache, "get_seq_length"):
@@ -281,10 +281,10 @@ class _Remote(torch.autograd.Function):
         for n in released:  # others may have died meanwhile
             link.dead.remove(n)
         ctx.link, ctx.keys, ctx.wanted, ctx.number = link, keys, wanted, reply.number
-        ctx.devices = [t.device for t in tensors]
+        ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
         ctx.waits = _Waits(link, reply.number)
-        z = _stream(reply, named[boundary.stream])
-        if not bool(torch.isfinite(z).all()):
+        z = _stream(reply, named[boundary.stream], boundary)
+        if not bool(torch.isfinite(z).all()):  # in a prediction, rows that are padding may be
             raise FrameError("nonfinite", "the server's stream holds NaN or Inf")
         return z
 
@@ -309,18 +309,22 @@ class _Remote(torch.autograd.Function):
         link.alive.discard(number)
         link.stepping = link.stepping and not is_last
         out: list[Tensor | None] = []
-        for key, wanted, device in zip(ctx.keys, ctx.wanted, ctx.devices, strict=True):
+        for key, wanted, (shape, dtype, device) in zip(ctx.keys, ctx.wanted, ctx.like, strict=True):
             found = reply.tensors.get(key) if wanted else None
-            if wanted and found is None:
-                raise FrameError("layout", f'the server returned no gradient of "{key}"')
+            if wanted and (found is None or found.shape != shape or found.dtype != dtype):
+                raise FrameError("layout", f'the server returned no gradient of "{key}", or one of another shape or dtype')
+            if found is not None and not bool(torch.isfinite(found).all()):
+                raise FrameError("nonfinite", f'the server\'s gradient of "{key}" holds NaN or Inf')
             out.append(None if found is None else found.to(device))
         return (None, None, None, None, None, *out)
 
 
-def _stream(reply: Frame, like: Tensor) -> Tensor:
+def _stream(reply: Frame, like: Tensor, boundary: Boundary) -> Tensor:
     z = reply.tensors.get("stream")
     if z is None or z.dtype != like.dtype or z.dim() != like.dim():
         raise FrameError("stream", "the server's reply has no stream of the right kind")
+    if boundary.leave == boundary.enter.get(boundary.stream) and z.shape != like.shape:
+        raise FrameError("shape", f"the server returned a stream of shape {list(z.shape)} for {list(like.shape)}")
     return z.to(like.device)
 
 

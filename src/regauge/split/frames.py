@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import pairwise
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import numpy as np
@@ -264,7 +264,7 @@ def _lengths(data: Bytes, limits: Limits) -> tuple[int, int]:
 
 def _table(text: bytes, limits: Limits) -> tuple[dict[str, Value], list[tuple[str, str, tuple[int, ...], str]]]:
     try:
-        found = json.loads(text, parse_constant=_no_constant)
+        found = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise FrameError("table", "the frame's table is no JSON") from error
     if not isinstance(found, dict) or found.keys() != {"values", "tensors"} or not isinstance(found["values"], dict):
@@ -279,7 +279,7 @@ def _table(text: bytes, limits: Limits) -> tuple[dict[str, Value], list[tuple[st
         name, dtype, shape, codec = row
         if dtype not in DTYPES or codec not in (*CODECS, BITS) or (codec not in ("", BITS) and (dtype not in ("F32", "F64") or not shape)):
             raise FrameError("dtype", f'"{name[:64]}" is {dtype!r:.20} as {codec!r:.20}, which does not cross')
-        if len(shape) > limits.axes or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape) or prod(shape) > 1 << 40:
+        if len(shape) > limits.axes or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape) or prod(n or 1 for n in shape) > 1 << 40:
             raise FrameError("shape", f'"{name[:64]}" has a shape that does not cross')
         out.append((name, dtype, tuple(shape), codec))
     if any(one[0] == other[0] for one, other in pairwise(sorted(out))):
@@ -289,6 +289,14 @@ def _table(text: bytes, limits: Limits) -> tuple[dict[str, Value], list[tuple[st
 
 def _no_constant(text: str) -> None:
     raise ValueError(text)
+
+
+def _finite(text: str) -> float:
+    """A number that can be written again: 1e999 is read as infinity, which is not JSON."""
+    found = float(text)
+    if not isfinite(found):
+        raise ValueError(text)
+    return found
 
 
 def _size(dtype: str, shape: Sequence[int], codec: str) -> int:

@@ -47,6 +47,8 @@ from regauge.split.quotas import Quotas
 
 Tensor = torch.Tensor
 PROTOCOL = 1
+_GONE = 100_000  # sessions that are remembered after their end
+_OWN = Limits(1 << 62, (1 << 32) - 1, 1 << 16, 64)  # of frames in a checkpoint: they were held against the limits when they came, as other bytes
 _log = logging.getLogger("regauge.split")
 
 
@@ -67,6 +69,8 @@ class _Cache:
     turn: int
     reply: bytes
     check: int
+    length: int = 0  # tokens, and bytes of the streams that they came in
+    size: int = 0
 
 
 @dataclass
@@ -133,7 +137,8 @@ class Host:
         self.quotas = quotas or Quotas()
         self.sessions: dict[str, _Session] = {}
         self.left: dict[str, tuple[int, dict[str, Tensor]]] = {}  # what those who are gone have done in this round
-        self.step, self.kept_at = 0, 0
+        self.gone: dict[str, None] = {}  # sessions that have ended: their requests are in the weights, and must not be taken again
+        self.step = self.kept_at = self.failed_at = 0
         self.requests: dict[tuple[str, str], int] = {}  # by kind and result
         self.seconds = 0.0  # spent on them
         self.folder, self.every = None if folder is None else Path(folder), every
@@ -195,6 +200,7 @@ class Host:
                 result = error.code
                 found = frame.values.get("session")
                 session = self.sessions.get(found) if isinstance(found, str) else None
+                session = session if session is not None and session.peer == peer else None
                 return refusal(error, frame, session.done if session else 0, session.saved if session else 0)
             finally:
                 self.seconds += time.monotonic() - began
@@ -233,7 +239,7 @@ class Host:
                     raise FrameError("gap", f"{known} requests were asked in this session, and {session.done} are answered here")
                 self._leave(_text(frame, "session"))
                 if self.folder is not None and (self.step > self.kept_at or self.average):
-                    self._keep()  # whoever is gone sends nothing again
+                    self._try_to_keep()  # whoever is gone sends nothing again
                 return _bytes(Frame(Kind.BYE, frame.number))
             case _:
                 raise FrameError("kind", f"a {frame.kind.name} of number {frame.number} is no request")
@@ -258,9 +264,11 @@ class Host:
         name = _text(frame, "session")
         if len(name) != 32 or not name.isascii() or not name.isalnum():
             raise FrameError("session", "a session's name is 32 letters and digits")
+        if name in self.gone:
+            raise FrameError("ended", "this session has ended, and what it asked for is done", hint="start a new one")
         session = self.sessions.get(name)
         if session is None:
-            self._make_room()
+            self._make_room(peer)
             self.quotas.require_room(peer, sum(s.peer == peer for s in self.sessions.values()))
             session = self.sessions[name] = _Session(peer, codec, Limits(*limits))  # type: ignore[arg-type]
         elif session.peer != peer:
@@ -277,13 +285,17 @@ class Host:
         told |= {"key": self.key, "precision": self.precision, "average": self.average}
         return _bytes(Frame(Kind.WELCOME, 0, told | (self.training.told() if self.training else {})))
 
-    def _make_room(self) -> None:
-        if len(self.sessions) < self.most:
-            return
-        name, oldest = min(self.sessions.items(), key=lambda item: item[1].seen)
-        if time.monotonic() - oldest.seen < self.idle:
-            raise FrameError("full", f"the server has {self.most} sessions, and takes no more", hint="end one, or come back later")
-        self._leave(name)
+    def _make_room(self, peer: str) -> None:
+        """Let go of the session that was silent for longest, if there are too many: of this client's, or of all."""
+        for mine, most in ((True, self.quotas.of(peer).sessions), (False, self.most)):
+            among = {n: s for n, s in self.sessions.items() if not mine or s.peer == peer}
+            if not most or len(among) < most:
+                continue
+            name, oldest = min(among.items(), key=lambda item: item[1].seen)
+            if time.monotonic() - oldest.seen >= self.idle:
+                self._leave(name)
+            elif not mine:
+                raise FrameError("full", f"the server has {self.most} sessions, and takes no more", hint="end one, or come back later")
 
     def _session(self, frame: Frame, peer: str) -> _Session:
         session = self.sessions.get(_text(frame, "session"))
@@ -319,8 +331,8 @@ class Host:
         session.done, session.check, session.reply = n, frame.check, reply
         if self.folder is None:
             session.saved = n  # nothing outlives this server, so that there is nothing to send again
-        elif joins or self.step - self.kept_at >= self.every:
-            self._keep()  # who is in a round must outlive the server, or rounds would end elsewhere when requests are sent again
+        elif joins or self.step - max(self.kept_at, self.failed_at) >= self.every:
+            self._try_to_keep()  # who is in a round must outlive the server, or rounds would end elsewhere when requests are sent again
         return reply
 
     def _forward(self, session: _Session, frame: Frame) -> bytes:
@@ -392,14 +404,16 @@ class Host:
         leaves = [*passed.inputs.values(), *trained.values()]
         # Nothing is added to the parameters before all of it is there and finite: a failed request changes nothing.
         found = slopes(passed.output, leaves, slope.to(self.device), self.precision)
-        if not all(bool(torch.isfinite(g).all()) for g in found if g is not None):
-            raise FrameError("nonfinite", "the gradients of the backbone hold NaN or Inf")
+        sums = {
+            n: g if p.grad is None else p.grad + g for (n, p), g in zip(trained.items(), found[len(passed.inputs) :], strict=True) if g is not None
+        }
+        if not all(_is_usable(g) for g in (*found[: len(passed.inputs)], *sums.values()) if g is not None):
+            raise FrameError("nonfinite", "the gradients of the backbone hold NaN or Inf, or numbers whose squares are")
         back = {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(passed.inputs.items(), found, strict=False)}
         reply = self._reply(session, Kind.GRADIENT, frame, back)
         del session.open[of]  # type: ignore[arg-type]
-        for p, g in zip(trained.values(), found[len(passed.inputs) :], strict=True):
-            if g is not None:
-                p.grad = g if p.grad is None else p.grad + g
+        for name, total in sums.items():
+            trained[name].grad = total
         if frame.values.get("step") is True:
             self._count(session)
         return reply
@@ -426,18 +440,18 @@ class Host:
         if not self.average:
             return False
         session.is_away = False
-        if session.learner is None:
+        if session.learner is None and len(self.left) < self.most:
             session.learner = self.main.copy()
             self._compile(session.learner)
             return True
-        if session.learner.since >= self.average:
+        if session.learner is None or session.learner.since >= self.average:
             late = [s for s in self._members() if s.learner is not None and s.learner.since < self.average]
             for other in late:
                 other.is_away = time.monotonic() - other.seen > self.away
             if not any(other.is_away for other in late) or not self._close_round():
                 raise FrameError("busy", f"the round ends when {len(late)} more have taken {self.average} steps", hint="wait for them")
             if self.folder is not None:
-                self._keep()
+                self._try_to_keep()
         return False
 
     def _members(self) -> list[_Session]:
@@ -446,6 +460,10 @@ class Host:
     def _leave(self, name: str) -> None:
         """Forget a session. What it has done in this round stays in the round."""
         session = self.sessions.pop(name)
+        if session.done:
+            self.gone[name] = None
+            if len(self.gone) > _GONE:
+                del self.gone[next(iter(self.gone))]
         if session.learner is not None and session.learner.since:
             self.left[name] = session.learner.since, {n: p.detach().clone() for n, p in session.learner.trained.items()}
         self._close_round()
@@ -487,14 +505,22 @@ class Host:
             raise FrameError("cache", "the server has no such cache", hint="it was dropped, or the server was started again: generate anew")
         cache = cache or _Cache(self._new_cache(), 0, b"", 0)
         crossing = self._crossing(session, frame)
-        order = frame.values.get("rows")
-        if order is not None:
-            if not isinstance(order, list) or not all(type(i) is int and 0 <= i < self.length for i in order):
-                raise FrameError("layout", '"rows" is not a list of numbers')
-            cache.value.reorder_cache(torch.tensor(order, device=self.device))
-        with torch.no_grad():
-            z = self._run(crossing.replaced(**{CACHE: cache.value}), frame, "predict")
-        cache.reply = self._reply(session, Kind.OUTPUT, frame, {"stream": z})
+        stream, order = crossing.stream, frame.values.get("rows")
+        if order is not None and not (isinstance(order, list) and len(order) == len(stream) and all(type(i) is int and i >= 0 for i in order)):
+            raise FrameError("layout", '"rows" is not a list of numbers, one for each row of the stream')
+        length, size = cache.length + stream.shape[1], cache.size + stream.numel() * stream.element_size()
+        if length > self.length or size > self.limits.payload:
+            raise FrameError("limit", f"a text has at most {self.length} tokens, and all of its streams {self.limits.payload} bytes")
+        try:
+            if order is not None:
+                cache.value.reorder_cache(torch.tensor(order, device=self.device))
+            with torch.no_grad():
+                z = self._run(crossing.replaced(**{CACHE: cache.value}), frame, "predict")
+            cache.reply = self._reply(session, Kind.OUTPUT, frame, {"stream": z})
+        except BaseException:
+            session.caches.pop(name, None)  # some layers may have taken this turn, and it must not be taken twice
+            raise
+        cache.length, cache.size = length, size
         cache.turn, cache.check = turn, frame.check
         session.caches[name] = cache
         session.caches.move_to_end(name)
@@ -529,6 +555,15 @@ class Host:
             if self.folder is not None:
                 self._keep()
 
+    def _try_to_keep(self) -> None:
+        """Write a checkpoint behind a request that is done. Where that fails the request stays done: clients are not told that it is saved, and keep
+        what they need to send it again. The next try is after as many steps again."""
+        try:
+            self._keep()
+        except CheckpointError as error:
+            self.failed_at = self.step
+            _log.warning("no checkpoint at step %d, and clients keep their journals: %s", self.step, error)
+
     def _keep(self) -> None:
         assert self.folder is not None
         sessions = {
@@ -539,7 +574,7 @@ class Host:
         frames |= {f"{name}/{n}": _bytes(o.request) for name, s in self.sessions.items() for n, o in s.open.items()}
         digest = str(self.about["digest"])
         copies = {name: _copied(s.learner) for name, s in self.sessions.items() if s.learner is not None}
-        keeping.save(self.folder, keeping.Kept(digest, self.step, _copied(self.main), copies, dict(self.left), sessions, frames))
+        keeping.save(self.folder, keeping.Kept(digest, self.step, _copied(self.main), copies, dict(self.left), sessions, frames, tuple(self.gone)))
         self.kept_at = self.step
         for session in self.sessions.values():
             session.saved = session.done
@@ -554,6 +589,7 @@ class Host:
         self._give(self.main, kept.main)
         self.step = self.kept_at = kept.step
         self.left = {name: (n, dict(weights)) for name, (n, weights) in kept.left.items()}
+        self.gone = dict.fromkeys(kept.gone)
         for name, s in kept.sessions.items():
             reply = kept.frames.get(f"{name}/reply", b"")
             made = _Session(s["peer"], s["codec"], Limits(*s["limits"]), s["done"], s["done"], s["check"], reply, time.monotonic())
@@ -566,7 +602,7 @@ class Host:
         for place, data in kept.frames.items():
             name, _, n = place.partition("/")
             if n.isdigit():
-                self.sessions[name].open[int(n)] = _Open(decode(data, self.limits))
+                self.sessions[name].open[int(n)] = _Open(decode(data, _OWN))
 
     def _give(self, learner: Learner, kept: keeping.Copy) -> None:
         learner.restore(kept.weights, kept.optimizer, kept.gradients, self.folder)
@@ -585,6 +621,14 @@ class Host:
 
 def _copied(learner: Learner) -> keeping.Copy:
     return keeping.Copy(learner.step, learner.waiting, learner.since, learner.state(), learner.moments(), learner.gradients())
+
+
+def _is_usable(gradient: Tensor) -> bool:
+    """Is it finite, and its square too? Otherwise one request would leave an infinite moment with an optimizer of all, for ever."""
+    if not gradient.numel():
+        return True
+    largest = float(gradient.abs().max())
+    return largest * largest <= max(torch.finfo(gradient.dtype).max, torch.finfo(torch.float32).max)
 
 
 def _is_compilers(error: RuntimeError) -> bool:

@@ -53,9 +53,11 @@ class Kept:
     left: Mapping[str, tuple[int, Mapping[str, Tensor]]] = field(default_factory=dict)  # of those who are gone, for the average to come
     sessions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what is no tensor
     frames: Mapping[str, bytes] = field(default_factory=dict)  # session/reply: to its last request; session/number: requests whose pass is open
+    gone: tuple[str, ...] = ()  # sessions that have ended
 
 
 def save(folder: Path, kept: Kept) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     tensors = _flat(kept.main)
@@ -70,6 +72,7 @@ def save(folder: Path, kept: Kept) -> None:
         "copies": {name: one.numbers for name, one in kept.copies.items()},
         "left": {name: n for name, (n, _) in kept.left.items()},
         "sessions": {k: dict(v) for k, v in kept.sessions.items()},
+        "gone": list(kept.gone),
     }
     metadata = {"regauge": "split", "version": str(VERSION), "about": json.dumps(about)}
     path = folder / FILE
@@ -77,10 +80,13 @@ def save(folder: Path, kept: Kept) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         partial = beside(path)
         try:
+            partial.touch(mode=0o600)  # it holds what crossed
             save_file({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}, partial, metadata)
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
             partial.replace(path)
+        except SafetensorError as error:  # what the system said is in its text only
+            raise CheckpointError(f"{path} cannot be written: {error}", hint="is the disk full? What was there before is as it was") from error
         finally:
             partial.unlink(missing_ok=True)
         fsync_folder(folder)
@@ -96,6 +102,8 @@ def load(folder: Path) -> Kept | None:
     from safetensors import SafetensorError, safe_open
 
     path = folder / FILE
+    for partial in folder.glob(f".{FILE}.partial-*"):  # of a write that a kill has ended
+        partial.unlink(missing_ok=True)
     if not path.exists():
         return None
     try:
@@ -112,7 +120,8 @@ def load(folder: Path) -> Kept | None:
         frames = {place: tensor.numpy().tobytes() for place, tensor in groups["frame"].items()}
         copies = {name: _nested(_inside(groups["copy"], name), found) for name, found in about["copies"].items()}
         left = {name: (n, _inside(groups["left"], name)) for name, n in about["left"].items()}
-        return Kept(about["digest"], about["step"], _nested(tensors, about["main"]), copies, left, about["sessions"], frames)
+        gone = tuple(about.get("gone", ()))
+        return Kept(about["digest"], about["step"], _nested(tensors, about["main"]), copies, left, about["sessions"], frames, gone)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint of a split server: {error}", hint="restore it from a copy") from error
 

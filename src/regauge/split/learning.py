@@ -81,6 +81,8 @@ class Learner:
             if name in gradients:
                 p.grad = gradients[name].to(p.device)
             if self.optimizer is not None and moments.get(name):
+                if not isinstance(self.optimizer, torch.optim.SGD) and "exp_avg" not in moments[name]:
+                    raise CheckpointError(f"{where} holds a training with sgd", hint="go on with --optimizer sgd, or name another folder")
                 self.optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in moments[name].items()}
 
 

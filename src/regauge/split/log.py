@@ -45,7 +45,7 @@ class Log:
         reply, _ = self._exchange(
             encode(Frame(Kind.HELLO, 0, self.hello)), lambda f: f.kind is Kind.WELCOME and f.values.get("session") == self.journal.session
         )
-        self.welcome = dict(reply.values)
+        self.welcome = {name: _printable(value) if isinstance(value, str) else value for name, value in reply.values.items()}
         self._note(reply)
         return self.welcome
 
@@ -113,6 +113,11 @@ class Log:
                     if error.code != "gap":  # it was started again meanwhile
                         raise
 
+    def leave(self) -> None:
+        """Let the server forget a session that nobody will go on with, whatever it has of it, if it answers soon."""
+        with suppress(Exception):
+            self._exchange(encode(Frame(Kind.BYE, 0, {"session": self.journal.session, "done": 0})), lambda f: f.kind is Kind.BYE)
+
     def _once(self, n: int, data: list[bytes]) -> tuple[Frame, Bytes]:
         """The reply to request n and its bytes, after everything before it is there too."""
         if self.welcome is None:
@@ -131,7 +136,8 @@ class Log:
             raise FrameError(
                 "past", f"the server has answered {done} requests of this session, and this is {n}", hint="the journal is not this run's"
             )
-        for k in range(done + 1, n):
+        k = done + 1
+        while k < n:
             data = self.journal.request(k)
             if data is None:
                 raise FrameError(
@@ -139,7 +145,13 @@ class Log:
                     f"the server has lost request {k}, which it had said was kept, or which this client has no record of",
                     hint="was it started with another checkpoint folder? Start a new session from your own checkpoint",
                 )
-            self._sent(k, data)
+            try:
+                self._sent(k, data)
+            except RefusedError as error:
+                if error.code not in _BEFORE:
+                    raise
+                k = self._done()  # it was started again meanwhile, and has lost some of these too
+            k += 1
 
     def _sent(self, n: int, data: list[bytes]) -> tuple[Frame, Bytes]:
         return self._exchange(

@@ -15,6 +15,7 @@ import asyncio
 import concurrent.futures
 import ipaddress
 import logging
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
@@ -32,6 +33,7 @@ from regauge.split.transport import TransportError
 
 SERVICE, METHOD = "regauge.Split", "Exchange"
 BEAT = 1.0  # seconds between empty chunks while the server computes
+STALL = 60.0  # seconds in which nothing may come of a frame that has begun
 SMALL, HALF = 1 << 16, 0.5  # bytes of the smallest piece, and seconds that a larger one may take
 _log = logging.getLogger("regauge.split")
 
@@ -131,6 +133,9 @@ def is_loopback(address: str) -> bool:
 
 
 def _require_private(address: str, tls: Tls | None, insecure: bool) -> None:
+    port = re.search(r".:(\d{1,5})$", address)
+    if not address.startswith("unix:") and (port is None or int(port[1]) > 65535):  # gRPC would take 99999 for 34463
+        raise TransportError(f"{address!r} is no address", hint="write HOST:PORT, as in 127.0.0.1:7000 or [::1]:7000")
     if tls is None and not insecure and not is_loopback(address):
         raise TransportError(
             f"{address} is not this machine, and without TLS anyone on the way reads and changes what crosses",
@@ -178,21 +183,25 @@ class Server:
         self.streams += 1
         self.under_way += 1  # but for the times in which the stream waits for its client
         try:
-            async for piece in self._exchange(self._came(incoming), context):
+            assembler = Assembler(self.host.limits)
+            async for piece in self._exchange(self._came(incoming, assembler), assembler, context):
                 self.sent += len(piece)
                 yield piece
         finally:
             self.streams -= 1
             self.under_way -= 1
 
-    async def _came(self, incoming: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def _came(self, incoming: AsyncIterator[bytes], assembler: Assembler) -> AsyncIterator[bytes]:
         if self.is_stopping:
             return
         source = aiter(incoming)
         while not self.is_stopping:
             self.under_way -= 1
             try:
-                chunk = await anext(source, None)
+                async with asyncio.timeout(None if assembler.is_between else STALL):  # half a frame is not held for ever
+                    chunk = await anext(source, None)
+            except TimeoutError:
+                return
             finally:
                 self.under_way += 1
             if chunk is None:
@@ -200,12 +209,15 @@ class Server:
             self.received += len(chunk)
             yield chunk
 
-    async def _exchange(self, incoming: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def _exchange(self, incoming: AsyncIterator[bytes], assembler: Assembler, context: Any) -> AsyncIterator[bytes]:
         peer = _peer(context)
+        if self.tls is not None and not peer:  # all of them would be one, with each other's sessions
+            yield refusal(FrameError("client", "your certificate has no common name, by which this server knows its clients"))
+            return
         if self.clients is not None and peer not in self.clients:
             yield refusal(FrameError("client", "this server does not know you", hint="ask its owner to list your certificate's name"))
             return
-        assembler, loop, pace = Assembler(self.host.limits), asyncio.get_running_loop(), Pace()
+        loop, pace = asyncio.get_running_loop(), Pace()
         async for chunk in incoming:
             try:
                 for data in assembler.cut(chunk):

@@ -93,10 +93,10 @@ def read_clients(text: str, default: Quota | None = None) -> dict[str, Quota]:
     """A list of clients: a name on each line, perhaps with a quota behind it. `#` begins a remark."""
     out: dict[str, Quota] = {}
     for number, line in enumerate(text.splitlines(), 1):
-        name, _, rest = line.partition("#")[0].strip().partition(" ")
+        name, *rest = line.partition("#")[0].split(None, 1) or [""]
         if not name:
             continue
         if name in out:
             raise QuotaError(f"line {number} names {name} a second time", hint="one line for each client")
-        out[name] = read_quota(rest, default)
+        out[name] = read_quota(" ".join(rest), default)
     return out

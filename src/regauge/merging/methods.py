@@ -150,10 +150,10 @@ def linear(g: Given) -> Made:
             f'the weights of "{g.name}" add up to 0, and normalize would divide by that', hint="change a weight, or set normalize: false"
         )
 
-    def block(parts: Sequence[Tensor], _: slice) -> Tensor:  # in mergekit's order: a value that is almost 0 depends on it
+    def block(parts: Sequence[Tensor], _: slice) -> Tensor:  # rounded where mergekit rounds: a value that is almost 0 depends on it
         added = parts[0].mul_(weights[0])
         for part, weight in zip(parts[1:], weights[1:], strict=True):
-            added.add_(part.mul_(weight))
+            added.addcmul_(part, torch.tensor(weight, dtype=part.dtype))  # one rounding where the processor fuses the two, two where it does not
         return added if total is None else added.div_(total)
 
     return blockwise(g.tensors, g.out, block)

@@ -31,8 +31,9 @@ from typing import Any
 import torch
 
 from regauge.split.certs import make_certificates
-from regauge.split.frames import Bytes, Frame, Kind, Limits, Value, encode
-from regauge.split.network import CHUNK, Grpc, Server, Tls, _Loop
+from regauge.split.channel import Loop, Tls
+from regauge.split.frames import CHUNK, Bytes, Frame, Kind, Limits, Value, encode
+from regauge.split.network import Grpc, Server
 
 ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "300"))
 SECONDS = float(os.environ.get("REGAUGE_SECONDS", "15"))
@@ -194,7 +195,7 @@ class Raw:
     """grpc.aio and nothing else."""
 
     def __init__(self, port: int, tls: Tls) -> None:
-        self.stream, self.channel = _Loop.run(self._open(port, tls))
+        self.stream, self.channel = Loop.run(self._open(port, tls))
 
     async def _open(self, port: int, tls: Tls) -> Any:
         import grpc
@@ -204,7 +205,7 @@ class Raw:
         return channel.stream_stream("/raw/Echo")(), channel
 
     def trips(self, up: int, down: int, count: int) -> list[float]:
-        return list(_Loop.run(self._trips(up, down, count)))
+        return list(Loop.run(self._trips(up, down, count)))
 
     async def _trips(self, up: int, down: int, count: int) -> list[float]:
         first, rest = ASKS.pack(up, down) + bytes(min(up, CHUNK) - ASKS.size), bytes(CHUNK)
@@ -221,7 +222,7 @@ class Raw:
         return times
 
     def close(self) -> None:
-        _Loop.run(self.channel.close())
+        Loop.run(self.channel.close())
 
 
 class Ours:
@@ -283,7 +284,7 @@ def serve(folder: str) -> None:
 
     ours = Server(Echo(), "127.0.0.1:0", tls=tls)  # type: ignore[arg-type]
     train = Server(Host(small(), _training(), sessions=CLIENTS), "127.0.0.1:0", tls=tls)
-    print(_Loop.run(_raw_server(tls)), ours.port, train.port, flush=True)
+    print(Loop.run(_raw_server(tls)), ours.port, train.port, flush=True)
     sys.stdin.read()
 
 

@@ -16,6 +16,7 @@ import torch
 
 from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, Training, TransportError, connect
+from regauge.split.channel import Loop
 from regauge.split.frames import BARE, HEADER, MAGIC, VERSION, Bytes, Frame, FrameError, Kind, RefusedError, checksum, decode, encode
 from regauge.split.journal import Memory
 from regauge.split.network import Grpc, Server
@@ -339,5 +340,5 @@ def test_half_a_frame_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
         return await asyncio.wait_for(stream.read(), 30)
 
     with Server(Host(made("gpt2"))) as server, Grpc(f"127.0.0.1:{server.port}") as link:
-        assert decode(network._Loop.run(written([good[:50], good[50:]]))).kind is Kind.ERROR  # a whole one is answered
-        assert network._Loop.run(written([good[:50]])) is grpc.aio.EOF
+        assert decode(Loop.run(written([good[:50], good[50:]]))).kind is Kind.ERROR  # a whole one is answered
+        assert Loop.run(written([good[:50]])) is grpc.aio.EOF

@@ -41,7 +41,7 @@ def _ask(pipe: Connection, port: int, messages: int) -> None:
 
     class Cancelling(Grpc):
         def cancel_in_the_middle(self, request: Any) -> None:
-            from regauge.split.network import _Loop
+            from regauge.split.channel import Loop
 
             async def work() -> None:
                 if self.stream is None or self.stream.done():
@@ -50,7 +50,7 @@ def _ask(pipe: Connection, port: int, messages: int) -> None:
                 self.stream.cancel()
                 self.stream = None
 
-            _Loop.run(work(), 30)
+            Loop.run(work(), 30)
 
     x = torch.randn(16, 256)
     frame = Frame(Kind.FORWARD, 0, {"session": "0" * 32}, {"x": x})

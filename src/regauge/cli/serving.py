@@ -20,7 +20,8 @@ from regauge.cli.console import data_json, say
 
 if TYPE_CHECKING:
     from regauge.split import Host, Training
-    from regauge.split.network import Server, Tls
+    from regauge.split.channel import Tls
+    from regauge.split.network import Server
     from regauge.split.quotas import Quota, Quotas
 
 VERSION = 1
@@ -212,7 +213,7 @@ def read_tls(text: str | None, name: str | None) -> Tls | None:
     if text is None:
         return None
     from regauge.errors import CheckpointError
-    from regauge.split.network import Tls
+    from regauge.split.channel import Tls
 
     parts = [Path(part).expanduser() for part in text.split(",")]
     if len(parts) == 3:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.files import write_bytes
-from regauge.split.network import Tls
+from regauge.split.channel import Tls
 
 if TYPE_CHECKING:
     from cryptography import x509

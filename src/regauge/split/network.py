@@ -13,134 +13,22 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import ipaddress
-import logging
-import re
 import threading
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from regauge.errors import need
-from regauge.files import reading
 from regauge.split import health
-from regauge.split.frames import CHUNK, PIECE, Assembler, Bytes, FrameError, Limits, chunks, decode
+from regauge.split.channel import CLIENT_OPTIONS, OPTIONS, Loop, Pace, Tls, require_private
+from regauge.split.frames import Assembler, Bytes, FrameError, Limits, decode
 from regauge.split.host import Host, refusal
 from regauge.split.transport import TransportError
 
 SERVICE, METHOD = "regauge.Split", "Exchange"
 BEAT = 1.0  # seconds between empty chunks while the server computes
 STALL = 60.0  # seconds in which nothing may come of a frame that has begun
-SMALL, HALF = 1 << 16, 0.5  # bytes of the smallest piece, and seconds that a larger one may take
-_log = logging.getLogger("regauge.split")
-
-# Without a ping time-out a process that was stopped is not found at all (measured; keepalive alone does not).
-_OPTIONS = [
-    ("grpc.max_receive_message_length", 2 * CHUNK),
-    ("grpc.max_send_message_length", 2 * CHUNK),
-    ("grpc.keepalive_time_ms", 1000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.http2.ping_timeout_ms", 3000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.http2.bdp_probe", 0),  # with it there is room for 4 MiB in flight, which pings then wait behind
-    ("grpc.so_reuseport", 0),
-    ("grpc.enable_retries", 0),
-]
-_CLIENT_OPTIONS = [
-    *_OPTIONS,
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 3000),  # is what a handshake may take, whatever its name says: several round trips of a slow link
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
-
-
-@dataclass(frozen=True)
-class Tls:
-    """Files in PEM: the authority that both sides trust, one's own certificate, and its key."""
-
-    authority: Path
-    certificate: Path
-    key: Path
-
-    def read(self) -> tuple[bytes, bytes, bytes]:
-        with reading(self.authority):
-            authority = Path(self.authority).read_bytes()
-        with reading(self.certificate):
-            certificate = Path(self.certificate).read_bytes()
-        with reading(self.key):
-            return authority, certificate, Path(self.key).read_bytes()
-
-
-class _Loop:
-    """One event loop for all that this process serves and asks, in a thread of its own: grpc.aio is happiest with one."""
-
-    _made: asyncio.AbstractEventLoop | None = None
-    _lock = threading.Lock()
-
-    @classmethod
-    def get(cls) -> asyncio.AbstractEventLoop:
-        with cls._lock:
-            if cls._made is None:
-                cls._made = asyncio.new_event_loop()
-                threading.Thread(target=cls._made.run_forever, name="regauge-split", daemon=True).start()
-            return cls._made
-
-    @classmethod
-    def run(cls, work: Any, seconds: float | None = None) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, cls.get()).result(seconds)
-
-
-class Pace:
-    """How large the pieces of a frame are: as much as the way carries in half a second, by the pieces before; small ones at first.
-
-    A message is in flight as a whole, since its reader makes room for all of it, and a ping waits behind what is in flight.
-    """
-
-    def __init__(self) -> None:
-        self.size, self.sent, self.seconds = SMALL, 0.0, 0.0
-
-    def pieces(self, parts: Sequence[memoryview]) -> Iterator[bytes]:
-        """The bytes in pieces. The time that a piece took is the time until the next one is asked for."""
-        for part in chunks(parts, PIECE):
-            at = 0
-            while at < len(part):
-                piece = part[at : at + self.size] if at or len(part) > self.size else part
-                began = time.monotonic()
-                yield piece
-                # Recent pieces count most. Some take no time at all, because there was room for them; what counts is the sum.
-                self.sent, self.seconds = self.sent / 2 + len(piece), self.seconds / 2 + time.monotonic() - began
-                at += len(piece)
-                fits = int(HALF * self.sent / max(self.seconds, 1e-9))
-                self.size = max(SMALL, min(PIECE, 2 * self.size, fits))
-
-
-def is_loopback(address: str) -> bool:
-    if address.startswith("unix:"):
-        return True
-    name = address.rpartition(":")[0].strip("[]")
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-def _require_private(address: str, tls: Tls | None, insecure: bool) -> None:
-    port = re.search(r".:(\d{1,5})$", address)
-    if not address.startswith("unix:") and (port is None or int(port[1]) > 65535):  # gRPC would take 99999 for 34463
-        raise TransportError(f"{address!r} is no address", hint="write HOST:PORT, as in 127.0.0.1:7000 or [::1]:7000")
-    if tls is None and not insecure and not is_loopback(address):
-        raise TransportError(
-            f"{address} is not this machine, and without TLS anyone on the way reads and changes what crosses",
-            hint="give certificates (--tls; regauge split certs makes some), or insecure=True (--insecure) where another layer protects the network",
-        )
 
 
 class Server:
@@ -151,17 +39,17 @@ class Server:
         self, host: Host, address: str = "127.0.0.1:0", *, tls: Tls | None = None, clients: Collection[str] | None = None, insecure: bool = False
     ) -> None:
         need("grpc", "split")
-        _require_private(address, tls, insecure)
+        require_private(address, tls, insecure)
         self.host, self.address, self.tls, self.clients = host, address, tls, None if clients is None else frozenset(clients)
         self.pool = concurrent.futures.ThreadPoolExecutor(4, "regauge-split-host")
         self.received = self.sent = self.streams = self.under_way = 0  # bytes, and what is open
         self.is_stopping = False
-        self.server, self.port = _Loop.run(self._start())
+        self.server, self.port = Loop.run(self._start())
 
     async def _start(self) -> tuple[Any, int]:
         import grpc
 
-        server = grpc.aio.server(options=_OPTIONS)
+        server = grpc.aio.server(options=OPTIONS)
         handler = grpc.stream_stream_rpc_method_handler(self._served)
         healthy = health.handler(lambda: not self.is_stopping, SERVICE)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}), healthy))
@@ -240,7 +128,7 @@ class Server:
             return
         self.is_stopping = True
         with suppress(concurrent.futures.TimeoutError):
-            _Loop.run(self._ended(grace), grace + 5)
+            Loop.run(self._ended(grace), grace + 5)
         self.pool.shutdown()
         self.host.keep()
 
@@ -269,7 +157,7 @@ class Grpc:
 
     def __init__(self, address: str, *, tls: Tls | None = None, insecure: bool = False, silence: float = 60.0, limits: Limits | None = None) -> None:
         need("grpc", "split")
-        _require_private(address, tls, insecure)
+        require_private(address, tls, insecure)
         self.address, self.tls, self.silence, self.limits = address, tls, silence, limits or Limits()
         self.channel: Any = None
         self.stream: Any = None
@@ -279,7 +167,7 @@ class Grpc:
     def exchange(self, request: Sequence[memoryview]) -> Bytes:
         with self.lock:
             self.heard = time.monotonic()
-            work = asyncio.run_coroutine_threadsafe(self._exchange(request), _Loop.get())
+            work = asyncio.run_coroutine_threadsafe(self._exchange(request), Loop.get())
             while True:
                 try:
                     return work.result(1.0)
@@ -337,11 +225,11 @@ class Grpc:
 
         if self.channel is None:
             if self.tls is None:
-                self.channel = grpc.aio.insecure_channel(self.address, options=_CLIENT_OPTIONS)
+                self.channel = grpc.aio.insecure_channel(self.address, options=CLIENT_OPTIONS)
             else:
                 authority, certificate, key = self.tls.read()
                 self.channel = grpc.aio.secure_channel(
-                    self.address, grpc.ssl_channel_credentials(authority, key, certificate), options=_CLIENT_OPTIONS
+                    self.address, grpc.ssl_channel_credentials(authority, key, certificate), options=CLIENT_OPTIONS
                 )
         return self.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
 
@@ -350,7 +238,7 @@ class Grpc:
             if self.stream is not None:
                 self.stream.cancel()
 
-        _Loop.run(drop(), 5)
+        Loop.run(drop(), 5)
 
     def close(self) -> None:
         """Hang up. Another exchange would connect again."""
@@ -363,7 +251,7 @@ class Grpc:
             self.stream = self.channel = None
 
         with suppress(concurrent.futures.TimeoutError):
-            _Loop.run(close(), 5)
+            Loop.run(close(), 5)
 
     def __enter__(self) -> Grpc:
         return self

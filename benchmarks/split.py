@@ -34,6 +34,7 @@ from regauge.split.certs import make_certificates
 from regauge.split.channel import Loop, Tls
 from regauge.split.frames import CHUNK, Bytes, Frame, Kind, Limits, Value, encode
 from regauge.split.network import Grpc, Server
+from regauge.split.quotas import Quota, Quotas
 
 ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "300"))
 SECONDS = float(os.environ.get("REGAUGE_SECONDS", "15"))
@@ -264,6 +265,7 @@ class Echo:
     """A host that returns the tensor it was sent, or another of the size that is asked for."""
 
     limits = Limits()
+    quotas = Quotas()
     zeros = torch.zeros(LARGE // 4)
 
     def answer(self, frame: Frame, peer: str = "") -> bytes:
@@ -283,7 +285,7 @@ def serve(folder: str) -> None:
     from regauge.split import Host
 
     ours = Server(Echo(), "127.0.0.1:0", tls=tls)  # type: ignore[arg-type]
-    train = Server(Host(small(), _training(), sessions=CLIENTS), "127.0.0.1:0", tls=tls)
+    train = Server(Host(small(), _training(), sessions=CLIENTS, quotas=Quotas(Quota(sessions=CLIENTS))), "127.0.0.1:0", tls=tls)
     print(Loop.run(_raw_server(tls)), ours.port, train.port, flush=True)
     sys.stdin.read()
 

@@ -332,11 +332,12 @@ def _watch(host: Host, server: Server, stop: threading.Event) -> None:
 
     if sys.stderr.isatty():
         from rich.console import Console
+        from rich.text import Text
 
         with Console(stderr=True).status("waits for clients") as status:
             while not stop.wait(0.5):
                 if host.requests:
-                    status.update(line())
+                    status.update(Text(line()))  # clients' names are no markup
         return
     shown: object = (host.step, 0)
     while not stop.wait(0.2):

@@ -104,7 +104,11 @@ class Link:
         about["limits"] = [limits.payload, limits.table, limits.tensors, limits.axes]
         self.log = Log(transport, journal, about, codec=codec, limits=limits, patience=patience)
         if not journal.reply(1):
-            self.log.greet()  # a wrong model is refused here, and not in the first step
+            try:
+                self.log.greet()  # a wrong model is refused here, and not in the first step
+            except BaseException:
+                journal.abandon()
+                raise
         self.alive: set[int] = set()  # forward passes that may have a backward pass yet
         self.dead: list[int] = []  # and those that will not
         self.is_kept = False  # does the server's optimizer keep what the element does? looked at once

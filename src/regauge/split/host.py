@@ -43,7 +43,7 @@ from regauge.split.frames import CODECS, Frame, FrameError, Kind, Limits, Value,
 from regauge.split.learning import PRECISIONS, Learner, autocast, mean, slopes
 from regauge.split.optimizing import Training, TrainingError
 from regauge.split.passing import CACHE, described, dtype_of, unpack
-from regauge.split.quotas import Quotas
+from regauge.split.quotas import Quotas, require_room
 
 Tensor = torch.Tensor
 PROTOCOL = 1
@@ -268,8 +268,9 @@ class Host:
             raise FrameError("ended", "this session has ended, and what it asked for is done", hint="start a new one")
         session = self.sessions.get(name)
         if session is None:
-            self._make_room(peer)
-            self.quotas.require_room(peer, sum(s.peer == peer for s in self.sessions.values()))
+            most = self.quotas.of(peer).sessions or (max(1, self.most // 4) if peer else 0)  # where clients are known, none takes all places
+            self._make_room(peer, most)
+            require_room(peer, sum(s.peer == peer for s in self.sessions.values()), most)
             session = self.sessions[name] = _Session(peer, codec, Limits(*limits))  # type: ignore[arg-type]
         elif session.peer != peer:
             raise FrameError("session", "the session is another client's")
@@ -285,9 +286,9 @@ class Host:
         told |= {"key": self.key, "precision": self.precision, "average": self.average}
         return _bytes(Frame(Kind.WELCOME, 0, told | (self.training.told() if self.training else {})))
 
-    def _make_room(self, peer: str) -> None:
+    def _make_room(self, peer: str, own: int) -> None:
         """Let go of the session that was silent for longest, if there are too many: of this client's, or of all."""
-        for mine, most in ((True, self.quotas.of(peer).sessions), (False, self.most)):
+        for mine, most in ((True, own), (False, self.most)):
             among = {n: s for n, s in self.sessions.items() if not mine or s.peer == peer}
             if not most or len(among) < most:
                 continue

@@ -45,6 +45,9 @@ class Memory:
         """A request that was refused takes no number: another one may have it."""
         self.requests.pop(n, None)
 
+    def abandon(self) -> None:
+        """No server took the session: nothing is left of it."""
+
     def forget(self, saved: int, marked: int) -> None:
         """Drop requests that the server has kept (up to `saved`) and replies that the client's own checkpoint is past (up to `marked`)."""
         for n in [n for n in self.requests if n <= saved]:
@@ -61,7 +64,8 @@ class Folder:
         with reading(self.path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = self.path / "session.json"
-            if not about.exists():
+            self.is_new = not about.exists()
+            if self.is_new:
                 made = {"regauge": "split journal", "version": 1, "session": os.urandom(16).hex(), "secret": os.urandom(32).hex()}
                 write_bytes(about, json.dumps(made).encode(), mode=0o600)
             try:
@@ -92,6 +96,10 @@ class Folder:
     def withdraw(self, n: int) -> None:
         self._file("request", n).unlink(missing_ok=True)
         self.held["request"].discard(n)
+
+    def abandon(self) -> None:
+        if self.is_new and not self.held["request"]:
+            (self.path / "session.json").unlink(missing_ok=True)
 
     def forget(self, saved: int, marked: int) -> None:
         # A request is held against what a repeated run asks, so that it stays as long as its reply does.

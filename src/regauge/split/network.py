@@ -23,12 +23,15 @@ from regauge.errors import need
 from regauge.split import health
 from regauge.split.channel import CLIENT_OPTIONS, OPTIONS, Loop, Pace, Tls, require_private
 from regauge.split.frames import Assembler, Bytes, FrameError, Limits, decode
+from regauge.split.holding import Held, Holdings
 from regauge.split.host import Host, refusal
 from regauge.split.transport import TransportError
 
 SERVICE, METHOD = "regauge.Split", "Exchange"
 BEAT = 1.0  # seconds between empty chunks while the server computes
 STALL = 60.0  # seconds in which nothing may come of a frame that has begun
+WAIT = 0.02  # seconds until a stream that has to wait looks again
+STREAMS = 256  # of one client at once
 
 
 class Server:
@@ -43,6 +46,7 @@ class Server:
         self.host, self.address, self.tls, self.clients = host, address, tls, None if clients is None else frozenset(clients)
         self.pool = concurrent.futures.ThreadPoolExecutor(4, "regauge-split-host")
         self.received = self.sent = self.streams = self.under_way = 0  # bytes, and what is open
+        self.holdings = Holdings(host.limits.payload + host.limits.table, STREAMS)
         self.is_stopping = False
         self.server, self.port = Loop.run(self._start())
 
@@ -71,42 +75,59 @@ class Server:
         self.streams += 1
         self.under_way += 1  # but for the times in which the stream waits for its client
         try:
-            assembler = Assembler(self.host.limits)
-            async for piece in self._exchange(self._came(incoming, assembler), assembler, context):
-                self.sent += len(piece)
-                yield piece
+            peer = self._known(context)
+            with self.holdings.stream(peer) as held:
+                assembler = Assembler(self.host.limits)
+                async for piece in self._exchange(self._came(incoming, assembler, held, peer), assembler, held, peer):
+                    self.sent += len(piece)
+                    yield piece
+        except FrameError as error:
+            yield refusal(error)
         finally:
             self.streams -= 1
             self.under_way -= 1
 
-    async def _came(self, incoming: AsyncIterator[bytes], assembler: Assembler) -> AsyncIterator[bytes]:
-        if self.is_stopping:
-            return
-        source = aiter(incoming)
+    def _known(self, context: Any) -> str:
+        peer = _peer(context)
+        if self.tls is not None and not peer:  # all of them would be one, with each other's sessions
+            raise FrameError("client", "your certificate has no common name, by which this server knows its clients")
+        if self.clients is not None and peer not in self.clients:
+            raise FrameError("client", "this server does not know you", hint="ask its owner to list your certificate's name")
+        return peer
+
+    async def _came(self, incoming: AsyncIterator[bytes], assembler: Assembler, held: Held, peer: str) -> AsyncIterator[bytes]:
+        """What the client sends, and an empty chunk for every second in which it is not read: it has used what it may, or holds too much."""
+        source: AsyncIterator[bytes | None] = aiter(incoming)
+        beat = time.monotonic()
         while not self.is_stopping:
             self.under_way -= 1
+            chunk: bytes | None = b""
             try:
-                async with asyncio.timeout(None if assembler.is_between else STALL):  # half a frame is not held for ever
-                    chunk = await anext(source, None)
+                if not self.holdings.may_go_on(held) or (assembler.is_between and self.host.quotas.wait(peer)):
+                    await asyncio.sleep(WAIT)
+                    if time.monotonic() - beat < BEAT:
+                        continue
+                    beat = time.monotonic()
+                else:
+                    async with asyncio.timeout(None if assembler.is_between else STALL):  # half a frame is not held for ever
+                        chunk = await anext(source, None)
             except TimeoutError:
                 return
             finally:
                 self.under_way += 1
             if chunk is None:
                 return
-            self.received += len(chunk)
+            if chunk:
+                self.received += len(chunk)
+                held.add(len(chunk))
             yield chunk
 
-    async def _exchange(self, incoming: AsyncIterator[bytes], assembler: Assembler, context: Any) -> AsyncIterator[bytes]:
-        peer = _peer(context)
-        if self.tls is not None and not peer:  # all of them would be one, with each other's sessions
-            yield refusal(FrameError("client", "your certificate has no common name, by which this server knows its clients"))
-            return
-        if self.clients is not None and peer not in self.clients:
-            yield refusal(FrameError("client", "this server does not know you", hint="ask its owner to list your certificate's name"))
-            return
+    async def _exchange(self, incoming: AsyncIterator[bytes], assembler: Assembler, held: Held, peer: str) -> AsyncIterator[bytes]:
         loop, pace = asyncio.get_running_loop(), Pace()
         async for chunk in incoming:
+            if not chunk:
+                yield b""
+                continue
             try:
                 for data in assembler.cut(chunk):
                     work = loop.run_in_executor(self.pool, self._answered, data, peer)
@@ -114,9 +135,11 @@ class Server:
                         yield b""
                     for piece in pace.pieces([memoryview(work.result())]):
                         yield piece
-            except FrameError as error:
-                yield refusal(error)
-                return
+            except FrameError:
+                self.host.quotas.charge(peer, held.size)  # what is no request has crossed all the same
+                raise
+            if assembler.is_between:
+                held.clear()
 
     def _answered(self, data: Bytes, peer: str) -> bytes:
         """In a thread of its own: reading a frame takes time too, in which others are to be heard."""
@@ -153,26 +176,38 @@ def _peer(context: Any) -> str:
 
 
 class Grpc:
-    """A transport to a server's port. `silence` is for how many seconds nothing at all may come while a reply is due."""
+    """A transport to a server's port. `silence` is for how many seconds nothing at all may come while a reply is due, and `computing` for how many
+    a server may say that it computes."""
 
-    def __init__(self, address: str, *, tls: Tls | None = None, insecure: bool = False, silence: float = 60.0, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        insecure: bool = False,
+        silence: float = 60.0,
+        computing: float = 1800.0,
+        limits: Limits | None = None,
+    ) -> None:
         need("grpc", "split")
         require_private(address, tls, insecure)
-        self.address, self.tls, self.silence, self.limits = address, tls, silence, limits or Limits()
+        self.address, self.tls, self.limits = address, tls, limits or Limits()
+        self.silence, self.computing = silence, computing
         self.channel: Any = None
         self.stream: Any = None
-        self.pace, self.heard = Pace(), 0.0
+        self.pace, self.heard, self.moved = Pace(), 0.0, 0.0  # when anything came or went, and when bytes of a frame did
         self.lock = threading.Lock()
 
     def exchange(self, request: Sequence[memoryview]) -> Bytes:
         with self.lock:
-            self.heard = time.monotonic()
+            self.heard = self.moved = time.monotonic()
             work = asyncio.run_coroutine_threadsafe(self._exchange(request), Loop.get())
             while True:
                 try:
                     return work.result(1.0)
                 except (concurrent.futures.TimeoutError, TimeoutError):
-                    if time.monotonic() - self.heard > self.silence:
+                    now = time.monotonic()
+                    if now - self.heard > self.silence or now - self.moved > self.computing:
                         self._drop()  # ends the stream, and with it what waits for it
 
     async def _exchange(self, request: Sequence[memoryview]) -> Bytes:
@@ -202,7 +237,7 @@ class Grpc:
     async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:
         for piece in self.pace.pieces(request):
             await stream.write(piece)
-            self.heard = time.monotonic()
+            self.heard = self.moved = time.monotonic()
 
     async def _receive(self, stream: Any) -> Bytes:
         import grpc
@@ -214,6 +249,8 @@ class Grpc:
                 code = await stream.code()
                 raise TransportError(f"the server ended the stream ({code.name.lower()})")
             self.heard = time.monotonic()
+            if piece:
+                self.moved = self.heard
             found = list(assembler.cut(piece))
             if found:
                 if len(found) > 1 or not assembler.is_between:

@@ -7,8 +7,9 @@ by their certificates' names; without TLS all of them are one.
 from __future__ import annotations
 
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from regauge.errors import RegaugeError
@@ -50,32 +51,50 @@ class Quotas:
     named: Mapping[str, Quota] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     held: dict[tuple[str, str], _Bucket] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)  # requests and streams ask from threads of their own
 
     def of(self, client: str) -> Quota:
         return self.named.get(client, self.default)
 
     def take(self, client: str, size: int) -> None:
         """Count a request of so many bytes, or refuse it."""
+        with self.lock:
+            for what, limit, each, _, wait in self._buckets(client):
+                if wait is not None:
+                    raise FrameError("busy", f"{client or 'a client'} has used its {limit:g} {what} {each}", hint=f"come again in {wait:.1f} s")
+        self.charge(client, size)
+
+    def charge(self, client: str, size: int) -> None:
+        """Count so many bytes that have crossed, request or not."""
+        with self.lock:
+            for what, _, _, bucket, _ in self._buckets(client):
+                bucket.left -= 1.0 if what == "requests" else size
+
+    def wait(self, client: str) -> bool:
+        """Has this client used what it may for now?"""
+        quota = self.of(client)
+        if not quota.requests and not quota.bytes:
+            return False
+        with self.lock:
+            return any(wait is not None for *_, wait in self._buckets(client))
+
+    def _buckets(self, client: str) -> Iterator[tuple[str, float, str, _Bucket, float | None]]:
+        """What is counted, its limit, its bucket, and for how long that is empty yet."""
         quota, now = self.of(client), self.clock()
-        wanted = [("requests", quota.requests, max(quota.requests, 1.0), 1.0, "a second"), ("bytes", quota.bytes / 60, quota.bytes, size, "a minute")]
-        taken = []
-        for what, rate, most, amount, each in wanted:
+        for what, limit, rate, most, each in (
+            ("requests", quota.requests, quota.requests, max(quota.requests, 1.0), "a second"),
+            ("bytes", quota.bytes, quota.bytes / 60, quota.bytes, "a minute"),
+        ):
             if rate:
                 bucket = self.held.setdefault((client, what), _Bucket(most, now))
                 wait = bucket.wait(rate, most, now)
-                if wait > 0 or bucket.left <= 0:
-                    limit = quota.requests if what == "requests" else quota.bytes
-                    raise FrameError("busy", f"{client or 'a client'} has used its {limit:g} {what} {each}", hint=f"come again in {wait:.1f} s")
-                taken.append((bucket, amount))
-        for bucket, amount in taken:
-            bucket.left -= amount
+                yield what, limit, each, bucket, wait if wait > 0 or bucket.left <= 0 else None
 
-    def require_room(self, client: str, sessions: int) -> None:
-        most = self.of(client).sessions
-        if most and sessions >= most:
-            raise FrameError(
-                "quota", f"{client or 'a client'} has {sessions} sessions, and may have {most}", hint="end one, or ask the server's owner"
-            )
+
+def require_room(client: str, sessions: int, most: int) -> None:
+    """Refuse one more session than a client may have; 0 is without limit."""
+    if most and sessions >= most:
+        raise FrameError("quota", f"{client or 'a client'} has {sessions} sessions, and may have {most}", hint="end one, or ask the server's owner")
 
 
 def read_quota(text: str, default: Quota | None = None) -> Quota:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -10,12 +14,14 @@ from numpy.testing import assert_allclose
 import picos
 from regauge import apply, element, fold_norms
 from regauge.action import State
-from regauge.elements import Element
+from regauge.elements import Element, identity
 from regauge.errors import RegaugeError
 from regauge.groups import GROUPS, Rotary
 from regauge.invariance import invariant_distance, invariants
-from regauge.matching import MatchError, layers_of, match
+from regauge.matching import MatchError, chosen_groups, layers_of, match
 from regauge.matching.blocks import blocks
+from regauge.matching.costs import Costs
+from regauge.matching.finding import Search
 from regauge.matching.forms import overlap, plane_overlap, procrustes, rescaling, two_level
 from regauge.matching.many import match_many, nearest_to_mean
 from regauge.spec import Spec
@@ -269,6 +275,28 @@ def test_layers_are_searched_in_processes_to_the_same_end() -> None:
     alone, apart = (match(spec, a, b, workers=n, sweeps=1) for n in (1, 2))
     assert apart.distance == pytest.approx(alone.distance, rel=1e-9)
     assert apart.element.members.keys() == alone.element.members.keys()
+
+
+def test_a_worker_is_sent_no_layouts() -> None:
+    """They are arrays of a shape without values here, and would be whole models there."""
+    spec, a = state_of("gpt2")
+    search = Search(Costs(spec, a, a), chosen_groups(spec, None, None, "full"), identity(spec))
+    before = len(pickle.dumps(search))
+    assert len(search.costs.layouts) > 5
+    assert len(pickle.dumps(search)) <= before + 1000
+    again = pickle.loads(pickle.dumps(search))
+    assert again.costs.layouts.keys() == search.costs.layouts.keys()
+
+
+def _end(task: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_the_system_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
+    monkeypatch.setattr("regauge.matching.finding._solve", _end)
+    with pytest.raises(MatchError, match="ended from outside, most likely because memory ran out"):
+        match(spec, a, b, workers=2, sweeps=0)
 
 
 def test_sweeps_may_leave_a_stream_where_tables_put_it() -> None:

@@ -100,6 +100,10 @@ class Costs:
             out[pattern] = layout(self.spec, self.spec.tensors[pattern], shape)
         return out
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Layouts have shapes and no values, but numpy would send every one of these to another process."""
+        return {name: value for name, value in self.__dict__.items() if name != "layouts"}
+
     def where(self, space: str, first: bool = False) -> list[str]:
         """The tensors that live in a space; of these, for the first time that it is looked for, the anchors, if some are."""
         found = self._where.get(space, [])

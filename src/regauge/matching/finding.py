@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from regauge.elements import Element
 from regauge.fitting import Pair, correlation, summed
 from regauge.groups import GeneralLinear, Group, Orthogonal, Permutation, Rotary, Trivial
 from regauge.matching.blocks import Block
-from regauge.matching.costs import Costs
+from regauge.matching.costs import Costs, MatchError
 from regauge.matching.forms import overlap, plane_overlap, rescaling, rows_overlap, two_level
 from regauge.members import Member, Monomial
 from regauge.streams import Floats
@@ -88,12 +89,17 @@ class Search:
     def _each_unit(self, tasks: list[tuple[Search, list[str], bool]]) -> list[str]:
         """Units have no tensor in common but through what is known: each is searched on its own, in another process if there are some."""
         order: list[str] = []
-        for found, members in self.pool.map(_solve, tasks) if self.pool else map(_solve, tasks):
-            order += found
-            self.known.update(found)
-            self.g = Element(self.spec, {**self.g.members, **members})
-            if self.saved:
-                self.saved(self)
+        try:
+            for found, members in self.pool.map(_solve, tasks) if self.pool else map(_solve, tasks):
+                order += found
+                self.known.update(found)
+                self.g = Element(self.spec, {**self.g.members, **members})
+                if self.saved:
+                    self.saved(self)
+        except BrokenProcessPool as error:
+            raise MatchError(
+                "a worker was ended from outside, most likely because memory ran out", hint="use fewer workers; --resume keeps what was found"
+            ) from error
         return order
 
     def _apart(self, spaces: Iterable[str]) -> list[list[str]]:

@@ -463,6 +463,7 @@ def test_two_processes_learn_one_model(tmp_path: Path) -> None:
         "dist.all_gather(both, flags)\n"
         "assert not torch.equal(*both)\n"
         "print('same weights')\n"
+        "dist.barrier(); dist.destroy_process_group()\n"  # whoever leaves first would take the other's connection away
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)

@@ -49,13 +49,17 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
     if timm:
         heads = [m.num_heads for m in module.modules() if isinstance(getattr(m, "num_heads", None), int)]
         first: Any = next(iter(getattr(module, "blocks", [])), None)
-        live = {"num_heads": heads[0] if heads else None, "global_pool": getattr(module, "global_pool", None)}
+        live = {
+            "num_heads": heads[0] if heads else None,
+            "global_pool": getattr(module, "global_pool", None),
+            "no_embed_class": getattr(module, "no_embed_class", None),
+        }
         return {
             **_as_dict(timm),
             **live,
             "block_fn": type(first).__name__,
             "norm_layer": type(getattr(first, "norm1", None)).__name__,
-            "mlp_layer": _gate_first(first),
+            "mlp_layer": _gate(first),
         }
     raise UnknownModelError(
         f"{type(module).__name__} has neither a config nor a pretrained_cfg, so its family is not known",
@@ -63,10 +67,10 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
     )
 
 
-def _gate_first(block: Any) -> str:
-    """The kind of a live timm block's FFN, where it is the one whose gate comes first."""
+def _gate(block: Any) -> str:
+    """The kind of a live timm block's FFN. One class has the gate first or last: as timm names it, the former is a SwiGLU."""
     mlp = getattr(block, "mlp", None)
-    return "swiglu" if getattr(mlp, "gate_last", True) is False else type(mlp).__name__ if "glu" not in type(mlp).__name__.lower() else ""
+    return "swiglu" if getattr(mlp, "gate_last", True) is False else type(mlp).__name__
 
 
 def _spec_of_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Spec:

@@ -156,7 +156,7 @@ def _base(kind: Kind, roles: Counter[str], users: Sequence[str], kinds: Mapping[
         return "stream"
     if re.search(r"\d", label(users)):
         return "ffn"
-    return "embed" if any("embed" in u for u in users) else _module(users)
+    return "embed" if any("embed" in u for u in users) and not kind.has("softmax") else _module(users)  # tokens of their own are called by theirs
 
 
 def _many(users: Sequence[str]) -> bool:

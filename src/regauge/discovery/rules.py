@@ -13,7 +13,9 @@ from torch import fx
 
 from regauge.discovery import contractions as c
 from regauge.discovery import elementwise as e
+from regauge.discovery import lookups as k
 from regauge.discovery import shapes as s
+from regauge.discovery.constants import is_even
 from regauge.discovery.graph import operator
 from regauge.discovery.terms import atom
 from regauge.discovery.walk import Axis, Node, Value, Walk, shape
@@ -67,8 +69,8 @@ def source(w: Walk, node: Node) -> Value:
         return w.aliases[node][first]
     if kind == "buffer" and _is_statistic(node):
         return Value(tuple(Axis(atom(int(n))) for n in sizes), source=name, weights=True)
-    if node in w.graph.zeros:  # zero stays what it is, whatever moves it
-        return Value(tuple(Axis(atom(int(n))) for n in sizes))
+    if node in w.graph.known:
+        return constant(w, node)
     words = {
         "buffer": f'the module\'s constant "{name}" lies along it',
         "constant": "a constant lies along it",
@@ -77,6 +79,17 @@ def source(w: Walk, node: Node) -> Value:
     if kind != "input" and node.users:
         w.at = next(iter(node.users))  # the operator that brings it in
     return Value(tuple(w.fixed(int(n), words[kind]) for n in sizes))
+
+
+def constant(w: Walk, node: Node) -> Value:
+    """What the module computes from constants alone: nothing may act where its numbers differ. Zero stays what it is, whatever moves it."""
+    value = w.graph.known[node]
+    if value.is_floating_point() and not bool(value.any()):
+        return Value(tuple(Axis(atom(n)) for n in value.shape), weights=True)
+    if w.graph.kinds.get(node) is not None and node.users:
+        w.at = next(iter(node.users))  # the operator that brings it in
+    why = "numbers that the module makes itself differ along it"
+    return Value(tuple(Axis(atom(n), uniform=True) if n == 1 or is_even(value, i) else w.fixed(n, why) for i, n in enumerate(value.shape)))
 
 
 def _is_statistic(node: Node) -> bool:
@@ -142,10 +155,10 @@ RULES: dict[str, Rule] = {
     "cat": s.cat,
     "concat": s.cat,
     "stack": s.stack,
-    "embedding": s.embedding,
-    "index": s.index,
-    "index_select": s.index_select,
-    "gather": s.gather,
+    "embedding": k.embedding,
+    "index": k.index,
+    "index_select": k.index_select,
+    "gather": k.gather,
     **_each("add sub rsub", e.add),
     **_each("mul div", e.mul),
     "neg": e.negated,

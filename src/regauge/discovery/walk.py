@@ -41,7 +41,7 @@ class Value:
 
     `source`: the parameter whose numbers these are, reshaped or cut at most. `weights`: it depends on parameters and nothing else. `shift`: what has
     been added to the parameter (Gemma's 1 + w). `places`: its values are places on this axis. `cases`: along axis `dim` lie these values, one
-    behind the other, each with axes of its own.
+    behind the other, each with axes of its own (`regauge.discovery.cases`).
     """
 
     axes: tuple[Axis, ...]
@@ -129,13 +129,15 @@ class Walk:
         """Cases that an operator treats alike are alike: one term for all, and the order of the cases fixed."""
         first, *rest = value.cases
         for other in rest:
-            for a, b in zip(first.axes, other.axes, strict=True):
-                if a is not b:
+            for i, (a, b) in enumerate(zip(first.axes, other.axes, strict=True)):
+                if a is not b and i != value.dim:
                     self.same([a], [b])
-        which = Axis(atom(len(value.cases)))
-        self.freeze(which, "tensors lie side by side along it, each with its own part")
-        axes = list(first.axes)
-        axes.insert(value.dim, which)
+        blocks = [case.axes[value.dim] for case in value.cases]
+        if all(a.size == 1 for a in blocks):
+            which = self.fixed(len(blocks), "tensors lie side by side along it, each with its own part")
+        else:
+            which = self.joined(blocks)
+        axes = [which if i == value.dim else a for i, a in enumerate(first.axes)]
         return replace(value, axes=tuple(axes), dim=-1, cases=())
 
     # The five words.
@@ -177,13 +179,13 @@ class Walk:
             self.freeze(out, why)
         return out
 
-    def pieces(self, axis: Axis, sizes: Iterable[int]) -> list[Axis]:
-        """An axis cut into consecutive pieces."""
+    def pieces(self, axis: Axis, sizes: Iterable[int], why: str = "it is cut where its blocks do not end") -> list[Axis]:
+        """An axis cut into consecutive pieces. `why`: what to say where its blocks do not end there."""
         out, rest = [], axis.term
         for n in sizes:
             two = cut(rest, n)
             if two is None:
-                self.freeze(axis, "it is cut where its blocks do not end")
+                self.freeze(axis, why)
                 two = (atom(n), atom(rest.size - n))
                 for t in two:
                     self._misfit(t)
@@ -214,7 +216,7 @@ def shape(node: Any) -> tuple[int, ...]:
 def walk(graph: Graph) -> Walk:
     """Give every tensor of a graph its terms, operator by operator."""
     from regauge.discovery.rotary import rotaries
-    from regauge.discovery.rules import RULES, source, unknown
+    from regauge.discovery.rules import RULES, constant, source, unknown
 
     w = Walk(graph, moves=moving(graph))
     turned = rotaries(graph)
@@ -229,6 +231,8 @@ def walk(graph: Graph) -> Walk:
             from regauge.discovery.rotary import rotary
 
             w.values[node] = rotary(w, turned[node])
+        elif node in graph.known:
+            w.values[node] = constant(w, node)
         elif node.op == "call_function":
             name = operator(node)
             rule = RULES.get(name.removesuffix("_") if mutates(node) else name, unknown)

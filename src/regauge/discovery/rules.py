@@ -82,10 +82,10 @@ def source(w: Walk, node: Node) -> Value:
 
 
 def constant(w: Walk, node: Node) -> Value:
-    """What the module computes from constants alone: nothing may act where its numbers differ. Zero stays what it is, whatever moves it."""
+    """What the module computes from constants alone: nothing may act where its numbers differ. Zeros the walk knows besides."""
     value = w.graph.known[node]
-    if value.is_floating_point() and not bool(value.any()):
-        return Value(tuple(Axis(atom(n)) for n in value.shape), weights=True)
+    if node in w.zeros:
+        return w.value(node)
     if w.graph.kinds.get(node) is not None and node.users:
         w.at = next(iter(node.users))  # the operator that brings it in
     why = "numbers that the module makes itself differ along it"

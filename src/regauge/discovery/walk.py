@@ -99,11 +99,14 @@ class Walk:
     aliases: dict[fx.Node, dict[str, Value]] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
     moves: set[fx.Node] = field(default_factory=set)
+    zeros: frozenset[fx.Node] = frozenset()
     at: fx.Node | None = None
 
     def value(self, node: Any) -> Value:
         if node in self.aliases:
             return self._used(node)
+        if node in self.zeros:
+            return self._zero(node)
         found = self.values[node]
         if isinstance(found, list):
             raise TypeError(f"{node} is several tensors")
@@ -117,10 +120,16 @@ class Walk:
         self.first.setdefault(found.source or "", len(self.values))
         return found
 
+    def _zero(self, node: fx.Node) -> Value:
+        """Zero stays what it is, whatever moves it: each reader may move it as it likes."""
+        return Value(tuple(Axis(atom(n)) for n in shape(node)), weights=True)
+
     def stacked(self, node: Any) -> Value:
         """The same, with its cases left apart."""
         if node in self.aliases:
             return self._used(node)
+        if node in self.zeros:
+            return self._zero(node)
         found = self.values[node]
         assert isinstance(found, Value)
         return found
@@ -218,7 +227,8 @@ def walk(graph: Graph) -> Walk:
     from regauge.discovery.rotary import rotaries
     from regauge.discovery.rules import RULES, constant, source, unknown
 
-    w = Walk(graph, moves=moving(graph))
+    zeros = frozenset(n for n, v in graph.known.items() if v.is_floating_point() and not bool(v.any()))
+    w = Walk(graph, moves=moving(graph), zeros=zeros)
     turned = rotaries(graph)
     inside = _skipped(graph, {n: t.x for n, t in turned.items()})
     for node in graph.nodes:

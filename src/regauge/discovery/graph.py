@@ -63,7 +63,7 @@ def trace(module: torch.nn.Module, inputs: Mapping[str, Any]) -> Graph:
     was_training = module.training
     module.eval()
     try:
-        with torch.no_grad(), _plain_kernels(), _unstopped():
+        with torch.no_grad(), _plain_kernels(), _batched_experts(module), _unstopped():
             program = torch.export.export(_Named(module), (), given, strict=False)
     except Exception as error:  # torch.export raises whatever the module runs into
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -216,6 +216,21 @@ def _plain_kernels() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
+def _batched_experts(module: torch.nn.Module) -> Iterator[None]:
+    """Experts of the transformers library are computed in one batch: a loop over those that were chosen depends on data, and cannot be traced."""
+    before = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    choose: Any = getattr(module, "set_experts_implementation", None)
+    if before is None or choose is None:
+        yield
+        return
+    try:
+        choose("batched_mm")
+        yield
+    finally:
+        choose(before)
 
 
 @contextlib.contextmanager

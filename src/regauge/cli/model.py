@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from regauge.checkpoint import Checkpoint
     from regauge.discovery import Discovery
     from regauge.spec import Fault, Spec
@@ -31,14 +33,19 @@ def spec_of(checkpoint: Checkpoint, spec_file: Path | None) -> Spec:
 
         require_file(spec_file)
         return load_spec(spec_file)
+    return known_or_discovered(checkpoint)
+
+
+def known_or_discovered(source: Checkpoint | torch.nn.Module) -> Spec:
+    """The spec of a model's family, or what its graph shows, which is then said."""
     from regauge import sources
     from regauge.cli.console import say
     from regauge.errors import UnknownModelError
 
     try:
-        return sources.spec_of(checkpoint, discover=False)
+        return sources.spec_of(source, discover=False)
     except UnknownModelError as unknown:
-        found = sources.discovered(checkpoint, unknown)
+        found = sources.discovered(source, unknown)
     say(f"no family describes this model: its symmetry was read off its graph, and verified to {found.error:.1e} on {found.verified_on}")
     return found.spec
 

@@ -85,7 +85,12 @@ def save(folder: Path, key: str, found: Discovery) -> None:
     from regauge.files import write_bytes
 
     parts = {name: {n: [_plain(r) for r in rs] for n, rs in told.items()} for name, told in (("reasons", found.reasons), ("frozen", found.frozen))}
-    more: dict[str, Any] = {"error": found.error, "folded_error": found.folded_error, "verified_on": found.verified_on, "dropped": list(found.dropped)}
+    more: dict[str, Any] = {
+        "error": found.error,
+        "folded_error": found.folded_error,
+        "verified_on": found.verified_on,
+        "dropped": list(found.dropped),
+    }
     more["boundaries"] = [{k: getattr(b, k) for k in ("name", "blocks", "enter", "leave", "returns")} for b in found.boundaries]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -246,7 +246,10 @@ def walk(graph: Graph) -> Walk:
         elif node.op == "call_function":
             name = operator(node)
             rule = RULES.get(name.removesuffix("_") if mutates(node) else name, unknown)
-            w.values[node] = rule(w, node)
+            try:
+                w.values[node] = rule(w, node)
+            except (TypeError, ValueError, LookupError, AttributeError, AssertionError):  # called in a way that the rule does not know
+                w.values[node] = unknown(w, node)
         else:
             w.values[node] = unknown(w, node)
     w.at = None

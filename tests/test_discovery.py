@@ -72,6 +72,21 @@ def test_an_activation_leaves_its_group_and_no_larger_one(function: Callable[[to
         assert symmetry_error(model, wider, element(wider, 1), {"x": ROWS.double()}) > 1e-3
 
 
+@pytest.mark.parametrize(
+    "turned",
+    [
+        lambda x: x.movedim(0, 2).movedim(2, 0),
+        lambda x: torch.moveaxis(torch.moveaxis(x, (0, 1), (2, 0)), (2, 0), (0, 1)),
+        lambda x: x.swapaxes(0, 2).swapdims(0, 2),
+        lambda x: x.permute(2, 0, 1).permute(1, 2, 0),
+        lambda x: x.mT.mT,
+    ],
+)
+def test_axes_are_followed_through_transpositions(turned: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert groups(regauge.discover(Hidden(lambda x: F.gelu(turned(x))), TOKENS)) == {"up": "permutation"}
+    assert groups(regauge.discover(Hidden(lambda x: F.gelu(turned(x)).cumsum(-1)), TOKENS)) == {}
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

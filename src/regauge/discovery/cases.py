@@ -38,8 +38,14 @@ def order_of(node: Node, rank: int) -> list[int]:
     if operator(node) == "permute":
         return [d % rank for d in argument(node, 1, "dims")]
     order = list(range(rank))
-    if operator(node) in ("t", "numpy_T", "mT", "adjoint"):
+    if operator(node) == "numpy_T":
+        return order[::-1]
+    if operator(node) in ("t", "mT", "adjoint"):
         return [*order[:-2], *order[-2:][::-1]]
+    if operator(node) in ("movedim", "moveaxis"):
+        moved = [[d % rank for d in ([given] if isinstance(given, int) else given)] for given in node.args[1:3]]
+        rest = iter(d for d in order if d not in moved[0])
+        return [moved[0][moved[1].index(d)] if d in moved[1] else next(rest) for d in range(rank)]
     a, b = argument(node, 1, "dim0"), argument(node, 2, "dim1")
     order[a], order[b] = order[b], order[a]
     return order

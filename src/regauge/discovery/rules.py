@@ -140,7 +140,7 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
 
 RULES: dict[str, Rule] = {
     **_each("view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as reshape_as", s.view),
-    **_each("permute transpose t numpy_T mT movedim swapaxes", s.permute),
+    **_each("permute transpose t numpy_T mT movedim moveaxis swapaxes swapdims", s.permute),
     **_each("to _to_copy clone contiguous alias detach dropout feature_dropout native_dropout type_as lift_fresh_copy", s.passed),
     **_each("expand expand_as broadcast_to", s.expand),
     **_each("split split_with_sizes chunk", s.split),

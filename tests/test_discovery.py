@@ -419,6 +419,23 @@ def test_a_large_model_is_discovered_without_memory_and_verified_on_a_twin(tmp_p
     assert key_of(other, inputs) != key_of(module, inputs)
 
 
+@pytest.mark.slow
+def test_on_the_meta_device_constants_are_not_known_and_less_is_found() -> None:
+    """Falcon takes keys and values by numbers, which have no values there: fewer symmetries, and still verified on a twin."""
+    import transformers as T
+
+    from regauge.discovery.models import build, example_inputs
+
+    config = T.FalconConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=8, vocab_size=99).to_dict() | {
+        "architectures": ["FalconForCausalLM"]
+    }
+    found, whole = (discovery_of(m, example_inputs(m)) for m in (build(config, "meta"), build(config)))
+    assert found.verified_on.startswith("a twin of ")
+    assert str(found.spec.spaces["stream"].group) == "permutation"
+    assert "head.0" in whole.spec.spaces
+    assert "head.0" not in found.spec.spaces
+
+
 def test_a_discovered_spec_is_an_ordinary_one() -> None:
     from picos import PICOS, build
     from regauge.specfile import dump_spec, parse_spec

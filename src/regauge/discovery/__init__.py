@@ -101,7 +101,8 @@ def discover_model(module: torch.nn.Module) -> Discovery:
 def _prove_twin(spec: Spec, module: torch.nn.Module) -> tuple[Proof, tuple[Boundary, ...], str]:
     small = twin_of(module)
     inputs = example_inputs(small)
-    described, _, _ = assemble(walk(trace(small, inputs)), small, type(small).__name__)
+    shown = twin_of(module, "meta") if is_empty(module) else small  # on the meta device constants have no values: both must know as little
+    described, _, _ = assemble(walk(trace(shown, example_inputs(shown))), shown, type(small).__name__)
     where = f"a twin of {size_of(small):,} parameters"
     twin, given = generic(small), doubled(inputs)
     proof = prove(described, twin, given)

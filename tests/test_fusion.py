@@ -318,3 +318,10 @@ def test_six_merges_of_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: pyte
     monkeypatch.setattr(merges, "HARM", -2.0)  # so that every gain is too small: on models of another size that would be a failure
     small = run_on("003/table2", lab, pair, monkeypatch)
     assert all(f.holds is None for f in small.findings)  # and on picos it is none
+
+
+def test_what_takes_long_may_be_timed_less_often() -> None:
+    from regauge.experiments.ways import median_ratio
+
+    assert median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
+    assert median_ratio([3.0, 6.0, 4.0], [2.0]) == 2.0

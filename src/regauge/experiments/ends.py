@@ -128,7 +128,7 @@ def look(lab: Lab, kinds: Sequence[str], most: int | None = None) -> Ends:
         try:
             ready = _placed(lab, kind, placed[kind]) if kind in placed else _trained(lab, kind, subjects[kind]) if kind in subjects else []
         except DataError as error:
-            found.absent[kind] = str(error)
+            found.absent[kind] = str(error).replace(f"{lab.assets}/", "")  # results say nothing of this machine
             continue
         found.ready += ready[:most]
         if not ready:

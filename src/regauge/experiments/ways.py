@@ -460,5 +460,7 @@ class Bench:
 
 
 def median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """The median over runs of one / other: both were measured in turn."""
+    """The median over runs of one / other, which were measured in turn; where what takes long was run less often, the ratio of the medians."""
+    if len(one) != len(other):
+        return statistics.median(one) / max(statistics.median(other), 1e-9)
     return statistics.median(x / max(y, 1e-9) for x, y in zip(one, other, strict=True))

@@ -22,6 +22,8 @@ _BRINGS = {
     "hub": "models and data by hub id (owner/name)",
     "timm": "timm's checkpoints as live models",
     "report": "pages: --report, regauge report",
+    "data": "--data from images and parquet",
+    "transport": "merging by optimal transport: ot_wts, ot_acts",
     "split": "regauge split over a network",
     "audit": "regauge audit split: image metrics",
     "privacy": "the privacy accountant of noise with an epsilon",

@@ -57,7 +57,7 @@ def barrier(
     from regauge.barriers import require_joined
     from regauge.checkpoint import open_checkpoint
     from regauge.connectivity import connect, matcher, watcher
-    from regauge.elements import load_element
+    from regauge.elementfiles import load_element
     from regauge.loading import load_model
     from regauge.matching.recording import written
 

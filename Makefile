@@ -60,6 +60,17 @@ dist: $(VENV)/ready  ## wheel and sdist in dist/, and the wheel's smoke test in 
 	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
 	$(BIN)/python -m pytest -m slow tests/test_packaging.py
 
+# Pages made from the code, then the site, in an environment of its own. Strict: a warning is an error. Nothing is fetched by a reader's browser.
+$(VENV)/docs/ready: constraints.txt
+	test -x $(VENV)/docs/bin/python || $(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/pip install -q --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	touch $@
+
+docs: $(VENV)/vision/ready $(VENV)/docs/ready  ## the documentation site in site/, strict
+	$(BIN)/python scripts/picture.py
+	$(BIN)/python scripts/pages.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict -q
+
 lint: $(VENV)/ready  ## format, lint and types, as CI checks them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

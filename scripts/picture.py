@@ -34,9 +34,9 @@ def picture() -> plt.Figure:
     ax.set_ylim(0, 60)
     ax.axis("off")
     box(ax, 2, 49, 28, 9, "axes strings", '"(head.0 qk.0) stream*"', BLUE)
-    box(ax, 38, 49, 28, 9, "groups", "permutations · signs · scales · rotations", BLUE)
-    box(ax, 74, 49, 28, 9, "a key, or a fit", "drawn at random · nearest to another model", BLUE)
-    box(ax, 14, 36, 30, 8, "Spec", "what a model permits, and why not more", BLUE)
+    box(ax, 38, 49, 28, 9, "groups", "permute, flip, scale, turn", BLUE)
+    box(ax, 74, 49, 28, 9, "a key, or a fit", "random, or nearest to a model", BLUE)
+    box(ax, 14, 36, 30, 8, "Spec", "what a model permits, and why", BLUE)
     box(ax, 60, 36, 30, 8, "Element", "g, ~g, g @ h: another description", BLUE)
     box(ax, 22, 25.5, 60, 6.5, "apply(g, weights) · act(g, anything, axes)", "one rule for weights, gradients, activations, masks, optimizers", BLUE)
     for x, end in ((16, 24), (52, 34)):
@@ -64,7 +64,7 @@ def picture() -> plt.Figure:
         56,
         7.2,
         "views → attacks → findings → report",
-        "what each adversary sees, between a floor (a guess) and a ceiling (no defence)",
+        "what each adversary gets, from a guess to no defence",
         RED,
     )
     return figure

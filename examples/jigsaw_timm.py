@@ -6,6 +6,8 @@ pip install timm && python examples/jigsaw_timm.py       # some seconds
 import numpy as np
 import timm
 import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
 
 from regauge.jigsaw import MaskedJigsaw
 
@@ -19,8 +21,8 @@ for image, label in zip(images, labels, strict=True):  # the class is the colour
 
 model = timm.create_model("vit_tiny_patch16_224", pretrained=False, num_classes=4, img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=4)
 wrapped = MaskedJigsaw(model, ratio=0.5)  # half of the patches change places, under one learnable, unknown position
-optimizer = timm.optim.create_optimizer_v2(wrapped, opt="adamw", lr=2e-3, weight_decay=0.05)
-scheduler, _ = timm.scheduler.create_scheduler_v2(optimizer, num_epochs=8)
+optimizer = create_optimizer_v2(wrapped, opt="adamw", lr=2e-3, weight_decay=0.05)
+scheduler, _ = create_scheduler_v2(optimizer, num_epochs=8)
 for epoch in range(8):
     wrapped.train()
     for batch in torch.randperm(512).split(64):

@@ -25,7 +25,7 @@ def train(model: torch.nn.Module, steps: int, rate: float) -> float:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return float(loss)
+    return loss.item()
 
 
 with tempfile.TemporaryDirectory() as folder:
@@ -37,10 +37,10 @@ with tempfile.TemporaryDirectory() as folder:
     assert regauge_command(["lock", str(here / "model"), "-k", str(here / "key"), "-o", str(here / "locked")]) == 0
 
     locked = LlamaForCausalLM.from_pretrained(here / "locked")
-    nonsense = float(locked(input_ids=text, labels=text).loss)
+    nonsense = locked(input_ids=text, labels=text).loss.item()
     key = regauge.load_key(here / "key", "lock")
     model = get_peft_model(regauge.authorize(locked, key), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))  # authorise first, adapters after
-    before = float(model(input_ids=text, labels=text).loss)
+    before = model(input_ids=text, labels=text).loss.item()
     after = train(model, 60, 1e-2)
     model.save_pretrained(here / "adapter")
 
@@ -48,7 +48,7 @@ with tempfile.TemporaryDirectory() as folder:
     from peft import PeftModel
 
     thief = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(here / "locked"), here / "adapter")
-    stolen = float(thief(input_ids=text, labels=text).loss)
+    stolen = thief(input_ids=text, labels=text).loss.item()
 
 print(f"locked, no key: {nonsense:.2f}; authorised: {before:.2f}; with the adapter trained: {after:.2f}; locked and adapter, no key: {stolen:.2f}")
 assert after < before < nonsense

@@ -26,7 +26,7 @@ def tuned(model: GPT2LMHeadModel, text: torch.Tensor, steps: int) -> GPT2LMHeadM
 
 
 def loss(folder: Path, text: torch.Tensor) -> float:
-    return float(GPT2LMHeadModel.from_pretrained(folder)(input_ids=text, labels=text).loss)
+    return GPT2LMHeadModel.from_pretrained(folder)(input_ids=text, labels=text).loss.item()
 
 
 RECIPE = """\

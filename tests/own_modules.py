@@ -128,3 +128,26 @@ class Characters(nn.Module):
         for block in self.blocks:
             z = block(z, mask)
         return self.lm_head(self.ln_f(z))
+
+
+class Perceptual(nn.Module):
+    """AlexNet's features of two images, compared channel by channel: LPIPS."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv0, self.conv1 = nn.Conv2d(3, 64, 11, 4, 2), nn.Conv2d(64, 192, 5, padding=2)
+        self.conv2, self.conv3, self.conv4 = (nn.Conv2d(a, b, 3, padding=1) for a, b in ((192, 384), (384, 256), (256, 256)))
+        for i, width in enumerate((64, 192, 384, 256, 256)):
+            setattr(self, f"lin{i}", nn.Conv2d(width, 1, 1, bias=False))
+
+    def features(self, x: torch.Tensor) -> list[torch.Tensor]:
+        mean, std = torch.tensor([-0.030, -0.088, -0.188]), torch.tensor([0.458, 0.448, 0.450])
+        out = [F.relu(self.conv0((x - mean.to(x)[:, None, None]) / std.to(x)[:, None, None]))]
+        for i, layer in enumerate((self.conv1, self.conv2, self.conv3, self.conv4)):
+            out.append(F.relu(layer(F.max_pool2d(out[-1], 3, 2) if i < 2 else out[-1])))
+        return [z / (z.square().sum(1, keepdim=True).sqrt() + 1e-10) for z in out]
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        heads = (self.lin0, self.lin1, self.lin2, self.lin3, self.lin4)
+        pairs = zip(self.features(x), self.features(y), heads, strict=True)
+        return torch.stack([head((a - b).square()).mean((1, 2, 3)) for a, b, head in pairs]).sum(0)

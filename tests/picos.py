@@ -114,7 +114,7 @@ def timm_vit(architecture: str = "vit_pico", **more: Any) -> Pico:
 
     arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_ratio": 2, "num_classes": 5} | more
     pool = more.get("global_pool", "token")
-    layer = "swiglu" if getattr(more.get("mlp_layer"), "keywords", {}).get("gate_last") is False else ""
+    layer = "swiglu" if getattr(more.get("mlp_layer"), "keywords", {}).get("gate_last") is False else getattr(more.get("mlp_layer"), "__name__", "")
     cls = VisionTransformerDistilled if "distilled" in architecture else timm.models.VisionTransformer
     return Pico(
         lambda: cls(**arguments),
@@ -222,6 +222,7 @@ PICOS: dict[str, Pico] = {
     "dinov2-base": Pico(lambda: T.Dinov2Model(T.Dinov2Config(**DINOV2)), IMAGES),
     "dinov2-swiglu": Pico(lambda: T.Dinov2ForImageClassification(T.Dinov2Config(**DINOV2, use_swiglu_ffn=True)), IMAGES),
     "dinov2-registers": Pico(lambda: T.Dinov2WithRegistersForImageClassification(T.Dinov2WithRegistersConfig(**DINOV2)), IMAGES),
+    "dinov2-registers-base": Pico(lambda: T.Dinov2WithRegistersModel(T.Dinov2WithRegistersConfig(**DINOV2)), IMAGES),
     "bart": Pico(lambda: T.BartForConditionalGeneration(T.BartConfig(**BART)), IDS),
     "bart-untied": Pico(lambda: T.BartForConditionalGeneration(T.BartConfig(**BART, tie_word_embeddings=False)), IDS),
     "bart-base": Pico(lambda: T.BartModel(T.BartConfig(**BART)), IDS),
@@ -236,6 +237,7 @@ PICOS: dict[str, Pico] = {
     "clip-vision-projection": Pico(lambda: T.CLIPVisionModelWithProjection(T.CLIPVisionConfig(**CLIP_VISION)), IMAGES),
     "timm-vit": timm_vit(),
     "timm-vit-avg": timm_vit(class_token=False, global_pool="avg", reg_tokens=2, init_values=0.1, qkv_bias=False),
+    "timm-vit-registers": timm_vit(reg_tokens=3, no_embed_class=True),
     "timm-vit-features": timm_vit(num_classes=0),
     "timm-vit-tokens": timm_vit(num_classes=0, global_pool=""),
     "timm-vit-max": timm_vit(global_pool="avgmax"),

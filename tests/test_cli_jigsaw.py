@@ -57,6 +57,13 @@ def test_training_lowers_the_loss_and_says_so(start: Path, tmp_path: Path, capsy
     assert "exists already" in capsys.readouterr().err
 
 
+def test_the_strong_recipe_trains_too(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["jigsaw", "train", str(start), *HOW, "--strong", "--rate", "1e-2", "--fresh", "-o", str(tmp_path / "out")]) == 0
+    words = capsys.readouterr().out.split()
+    first, last = (float(words[words.index(before) - 2]) for before in ("first,", "last"))
+    assert last < first  # of mixed and smoothed labels: not far
+
+
 def test_evaluate(start: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--ratios", "0.5,0.9", "--samples", "60", "--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "page.html")]
     assert main(["jigsaw", "evaluate", str(start), str(trained), *HOW, *given]) == 0

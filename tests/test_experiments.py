@@ -326,19 +326,6 @@ def test_the_bigram_that_ends_are_compared_with() -> None:
     assert pairs.bigram(whole.only(np.arange(1500)), whole.only(np.arange(1500, 2000))) == pytest.approx(true, rel=0.03)
 
 
-def test_augmentation_moves_and_mirrors() -> None:
-    x = torch.arange(2 * 1 * 6 * 6.0).view(2, 1, 6, 6) + 1
-    drawn = [training.augmented(x, {"flip": True, "shift": 1}, np.random.default_rng(i)) for i in range(30)]
-    assert all(d.shape == x.shape for d in drawn)
-    assert len({tuple(d[0].flatten().tolist()) for d in drawn}) > 10
-    for d in drawn:
-        inner = d[0, 0, 2:4, 2:4]  # whatever was done, a neighbour to the right differs by 1 and one below by 6
-        assert abs(float(inner[0, 1] - inner[0, 0])) == 1
-        assert float(inner[1, 0] - inner[0, 0]) == 6
-    assert torch.equal(training.augmented(x, {}, np.random.default_rng(0)), x)
-    assert torch.equal(drawn[3], training.augmented(x, {"flip": True, "shift": 1}, np.random.default_rng(3)))
-
-
 def test_windows_may_overlap() -> None:
     whole = pairs.examples(Lab("pico"), "gpt2", "train").batch(np.arange(3))[0]["input_ids"]
     assert whole.shape == (3, 32)

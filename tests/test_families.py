@@ -265,11 +265,12 @@ T5_BOTH = T5 | sides(MHA | {"ffn": "monomial+"}, "encoder", "decoder") | sides(M
 # The group of every kind of space, and after ">" what folding makes of it. A family that claims less has lost a symmetry, and no other test sees
 # that, since a smaller group keeps the function too.
 GROUPS = {
-    **dict.fromkeys(["vit", "vit-no-qkv-bias", "vit-masked", "deit", "deit-teacher", "dinov2", "dinov2-base", "dinov2-registers"], PRE),
+    **dict.fromkeys(["vit", "vit-no-qkv-bias", "vit-masked", "deit", "deit-teacher", "dinov2", "dinov2-base"], PRE),
+    **dict.fromkeys(["dinov2-registers", "dinov2-registers-base", "timm-vit-avg", "timm-vit-registers"], PRE | {"register": "permutation"}),
     **dict.fromkeys(["gpt2", "gpt2-untied", "gpt2-classifier", "gpt2-double", "gpt2-tokens", "gpt2-answers", "gpt2-base"], PRE),
-    **dict.fromkeys(["timm-vit", "timm-vit-avg", "timm-vit-features", "timm-vit-tokens", "timm-vit-gate-last", "timm-deit-distilled"], PRE),
+    **dict.fromkeys(["timm-vit", "timm-vit-features", "timm-vit-tokens", "timm-deit-distilled"], PRE),
     **dict.fromkeys(["vit-base", "deit-base"], PRE | {"pool": "signed"}),
-    **dict.fromkeys(["dinov2-swiglu", "timm-vit-swiglu"], PRE | {"ffn": "monomial"}),
+    **dict.fromkeys(["dinov2-swiglu", "timm-vit-swiglu", "timm-vit-gate-last"], PRE | {"ffn": "monomial"}),
     **dict.fromkeys(["timm-vit-qk-norm", "timm-vit-simple-norm"], PRE | {"qk": "permutation"}),
     "timm-vit-rms": PRE | {"qk": "signed", "stream": "signed > orthogonal"},
     "timm-siglip": PRE | sides(BLOCK, "pool") | {"latent": "linear", "pool": "permutation > orthogonal-ones"},
@@ -293,7 +294,7 @@ GROUPS = {
     "deberta-v2-xlarge": POST | {"embed": "permutation"},
     "deberta-v2-xlarge-untied": POST | {"embed": "linear", "mlm": "permutation"},
     "deberta-v2-xlarge-classifier": POST | {"embed": "linear", "pool": "permutation"},
-    "deberta-v2-xlarge-groups": POST | {"embed": "linear", "stream": "trivial"},
+    "deberta-v2-xlarge-groups": POST | {"embed": "linear", "group": "permutation"},
     **dict.fromkeys(["bart", "bart-base", "bart-answers"], BART),
     "bart-untied": sides(POST, "encoder", "decoder") | sides(MHA, "cross"),
     "bart-classifier": BART | {"pool": "signed"},
@@ -322,6 +323,30 @@ def test_no_group_is_smaller_than_it_was(name: str) -> None:
         over = f" over {space.over.split('.')[0]}" if space.over else ""
         found.setdefault(kind, set()).add(f"{space.group}{over}" + (f" > {space.folded}" if space.folded else ""))
     assert found == {kind: {group} for kind, group in expected.items()}
+
+
+def test_registers_are_claimed_only_where_their_rows_of_the_position_table_are_known() -> None:
+    model = build("timm-vit-registers")
+    shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
+
+    def tokens(rows: int, **more: object) -> tuple[str, str]:
+        config = config_of(model)
+        spec = spec_from({**config, "model_args": {**config["model_args"], **more}}, {**shapes, "pos_embed": (1, rows, 12)})
+        return spec.tensors["reg_token"], spec.tensors["pos_embed"]
+
+    assert tokens(16) == ("_ register stream", "_ _ stream")  # 4 x 4 patches; the class token and three registers have no rows
+    assert tokens(20) == ("_ register stream", "_ _1+register+_ stream")
+    assert tokens(21) == ("_ _ stream", "_ _ stream")  # no square either way: nothing is claimed
+    assert tokens(21, no_embed_class=True) == ("_ register stream", "_ _ stream")
+    assert tokens(16, global_pool="") == ("_ _ stream", "_ _ stream")  # callers see every token at its place
+
+
+def test_a_packed_gate_on_an_unknown_side_is_not_scaled() -> None:
+    model = build("timm-vit-gate-last")
+    config = config_of(model)
+    spec = spec_from({**config, "model_args": {**config["model_args"], "mlp_layer": None}}, model.state_dict())
+    assert str(spec.spaces["ffn.0"].group) == "permutation"
+    assert spec.tensors["blocks.0.mlp.fc1.weight"] == "ffn.0+ffn.0 stream*"
 
 
 def test_a_checkpoint_may_carry_a_head_that_its_class_leaves_out() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import regauge
 from picos import PICOS, build, spec_of
 from regauge.errors import SpecError
 from regauge.fold import fold_lazily, fold_norms
@@ -174,3 +175,47 @@ def test_a_reader_that_another_tensor_repeats_is_refused() -> None:
     turned = replace(spec, ties={target: alias for alias, target in spec.ties.items()})
     with pytest.raises(SpecError, match=r'cannot be folded into "lm_head.weight", which "transformer.wte.weight" repeats'):
         fold_norms(turned, model.state_dict())
+
+
+class Convolved(torch.nn.Module):
+    """A norm that a convolution reads, with zeros at the edges or without."""
+
+    def __init__(self, padding: int) -> None:
+        super().__init__()
+        self.up, self.norm, self.conv = torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Conv1d(8, 5, 3, padding=padding)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(self.norm(self.up(x)).mT)
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_convolution_takes_up_what_it_reads_at_every_place(padding: int) -> None:
+    """Its kernel adds the norm's bias up, unless it reaches over the edge: then the bias stays with the norm."""
+    torch.manual_seed(0)
+    model, x = Convolved(padding).double(), torch.randn(2, 7, 6, dtype=torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn_like(p))
+    spec, state = regauge.discover(model, x), dict(model.state_dict())
+    (norm,) = spec.norms
+    assert (norm.readers, norm.padded) == ((("conv.weight", "conv.bias"),), bool(padding))
+    expected = outputs(model, {"x": x})["logits"]
+
+    def error(said: Spec) -> float:
+        model.load_state_dict(fold_norms(said, state)[1])
+        return float((outputs(model, {"x": x})["logits"] - expected).abs().max())
+
+    assert error(spec) < 1e-12
+    assert (error(replace(spec, norms=(replace(norm, padded=False),))) > 0.1) == bool(padding)
+
+
+def test_a_bias_that_cannot_take_the_norms_up_is_named() -> None:
+    spec = Spec(
+        "strange",
+        {"stream": Space(4, SignedPermutation(), folded=Orthogonal())},
+        {"norm.weight": "|stream|", "norm.bias": "stream", "conv.weight": "_3 stream* _2", "conv.bias": "_4"},
+        norms=(Norm("norm.weight", "norm.bias", (("conv.weight", "conv.bias"),)),),
+    )
+    state = {"norm.weight": torch.ones(4), "norm.bias": torch.ones(4), "conv.weight": torch.ones(3, 4, 2), "conv.bias": torch.ones(4)}
+    with pytest.raises(SpecError, match=r'"conv.weight" of shape \[3, 4, 2\] reads a norm'):
+        fold_norms(spec, state)

@@ -16,6 +16,7 @@ import transformers
 
 from own_modules import Cifar, Mnist
 from regauge.jigsaw import VARIANTS, JigsawError, MaskedJigsaw, draw_puzzle, reference_weight
+from regauge.jigsaw.masks import Puzzle
 from regauge.jigsaw.metrics import evaluate, features_of, puzzles_of
 from regauge.jigsaw.places import place_of
 from regauge.jigsaw.wrapping import ramp
@@ -318,6 +319,52 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> Non
         MaskedJigsaw(MaskedJigsaw(vit()))
 
 
+def dinov2(**more: Any) -> Any:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 24, "patch_size": 4, "num_labels": 5}
+    torch.manual_seed(0)
+    return transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**sizes, **more))
+
+
+STRETCHING = {
+    "DINOv2": (dinov2, {}),
+    "ViT": (lambda: vit(image_size=24, patch_size=4), {"interpolate_pos_encoding": True}),
+}
+
+
+@pytest.mark.parametrize("name", STRETCHING)
+def test_positions_that_a_model_stretches_are_stretched_alike(name: str) -> None:
+    make, given = STRETCHING[name]
+    model = make()
+    wrapped = MaskedJigsaw(model, 0.5, probability=1.0, per="sample").eval()
+    with torch.no_grad():
+        model.get_parameter(wrapped.place.table).normal_(generator=torch.Generator().manual_seed(5))
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    none = Puzzle(torch.zeros(1, 16, dtype=torch.bool), torch.arange(16)[None], (4, 4))
+    plain = wrapped(images, **given).logits
+    torch.testing.assert_close(wrapped(images, puzzle=none, **given).logits, plain, rtol=0, atol=1e-6)
+    assert not torch.allclose(wrapped(images, puzzle=draw_puzzle(2, (4, 4), 0.5, 0), **given).logits, plain, atol=1e-4)
+    wrapped.train()(images, torch.tensor([1, 2]), **given).loss.backward()
+    assert wrapped.unknown.grad.abs().sum() > 0
+    assert model.get_parameter(wrapped.place.table).grad.abs().sum() > 0
+    with pytest.raises(JigsawError, match="has 4 x 8 patches, the positions are of 6 x 6"):
+        wrapped(torch.zeros(1, 3, 16, 32), **given)
+
+
+@pytest.mark.slow
+def test_a_real_dinov2_at_another_size_than_its_own() -> None:
+    path = Path(os.environ.get("REGAUGE_ASSETS", "nowhere")) / "dinov2-small"
+    if not path.exists():
+        pytest.skip("make real fetches dinov2-small")
+    model = transformers.Dinov2ForImageClassification.from_pretrained(path, num_labels=4)
+    wrapped = MaskedJigsaw(model, 0.3, probability=1.0)
+    assert wrapped.place.grid == (37, 37)
+    images = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        assert torch.equal(wrapped.eval()(images).logits, model(images).logits)
+    wrapped.train()(images, torch.tensor([1, 2])).loss.backward()
+    assert wrapped.unknown.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize(("name", "kind", "side", "patch"), [("vit_cifar10_postln", Cifar, 32, None), ("vit_mnist_preln", Mnist, 28, 7)])
 def test_real_checkpoints_of_no_library(name: str, kind: Any, side: int, patch: int | None) -> None:
     from safetensors.torch import load_file
@@ -416,6 +463,7 @@ def test_two_processes_learn_one_model(tmp_path: Path) -> None:
         "dist.all_gather(both, flags)\n"
         "assert not torch.equal(*both)\n"
         "print('same weights')\n"
+        "dist.barrier(); dist.destroy_process_group()\n"  # whoever leaves first would take the other's connection away
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)

@@ -26,10 +26,10 @@ import torch
 from regauge import axes as ax
 from regauge.action import act
 from regauge.elements import Element
-from regauge.errors import CutError
+from regauge.errors import CutError, UnknownModelError
 from regauge.families import Boundary, family_of
 from regauge.families.pieces import Config, Names
-from regauge.sources import config_of
+from regauge.sources import config_of, discovered
 
 Tensor = torch.Tensor
 Fn = Callable[["Crossing"], Tensor]
@@ -243,10 +243,21 @@ def _give(z: Tensor) -> Fn:
 
 
 def cut(model: torch.nn.Module, config: Mapping[str, Any] | None = None, *, boundaries: Sequence[Boundary] | None = None) -> Cut:
-    """Where a model is cut: as the family of its config says (its own, or a given one), or at given boundaries for a module of your own."""
+    """Where a model is cut: as the family of its config says (its own, or a given one), or at given boundaries for a module of your own.
+
+    A model that no family knows is cut where its graph shows that blocks hand a stream on (`regauge.discovery`).
+    """
     if boundaries is None:
-        config = config_of(model) if config is None else config
-        boundaries = family_of(config).boundaries(Config(config), Names(model.state_dict()))
+        try:
+            config = config_of(model) if config is None else config
+            boundaries = family_of(config).boundaries(Config(config), Names(model.state_dict()))
+        except UnknownModelError as unknown:
+            boundaries = discovered(model, unknown).boundaries
+            if not boundaries:
+                raise CutError(
+                    f"this {type(model).__name__} has no list of blocks that hand a stream from one to the next, so that it could be cut there",
+                    hint="pass boundaries=[Boundary(...)] (docs/cut.md)",
+                ) from unknown
     here = tuple(b for b in boundaries if _submodule(model, b.blocks) is not None)
     if not here:
         tried = " or ".join(b.blocks for b in boundaries)

@@ -131,9 +131,14 @@ class _Folding:
         self.constants[norm.gain] = norm.neutral
 
     def _shifted(self, a: Tensor, name: str, dim: int, shift: Tensor) -> Tensor:
-        """a + W b, with the values that W had before folding."""
+        """a + W b, with the values that W had before folding. A convolution adds up its kernel too: b is the same at every place that it reads."""
         w = in_work(self.state[self.source(name)]) * self.spec.untied.get(name, 1.0)
-        return a + _scaled(w, shift, dim).sum(dim).reshape(a.shape)
+        total = _scaled(w, shift, dim).sum(dim)
+        while total.dim() > a.dim() and total.numel() > a.numel():
+            total = total.sum(-1)
+        if total.numel() != a.numel():
+            raise SpecError(f'"{name}" of shape {list(w.shape)} reads a norm, but its bias of shape {list(a.shape)} cannot take the norm\'s bias up')
+        return a + total.reshape(a.shape)
 
     def fold_back(self, scale: Scale) -> None:
         gain = in_work(self.state[scale.gain])

@@ -144,7 +144,9 @@ def draft(spec: Spec, key: Key, digest: str, group: str = DEFAULT, spaces: Itera
     if not joints & set(moving):
         raise LockError(
             f"nothing would be locked: {', '.join(moving) or 'no space'} can move without any effect",
-            hint=f"a lock moves a space that joins the parts: {', '.join(sorted(joints))}",
+            hint=f"a lock moves a space that joins the parts: {', '.join(sorted(joints))}"
+            if joints
+            else "the spec has no embedding or head beside its backbone: a spec file says which tensors are which (docs/adding-a-model.md)",
         )
     layout = _layout(described, chosen, group)
     return described, Record(spec.family, group, key.id, digest, layout, named, folded)

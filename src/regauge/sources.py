@@ -14,10 +14,16 @@ if TYPE_CHECKING:
     import torch
 
     from regauge.checkpoint import Checkpoint
+    from regauge.discovery import Discovery
 
 
-def spec_of(source: torch.nn.Module | Checkpoint | str | Path | Mapping[str, Any] | object, *, config: Mapping[str, Any] | None = None) -> Spec:
-    """The spec of a model.
+def spec_of(
+    source: torch.nn.Module | Checkpoint | str | Path | Mapping[str, Any] | object,
+    *,
+    config: Mapping[str, Any] | None = None,
+    discover: bool = True,
+) -> Spec:
+    """The spec of a model: what its family says, or, if there is none, what can be read off its graph (unless not to `discover`).
 
     `source` is a live module of the transformers library or timm; a checkpoint, by path or hub id or opened; or a config, as a dict or as the
     library's own object (its class is then built without memory, for the names of its tensors). `config` stands in for a module's or a
@@ -25,10 +31,45 @@ def spec_of(source: torch.nn.Module | Checkpoint | str | Path | Mapping[str, Any
 
     >>> # spec = regauge.spec_of(model); spec = regauge.spec_of("path/to/checkpoint")
     """
-    from regauge.checkpoint import Checkpoint, open_checkpoint
+    from regauge.checkpoint import open_checkpoint
 
     if isinstance(source, str | Path):
         source = open_checkpoint(source)
+    try:
+        return _spec_of_family(source, config)
+    except UnknownModelError as unknown:
+        if not discover:
+            raise
+        return discovered(source, unknown, config).spec
+
+
+def discovered(source: Any, unknown: UnknownModelError, config: Mapping[str, Any] | None = None) -> Discovery:
+    """The symmetry of a model that no family describes, read off its graph; `unknown` says so, and is raised where there is no graph to be had."""
+    import torch
+
+    from regauge.checkpoint import Checkpoint
+    from regauge.discovery import discover_config, discover_model
+    from regauge.discovery.keeping import default_folder
+
+    try:
+        if isinstance(source, torch.nn.Module):
+            if config is not None or (getattr(source, "config", None) is None and not getattr(source, "pretrained_cfg", None)):
+                raise unknown
+            return discover_model(source)
+        said = (config or source.config or {}) if isinstance(source, Checkpoint) else _as_dict(source)
+        if not said.get("architectures") and not said.get("architecture"):
+            raise unknown
+        entries = source.entries if isinstance(source, Checkpoint) else {}
+        return discover_config(said, sum(e.numel for e in entries.values()), entries, cache=default_folder())
+    except UnknownModelError:
+        raise
+    except RegaugeError as error:
+        raise UnknownModelError(f"{unknown}\n  and it could not be discovered: {error}", hint=error.hint or unknown.hint) from error
+
+
+def _spec_of_family(source: Any, config: Mapping[str, Any] | None) -> Spec:
+    from regauge.checkpoint import Checkpoint
+
     if isinstance(source, Checkpoint):
         return _spec_of_checkpoint(source, config)
     import torch
@@ -49,24 +90,28 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
     if timm:
         heads = [m.num_heads for m in module.modules() if isinstance(getattr(m, "num_heads", None), int)]
         first: Any = next(iter(getattr(module, "blocks", [])), None)
-        live = {"num_heads": heads[0] if heads else None, "global_pool": getattr(module, "global_pool", None)}
+        live = {
+            "num_heads": heads[0] if heads else None,
+            "global_pool": getattr(module, "global_pool", None),
+            "no_embed_class": getattr(module, "no_embed_class", None),
+        }
         return {
             **_as_dict(timm),
             **live,
             "block_fn": type(first).__name__,
             "norm_layer": type(getattr(first, "norm1", None)).__name__,
-            "mlp_layer": _gate_first(first),
+            "mlp_layer": _gate(first),
         }
     raise UnknownModelError(
         f"{type(module).__name__} has neither a config nor a pretrained_cfg, so its family is not known",
-        hint="pass its config, or describe the module in a spec file (docs/adding-a-model.md)",
+        hint="read its spec off its graph, regauge.discover(module, example_inputs), or write a spec file (docs/adding-a-model.md)",
     )
 
 
-def _gate_first(block: Any) -> str:
-    """The kind of a live timm block's FFN, where it is the one whose gate comes first."""
+def _gate(block: Any) -> str:
+    """The kind of a live timm block's FFN. One class has the gate first or last: as timm names it, the former is a SwiGLU."""
     mlp = getattr(block, "mlp", None)
-    return "swiglu" if getattr(mlp, "gate_last", True) is False else type(mlp).__name__ if "glu" not in type(mlp).__name__.lower() else ""
+    return "swiglu" if getattr(mlp, "gate_last", True) is False else type(mlp).__name__
 
 
 def _spec_of_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Spec:

@@ -50,7 +50,7 @@ class Norm:
     """A norm that can be folded: its gain (and bias), and the (weight, bias) of every layer that reads it.
 
     `neutral` is the stored value that means no gain: 1, or 0 where the model adds one to it. `padded`: zeros are put in between norm and readers
-    (Swin fills up its windows), so only the gain may go into the readers; the bias must stay before the padding.
+    (Swin fills up its windows, a convolution its edges), so only the gain may go into the readers; the bias must stay before the padding.
     """
 
     gain: str

@@ -73,6 +73,9 @@ def train(
     decay: Annotated[float, typer.Option("--decay", metavar="X", help="Its weight decay.")] = 0.05,
     flip: Annotated[bool, typer.Option("--flip", help="Mirror half of the images.")] = False,
     shift: Annotated[int, typer.Option("--shift", min=0, metavar="N", help="Move images by up to so many pixels.")] = 0,
+    strong: Annotated[
+        bool, typer.Option("--strong", help="DeiT's augmentation: crops, RandAugment, erasing, mixup and CutMix, smoothed labels.")
+    ] = False,
     patch: Annotated[int | None, typer.Option("--patch", min=1, metavar="N", help="For models without patches of their own. Default: 16.")] = None,
     field: sample.Field = None,
     split: sample.Split = "train",
@@ -89,6 +92,7 @@ def train(
     check_device(device)
 
     from regauge.checkpoint import open_checkpoint
+    from regauge.experiments.augmenting import STRONG
     from regauge.experiments.cells import KEEP_EVERY, Work
     from regauge.experiments.puzzles import wrap
     from regauge.experiments.training import descend
@@ -102,14 +106,17 @@ def train(
     live = load_model(checkpoint, "float32")
     if fresh:
         live = _anew(live, seed)
-    examples, _ = sample.Sample(data, field, split, None, None, mean, std).read(live, checkpoint)
+    examples, task = sample.Sample(data, field, split, None, None, mean, std).read(live, checkpoint)
     total = max(1, len(examples) // batch) * epochs
     given: dict[str, Any] = {"variant": variant, "ratio": ratio, "per": per.value, "probability": probability, "warmup": warmup, "weight": weight}
     given |= {"schedule": "reference"} if schedule is Schedule.reference else {}
     given |= {"patch": patch} if patch is not None else {}
     wrapped = wrap(live.to(device), given, total, seed)
     say(f"{wrapped.extra_repr()}: {total} steps of {batch} images")
-    augment = {"augment": {"flip": flip, "shift": shift}} if flip or shift else {}
+    change: dict[str, Any] = {"flip": flip, "shift": shift} if flip or shift else {}
+    if strong:
+        change |= {**STRONG, "mean": task["mean"], "std": task["std"]}
+    augment = {"augment": change} if change else {}
     recipe = {"optimizer": "adamw", "rate": rate, "more": {"weight_decay": decay}, "batch": batch, "epochs": epochs, "dtype": "float32", "clip": 5.0}
     work = Work(out.with_name(f".{out.name}.training"), KEEP_EVERY, device)
     losses, _ = descend(wrapped, examples, {**recipe, "warmup": warmup, **augment}, seed, work)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
+
     from regauge.checkpoint import Checkpoint
     from regauge.discovery import Discovery
     from regauge.spec import Fault, Spec
@@ -31,35 +33,30 @@ def spec_of(checkpoint: Checkpoint, spec_file: Path | None) -> Spec:
 
         require_file(spec_file)
         return load_spec(spec_file)
+    return known_or_discovered(checkpoint)
+
+
+def known_or_discovered(source: Checkpoint | torch.nn.Module) -> Spec:
+    """The spec of a model's family, or what its graph shows, which is then said."""
     from regauge import sources
     from regauge.cli.console import say
-    from regauge.errors import RegaugeError, UnknownModelError
+    from regauge.errors import UnknownModelError
 
     try:
-        return sources.spec_of(checkpoint)
+        return sources.spec_of(source, discover=False)
     except UnknownModelError as unknown:
-        if not checkpoint.config or not (checkpoint.config.get("architectures") or checkpoint.config.get("architecture")):
-            raise
-        try:
-            found = discovered(checkpoint)
-        except RegaugeError as error:
-            raise UnknownModelError(f"{unknown}\n  and it could not be discovered: {error}", hint=unknown.hint) from error
+        found = sources.discovered(source, unknown)
     say(f"no family describes this model: its symmetry was read off its graph, and verified to {found.error:.1e} on {found.verified_on}")
     return found.spec
 
 
 def discovered(checkpoint: Checkpoint) -> Discovery:
     """The symmetry of a checkpoint's model, read off its graph."""
-    from regauge.discovery import discover_config
-    from regauge.discovery.keeping import default_folder
+    from regauge import sources
     from regauge.errors import UnknownModelError
 
-    if checkpoint.config is None:
-        raise UnknownModelError(
-            f"{checkpoint.path} has no config.json, so that no class can be built for it",
-            hint="put config.json beside it; for a module of your own call regauge.discover(module, example_inputs) in Python",
-        )
-    return discover_config(checkpoint.config, sum(e.numel for e in checkpoint.entries.values()), cache=default_folder())
+    hint = "put config.json beside it; for a module of your own call regauge.discover(module, example_inputs) in Python"
+    return sources.discovered(checkpoint, UnknownModelError(f"{checkpoint.path} has no config.json that names a class to be built", hint=hint))
 
 
 def faults_of(checkpoint: Checkpoint, spec: Spec) -> list[Fault]:

@@ -61,6 +61,7 @@ def verify(
     check_device(device)
     import torch
 
+    from regauge.cli.model import known_or_discovered
     from regauge.loading import load_model
     from regauge.verification import verify as check
     from regauge.verification.general import with_general
@@ -71,11 +72,12 @@ def verify(
     if threads is not None or small:
         torch.set_num_threads(threads or 1)
     given = None if inputs is None else read_inputs(inputs, module)
-    described = None
     if spec is not None:
         from regauge.specfile import load_spec
 
         described = load_spec(spec)
+    else:
+        described = known_or_discovered(module)
     with step_bar("verify") as progress:
         results = check(module, given, spec=described, steps=steps, optimizer=optimizer.value, seed=seed, progress=progress)
     if general or optimizers:

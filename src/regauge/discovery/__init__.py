@@ -6,31 +6,37 @@ scales        which scales and signs run through
 reading       the largest group that every restriction keeps
 assembling    an ordinary spec, with readable names (naming), and what folds (folds)
 proving       verified by random elements in strict float64, on a small twin (models) where the module itself is too large
+boundaries    where the model can be cut: lists of blocks that hand a stream on
 explaining    why a group is not larger, operator by operator
+storing       the same on the names of a checkpoint, which may be others
 keeping       what was discovered, kept
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from regauge.discovery.assembling import assemble
+from regauge.discovery.boundaries import boundaries_of, parts_by
 from regauge.discovery.explaining import Reason, reasons
 from regauge.discovery.graph import DiscoveryError, trace
-from regauge.discovery.keeping import Discovery, key_of, load, save
+from regauge.discovery.keeping import Discovery, default_folder, key_of, load, save
 from regauge.discovery.models import LARGEST, build, example_inputs, is_empty, size_of, twin_of
-from regauge.discovery.proving import Proof, prove
+from regauge.discovery.proving import Proof, carried_over, doubled, generic, prove
 from regauge.discovery.reading import Reading
+from regauge.discovery.storing import stored_spec
 from regauge.discovery.terms import Atom
 from regauge.discovery.walk import walk
+from regauge.families.family import Boundary
 from regauge.spec import Spec
 
-__all__ = ["Discovery", "DiscoveryError", "discover", "discover_config", "discovery_of", "example_inputs"]
+__all__ = ["Discovery", "DiscoveryError", "discover", "discover_config", "discover_model", "discovery_of", "example_inputs"]
 
 Inputs = Mapping[str, Any] | torch.Tensor | tuple[Any, ...]
 
@@ -58,30 +64,49 @@ def discovery_of(module: torch.nn.Module, given: Inputs, *, cache: Path | None =
             return kept
     spec, reading, names = assemble(walk(trace(module, inputs)), module, type(module).__name__)
     if is_empty(module) or (size_of(module) > LARGEST and getattr(module, "config", None) is not None):
-        proof, where = _prove_twin(spec, module)
+        proof, cuts, where = _prove_twin(spec, module)
     else:
-        proof, where = prove(spec, module, inputs), "the module itself"
+        twin, given = generic(module), doubled(inputs)
+        proof, where = prove(spec, twin, given), "the module itself"
+        cuts = boundaries_of(proof.spec, twin, given)
     told, frozen = _told(reading, names)
-    found = Discovery(proof.spec, proof.error, proof.folded_error, told, frozen, where, proof.dropped)
+    spec = parts_by(proof.spec, [b.blocks for b in cuts])
+    found = Discovery(spec, proof.error, proof.folded_error, told, frozen, where, proof.dropped, cuts)
     if cache is not None and key is not None:
         save(cache, key, found)
     return found
 
 
-def discover_config(config: Mapping[str, Any], parameters: int, *, cache: Path | None = None) -> Discovery:
-    """The symmetry of the model that a config.json describes; without memory for its weights if it has too many parameters."""
+def discover_config(config: Mapping[str, Any], parameters: int, names: Iterable[str] = (), *, cache: Path | None = None) -> Discovery:
+    """The symmetry of the model that a config.json describes; without memory for its weights if it has too many parameters.
+
+    `names`: those of its tensors in a checkpoint, where the library may store them under other names than the live model has.
+    """
     module = build(config, "meta" if parameters > LARGEST else "cpu")
-    return discovery_of(module, example_inputs(module), cache=cache)
+    found = discovery_of(module, example_inputs(module), cache=cache)
+    spec, to = stored_spec(found.spec, module, names)
+    frozen = {(axis if n is None else f"{n}[{axis.rpartition('[')[2]}"): told for axis, told in found.frozen.items() for n in _stored(axis, to)}
+    return replace(found, spec=spec, frozen=frozen)
 
 
-def _prove_twin(spec: Spec, module: torch.nn.Module) -> tuple[Proof, str]:
-    from regauge.discovery.proving import carried_over
+def _stored(axis: str, to: Mapping[str, Sequence[str]]) -> Sequence[str | None]:
+    return to.get(axis.rpartition("[")[0], [None])
 
-    twin = twin_of(module)
-    inputs = example_inputs(twin)
-    small, _, _ = assemble(walk(trace(twin, inputs)), twin, type(twin).__name__)
-    where = f"a twin of {size_of(twin):,} parameters"
-    return carried_over(spec, small, prove(small, twin, inputs), where), where
+
+def discover_model(module: torch.nn.Module) -> Discovery:
+    """The symmetry of a live model of the transformers library or timm, which say what they are given; kept in the user's cache."""
+    return discovery_of(module, example_inputs(module), cache=default_folder())
+
+
+def _prove_twin(spec: Spec, module: torch.nn.Module) -> tuple[Proof, tuple[Boundary, ...], str]:
+    small = twin_of(module)
+    inputs = example_inputs(small)
+    shown = twin_of(module, "meta") if is_empty(module) else small  # on the meta device constants have no values: both must know as little
+    described, _, _ = assemble(walk(trace(shown, example_inputs(shown))), shown, type(small).__name__)
+    where = f"a twin of {size_of(small):,} parameters"
+    twin, given = generic(small), doubled(inputs)
+    proof = prove(described, twin, given)
+    return carried_over(spec, described, proof, where), boundaries_of(proof.spec, twin, given), where
 
 
 def _told(reading: Reading, names: Mapping[Atom, str]) -> tuple[dict[str, Sequence[Reason]], dict[str, Sequence[Reason]]]:

@@ -20,7 +20,6 @@ from regauge.spec import Space, Spec
 
 # Outputs that hand out an inner value as it is: a space may be seen there. On all others, what nothing reads is what callers see.
 _INNER = re.compile(r".*(hidden_state|hidden_states|embeds|embeddings?|pooler_output|features)$")
-_HOLE = re.compile(r"(?<![A-Za-z0-9._])_\d+")
 _ASIDE = ("encoder_last_hidden_state", "loss")
 
 
@@ -54,9 +53,9 @@ def assemble(w: Walk, module: torch.nn.Module, family: str) -> tuple[Spec, Readi
         tensors=tensors,
         parts=_parts(w, tensors),
         ties={a: t for a, t in w.graph.ties.items() if a in tensors and t in tensors},
-        outputs={name: _HOLE.sub("_", axes_of(reading, names, v.axes)) for name, v in values.items()},
-        norms=tuple(n for n in norms if _folds(tensors, n.gain, [r for r, _ in n.readers], w.reads)),
-        scales=tuple(s for s in scales if _folds(tensors, s.gain, [], {})),
+        outputs={name: " ".join(str(_open(_axis(reading, names, a))) for a in v.axes) for name, v in values.items()},
+        norms=tuple(n for n in norms if _folds(tensors, spaces, n.gain, [r for r, _ in n.readers], w.reads)),
+        scales=tuple(s for s in scales if _folds(tensors, spaces, s.gain, [], {})),
         buffers=tuple(re.escape(n) for n in buffers),
         notes=_notes(w, norms),
     )
@@ -87,8 +86,8 @@ def _closed(w: Walk, values: Mapping[str, Value]) -> dict[Axis, str]:
     return out
 
 
-def _folds(tensors: Mapping[str, str], gain: str, readers: Sequence[str], reading: Mapping[str, int]) -> bool:
-    """Does a gain move at all, and do its readers show where it goes?"""
+def _folds(tensors: Mapping[str, str], spaces: Mapping[str, Space], gain: str, readers: Sequence[str], reading: Mapping[str, int]) -> bool:
+    """Is anything gained by folding (a space becomes larger), and do the readers show where the gain goes?"""
     wanted = {leaf.space for term in ax.parse(tensors[gain]).terms for leaf in ax.leaves(term)}
 
     def reads(name: str) -> bool:
@@ -98,7 +97,8 @@ def _folds(tensors: Mapping[str, str], gain: str, readers: Sequence[str], readin
                 return reading.get(name, i) == i
         return False
 
-    return len(ax.parse(tensors[gain]).terms) == 1 and bool(wanted) and all(reads(r) for r in readers)
+    larger = any(spaces[name].folded is not None for name in wanted)
+    return len(ax.parse(tensors[gain]).terms) == 1 and larger and all(reads(r) for r in readers)
 
 
 def axes_of(reading: Reading, names: Mapping[Atom, str], axes: Sequence[Axis]) -> str:
@@ -134,6 +134,21 @@ def _axis(reading: Reading, names: Mapping[Atom, str], axis: Axis) -> ax.Term:
         return joined[0] if len(joined) == 1 else ax.Sum(tuple(joined))
 
     return term(axis.term)
+
+
+def _open(term: ax.Term) -> ax.Term:
+    """An axis of an output, of any length: as many rows or tokens as a caller gives. Of several holes side by side the last is the open one."""
+    match term:
+        case ax.Hole():
+            return ax.Hole()
+        case ax.Sum() | ax.Product():
+            inner = list(term.terms if isinstance(term, ax.Sum) else term.factors)
+            last = next((i for i in reversed(range(len(inner))) if isinstance(inner[i], ax.Hole)), None)
+            if last is not None:
+                inner[last] = ax.Hole()
+            return ax.Sum(tuple(inner)) if isinstance(term, ax.Sum) else ax.Product(tuple(inner), term.star)
+        case _:
+            return term
 
 
 def _product(listed: list[ax.Term]) -> ax.Term:

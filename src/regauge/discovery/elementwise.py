@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
+from regauge.discovery.cases import argument, kept
 from regauge.discovery.graph import operator
-from regauge.discovery.shapes import argument, kept
 from regauge.discovery.terms import atom
 from regauge.discovery.walk import Axis, Gain, Node, Value, Walk, shape
 

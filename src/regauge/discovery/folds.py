@@ -7,15 +7,32 @@ from typing import Any
 
 from torch import fx
 
+from regauge.discovery.cases import argument
 from regauge.discovery.graph import operator
-from regauge.discovery.shapes import argument
 from regauge.discovery.walk import Gain, Node, Value, Walk, shape
 from regauge.spec import Norm, Scale
 
 # Operators that are linear along the axis of a gain: whatever they rearrange or sum over lies on other axes.
 _PASSED = frozenset(
     {
-        *("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "permute", "transpose", "expand", "repeat", "repeat_interleave"),
+        *(
+            "view",
+            "reshape",
+            "flatten",
+            "unflatten",
+            "squeeze",
+            "unsqueeze",
+            "permute",
+            "transpose",
+            "mT",
+            "movedim",
+            "moveaxis",
+            "swapaxes",
+            "swapdims",
+            "expand",
+            "repeat",
+            "repeat_interleave",
+        ),
         *("to", "_to_copy", "type_as", "clone", "contiguous", "alias", "detach", "dropout", "mean", "sum", "roll", "flip", "pad", "constant_pad_nd"),
         *("select", "slice", "index", "index_select", "gather", "split", "chunk", "split_with_sizes", "unbind", "getitem", "cat", "stack"),
         *("avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),
@@ -113,6 +130,14 @@ def _reads(w: Walk, weight: str) -> list[fx.Node]:
     return out
 
 
+def _pads(node: Node) -> bool:
+    """Does a convolution reach over the edge, where there is no bias?"""
+    padding = argument(node, 4, "padding", 0)
+    if isinstance(padding, str):
+        return padding != "valid" and any(n > 1 for n in shape(node.args[1])[2:])
+    return any(padding) if isinstance(padding, list | tuple) else bool(padding)
+
+
 def _norm(w: Walk, name: str, found: list[Gain], ends: set[fx.Node]) -> Norm | None:
     seen: set[fx.Node] = set()
     readers: list[Layer] = []
@@ -139,8 +164,10 @@ def _norm(w: Walk, name: str, found: list[Gain], ends: set[fx.Node]) -> Norm | N
             order = _LINEAR.get(operator(user))
             if layer is None or order is None or (operator(user) not in _EITHER and user.args[order[0]] is not node):
                 return None
-            if operator(user).startswith("conv") and any(n > 1 for n in shape(user.args[1])[2:]):
-                return None  # a kernel reaches over the edge, where there is no bias
+            if operator(user).startswith("conv"):
+                if argument(user, 6, "groups", 1) != 1:
+                    return None
+                padded |= _pads(user)
             readers.append(layer)
             used.append(user)
             weight = user.args[order[1]]

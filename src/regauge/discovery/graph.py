@@ -52,7 +52,7 @@ class Graph:
     outputs: Mapping[str, fx.Node]
     ties: Mapping[str, str]
     unread: tuple[str, ...]
-    zeros: frozenset[fx.Node]  # constants that are zero, and are stored nowhere
+    known: Mapping[fx.Node, torch.Tensor]  # what is computed from constants alone, and is stored nowhere
 
 
 def trace(module: torch.nn.Module, inputs: Mapping[str, Any]) -> Graph:
@@ -63,7 +63,7 @@ def trace(module: torch.nn.Module, inputs: Mapping[str, Any]) -> Graph:
     was_training = module.training
     module.eval()
     try:
-        with torch.no_grad(), _plain_kernels(), _unstopped():
+        with torch.no_grad(), _plain_kernels(), _batched_experts(module), _unstopped():
             program = torch.export.export(_Named(module), (), given, strict=False)
     except Exception as error:  # torch.export raises whatever the module runs into
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -109,6 +109,8 @@ def _make_concrete(program: torch.export.ExportedProgram, given: Mapping[str, An
 
 
 def _graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Graph:
+    from regauge.discovery.constants import known_values
+
     signature = program.graph_signature
     sources = {
         **{k: ("parameter", v) for k, v in signature.inputs_to_parameters.items()},
@@ -132,11 +134,10 @@ def _graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Gr
     read |= {ties[n] for n in read if n in ties}
     unread = tuple(n for n, _ in module.named_parameters(remove_duplicate=False) if n not in read and n not in ties)
     nodes = tuple(n for n in program.graph.nodes if n in live)
-    held = {
-        n: program.constants.get(signature.inputs_to_buffers.get(n.name, signature.inputs_to_lifted_tensor_constants.get(n.name, ""))) for n in names
-    }
-    zeros = frozenset(n for n, t in held.items() if isinstance(t, torch.Tensor) and not t.is_meta and not bool(t.any()))
-    return Graph(nodes, names, kinds, outputs, ties, unread, zeros)
+    constants = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    held = {n: program.constants.get(constants.get(n.name, "")) for n in names}
+    known = known_values(nodes, {n: t for n, t in held.items() if isinstance(t, torch.Tensor) and not t.is_meta})
+    return Graph(nodes, names, kinds, outputs, ties, unread, known)
 
 
 def _live(ends: list[fx.Node]) -> set[fx.Node]:
@@ -215,6 +216,21 @@ def _plain_kernels() -> Iterator[None]:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
+
+
+@contextlib.contextmanager
+def _batched_experts(module: torch.nn.Module) -> Iterator[None]:
+    """Experts of the transformers library are computed in one batch: a loop over those that were chosen depends on data, and cannot be traced."""
+    before = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    choose: Any = getattr(module, "set_experts_implementation", None)
+    if before is None or choose is None:
+        yield
+        return
+    try:
+        choose("batched_mm")
+        yield
+    finally:
+        choose(before)
 
 
 @contextlib.contextmanager

@@ -14,16 +14,19 @@ import torch
 from regauge.discovery.explaining import Reason
 from regauge.discovery.graph import Place
 from regauge.errors import RegaugeError
+from regauge.families.family import Boundary
 from regauge.spec import Spec
 from regauge.specfile import dump_spec, parse_spec
 
-VERSION = 1
+VERSION = 2
+# What a config says of where a model comes from, and nothing of what it computes.
+_ASIDE = ("regauge_lock", "_name_or_path", "dtype", "torch_dtype", "transformers_version")
 
 
 @dataclass(frozen=True)
 class Discovery:
     """What was found: the spec, the largest error of its verification (and of that with norms folded), why each space has the group it has, why the
-    other axes of parameters have none, and what it was verified on."""
+    other axes of parameters have none, what it was verified on, and where the model can be cut (nowhere, if no list of blocks hands a stream on)."""
 
     spec: Spec
     error: float
@@ -32,6 +35,7 @@ class Discovery:
     frozen: Mapping[str, Sequence[Reason]]
     verified_on: str
     dropped: tuple[str, ...] = ()
+    boundaries: tuple[Boundary, ...] = ()
 
 
 def default_folder() -> Path:
@@ -51,7 +55,8 @@ def key_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> str | None:
     others = sorted(k for k, v in inputs.items() if not isinstance(v, torch.Tensor))
     kernels = str(getattr(config, "_attn_implementation", ""))
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    text = json.dumps([VERSION, kind, config.to_dict(), kernels, shapes, others, versions(), _rules()], sort_keys=True, default=str)
+    said = {k: v for k, v in config.to_dict().items() if k not in _ASIDE}
+    text = json.dumps([VERSION, kind, said, kernels, shapes, others, versions(), _rules()], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -69,7 +74,8 @@ def load(folder: Path, key: str) -> Discovery | None:
         kept = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
         told = [{n: [_reason(r) for r in rs] for n, rs in kept[part].items()} for part in ("reasons", "frozen")]
         spec = parse_spec(kept["spec"], str(folder / key))
-        return Discovery(spec, kept["error"], kept["folded_error"], told[0], told[1], kept["verified_on"], tuple(kept["dropped"]))
+        cuts = tuple(Boundary(**{**b, "returns": tuple(b["returns"])}) for b in kept["boundaries"])
+        return Discovery(spec, kept["error"], kept["folded_error"], told[0], told[1], kept["verified_on"], tuple(kept["dropped"]), cuts)
     except (OSError, ValueError, KeyError, TypeError, RegaugeError):
         return None
 
@@ -79,7 +85,13 @@ def save(folder: Path, key: str, found: Discovery) -> None:
     from regauge.files import write_bytes
 
     parts = {name: {n: [_plain(r) for r in rs] for n, rs in told.items()} for name, told in (("reasons", found.reasons), ("frozen", found.frozen))}
-    more = {"error": found.error, "folded_error": found.folded_error, "verified_on": found.verified_on, "dropped": list(found.dropped)}
+    more: dict[str, Any] = {
+        "error": found.error,
+        "folded_error": found.folded_error,
+        "verified_on": found.verified_on,
+        "dropped": list(found.dropped),
+    }
+    more["boundaries"] = [{k: getattr(b, k) for k in ("name", "blocks", "enter", "leave", "returns")} for b in found.boundaries]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / f"{key}.json", json.dumps({"version": VERSION, "spec": dump_spec(found.spec), **parts, **more}).encode())

@@ -108,7 +108,7 @@ def is_empty(module: torch.nn.Module) -> bool:
     return any(p.is_meta for p in module.parameters())
 
 
-def twin_of(module: torch.nn.Module) -> torch.nn.Module:
+def twin_of(module: torch.nn.Module, device: str = "cpu") -> torch.nn.Module:
     """A small module of the same class, with the same parts."""
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_dict"):
@@ -118,7 +118,7 @@ def twin_of(module: torch.nn.Module) -> torch.nn.Module:
         )
     given = {**config.to_dict(), "architectures": [type(module).__name__]}
     try:
-        return build(shrunken(given))
+        return build(shrunken(given), device)
     except DiscoveryError as error:
         raise DiscoveryError(
             f"no small twin of {type(module).__name__} can be made: {error}", hint="discover a smaller module of the same class"

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from regauge.discovery.reading import Kind, Reading
 from regauge.discovery.terms import Atom
+from regauge.discovery.walk import Axis
 from regauge.groups import Rotary
 
 _SIDES = ("text", "vision", "visual", "image", "audio", "encoder", "decoder")
@@ -81,7 +82,8 @@ def name_kinds(reading: Reading, sided: bool) -> dict[Atom, str]:
     parents = {k.over for k in reading.kinds.values() if k.over is not None}
     wanted = [k for k in reading.kinds.values() if k.places and (not k.frozen or k.atom in parents)]
     users = {k.atom: list(dict.fromkeys(owner[axis] for axis, _ in k.places)) for k in wanted}
-    bases = {k.atom: _base(k, roles.get(k.atom, Counter()), users[k.atom], reading.kinds) for k in wanted}
+    many = {k.atom: _many(k, owner) for k in wanted}
+    bases = {k.atom: _base(k, roles.get(k.atom, Counter()), users[k.atom], reading.kinds, many[k.atom]) for k in wanted}
     for k in wanted:  # partial rotary positions: what is turned, and the rest
         beside = [o for o in wanted if o is not k and bases[o.atom] == "qk" and users[o.atom] == users[k.atom]]
         if bases[k.atom] == "qk" and beside and isinstance(k.group, Rotary) and not any(isinstance(o.group, Rotary) for o in beside):
@@ -138,7 +140,7 @@ def _words(names: Sequence[str]) -> list[str]:
     return [w for w, times in found.items() if times == len(names) and w not in _PLAIN]
 
 
-def _base(kind: Kind, roles: Counter[str], users: Sequence[str], kinds: Mapping[Atom, Kind]) -> str:
+def _base(kind: Kind, roles: Counter[str], users: Sequence[str], kinds: Mapping[Atom, Kind], many: bool) -> str:
     if roles["head"]:
         parent = kind.over
         if parent is not None:
@@ -146,23 +148,30 @@ def _base(kind: Kind, roles: Counter[str], users: Sequence[str], kinds: Mapping[
         if any(k.over is kind.atom and k.has("batch") for k in kinds.values()):
             return "kv"
         return "head"
-    if roles["contracted"] and (kind.over is not None or roles["free"] == 0) and not _many(users):
+    if roles["contracted"] and (kind.over is not None or roles["free"] == 0) and not many:
         return "qk"
-    if roles["free"] and not _many(users):
+    if roles["free"] and not many:
         return "vo"
     if any(k.over is kind.atom for k in kinds.values()):
         return "expert" if any("expert" in u for u in users) else "group"
-    if _many(users):
+    if many:
         return "stream"
     if re.search(r"\d", label(users)):
         return "ffn"
-    return "embed" if any("embed" in u for u in users) else _module(users)
+    return "embed" if any("embed" in u for u in users) and not kind.has("softmax") else _module(users)  # tokens of their own are called by theirs
 
 
-def _many(users: Sequence[str]) -> bool:
-    """Do parameters of several layers have it, or those of a layer and those around it? Then it is what runs through them."""
-    layers = {tuple(_numbers(u))[:1] for u in users}
-    return len(layers) > 1
+def _many(kind: Kind, owner: Mapping[Axis, str]) -> bool:
+    """Do parameters of several layers have it, or those of a layer and those around it? Then it is what runs through them.
+
+    What one of two layers writes and the other reads is the inside of a small network (net.0, net.2), and does not.
+    """
+    sides: dict[str, set[int]] = {}
+    for place in kind.places:
+        first = re.match(r"(.*?\.)?\d+(?=\.)", owner[place[0]])
+        sides.setdefault(first.group() if first else "", set()).add(kind.exponents.get(place, 0))
+    lists = {re.sub(r"\d+$", "", layer) for layer in sides}
+    return len(sides) > 2 or (len(sides) == 2 and (len(lists) > 1 or any({1, -1} <= found for found in sides.values())))
 
 
 def _module(users: Sequence[str]) -> str:

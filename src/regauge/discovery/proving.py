@@ -53,9 +53,8 @@ def doubled(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
 
 
-def prove(spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any]) -> Proof:
-    """Verify a spec; what fails is made smaller until it holds, or dropped, and said."""
-    twin, given = generic(module), doubled(inputs)
+def prove(spec: Spec, twin: torch.nn.Module, given: Mapping[str, Any]) -> Proof:
+    """Verify a spec on a generic module and its inputs in float64; what fails is made smaller until it holds, or dropped, and said."""
     faults = check_spec(spec)
     if faults:
         raise RegaugeError("discovery wrote a spec that contradicts itself\n" + "\n".join(f"  {f}" for f in faults[:10]))

@@ -93,7 +93,12 @@ def read(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Reading:
         for axis in value.axes if not value.weights else ():
             for i, atom in enumerate(scales.atoms(axis)):
                 activations.setdefault(atom, []).append((axis, i))
+    summed = {a for r in w.relations if r.kind == "contract" for axis in (*r.left, *r.right) for a in scales.atoms(axis)}
     for one in kinds.values():
+        if (
+            one.places and not one.has("frozen") and one.atom not in activations and one.atom not in summed
+        ):  # the example inputs are shorter than the table
+            one.restrictions.append(Restriction(one.places[0][0], "frozen", None, "the example inputs do not read this part of it"))
         if one.places:
             _decide(one, scales, foldable, activations.get(one.atom, []))
     _lay_over(w, scales, kinds, parameters)

@@ -13,7 +13,9 @@ from torch import fx
 
 from regauge.discovery import contractions as c
 from regauge.discovery import elementwise as e
+from regauge.discovery import lookups as k
 from regauge.discovery import shapes as s
+from regauge.discovery.constants import is_even
 from regauge.discovery.graph import operator
 from regauge.discovery.terms import atom
 from regauge.discovery.walk import Axis, Node, Value, Walk, shape
@@ -67,8 +69,8 @@ def source(w: Walk, node: Node) -> Value:
         return w.aliases[node][first]
     if kind == "buffer" and _is_statistic(node):
         return Value(tuple(Axis(atom(int(n))) for n in sizes), source=name, weights=True)
-    if node in w.graph.zeros:  # zero stays what it is, whatever moves it
-        return Value(tuple(Axis(atom(int(n))) for n in sizes))
+    if node in w.graph.known:
+        return constant(w, node)
     words = {
         "buffer": f'the module\'s constant "{name}" lies along it',
         "constant": "a constant lies along it",
@@ -77,6 +79,17 @@ def source(w: Walk, node: Node) -> Value:
     if kind != "input" and node.users:
         w.at = next(iter(node.users))  # the operator that brings it in
     return Value(tuple(w.fixed(int(n), words[kind]) for n in sizes))
+
+
+def constant(w: Walk, node: Node) -> Value:
+    """What the module computes from constants alone: nothing may act where its numbers differ. Zeros the walk knows besides."""
+    value = w.graph.known[node]
+    if node in w.zeros:
+        return w.value(node)
+    if w.graph.kinds.get(node) is not None and node.users:
+        w.at = next(iter(node.users))  # the operator that brings it in
+    why = "numbers that the module makes itself differ along it"
+    return Value(tuple(Axis(atom(n), uniform=True) if n == 1 or is_even(value, i) else w.fixed(n, why) for i, n in enumerate(value.shape)))
 
 
 def _is_statistic(node: Node) -> bool:
@@ -127,7 +140,7 @@ def _each(names: str, rule: Rule) -> dict[str, Rule]:
 
 RULES: dict[str, Rule] = {
     **_each("view reshape flatten unflatten squeeze unsqueeze _unsafe_view view_as reshape_as", s.view),
-    **_each("permute transpose t numpy_T mT movedim swapaxes", s.permute),
+    **_each("permute transpose t numpy_T mT movedim moveaxis swapaxes swapdims", s.permute),
     **_each("to _to_copy clone contiguous alias detach dropout feature_dropout native_dropout type_as lift_fresh_copy", s.passed),
     **_each("expand expand_as broadcast_to", s.expand),
     **_each("split split_with_sizes chunk", s.split),
@@ -142,10 +155,10 @@ RULES: dict[str, Rule] = {
     "cat": s.cat,
     "concat": s.cat,
     "stack": s.stack,
-    "embedding": s.embedding,
-    "index": s.index,
-    "index_select": s.index_select,
-    "gather": s.gather,
+    "embedding": k.embedding,
+    "index": k.index,
+    "index_select": k.index_select,
+    "gather": k.gather,
     **_each("add sub rsub", e.add),
     **_each("mul div", e.mul),
     "neg": e.negated,

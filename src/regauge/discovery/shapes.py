@@ -1,42 +1,30 @@
-"""Rules for operators that only rearrange numbers: views, transpositions, cuts and joins, selections."""
+"""Rules for operators that only rearrange numbers: views, transpositions, cuts and joins."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
+from regauge.discovery.cases import apart, argument, cut_by, cut_places, kept, order_of, taken, viewed
 from regauge.discovery.graph import operator
-from regauge.discovery.terms import Product, Sum, atom, unify
-from regauge.discovery.walk import Axis, Node, Relation, Value, Walk, shape
+from regauge.discovery.terms import atom, unify
+from regauge.discovery.walk import Axis, Node, Value, Walk, shape
 
 CHOSEN = "single places of it are chosen by number"
-LOOKED_UP = "it is looked up by number"
-
-
-def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
-    if len(node.args) > place:
-        return node.args[place]
-    return node.kwargs.get(name, default)
-
-
-def kept(value: Value, axes: Any) -> Value:
-    """The same numbers with other axes."""
-    return replace(value, axes=tuple(axes), dim=-1, cases=())
 
 
 def view(w: Walk, node: Node) -> Value:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: products are split and merged, row-major."""
     x, new = w.stacked(node.args[0]), shape(node)
     if x.cases:
-        moved = _view_of_cases(w, x, shape(node.args[0]), new)
+        moved = viewed(x, shape(node.args[0]), new)
         if moved is not None:
             return moved
         x = w.collapse(x)
-    dim = _selected(node)
-    if dim is not None:
-        apart = _apart(w, x, new, dim)
-        if apart is not None:
-            return apart
+    places = cut_places(w.graph, node)
+    if places is not None:
+        found = apart(w, x, new, *places)
+        if found is not None:
+            return found
     old = [a for a in x.axes if a.size != 1]
     if [a.size for a in old] == [n for n in new if n != 1]:  # only ones come or go
         rest = iter(old)
@@ -46,99 +34,12 @@ def view(w: Walk, node: Node) -> Value:
     return kept(x, axes)
 
 
-def _view_of_cases(w: Walk, x: Value, old: tuple[int, ...], new: tuple[int, ...]) -> Value | None:
-    """Ones that come or go around cases."""
-    if [n for n in old if n != 1] != [n for n in new if n != 1] or len(x.cases) == 1:
-        return None
-    which = [i for i, n in enumerate(old) if n != 1].index(x.dim)
-    dim = [i for i, n in enumerate(new) if n != 1][which]
-    cases = []
-    for case in x.cases:
-        rest = iter([a for a in case.axes if a.size != 1])
-        cases.append(kept(case, [Axis(atom(1)) if n == 1 else next(rest) for i, n in enumerate(new) if i != dim]))
-    return replace(x, axes=(), dim=dim, cases=tuple(cases))
-
-
-def _selected(node: Node) -> int | None:
-    """The axis of a new view along which single places are taken, and nothing else is done: fused queries, keys and values."""
-    for dim, n in enumerate(shape(node)):
-        if 1 < n <= 8 and _ends_in_selects(node, dim):
-            return dim
-    return None
-
-
-def _ends_in_selects(node: Node, dim: int) -> bool:
-    if not node.users:
-        return False
-    for user in node.users:
-        name, rank = operator(user), len(shape(node))
-        if name in ("select", "unbind"):
-            if argument(user, 1, "dim", 0) % rank != dim:
-                return False
-        elif name in ("contiguous", "clone", "alias", "to"):
-            if not _ends_in_selects(user, dim):
-                return False
-        elif name in ("permute", "transpose"):
-            if not _ends_in_selects(user, _order(user, rank).index(dim)):
-                return False
-        elif name in ("squeeze", "unsqueeze"):
-            old, new = [i for i, n in enumerate(shape(node)) if n != 1], [i for i, n in enumerate(shape(user)) if n != 1]
-            if dim not in old or len(old) != len(new) or not _ends_in_selects(user, new[old.index(dim)]):
-                return False
-        else:
-            return False
-    return True
-
-
-def _apart(w: Walk, x: Value, new: tuple[int, ...], dim: int) -> Value | None:
-    """A view whose axis `dim` counts cases: what lies behind it in the same old axis is of another kind in each case."""
-    start, at = 0, 0
-    for axis in x.axes:
-        size, start = 1, at
-        while size < axis.size and at < len(new):
-            size *= new[at]
-            at += 1
-        if size != axis.size:
-            return None
-        if start <= dim < at:
-            break
-    else:
-        return None
-    before, behind = new[start:dim], new[dim + 1 : at]
-    outer = [Axis(atom(n)) for n in before]
-    inner = [[Axis(atom(n)) for n in behind] for _ in range(new[dim])]
-    blocks = Sum(tuple(Product(tuple(a.term for a in one)) for one in inner))
-    unify(axis.term, Product((*(a.term for a in outer), blocks)), w._misfit)
-    w.relations.append(Relation("same", (axis,), (*outer, *(a for one in inner for a in one))))
-    index = x.axes.index(axis)
-    ahead = list(x.axes[:index])
-    after = list(x.axes[index + 1 :])
-    if tuple(a.size for a in ahead) != new[:start] or tuple(a.size for a in after) != new[at:]:
-        return None
-    cases = tuple(Value((*ahead, *outer, *one, *after), weights=x.weights) for one in inner)
-    return Value((), weights=x.weights, dim=dim, cases=cases)
-
-
-def _order(node: Node, rank: int) -> list[int]:
-    if operator(node) == "permute":
-        return [d % rank for d in argument(node, 1, "dims")]
-    order = list(range(rank))
-    if operator(node) in ("t", "numpy_T", "mT", "adjoint"):
-        return [*order[:-2], *order[-2:][::-1]]
-    a, b = argument(node, 1, "dim0"), argument(node, 2, "dim1")
-    order[a], order[b] = order[b], order[a]
-    return order
-
-
 def permute(w: Walk, node: Node) -> Value:
     x = w.stacked(node.args[0])
-    rank = len(x.axes) + (len(x.cases[0].axes) + 1 if x.cases else 0)
-    order = _order(node, rank)
+    order = order_of(node, len(shape(node)))
     if not x.cases:
         return kept(x, [x.axes[d] for d in order])
-    dim = order.index(x.dim)
-    rest = [d if d < x.dim else d - 1 for d in order if d != x.dim]
-    return replace(x, dim=dim, cases=tuple(kept(c, [c.axes[d] for d in rest]) for c in x.cases))
+    return replace(x, dim=order.index(x.dim), cases=tuple(kept(c, [c.axes[d] for d in order]) for c in x.cases))
 
 
 def passed(w: Walk, node: Node) -> Value:
@@ -171,22 +72,27 @@ def repeat(w: Walk, node: Node) -> Value:
 
 
 def select(w: Walk, node: Node) -> Value:
-    x, dim, index = w.stacked(node.args[0]), argument(node, 1, "dim", 0), argument(node, 2, "index", 0)
-    if x.cases and dim % (len(x.cases[0].axes) + 1) == x.dim and isinstance(index, int):
-        return x.cases[index]
+    """One place of an axis: the others stay free."""
+    x, span = w.stacked(node.args[0]), cut_by(w.graph, node.args[0], node)
+    case = taken(w, x, *span[1:]) if x.cases and span is not None and span[0] == x.dim else None
+    if case is not None and span is not None:
+        return kept(case, [a for i, a in enumerate(case.axes) if i != span[0]])
     x = w.value(node.args[0])
-    dim %= len(x.axes)
-    if not x.axes[dim].uniform:
-        w.freeze(x.axes[dim], CHOSEN)
+    dim = argument(node, 1, "dim", 0) % len(x.axes)
+    axis = x.axes[dim]
+    if span is None:
+        w.freeze(axis, CHOSEN)
+    elif not axis.uniform:
+        w.pieces(axis, (span[1], 1, axis.size - span[2]), CHOSEN)
     return replace(kept(x, [w.follow(a) for i, a in enumerate(x.axes) if i != dim]), source=None)
 
 
 def unbind(w: Walk, node: Node) -> list[Value]:
     x, dim = w.stacked(node.args[0]), argument(node, 1, "dim", 0)
-    if x.cases and dim % (len(x.cases[0].axes) + 1) == x.dim:
-        return list(x.cases)
+    dim %= len(shape(node.args[0]))
+    if x.cases and dim == x.dim and len(x.cases) == len(node.meta["val"]):
+        return [kept(c, [a for i, a in enumerate(c.axes) if i != dim]) for c in x.cases]
     x = w.value(node.args[0])
-    dim %= len(x.axes)
     w.freeze(x.axes[dim], CHOSEN)
     return [replace(kept(x, [w.follow(a) for i, a in enumerate(x.axes) if i != dim]), source=None) for _ in node.meta["val"]]
 
@@ -198,9 +104,14 @@ def getitem(w: Walk, node: Node) -> Value:
 
 def split(w: Walk, node: Node) -> list[Value]:
     """split, chunk and their like: a sum along one axis."""
-    x = w.value(node.args[0])
-    dim = argument(node, 2, "dim", 0) % len(x.axes)
+    x = w.stacked(node.args[0])
+    dim = argument(node, 2, "dim", 0) % len(shape(node.args[0]))
     sizes = [v.shape[dim] for v in node.meta["val"]]
+    if x.cases and dim == x.dim:
+        found = [taken(w, x, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+        if all(found):
+            return [case for case in found if case is not None]
+    x = w.value(node.args[0])
     if len(sizes) == 1:
         return [x]
     rest = [a for i, a in enumerate(x.axes) if i != dim]
@@ -213,21 +124,20 @@ def split(w: Walk, node: Node) -> list[Value]:
 
 
 def slice_(w: Walk, node: Node) -> Value:
+    x, span = w.stacked(node.args[0]), cut_by(w.graph, node.args[0], node)
+    if shape(node) == shape(node.args[0]):
+        return x
+    if x.cases and span is not None and span[0] == x.dim and (case := taken(w, x, *span[1:])) is not None:
+        return case
     x = w.value(node.args[0])
     dim = argument(node, 1, "dim", 0) % len(x.axes)
     axis, n = x.axes[dim], shape(node)[dim]
-    if n == axis.size:
-        return x
-    step = argument(node, 4, "step", 1)
-    start = argument(node, 2, "start", 0) or 0
-    if step != 1:
+    if span is None:
         w.freeze(axis, "every so many places of it are taken")
         piece = w.fixed(n, CHOSEN)
     else:
-        start = max(0, start + axis.size if start < 0 else start)
-        piece = w.pieces(axis, (start, n, axis.size - start - n))[1]
-    axes = [piece if i == dim else w.follow(a) for i, a in enumerate(x.axes)]
-    return kept(x, axes)
+        piece = w.pieces(axis, (span[1], n, axis.size - span[2]))[1]
+    return kept(x, [piece if i == dim else w.follow(a) for i, a in enumerate(x.axes)])
 
 
 def cat(w: Walk, node: Node) -> Value:
@@ -259,8 +169,9 @@ def _aligned(w: Walk, axis: Axis, out: Axis) -> None:
 def stack(w: Walk, node: Node) -> Value:
     values = [w.value(n) for n in node.args[0]]
     dim = argument(node, 1, "dim", 0) % (len(values[0].axes) + 1)
-    if len(node.users) and _ends_in_selects(node, dim):
-        return Value((), dim=dim, cases=tuple(values), weights=all(v.weights for v in values))
+    if cut_places(w.graph, node) == (dim, (1,) * len(values)):
+        cases = tuple(kept(v, (*v.axes[:dim], Axis(atom(1)), *v.axes[dim:])) for v in values)
+        return Value((), dim=dim, cases=cases, weights=all(v.weights for v in values))
     axes = []
     for i, first in enumerate(values[0].axes):
         out = Axis(first.term)
@@ -269,76 +180,6 @@ def stack(w: Walk, node: Node) -> Value:
         axes.append(out)
     axes.insert(dim, w.fixed(len(values), "tensors are stacked along it"))
     return Value(tuple(axes), weights=all(v.weights for v in values))
-
-
-def embedding(w: Walk, node: Node) -> Value:
-    table, ids = w.value(node.args[0]), w.value(node.args[1])
-    _look_up(w, table.axes[0], ids)
-    return Value((*(w.follow(a) for a in ids.axes), w.follow(table.axes[1])), weights=False)
-
-
-def _look_up(w: Walk, axis: Axis, ids: Value) -> None:
-    """Rows are taken by number: in a fixed order, unless the numbers are themselves places on such an axis."""
-    if ids.places is not None:
-        w.same([axis], [ids.places])
-    else:
-        w.freeze(axis, LOOKED_UP)
-
-
-def index(w: Walk, node: Node) -> Value:
-    x, indices = w.value(node.args[0]), list(node.args[1])
-    out = list(shape(node))
-    used = [d for d, i in enumerate(indices) if i is not None]
-    values = [w.value(indices[d]) for d in used]
-    for d, ids in zip(used, values, strict=True):
-        if str(indices[d].meta["val"].dtype) == "torch.bool":
-            return _picked(w, node, x, d, ids) if len(used) == 1 else _frozen(w, node, x)
-        _look_up(w, x.axes[d], ids)
-    rank = max(len(v.axes) for v in values)
-    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
-    axes: list[Axis] = [w.follow(a) for d, a in enumerate(x.axes) if d not in used]
-    ahead = next((v for v in values if len(v.axes) == rank and all(a.size == n for a, n in zip(v.axes, out[first:], strict=False))), None)
-    if ahead is not None:
-        new = [w.follow(a) for a in ahead.axes]
-    else:
-        new = [w.fixed(n, LOOKED_UP) for n in out[first : first + rank]]
-    axes[first:first] = new
-    chosen = x.weights and all(v.places is not None for v in values)  # each token's expert
-    return Value(tuple(axes), source=x.source if chosen else None, weights=chosen)
-
-
-def _picked(w: Walk, node: Node, x: Value, at: int, mask: Value) -> Value:
-    """A mask picks places of some axes, and they become one; the others pass."""
-    end = at + len(mask.axes)
-    for a in x.axes[at:end]:
-        w.freeze(a, "a mask picks its places")
-    return Value((*(w.follow(a) for a in x.axes[:at]), w.fixed(shape(node)[at], "a mask picks its places"), *(w.follow(a) for a in x.axes[end:])))
-
-
-def index_select(w: Walk, node: Node) -> Value:
-    x, dim, ids = w.value(node.args[0]), argument(node, 1, "dim"), w.value(node.args[2])
-    _look_up(w, x.axes[dim], ids)
-    return Value(tuple(w.follow(ids.axes[0]) if i == dim % len(x.axes) else w.follow(a) for i, a in enumerate(x.axes)))
-
-
-def gather(w: Walk, node: Node) -> Value:
-    """Along `dim` numbers say which place is taken, for each place of the others."""
-    x, ids = w.value(node.args[0]), w.value(node.args[2])
-    dim = argument(node, 1, "dim") % len(x.axes)
-    axes = []
-    for i, (a, b) in enumerate(zip(x.axes, ids.axes, strict=True)):
-        if i == dim:
-            _look_up(w, a, ids)
-            axes.append(w.follow(b))
-        elif a.size == b.size:
-            if not b.uniform:
-                w.same([a], [b])
-                w.restrict(a, "batch")
-            axes.append(w.follow(a))
-        else:
-            w.freeze(a, CHOSEN)
-            axes.append(w.follow(b))
-    return Value(tuple(axes))
 
 
 def reordered(w: Walk, node: Node) -> Value:
@@ -369,10 +210,3 @@ def shuffled(w: Walk, node: Node) -> Value:
     for a in x.axes[-3:]:
         w.freeze(a, "channels and places become one another")
     return Value((*(w.follow(a) for a in x.axes[:-3]), *(w.fixed(n, "channels and places become one another") for n in shape(node)[-3:])))
-
-
-def _frozen(w: Walk, node: Node, *values: Value) -> Value:
-    for v in values:
-        for a in v.axes:
-            w.freeze(a, f"`{operator(node)}` follows no rule here")
-    return Value(tuple(w.fixed(n, f"`{operator(node)}` follows no rule here") for n in shape(node)))

@@ -41,7 +41,7 @@ class Value:
 
     `source`: the parameter whose numbers these are, reshaped or cut at most. `weights`: it depends on parameters and nothing else. `shift`: what has
     been added to the parameter (Gemma's 1 + w). `places`: its values are places on this axis. `cases`: along axis `dim` lie these values, one
-    behind the other, each with axes of its own.
+    behind the other, each with axes of its own (`regauge.discovery.cases`).
     """
 
     axes: tuple[Axis, ...]
@@ -99,11 +99,14 @@ class Walk:
     aliases: dict[fx.Node, dict[str, Value]] = field(default_factory=dict)
     first: dict[str, int] = field(default_factory=dict)
     moves: set[fx.Node] = field(default_factory=set)
+    zeros: frozenset[fx.Node] = frozenset()
     at: fx.Node | None = None
 
     def value(self, node: Any) -> Value:
         if node in self.aliases:
             return self._used(node)
+        if node in self.zeros:
+            return self._zero(node)
         found = self.values[node]
         if isinstance(found, list):
             raise TypeError(f"{node} is several tensors")
@@ -117,10 +120,16 @@ class Walk:
         self.first.setdefault(found.source or "", len(self.values))
         return found
 
+    def _zero(self, node: fx.Node) -> Value:
+        """Zero stays what it is, whatever moves it: each reader may move it as it likes."""
+        return Value(tuple(Axis(atom(n)) for n in shape(node)), weights=True)
+
     def stacked(self, node: Any) -> Value:
         """The same, with its cases left apart."""
         if node in self.aliases:
             return self._used(node)
+        if node in self.zeros:
+            return self._zero(node)
         found = self.values[node]
         assert isinstance(found, Value)
         return found
@@ -129,13 +138,15 @@ class Walk:
         """Cases that an operator treats alike are alike: one term for all, and the order of the cases fixed."""
         first, *rest = value.cases
         for other in rest:
-            for a, b in zip(first.axes, other.axes, strict=True):
-                if a is not b:
+            for i, (a, b) in enumerate(zip(first.axes, other.axes, strict=True)):
+                if a is not b and i != value.dim:
                     self.same([a], [b])
-        which = Axis(atom(len(value.cases)))
-        self.freeze(which, "tensors lie side by side along it, each with its own part")
-        axes = list(first.axes)
-        axes.insert(value.dim, which)
+        blocks = [case.axes[value.dim] for case in value.cases]
+        if all(a.size == 1 for a in blocks):
+            which = self.fixed(len(blocks), "tensors lie side by side along it, each with its own part")
+        else:
+            which = self.joined(blocks)
+        axes = [which if i == value.dim else a for i, a in enumerate(first.axes)]
         return replace(value, axes=tuple(axes), dim=-1, cases=())
 
     # The five words.
@@ -177,13 +188,13 @@ class Walk:
             self.freeze(out, why)
         return out
 
-    def pieces(self, axis: Axis, sizes: Iterable[int]) -> list[Axis]:
-        """An axis cut into consecutive pieces."""
+    def pieces(self, axis: Axis, sizes: Iterable[int], why: str = "it is cut where its blocks do not end") -> list[Axis]:
+        """An axis cut into consecutive pieces. `why`: what to say where its blocks do not end there."""
         out, rest = [], axis.term
         for n in sizes:
             two = cut(rest, n)
             if two is None:
-                self.freeze(axis, "it is cut where its blocks do not end")
+                self.freeze(axis, why)
                 two = (atom(n), atom(rest.size - n))
                 for t in two:
                     self._misfit(t)
@@ -214,9 +225,10 @@ def shape(node: Any) -> tuple[int, ...]:
 def walk(graph: Graph) -> Walk:
     """Give every tensor of a graph its terms, operator by operator."""
     from regauge.discovery.rotary import rotaries
-    from regauge.discovery.rules import RULES, source, unknown
+    from regauge.discovery.rules import RULES, constant, source, unknown
 
-    w = Walk(graph, moves=moving(graph))
+    zeros = frozenset(n for n, v in graph.known.items() if v.is_floating_point() and not bool(v.any()))
+    w = Walk(graph, moves=moving(graph), zeros=zeros)
     turned = rotaries(graph)
     inside = _skipped(graph, {n: t.x for n, t in turned.items()})
     for node in graph.nodes:
@@ -229,10 +241,15 @@ def walk(graph: Graph) -> Walk:
             from regauge.discovery.rotary import rotary
 
             w.values[node] = rotary(w, turned[node])
+        elif node in graph.known:
+            w.values[node] = constant(w, node)
         elif node.op == "call_function":
             name = operator(node)
             rule = RULES.get(name.removesuffix("_") if mutates(node) else name, unknown)
-            w.values[node] = rule(w, node)
+            try:
+                w.values[node] = rule(w, node)
+            except (TypeError, ValueError, LookupError, AttributeError, AssertionError):  # called in a way that the rule does not know
+                w.values[node] = unknown(w, node)
         else:
             w.values[node] = unknown(w, node)
     w.at = None

@@ -18,9 +18,10 @@ from regauge.attacks.linear import ridge
 from regauge.attacks.served import averaged, regrouped
 from regauge.attacks.views import PairedImages
 from regauge.cutting import Crossing, cut
+from regauge.experiments.augmenting import augmented
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.models import build
-from regauge.experiments.training import augmented, descend, parameters_of
+from regauge.experiments.training import descend, parameters_of
 from regauge.metrics import identified, psnr, ssim
 from regauge.split.defences import Back, BatchShuffle, Defence, Draw, Noise, PixelNoise, Rows, leave, ordered
 from regauge.tasks import Examples, logits_of

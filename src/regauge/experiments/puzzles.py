@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from regauge.experiments.augmenting import STRONG
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
@@ -186,7 +187,7 @@ def _paper() -> dict[str, Subject]:
     """The paper's Table 6 on ImageNet-1K: a folder `imagenet` with `train` and `val`, a folder per class in each."""
     task = {"kind": "images", "classes": 1000, "size": 224, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
     recipe = {"optimizer": "adamw", "rate": 1e-3, "more": {"weight_decay": 0.05}, "batch": 1024, "epochs": 300, "dtype": "float32"}
-    recipe |= {"warmup": WARMUP, "clip": 5.0, "augment": {"flip": True}, "looks": 60}
+    recipe |= {"warmup": WARMUP, "clip": 5.0, "augment": {**STRONG, "mean": task["mean"], "std": task["std"]}, "looks": 60}
     size = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
     deit = Subject(
         "DeiT-S",

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from regauge.experiments.augmenting import augmented, mixed
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.models import build, plain, used, wrapper
 from regauge.tasks import Examples, answer_of, chances, logits_of, loss_of, measures, prepare
@@ -49,7 +50,7 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     """Train in one way; the plain weights, put back where they belong, and the losses.
 
     A recipe has an `optimizer` with its `rate` (and `more` arguments), `batch`, `epochs`, `dtype`, and may have `warmup` (a share of the steps),
-    `clip` (the largest norm of a gradient) and `augment` (of images).
+    `clip` (the largest norm of a gradient) and `augment` (of images, see `augmenting`; `repeat` has each of them several times in a batch).
     """
     recipe, seed = p["recipe"], int(p["seed"])
     examples = prepare(p["task"], data["train"], uri_of(data, "tokenizer"))
@@ -85,11 +86,16 @@ def descend(
                 return losses, seen
             epoch, place = divmod(step, per_epoch)
             rows = np.random.default_rng([seed, epoch]).permutation(len(examples))[place * batch : (place + 1) * batch]
+            change = recipe.get("augment", {})
+            rows = np.resize(rows[: -(-batch // change.get("repeat", 1))], len(rows))  # the same images several times, each changed in its own way
             for group in optimizer.param_groups:
                 group["lr"] = recipe["rate"] * schedule(step, total, recipe.get("warmup", 0.1))
             inputs, labels = _to(examples.batch(rows), work.device, dtype)
-            if "augment" in recipe:
-                inputs["pixel_values"] = augmented(inputs["pixel_values"], recipe["augment"], np.random.default_rng([seed, step, 1]))
+            if change:
+                draw = np.random.default_rng([seed, step, 1])
+                inputs["pixel_values"] = augmented(inputs["pixel_values"], change, draw)
+                if {"mixup", "cutmix", "smooth"} & change.keys():
+                    inputs["pixel_values"], labels = mixed(inputs["pixel_values"], labels, examples.classes, change, draw)
             with _exact(dtype):
                 logits, extra = answer_of(model, inputs)
                 loss = loss_of(examples, logits, labels) + (0.0 if extra is None else extra)
@@ -109,20 +115,6 @@ def schedule(step: int, total: int, warmup: float) -> float:
     """A linear rise and a cosine down to nothing, as a share of the rate."""
     rise = max(1, round(warmup * total))
     return (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, total - rise)))
-
-
-def augmented(pixels: Tensor, how: Parameters, draw: np.random.Generator) -> Tensor:
-    """Each image mirrored or not (`flip`), and moved by up to `shift` pixels each way; what comes in from outside is zero."""
-    n, side = len(pixels), pixels.shape[-1]
-    if how.get("flip"):
-        chosen = torch.from_numpy(draw.random(n) < 0.5).to(pixels.device)
-        pixels = torch.where(chosen[:, None, None, None], pixels.flip(-1), pixels)
-    most = int(how.get("shift", 0))
-    if most:
-        wide = torch.nn.functional.pad(pixels, (most,) * 4)
-        places = draw.integers(0, 2 * most + 1, (n, 2))
-        pixels = torch.stack([image[:, y : y + side, x : x + side] for image, (y, x) in zip(wide, places, strict=True)])
-    return pixels
 
 
 OPTIMIZERS: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}

@@ -23,9 +23,12 @@ def spec(c: Config, names: Names) -> Spec:
         f"{base}embeddings.patch_embeddings.projection.weight": f"stream {c.patch()}",
         f"{base}embeddings.patch_embeddings.projection.bias": "stream",
     }
-    for token, axes in (("mask_token", "_ stream"), ("register_tokens", "_ _ stream")):
-        if names.has(token):
-            d.embed[f"{base}embeddings.{token}"] = axes
+    if names.has("mask_token"):
+        d.embed[f"{base}embeddings.mask_token"] = "_ stream"
+    registers = int(c("num_register_tokens", 4)) if names.has("register_tokens") else 0
+    if registers:
+        d.embed[f"{base}embeddings.register_tokens"] = "_ register stream"
+        d.spaces["register"] = Space(registers, Permutation(), why="registers are read by attention alone, and in a mean: they come in any order")
     for i in range(c.num_hidden_layers):
         at = f"{base}encoder.layer.{i}."
         a = attention(i, heads, width // heads)
@@ -56,7 +59,7 @@ def spec(c: Config, names: Names) -> Spec:
         d.norms.append(folding(d.head, f"{base}layernorm", "classifier"))
         d.outputs = {"logits": "_ _"}
     else:
-        d.outputs = {"last_hidden_state": "_ _ stream", "pooler_output": "_ stream"}
+        d.outputs = {"last_hidden_state": f"_ {'_1+register+_' if registers else '_'} stream", "pooler_output": "_ stream"}
     d.notes.append("tokens: patches may be shuffled after the position embedding; the class token is read at place 0")
     return d.spec()
 

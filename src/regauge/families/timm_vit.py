@@ -7,6 +7,7 @@ from the config (`num_heads`, or `model_args`) or from the architecture's name.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import isqrt
 
 from regauge.errors import SpecError, UnknownModelError
 from regauge.families.family import Boundary, Family
@@ -52,6 +53,7 @@ def spec(c: Config, names: Names) -> Spec:
     if "patch_embed.proj.bias" in names.names:  # not in front of norm_pre
         d.embed["patch_embed.proj.bias"] = "stream"
     d.embed |= {token: "_ _ stream" for token in ("cls_token", "dist_token", "reg_token", "pos_embed") if token in names.names}
+    registers(d, c, names)
     if names.starts("norm_pre."):
         d.embed |= norm("norm_pre", bias=not rms)
     for i in range(names.count("blocks.")):
@@ -59,6 +61,31 @@ def spec(c: Config, names: Names) -> Spec:
     heads_of(d, c, names, heads, width, rms)
     d.notes.append("tokens: patches may be shuffled after the position embedding; the class token is read at place 0")
     return d.spec()
+
+
+def registers(d: Draft, c: Config, names: Names) -> None:
+    """Nobody reads a register by its place: they come in any order, with their rows of the position table where they have some."""
+    count = names.size("reg_token", 1) if "reg_token" in names.names else 0
+    before = sum(token in names.names for token in ("cls_token", "dist_token"))
+    placed = has_places(c, names, before + count)
+    if count < 2 or placed is None or pooling(c) == "":  # without pooling callers see every token at its place
+        return
+    d.spaces["register"] = Space(count, Permutation(), why="registers are read by attention alone, which takes them in any order")
+    d.embed["reg_token"] = "_ register stream"
+    if placed:
+        d.embed["pos_embed"] = f"_ _{before}+register+_ stream" if before else "_ register+_ stream"
+
+
+def has_places(c: Config, names: Names, prefix: int) -> bool | None:
+    """Do the tokens before the patches have rows in the position table? Its length tells, if patches fill a square; None if nothing tells."""
+    if "pos_embed" not in names.names:
+        return False
+    given = c("no_embed_class", c("model_args", {}).get("no_embed_class"))
+    if given is not None:
+        return not given
+    rows = names.size("pos_embed", 1)
+    square = [n > 0 and isqrt(n) ** 2 == n for n in (rows, rows - prefix)]
+    return square[1] if square[0] != square[1] else None
 
 
 def number_of_heads(c: Config, width: int) -> int:
@@ -105,8 +132,9 @@ def block(d: Draft, c: Config, names: Names, i: int, heads: int, size: int, rms:
     a = qk_norm(c, attention(i, heads, size), names, i)
     up, down = names.size(at + "mlp.fc1.weight", 0), names.size(at + "mlp.fc2.weight", 1)
     packed = up == 2 * down  # a gated FFN in one layer: SwiGLUPacked has the gate first, GluMlp last, and no shape tells
-    first = packed and "swiglu" in str(c("mlp_layer", c("model_args", {}).get("mlp_layer", ""))).lower()
-    d.spaces |= a.spaces | {ffn: neurons(down, "a gate on an unknown side" if packed else "gelu", gated=first)}
+    layer = str(c("mlp_layer", c("model_args", {}).get("mlp_layer", ""))).lower() if packed else ""
+    inside = f"|{ffn}|+{ffn}" if "swiglu" in layer else f"{ffn}+|{ffn}|" if "glu" in layer else f"{ffn}+{ffn}" if packed else ffn
+    d.spaces |= a.spaces | {ffn: neurons(down, "a gate on an unknown side" if packed and not layer else "gelu", gated="|" in inside)}
     if names.starts(at + "mlp.norm."):
         d.spaces[ffn] = Space(down, Permutation(), why="a norm with gains stands behind the activation")
     tensors = {
@@ -114,7 +142,7 @@ def block(d: Draft, c: Config, names: Names, i: int, heads: int, size: int, rms:
         **linear(at + "attn.qkv", f"{a.q}+{a.k}+{a.v}", "stream", f"{at}attn.qkv.bias" in names.names),
         **linear(at + "attn.proj", "stream", a.o, f"{at}attn.proj.bias" in names.names),
         **norm(at + "norm2", bias=not rms),
-        **linear(at + "mlp.fc1", f"|{ffn}|+{ffn}" if first else f"{ffn}+{ffn}" if packed else ffn, "stream", f"{at}mlp.fc1.bias" in names.names),
+        **linear(at + "mlp.fc1", inside, "stream", f"{at}mlp.fc1.bias" in names.names),
         **linear(at + "mlp.fc2", "stream", ffn, f"{at}mlp.fc2.bias" in names.names),
     }
     for x in ("q_norm", "k_norm"):

@@ -80,7 +80,7 @@ def check_size(size: Grid, patch: Grid, grid: Grid | None = None) -> Grid:
     if grid is not None and found != grid:
         raise JigsawError(
             f"an image of {size[0]} x {size[1]} pixels has {found[0]} x {found[1]} patches, the positions are of {grid[0]} x {grid[1]}",
-            hint="resize it: the unknown embedding takes the place of a row of that table",
+            hint="resize it, or the model (timm: model.set_input_size): the unknown embedding takes the place of a row of that table",
         )
     return found
 

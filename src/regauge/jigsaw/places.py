@@ -18,13 +18,15 @@ PREFIXES = (1, 0, 2)  # tokens before the patches, where nothing says how many
 
 @dataclass(frozen=True)
 class Place:
-    """`table` is a parameter [1, prefix + cells, width], or None where positions are not absolute."""
+    """`table` is a parameter [1, prefix + cells, width], or None where positions are not absolute. `stretches`: the model stretches it over images of
+    other sizes, by itself."""
 
     table: str | None
     patch: Grid
     grid: Grid | None = None
     prefix: int = 0
     note: str = ""
+    stretches: bool = False
 
 
 def place_of(
@@ -52,7 +54,18 @@ def place_of(
     prefix = rows - cells[0] * cells[1]
     if prefix < 0 or prefix > rows // 2 + 2:
         raise JigsawError(f'"{name}" has {rows} rows, which are no {cells[0]} x {cells[1]} patches and a few tokens before them', hint="give grid=")
-    return Place(name, size, cells, prefix)
+    stretches = getattr(getattr(model, "config", None), "model_type", "").startswith("dinov2")
+    return Place(name, size, cells, prefix, stretches=stretches)
+
+
+def stretched(table: torch.Tensor, place: Place, grid: Grid) -> torch.Tensor:
+    """A table over another grid, as the transformers library's models stretch theirs."""
+    if place.grid is None or place.grid == grid:
+        return table
+    before, cells = table[:, : place.prefix], table[:, place.prefix :].contiguous()
+    image = cells.view(1, *place.grid, -1).permute(0, 3, 1, 2).float()
+    found = torch.nn.functional.interpolate(image, grid, mode="bicubic", align_corners=False)
+    return torch.cat([before, found.permute(0, 2, 3, 1).flatten(1, 2).to(table.dtype)], 1)
 
 
 def _table(model: torch.nn.Module, given: str | None) -> str | None:

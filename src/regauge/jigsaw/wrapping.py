@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from regauge.jigsaw.localizing import Localizer
 from regauge.jigsaw.masks import Grid, JigsawError, Puzzle, check_ratio, check_size, draw_puzzle, draw_scramble
-from regauge.jigsaw.places import place_of
+from regauge.jigsaw.places import place_of, stretched
 from regauge.jigsaw.variants import Variant, variant_of
 
 Tensor = torch.Tensor
@@ -122,26 +122,33 @@ class MaskedJigsaw(torch.nn.Module):
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, *, puzzle: Puzzle | None = None, **more: Any) -> Output:
         """Images [batch, channels, height, width], and what else the model takes. A `puzzle` is put to them in evaluation too."""
         size = (int(pixel_values.shape[-2]), int(pixel_values.shape[-1]))
-        grid = check_size(size, self.place.patch, self.place.grid if self.variant.unknown or self.variant.index else None)
+        stretches = self.place.stretches or more.get("interpolate_pos_encoding")
+        # A table that fits is taken as it is, but for shapes that are not square: these a model would stretch once more.
+        fits = (self.variant.unknown or self.variant.index) and not (stretches and size[0] == size[1])
+        grid = check_size(size, self.place.patch, self.place.grid if fits else None)
         drawn, weight = self._next(len(pixel_values), grid, pixel_values) if puzzle is None and self.training else (puzzle, None)
         if drawn is not None and drawn.grid != grid:
             raise JigsawError(f"the puzzle is of {drawn.grid[0]} x {drawn.grid[1]} patches, the images of {grid[0]} x {grid[1]}")
         drawn = drawn if drawn is None else drawn.to(pixel_values.device)
         mask = torch.zeros(1, grid[0] * grid[1], dtype=torch.bool, device=pixel_values.device) if drawn is None else drawn.mask
         pixels = pixel_values if drawn is None else drawn.apply(pixel_values)
-        positions = self.positions(mask) if self.training or drawn is not None or self.index is not None else None
+        positions = self.positions(mask, grid) if self.training or drawn is not None or self.index is not None else None
         return self._answer(pixels, labels, positions, self._extra(mask, weight), more)
 
-    def positions(self, mask: Tensor) -> Tensor | None:
-        """The table as the model sees it under masks [rows, cells]; None where it sees its own."""
+    def positions(self, mask: Tensor, grid: Grid | None = None) -> Tensor | None:
+        """The table as the model sees it under masks [rows, cells], of a grid that may be another than its own; None where it sees its own."""
         if self.unknown is None and self.index is None:
             return None
         assert self.place.table is not None
         table: Tensor = self.model.get_parameter(self.place.table)
+        own: Tensor | None = self.index
+        if grid is not None and grid != self.place.grid:
+            table = stretched(table, self.place, grid)
+            own = None if own is None else stretched(own, self.place, grid)
         if self.unknown is not None:
             whole = torch.nn.functional.pad(mask, (self.place.prefix, 0))  # the tokens before the patches keep their own
             table = torch.where(whole[..., None], self.unknown.to(table.dtype), table)
-        return table if self.index is None else table + self.index
+        return table if own is None else table + own
 
     def unwrap(self) -> torch.nn.Module:
         """The plain model. It computes what the wrapped one computes without a puzzle; the unknown embedding and the regression stay behind."""
@@ -184,7 +191,10 @@ class MaskedJigsaw(torch.nn.Module):
             return torch.zeros((), device=mask.device)
         assert self.place.table is not None
         table = self.model.get_parameter(self.place.table)[0, self.place.prefix :]
-        loss: Tensor = weight * self.localizer(table, ~mask if self.variant.unknown else torch.ones_like(mask))
+        kept = ~mask if self.variant.unknown else torch.ones_like(mask)
+        if kept.shape[1] != len(table):  # on a grid of another size no row of the table is one of its cells: all are asked
+            kept = torch.ones(1, len(table), dtype=torch.bool, device=mask.device)
+        loss: Tensor = weight * self.localizer(table, kept)
         return loss
 
     def _answer(self, pixels: Tensor, labels: Tensor | None, positions: Tensor | None, extra: Tensor | None, more: dict[str, Any]) -> Output:

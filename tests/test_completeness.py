@@ -13,10 +13,11 @@ import transformers as T
 
 from picos import config_of, gpt2, vit
 from regauge.action import apply
+from regauge.drawing import ones_complement
 from regauge.elements import Element
 from regauge.families import spec_from
 from regauge.fold import folded_spec
-from regauge.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling, ones_complement
+from regauge.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling
 from regauge.members import Dense, Member, Monomial, Planes
 from regauge.spec import Spec
 from regauge.testing import strict_float64

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from regauge.action import apply
-from regauge.elements import Element, element, element_of, load_element, save_element
+from regauge.elementfiles import element_of, load_element, save_element
+from regauge.elements import Element, element
 from regauge.experiments import EXPERIMENTS, ends, fusion, merges, pairs, rotations, theus, ways
 from regauge.experiments.cells import Outcome
 from regauge.experiments.ends import Ends, NoPairsError, Pair, Ready, look

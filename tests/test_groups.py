@@ -10,8 +10,9 @@ import torch
 from scipy import stats
 from scipy.optimize import linear_sum_assignment
 
+from regauge.drawing import haar
 from regauge.fitting import MANY, assign
-from regauge.groups import GROUPS, KINDS, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling, haar
+from regauge.groups import GROUPS, KINDS, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling
 from regauge.members import LIMIT, Dense, Member, Monomial, Planes
 from regauge.streams import Stream, seed_key
 

@@ -35,8 +35,8 @@ MUTANTS = {
     "a turn in the wrong direction": ("steps.py", "[a * re - b * im, a * im + b * re]", "[a * re + b * im, b * re - a * im]", GROUPS),
     "a barred axis scaled": ("action.py", "return Chain(n, (step(order),))", "return Chain(n, (step(member),))", ACTION),
     "experts that do not change places": ("action.py", "at = {entry.parent: place}", "source, at = name, {entry.parent: place}", ACTION),
-    "second moments that follow signs": ("action.py", "ax.dual(m.axes) if key in _FIRST else ax.bar(m.axes)", "ax.dual(m.axes)", ACTION),
-    "optimizer state left behind": ("action.py", "target.copy_(value)", "pass", ACTION),
+    "second moments that follow signs": ("live.py", "ax.dual(m.axes) if key in _FIRST else ax.bar(m.axes)", "ax.dual(m.axes)", ACTION),
+    "optimizer state left behind": ("live.py", "target.copy_(value)", "pass", ACTION),
     "every head gets the first head's member": ("action.py", "np.array([at[space.over]])", "np.array([0])", ACTION),
     "parents on another axis not permuted": (
         "action.py",
@@ -46,7 +46,7 @@ MUTANTS = {
     ),
     "float32 weights rounded twice": ("action.py", "w.double() if w.dtype.itemsize == 4 and w.dtype.is_floating_point else w", "w", ACTION),
     "modules moved before they are looked at": (
-        "action.py",
+        "live.py",
         "misfits = check(g.spec, {name: every[name] for name in known})",
         "misfits = []",
         ACTION,
@@ -68,8 +68,8 @@ MUTANTS = {
     "a dual without its transpose": ("members.py", "self.inverse().values.swapaxes(1, 2)", "self.inverse().values", GROUPS),
     "a turn's dual not conjugated": ("members.py", "1 / self.factor.conj()", "1 / self.factor", GROUPS),
     "scales composed at the wrong place": ("members.py", "np.take_along_axis(other.scale, self.index, 1)", "other.scale", GROUPS),
-    "QR without the sign fix": ("groups.py", "q * np.where(np.diag(r) < 0, -1.0, 1.0)", "q", GROUPS),
-    "ones not kept": ("groups.py", "basis @ r @ basis.T + 1 / size", "basis @ r @ basis.T - 1 / size", GROUPS),
+    "QR without the sign fix": ("drawing.py", "q * np.where(np.diag(r) < 0, -1.0, 1.0)", "q", GROUPS),
+    "ones not kept": ("drawing.py", "basis @ r @ basis.T + 1 / size", "basis @ r @ basis.T - 1 / size", GROUPS),
     "a signed fit without signs": ("fitting.py", "np.where(picked < 0, -1.0, 1.0)", "np.ones_like(picked)", GROUPS),
     "a rotation that is fitted transposed": ("fitting.py", "pair[0] @ pair[1].swapaxes(1, 2)", "pair[1] @ pair[0].swapaxes(1, 2)", GROUPS),
     "any scale let through": (

@@ -7,6 +7,7 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import regauge
@@ -55,11 +56,15 @@ def test_moving_by_a_permutation_loads_no_torch(tmp_path: Path) -> None:
 
 
 def test_one_version() -> None:
-    project = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    """It is written in regauge/__init__.py alone; the newest section of the changelog is its own."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    assert "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "regauge.__version__"}
     changes = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert project is not None
     assert changes is not None
-    assert project.group(1) == changes.group(1) == regauge.__version__
+    assert changes.group(1) == regauge.__version__
+    assert f"\nversion: {regauge.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_the_package_is_a_command() -> None:

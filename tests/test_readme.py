@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from picos import build
 from regauge.cli import main
 from regauge.errors import RegaugeError
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 
 
 @pytest.fixture
@@ -58,6 +60,67 @@ def test_python(folder: Path) -> None:
         exec(snippet.replace("path/to/llama", "MODEL"), scope)
     spec = scope["spec"]
     assert f"`{spec.tensors['model.layers.0.self_attn.q_proj.weight']!r}`" in README  # type: ignore[attr-defined]
+
+
+SECTIONS = (
+    "Try it",
+    "Five lines of Python",
+    "What it protects against, and what it does not",
+    "The commands at a glance",
+    "Install",
+    "How it compares",
+    "Quantised models",
+    "Data that examples use",
+    "Read on",
+)
+
+
+def test_the_order() -> None:
+    """One sentence, the picture, and then what a reader asks, one after the other."""
+    assert tuple(re.findall(r"^## (.*)$", README, re.M)) == SECTIONS
+    head = README.split("## ")[0]
+    assert head.index("**A Transformer's weights") < head.index("](docs/picture.svg)")
+
+
+def test_every_command_is_named() -> None:
+    from regauge.cli import app as cli
+
+    lines = " ".join(line for line in README.splitlines() if line.startswith(("regauge ", "make ")))
+    for name in cli._COMMANDS.keys() | cli._GROUPS.keys():
+        assert f"regauge {name}" in lines or f"make {name}" in lines or name == "rekey", name
+
+
+def test_make_targets_and_extras_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"(?:^|`)make (\w+)", README, re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = [extra for found in re.findall(r"'\.\[([\w,]+)\]'", README) for extra in found.split(",")]
+    assert named
+    assert set(named) <= project.keys()
+    install = README[README.index("## Install") : README.index("## How it compares")]
+    assert {extra for row in re.findall(r"^\| (`.*?) \|", install, re.M) for extra in re.findall(r"`(\w+)`", row)} == project.keys() - {"dev"}
+
+
+def test_facts_of_the_comparison() -> None:
+    from regauge.families import FAMILIES
+
+    table = README[README.index("## How it compares") : README.index("## Quantised models")]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| |")]
+    assert len(rows) == 8
+    assert all("](http" in row.rsplit(" | ", 1)[1] or "**regauge**" in row for row in rows), "each with its source"
+    assert f"{len(FAMILIES)} families" in table
+
+
+@pytest.mark.slow
+def test_the_demo_prints_what_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The rows, that is; numbers differ from machine to machine."""
+    assert main(["demo"]) == 0
+    said = capsys.readouterr().out
+    shown = README[README.index("```\nmodel  element") : README.index("## Five lines")].strip("`\n ")
+    for line in filter(None, shown.splitlines()):
+        label = re.split(r"  +|\d", line.strip())[0].strip()
+        assert label in said, label
 
 
 def test_the_documented_refusal_is_the_real_one() -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from regauge.action import act as act
     from regauge.action import apply as apply
-    from regauge.action import apply_ as apply_
     from regauge.adapters import move_adapter as move_adapter
     from regauge.axes import dual as dual
     from regauge.axes import parse as parse
@@ -20,11 +19,11 @@ if TYPE_CHECKING:
     from regauge.discovery import discover as discover
     from regauge.edge import authorize as authorize
     from regauge.edge import deauthorize as deauthorize
+    from regauge.elementfiles import load_element as load_element
+    from regauge.elementfiles import save_element as save_element
     from regauge.elements import Element as Element
     from regauge.elements import element as element
     from regauge.elements import identity as identity
-    from regauge.elements import load_element as load_element
-    from regauge.elements import save_element as save_element
     from regauge.errors import RegaugeError as RegaugeError
     from regauge.fold import fold_norms as fold_norms
     from regauge.invariance import invariants as invariants
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from regauge.keys import generate_key as generate_key
     from regauge.keys import load_key as load_key
     from regauge.keys import save_key as save_key
+    from regauge.live import apply_ as apply_
     from regauge.loading import load_model as load_model
     from regauge.locking import lock as lock
     from regauge.locking import unlock as unlock
@@ -59,7 +59,7 @@ _HOME = {
     "Spec": "spec",
     "act": "action",
     "apply": "action",
-    "apply_": "action",
+    "apply_": "live",
     "authorize": "edge",
     "check": "spec",
     "cut": "cutting",
@@ -71,7 +71,7 @@ _HOME = {
     "generate_key": "keys",
     "identity": "elements",
     "invariants": "invariance",
-    "load_element": "elements",
+    "load_element": "elementfiles",
     "load_key": "keys",
     "load_model": "loading",
     "load_spec": "specfile",
@@ -82,7 +82,7 @@ _HOME = {
     "open_checkpoint": "checkpoint",
     "open_sealed": "sealing",
     "parse": "axes",
-    "save_element": "elements",
+    "save_element": "elementfiles",
     "save_key": "keys",
     "seal": "sealing",
     "spec_of": "sources",

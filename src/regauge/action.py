@@ -15,16 +15,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from regauge import axes as ax
+from regauge.bits import Bits, gather_bits
 from regauge.elements import Element, invertible, permutation_index
 from regauge.errors import ElementError, RegaugeError, SpecError
-from regauge.groups import SignedPermutation
 from regauge.members import Dense, Monomial, Soft, is_exact
-from regauge.spec import PARTS, Fault, check, check_fixed, require, stored
+from regauge.spec import PARTS, check_fixed, require, stored
 from regauge.steps import Chain, Gather, direct_sum, step, widen
-from regauge.streams import Floats, Ints
+from regauge.streams import Ints
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 State = Mapping[str, "Tensor"]
-Bits = npt.NDArray[Any]
 Array = TypeVar("Array", "Tensor", Bits)
 
 
@@ -124,7 +122,7 @@ def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None)
     if isinstance(x, np.ndarray):
         if not all(not c.steps or (gather and gather.is_exact) for c, gather in zip(chains, gathers, strict=True)):
             raise ElementError("an array of bits follows permutations and signs only", hint="give act a tensor")
-        return _gather_bits(x, gathers)
+        return gather_bits(x, gathers)
     if all(not c.steps or (gather and gather.scale is None) for c, gather in zip(chains, gathers, strict=True)):
         return _gather(x, [gather.index if gather else None for gather in gathers])
     return _compute(x, chains)
@@ -161,41 +159,6 @@ def _gather(x: Tensor, indices: Sequence[Ints | None]) -> Tensor:
     for dim, index in enumerate(indices):
         x = x if index is None else Gather(index)(x, dim)
     return x
-
-
-def _gather_bits(source: Bits, gathers: Sequence[Gather | None]) -> Bits:
-    """Index every axis at once, on the bits. numpy's take is about three times as fast along the last axis as torch's index_select.
-
-    A sign is the first bit of a floating-point number: it is flipped in place, which is exact for zeros, infinities and NaN too.
-    """
-    if source.dtype.kind == "f":
-        return _gather_bits(source.view(f"u{source.itemsize}"), gathers).view(source.dtype)
-    moving = [(dim, gather) for dim, gather in enumerate(gathers) if gather is not None]
-    flips = {dim: _flips(gather.scale, source) for dim, gather in moving if gather.scale is not None}
-    if len(moving) == 2 and source.ndim == 2 and source.size > 1 << 16:
-        rows, columns = moving[0][1].index, moving[1][1].index
-        out = np.empty_like(source)
-        block = max(1, (1 << 18) // max(1, source.shape[1]))  # rows that stay in the cache between the passes
-        for start in range(0, len(rows), block):
-            piece = out[start : start + block]
-            np.take(source[rows[start : start + block]], columns, axis=1, out=piece, mode="clip")
-            if 0 in flips:
-                piece ^= flips[0][start : start + block, None]
-            if 1 in flips:
-                piece ^= flips[1]
-        return out
-    out = source
-    for dim, gather in moving:
-        out = np.take(out, gather.index, axis=dim)
-        if dim in flips:
-            out ^= flips[dim].reshape([-1 if i == dim else 1 for i in range(source.ndim)])
-    return out.copy() if out is source else out
-
-
-def _flips(scale: Floats, like: Bits) -> Bits:
-    """The sign bit of a number as wide as these, where the scale is -1; otherwise nothing."""
-    unsigned = np.where(scale < 0, 1 << (8 * like.itemsize - 1), 0).astype(f"u{like.itemsize}")
-    return unsigned.view(like.dtype)
 
 
 @dataclass(frozen=True)
@@ -275,7 +238,7 @@ def apply_lazily(g: Element, state: Mapping[str, Array], part: str | None = None
     """What `apply` does, one thunk per tensor, so that a checkpoint can be moved without ever being in memory."""
     if not force:
         g.require()
-        _require_fixed(g, state)
+        require_fixed(g, state)
     known = stored(g.spec)
     unknown = next((n for n in state if n not in known and not g.spec.is_buffer(n)), None)
     if unknown is not None:
@@ -289,90 +252,11 @@ def apply_lazily(g: Element, state: Mapping[str, Array], part: str | None = None
     return thunks
 
 
-def _require_fixed(g: Element, state: Mapping[str, Any]) -> None:
+def require_fixed(g: Element, state: Mapping[str, Any]) -> None:
     """An element of a folded spec, on weights that were not folded, would break the function."""
     require(check_fixed(g.spec, state), "the state is not the folded one that the element's spec is of", hint="apply it to what fold_norms returned")
 
 
 def _moved(move: Move, state: Mapping[str, Array]) -> Array:
     out: Array = move.run(state[move.source])
-    return out
-
-
-def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Move a live module in place, its gradients too, and with it the state of its optimizer, so that training goes on across the move.
-
-    Everything that can be wrong is looked at first: a refused move changes nothing.
-
-    First moments and momenta follow as gradients do, second moments by the permutation alone. With an optimizer, the element must be made of
-    (signed) permutations: Adam-type states have no other symmetry.
-    """
-    import torch
-
-    g.require()
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    every = {**tensors, **dict(module.named_parameters(remove_duplicate=False))}
-    known = stored(g.spec)
-    missing = [name for name in known if name not in every]
-    if missing:
-        raise SpecError(
-            f'the module has no "{missing[0]}", which the spec "{g.spec.family}" speaks of ({len(missing)} such names)',
-            hint="move the model inside its wrapper (DDP, PEFT), before adapters are put on",
-        )
-    strange = [name for name, _ in module.named_parameters() if name not in known and not g.spec.is_buffer(name)]
-    if strange:
-        raise SpecError(
-            f'the module has "{strange[0]}", which is not in the spec "{g.spec.family}"', hint="move the model before adapters are put on"
-        )
-    _require_fixed(g, tensors)
-    plan = [m for m in moves(g, part) if m.name in tensors]
-    misfits = check(g.spec, {name: every[name] for name in known})
-    misfits += [
-        Fault(m.name, f'"{m.name}" is {tensors[m.name].dtype}, which follows permutations only')
-        for m in plan
-        if not tensors[m.name].is_floating_point() and not only_gathers(g, ax.spaces(m.axes) & g.members.keys())
-    ]
-    require(misfits, f'the module does not fit the spec "{g.spec.family}"')
-    with torch.no_grad():
-        states = _moved_optimizer_states(g, plan, tensors, optimizer) if optimizer else []
-        for m in plan:
-            grad, source = tensors[m.name].grad, tensors[m.source].grad
-            if grad is not None and source is not None:
-                states.append((grad, act(g, source, ax.dual(m.axes), at=m.at)))
-        staged = {m.name: m.run(tensors[m.source]) for m in plan if m.source != m.name}
-        for m in plan:
-            tensors[m.name].copy_(staged[m.name] if m.name in staged else m.run(tensors[m.name]))
-        for target, value in states:
-            target.copy_(value)
-
-
-_FIRST = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "prev"})
-_SECOND = frozenset({"step_size", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
-
-
-def _moved_optimizer_states(
-    g: Element, plan: Sequence[Move], tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
-) -> list[tuple[Tensor, Tensor]]:
-    import torch
-
-    for name, member in g.members.items():
-        if SignedPermutation().fault(member):
-            raise ElementError(
-                f'the optimizer\'s state cannot follow the element on "{name}": Adam-type states keep signed permutations only',
-                hint='draw the element with within="signed", or move before training starts',
-            )
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
-        raise ElementError("the optimizer holds parameters that the module does not have", hint="give the optimizer of this module")
-    for p, held in optimizer.state.items():
-        for key, value in held.items():
-            plain = isinstance(value, int | float) or value is None or (isinstance(value, torch.Tensor) and value.dim() == 0)
-            if id(p) in names and not plain and (not isinstance(value, torch.Tensor) or value.shape != p.shape or key not in _FIRST | _SECOND):
-                raise ElementError(f'the optimizer holds "{key}" for "{names[id(p)]}", which regauge does not know how to move')
-    out: list[tuple[Tensor, Tensor]] = []
-    for m in plan:
-        mine, theirs = optimizer.state.get(tensors[m.name], {}), optimizer.state.get(tensors[m.source], {})
-        for key in (_FIRST | _SECOND) & mine.keys() & theirs.keys():
-            if isinstance(mine[key], torch.Tensor):
-                out.append((mine[key], act(g, theirs[key], ax.dual(m.axes) if key in _FIRST else ax.bar(m.axes), at=m.at)))
     return out

@@ -48,7 +48,7 @@ class Pictures(Sequence[Any]):
     def __getitem__(self, i: Any) -> Any:
         if isinstance(i, slice):
             return replace(self, sources=self.sources[i])
-        need("PIL", "experiments")
+        need("PIL", "data")
         from PIL import Image
 
         source = self.sources[i]
@@ -141,7 +141,7 @@ def _npz(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
 
 
 def _parquet(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
-    need("pyarrow", "experiments")
+    need("pyarrow", "data")
     import pyarrow.parquet as pq
 
     table = pq.read_table(io.BytesIO(raw))

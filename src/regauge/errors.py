@@ -76,4 +76,5 @@ def need(module: str, extra: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(module) is None:
-        raise MissingExtraError(f"{module} is needed for this and not installed", hint=f"pip install 'regauge[{extra}]'")
+        message = f'{module} is needed for this and not installed: it is in the extra "{extra}"'
+        raise MissingExtraError(message, hint=f"pip install 'regauge[{extra}]'")

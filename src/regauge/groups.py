@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
+from regauge.drawing import haar, lift, ones_complement, permutations
 from regauge.fitting import Pair, assign, correlation, first, fit_linear, fit_planes, fit_scaled, fit_signed, polar
-from regauge.members import LIMIT, Dense, Layout, Member, Monomial, Planes, planes, reach
-from regauge.streams import Floats, Ints, Stream
+from regauge.members import Dense, Layout, Member, Monomial, Planes, monomial_scale, planes, strain
+from regauge.streams import Floats, Stream
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +109,7 @@ class Permutation(Group):
     name = "permutation"
 
     def sample(self, size: int, count: int, stream: Stream) -> Member:
-        return Monomial(_permutations(size, count, stream))
+        return Monomial(permutations(size, count, stream))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
         return Monomial(assign(correlation(plain, dual, bar)))
@@ -117,7 +118,7 @@ class Permutation(Group):
         return self
 
     def fault(self, member: Member) -> str | None:
-        scale, fault = _monomial_scale(member)
+        scale, fault = monomial_scale(member)
         if fault:
             return fault
         return None if np.allclose(scale, 1, rtol=0, atol=1e-9) else "scales or flips coordinates"
@@ -133,7 +134,7 @@ class SignedPermutation(Permutation):
     name = "signed"
 
     def sample(self, size: int, count: int, stream: Stream) -> Member:
-        index = _permutations(size, count, stream)
+        index = permutations(size, count, stream)
         return Monomial(index, stream.signs(count * size).reshape(count, size))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
@@ -143,7 +144,7 @@ class SignedPermutation(Permutation):
         return Permutation() if kind == "permutation" else self
 
     def fault(self, member: Member) -> str | None:
-        scale, fault = _monomial_scale(member)
+        scale, fault = monomial_scale(member)
         if fault:
             return fault
         return None if np.allclose(np.abs(scale), 1, rtol=0, atol=1e-9) else "scales coordinates"
@@ -163,7 +164,7 @@ class Scaling(Group):
         return "monomial+" if self.positive else "monomial"
 
     def sample(self, size: int, count: int, stream: Stream) -> Member:
-        index = _permutations(size, count, stream)
+        index = permutations(size, count, stream)
         scale = np.exp(_SPREAD * (2 * stream.uniforms(count * size) - 1))
         if not self.positive:
             scale = scale * stream.signs(count * size)
@@ -178,14 +179,14 @@ class Scaling(Group):
         return Permutation() if self.positive or kind == "permutation" else SignedPermutation()
 
     def fault(self, member: Member) -> str | None:
-        scale, fault = _monomial_scale(member)
+        scale, fault = monomial_scale(member)
         if fault:
             return fault
         if self.positive and (scale <= 0).any():
             return "has scales that are not positive"
         if not np.isfinite(scale).all() or (scale == 0).any():
             return "has scales that are zero or not finite"
-        return _strain(np.abs(scale))
+        return strain(np.abs(scale))
 
     def bits(self, size: int) -> float:
         return Permutation().bits(size) + (0 if self.positive else size)
@@ -213,13 +214,8 @@ class Orthogonal(Group):
         return Dense(polar(correlation(plain, dual)))
 
     def within(self, kind: Kind) -> Group:
-        match kind:
-            case "permutation":
-                return Permutation()
-            case "signed":
-                return SignedPermutation()
-            case _:
-                return self
+        smaller: dict[Kind, Group] = {"permutation": Permutation(), "signed": SignedPermutation()}
+        return smaller.get(kind, self)
 
     def fault(self, member: Member) -> str | None:
         if isinstance(member, Monomial):
@@ -241,14 +237,14 @@ class OrthogonalFixingOnes(Orthogonal):
     name = "orthogonal-ones"
 
     def sample(self, size: int, count: int, stream: Stream) -> Member:
-        return Dense(np.stack([_lift(haar(size - 1, stream)) for _ in range(count)]))
+        return Dense(np.stack([lift(haar(size - 1, stream)) for _ in range(count)]))
 
     def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
         if plain is None and dual is None:
             return Permutation().fit(bar=bar)
         c = correlation(plain, dual)
         basis = ones_complement(c.shape[1])
-        return Dense(np.stack([_lift(r) for r in polar(basis.T @ c @ basis)]))
+        return Dense(np.stack([lift(r) for r in polar(basis.T @ c @ basis)]))
 
     def within(self, kind: Kind) -> Group:
         return Permutation() if kind in ("permutation", "signed") else self
@@ -315,7 +311,7 @@ class Rotary(Group):
             return "has plane factors that are zero or not finite"
         if self.unit and not np.allclose(np.abs(member.factor), 1, rtol=0, atol=1e-9):
             return "scales planes"
-        return _strain(np.abs(member.factor))
+        return strain(np.abs(member.factor))
 
     def dim(self, size: int) -> int:
         return size // 2 if self.unit else size
@@ -381,11 +377,7 @@ class GeneralLinear(Group):
         return Dense(fit_linear(plain, dual))
 
     def within(self, kind: Kind) -> Group:
-        match kind:
-            case "full":
-                return self
-            case _:
-                return Orthogonal().within(kind)
+        return self if kind == "full" else Orthogonal().within(kind)
 
     def fault(self, member: Member) -> str | None:
         if isinstance(member, Monomial):
@@ -393,7 +385,7 @@ class GeneralLinear(Group):
         m = member.matrix()
         if not np.isfinite(m).all():
             return "is not finite"
-        return _strain(np.asarray(np.linalg.svd(m, compute_uv=False), np.float64))
+        return strain(np.asarray(np.linalg.svd(m, compute_uv=False), np.float64))
 
     def bits(self, size: int) -> float:
         return 1.0
@@ -425,52 +417,3 @@ GROUPS: dict[str, Group] = {
         GeneralLinear(),
     )
 }
-
-
-def haar(size: int, stream: Stream) -> Floats:
-    """A Haar-distributed orthogonal matrix, from size^2 normals of the stream in row-major order."""
-    q, r = np.linalg.qr(stream.normals(size * size).reshape(size, size))
-    # Fix the signs of R's diagonal: plain QR is not Haar-distributed (Mezzadri 2007, sec. 4).
-    return np.asarray(q * np.where(np.diag(r) < 0, -1.0, 1.0))
-
-
-def ones_complement(size: int) -> Floats:
-    """Columns that span the complement of the all-ones vector: the Householder reflection of e_0 to ones/sqrt(n), without its first column."""
-    v = np.full(size, 1 / math.sqrt(size))
-    v[0] -= 1.0
-    norm = v @ v
-    reflection = np.eye(size) - (2 / norm) * np.outer(v, v) if norm else np.eye(size)
-    return np.asarray(reflection[:, 1:])
-
-
-def _lift(r: Floats) -> Floats:
-    """An orthogonal matrix on the complement of the ones vector, as one of full size that keeps the ones vector."""
-    size = r.shape[0] + 1
-    basis = ones_complement(size)
-    return np.asarray(basis @ r @ basis.T + 1 / size)
-
-
-def _permutations(size: int, count: int, stream: Stream) -> Ints:
-    return np.stack([stream.permutation(size) for _ in range(count)])
-
-
-def _strain(factors: Floats) -> str | None:
-    """Why the factors by which a stack of members stretches are refused, or None."""
-    reaches = reach(factors)
-    worst = factors[int(reaches.argmax())]
-    if reaches.max() <= LIMIT * (1 + 1e-9):
-        return None
-    return f"stretches by factors from {worst.min():.3g} to {worst.max():.3g}, which with 1 must lie within a ratio of {LIMIT:g}"
-
-
-def _monomial_scale(member: Member) -> tuple[Floats, str | None]:
-    """The scales of a member as a permutation with scales, or the reason why it is none."""
-    if not isinstance(member, Monomial):
-        values = member.matrix()
-        order = Dense(values).permutation()
-        if order is None:
-            return np.ones(values.shape[:2]), "is a rotation or another mixture of coordinates"
-        return np.take_along_axis(values, order.index[:, :, None], 2)[:, :, 0], None
-    if not (np.sort(member.index, 1) == np.arange(member.size)).all():
-        return np.ones(member.index.shape), "is not a permutation"
-    return np.ones(member.index.shape) if member.scale is None else member.scale, None

@@ -181,3 +181,25 @@ def reach(factors: Floats) -> Floats:
     """For each row of factors (scales, singular values), the largest ratio between two of them, 1 counted among them."""
     with np.errstate(divide="ignore"):
         return np.asarray(np.maximum(factors.max(1), 1) / np.minimum(factors.min(1), 1))
+
+
+def strain(factors: Floats) -> str | None:
+    """Why the factors by which a stack of members stretches are refused, or None."""
+    reaches = reach(factors)
+    worst = factors[int(reaches.argmax())]
+    if reaches.max() <= LIMIT * (1 + 1e-9):
+        return None
+    return f"stretches by factors from {worst.min():.3g} to {worst.max():.3g}, which with 1 must lie within a ratio of {LIMIT:g}"
+
+
+def monomial_scale(member: Member) -> tuple[Floats, str | None]:
+    """The scales of a member as a permutation with scales, or the reason why it is none."""
+    if not isinstance(member, Monomial):
+        values = member.matrix()
+        order = Dense(values).permutation()
+        if order is None:
+            return np.ones(values.shape[:2]), "is a rotation or another mixture of coordinates"
+        return np.take_along_axis(values, order.index[:, :, None], 2)[:, :, 0], None
+    if not (np.sort(member.index, 1) == np.arange(member.size)).all():
+        return np.ones(member.index.shape), "is not a permutation"
+    return np.ones(member.index.shape) if member.scale is None else member.scale, None

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from regauge.action import apply_
 from regauge.cutting import Crossing, Route, cut
 from regauge.edge import is_authorized
 from regauge.elements import Element, element, secret_of
 from regauge.errors import CutError
 from regauge.groups import Permutation
+from regauge.live import apply_
 from regauge.sources import spec_of
 from regauge.spec import Space, Spec
 from regauge.streams import Stream

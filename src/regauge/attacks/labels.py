@@ -115,7 +115,7 @@ def several(view: SentSlopes, labels: int, *, ridge: float = 1e-2, seed: int = 0
         weight = a.T @ torch.linalg.solve(gram + lead * torch.eye(len(a), dtype=a.dtype), y - middle)
         score: Tensor = (x - mean) @ weight + middle - 0.5
         return score
-    need("sklearn", "experiments")
+    need("sklearn", "audit")
     from sklearn.decomposition import FastICA
 
     parts = FastICA(labels, whiten="unit-variance", random_state=seed, max_iter=1000, tol=1e-3).fit_transform(x.numpy())

@@ -15,10 +15,13 @@ from typing import Any
 import typer
 
 from regauge.cli import INTERRUPTED
-from regauge.cli.console import StoppedError, fail, say, silence
+from regauge.cli.console import StoppedError, data, fail, say, silence
+from regauge.cli.menu import NEXT, epilog_of, panel_of
 from regauge.errors import RegaugeError
 
 _COMMANDS = {  # the name, and where its function is: what is not asked for is not imported
+    "demo": "demo:demo",
+    "doctor": "doctor:doctor",
     "inspect": "inspect:inspect",
     "verify": "verify:verify",
     "move": "move:move",
@@ -36,7 +39,6 @@ _COMMANDS = {  # the name, and where its function is: what is not asked for is n
     "convert": "convert:convert",
     "reproduce": "reproduce:reproduce",
     "report": "report:report",
-    "demo": "demo:demo",
 }
 _GROUPS = {"audit": "audit:app", "jigsaw": "jigsaw:app", "split": "split:app"}
 
@@ -46,8 +48,7 @@ def _app(arguments: list[str]) -> typer.Typer:
     app = typer.Typer(
         name="regauge",
         help="A Transformer's weights are one of many equal descriptions of the same function. regauge chooses which one.",
-        no_args_is_help=True,
-        add_completion=False,
+        invoke_without_command=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -57,10 +58,20 @@ def _app(arguments: list[str]) -> typer.Typer:
     for name, place in _COMMANDS.items():
         if not known or name == first:
             app.command(name)(_found(place))
+            _dress(app.registered_commands[-1], name)
     for name, place in _GROUPS.items():
         if not known or name == first:
-            app.add_typer(_found(place))
+            group = _found(place)
+            app.add_typer(group, rich_help_panel=panel_of(name))
+            for command in group.registered_commands:
+                _dress(command, f"{name} {command.name or command.callback.__name__}")
     return app
+
+
+def _dress(command: Any, name: str) -> None:
+    """What the help of every command has: its place in the list, one line there, and an example at the end."""
+    command.rich_help_panel, command.epilog = panel_of(name), epilog_of(name)
+    command.short_help = " ".join((command.callback.__doc__ or "").split())
 
 
 def _found(place: str) -> Any:
@@ -76,8 +87,12 @@ def _version(asked: bool) -> None:
         raise typer.Exit
 
 
-def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")) -> None:
-    pass
+def _root(
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    if context.invoked_subcommand is None:
+        data(NEXT)
 
 
 def run(arguments: list[str]) -> int:

@@ -38,10 +38,10 @@ def barrier(
     grid: Annotated[int, typer.Option("--grid", min=3, max=101, metavar="N", help="Points of that plane on a side.")] = 9,
     calibrate: Annotated[bool, typer.Option("--calibrate/--no-calibrate", help="Also with a temperature for each point.")] = True,
     batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Examples at a time.")] = 16,
-    json: Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")] = None,
-    report: Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")] = None,
+    json: options.JsonFile = None,
+    report: options.Report = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed that draws the samples.")] = 0,
-    device: Annotated[str, typer.Option("--device", metavar="D", help="Where to compute: cpu, cuda, cuda:1, mps.")] = "cpu",
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
@@ -57,7 +57,7 @@ def barrier(
     from regauge.barriers import require_joined
     from regauge.checkpoint import open_checkpoint
     from regauge.connectivity import connect, matcher, watcher
-    from regauge.elements import load_element
+    from regauge.elementfiles import load_element
     from regauge.loading import load_model
     from regauge.matching.recording import written
 

@@ -11,11 +11,13 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import data as out_data
-from regauge.cli.console import say, step_bar
+from regauge.cli.console import data_json, say, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run
 
 if TYPE_CHECKING:
     from regauge.findings import Results
+
+VERSION = 1
 
 app = typer.Typer(
     name="jigsaw",
@@ -82,6 +84,7 @@ def train(
     seed: Seed = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
     """Train a model with masked jigsaw puzzles. Loads with from_pretrained like any other; `regauge jigsaw evaluate` says what it has become. An
@@ -120,7 +123,12 @@ def train(
     save_wrapped(wrapped, out, checkpoint.path if checkpoint.is_folder else checkpoint.path.parent)
     work.path.unlink(missing_ok=True)
     last = losses[-max(1, total // 10) :]
-    out_data(f"{out}: {wrapped.variant.name}, {total} steps, loss {losses[0]:.4f} at first, {sum(last) / len(last):.4f} at last")
+    first_loss, last_loss = losses[0], sum(last) / len(last)
+    if json:
+        told = {"out": str(out), "variant": wrapped.variant.name, "steps": total, "first_loss": first_loss, "last_loss": last_loss}
+        data_json({"version": VERSION, "command": "jigsaw train", **told})
+    else:
+        out_data(f"{out}: {wrapped.variant.name}, {total} steps, loss {first_loss:.4f} at first, {last_loss:.4f} at last")
     return 0
 
 

@@ -109,8 +109,8 @@ def match(
     from regauge.cli.model import require_unlocked
     from regauge.cli.move import keep_apart
     from regauge.cli.moved import summary, write_moved
+    from regauge.elementfiles import save_element as save
     from regauge.elements import identity
-    from regauge.elements import save_element as save
     from regauge.files import amount
     from regauge.findings import to_json
     from regauge.matching import match as find
@@ -264,7 +264,7 @@ class Unfinished:
         self.path, self.about = out.with_name(f".{out.name}.match"), out.with_name(f".{out.name}.match.json")
 
     def save(self, g: Element, known: list[str]) -> None:
-        from regauge.elements import save_element
+        from regauge.elementfiles import save_element
         from regauge.files import write_bytes
 
         save_element(g, self.path)
@@ -273,7 +273,7 @@ class Unfinished:
     def load(self) -> tuple[Element | None, list[str] | None]:
         """The element so far and its spaces, or nothing if there is none, or none of this match."""
         from regauge.checkpoint import read_json
-        from regauge.elements import load_element
+        from regauge.elementfiles import load_element
 
         if not self.path.exists() or not self.about.exists():
             return None, None

@@ -106,7 +106,7 @@ def move(
             data_json(report)
         return 0
     if save_element is not None:
-        from regauge.elements import save_element as save
+        from regauge.elementfiles import save_element as save
 
         save(g, save_element, new=True)
     try:
@@ -138,7 +138,8 @@ def keep_apart(element: Path, out: Path, source: Path) -> None:
 
 
 def _element(spec: Spec, file: Path | None, group: Any, spaces: str | None, seed: int | None) -> Element:
-    from regauge.elements import element, load_element
+    from regauge.elementfiles import load_element
+    from regauge.elements import element
     from regauge.files import require_file
 
     named = [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None

@@ -25,6 +25,8 @@ class Part(StrEnum):
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a .safetensors file, or a hub id (owner/name).")]
 SpecFile = Annotated[Path | None, typer.Option("--spec", metavar="FILE", help="A spec file (TOML) for a module of your own; see docs/formats.md.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")]
+Report = Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")]
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="A public seed, for experiments. Without it: the system's randomness.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
 Threads = Annotated[

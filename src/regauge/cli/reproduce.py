@@ -30,8 +30,8 @@ def reproduce(
     assets: Annotated[
         Path | None, typer.Option("--assets", metavar="DIR", help="Where data and models lie. Default: $REGAUGE_ASSETS, or ../shared/assets.")
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")] = None,
-    report: Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")] = None,
+    json: options.JsonFile = None,
+    report: options.Report = None,
     listed: Annotated[bool, typer.Option("--list", help="Name the experiments.")] = False,
     device: options.Device = "cpu",
     threads: Annotated[int | None, typer.Option("--threads", min=1, max=256, metavar="N", help="Threads that compute. Default: torch's own.")] = None,

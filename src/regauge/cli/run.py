@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shlex
 import sys
 from pathlib import Path
@@ -22,13 +21,9 @@ FAILED = 3  # the exit code where a law that should hold does not
 
 def facts_of_run() -> dict[str, Any]:
     """The command and the versions: what is needed to repeat a run."""
-    from regauge import __version__
+    from regauge.environment import versions
 
-    versions = {"regauge": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "timm", "sklearn", "numpy"):
-        if name in sys.modules:
-            versions[name] = str(getattr(sys.modules[name], "__version__", "?"))
-    return {"command": shlex.join(["regauge", *sys.argv[1:]]), "versions": versions}
+    return {"command": shlex.join(["regauge", *sys.argv[1:]]), "versions": versions("sklearn", "numpy")}
 
 
 class DeviceError(RegaugeError):

@@ -64,8 +64,16 @@ def certs(
     with writing(to):
         if to.exists() and (not to.is_dir() or any(to.iterdir())):
             raise CheckpointError(f"{to} holds something already", hint="certificates belong together: name a new folder")
-    made = make_certificates(to, names, clients, days)
-    write_bytes(to / CLIENTS, "".join(f"{one}\n" for one in clients).encode(), 0o644)
+    was_there = to.exists()
+    try:
+        made = make_certificates(to, names, clients, days)
+        write_bytes(to / CLIENTS, "".join(f"{one}\n" for one in clients).encode(), 0o644)
+    except BaseException:  # half a set is of no use to anybody; what is in the folder was made just now
+        for path in to.glob("*"):
+            path.unlink()
+        if to.is_dir() and not was_there:
+            to.rmdir()
+        raise
     say(f"wrote {to}: a server that answers to {', '.join(names)}, and the clients {', '.join(clients)}; they hold {days} days")
     say("the server needs authority.pem, server.pem, server.key and clients.txt; a client authority.pem and its own two; keys are for their owners")
     if json:

@@ -46,8 +46,8 @@ def verify(
     general: Annotated[bool, typer.Option("--general/--no-general", help="Also check Theorem 4.7, operator by operator.")] = True,
     optimizers: Annotated[bool, typer.Option("--optimizers", help="Also measure which optimizers keep which symmetry (half a minute).")] = False,
     spec: options.SpecFile = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")] = None,
-    report: Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")] = None,
+    json: options.JsonFile = None,
+    report: options.Report = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of inputs, targets and elements.")] = 0,
     device: options.Device = "cpu",
     threads: Annotated[

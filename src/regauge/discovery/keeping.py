@@ -39,7 +39,7 @@ class Discovery:
 
 
 def default_folder() -> Path:
-    from regauge.experiments.cells import default_cache
+    from regauge.environment import default_cache
 
     return default_cache().parent / "discovered"
 
@@ -49,7 +49,7 @@ def key_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> str | None:
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return None
-    from regauge.experiments.cells import versions
+    from regauge.environment import versions
 
     shapes = {k: [list(v.shape), str(v.dtype)] for k, v in inputs.items() if isinstance(v, torch.Tensor)}
     others = sorted(k for k, v in inputs.items() if not isinstance(v, torch.Tensor))

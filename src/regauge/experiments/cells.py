@@ -13,9 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +22,7 @@ from typing import Any, Protocol
 from safetensors import safe_open
 from safetensors.torch import save
 
+from regauge.environment import versions
 from regauge.errors import RegaugeError
 from regauge.files import write_bytes, writing
 
@@ -121,35 +119,12 @@ def key_of(cell: Cell, parameters: Mapping[str, Any], data: Mapping[str, Digeste
     return hashlib.sha256(canonical([FORMAT, cell.name, cell.version, parameters, digests])).hexdigest()
 
 
-def default_cache() -> Path:
-    """$REGAUGE_CACHE, or the system's usual place for what can be made again."""
-    given = os.environ.get("REGAUGE_CACHE")
-    if given:
-        return Path(given)
-    if sys.platform == "win32":
-        usual = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
-    else:
-        usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return usual / "regauge" / "experiments"
-
-
 def canonical(value: Any) -> bytes:
     """JSON in one spelling. What JSON has no word for is refused: a hash must not depend on how an object prints."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_mapping).encode()
     except (TypeError, ValueError) as error:
         raise CacheError(f"a cell's parameters and values are plain JSON: {error}", hint="give numbers, texts, lists and dicts") from error
-
-
-def versions() -> dict[str, str]:
-    """What computes here."""
-    from regauge import __version__
-
-    found = {"regauge": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "timm"):
-        if name in sys.modules:
-            found[name] = str(getattr(sys.modules[name], "__version__", "?"))
-    return found
 
 
 def _mapping(value: Any) -> Any:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from regauge.data import Data, DataError, Pictures, open_data
-from regauge.experiments.cells import Cell, Outcome, default_cache, place, run
+from regauge.environment import default_cache
+from regauge.experiments.cells import Cell, Outcome, place, run
 from regauge.experiments.presets import PRESETS, From, Preset, Subject
 from regauge.experiments.training import SCORE, TRAIN, Source, source_of
 from regauge.experiments.tuning import SPEAK, TUNE

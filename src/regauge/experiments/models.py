@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from regauge.action import apply_
 from regauge.elements import Element, element
 from regauge.errors import UnknownModelError, need
+from regauge.live import apply_
 from regauge.loading import quiet
 from regauge.permuting import Permuted
 from regauge.sources import spec_of

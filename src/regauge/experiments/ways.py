@@ -18,7 +18,8 @@ import torch
 
 from regauge.action import State, apply
 from regauge.barriers import Curve, Path, along, interpolate, plane, score
-from regauge.elements import Element, arrays_of, element_of, identity
+from regauge.elementfiles import arrays_of, element_of
+from regauge.elements import Element, identity
 from regauge.experiments import rotations
 from regauge.experiments.cells import Cell, Outcome, Work, canonical
 from regauge.experiments.ends import Pair

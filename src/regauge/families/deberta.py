@@ -99,6 +99,8 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
     if names.starts("lm_predictions."):  # multiplies with the word table itself
         lm = "lm_predictions.lm_head."
         d.head |= {**linear(lm + "dense", "stream", "stream"), **norm(lm + "LayerNorm"), lm + "bias": c.axis("vocab_size")}
+        if f"{lm}weight" in names.names:  # the table under a second name, in the first versions of transformers 5
+            d.head[f"{lm}weight"], d.ties[f"{lm}weight"] = f"{c.axis('vocab_size')} stream*", f"{base}embeddings.word_embeddings.weight"
         masked = True
     if names.starts("mask_predictions."):  # v3's discriminator, which checkpoints carry and no class reads
         d.spaces["mask"] = Space(c.hidden_size, Permutation(), why="a LayerNorm with gains follows the activation")

@@ -213,7 +213,7 @@ def _clouds(size: tuple[int, int], draw: Draw, roughness: float) -> Any:
 
 
 def _via_pil(x: Any, change: Callable[[Any, Any], Any]) -> Any:
-    need("PIL", "experiments")
+    need("PIL", "studies")
     from PIL import Image
 
     grey = x.shape[2] == 1

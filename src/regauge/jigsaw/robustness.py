@@ -44,7 +44,7 @@ def aurra(confidence: Any, correct: Any) -> float:
 
 def aupr(inside: Any, outside: Any) -> float:
     """The area under precision and recall for finding what is of no known class, by its low confidence."""
-    need("sklearn", "experiments")
+    need("sklearn", "studies")
     from sklearn.metrics import average_precision_score
 
     scores = -np.concatenate([np.asarray(inside, float), np.asarray(outside, float)])

@@ -59,7 +59,7 @@ def accumulated_eigenvalues(table: Any) -> list[float]:
 
 def regress_positions(table: Any, grid: Grid, *, seed: int = 0, folds: int = FOLDS, repeats: int = REPEATS) -> Regression:
     """Can places be read off their embeddings by a linear map? Five-fold cross-validation, repeated."""
-    need("sklearn", "experiments")
+    need("sklearn", "studies")
     from sklearn.linear_model import LinearRegression
     from sklearn.model_selection import KFold, cross_val_predict
 

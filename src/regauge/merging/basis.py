@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from regauge.checkpoint import FLOATS, Lazy, read_json
-from regauge.elements import Element, identity, load_element, save_element
+from regauge.elementfiles import load_element, save_element
+from regauge.elements import Element, identity
 from regauge.errors import RegaugeError
 from regauge.files import write_bytes
 from regauge.matching import MatchError, Progress, Shared, match

@@ -46,7 +46,7 @@ class TransportError(RegaugeError):
 
 def plan(y: Floats, x: Floats, soft: float | None = None) -> Floats:
     """The map [n, n] that brings the rows of x next to those of y: n times the transport plan between them, by their Euclidean distances."""
-    need("ot", "experiments")
+    need("ot", "transport")
     import ot
 
     n = len(y)

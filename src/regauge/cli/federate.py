@@ -36,6 +36,12 @@ class Optimizer(StrEnum):
     adamw = "adamw"
 
 
+class EngineName(StrEnum):
+    process = "process"
+    simulation = "simulation"
+    deployment = "deployment"
+
+
 class Weigh(StrEnum):
     examples = "examples"
     clients = "clients"
@@ -71,6 +77,19 @@ def federate(
     probability: Annotated[float, typer.Option("--probability", metavar="P", help="The share of local steps that have puzzles.")] = 0.5,
     independent: Annotated[bool, typer.Option("--independent", help="Clients begin apart, from weights that each draws itself.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Draw the server's weights anew: train from scratch.")] = False,
+    defence: Annotated[
+        list[str] | None,
+        typer.Option("--defence", metavar="D", help="What clients do to what they send: clip=1, private=1.0,norm=0.5, freeze=embedding, prune=0.9."),
+    ] = None,
+    spy: Annotated[bool, typer.Option("--spy", help="Keep what the server sees, for regauge audit gradients --from RUN.")] = False,
+    engine: Annotated[
+        EngineName, typer.Option("--engine", help="In this process, Flower's simulation, or nodes that are connected to a SuperLink.")
+    ] = EngineName.process,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, metavar="N", help="Of a simulation. Default: one per core.")] = None,
+    superlink: Annotated[str | None, typer.Option("--superlink", metavar="HOST:PORT", help="Of a deployment.")] = None,
+    authority: Annotated[Path | None, typer.Option("--authority", metavar="PEM", help="Who signed the SuperLink's certificate.")] = None,
+    wait: Annotated[float, typer.Option("--wait", min=1.0, metavar="S", help="Seconds that a round of Flower's waits for its clients.")] = 600.0,
+    gather: Annotated[float, typer.Option("--gather", min=0.0, metavar="S", help="Seconds that it waits for those that are not connected.")] = 60.0,
     test: Annotated[
         str | None, typer.Option("--test", metavar="URI", help="To measure on. Default: a tenth of the data, which no client has.")
     ] = None,
@@ -91,7 +110,8 @@ def federate(
     check_device(device)
     import torch
 
-    from regauge.federated.running import Source, federated
+    from regauge.federated.defences import read_defences
+    from regauge.federated.running import Source
     from regauge.federated.settings import Settings
 
     if threads is not None:
@@ -100,19 +120,55 @@ def federate(
     given |= {"batch": batch, "rate": rate, "momentum": momentum, "decay": decay, "clip": clip, "proximal": proximal, "server_rate": server_rate}
     given |= {"uneven": uneven, "drop": drop, "jigsaw": jigsaw, "probability": probability, "independent": independent, "seed": seed}
     given |= {"strategy": strategy.value, "partition": partition.value, "optimizer": optimizer.value, "weigh": weigh.value}
-    settings = Settings(**given)
+    settings = Settings(**given, defences=tuple(defence or ()))
+    read_defences(settings.defences)
     means, stds = sample.read_numbers(mean, "--mean"), sample.read_numbers(std, "--std")
     source = Source(model, data, split, sample.read_fields(field), tokenizer, length, means, stds, test, test_split, fresh, device)
+    if engine is EngineName.deployment:
+        if superlink is None or authority is None:
+            raise typer.BadParameter("a deployment needs --superlink HOST:PORT and --authority PEM", param_hint="--engine")
+        lines = _deployed(source, settings, out, superlink, authority, wait, gather, spy)
+    else:
+        options_ = {"workers": workers, "wait": wait, "gather": gather} if engine is EngineName.simulation else {}
+        lines = _here(engine, source, settings, out, spy=spy, about=facts_of_run(), **options_)
+    for line in lines:
+        out_data(line)
+    say(f"run: {out} ({time.monotonic() - started:.1f} s)")
+    return 0
+
+
+def _here(engine: EngineName, source: Any, settings: Any, out: Path, **more: Any) -> tuple[str, ...]:
+    from regauge.federated.running import federated
+
+    if engine is EngineName.simulation:
+        from regauge.federated.flower import simulate as federated
     with step_bar("round") as progress:
 
         def tell(one: Round) -> None:
             progress(one.number, settings.rounds, told(one))
 
-        found = federated(source, settings, out, tell=tell, about=facts_of_run())
-    for line in found.lines:
-        out_data(line)
-    say(f"run: {out} ({time.monotonic() - started:.1f} s)")
-    return 0
+        return federated(source, settings, out, tell=tell, **more).lines
+
+
+def _deployed(source: Any, settings: Any, out: Path, superlink: str, authority: Path, wait: float, gather: float, spy: bool) -> tuple[str, ...]:
+    """Submit the run to a SuperLink and follow it. What its server says goes to stderr."""
+    import subprocess
+    import sys
+    import tempfile
+
+    from regauge.errors import RegaugeError
+    from regauge.federated import deploying
+
+    if not authority.is_file():
+        raise typer.BadParameter(f"there is no {authority}", param_hint="--authority")
+    with tempfile.TemporaryDirectory() as place:
+        home, bundle = Path(place) / "home", Path(place) / "bundle"
+        deploying.write_connection(home, superlink, authority)
+        deploying.write_bundle(bundle, source.told(), settings, out, wait=wait, gather=gather, spy=spy)
+        ended = subprocess.run(deploying.submit(bundle), env=deploying.environment(home), stdout=sys.stderr, check=False)
+    if ended.returncode:
+        raise RegaugeError(f"Flower ended with code {ended.returncode}", hint="what it says is above; the same command goes on from the last round")
+    return (f"{out}: on the SuperLink's machine",)
 
 
 def told(one: Round) -> str:

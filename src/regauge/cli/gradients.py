@@ -44,9 +44,15 @@ DEFAULT = (
 
 def gradients(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A classifier of images (ViT, DeiT; transformers or timm): the folder that clients train.")
-    ],
-    data: Annotated[str, typer.Option("--data", metavar="URI", help="Samples of its task. Half are the clients', half the attacker's own.")],
+        str | None, typer.Argument(metavar="MODEL", help="A classifier of images (ViT, DeiT; transformers or timm): the folder that clients train.")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option("--data", metavar="URI", help="Samples of its task. Half are the clients', half the attacker's own.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="Attack what was sent in a run that regauge federate --spy recorded. Needs no MODEL.")
+    ] = None,
+    only: Annotated[str, typer.Option("--rounds", metavar="R,R", help="Of --from: these rounds, counted from 1. Default: all.")] = "",
     defence: Annotated[
         list[str] | None,
         typer.Option(
@@ -92,6 +98,12 @@ def gradients(
     from regauge.errors import need
 
     need("torchmetrics", "audit")
+    if run is not None:
+        from regauge.cli.recorded import audit_recorded
+
+        return audit_recorded(run, _counts(only, "--rounds"), _attacks(attacks), _budget(budget, seed), gallery, json, report)
+    if model is None or data is None:
+        raise typer.BadParameter("give MODEL and --data, or --from RUN")
     from regauge.gradients.defences import plan_of
 
     combinations = list(defence or DEFAULT)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from regauge.experiments import corrupted, jigsaws, positions
+from regauge.experiments import corrupted, federating, jigsaws, positions
 from regauge.experiments.fusion import figure3, figure4, figure5, figure6
 from regauge.experiments.fusion import table3 as times
 from regauge.experiments.lab import Lab
@@ -59,6 +59,8 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "003/table2": six_merges,
     "003/table3": times,
     "003/barriers": barriers,
+    "federated/training": federating.training,
+    "federated/fusion": federating.fusion,
     "lock/attacks": attacks,
     "split/equality": equality,
     "split/leaks": seen_by_a_server,

@@ -7,6 +7,7 @@ another, sends the same numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 import numpy as np
 import torch
@@ -39,10 +40,12 @@ def plain(model: Model) -> Model:
     return model.unwrap() if isinstance(model, MaskedJigsaw | TextJigsaw) else model
 
 
-def contribute(model: Model, state: State, examples: Examples, settings: Settings, number: int, client: int) -> Contribution:
+def contribute(
+    model: Model, state: State, examples: Examples, settings: Settings, number: int, client: int, *, still: Set[str] = frozenset()
+) -> Contribution:
     """One client's part of a round, on a model that is used up by it: its weights are set, trained, and left as they are.
 
-    An empty part is refused by name, as is a state of another model.
+    `still` are parameters that are not trained. An empty part is refused by name, as is a state of another model.
     """
     load_state(model, state)
     if not len(examples):
@@ -51,9 +54,11 @@ def contribute(model: Model, state: State, examples: Examples, settings: Setting
     if whole:
         _begin_apart(model, [settings.seed, client])
     before = state_of(model)
-    losses, rows = _descend(model, examples, settings, number, client)
+    losses, rows = _descend(model, examples, settings, number, client, still)
     after = state_of(model)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad} | (after.keys() - dict(model.named_parameters()).keys())
+    trained = {name for name, p in model.named_parameters() if p.requires_grad and name not in still} | (
+        after.keys() - dict(model.named_parameters()).keys()
+    )
     tensors = {name: after[name] if whole else after[name] - before[name] for name in sorted(trained)}
     loss = float(np.mean(losses))
     layout, kind = digest_of(layout_of(before)), "weights" if whole else "change"
@@ -81,14 +86,17 @@ def rows_of(count: int, settings: Settings, number: int, client: int) -> tuple[t
     return tuple(out)
 
 
-def _descend(model: Model, examples: Examples, settings: Settings, number: int, client: int) -> tuple[list[float], tuple[tuple[int, ...], ...]]:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+def _descend(
+    model: Model, examples: Examples, settings: Settings, number: int, client: int, still: Set[str]
+) -> tuple[list[float], tuple[tuple[int, ...], ...]]:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in still}
+    if not trained:
+        raise FederatedError("all of the model is frozen, so that there is nothing to train", hint="freeze less")
     like = next(p for p in trained.values() if p.is_floating_point())
     optimizer = settings.training.build(trained.values())
     start = {name: p.detach().clone() for name, p in trained.items()} if settings.proximal else {}
     rows = rows_of(len(examples), settings, number, client)
-    if isinstance(model, MaskedJigsaw | TextJigsaw):
-        model.seed, model.passes = int(np.random.default_rng([settings.seed, 105, client]).integers(1 << 31)), number << 20
+    aim(model, settings, number, client)
     losses = []
     model.train()
     for step, chosen in enumerate(rows):
@@ -110,6 +118,12 @@ def _descend(model: Model, examples: Examples, settings: Settings, number: int, 
         losses.append(float(loss.detach()))
     model.eval()
     return losses, rows
+
+
+def aim(model: Model, settings: Settings, number: int, client: int) -> None:
+    """Set a wrapped model to the puzzles of one client's part of a round."""
+    if isinstance(model, MaskedJigsaw | TextJigsaw):
+        model.seed, model.passes = int(np.random.default_rng([settings.seed, 105, client]).integers(1 << 31)), number << 20
 
 
 def _begin_apart(model: Model, seeds: list[int]) -> None:

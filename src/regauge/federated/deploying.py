@@ -36,7 +36,7 @@ server = server_app()
 '''
 
 
-def write_bundle(folder: Path, source: Mapping[str, Any], settings: Settings, out: Path, *, wait: float, gather: float) -> None:
+def write_bundle(folder: Path, source: Mapping[str, Any], settings: Settings, out: Path, *, wait: float, gather: float, spy: bool = False) -> None:
     """The folder that `flwr run` submits. `out` is the run's folder on the SuperLink's machine, `source` where the server finds model and tests."""
     from regauge import __version__
 
@@ -61,6 +61,7 @@ clientapp = "regauge_app:client"
 {chr(10).join(lines)}
 wait = {float(wait)}
 gather = {float(gather)}
+spy = {str(spy).lower()}
 """
     write_bytes(folder / "pyproject.toml", text.encode())
     write_bytes(folder / "regauge_app.py", MODULE.encode())
@@ -119,8 +120,8 @@ def supernode(address: str, certificates: Path, key: Path, port: int, config: Ma
     return [program("flower-supernode"), "--superlink", address, *tls, *own, "--node-config", told]
 
 
-def register(public: Path) -> list[str]:
-    return [program("flwr"), "supernode", "register", str(public), NAME]
+def register(public: Path, client: int) -> list[str]:
+    return [program("flwr"), "supernode", "register", str(public), NAME, "--name", f"client-{client}"]
 
 
 def submit(bundle: Path) -> list[str]:
@@ -203,7 +204,7 @@ def loopback(folder: Path, node_configs: Sequence[Mapping[str, str | int]]) -> I
     try:
         made.start_link()
         for i in range(len(node_configs)):
-            made.do(register(make_node_key(folder / f"node-{i}")))
+            made.do(register(make_node_key(folder / f"node-{i}"), i))
             made.start_node(i)
         yield made
     finally:

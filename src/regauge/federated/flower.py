@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -35,16 +36,21 @@ from flwr.serverapp import Grid, ServerApp  # noqa: E402
 from flwr.supercore import telemetry  # noqa: E402
 
 from regauge.federated.clients import contribute  # noqa: E402
+from regauge.federated.defences import defended, frozen, read_defences  # noqa: E402
 from regauge.federated.partitions import parts_of  # noqa: E402
 from regauge.federated.rounds import Tell, done  # noqa: E402
 from regauge.federated.running import Found, Source, federated  # noqa: E402
 from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings  # noqa: E402
 from regauge.federated.states import Absence, Contribution, State  # noqa: E402
+from regauge.gradients.defences import Withhold  # noqa: E402
+from regauge.split.defences import Draw  # noqa: E402
+from regauge.streams import seed_key  # noqa: E402
 from regauge.tasks import Examples  # noqa: E402
 
 telemetry.FLWR_TELEMETRY_ENABLED = os.environ["FLWR_TELEMETRY_ENABLED"]  # where somebody imported flwr first, it has read its default
 PINNED = "1.41"  # the minor version whose messages, grid and simulation this was written and tested against
 WAIT = 600.0  # seconds that a round waits for its clients
+NAMED = re.compile(r"client-(\d+)")
 GATHER = 60.0  # seconds that a round waits for clients that are not connected
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
@@ -122,11 +128,19 @@ class GridEngine:
         until = time.monotonic() + self.gather
         while True:
             present = set(self.grid.get_node_ids())
+            self._read_names(present - self.met.keys())
             self._meet(present - self.met.keys())
             found = {client: node for node, client in self.met.items() if node in present}
             if found.keys() >= set(clients) or time.monotonic() >= until:
                 return found
             time.sleep(0.5)
+
+    def _read_names(self, nodes: set[int]) -> None:
+        """A node that was registered under the name client-N is client N, and need not be asked, which takes it a process."""
+        for info in self.grid.get_nodes() if nodes else ():
+            found = NAMED.fullmatch(str(getattr(info, "name", "")))
+            if found and int(info.node_id) in nodes:
+                self.met[int(info.node_id)] = int(found[1])
 
     def _meet(self, nodes: Iterable[int]) -> None:
         asked = [Message(RecordDict({"config": ConfigRecord({"regauge": VERSION})}), node, "query", ttl=self.gather) for node in sorted(nodes)]
@@ -146,7 +160,7 @@ def serve(grid: Grid, source: Source, settings: Settings, folder: Path, *, tell:
 
 def client_app(source: Source | None = None, mods: Sequence[Mod] = ()) -> ClientApp:
     """A client for classification. Without a source, the node's configuration has it: model=PATH data=URI partition-id=N."""
-    app = ClientApp(mods=[*mods])
+    app = ClientApp(mods=[*mods, defending(source)])
 
     @app.query()  # type: ignore[untyped-decorator]
     def query(message: Message, context: Context) -> Message:
@@ -160,14 +174,69 @@ def client_app(source: Source | None = None, mods: Sequence[Mod] = ()) -> Client
             if config["regauge"] != VERSION:
                 raise FederatedError(f"the server's regauge speaks version {config['regauge']}, this one {VERSION}")
             settings = read_settings(json.loads(str(config["settings"])))
-            own = source or source_of(context.node_config)
-            model, part = _part(own, settings, client, "data" in context.node_config)
-            return Message(to_reply(contribute(model, from_arrays(message.content["arrays"]), part, settings, number, client)), reply_to=message)
+            model, part = _part(source or source_of(context.node_config), settings, client, "data" in context.node_config)
+            still = frozen(model, defences_of(settings, context))
+            made = contribute(model, from_arrays(message.content["arrays"]), part, settings, number, client, still=still)
+            return Message(to_reply(made), reply_to=message)
         except RegaugeError as error:
             about = ConfigRecord({"regauge": VERSION, "client": client, "round": number, "refused": str(error)})
             return Message(RecordDict({"about": about}), reply_to=message)
 
     return app
+
+
+def defending(source: Source | None = None) -> Mod:
+    """The mod of our client: every defence of the run's settings, and those that the node asks for itself (`defences="clip=1.0+round=8"` in its
+    configuration), on what leaves it. What cannot be defended does not leave. A node's noise is from the system's randomness; in a simulation, which
+    has a `source`, it is from the seed."""
+
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        reply = call_next(message, context)
+        if message.metadata.message_type != "train" or reply.has_error() or "arrays" not in reply.content:
+            return reply
+        client = number_of(context)
+        settings = read_settings(json.loads(str(message.content["config"]["settings"])))
+        sent = from_reply(reply, client)
+        assert isinstance(sent, Contribution)  # our own client made it
+        try:
+            chosen = defences_of(settings, context)
+            model, _ = _part(source or source_of(context.node_config), settings, client, "data" in context.node_config)
+            secret = seed_key(settings.seed) if source else os.urandom(32)
+            reply.content["arrays"] = to_arrays(defended(sent, model, chosen, secret).tensors)
+            return reply
+        except RegaugeError as error:
+            about = ConfigRecord({"regauge": VERSION, "client": client, "round": sent.round, "refused": str(error)})
+            return Message(RecordDict({"about": about}), reply_to=message)
+
+    return mod
+
+
+def defences_of(settings: Settings, context: Context) -> tuple[Any, ...]:
+    """The run's defences, and the node's own. The node's come in place of the run's of the same kind: a server cannot weaken them."""
+    own = [text for text in str(context.node_config.get("defences", "")).split("+") if text]
+    kinds = {text.partition("=")[0] for text in own}
+    return read_defences([*own, *(text for text in settings.defences if text.partition("=")[0] not in kinds)])
+
+
+def mod_of(text: str, secret: bytes | None = None) -> Mod:
+    """A defence as a mod for any ClientApp of Flower's whose train function answers with whole weights: "clip=1.0", "private=1.0,norm=0.5",
+    "noise=0.1", "prune=0.9", "round=8". Parts of a model (freeze, withhold) need its class, and so our own client."""
+    (defence,) = read_defences([text])
+    if isinstance(defence, Withhold):
+        raise FederatedError(f'"{text}" needs to know the model', hint="use regauge's own ClientApp, or leave the tensors out of your reply")
+
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        reply = call_next(message, context)
+        if message.metadata.message_type.partition(".")[0] != "train" or reply.has_error():
+            return reply
+        for key, arrays in list(reply.content.array_records.items()):
+            before, after = from_arrays(message.content[key]), from_arrays(arrays)
+            draw = Draw(secret or os.urandom(32), f"mod/{key}")
+            change = defence.leave({n: t - before[n] for n, t in after.items()}, torch.nn.Module(), draw)
+            reply.content[key] = to_arrays({n: before[n] + t for n, t in change.items()})
+        return reply
+
+    return mod
 
 
 def number_of(context: Context) -> int:
@@ -243,7 +312,7 @@ def server_app() -> ServerApp:
         def tell(one: Any) -> None:
             print(f"round {one.number + 1}/{settings.rounds}: {len(one.contributed)} contributed, {dict(one.absent)}", flush=True)  # noqa: T201
 
-        found = serve(grid, source, settings, Path(str(config["folder"])), tell=tell, **waits)
+        found = serve(grid, source, settings, Path(str(config["folder"])), tell=tell, spy=bool(config["spy"]), **waits)
         print("\n".join([*found.lines, f"{len(done(found.kept.history))} rounds are done"]), flush=True)  # noqa: T201
 
     return app

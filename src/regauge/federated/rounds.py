@@ -18,9 +18,11 @@ import torch
 from regauge.federated import keeping
 from regauge.federated.aggregating import Fuse, Memory, aggregate
 from regauge.federated.clients import contribute
+from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.keeping import Kept, Round
 from regauge.federated.settings import FederatedError, Settings
 from regauge.federated.states import Absence, Contribution, State, digest_of, fault_of, layout_of
+from regauge.streams import seed_key
 from regauge.tasks import Examples
 
 PATIENCE = 3  # void rounds in a row, after which a run stops; it can go on from its folder
@@ -36,14 +38,15 @@ class Engine(Protocol):
 
 
 class InProcess:
-    """Clients in this process, one after the other, on one model. `settings.drop` of the contributions are lost on purpose, by the seed."""
+    """Clients in this process, one after the other, on one model. `settings.drop` of the contributions are lost on purpose, by the seed, from which
+    the noise of defences is drawn too."""
 
-    def __init__(
-        self, model: torch.nn.Module, parts: Sequence[Examples], settings: Settings, leave: Callable[[Contribution], Contribution] | None = None
-    ):
+    def __init__(self, model: torch.nn.Module, parts: Sequence[Examples], settings: Settings) -> None:
         if len(parts) != settings.clients:
             raise FederatedError(f"there are {len(parts)} parts of data for {settings.clients} clients")
-        self.model, self.parts, self.settings, self.leave = model, parts, settings, leave
+        self.model, self.parts, self.settings = model, parts, settings
+        self.defences = read_defences(settings.defences)
+        self.still = frozen(model, self.defences)
         self.tries: dict[int, int] = {}
 
     def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
@@ -53,11 +56,10 @@ class InProcess:
                 yield Absence(client, "it dropped out")
                 continue
             try:
-                sent = contribute(self.model, state, self.parts[client], self.settings, number, client)
+                sent = contribute(self.model, state, self.parts[client], self.settings, number, client, still=self.still)
+                yield defended(sent, self.model, self.defences, seed_key(self.settings.seed))
             except FederatedError as error:
                 yield Absence(client, str(error))
-                continue
-            yield sent if self.leave is None else self.leave(sent)
 
 
 def is_dropped(settings: Settings, number: int, client: int, tried: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,10 +18,12 @@ from regauge.checkpoint import open_checkpoint
 from regauge.data import open_data
 from regauge.federated import fusing, keeping
 from regauge.federated.clients import plain, prepared
+from regauge.federated.defences import DELTA, epsilon, read_defences
 from regauge.federated.keeping import Kept
 from regauge.federated.partitions import parts_of
 from regauge.federated.rounds import Engine, InProcess, Tell, done, run
 from regauge.federated.settings import FederatedError, Settings
+from regauge.federated.spying import spy_on
 from regauge.federated.states import State, digest_of, layout_of, load_state, state_of
 from regauge.files import beside, write_bytes, writing
 from regauge.findings import Figure, Results, Table, to_json
@@ -100,15 +103,17 @@ def federated(
     *,
     engine: EngineOf | None = None,
     tell: Tell | None = None,
+    spy: bool = False,
     about: Mapping[str, Any] | None = None,
 ) -> Found:
-    """Train on an engine, by default in this process. A folder that holds this run goes on where it stood."""
+    """Train on an engine, or in this process. A folder that holds this run goes on where it stood; with `spy` it keeps what the server sees."""
     model = source.live(settings)
     shared, test = source.read(model)
     chosen = engine(model, shared) if engine else InProcess(model, parts_of(shared, settings), settings)
     state = state_of(model)
     keeping.begin(folder, settings, digest_of(layout_of(state)), {**(about or {}), "source": source.told()})
-    kept = run(chosen, state, settings, folder=folder, measure=measuring(model, test), tell=tell, fuse=partial(fusing.average, model))
+    watch = spy_on(folder, settings) if spy else None
+    kept = run(chosen, state, settings, folder=folder, measure=measuring(model, test), tell=tell, spy=watch, fuse=partial(fusing.average, model))
     return finish(source, settings, folder, model, kept)
 
 
@@ -133,8 +138,17 @@ def finish(source: Source, settings: Settings, folder: Path, model: torch.nn.Mod
     voids = sum(r.void for r in kept.history)
     lost = sum(len(r.absent) for r in kept.history)
     first = f"{folder / 'model'}: {len(done(kept.history))} rounds of {settings.clients} clients, {settings.strategy}; {measures}"
+    spent = epsilon_of(settings, kept)
+    if spent is not None:
+        first += f"; epsilon {spent:.2f} at delta 1e-5 for a client that was in all of its rounds"
     more = [f"{lost} contributions were absent or refused, {voids} rounds were void: {folder / 'results.json'} says which"] if lost or voids else []
     return Found(kept, results, (first, *more))
+
+
+def epsilon_of(settings: Settings, kept: Kept) -> float | None:
+    """What the client that contributed most often has spent."""
+    counts = Counter(c for r in done(kept.history) for c in r.contributed)
+    return epsilon(read_defences(settings.defences), max(counts.values(), default=0))
 
 
 def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
@@ -189,5 +203,7 @@ def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
         "ylabel": "accuracy",
     }
     figure = Figure("Accuracy over rounds", "lines", {**lines, "log": False})
-    facts = {"settings": settings.told(), "source": json.loads(json.dumps(source.told())), "rounds": len(good)}
+    facts: dict[str, Any] = {"settings": settings.told(), "source": json.loads(json.dumps(source.told())), "rounds": len(good)}
+    spent = epsilon_of(settings, kept)
+    facts |= {} if spent is None else {"epsilon": spent, "delta": DELTA}
     return Results("A federated run", (), (table,), (figure,) if good else (), facts)

@@ -167,8 +167,7 @@ def training(lab: Lab) -> Results:
         "lines",
         {"x": list(range(1, len(first["accuracy"]) + 1)), "y": curves, "xlabel": "round", "ylabel": "accuracy", "log": False},
     )
-    facts = {"experiment": "federated/training", "preset": lab.preset_name, "seeds": len(trials), "settings": TRAINING[lab.preset_name]}
-    facts |= {"parameters": first["parameters"], "minutes of computing": round(lab.seconds / 60, 1), "device": lab.device}
+    facts = _facts(lab, "federated/training", len(trials), TRAINING[lab.preset_name])
     return Results(
         "Federated training, and what it gives away", tuple(findings), (Table("Accuracy and leakage", columns, tuple(rows), note),), (figure,), facts
     )
@@ -279,14 +278,14 @@ def fusion(lab: Lab) -> Results:
         else Finding("fusion/first", "The first average, after a match.", None, matched, plain, alone, told),
     )
     findings = (replace(findings[0], measure="accuracy", spread=spread, trials=len(trials)),)
-    facts = {
-        "experiment": "federated/fusion",
-        "preset": lab.preset_name,
-        "seeds": len(trials),
-        "settings": FUSION[lab.preset_name],
-        "device": lab.device,
-    }
+    facts = _facts(lab, "federated/fusion", len(trials), FUSION[lab.preset_name])
     return Results("Clients that begin apart", findings, (table,), (), facts)
+
+
+def _facts(lab: Lab, name: str, seeds: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    versions = {library: ", ".join(sorted(found)) for library, found in sorted(lab.made.items())}
+    told = {"experiment": name, "preset": lab.preset_name, "seeds": seeds, "settings": dict(settings), "device": lab.device}
+    return {**told, "minutes of computing": round(lab.seconds / 60, 1), "versions": versions}
 
 
 def _fused(lab: Lab, strategy: str, trial: int) -> Mapping[str, Any]:

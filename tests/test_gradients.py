@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from regauge.attacks.april import april, april_model, is_april
 from regauge.attacks.classes import label_counts, labels_from, shared_out
+from regauge.attacks.descents import How, april_descent, dlg, gradvit, idlg, inverting_gradients
 from regauge.attacks.embeddings import embedding_least_squares
+from regauge.attacks.passes import slopes_by, twice
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Update, UpdateError, check_update
 from regauge.gradients.clients import contribute, prepared, rehearse
@@ -232,3 +236,68 @@ def test_the_spectral_distance_is_that_of_the_pixels() -> None:
     pixels = 1 - torch.nn.functional.cosine_similarity(a.double().flatten(1), b.double().flatten(1))
     assert torch.allclose(spectral(a, b), pixels, atol=1e-10)
     assert torch.allclose(spectral(a, 2 * a), torch.zeros(3, dtype=torch.float64), atol=1e-12)
+
+
+def test_april_is_exact_on_its_own_block_in_float64_and_nothing_on_a_real_one() -> None:
+    for model in (vit(), timm_vit()):
+        view, truth = sent(april_model(model), dtype=torch.float64)
+        found, solved = april(view)
+        assert psnr(found, truth.read["pixel_values"]) > 100
+        assert solved.rank == solved.unknowns == 17
+        rough, _ = sent(april_model(model))
+        assert psnr(april(rough)[0], truth.read["pixel_values"]) < 100  # float32
+        real, _ = sent(model, dtype=torch.float64)
+        assert psnr(april(real)[0], truth.read["pixel_values"]) < 15
+    assert is_april(view.model)
+    assert not is_april(real.model)
+
+
+@pytest.mark.slow
+def test_april_gives_100_db_on_the_modified_vit_b() -> None:
+    sizes = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "intermediate_size": 3072, "image_size": 224, "patch_size": 16}
+    view, truth = sent(april_model(vit(**sizes, initializer_range=0.02)), dtype=torch.float64)
+    found, solved = april(view)
+    assert psnr(found, truth.read["pixel_values"]) > 100
+    assert solved.condition > 1e4
+
+
+TINY = {"hidden_size": 24, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+
+
+def test_guessed_gradients_are_the_clients_own_one_by_one_and_side_by_side() -> None:
+    for combination in ("none", "mjp=0.5,localize=false"):
+        view, truth = sent(vit(**TINY), combination, dtype=torch.float64)
+        mask = None if truth.puzzle is None else truth.puzzle.mask
+        x = truth.read["pixel_values"][None]
+        with twice():
+            slopes = slopes_by(view, mask)
+            one = slopes(x, truth.labels[None])
+            many = slopes(torch.cat([x, 0 * x]), truth.labels.expand(2, 1))
+        for name, slope in view.update.tensors.items():
+            assert torch.allclose(one[name][0], slope, atol=1e-10), name
+            assert torch.allclose(many[name][0], slope, atol=1e-10), name
+            assert torch.allclose(many[name][1], slopes(0 * x, truth.labels[None])[name][0], atol=1e-10)
+
+
+@pytest.mark.parametrize("attack", [dlg, idlg, inverting_gradients, gradvit, april_descent])
+def test_descents_lower_their_objective_and_know_the_truth_when_they_see_it(attack: Any) -> None:
+    view, truth = sent(vit(**TINY))
+    how = {
+        dlg: How(objective="euclidean", signed=False, learned=True, schedule="none"),
+        gradvit: How(objective="layers", smooth=0.01, seams=0.01, near=0.01, restarts=2, schedule="cosine"),
+        april_descent: How(objective="april", signed=False),
+    }.get(attack, How(smooth=0.01))
+    found = attack(view, replace(how, steps=12))
+    assert found.images.shape == truth.read["pixel_values"].shape
+    assert found.curve[-1] < found.curve[0]
+    again = attack(view, replace(how, steps=12))
+    assert torch.equal(found.images, again.images)
+    if attack is inverting_gradients:
+        at = attack(view, replace(how, steps=1, start="given"), start=truth.read["pixel_values"])
+        assert at.objective < 1e-5 < found.objective
+
+
+def test_descents_say_what_they_need() -> None:
+    view, _ = sent(vit(**TINY), batch=None)
+    with pytest.raises(UpdateError, match="not granted"):
+        inverting_gradients(view)

@@ -29,8 +29,8 @@ class Span:
 
     @property
     def is_all(self) -> bool:
-        """Does it hold everything, and so say nothing?"""
-        return len(self.basis) >= self.basis.shape[1]
+        """Does it hold everything, and so say nothing? What leaves a norm may lack one direction, the mean."""
+        return len(self.basis) >= self.basis.shape[1] - 1
 
     def away(self, vectors: Tensor) -> Tensor:
         """How far vectors [..., channels] are from the span, as a share of their length."""

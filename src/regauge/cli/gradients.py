@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from regauge.tasks import Examples
 
+SMALL = 64  # pixels: of larger images a descent takes minutes each, and is tried where it is asked for
 SHARE = 0.5  # of the data: the attacker's own; the rest is the clients'
 DEFAULT = (
     "rows",
@@ -67,7 +68,15 @@ def gradients(
     rate: Annotated[float, typer.Option("--rate", metavar="R", help="Of the local steps.")] = 0.01,
     batches: Annotated[str, typer.Option("--batches", metavar="N,N", help="Sizes of the batch for the curve; empty: none.")] = "1,2,4,8",
     stages: Annotated[str, typer.Option("--train", metavar="N,N", help="Train so many steps here, and attack again: leakage against training.")] = "",
-    attacks: Annotated[str | None, typer.Option("--attacks", metavar="A,A", help="Some of the attacks, by name. Default: all.")] = None,
+    attacks: Annotated[
+        str | None,
+        typer.Option(
+            "--attacks",
+            metavar="A,A",
+            help="Attacks by name, or all. Default: closed forms, and for images of up to 64 pixels inverting gradients too.",
+        ),
+    ] = None,
+    optimised: Annotated[int, typer.Option("--optimised", min=1, metavar="N", help="Updates that descents are tried on, of each combination.")] = 2,
     budget: Annotated[str, typer.Option("--budget", metavar="STEPS,RESTARTS", help="Of attacks by optimisation.")] = "300,1",
     updates: Annotated[int, typer.Option("--updates", min=1, metavar="N", help="Updates that are attacked under each combination.")] = 8,
     is_random: Annotated[bool, typer.Option("--random-weights", help="Start from random weights and not from the model's.")] = False,
@@ -110,7 +119,8 @@ def gradients(
     for combination in combinations:
         plan_of(combination)
     sizes, marks = _counts(batches, "--batches"), _counts(stages, "--train")
-    chosen, spend = _attacks(attacks), _budget(budget, seed)
+    spend = _budget(budget, seed)
+    _attacks(attacks, 0)
     if not 0 < rate < math.inf:
         raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
     check_device(device)
@@ -128,6 +138,7 @@ def gradients(
         _require_size(source, module)
     examples, task = source.read(module, checkpoint)
     own, victims = parts(examples, samples, seed)
+    chosen = _attacks(attacks, int(task["size"] or 0))
     say(f"{len(victims)} images of the clients', {len(own)} of the attacker's; {updates} updates are attacked under each combination")
     module = module.to(device)
     later = trained(module, victims, marks, seed) if marks else {}
@@ -147,7 +158,16 @@ def gradients(
     )
     with step_bar("audit") as progress:
         found = audit_gradients(
-            case, combinations, attacks=chosen, budget=spend, batches=sizes, lpips=metric, pictures=gallery, most=fail_above, progress=progress
+            case,
+            combinations,
+            attacks=chosen,
+            budget=spend,
+            optimised=optimised,
+            batches=sizes,
+            lpips=metric,
+            pictures=gallery,
+            most=fail_above,
+            progress=progress,
         )
     about: dict[str, Any] = {"model": model, "weights": "random" if is_random else "the model's", "data": data, "clients' images": len(victims)}
     about |= {"attacker's images": len(own), "updates": updates, "batch": batch, "steps": steps, "rate": rate, "seed": seed}
@@ -197,9 +217,13 @@ def _counts(text: str, name: str) -> list[int]:
     return sorted({int(p) for p in given})
 
 
-def _attacks(text: str | None) -> Any:
-    from regauge.gradients.attacking import ATTACKS
+def _attacks(text: str | None, side: int) -> Any:
+    from regauge.gradients.attacking import ATTACKS, CLOSED, named
 
+    if text is None:
+        return (*CLOSED, *(named(["inverting"]) if side <= SMALL else ()))
+    if text == "all":
+        return ATTACKS
     names = [part.strip() for part in (text or "").split(",") if part.strip()]
     unknown = [n for n in names if n not in {a.name for a in ATTACKS}]
     if unknown:

@@ -26,6 +26,7 @@ from regauge.experiments.redteam import attacks
 from regauge.experiments.splits import equality
 from regauge.experiments.tables import table2, table3, table4, table5
 from regauge.experiments.theus import barriers
+from regauge.experiments.updates import table5 as gradients_leaked
 from regauge.findings import Results
 
 EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
@@ -42,6 +43,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "002/table2": jigsaws.table2,
     "002/table3": jigsaws.table3,
     "002/table4": corrupted.table4,
+    "002/table5": gradients_leaked,
     "002/table7": positions.table7,
     "002/table8": positions.table8,
     "002/table9": corrupted.table9,

@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 import torch
 
+from regauge.attacks.april import april, is_april
 from regauge.attacks.classes import label_counts
+from regauge.attacks.descents import Descended, How, april_descent, dlg, gradvit, idlg, inverting_gradients, refined
 from regauge.attacks.embeddings import embedding_least_squares
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import SentUpdate, Threat, UpdateError
@@ -42,6 +44,7 @@ class Attack:
     kind: Kind
     threat: Threat
     run: Callable[[SentUpdate, Budget, Tensor | None], tuple[Tensor, Mapping[str, Any]]]
+    is_slow: bool = False  # a descent: tried on few updates, and where it is asked for
 
 
 def _least_squares(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
@@ -63,6 +66,28 @@ def _labels(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Ten
     return label_counts(view), {}
 
 
+def _april(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+    if not is_april(view.model):
+        raise UpdateError("the first block has a norm and residuals, as every ViT in use: APRIL's closed form is for one without")
+    images, solved = april(view)
+    return images, {"rank": solved.rank, "unknowns": solved.unknowns, "condition": solved.condition, "residual": solved.residual}
+
+
+def _descent(attack: Callable[[SentUpdate, How], Descended], **how: Any) -> Callable[..., tuple[Tensor, Mapping[str, Any]]]:
+    def run(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+        found = attack(view, How(steps=budget.steps, restarts=budget.restarts, rate=budget.rate, seed=budget.seed, **how))
+        return found.images, {"objective": found.objective, "curve": found.curve}
+
+    return run
+
+
+def _refined(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+    start, _ = embedding_least_squares(view)
+    found = refined(view, start, How(steps=budget.steps, rate=budget.rate / 5, seed=budget.seed, objective="layers", smooth=0.02))
+    return found.images, {"objective": found.objective}
+
+
+_OPTIMISED = Threat(batch=True, images=True)
 ATTACKS: tuple[Attack, ...] = (
     Attack(
         "least squares",
@@ -82,7 +107,62 @@ ATTACKS: tuple[Attack, ...] = (
     ),
     Attack("mask", "mask from zero rows", "reads MJP's mask off the rows of positions whose gradient is zero", "mask", Threat(), _mask),
     Attack("labels", "labels and counts", "reads the classes of a batch off the head's gradient", "labels", Threat(batch=True), _labels),
+    Attack(
+        "april",
+        "APRIL",
+        "solves the first attention's gradients for the tokens; on a model without first norm and residuals",
+        "images",
+        Threat(),
+        _april,
+    ),
+    Attack(
+        "inverting",
+        "inverting gradients",
+        "descends to smooth images whose gradients point the way of the update's, layer by layer",
+        "images",
+        _OPTIMISED,
+        _descent(inverting_gradients, objective="layers", smooth=0.02, schedule="cosine"),
+        True,
+    ),
+    Attack("refined", "least squares, then descent", "goes on from the closed form by a descent", "images", _OPTIMISED, _refined, True),
+    Attack(
+        "gradvit",
+        "GradViT-style",
+        "the same with priors for the seams of patches",
+        "images",
+        _OPTIMISED,
+        _descent(gradvit, objective="layers", smooth=0.02, seams=0.02, near=0.01, schedule="cosine"),
+        True,
+    ),
+    Attack(
+        "dlg",
+        "DLG",
+        "descends to images and labels by the distance of gradients",
+        "images",
+        _OPTIMISED,
+        _descent(dlg, objective="euclidean", signed=False, learned=True, schedule="none"),
+        True,
+    ),
+    Attack(
+        "idlg",
+        "iDLG",
+        "the same with labels that were read first",
+        "images",
+        _OPTIMISED,
+        _descent(idlg, objective="euclidean", signed=False, schedule="none"),
+        True,
+    ),
+    Attack(
+        "april descent",
+        "APRIL, optimised",
+        "the same with the direction of the positions' gradient",
+        "images",
+        _OPTIMISED,
+        _descent(april_descent, objective="april", smooth=0.01, signed=False),
+        True,
+    ),
 )
+CLOSED = tuple(a for a in ATTACKS if not a.is_slow and a.name != "april")
 
 
 def named(names: Sequence[str]) -> tuple[Attack, ...]:

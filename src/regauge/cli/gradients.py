@@ -110,7 +110,7 @@ def gradients(
     if run is not None:
         from regauge.cli.recorded import audit_recorded
 
-        return audit_recorded(run, _counts(only, "--rounds"), _attacks(attacks), _budget(budget, seed), gallery, json, report)
+        return audit_recorded(run, _counts(only, "--rounds"), _attacks(attacks, SMALL + 1), _budget(budget, seed), gallery, json, report)
     if model is None or data is None:
         raise typer.BadParameter("give MODEL and --data, or --from RUN")
     from regauge.gradients.defences import plan_of

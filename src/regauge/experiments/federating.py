@@ -36,7 +36,7 @@ from regauge.streams import seed_key
 from regauge.tasks import Examples, prepare
 
 Parameters = Mapping[str, Any]
-CLOSED = ("least squares", "span", "mask", "labels")  # attacks that take no optimisation
+KINDS = ("least squares", "span", "mask", "labels")  # attacks that take no optimisation
 UPDATES = 4  # attacked at each of three rounds
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "FedAvg": {},
@@ -105,7 +105,7 @@ def _leaks(
 ) -> dict[str, list[dict[str, Any]]]:
     images = test.batch(np.arange(min(200, len(test))))[0]["pixel_values"]
     units = (p["task"]["mean"], p["task"]["std"])
-    attacks, budget = named(CLOSED), Budget(seed=settings.seed)
+    attacks, budget = named(KINDS), Budget(seed=settings.seed)
     defences = read_defences(settings.defences)
     alone = replace(settings, batch=1, steps=1, momentum=0.0, probability=1.0 if settings.jigsaw else settings.probability)
     out: dict[str, list[dict[str, Any]]] = {"as sent": [], "one image": []}

@@ -23,7 +23,7 @@ from regauge.federated.settings import FederatedError, Settings, read_settings
 from regauge.federated.spying import Seen, load_kept, load_seen, seen_rounds
 from regauge.federated.states import load_state
 from regauge.findings import Figure, Finding, Results, Table
-from regauge.gradients.attacking import ATTACKS, Attack, Budget, attempt
+from regauge.gradients.attacking import CLOSED, Attack, Budget, attempt
 from regauge.gradients.auditing import _asked
 from regauge.gradients.clients import Truth, on
 from regauge.gradients.scoring import assigned, auc, average, score, told_labels
@@ -42,7 +42,7 @@ def audit_run(
     *,
     rounds: Sequence[int] = (),
     clients: Sequence[int] = (),
-    attacks: Sequence[Attack] = ATTACKS,
+    attacks: Sequence[Attack] = CLOSED,
     budget: Budget | None = None,
     pictures: int = 4,
     progress: Callable[[int, int, str], None] | None = None,

@@ -5,6 +5,7 @@ Flower has an environment of its own (Makefile), in which these tests are run; e
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,12 @@ class Nodes:
     def __init__(self, source: Source, count: int = 4, bend: dict[int, Answer] | None = None) -> None:
         self.app, self.bend = flower.client_app(source), bend or {}
         self.nodes = {1000 + 7 * i: i for i in range(count)}
+        self.contexts = {node: self.context(node) for node in self.nodes}
+        self.sent: list[Message] = []  # what nodes answered, as a server would see it
+
+    def context(self, node: int) -> Context:
+        config = UserConfig({"partition-id": self.nodes[node], "num-partitions": len(self.nodes)})
+        return Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config=UserConfig())
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)
@@ -64,10 +71,12 @@ class Nodes:
         replies = []
         for message in messages:
             client = self.nodes[message.metadata.dst_node_id]
-            config = UserConfig({"partition-id": client, "num-partitions": len(self.nodes)})
-            context = Context(run_id=1, node_id=message.metadata.dst_node_id, node_config=config, state=RecordDict(), run_config=UserConfig())
-            reply: Message | None = self.app(message, context)
+            try:
+                reply: Message | None = self.app(copy.deepcopy(message), self.contexts[message.metadata.dst_node_id])
+            except RuntimeError as error:
+                reply = Message(Error(code=2, reason=str(error)), reply_to=message)
             assert reply is not None
+            self.sent.append(reply)
             if client in self.bend and message.metadata.message_type == "train":
                 reply = self.bend[client](message, reply)
             if reply is not None:
@@ -214,6 +223,40 @@ def test_a_defence_is_a_mod_for_any_app_that_answers_with_weights() -> None:
     assert flower.from_arrays(app(message, context).content["arrays"])["w"].norm() == pytest.approx(10.0)
     with pytest.raises(FederatedError, match="needs to know the model"):
         flower.mod_of("withhold=head")
+
+
+# Secure aggregation
+
+
+def test_a_secure_sum_is_the_mean_and_shows_nobodys_own(source: Source, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, rounds=2, secure=True)
+    nodes = Nodes(source)
+    secure = flower.serve(nodes, source, settings, tmp_path / "secure", gather=0.0, spy=True)  # type: ignore[arg-type]
+    plain = federated(source, replace(settings, secure=False), tmp_path / "plain")
+    assert [r.contributed for r in secure.kept.history] == [(0, 1, 2, 3)] * 2
+    worst = max(float((secure.kept.state[n] - plain.kept.state[n]).abs().max()) for n in plain.kept.state)
+    assert 0 < worst < 1e-4
+    from regauge.federated.spying import load_seen
+
+    one, two = (load_seen(tmp_path / "secure", 0, c).update.tensors for c in (0, 1))
+    assert all(torch.equal(one[n], two[n]) for n in one)  # all that the server has is the mean
+    trained = [m for m in nodes.sent if m.has_content() and m.content.array_records]
+    assert all(not record for m in trained for record in m.content.array_records.values())  # nothing went in the clear
+
+
+def test_a_secure_sum_goes_on_without_one_and_refuses_two(source: Source, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, rounds=1, secure=True)
+    late = {3: lambda message, reply: None if "fitins.parameters" in message.content or "arrays" in message.content else reply}
+    found = served(source, tmp_path / "run", settings, bend=late)
+    assert found.kept.history[0].contributed == (0, 1, 2)
+    assert "dropped out of the secure sum" in found.kept.history[0].absent["3"]
+    engine = flower.GridEngine(Nodes(source, 2), settings, gather=0.0)  # type: ignore[arg-type]
+    answers = list(engine.ask(0, [0, 1], state_of(fed.vit(num_labels=10))))
+    assert all(isinstance(a, Absence) and "needs 3" in a.why for a in answers)
+    with pytest.raises(FederatedError, match="hides nothing"):
+        Settings(clients=2, rounds=1, secure=True)
+    with pytest.raises(FederatedError, match="secure sums are Flower's"):
+        federated(source, settings, tmp_path / "here")
 
 
 # Flower's strategies

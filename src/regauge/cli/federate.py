@@ -81,6 +81,9 @@ def federate(
         list[str] | None,
         typer.Option("--defence", metavar="D", help="What clients do to what they send: clip=1, private=1.0,norm=0.5, freeze=embedding, prune=0.9."),
     ] = None,
+    secure: Annotated[
+        bool, typer.Option("--secure", help="The server sees the mean of contributions only: Flower's SecAgg+, on its engines.")
+    ] = False,
     spy: Annotated[bool, typer.Option("--spy", help="Keep what the server sees, for regauge audit gradients --from RUN.")] = False,
     engine: Annotated[
         EngineName, typer.Option("--engine", help="In this process, Flower's simulation, or nodes that are connected to a SuperLink.")
@@ -118,7 +121,15 @@ def federate(
         torch.set_num_threads(threads)
     given: dict[str, Any] = {"clients": clients, "rounds": rounds, "alpha": alpha, "asked": asked, "least": least, "epochs": epochs, "steps": steps}
     given |= {"batch": batch, "rate": rate, "momentum": momentum, "decay": decay, "clip": clip, "proximal": proximal, "server_rate": server_rate}
-    given |= {"uneven": uneven, "drop": drop, "jigsaw": jigsaw, "probability": probability, "independent": independent, "seed": seed}
+    given |= {
+        "uneven": uneven,
+        "drop": drop,
+        "jigsaw": jigsaw,
+        "probability": probability,
+        "independent": independent,
+        "seed": seed,
+        "secure": secure,
+    }
     given |= {"strategy": strategy.value, "partition": partition.value, "optimizer": optimizer.value, "weigh": weigh.value}
     settings = Settings(**given, defences=tuple(defence or ()))
     read_defences(settings.defences)

@@ -37,6 +37,7 @@ from flwr.supercore import telemetry  # noqa: E402
 
 from regauge.federated.clients import contribute  # noqa: E402
 from regauge.federated.defences import defended, frozen, read_defences  # noqa: E402
+from regauge.federated.flower_secure import ask_securely, securing  # noqa: E402
 from regauge.federated.partitions import parts_of  # noqa: E402
 from regauge.federated.rounds import Tell, done  # noqa: E402
 from regauge.federated.running import Found, Source, federated  # noqa: E402
@@ -109,7 +110,11 @@ class GridEngine:
         self.met: dict[int, int] = {}  # the client of each node
 
     def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
-        nodes = self._nodes(clients)
+        nodes = {client: node for client, node in self._nodes(clients).items() if client in clients}
+        if self.settings.secure:
+            yield from (Absence(client, "no node is connected for it") for client in clients if client not in nodes)
+            yield from ask_securely(self.grid, self.settings, self.wait, number, nodes, state)
+            return
         config = ConfigRecord({"regauge": VERSION, "round": number, "settings": json.dumps(self.settings.told())})
         arrays = to_arrays(state)
         messages = []
@@ -160,7 +165,7 @@ def serve(grid: Grid, source: Source, settings: Settings, folder: Path, *, tell:
 
 def client_app(source: Source | None = None, mods: Sequence[Mod] = ()) -> ClientApp:
     """A client for classification. Without a source, the node's configuration has it: model=PATH data=URI partition-id=N."""
-    app = ClientApp(mods=[*mods, defending(source)])
+    app = ClientApp(mods=[securing, *mods, defending(source)])
 
     @app.query()  # type: ignore[untyped-decorator]
     def query(message: Message, context: Context) -> Message:

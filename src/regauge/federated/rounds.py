@@ -44,6 +44,8 @@ class InProcess:
     def __init__(self, model: torch.nn.Module, parts: Sequence[Examples], settings: Settings) -> None:
         if len(parts) != settings.clients:
             raise FederatedError(f"there are {len(parts)} parts of data for {settings.clients} clients")
+        if settings.secure:
+            raise FederatedError("secure sums are Flower's, between processes", hint="--engine simulation or deployment")
         self.model, self.parts, self.settings = model, parts, settings
         self.defences = read_defences(settings.defences)
         self.still = frozen(model, self.defences)

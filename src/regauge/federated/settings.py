@@ -35,7 +35,8 @@ class Settings:
     `epochs` times through its data where steps is 0; with `uneven` it takes fewer, by up to that share, drawn every round. `proximal` is FedProx's
     mu. `server_rate` is the server's step; by default 1, and 0.01 for fedadam. `jigsaw` is the ratio of masked jigsaw puzzles on the clients, 0 for
     none. With `independent` every client draws its own weights for its first round, and sends them whole. `drop` is the share of contributions that
-    a run in one process loses on purpose. `weigh` counts "examples" or "clients" in the mean.
+    a run in one process loses on purpose. With `secure` the server sees their mean only (Flower's SecAgg+). `weigh` counts "examples" or "clients" in
+    the mean.
     """
 
     clients: int
@@ -60,6 +61,7 @@ class Settings:
     jigsaw: float = 0.0
     probability: float = 0.5
     independent: bool = False
+    secure: bool = False
     drop: float = 0.0
     defences: tuple[str, ...] = ()
     seed: int = 0
@@ -90,6 +92,8 @@ class Settings:
             (not 0 <= self.drop < 1, f"a share of {self.drop:g} dropped is not in [0, 1)"),
             (not 0 <= self.jigsaw < 1, f"a ratio of {self.jigsaw:g} is not in [0, 1)"),
             (not 0 <= self.probability <= 1, f"a probability of {self.probability:g} is not in [0, 1]"),
+            (self.secure and self.clients < 3, f"a secure sum of {self.clients} hides nothing: it takes 3"),
+            (self.secure and self.independent, "weights of clients that begin apart must be seen one by one: leave out secure"),
             (self.strategy == "matched" and not self.independent, "matched is for clients that begin apart: set independent"),
         ]
 

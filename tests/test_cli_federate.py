@@ -55,3 +55,32 @@ def test_bad_input_is_named_and_leaves_nothing(given: list[str], said: str, star
     assert main(["federate", str(start), *HOW, *given, "-o", str(tmp_path / "run")]) in (1, 2)
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_bundle_says_all_that_a_superlink_needs(tmp_path: Path) -> None:
+    import tomllib
+
+    from regauge.federated import Settings
+    from regauge.federated.deploying import write_bundle
+    from regauge.federated.settings import read_settings
+
+    settings = Settings(clients=3, rounds=2, defences=("clip=1", 'noise=0.1,"head"'))
+    write_bundle(tmp_path / "bundle", {"model": 'a "quoted" \\ path'}, settings, tmp_path / "run", wait=60, gather=5, spy=True)
+    found = tomllib.loads((tmp_path / "bundle" / "pyproject.toml").read_text())
+    config = found["tool"]["flwr"]["app"]["config"]
+    assert read_settings(json.loads(config["settings"])) == settings
+    assert json.loads(config["source"]) == {"model": 'a "quoted" \\ path'}
+    assert (config["wait"], config["gather"], config["spy"], config["folder"]) == (60.0, 5.0, True, str(tmp_path / "run"))
+    assert found["project"]["dependencies"] == []  # nothing to install at run time
+
+
+def test_a_deployment_without_a_superlink_or_without_flower_is_named(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["federate", str(start), *HOW, "--clients", "2", "--rounds", "1", "-o", str(tmp_path / "run"), "--engine", "deployment"]
+    assert main(given) == 2
+    assert "--superlink HOST:PORT and --authority PEM" in capsys.readouterr().err
+    (tmp_path / "ca.pem").write_text("")
+    from importlib.util import find_spec
+
+    if find_spec("flwr") is None:
+        assert main([*given, "--superlink", "127.0.0.1:1", "--authority", str(tmp_path / "ca.pem")]) == 1
+        assert "pip install 'regauge[federated]'" in capsys.readouterr().err

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from regauge.experiments import corrupted, jigsaws, positions
+from regauge.experiments.front import front
 from regauge.experiments.fusion import figure3, figure4, figure5, figure6
 from regauge.experiments.fusion import table3 as times
 from regauge.experiments.lab import Lab
@@ -61,6 +62,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "003/table2": six_merges,
     "003/table3": times,
     "003/barriers": barriers,
+    "gradients/front": front,
     "lock/attacks": attacks,
     "split/equality": equality,
     "split/leaks": seen_by_a_server,

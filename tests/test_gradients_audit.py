@@ -33,9 +33,10 @@ def test_the_audit_says_which_defence_hides_what(tmp_path: Path, capsys: pytest.
     model = saved(tmp_path)
     page, out = tmp_path / "page.html", tmp_path / "r.json"
     defences = ("rows", "mjp=0.5", "batch=8", "freeze=embedding,first", "private=1")
-    given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz"), "--updates", "3", "--batches", "1,4", "--train", "2"]
+    given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz"), "--updates", "2"]
     given += ["--attacks", "least squares,span,mask,labels,inverting", "--budget", "3,1", "--optimised", "1"]
-    assert main([*given, *(a for d in defences for a in ("--defence", d)), "--json", str(out), "--report", str(page)]) == 0
+    more = ["--batches", "1,4", "--train", "2", "--json", str(out), "--report", str(page)]
+    assert main([*given, *(a for d in defences for a in ("--defence", d)), *more]) == 0
     said = capsys.readouterr().out
     found = load_results(out)
     by = {f.id.removeprefix("data/"): f for f in found.findings}
@@ -50,8 +51,9 @@ def test_the_audit_says_which_defence_hides_what(tmp_path: Path, capsys: pytest.
         "what the server sees", "leakage against batch size", "patches and labels against batch size", "leakage against training"
     }  # fmt: skip
     assert "<img" in page.read_text()
-    with pytest.MonkeyPatch.context():
-        assert main([*given, "--defence", "rows", "--fail-above", "0.5"]) == 3
+    short = ["--attacks", "least squares", "--batches", "", "--fail-above", "0.5"]
+    assert main([*given[:5], "--updates", "2", "--defence", "rows", *short]) == 3
+    assert main([*given[:5], "--updates", "2", "--defence", "private=1", *short]) == 0
 
 
 def test_what_cannot_be_audited_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,3 +96,15 @@ def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:
     by = {f.id: f for f in found.findings}
     assert by["table5/plain"].holds
     assert by["table5/a"].holds
+
+
+@pytest.mark.slow
+def test_the_front_measures_every_recipe_at_every_batch(tmp_path: Path) -> None:
+    from regauge.experiments.front import RECIPES
+
+    found = EXPERIMENTS["gradients/front"](Lab("pico", cache=tmp_path))
+    (table,) = found.tables
+    assert {(r[0], r[1]) for r in table.rows} == {(r, size) for r in RECIPES for size in (1, 4)}
+    by = {(r[0], r[1]): dict(zip(table.columns, r, strict=True)) for r in table.rows}
+    assert by["none", 1]["dB above floor"] > by["none", 4]["dB above floor"]
+    assert by["private=1.0", 1]["epsilon"] > 0

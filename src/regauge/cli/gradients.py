@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from regauge.tasks import Examples
 
-SMALL = 64  # pixels: of larger images a descent takes minutes each, and is tried where it is asked for
 SHARE = 0.5  # of the data: the attacker's own; the rest is the clients'
 DEFAULT = (
     "rows",
@@ -67,12 +66,7 @@ def gradients(
     batches: Annotated[str, typer.Option("--batches", metavar="N,N", help="Sizes of the batch for the curve; empty: none.")] = "1,2,4,8",
     stages: Annotated[str, typer.Option("--train", metavar="N,N", help="Train so many steps here, and attack again: leakage against training.")] = "",
     attacks: Annotated[
-        str | None,
-        typer.Option(
-            "--attacks",
-            metavar="A,A",
-            help="Attacks by name, or all. Default: closed forms, and for images of up to 64 pixels inverting gradients too.",
-        ),
+        str | None, typer.Option("--attacks", metavar="A,A", help="Attacks by name, or all. Default: closed forms; descents take minutes each.")
     ] = None,
     optimised: Annotated[int, typer.Option("--optimised", min=1, metavar="N", help="Updates that descents are tried on, of each combination.")] = 2,
     budget: Annotated[str, typer.Option("--budget", metavar="STEPS,RESTARTS", help="Of attacks by optimisation.")] = "300,1",
@@ -151,7 +145,7 @@ def gradients(
             json,
             report,
         )
-    chosen = _attacks(attacks, int(task["size"] or 0))
+    chosen = _attacks(attacks)
     say(f"{len(victims)} images of the clients', {len(own)} of the attacker's; {updates} updates are attacked under each combination")
     module = module.to(device)
     later = trained(module, victims, marks, seed) if marks else {}
@@ -267,11 +261,11 @@ def _counts(text: str, name: str) -> list[int]:
     return sorted({int(p) for p in given})
 
 
-def _attacks(text: str | None, side: int) -> Any:
-    from regauge.gradients.attacking import ATTACKS, CLOSED, named
+def _attacks(text: str | None) -> Any:
+    from regauge.gradients.attacking import ATTACKS, CLOSED
 
     if text is None:
-        return (*CLOSED, *(named(["inverting"]) if side <= SMALL else ()))
+        return CLOSED
     if text == "all":
         return ATTACKS
     names = [part.strip() for part in (text or "").split(",") if part.strip()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import audit, authorized, discover, federated, jigsaw, lock, matching, merging, move, permuted, split, start
+from benchmarks import audit, authorized, discover, federated, gradients, jigsaw, lock, matching, merging, move, permuted, split, start
 
 BENCHMARKS = {
     "start": start.main,
@@ -15,6 +15,7 @@ BENCHMARKS = {
     "authorized": authorized.main,
     "matching": matching.main,
     "merging": merging.main,
+    "gradients": gradients.main,
     "split": split.main,
     "jigsaw": jigsaw.main,
     "discover": discover.main,

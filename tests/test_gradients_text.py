@@ -12,8 +12,11 @@ import transformers
 
 from regauge.attacks.subspaces import exact_search, span_candidates, tag, text_layers, token_membership
 from regauge.attacks.updates import Granted, SentUpdate, UpdateError
+from regauge.cli import main
+from regauge.findings import load_results
 from regauge.gradients.clients import contribute, prepared
 from regauge.gradients.defences import plan_of
+from regauge.gradients.reading import rouge, rouge_l, scores_of
 from regauge.tasks import Examples
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
@@ -136,3 +139,36 @@ def test_real_weights_give_real_text_away() -> None:
     view = sent(model, ids)
     assert all(int(ids[b, i]) in c.tolist() for i, c in enumerate(span_candidates(view, length=16)) for b in range(2))
     assert bag(exact_search(view)) == bag(ids[:, :-1])
+
+
+def test_rouge_is_what_it_says() -> None:
+    assert rouge([1, 2, 3], [1, 2, 3], 1) == rouge([1, 2, 3], [1, 2, 3], 2) == rouge_l([1, 2, 3], [1, 2, 3]) == 1
+    assert rouge([3, 2, 1], [1, 2, 3], 1) == 1
+    assert rouge([3, 2, 1], [1, 2, 3], 2) == 0
+    assert rouge_l([3, 2, 1], [1, 2, 3]) == pytest.approx(1 / 3)
+    assert rouge_l([], [1]) == 0
+    found = scores_of([[4, 5], [1, 2, 9]], [[1, 2, 3], [4, 5]])
+    assert found["exact"] == [0, 1]
+    assert found["in place"] == [pytest.approx(2 / 3), 1]
+
+
+def test_the_audit_of_texts_tells_what_is_given_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    names = ["[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
+    reader = Tokenizer(models.WordLevel({w: i + 3 for i, w in enumerate(names)}, unk_token="[UNK]"))
+    reader.pre_tokenizer = pre_tokenizers.Whitespace()
+    model = bert(hidden_dropout_prob=0.1)
+    model.save_pretrained(tmp_path / "bert")
+    reader.save(str(tmp_path / "bert" / "tokenizer.json"))
+    draw = np.random.default_rng(0)
+    lines = [f"{' '.join(draw.choice(names[1:], 8, replace=False))}\t{i % 2}" for i in range(12)]
+    (tmp_path / "data.tsv").write_text("\n".join(["text\tlabel", *lines]))
+    given = ["audit", "gradients", str(tmp_path / "bert"), "--data", str(tmp_path / "data.tsv"), "--updates", "2", "--json", str(tmp_path / "r.json")]
+    assert main([*given, *(a for d in ("dropout", "private=1", "freeze=embedding") for a in ("--defence", d))]) == 0
+    by = {f.id.removeprefix("data/"): f.value for f in load_results(tmp_path / "r.json").findings}
+    assert by["none/search"] == by["freeze=embedding/search"] == 1
+    assert by["private=1/search"] < 0.5
+    assert by["dropout/search"] < 1
+    assert "100% of the texts exactly" in capsys.readouterr().out
+    assert main([*given, "--attacks", "fog"]) == 2

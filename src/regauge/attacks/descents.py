@@ -19,6 +19,7 @@ from regauge.attacks.embeddings import silent_rows
 from regauge.attacks.layers import layers_of
 from regauge.attacks.passes import slopes_by, twice
 from regauge.attacks.updates import SentUpdate, UpdateError
+from regauge.jigsaw.wrapping import MaskedJigsaw
 
 Tensor = torch.Tensor
 Objective = Literal["euclidean", "cosine", "layers", "april"]
@@ -205,6 +206,8 @@ def refined(view: SentUpdate, start: Tensor, how: How | None = None) -> Descende
 
 def _mask(view: SentUpdate) -> Tensor | None:
     """The places that the unknown embedding has, as granted, or as the zero rows of the positions' gradient tell."""
+    if not isinstance(view.model, MaskedJigsaw):
+        return None
     if view.granted.mask is not None:
         return view.granted.mask[:1]
     layers = layers_of(view.model, view.shape)

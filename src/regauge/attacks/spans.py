@@ -105,7 +105,7 @@ def _embedded(view: SentUpdate, layers: Layers, found: Readers, candidates: Tens
         places.append(state[layers.unknown])
     norm = found.norm
     with torch.no_grad():
-        return [z + p if norm is None else norm(z + p) for p in places or [torch.zeros_like(z[0])]]
+        return [(z + p if norm is None else norm(z + p)).cpu() for p in places or [torch.zeros_like(z[0])]]
 
 
 def mask_leak(view: SentUpdate) -> Tensor:

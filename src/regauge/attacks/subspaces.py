@@ -98,7 +98,7 @@ def span_candidates(view: SentUpdate, *, among: Tensor | None = None, length: in
         z = state[layers.words][words] + state[layers.positions][place + layers.offset]
         z = z if layers.kinds is None else z + state[layers.kinds][0]
         with torch.no_grad():
-            away = span.away(norm(z))
+            away = span.away(norm(z).cpu())
         near = words[away < CLOSE * away.median().clamp(max=1.0)] if len(words) > 8 else words[away < CLOSE * 0.5]
         if not len(near):
             break

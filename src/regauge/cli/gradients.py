@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from dataclasses import replace
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from regauge.tasks import Examples
 
-SMALL = 64  # pixels: of larger images a descent takes minutes each, and is tried where it is asked for
 SHARE = 0.5  # of the data: the attacker's own; the rest is the clients'
 DEFAULT = (
     "rows",
@@ -43,9 +43,12 @@ DEFAULT = (
 )
 
 
+TEXTS = ("dropout", "batch=4", "clients=4", "steps=4", "prune=0.9", "noise=0.1", "private=1.0", "freeze=embedding", "freeze=embedding,first")
+
+
 def gradients(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="A classifier of images (ViT, DeiT; transformers or timm): the folder that clients train.")
+        str | None, typer.Argument(metavar="MODEL", help="The folder that clients train: ViT or DeiT (transformers, timm), BERT and its like, GPT-2.")
     ] = None,
     data: Annotated[
         str | None, typer.Option("--data", metavar="URI", help="Samples of its task. Half are the clients', half the attacker's own.")
@@ -69,12 +72,7 @@ def gradients(
     batches: Annotated[str, typer.Option("--batches", metavar="N,N", help="Sizes of the batch for the curve; empty: none.")] = "1,2,4,8",
     stages: Annotated[str, typer.Option("--train", metavar="N,N", help="Train so many steps here, and attack again: leakage against training.")] = "",
     attacks: Annotated[
-        str | None,
-        typer.Option(
-            "--attacks",
-            metavar="A,A",
-            help="Attacks by name, or all. Default: closed forms, and for images of up to 64 pixels inverting gradients too.",
-        ),
+        str | None, typer.Option("--attacks", metavar="A,A", help="Attacks by name, or all. Default: closed forms; descents take minutes each.")
     ] = None,
     optimised: Annotated[int, typer.Option("--optimised", min=1, metavar="N", help="Updates that descents are tried on, of each combination.")] = 2,
     budget: Annotated[str, typer.Option("--budget", metavar="STEPS,RESTARTS", help="Of attacks by optimisation.")] = "300,1",
@@ -82,6 +80,8 @@ def gradients(
     is_random: Annotated[bool, typer.Option("--random-weights", help="Start from random weights and not from the model's.")] = False,
     field: sample.Field = None,
     data_split: sample.Split = "train",
+    tokenizer: sample.Tokenizer = None,
+    length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
     resize: Annotated[bool, typer.Option("--resize", help="Make images of another size fit the model.")] = False,
@@ -110,7 +110,7 @@ def gradients(
     if run is not None:
         from regauge.cli.recorded import audit_recorded
 
-        return audit_recorded(run, _counts(only, "--rounds"), _attacks(attacks, SMALL + 1), _budget(budget, seed), gallery, json, report)
+        return audit_recorded(run, _counts(only, "--rounds"), _attacks(attacks), _budget(budget, seed), gallery, json, report)
     if model is None or data is None:
         raise typer.BadParameter("give MODEL and --data, or --from RUN")
     from regauge.gradients.defences import plan_of
@@ -120,7 +120,6 @@ def gradients(
         plan_of(combination)
     sizes, marks = _counts(batches, "--batches"), _counts(stages, "--train")
     spend = _budget(budget, seed)
-    _attacks(attacks, 0)
     if not 0 < rate < math.inf:
         raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
     check_device(device)
@@ -133,12 +132,32 @@ def gradients(
         torch.set_num_threads(threads)
     metric = None if lpips is None else Lpips(lpips)
     module, checkpoint = _module(model, is_random, seed)
-    source = sample.Sample(data, field, data_split, None, None, mean, std)
-    if not resize:
+    source = sample.Sample(data, field, data_split, tokenizer, length, mean, std)
+    is_text = "input_ids" in inspect.signature(module.forward).parameters
+    if not resize and not is_text:
         _require_size(source, module)
     examples, task = source.read(module, checkpoint)
     own, victims = parts(examples, samples, seed)
-    chosen = _attacks(attacks, int(task["size"] or 0))
+    if is_text:
+        return _texts(
+            module.to(device),
+            victims,
+            own,
+            combinations if defence else list(TEXTS),
+            attacks,
+            updates,
+            batch,
+            steps,
+            rate,
+            optimised,
+            seed,
+            model,
+            data,
+            started,
+            json,
+            report,
+        )
+    chosen = _attacks(attacks)
     say(f"{len(victims)} images of the clients', {len(own)} of the attacker's; {updates} updates are attacked under each combination")
     module = module.to(device)
     later = trained(module, victims, marks, seed) if marks else {}
@@ -172,6 +191,43 @@ def gradients(
     about: dict[str, Any] = {"model": model, "weights": "random" if is_random else "the model's", "data": data, "clients' images": len(victims)}
     about |= {"attacker's images": len(own), "updates": updates, "batch": batch, "steps": steps, "rate": rate, "seed": seed}
     about |= {"granted": {a.title: a.threat.told() for a in chosen}}
+    facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
+    results = replace(found, facts=facts)
+    return deliver(results, text_of(results), json, report)
+
+
+def _texts(
+    module: torch.nn.Module,
+    victims: Examples,
+    own: Examples,
+    combinations: list[str],
+    attacks: str | None,
+    updates: int,
+    batch: int,
+    steps: int,
+    rate: float,
+    optimised: int,
+    seed: int,
+    model: str,
+    data: str,
+    started: float,
+    json: Path | None,
+    report: Path | None,
+) -> int:
+    """The audit of a model of texts."""
+    from regauge.gradients.reading import ATTACKS, TextCase, audit_texts
+
+    names = [p.strip() for p in (attacks or "").split(",") if p.strip()]
+    known = [a.name for a in ATTACKS]
+    unknown = [n for n in names if n not in (*known, "all")]
+    if unknown:
+        raise typer.BadParameter(f'there is no attack "{unknown[0]}" on texts; there are: {", ".join(known)}', param_hint="--attacks")
+    chosen = [a for a in ATTACKS if (a.name in names or "all" in names if names else not a.is_slow)]
+    say(f"{len(victims)} texts of the clients', {len(own)} of others; {updates} updates are attacked under each combination")
+    case = TextCase(module, victims, own, updates, batch, steps, rate, seed, Path(str(data)).stem)
+    with step_bar("audit") as progress:
+        found = audit_texts(case, combinations, attacks=chosen, optimised=optimised, progress=progress)
+    about: dict[str, Any] = {"model": model, "data": data, "updates": updates, "batch": batch, "steps": steps, "seed": seed}
     facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
     results = replace(found, facts=facts)
     return deliver(results, text_of(results), json, report)
@@ -217,11 +273,11 @@ def _counts(text: str, name: str) -> list[int]:
     return sorted({int(p) for p in given})
 
 
-def _attacks(text: str | None, side: int) -> Any:
-    from regauge.gradients.attacking import ATTACKS, CLOSED, named
+def _attacks(text: str | None) -> Any:
+    from regauge.gradients.attacking import ATTACKS, CLOSED
 
     if text is None:
-        return (*CLOSED, *(named(["inverting"]) if side <= SMALL else ()))
+        return CLOSED
     if text == "all":
         return ATTACKS
     names = [part.strip() for part in (text or "").split(",") if part.strip()]

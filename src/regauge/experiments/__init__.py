@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from regauge.experiments import corrupted, federating, jigsaws, positions
+from regauge.experiments.front import front
 from regauge.experiments.fusion import figure3, figure4, figure5, figure6
 from regauge.experiments.fusion import table3 as times
 from regauge.experiments.lab import Lab
@@ -63,6 +64,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "003/barriers": barriers,
     "federated/training": federating.training,
     "federated/fusion": federating.fusion,
+    "gradients/front": front,
     "lock/attacks": attacks,
     "split/equality": equality,
     "split/leaks": seen_by_a_server,

@@ -85,6 +85,8 @@ def audit_gradients(
         progress(total, total, "")
     measured = Case(case.name, rows, floors(case, lpips), pixels(case, _first(case, pictures)) if pictures else None, sizes, stages)
     unchecked = [] if lpips is not None else ["LPIPS: the weights of AlexNet were not given (--lpips)"]
+    if not any(a.is_slow for a in attacks):
+        unchecked.append("attacks by descent: none was chosen (--attacks inverting, or all)")
     found = telling.results("What updates give away", [measured], attacks, unchecked)
     return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else judged(f, most) for f in found.findings))
 

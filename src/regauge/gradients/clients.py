@@ -114,6 +114,7 @@ def on(model: torch.nn.Module, inputs: Inputs) -> dict[str, Tensor]:
 
 def _of_one(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: Inputs, labels: Tensor, label: str) -> tuple[Update, Truth]:
     own = copy.deepcopy(model).train()
+    inner_of(own)[0].train(plan.dropout)
     frozen = {name for part in plan.withheld for name in names_of(own, part)} if plan.leaving else set()
     parameters = {name: p for name, p in own.named_parameters() if p.requires_grad}
     count = int(plan.steps.count) if plan.steps is not None else 1

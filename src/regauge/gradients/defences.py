@@ -1,7 +1,7 @@
 """Defences of federated training: what a client does to its model, its batch or its update before the server sees anything.
 
     no-positions, mjp          on the model that both sides have
-    rows                       in the client's passes: tokens change places after the position embedding
+    rows, dropout              in the client's passes: tokens change places after the position embedding; the model's own dropout
     batch, steps, clients      how many samples, local steps and aggregated clients one update is made of
     freeze, withhold           tensors that are not trained, or trained and not sent
     clip, private, noise       on the update; `private` on each sample's gradient, with an epsilon
@@ -59,6 +59,13 @@ class Mjp:
 @dataclass(frozen=True)
 class Rows:
     """Tokens change places where they enter the backbone, and go back where they leave it: a fresh permutation in every pass."""
+
+    stage: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """The client's passes have the dropout that the model's config names. Without this they have none, as most attacks assume."""
 
     stage: ClassVar[int] = 1
 
@@ -217,6 +224,7 @@ DEFENCES: Mapping[str, type] = {
     "no-positions": NoPositions,
     "mjp": Mjp,
     "rows": Rows,
+    "dropout": Dropout,
     "batch": Batch,
     "steps": Steps,
     "clients": Clients,
@@ -241,6 +249,7 @@ class Plan:
     steps: Steps | None = None
     clients: int = 1
     leaving: tuple[Any, ...] = ()
+    dropout: bool = False
 
     @property
     def samples(self) -> int:
@@ -281,6 +290,7 @@ def plan_of(combination: str, batch: int = 1, steps: int = 1, rate: float = 0.01
         local,
         int(clients.count) if clients else 1,
         leaving,
+        one(Dropout) is not None,
     )
 
 

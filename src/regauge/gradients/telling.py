@@ -183,7 +183,8 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
             f"{case.name}: of an undefended update of {plain.samples} images the best attack gets {top:.1f} dB; the mean image has {floor:.1f}."
         )
     hidden = [row for row in case.rows if row.combination != NONE and is_hidden(row, floor)]
-    images_only = [row for row in case.rows if row.combination != NONE and row not in hidden and (row.best()[1] or 0) <= floor + NEAR]
+    tried = [row for row in case.rows if row.combination != NONE and row.images]
+    images_only = [row for row in tried if row not in hidden and (row.best()[1] or 0) <= floor + NEAR]
     useless = [row for row in case.rows if row.combination != NONE and top is not None and (row.best()[1] or 0) >= top - 1]
     if useless:
         out.append(f"Buys nothing against images: {', '.join(r.combination for r in useless)}.")
@@ -197,6 +198,10 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
         out.append(f"Within {NEAR} dB and AUC {GUESS} of the floor: {', '.join(r.combination for r in hidden)}.")
     elif len(case.rows) > 1:
         out.append(f"No combination that was tried is within {NEAR} dB and AUC {GUESS} of the floor.")
+    untried = [row for row in case.rows if not row.images and row.combination != NONE]
+    if untried:
+        told = ", ".join(r.combination + (f" (patches: AUC {average(r.patches):.2f})" if r.patches else "") for r in untried)
+        out.append(f"No attack on images that was chosen has anything to work with: {told}. A descent might (--attacks inverting).")
     leaked = [r for r in case.rows if r.mask]
     if leaked:
         out.append(f"MJP's mask is read off the update: {', '.join(f'{r.combination} {average(r.mask):.0%}' for r in leaked)}.")
@@ -215,7 +220,7 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
 
 def is_hidden(row: Row, floor: float) -> bool:
     """Is everything that was tried as good as a guess?"""
-    return (row.best()[1] or 0.0) <= floor + NEAR and (average(row.patches) or 0.5) <= GUESS
+    return bool(row.images) and (row.best()[1] or 0.0) <= floor + NEAR and (average(row.patches) or 0.5) <= GUESS
 
 
 def _titled(name: str, attacks: Sequence[Attack]) -> str:

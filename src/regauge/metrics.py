@@ -62,6 +62,17 @@ def ssim(found: Tensor, true: Tensor, span: float) -> Tensor:
     return out.reshape(-1)
 
 
+def spectral(found: Tensor, true: Tensor) -> Tensor:
+    """1 less the cosine between the two-dimensional Fourier transforms of each pair: 0 is the same up to a factor.
+
+    002's FFT2D, with the conjugate that its script leaves out. By Parseval it is the cosine distance of the pixels, and so says nothing of its own.
+    """
+    _require_alike(found, true)
+    a, b = (torch.fft.fft2(v.double()).flatten(1) for v in (found, true))
+    alike: Tensor = (a * b.conj()).sum(1).real / (a.abs().square().sum(1).sqrt() * b.abs().square().sum(1).sqrt()).clamp(min=1e-300)
+    return 1 - alike
+
+
 class Lpips:
     """Learned perceptual distance (Zhang et al. 2018), version 0.1 on AlexNet, from a safetensors file with `conv0..4` and `lin0..4`. Images are in
     `low` to `high`; grey ones are taken for colour."""

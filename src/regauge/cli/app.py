@@ -29,6 +29,7 @@ _COMMANDS = {  # the name, and where its function is: what is not asked for is n
     "compare": "match:compare",
     "merge": "merge:merge",
     "barrier": "barrier:barrier",
+    "federate": "federate:federate",
     "fingerprint": "fingerprint:fingerprint",
     "keygen": "keygen:keygen",
     "lock": "lock:lock",

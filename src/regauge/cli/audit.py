@@ -12,6 +12,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
+from regauge.cli.gradients import gradients
 from regauge.cli.leaking import split
 from regauge.cli.run import check_outputs, deliver, facts_of_run
 
@@ -82,6 +83,7 @@ def lock(
 
 
 app.command("split")(split)
+app.command("gradients")(gradients)
 
 
 def _counts(text: str) -> list[int]:

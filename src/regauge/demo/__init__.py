@@ -12,6 +12,7 @@ from pathlib import Path
 from regauge.demo.apart import apart
 from regauge.demo.averaging import averaging
 from regauge.demo.digits import digits
+from regauge.demo.given import given
 from regauge.demo.locked import locked
 from regauge.demo.moving import moving, symmetry
 from regauge.demo.stage import Bar, Stage
@@ -20,7 +21,7 @@ from regauge.findings import Results
 
 Chapter = Callable[[Stage], Results]
 
-CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked, apart, watched)
+CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked, apart, watched, given)
 
 
 def run(say: Callable[[str], None], bar: Bar, out: Path | None = None, seed: int = 0, chapters: Sequence[Chapter] = CHAPTERS) -> Results:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from regauge.experiments import corrupted, jigsaws, positions
+from regauge.experiments import corrupted, federating, jigsaws, positions
+from regauge.experiments.front import front
 from regauge.experiments.fusion import figure3, figure4, figure5, figure6
 from regauge.experiments.fusion import table3 as times
 from regauge.experiments.lab import Lab
@@ -26,6 +27,7 @@ from regauge.experiments.redteam import attacks
 from regauge.experiments.splits import equality
 from regauge.experiments.tables import table2, table3, table4, table5
 from regauge.experiments.theus import barriers
+from regauge.experiments.updates import table5 as gradients_leaked
 from regauge.findings import Results
 
 EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
@@ -42,6 +44,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "002/table2": jigsaws.table2,
     "002/table3": jigsaws.table3,
     "002/table4": corrupted.table4,
+    "002/table5": gradients_leaked,
     "002/table7": positions.table7,
     "002/table8": positions.table8,
     "002/table9": corrupted.table9,
@@ -59,6 +62,9 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "003/table2": six_merges,
     "003/table3": times,
     "003/barriers": barriers,
+    "federated/training": federating.training,
+    "federated/fusion": federating.fusion,
+    "gradients/front": front,
     "lock/attacks": attacks,
     "split/equality": equality,
     "split/leaks": seen_by_a_server,

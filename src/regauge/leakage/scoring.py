@@ -14,7 +14,7 @@ import torch
 
 from regauge.attacks.inversion import to_images, to_patches
 from regauge.errors import RegaugeError
-from regauge.metrics import Lpips, identified, mse, psnr, similarity, ssim
+from regauge.metrics import Lpips, identified, mse, psnr, similarity, spectral, ssim
 
 Tensor = torch.Tensor
 Scores = dict[str, list[float]]  # by metric, one number for each image
@@ -49,12 +49,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("MSE", lambda a, b, _: mse(a, b), is_leak=False),
     Metric("identified", lambda a, b, _: identified(a, b).float()),
 )
-BY_NAME = {m.name: m for m in METRICS}
+SPECTRAL = Metric("FFT2D", lambda a, b, _: spectral(a, b), is_leak=False)  # 002's, for attacks on gradients
+BY_NAME = {m.name: m for m in (*METRICS, SPECTRAL)}
 
 
-def scored(found: Tensor, true: Tensor, lpips: Lpips | None = None) -> Scores:
+def scored(found: Tensor, true: Tensor, lpips: Lpips | None = None, metrics: Sequence[Metric] = METRICS) -> Scores:
     """All metrics of reconstructions in 0..1; those that need AlexNet only where its weights are given and images are not too small for it."""
-    values = ((m.name, m.of(found.clamp(0, 1), true, lpips)) for m in METRICS)
+    values = ((m.name, m.of(found.clamp(0, 1), true, lpips)) for m in metrics)
     return {name: [round(float(v), 6) for v in value.clamp(max=100.0)] for name, value in values if value is not None}
 
 

@@ -237,16 +237,21 @@ class Private(_OnStream):
         For whoever sees all that is sent, of any two samples (local differential privacy; no batch hides a sample). By dp-accounting's Renyi
         accountant. The gradient is counted as a second release of the same sample; labels are in it, and are so covered.
         """
-        need("dp_accounting", "privacy")
-        from dp_accounting import GaussianDpEvent, NeighboringRelation, SelfComposedDpEvent
-        from dp_accounting.rdp import RdpAccountant
-
         _require(passes >= 0, f"{passes} passes cannot be", "count them from 0")
-        if not passes:
-            return 0.0
-        accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
-        accountant.compose(SelfComposedDpEvent(GaussianDpEvent(self.multiplier), passes * (2 if backward else 1)))
-        return float(accountant.get_epsilon(delta))
+        return spent(self.multiplier, passes * (2 if backward else 1), delta, "REPLACE_ONE")
+
+
+def spent(multiplier: float, releases: int, delta: float, neighbours: str) -> float:
+    """The epsilon of so many Gaussian releases, by dp-accounting's Renyi accountant. `neighbours` is its relation: REPLACE_ONE, ADD_OR_REMOVE_ONE."""
+    need("dp_accounting", "privacy")
+    from dp_accounting import GaussianDpEvent, NeighboringRelation, SelfComposedDpEvent
+    from dp_accounting.rdp import RdpAccountant
+
+    if not releases:
+        return 0.0
+    accountant = RdpAccountant(neighboring_relation=NeighboringRelation[neighbours])
+    accountant.compose(SelfComposedDpEvent(GaussianDpEvent(multiplier), releases))
+    return float(accountant.get_epsilon(delta))
 
 
 @dataclass(frozen=True)
@@ -356,9 +361,15 @@ DEFENCES: Mapping[str, type] = {
 
 def read_defence(text: str) -> Defence:
     """A defence as the command line names it: "noise=0.5", "low-pass=0.05,disc", "rows=sample,keep_cls", "private=1.0,norm=8"."""
+    made: Defence = read_named(text, DEFENCES)
+    return made
+
+
+def read_named(text: str, known: Mapping[str, type]) -> Any:
+    """One of a table of defences, made from its text."""
     name, _, rest = text.partition("=")
-    if name not in DEFENCES:
-        raise DefenceError(f'there is no defence "{name}"', hint=f"choose from {', '.join(DEFENCES)}")
+    if name not in known:
+        raise DefenceError(f'there is no defence "{name}"', hint=f"choose from {', '.join(known)}")
     given: list[Any] = []
     named: dict[str, Any] = {}
     for part in filter(None, rest.split(",")):
@@ -370,10 +381,9 @@ def read_defence(text: str) -> Defence:
         else:
             given.append(_value(part))
     try:
-        made: Defence = DEFENCES[name](*given, **named)
+        return known[name](*given, **named)
     except TypeError as error:
-        raise DefenceError(f'"{text}" cannot be read: {error}', hint=(DEFENCES[name].__doc__ or "").split("\n")[0]) from error
-    return made
+        raise DefenceError(f'"{text}" cannot be read: {error}', hint=(known[name].__doc__ or "").split("\n")[0]) from error
 
 
 def _value(text: str) -> Any:

@@ -1,0 +1,294 @@
+"""Federated training and what it gives away: FedAvg with and without masked jigsaw puzzles and with frozen parts, on even and on unlike data; and
+clients that begin apart, averaged plainly and after a match.
+
+Accuracy is of the averaged model. Leakage is of two kinds, at the first, the middle and the last round: of updates exactly as they were sent, and of
+the worst case, an update of one image and one step from the same state with the same defences. The attacker is the server (`federated.auditing`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from regauge.attacks.updates import Update
+from regauge.experiments.cells import Cell, Outcome, Work
+from regauge.experiments.lab import Lab
+from regauge.experiments.models import build
+from regauge.experiments.presets import From, _vit
+from regauge.federated import InProcess, Settings, contribute, load_state, parts_of, prepared, run, state_of
+from regauge.federated.auditing import attacked, truth_of
+from regauge.federated.clients import rows_of
+from regauge.federated.defences import defended, frozen, read_defences
+from regauge.federated.fusing import average
+from regauge.federated.settings import read_settings
+from regauge.federated.spying import Seen
+from regauge.federated.states import Contribution
+from regauge.findings import Figure, Finding, Results, Table
+from regauge.gradients.attacking import Budget, named
+from regauge.split.training import measure
+from regauge.streams import seed_key
+from regauge.tasks import Examples, prepare
+
+Parameters = Mapping[str, Any]
+KINDS = ("least squares", "span", "mask", "labels")  # attacks that take no optimisation
+UPDATES = 4  # attacked at each of three rounds
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "FedAvg": {},
+    "FedAvg + MJP": {"jigsaw": 0.3},
+    "FedAvg + MJP, embedding frozen": {"jigsaw": 0.3, "defences": ["freeze=embedding"]},
+    "FedAvg, embedding and first block frozen": {"defences": ["freeze=embedding,first"]},
+}
+PARTS: Mapping[str, Mapping[str, Any]] = {"even": {"partition": "iid"}, "unlike": {"partition": "dirichlet", "alpha": 0.3}}
+TRAINING = {
+    "small": {"clients": 8, "rounds": 40, "steps": 8, "batch": 16, "optimizer": "sgd", "momentum": 0.9, "rate": 0.05},
+    "paper": {"clients": 20, "rounds": 100, "steps": 20, "batch": 32, "optimizer": "sgd", "momentum": 0.9, "rate": 0.05},
+    "pico": {"clients": 3, "rounds": 3, "steps": 2, "batch": 8, "optimizer": "sgd", "rate": 0.05},
+}
+FUSION = {
+    "small": {"clients": 3, "rounds": 4, "epochs": 40, "batch": 50, "optimizer": "adamw", "rate": 2e-3, "decay": 0.01},
+    "paper": {"clients": 4, "rounds": 6, "epochs": 60, "batch": 50, "optimizer": "adamw", "rate": 2e-3, "decay": 0.01},
+    "pico": {"clients": 2, "rounds": 2, "epochs": 2, "batch": 50, "optimizer": "adamw", "rate": 5e-3},
+}
+DATA = {"train": From("digits"), "test": From("digits", split="test")}
+TASK = {"kind": "images", "classes": 10, "mean": [0.3], "std": [0.38], "size": 8}
+SEEDS = {"small": 3, "paper": 5, "pico": 1}
+CHANCE = 0.1
+
+
+def model_of(preset: str) -> dict[str, Any]:
+    width, layers = {"small": (48, 2), "paper": (48, 4), "pico": (16, 1)}[preset]
+    return {"class": "ViTForImageClassification", "config": _vit(8, 2, width, layers, num_labels=10)}
+
+
+def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+    """One run: accuracy of every round, and what updates gave away."""
+    settings = read_settings({**p["settings"], "seed": p["seed"]})
+    examples, test = prepare(p["task"], data["train"]), prepare(p["task"], data["test"])
+    model = prepared(build(p["model"], int(p["seed"])), settings).to(work.device)
+    parts = parts_of(examples, settings)
+    marks = sorted({0, settings.rounds // 2, settings.rounds - 1})
+    caught: dict[int, tuple[Mapping[str, torch.Tensor], Sequence[Contribution]]] = {}
+
+    def spy(number: int, state: Mapping[str, torch.Tensor], sent: Sequence[Contribution]) -> None:
+        if number in marks:
+            caught[number] = (dict(state), list(sent))
+
+    kept = run(InProcess(model, parts, settings), state_of(model), settings, measure=_measure(model, test), spy=spy)
+    leaks = {str(n): _leaks(model, parts, test, settings, p, n, *caught[n]) for n in marks if n in caught}
+    accuracies = [r.measures["accuracy"] for r in kept.history if not r.void]
+    return Outcome({"accuracy": accuracies, "leaks": leaks, "examples": len(examples), "parameters": sum(t.numel() for t in kept.state.values())})
+
+
+def _measure(model: torch.nn.Module, test: Examples) -> Any:
+    def measured(state: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        load_state(model, state)
+        return measure(model, test, 256)
+
+    return measured
+
+
+def _leaks(
+    model: torch.nn.Module,
+    parts: Sequence[Examples],
+    test: Examples,
+    settings: Settings,
+    p: Parameters,
+    number: int,
+    state: Mapping[str, torch.Tensor],
+    sent: Sequence[Contribution],
+) -> dict[str, list[dict[str, Any]]]:
+    images = test.batch(np.arange(min(200, len(test))))[0]["pixel_values"]
+    units = (p["task"]["mean"], p["task"]["std"])
+    attacks, budget = named(KINDS), Budget(seed=settings.seed)
+    defences = read_defences(settings.defences)
+    alone = replace(settings, batch=1, steps=1, momentum=0.0, probability=1.0 if settings.jigsaw else settings.probability)
+    out: dict[str, list[dict[str, Any]]] = {"as sent": [], "one image": []}
+    for c in sent[:UPDATES]:
+        one = contribute(model, state, parts[c.client], alone, number, c.client, still=frozen(model, defences))
+        for name, way, made in (("as sent", settings, c), ("one image", alone, defended(one, model, defences, seed_key(settings.seed)))):
+            truth = truth_of(model, parts[c.client], rows_of(c.examples, way, number, c.client), way, number, c.client)
+            seen = Seen(number, c.client, state, Update(made.tensors, "change", made.steps, made.rate), made.batch, made.examples)
+            row, _, _ = attacked(model, seen, truth, images, units, attacks, budget)
+            out[name].append({k: v for k, v in row.items() if not k.startswith("why ")})
+    return out
+
+
+def fuse(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+    """Clients that begin apart: accuracy after each round, by the way in which the first is averaged."""
+    settings = read_settings({**p["settings"], "seed": p["seed"], "independent": True, "strategy": p["strategy"]})
+    examples, test = prepare(p["task"], data["train"]), prepare(p["task"], data["test"])
+    model = build(p["model"], int(p["seed"])).to(work.device)
+    alone: list[float] = []
+
+    def spy(number: int, state: Mapping[str, torch.Tensor], sent: Sequence[Contribution]) -> None:
+        if number == 0:
+            alone.extend(_measure(model, test)(c.tensors)["accuracy"] for c in sent)
+
+    engine = InProcess(model, parts_of(examples, settings), settings)
+    kept = run(engine, state_of(model), settings, measure=_measure(model, test), spy=spy, fuse=partial(average, model))
+    return Outcome({"accuracy": [r.measures["accuracy"] for r in kept.history if not r.void], "alone": alone, "examples": len(examples)})
+
+
+TRAIN = Cell("federated-train", 1, train)
+FUSE = Cell("federated-fuse", 1, fuse)
+
+
+def training(lab: Lab) -> Results:
+    """FedAvg with and without MJP and with parts of the model frozen, on even and unlike parts: accuracy and leakage."""
+    trials = range(lab.seeds or SEEDS[lab.preset_name])
+    lab.total = len(WAYS) * len(PARTS) * len(trials)
+    found = {(way, part): [_trained(lab, way, part, trial) for trial in trials] for part in PARTS for way in WAYS}
+    rows = [(way, part, *_row(many)) for (way, part), many in found.items()]
+    columns = (
+        "training",
+        "parts",
+        "accuracy",
+        "spread",
+        "one image: PSNR at first, dB",
+        "at last",
+        "the mean image",
+        "one image: AUC of patches at last",
+        "as sent: PSNR at last",
+        "as sent: AUC at last",
+        "labels told, as sent",
+    )
+    note = "Means over seeds; the spread is the standard deviation. Attacks are closed forms: embedding least squares, spans, masks, labels."
+    findings = [f for part in PARTS for f in _claims(part, {way: found[(way, part)] for way in WAYS}, len(trials))]
+    first = next(iter(found.values()))[0]
+    curves = {f"{way}, {part}": many[0]["accuracy"] for (way, part), many in found.items()}
+    figure = Figure(
+        "Accuracy over rounds, seed 0",
+        "lines",
+        {"x": list(range(1, len(first["accuracy"]) + 1)), "y": curves, "xlabel": "round", "ylabel": "accuracy", "log": False},
+    )
+    facts = _facts(lab, "federated/training", len(trials), TRAINING[lab.preset_name])
+    return Results(
+        "Federated training, and what it gives away", tuple(findings), (Table("Accuracy and leakage", columns, tuple(rows), note),), (figure,), facts
+    )
+
+
+def _trained(lab: Lab, way: str, part: str, trial: int) -> Mapping[str, Any]:
+    settings = {**TRAINING[lab.preset_name], **PARTS[part], **WAYS[way]}
+    parameters = {"model": model_of(lab.preset_name), "task": TASK, "settings": settings, "seed": trial}
+    data = {name: lab.open(source) for name, source in DATA.items()}
+    return lab.run(TRAIN, parameters, data, f"{way}, {part} parts, seed {trial}").values
+
+
+def _leak(many: Sequence[Mapping[str, Any]], kind: str, name: str, which: int) -> float | None:
+    values = []
+    for one in many:
+        marks = sorted(one["leaks"], key=int)
+        if marks:
+            values += [row[name] for row in one["leaks"][marks[which]][kind] if row.get(name) is not None]
+    return statistics.fmean(values) if values else None
+
+
+def _row(many: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    last = [one["accuracy"][-1] for one in many]
+    return (
+        statistics.fmean(last),
+        statistics.stdev(last) if len(last) > 1 else 0.0,
+        _leak(many, "one image", "PSNR", 0),
+        _leak(many, "one image", "PSNR", -1),
+        _leak(many, "one image", "floor", -1),
+        _leak(many, "one image", "AUC", -1),
+        _leak(many, "as sent", "PSNR", -1),
+        _leak(many, "as sent", "AUC", -1),
+        _leak(many, "as sent", "labels", -1),
+    )
+
+
+def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials: int) -> list[Finding]:
+    plain = found["FedAvg"]
+    out = []
+    for way, many in found.items():
+        last = [one["accuracy"][-1] for one in many]
+        spread = statistics.stdev(last) if len(last) > 1 else None
+        base = statistics.fmean(one["accuracy"][-1] for one in plain)
+        out.append(
+            Finding(
+                f"{part}/{way}/accuracy",
+                f"{way} on {part} parts: how often the averaged model is right.",
+                None,
+                statistics.fmean(last),
+                CHANCE,
+                base,
+                "the ceiling is FedAvg as it is",
+                measure="accuracy",
+                spread=spread,
+                trials=trials,
+            )
+        )
+        leak, floor = _leak(many, "one image", "PSNR", 0), _leak(many, "one image", "floor", 0)
+        ceiling = _leak(plain, "one image", "PSNR", 0)
+        if ceiling is not None:
+            shown = floor if leak is None else leak
+            told = "no attack on images could try: what it needs is not sent" if leak is None else "updates of one image in the first round"
+            out.append(
+                Finding(
+                    f"{part}/{way}/leak",
+                    f"{way} on {part} parts: what a server makes of an update.",
+                    None,
+                    shown,
+                    floor,
+                    ceiling,
+                    told,
+                    measure="PSNR, dB",
+                )
+            )
+    return out
+
+
+def fusion(lab: Lab) -> Results:
+    """Clients that never shared an initialisation: plain FedAvg against averaging after a match."""
+    trials = range(lab.seeds or SEEDS[lab.preset_name])
+    lab.total = 2 * len(trials)
+    found = {strategy: [_fused(lab, strategy, trial) for trial in trials] for strategy in ("fedavg", "matched")}
+    rounds = len(found["fedavg"][0]["accuracy"])
+    alone = statistics.fmean(a for one in found["fedavg"] for a in one["alone"])
+
+    def at(strategy: str, n: int) -> list[float]:
+        return [one["accuracy"][n] for one in found[strategy]]
+
+    rows: list[tuple[Any, ...]] = [
+        (f"averaged {'after a match' if s == 'matched' else 'as they stand'}", *(statistics.fmean(at(s, n)) for n in range(rounds))) for s in found
+    ]
+    table = Table("Accuracy after each round", ("clients that begin apart", *(f"round {n + 1}" for n in range(rounds))), tuple(rows))
+    plain, matched = statistics.fmean(at("fedavg", 0)), statistics.fmean(at("matched", 0))
+    spread = statistics.stdev(at("matched", 0)) if len(trials) > 1 else None
+    told = f"{100 * matched:.1f} % after a match by weights alone, {100 * plain:.1f} % as they stand, the clients themselves {100 * alone:.1f} %"
+    better = min(m - p for m, p in zip(at("matched", 0), at("fedavg", 0), strict=True)) > 0
+    findings = (
+        Finding(
+            "fusion/first",
+            "After a match the first average is better than as the clients stand, with every seed.",
+            better,
+            matched,
+            plain,
+            alone,
+            told,
+        )
+        if lab.preset_name != "pico"
+        else Finding("fusion/first", "The first average, after a match.", None, matched, plain, alone, told),
+    )
+    findings = (replace(findings[0], measure="accuracy", spread=spread, trials=len(trials)),)
+    facts = _facts(lab, "federated/fusion", len(trials), FUSION[lab.preset_name])
+    return Results("Clients that begin apart", findings, (table,), (), facts)
+
+
+def _facts(lab: Lab, name: str, seeds: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    versions = {library: ", ".join(sorted(found)) for library, found in sorted(lab.made.items())}
+    told = {"experiment": name, "preset": lab.preset_name, "seeds": seeds, "settings": dict(settings), "device": lab.device}
+    return {**told, "minutes of computing": round(lab.seconds / 60, 1), "versions": versions}
+
+
+def _fused(lab: Lab, strategy: str, trial: int) -> Mapping[str, Any]:
+    parameters = {"model": model_of(lab.preset_name), "task": TASK, "settings": FUSION[lab.preset_name], "seed": trial, "strategy": strategy}
+    data = {name: lab.open(source) for name, source in DATA.items()}
+    return lab.run(FUSE, parameters, data, f"clients that begin apart, {strategy}, seed {trial}").values

@@ -1,0 +1,98 @@
+"""What a client does to its contribution before it leaves. The classes are those that `regauge audit gradients` audits, and the names are the same.
+
+    freeze, withhold    parts that are not trained, or trained and not sent (embedding, positions, patches, first, head)
+    clip                the whole change has at most this norm
+    private             the whole change is clipped and gets Gaussian noise: a client's part in a round, with an epsilon
+    noise               noise of a tensor's own size, without an epsilon
+    prune, round        few of its numbers, or few bits of each: compression
+
+They act in this order. A withheld part starts every round as the server has it. Noise is drawn from a secret: on a real node from the system's
+randomness, and in a run on one machine from the seed, so that it can be repeated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from regauge.federated.settings import FederatedError
+from regauge.federated.states import Contribution
+from regauge.gradients.defences import Clip, Freeze, Noise, Prune, Round, Withhold, clipped, names_of
+from regauge.split.defences import DefenceError, Draw, read_named, spent
+
+Tensor = torch.Tensor
+DELTA = 1e-5
+
+
+@dataclass(frozen=True)
+class Private:
+    """Differential privacy of a client: its change is clipped to `norm` and gets Gaussian noise of `multiplier` times `norm`, before it leaves. The
+    guarantee is for all of a client's examples together, against whoever sees every one of its contributions; no sampling is assumed to hide it."""
+
+    multiplier: float
+    norm: float = 1.0
+    stage: ClassVar[int] = 4
+
+    def __post_init__(self) -> None:
+        for value in (self.multiplier, self.norm):
+            if not 0 < value < math.inf:
+                raise DefenceError(f"{value} is no noise multiplier or norm", hint="both are positive numbers")
+
+    def leave(self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw) -> dict[str, Tensor]:
+        size = self.multiplier * self.norm
+        return {name: t + size * draw.normal(f"private/{name}", t) for name, t in clipped(tensors, self.norm).items()}
+
+    def epsilon(self, rounds: int, delta: float = DELTA) -> float:
+        """Of a client that contributed to so many rounds, next to a run without it."""
+        return spent(self.multiplier, rounds, delta, "ADD_OR_REMOVE_ONE")
+
+
+DEFENCES: Mapping[str, type] = {
+    "freeze": Freeze,
+    "withhold": Withhold,
+    "clip": Clip,
+    "private": Private,
+    "noise": Noise,
+    "prune": Prune,
+    "round": Round,
+}
+
+
+def read_defences(texts: Sequence[str]) -> tuple[Any, ...]:
+    """Defences as the command line names them, in the order in which they act; none of a kind twice."""
+    made = sorted((read_named(text, DEFENCES) for text in texts), key=lambda d: d.stage)
+    kinds = [type(d) for d in made]
+    twice = next((k.__name__ for k in kinds if kinds.count(k) > 1), None)
+    if twice is not None:
+        raise DefenceError(f"{twice} is there twice", hint="name each defence once")
+    if Clip in kinds and Private in kinds:
+        raise DefenceError("private clips by itself", hint="leave out clip; private=1.0,norm=0.5 says the norm")
+    return tuple(made)
+
+
+def frozen(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
+    """The parameters that are not trained."""
+    return {name for d in defences if isinstance(d, Freeze) for part in d.what for name in names_of(model, part)}
+
+
+def defended(sent: Contribution, model: torch.nn.Module, defences: Sequence[Any], secret: bytes) -> Contribution:
+    """A contribution as it leaves."""
+    if not defences:
+        return sent
+    if sent.kind == "weights":
+        raise FederatedError("whole weights of a client that begins apart cannot be defended", hint="leave out the defences, or --independent")
+    tensors = sent.tensors
+    draw = Draw(secret, f"federated/{sent.round}/{sent.client}")
+    for defence in defences:
+        tensors = defence.leave(tensors, model, draw)
+    return replace(sent, tensors=tensors)
+
+
+def epsilon(defences: Sequence[Any], rounds: int) -> float | None:
+    """What a client has spent after so many contributions; None where nothing is private."""
+    found = next((d for d in defences if isinstance(d, Private)), None)
+    return None if found is None else found.epsilon(rounds)

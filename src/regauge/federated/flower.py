@@ -1,0 +1,323 @@
+"""Flower, and all that regauge knows of it: messages, a ClientApp, a ServerApp, mods, a simulation. Nothing else imports flwr.
+
+    simulate(source, settings, folder)            # Ray, in this machine's memory
+    app = client_app(), server_app()              # what `apps` writes into a bundle for SuperLink and SuperNodes (`deploying`)
+
+The rounds are ours (`rounds.run`), with a `GridEngine` in place of `InProcess`: what is checked, averaged, kept and told is the same on every engine.
+Telemetry (of Flower, and of Ray) and the check for updates are switched off before flwr is imported, unless the environment says otherwise.
+
+A node trusts the server with weights and settings, and with nothing else: model, data and what it must do to its updates at least (`defences`) are
+its own configuration, and a message cannot name a file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from regauge.errors import RegaugeError, need
+from regauge.federated.deploying import QUIET
+
+need("flwr", "federated")
+for _name, _value in QUIET.items():
+    os.environ.setdefault(_name, _value)  # read when flwr and ray are imported
+
+import flwr  # noqa: E402
+import torch  # noqa: E402
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
+from flwr.clientapp import ClientApp  # noqa: E402
+from flwr.serverapp import Grid, ServerApp  # noqa: E402
+from flwr.supercore import telemetry  # noqa: E402
+
+from regauge.federated.clients import contribute  # noqa: E402
+from regauge.federated.defences import defended, frozen, read_defences  # noqa: E402
+from regauge.federated.flower_secure import ask_securely, securing  # noqa: E402
+from regauge.federated.partitions import parts_of  # noqa: E402
+from regauge.federated.rounds import Tell, done  # noqa: E402
+from regauge.federated.running import Found, Source, federated  # noqa: E402
+from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings  # noqa: E402
+from regauge.federated.states import Absence, Contribution, State  # noqa: E402
+from regauge.gradients.defences import Withhold  # noqa: E402
+from regauge.split.defences import Draw  # noqa: E402
+from regauge.streams import seed_key  # noqa: E402
+from regauge.tasks import Examples  # noqa: E402
+
+telemetry.FLWR_TELEMETRY_ENABLED = os.environ["FLWR_TELEMETRY_ENABLED"]  # where somebody imported flwr first, it has read its default
+PINNED = "1.41"  # the minor version whose messages, grid and simulation this was written and tested against
+WAIT = 600.0  # seconds that a round waits for its clients
+NAMED = re.compile(r"client-(\d+)")
+GATHER = 60.0  # seconds that a round waits for clients that are not connected
+Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
+
+
+def check_flower() -> None:
+    """Refuse another minor version of Flower: its transport and its API have changed between them."""
+    found = str(flwr.__version__)
+    if found.rpartition(".")[0] != PINNED:
+        raise FederatedError(f"this regauge works with Flower {PINNED}, and {found} is installed", hint=f"pip install 'flwr[simulation]~={PINNED}.0'")
+
+
+# Messages
+
+
+def to_arrays(state: State) -> ArrayRecord:
+    return ArrayRecord({name: Array(t.detach().cpu().contiguous().numpy()) for name, t in state.items()})
+
+
+def from_arrays(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
+    return {str(name): torch.from_numpy(array.numpy().copy()) for name, array in arrays.items()}
+
+
+def to_reply(sent: Contribution) -> RecordDict:
+    about = ConfigRecord({"regauge": VERSION, "client": sent.client, "round": sent.round, "layout": sent.layout, "kind": sent.kind})
+    metrics = MetricRecord({"num-examples": sent.examples, "steps": sent.steps, "batch": sent.batch, "rate": sent.rate, "loss": sent.loss})
+    return RecordDict({"arrays": to_arrays(sent.tensors), "metrics": metrics, "about": about})
+
+
+def from_reply(reply: Message, client: int) -> Contribution | Absence:
+    """What a node sent, or why it cannot be used. Nothing that a node sends raises here."""
+    if reply.has_error():
+        return Absence(client, f"it failed: {reply.error.reason or f'Flower error {reply.error.code}'}")
+    try:
+        about = reply.content["about"]
+        if "refused" in about:
+            return Absence(client, str(about["refused"]))
+        if about["regauge"] != VERSION:
+            return Absence(client, f"its regauge speaks version {about['regauge']}, this one {VERSION}")
+        metrics = reply.content["metrics"]
+        examples, steps, batch = (int(metrics[name]) for name in ("num-examples", "steps", "batch"))
+        rate, loss, layout, number = float(metrics["rate"]), float(metrics["loss"]), str(about["layout"]), int(about["round"])
+        tensors, kind = from_arrays(reply.content["arrays"]), "weights" if about["kind"] == "weights" else "change"
+        return Contribution(client, number, layout, tensors, examples, steps, batch, rate, loss, kind)  # type: ignore[arg-type]
+    except Exception as error:  # keys, types, arrays that numpy cannot read: it came from outside
+        return Absence(client, f"its answer cannot be read: {type(error).__name__}: {str(error)[:200]}")
+
+
+# The server
+
+
+class GridEngine:
+    """Clients behind a Flower grid. A node says which client it is when it is first met; those that do not answer in `wait` seconds are absent."""
+
+    def __init__(self, grid: Grid, settings: Settings, wait: float = WAIT, gather: float = GATHER) -> None:
+        self.grid, self.settings, self.wait, self.gather = grid, settings, wait, gather
+        self.met: dict[int, int] = {}  # the client of each node
+
+    def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+        nodes = {client: node for client, node in self._nodes(clients).items() if client in clients}
+        if self.settings.secure:
+            yield from (Absence(client, "no node is connected for it") for client in clients if client not in nodes)
+            yield from ask_securely(self.grid, self.settings, self.wait, number, nodes, state)
+            return
+        config = ConfigRecord({"regauge": VERSION, "round": number, "settings": json.dumps(self.settings.told())})
+        arrays = to_arrays(state)
+        messages = []
+        for client in clients:
+            if client in nodes:
+                content = RecordDict({"arrays": arrays, "config": config})
+                messages.append(Message(content, nodes[client], "train", group_id=str(number), ttl=self.wait))
+            else:
+                yield Absence(client, "no node is connected for it")
+        who = {node: client for client, node in nodes.items()}
+        for reply in self.grid.send_and_receive(messages, timeout=self.wait) if messages else ():
+            yield from_reply(reply, who[int(reply.metadata.src_node_id)])
+
+    def _nodes(self, clients: Sequence[int]) -> dict[int, int]:
+        """The node of each client that is there. Waits for those that are asked, but not forever."""
+        until = time.monotonic() + self.gather
+        while True:
+            present = set(self.grid.get_node_ids())
+            self._read_names(present - self.met.keys())
+            self._meet(present - self.met.keys())
+            found = {client: node for node, client in self.met.items() if node in present}
+            if found.keys() >= set(clients) or time.monotonic() >= until:
+                return found
+            time.sleep(0.5)
+
+    def _read_names(self, nodes: set[int]) -> None:
+        """A node that was registered under the name client-N is client N, and need not be asked, which takes it a process."""
+        for info in self.grid.get_nodes() if nodes else ():
+            found = NAMED.fullmatch(str(getattr(info, "name", "")))
+            if found and int(info.node_id) in nodes:
+                self.met[int(info.node_id)] = int(found[1])
+
+    def _meet(self, nodes: Iterable[int]) -> None:
+        asked = [Message(RecordDict({"config": ConfigRecord({"regauge": VERSION})}), node, "query", ttl=self.gather) for node in sorted(nodes)]
+        for reply in self.grid.send_and_receive(asked, timeout=self.gather) if asked else ():
+            if not reply.has_error() and "about" in reply.content:
+                self.met[int(reply.metadata.src_node_id)] = int(reply.content["about"]["client"])
+
+
+def serve(grid: Grid, source: Source, settings: Settings, folder: Path, *, tell: Tell | None = None, **options: Any) -> Found:
+    """All rounds on a grid. A folder that holds this run goes on where it stood."""
+    waits = {name: options.pop(name) for name in ("wait", "gather") if name in options}
+    return federated(source, settings, folder, engine=lambda model, shared: GridEngine(grid, settings, **waits), tell=tell, **options)
+
+
+# The client
+
+
+def client_app(source: Source | None = None, mods: Sequence[Mod] = ()) -> ClientApp:
+    """A client for classification. Without a source, the node's configuration has it: model=PATH data=URI partition-id=N."""
+    app = ClientApp(mods=[securing, *mods, defending(source)])
+
+    @app.query()  # type: ignore[untyped-decorator]
+    def query(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"about": ConfigRecord({"regauge": VERSION, "client": number_of(context)})}), reply_to=message)
+
+    @app.train()  # type: ignore[untyped-decorator]
+    def train(message: Message, context: Context) -> Message:
+        client, config = number_of(context), message.content["config"]
+        number = int(config.get("round", -1))
+        try:
+            if config["regauge"] != VERSION:
+                raise FederatedError(f"the server's regauge speaks version {config['regauge']}, this one {VERSION}")
+            settings = read_settings(json.loads(str(config["settings"])))
+            model, part = _part(source or source_of(context.node_config), settings, client, "data" in context.node_config)
+            still = frozen(model, defences_of(settings, context))
+            made = contribute(model, from_arrays(message.content["arrays"]), part, settings, number, client, still=still)
+            return Message(to_reply(made), reply_to=message)
+        except RegaugeError as error:
+            about = ConfigRecord({"regauge": VERSION, "client": client, "round": number, "refused": str(error)})
+            return Message(RecordDict({"about": about}), reply_to=message)
+
+    return app
+
+
+def defending(source: Source | None = None) -> Mod:
+    """The mod of our client: every defence of the run's settings, and those that the node asks for itself (`defences="clip=1.0+round=8"` in its
+    configuration), on what leaves it. What cannot be defended does not leave. A node's noise is from the system's randomness; in a simulation, which
+    has a `source`, it is from the seed."""
+
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        reply = call_next(message, context)
+        if message.metadata.message_type != "train" or reply.has_error() or "arrays" not in reply.content:
+            return reply
+        client = number_of(context)
+        settings = read_settings(json.loads(str(message.content["config"]["settings"])))
+        sent = from_reply(reply, client)
+        assert isinstance(sent, Contribution)  # our own client made it
+        try:
+            chosen = defences_of(settings, context)
+            model, _ = _part(source or source_of(context.node_config), settings, client, "data" in context.node_config)
+            secret = seed_key(settings.seed) if source else os.urandom(32)
+            reply.content["arrays"] = to_arrays(defended(sent, model, chosen, secret).tensors)
+            return reply
+        except RegaugeError as error:
+            about = ConfigRecord({"regauge": VERSION, "client": client, "round": sent.round, "refused": str(error)})
+            return Message(RecordDict({"about": about}), reply_to=message)
+
+    return mod
+
+
+def defences_of(settings: Settings, context: Context) -> tuple[Any, ...]:
+    """The run's defences, and the node's own. The node's come in place of the run's of the same kind: a server cannot weaken them."""
+    own = [text for text in str(context.node_config.get("defences", "")).split("+") if text]
+    kinds = {text.partition("=")[0] for text in own}
+    return read_defences([*own, *(text for text in settings.defences if text.partition("=")[0] not in kinds)])
+
+
+def mod_of(text: str, secret: bytes | None = None) -> Mod:
+    """A defence as a mod for any ClientApp of Flower's whose train function answers with whole weights: "clip=1.0", "private=1.0,norm=0.5",
+    "noise=0.1", "prune=0.9", "round=8". Parts of a model (freeze, withhold) need its class, and so our own client."""
+    (defence,) = read_defences([text])
+    if isinstance(defence, Withhold):
+        raise FederatedError(f'"{text}" needs to know the model', hint="use regauge's own ClientApp, or leave the tensors out of your reply")
+
+    def mod(message: Message, context: Context, call_next: Callable[[Message, Context], Message]) -> Message:
+        reply = call_next(message, context)
+        if message.metadata.message_type.partition(".")[0] != "train" or reply.has_error():
+            return reply
+        for key, arrays in list(reply.content.array_records.items()):
+            before, after = from_arrays(message.content[key]), from_arrays(arrays)
+            draw = Draw(secret or os.urandom(32), f"mod/{key}")
+            change = defence.leave({n: t - before[n] for n, t in after.items()}, torch.nn.Module(), draw)
+            reply.content[key] = to_arrays({n: before[n] + t for n, t in change.items()})
+        return reply
+
+    return mod
+
+
+def number_of(context: Context) -> int:
+    """Which client a node is, by its configuration."""
+    return int(context.node_config["partition-id"])
+
+
+def source_of(config: Mapping[str, Any]) -> Source:
+    """A node's own model and data. `shared-data` is what all nodes have and share out among themselves; `data` is this node's alone."""
+    if "model" not in config or not ("data" in config or "shared-data" in config):
+        raise FederatedError(
+            "this node does not say where its model and its data are", hint='flower-supernode --node-config \'model="..." data="..."\''
+        )
+    given = {k: str(config[k]) for k in ("split", "tokenizer", "test", "test_split", "device") if k in config}
+    numbers = {k: [float(x) for x in str(config[k]).split(",")] for k in ("mean", "std") if k in config}
+    length = {"length": int(config["length"])} if "length" in config else {}
+    fields = {"fields": dict(pair.split("=", 1) for pair in str(config["fields"]).split(","))} if "fields" in config else {}
+    return Source(str(config["model"]), str(config.get("data", config.get("shared-data"))), **given, **numbers, **length, **fields)  # type: ignore[arg-type]
+
+
+def _part(source: Source, settings: Settings, client: int, alone: bool) -> tuple[torch.nn.Module, Examples]:
+    model, shared, parts = _loaded(json.dumps(source.told(), sort_keys=True), json.dumps(settings.told(), sort_keys=True), alone)
+    if not alone and client >= settings.clients:
+        raise FederatedError(f"this node is client {client}, and the run has {settings.clients}")
+    return model, shared if alone else parts[client]
+
+
+@lru_cache(maxsize=2)  # of a worker that answers many messages
+def _loaded(source: str, settings: str, alone: bool) -> tuple[torch.nn.Module, Examples, list[Examples]]:
+    told, chosen = Source(**json.loads(source)), read_settings(json.loads(settings))
+    model = told.live(chosen)
+    shared = told.read(model)[0]
+    return model, shared, [] if alone else parts_of(shared, chosen)
+
+
+# The engines
+
+
+def simulate(source: Source, settings: Settings, folder: Path, *, tell: Tell | None = None, workers: int | None = None, **options: Any) -> Found:
+    """All clients on this machine, as Ray's workers. `workers` train at the same time; by default one per core."""
+    check_flower()
+    need("ray", "federated")
+    from flwr.simulation import run_simulation
+
+    found: list[Found] = []
+    app = ServerApp()
+
+    @app.main()  # type: ignore[untyped-decorator]
+    def main(grid: Grid, context: Context) -> None:
+        found.append(serve(grid, source, settings, folder, tell=tell, **options))
+
+    backend = {
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+        "init_args": {"num_cpus": workers or os.cpu_count() or 1, "log_to_driver": False},
+    }
+    run_simulation(app, client_app(source), settings.clients, backend_config=backend)
+    if not found:
+        raise FederatedError("the simulation ended before its rounds were done", hint="what Flower says is above; the same command goes on")
+    return found[0]
+
+
+def server_app() -> ServerApp:
+    """The server of a bundle: settings, source and folder are in the run's configuration (`deploying`)."""
+    app = ServerApp()
+
+    @app.main()  # type: ignore[untyped-decorator]
+    def main(grid: Grid, context: Context) -> None:
+        check_flower()
+        config = context.run_config
+        settings, source = read_settings(json.loads(str(config["settings"]))), Source(**json.loads(str(config["source"])))
+        waits = {name: float(config[name]) for name in ("wait", "gather")}
+
+        def tell(one: Any) -> None:
+            print(f"round {one.number + 1}/{settings.rounds}: {len(one.contributed)} contributed, {dict(one.absent)}", flush=True)  # noqa: T201
+
+        found = serve(grid, source, settings, Path(str(config["folder"])), tell=tell, spy=bool(config["spy"]), **waits)
+        print("\n".join([*found.lines, f"{len(done(found.kept.history))} rounds are done"]), flush=True)  # noqa: T201
+
+    return app

@@ -1,0 +1,153 @@
+"""The rounds of a run, on any engine: ask, check, aggregate, measure, keep.
+
+An engine is one method, `ask`: a state and the clients that are to train it go in, contributions and absences come out, in any order. What is sent
+is checked here, by name and by number; what does not fit is refused and the round goes on without it. A round with fewer than `least` contributions
+is void: it changes nothing, and is tried again under its own number, `PATIENCE` times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from regauge.federated import keeping
+from regauge.federated.aggregating import Fuse, Memory, aggregate
+from regauge.federated.clients import contribute
+from regauge.federated.defences import defended, frozen, read_defences
+from regauge.federated.keeping import Kept, Round
+from regauge.federated.settings import FederatedError, Settings
+from regauge.federated.states import Absence, Contribution, State, digest_of, fault_of, layout_of
+from regauge.streams import seed_key
+from regauge.tasks import Examples
+
+PATIENCE = 3  # void rounds in a row, after which a run stops; it can go on from its folder
+Measure = Callable[[State], Mapping[str, float]]
+Tell = Callable[[Round], None]
+Spy = Callable[[int, State, Sequence[Contribution]], None]  # the round, what the server sent out, what came back and was not refused
+
+
+class Engine(Protocol):
+    def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+        """Have clients train a state. Whoever cannot is an absence, with the reason; an engine raises only where nothing can go on."""
+        ...
+
+
+class InProcess:
+    """Clients in this process, one after the other, on one model. `settings.drop` of the contributions are lost on purpose, by the seed, from which
+    the noise of defences is drawn too."""
+
+    def __init__(self, model: torch.nn.Module, parts: Sequence[Examples], settings: Settings) -> None:
+        if len(parts) != settings.clients:
+            raise FederatedError(f"there are {len(parts)} parts of data for {settings.clients} clients")
+        if settings.secure:
+            raise FederatedError("secure sums are Flower's, between processes", hint="--engine simulation or deployment")
+        self.model, self.parts, self.settings = model, parts, settings
+        self.defences = read_defences(settings.defences)
+        self.still = frozen(model, self.defences)
+        self.tries: dict[int, int] = {}
+
+    def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+        tried = self.tries[number] = self.tries.get(number, -1) + 1
+        for client in clients:
+            if is_dropped(self.settings, number, client, tried):
+                yield Absence(client, "it dropped out")
+                continue
+            try:
+                sent = contribute(self.model, state, self.parts[client], self.settings, number, client, still=self.still)
+                yield defended(sent, self.model, self.defences, seed_key(self.settings.seed))
+            except FederatedError as error:
+                yield Absence(client, str(error))
+
+
+def is_dropped(settings: Settings, number: int, client: int, tried: int) -> bool:
+    return bool(settings.drop and np.random.default_rng([settings.seed, 107, number, client, tried]).random() < settings.drop)
+
+
+def asked(settings: Settings, number: int) -> tuple[int, ...]:
+    """The clients of a round, drawn by the seed."""
+    count = max(settings.least, round(settings.asked * settings.clients))
+    drawn = np.random.default_rng([settings.seed, 108, number]).permutation(settings.clients)[:count]
+    return tuple(sorted(int(i) for i in drawn))
+
+
+def run(
+    engine: Engine,
+    state: State,
+    settings: Settings,
+    *,
+    folder: Path | None = None,
+    measure: Measure | None = None,
+    tell: Tell | None = None,
+    spy: Spy | None = None,
+    fuse: Fuse | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Kept:
+    """All rounds, or those that are missing in `folder`, which `keeping.begin` has made. `stop` is asked before each; `tell` is told of each;
+    `fuse` averages weights that clients began apart."""
+    kept = None if folder is None else keeping.load(folder)
+    kept = kept or Kept(dict(state), Memory(), ())
+    digest = digest_of(layout_of(state))
+    if digest_of(layout_of(kept.state)) != digest:
+        raise FederatedError(f"{folder} holds another model's run", hint="go on with the same MODEL, or name a new folder")
+    voids = 0
+    while (number := len(done(kept.history))) < settings.rounds and not (stop and stop()):
+        started = time.monotonic()
+        sent, absent = _answers(engine, number, asked(settings, number), kept.state, digest)
+        if len(sent) < settings.least:
+            void = Round(number, tuple(c.client for c in sent), absent, seconds=round(time.monotonic() - started, 3), void=True)
+            kept = Kept(kept.state, kept.memory, (*kept.history, void))
+            voids += 1
+        else:
+            if spy is not None:
+                spy(number, kept.state, sent)
+            after, memory = aggregate(kept.state, sent, kept.memory, settings, fuse)
+            examples = sum(c.examples for c in sent)
+            loss = sum(c.loss * c.examples for c in sent) / examples
+            measures = dict(measure(after)) if measure else {}
+            told = Round(number, tuple(c.client for c in sent), absent, loss, measures, round(time.monotonic() - started, 3))
+            kept = Kept(after, memory, (*kept.history, told))
+            voids = 0
+        if folder is not None:
+            keeping.save(folder, kept)
+        if tell is not None:
+            tell(kept.history[-1])
+        if voids >= PATIENCE:
+            reasons = "; ".join(f"client {c}: {why}" for c, why in list(kept.history[-1].absent.items())[:3]) or "no client is there"
+            raise FederatedError(
+                f"round {number} had too few contributions {PATIENCE} times ({settings.least} are needed): {reasons}",
+                hint="nothing is lost: the same command goes on from the last round" if folder else "fewer may be enough: --least",
+            )
+    return kept
+
+
+def done(history: Sequence[Round]) -> list[Round]:
+    """The rounds that count."""
+    return [r for r in history if not r.void]
+
+
+def _answers(engine: Engine, number: int, clients: Sequence[int], state: State, digest: str) -> tuple[list[Contribution], dict[str, str]]:
+    """Contributions that fit, sorted by client, and why the others are absent."""
+    sent: dict[int, Contribution] = {}
+    absent: dict[str, str] = {}
+    for answer in engine.ask(number, clients, state):
+        if isinstance(answer, Absence):
+            absent[str(answer.client)] = answer.why
+            continue
+        why = fault_of(answer, state, digest, number)
+        if why is None and answer.client not in clients:
+            why = "it was not asked"
+        if why is None and answer.client in sent:
+            why = "it answered twice, and its first answer is kept"
+        if why is None:
+            sent[answer.client] = answer
+        else:
+            absent[str(answer.client)] = why
+    for client in clients:
+        if client not in sent and str(client) not in absent:
+            absent[str(client)] = "it did not answer"
+    return [sent[c] for c in sorted(sent)], absent

@@ -1,0 +1,209 @@
+"""A run from its source: model and data by name in, a folder with the trained model and its history out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from regauge.checkpoint import open_checkpoint
+from regauge.data import open_data
+from regauge.federated import fusing, keeping
+from regauge.federated.clients import plain, prepared
+from regauge.federated.defences import DELTA, epsilon, read_defences
+from regauge.federated.keeping import Kept
+from regauge.federated.partitions import parts_of
+from regauge.federated.rounds import Engine, InProcess, Tell, done, run
+from regauge.federated.settings import FederatedError, Settings
+from regauge.federated.spying import spy_on
+from regauge.federated.states import State, digest_of, layout_of, load_state, state_of
+from regauge.files import beside, write_bytes, writing
+from regauge.findings import Figure, Results, Table, to_json
+from regauge.jigsaw import MaskedJigsaw
+from regauge.loading import load_model, quiet
+from regauge.split.training import measure
+from regauge.tasks import Examples, read_examples
+
+HELD = 0.1  # of the data, where no test data are given: no client has it
+COPIED = ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where model and data come from, and how the model reads the data. Every side of a run reads its own: only weights travel."""
+
+    model: str
+    data: str
+    split: str = "train"
+    fields: Mapping[str, str] | None = None
+    tokenizer: str | None = None
+    length: int | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    test: str | None = None
+    test_split: str = "test"
+    fresh: bool = False
+    device: str = "cpu"
+
+    def told(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def live(self, settings: Settings) -> torch.nn.Module:
+        """The model as both sides train it; with `fresh`, its weights are drawn from the seed."""
+        model = load_model(self.model, "float32")
+        if self.fresh:
+            config = getattr(model, "config", None)
+            if config is None:
+                raise FederatedError(f"{type(model).__name__} has no config to be made anew from", hint="leave out --fresh")
+            with torch.random.fork_rng():
+                torch.manual_seed(settings.seed)
+                model = type(model)(config)
+        return prepared(model, settings).to(self.device)
+
+    def read(self, model: torch.nn.Module) -> tuple[Examples, Examples]:
+        """What clients share, and what the server measures on."""
+        if self.test is not None:
+            return self._examples(model, self.data, self.split), self._examples(model, self.test, self.test_split)
+        whole = self._examples(model, self.data, self.split)
+        order = np.random.default_rng(109).permutation(len(whole))
+        held = max(1, round(HELD * len(whole)))
+        return whole.only(np.sort(order[held:])), whole.only(np.sort(order[:held]))
+
+    def _examples(self, model: torch.nn.Module, uri: str, split: str) -> Examples:
+        checkpoint = open_checkpoint(self.model)
+        beside = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
+        how: dict[str, Any] = {"beside": beside, "tokenizer": self.tokenizer, "length": self.length, "mean": self.mean, "std": self.std}
+        return read_examples(plain(model), open_data(uri, fields=self.fields, split=split), **how)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """A run that is done: its state and history, and what is said of it."""
+
+    kept: Kept
+    results: Results
+    lines: tuple[str, ...]
+
+
+EngineOf = Callable[[torch.nn.Module, Examples], Engine]  # from the server's model and all shared examples
+
+
+def federated(
+    source: Source,
+    settings: Settings,
+    folder: Path,
+    *,
+    engine: EngineOf | None = None,
+    tell: Tell | None = None,
+    spy: bool = False,
+    about: Mapping[str, Any] | None = None,
+) -> Found:
+    """Train on an engine, or in this process. A folder that holds this run goes on where it stood; with `spy` it keeps what the server sees."""
+    model = source.live(settings)
+    shared, test = source.read(model)
+    chosen = engine(model, shared) if engine else InProcess(model, parts_of(shared, settings), settings)
+    state = state_of(model)
+    keeping.begin(folder, settings, digest_of(layout_of(state)), {**(about or {}), "source": source.told()})
+    watch = spy_on(folder, settings) if spy else None
+    kept = run(chosen, state, settings, folder=folder, measure=measuring(model, test), tell=tell, spy=watch, fuse=partial(fusing.average, model))
+    return finish(source, settings, folder, model, kept)
+
+
+def measuring(model: torch.nn.Module, test: Examples, batch: int = 256) -> Any:
+    """A function of a state: its loss and accuracy on the server's own examples."""
+
+    def measured(state: State) -> dict[str, float]:
+        load_state(model, state)
+        return measure(model, test, batch)
+
+    return measured
+
+
+def finish(source: Source, settings: Settings, folder: Path, model: torch.nn.Module, kept: Kept) -> Found:
+    """Write the trained model and the results beside the run."""
+    load_state(model, kept.state)
+    save_model(model, folder / "model", Path(source.model))
+    results = results_of(settings, kept, source)
+    write_bytes(folder / "results.json", to_json(results).encode())
+    last = done(kept.history)[-1]
+    measures = ", ".join(f"{name} {value:.4f}" for name, value in last.measures.items() if name != "examples")
+    voids = sum(r.void for r in kept.history)
+    lost = sum(len(r.absent) for r in kept.history)
+    first = f"{folder / 'model'}: {len(done(kept.history))} rounds of {settings.clients} clients, {settings.strategy}; {measures}"
+    spent = epsilon_of(settings, kept)
+    if spent is not None:
+        first += f"; epsilon {spent:.2f} at delta 1e-5 for a client that was in all of its rounds"
+    more = [f"{lost} contributions were absent or refused, {voids} rounds were void: {folder / 'results.json'} says which"] if lost or voids else []
+    return Found(kept, results, (first, *more))
+
+
+def epsilon_of(settings: Settings, kept: Kept) -> float | None:
+    """What the client that contributed most often has spent."""
+    counts = Counter(c for r in done(kept.history) for c in r.contributed)
+    return epsilon(read_defences(settings.defences), max(counts.values(), default=0))
+
+
+def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
+    """The plain model, in place of an older one of this run; of puzzles what was learned lies beside it, as `regauge jigsaw train` writes it."""
+    from safetensors.torch import save_file
+
+    partial_ = beside(out)
+    inner = plain(model)
+    with writing(out):
+        try:
+            if isinstance(model, MaskedJigsaw):
+                from regauge.jigsaw.saving import save_wrapped
+
+                save_wrapped(model, partial_, source if source.is_dir() else None)
+            else:
+                partial_.mkdir(parents=True)
+                if hasattr(inner, "save_pretrained"):
+                    with quiet():
+                        inner.save_pretrained(partial_)  # type: ignore[operator]
+                else:
+                    save_file({k: v.detach().cpu().contiguous() for k, v in inner.state_dict().items()}, partial_ / "model.safetensors")
+            for name in COPIED:
+                if (source / name).is_file() and not (partial_ / name).exists():
+                    shutil.copy(source / name, partial_ / name)
+            if out.exists():
+                shutil.rmtree(out)
+            partial_.rename(out)
+        finally:
+            shutil.rmtree(partial_, ignore_errors=True)
+
+
+def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
+    """Accuracy over rounds, and who was absent."""
+    rows = [
+        (
+            r.number + 1,
+            len(r.contributed),
+            len(r.absent),
+            r.loss,
+            r.measures.get("accuracy"),
+            r.seconds,
+            "; ".join(f"{c}: {w}" for c, w in r.absent.items()),
+        )
+        for r in kept.history
+    ]
+    table = Table("Rounds", ("round", "contributed", "absent", "loss of clients", "accuracy", "seconds", "why absent"), tuple(rows))
+    good = done(kept.history)
+    lines = {
+        "x": [r.number + 1 for r in good],
+        "y": {"accuracy": [r.measures.get("accuracy") for r in good]},
+        "xlabel": "round",
+        "ylabel": "accuracy",
+    }
+    figure = Figure("Accuracy over rounds", "lines", {**lines, "log": False})
+    facts: dict[str, Any] = {"settings": settings.told(), "source": json.loads(json.dumps(source.told())), "rounds": len(good)}
+    spent = epsilon_of(settings, kept)
+    facts |= {} if spent is None else {"epsilon": spent, "delta": DELTA}
+    return Results("A federated run", (), (table,), (figure,) if good else (), facts)

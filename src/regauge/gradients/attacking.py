@@ -1,0 +1,191 @@
+"""The table of attacks on updates: what each is granted, and what it makes of its view. Adding one is a line.
+
+Attacks of `kind` "images" give images, in no order of their own; "patches" a score for each patch that it is asked about; "mask" places; "labels"
+counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from regauge.attacks.april import april, is_april
+from regauge.attacks.classes import label_counts
+from regauge.attacks.descents import Descended, How, april_descent, dlg, gradvit, idlg, inverting_gradients, refined
+from regauge.attacks.embeddings import embedding_least_squares
+from regauge.attacks.spans import mask_leak, span_membership
+from regauge.attacks.updates import SentUpdate, Threat, UpdateError
+
+Tensor = torch.Tensor
+Kind = Literal["images", "patches", "mask", "labels"]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What an attack by optimisation may spend."""
+
+    steps: int = 300
+    restarts: int = 1
+    rate: float = 0.1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Attack:
+    """`name` is its id, `title` how it is told, `about` what it does in a line; `threat` what it is granted beside model and update."""
+
+    name: str
+    title: str
+    about: str
+    kind: Kind
+    threat: Threat
+    run: Callable[[SentUpdate, Budget, Tensor | None], tuple[Tensor, Mapping[str, Any]]]
+    is_slow: bool = False  # a descent: tried on few updates, and where it is asked for
+
+
+def _least_squares(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+    images, solved = embedding_least_squares(view)
+    facts = {"rank": solved.rank, "unknowns": solved.unknowns, "condition": solved.condition, "residual": solved.residual}
+    return images, facts
+
+
+def _span(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+    assert asked is not None
+    return span_membership(view, asked), {}
+
+
+def _mask(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+    return mask_leak(view), {}
+
+
+def _labels(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+    return label_counts(view), {}
+
+
+def _april(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+    if not is_april(view.model):
+        raise UpdateError("the first block has a norm and residuals, as every ViT in use: APRIL's closed form is for one without")
+    images, solved = april(view)
+    return images, {"rank": solved.rank, "unknowns": solved.unknowns, "condition": solved.condition, "residual": solved.residual}
+
+
+def _descent(attack: Callable[[SentUpdate, How], Descended], **how: Any) -> Callable[..., tuple[Tensor, Mapping[str, Any]]]:
+    def run(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+        found = attack(view, How(steps=budget.steps, restarts=budget.restarts, rate=budget.rate, seed=budget.seed, **how))
+        return found.images, {"objective": found.objective, "curve": found.curve}
+
+    return run
+
+
+def _refined(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+    start, _ = embedding_least_squares(view)
+    found = refined(view, start, How(steps=budget.steps, rate=budget.rate / 5, seed=budget.seed, objective="layers", smooth=0.02))
+    return found.images, {"objective": found.objective}
+
+
+_OPTIMISED = Threat(batch=True, images=True)
+ATTACKS: tuple[Attack, ...] = (
+    Attack(
+        "least squares",
+        "embedding least squares",
+        "solves the patch embedding's gradient for the patches, with the positions' gradients as coefficients: closed form, unmodified models",
+        "images",
+        Threat(batch=True, images=True),
+        _least_squares,
+    ),
+    Attack(
+        "span",
+        "span membership",
+        "asks of a patch whether it lies in the span of what the first layers were given",
+        "patches",
+        Threat(batch=True),
+        _span,
+    ),
+    Attack("mask", "mask from zero rows", "reads MJP's mask off the rows of positions whose gradient is zero", "mask", Threat(), _mask),
+    Attack("labels", "labels and counts", "reads the classes of a batch off the head's gradient", "labels", Threat(batch=True), _labels),
+    Attack(
+        "april",
+        "APRIL",
+        "solves the first attention's gradients for the tokens; on a model without first norm and residuals",
+        "images",
+        Threat(),
+        _april,
+    ),
+    Attack(
+        "inverting",
+        "inverting gradients",
+        "descends to smooth images whose gradients point the way of the update's, layer by layer",
+        "images",
+        _OPTIMISED,
+        _descent(inverting_gradients, objective="layers", smooth=0.02, schedule="cosine"),
+        True,
+    ),
+    Attack("refined", "least squares, then descent", "goes on from the closed form by a descent", "images", _OPTIMISED, _refined, True),
+    Attack(
+        "gradvit",
+        "GradViT-style",
+        "the same with priors for the seams of patches",
+        "images",
+        _OPTIMISED,
+        _descent(gradvit, objective="layers", smooth=0.02, seams=0.02, near=0.01, schedule="cosine"),
+        True,
+    ),
+    Attack(
+        "dlg",
+        "DLG",
+        "descends to images and labels by the distance of gradients",
+        "images",
+        _OPTIMISED,
+        _descent(dlg, objective="euclidean", signed=False, learned=True, schedule="none"),
+        True,
+    ),
+    Attack(
+        "idlg",
+        "iDLG",
+        "the same with labels that were read first",
+        "images",
+        _OPTIMISED,
+        _descent(idlg, objective="euclidean", signed=False, schedule="none"),
+        True,
+    ),
+    Attack(
+        "april descent",
+        "APRIL, optimised",
+        "the same with the direction of the positions' gradient",
+        "images",
+        _OPTIMISED,
+        _descent(april_descent, objective="april", smooth=0.01, signed=False),
+        True,
+    ),
+)
+CLOSED = tuple(a for a in ATTACKS if not a.is_slow and a.name != "april")
+
+
+def named(names: Sequence[str]) -> tuple[Attack, ...]:
+    return tuple(a for a in ATTACKS if a.name in names)
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """What one attack made of one update, or why it could not try."""
+
+    attack: str
+    found: Tensor | None
+    seconds: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    why: str = ""
+
+
+def attempt(attack: Attack, view: SentUpdate, budget: Budget, asked: Tensor | None = None) -> Attempt:
+    """Run an attack. Where the update or the model lacks what it needs, that is told and is no error: withholding is a defence."""
+    started = time.monotonic()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            found, facts = attack.run(view, budget, asked)
+    except UpdateError as error:
+        return Attempt(attack.name, None, time.monotonic() - started, why=str(error))
+    return Attempt(attack.name, found.detach(), time.monotonic() - started, facts)

@@ -1,0 +1,118 @@
+"""How near attacks on updates came: against the images as they were, and against what the model read of them, which a puzzle may have shuffled."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from regauge.attacks.inversion import to_patches
+from regauge.leakage.scoring import METRICS as SHARED
+from regauge.leakage.scoring import SPECTRAL, Metric, Scores, mean, named, scored
+from regauge.metrics import Lpips
+
+Tensor = torch.Tensor
+METRICS: tuple[Metric, ...] = (*(m for m in SHARED if m.name != "F-SIM"), SPECTRAL)
+LEAK = "PSNR"
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What one attack got of all updates: scores of each image against the original and against what was read, images for a gallery, seconds, and
+    what the attack says of how it stood (rank, condition) for each update."""
+
+    attack: str
+    original: Scores
+    read: Scores
+    seconds: float
+    images: Tensor | None = None
+    facts: Sequence[Mapping[str, Any]] = ()
+
+    def value(self, metric: str = LEAK, *, read: bool = False) -> float | None:
+        return mean(self.read if read else self.original, metric)
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One combination: what each attack on images got, the AUC of patches that were asked about, the share of the mask and of the labels that were
+    told (one number for each update), the epsilon if there is one, and why attacks could not try."""
+
+    combination: str
+    images: Mapping[str, Scored]
+    patches: Sequence[float] = ()
+    mask: Sequence[float] = ()
+    labels: Sequence[float] = ()
+    epsilon: float | None = None
+    samples: int = 1
+    why: Mapping[str, str] = field(default_factory=dict)
+    read: Tensor | None = None  # of a gallery: the images as the model read them, where a puzzle was put to them
+    accuracy: float | None = None
+
+    def best(self, metric: str = LEAK) -> tuple[str, float | None]:
+        """The attack that gets most of the images as they were or as they were read, and what it gets."""
+        found = {name: max(s.value(metric) or 0.0, s.value(metric, read=True) or 0.0) for name, s in self.images.items()}
+        if not found:
+            return "", None
+        name = max(found, key=lambda n: found[n])
+        return name, found[name]
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """All rows of one model on one data set, what costs nothing, and the true images of the gallery. `batches` and `stages` are further rows, by the
+    size of the batch and by how far the model was trained, for the curves."""
+
+    name: str
+    rows: tuple[Row, ...]
+    floors: Mapping[str, Scores]
+    shown: Tensor | None = None
+    batches: Mapping[int, Row] = field(default_factory=dict)
+    stages: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+
+    def row(self, combination: str) -> Row:
+        return next(r for r in self.rows if r.combination == combination)
+
+    def floor(self, metric: str = LEAK) -> float:
+        return mean(self.floors["the mean image"], metric) or 0.0
+
+
+def assigned(found: Tensor, true: Tensor) -> Tensor:
+    """Reconstructions in no order, as many as there are images: each image has the one that is nearest to it, of those that are left. Fewer than
+    there are images stand for several."""
+    if len(found) < len(true):
+        found = found.repeat(-(-len(true) // len(found)), 1, 1, 1)[: len(true)]
+    return named(found, true)
+
+
+def score(found: Tensor, true: Tensor, lpips: Lpips | None) -> Scores:
+    """All metrics; which image is nearest says nothing where there is one."""
+    chosen = METRICS if len(true) > 1 else tuple(m for m in METRICS if m.name != "identified")
+    return scored(found, true, lpips, chosen)
+
+
+def auc(inside: Tensor, outside: Tensor) -> float:
+    """How often something inside has the higher score than something outside; a tie is half."""
+    order = torch.cat([inside, outside]).double().numpy()
+    from scipy.stats import rankdata
+
+    ranks = rankdata(order)
+    n, m = len(inside), len(outside)
+    return float((ranks[:n].sum() - n * (n + 1) / 2) / (n * m))
+
+
+def told_labels(counts: Tensor, labels: Tensor) -> float:
+    """The share of a batch's labels that the counts have: the overlap of two bags."""
+    true = torch.bincount(labels.cpu(), minlength=len(counts))
+    return float(torch.minimum(counts.cpu(), true).sum()) / len(labels)
+
+
+def patches_of(images: Tensor, patch: int) -> Tensor:
+    """All patches of images, [count, values]."""
+    return to_patches(images, patch).flatten(0, 1)
+
+
+def average(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None

@@ -1,0 +1,195 @@
+"""What leaves a client, what a server sees of it and can make of it, and clients that begin apart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import federations as fed
+from regauge import apply, element, fold_norms
+from regauge.cli import main
+from regauge.federated import Contribution, FederatedError, Settings, keeping, parts_of, state_of
+from regauge.federated.defences import defended, epsilon, frozen, read_defences
+from regauge.federated.fusing import average
+from regauge.federated.running import Source, federated
+from regauge.federated.spying import load_kept, load_seen, seen_rounds, spy_on
+from regauge.federated.states import digest_of, layout_of, load_state
+from regauge.findings import load_results
+from regauge.sources import spec_of
+from regauge.split.defences import DefenceError
+
+SETTINGS = Settings(clients=3, rounds=2, batch=4, steps=1, rate=0.1)
+KEY = bytes(32)
+
+
+def made(change: float = 1.0) -> Contribution:
+    model = fed.vit()
+    state = state_of(model)
+    draw = torch.Generator().manual_seed(0)
+    tensors = {n: change * torch.randn(t.shape, generator=draw) for n, t in state.items()}
+    return Contribution(1, 0, digest_of(layout_of(state)), tensors, 10, 1, 4, 0.1, 0.5)
+
+
+def norm(c: Contribution) -> float:
+    return sum(float(t.double().square().sum()) for t in c.tensors.values()) ** 0.5
+
+
+def test_clipping_bounds_the_whole_change_and_leaves_a_small_one() -> None:
+    big, small = made(), made(1e-4)
+    assert norm(big) > 5
+    assert norm(defended(big, fed.vit(), read_defences(["clip=1"]), KEY)) == pytest.approx(1.0, rel=1e-4)
+    same = defended(small, fed.vit(), read_defences(["clip=1"]), KEY)
+    assert all(torch.equal(same.tensors[n], small.tensors[n]) for n in small.tensors)
+
+
+def test_private_noise_has_its_size_depends_on_the_secret_and_costs_an_epsilon() -> None:
+    chosen = read_defences(["private=2,norm=0.5"])
+    quiet = replace(made(), tensors={n: torch.zeros_like(t) for n, t in made().tensors.items()})
+    one, two = (defended(quiet, fed.vit(), chosen, secret) for secret in (KEY, bytes([1]) * 32))
+    flat = torch.cat([t.flatten() for t in one.tensors.values()])
+    assert float(flat.std()) == pytest.approx(1.0, rel=0.1)  # 2 times 0.5
+    assert any(not torch.equal(one.tensors[n], two.tensors[n]) for n in one.tensors)
+    few, many = epsilon(chosen, 1), epsilon(chosen, 20)
+    assert few is not None
+    assert many is not None
+    assert 0 < few < many
+    assert epsilon(read_defences(["clip=1"]), 5) is None
+
+
+def test_what_is_withheld_is_not_sent_and_what_is_frozen_is_not_trained() -> None:
+    chosen = read_defences(["withhold=embedding"])
+    sent = defended(made(), fed.vit(), chosen, KEY)
+    gone = made().tensors.keys() - sent.tensors.keys()
+    assert "vit.embeddings.position_embeddings" in gone
+    assert "classifier.weight" in sent.tensors
+    assert not frozen(fed.vit(), chosen)
+    kept = fed.ran(replace(SETTINGS, defences=("freeze=embedding",)))
+    plain, start = fed.ran(SETTINGS), state_of(fed.vit())
+    name = "vit.embeddings.position_embeddings"
+    assert torch.equal(kept.state[name], start[name])
+    assert not torch.equal(plain.state[name], start[name])
+    assert not torch.equal(kept.state["classifier.weight"], start["classifier.weight"])
+
+
+def test_compression_keeps_few_numbers_or_few_bits() -> None:
+    pruned = defended(made(), fed.vit(), read_defences(["prune=0.9"]), KEY).tensors["classifier.weight"]
+    assert float((pruned != 0).float().mean()) == pytest.approx(0.1, abs=0.03)
+    rounded = defended(made(), fed.vit(), read_defences(["round=2"]), KEY).tensors["classifier.weight"]
+    assert len(rounded.unique()) <= 4
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [(["hide"], 'no defence "hide"'), (["clip=1", "clip=2"], "twice"), (["clip=1", "private=1"], "private clips by itself"), (["clip=-1"], "norm")],
+)
+def test_defences_that_cannot_be_are_refused(texts: list[str], said: str) -> None:
+    with pytest.raises(DefenceError, match=said):
+        read_defences(texts)
+
+
+# The spy
+
+
+def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    keeping.begin(folder, SETTINGS, "l", {})
+    start = state_of(fed.vit())
+    fed.ran(SETTINGS, folder=folder, spy=spy_on(folder, SETTINGS))
+    assert seen_rounds(folder) == {0: [0, 1, 2], 1: [0, 1, 2]}
+    seen = load_seen(folder, 0, 1)
+    assert (seen.update.kind, seen.update.steps, seen.update.rate, seen.batch) == ("change", 1, 0.1, 4)
+    assert all(torch.equal(seen.state[n], start[n]) for n in start)
+    (rows,) = load_kept(folder, 0, 1)
+    part = parts_of(fed.bars(), SETTINGS)[1]
+    model = fed.vit().train()
+    inputs, labels = part.batch(list(rows))
+    torch.nn.functional.cross_entropy(model(**inputs).logits, labels).backward()
+    slopes = {n: p.grad for n, p in model.named_parameters()}
+    assert torch.allclose(seen.update.slopes["classifier.weight"], slopes["classifier.weight"], atol=1e-5)
+    sent = (folder / "seen").rglob("*")
+    assert not any(p.suffix == ".json" for p in sent)
+    with pytest.raises(FederatedError, match="nothing that the server saw"):
+        seen_rounds(tmp_path)
+
+
+def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start, run = tmp_path / "start", tmp_path / "run"
+    fed.vit(num_labels=10).save_pretrained(start)  # type: ignore[operator]
+    source = Source(str(start), "digits", mean=[0.3], std=[0.38], test="digits")
+    federated(source, Settings(clients=2, rounds=2, batch=1, steps=1, rate=0.1), run, spy=True)
+    out = tmp_path / "r.json"
+    assert (
+        main(
+            ["audit", "gradients", "--from", str(run), "--attacks", "least squares,labels", "--json", str(out), "--report", str(tmp_path / "p.html")]
+        )
+        == 0
+    )
+    capsys.readouterr()
+    found = load_results(out)
+    rows = found.tables[0].rows
+    assert [row[0] for row in rows] == [1, 2]
+    assert rows[0][2] > rows[0][3] + 10  # one image, one step: far above the mean image
+    assert rows[0][5] == 1.0  # its label is told
+    page = (tmp_path / "p.html").read_text()
+    assert "Accuracy over rounds" in page
+    assert "Leakage over rounds" in page
+    hidden = tmp_path / "hidden"
+    federated(source, Settings(clients=2, rounds=1, batch=1, steps=1, rate=0.1, defences=("freeze=embedding",)), hidden, spy=True)
+    assert main(["audit", "gradients", "--from", str(hidden), "--attacks", "least squares", "--json", str(out)]) == 0
+    table = load_results(out).tables[0]
+    assert table.rows[0][2] is None
+    assert "the update has no" in table.note
+    assert main(["audit", "gradients", "--from", str(start)]) == 1
+    assert "is no run" in capsys.readouterr().err
+    assert json.loads((run / "run.json").read_text())["version"] == 1
+
+
+# Clients that begin apart
+
+
+def apart(settings: Settings) -> tuple[torch.nn.Module, dict[str, torch.Tensor], list[Contribution]]:
+    """Three descriptions of one model, as three clients would send them; and the logits that all of them give."""
+    model = fed.vit(num_labels=10)
+    folded, state = fold_norms(spec_of(model), state_of(model))
+    sent = []
+    for i in range(3):
+        moved = {n: t.contiguous() for n, t in (apply(element(folded, i + 1), state) if i else state).items()}
+        sent.append(replace(made(), client=i, tensors=moved, kind="weights"))
+    return model, state_of(model), sent
+
+
+def test_matched_clients_average_to_the_function_that_each_of_them_has() -> None:
+    settings = Settings(clients=3, rounds=1, independent=True, strategy="matched")
+    model, state, sent = apart(settings)
+    images = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        true = model(pixel_values=images).logits
+        load_state(model, average(model, state, sent, settings))
+        matched = model(pixel_values=images).logits
+        load_state(model, average(model, state, sent, replace(settings, strategy="fedavg")))
+        plain = model(pixel_values=images).logits
+    assert torch.allclose(matched, true, atol=1e-3)
+    assert float((plain - true).abs().max()) > 0.1
+
+
+def test_clients_that_begin_apart_send_weights_and_are_averaged() -> None:
+    settings = Settings(clients=2, rounds=2, batch=8, steps=1, independent=True, strategy="matched")
+    model = fed.vit()
+    from functools import partial
+
+    kept = fed.ran(settings, fuse=partial(average, model))
+    assert [r.contributed for r in kept.history] == [(0, 1), (0, 1)]
+    with pytest.raises(FederatedError, match="matched is for clients that begin apart"):
+        Settings(clients=2, rounds=1, strategy="matched")
+    _, state, sent = apart(settings)
+    with pytest.raises(FederatedError, match=r'client 1 did not send "classifier.bias"'):
+        average(
+            fed.vit(num_labels=10),
+            state,
+            [sent[0], replace(sent[1], tensors={k: v for k, v in sent[1].tensors.items() if k != "classifier.bias"})],
+            settings,
+        )

@@ -1,0 +1,28 @@
+"""The experiments of federated learning, through the same code as the real runs, on pico models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from regauge.experiments import EXPERIMENTS
+from regauge.experiments.federating import PARTS, WAYS
+from regauge.experiments.lab import Lab
+
+
+def test_training_tells_accuracy_and_leakage_of_every_way(tmp_path: Path) -> None:
+    found = EXPERIMENTS["federated/training"](Lab("pico", cache=tmp_path))
+    (table,) = found.tables
+    assert [(row[0], row[1]) for row in table.rows] == [(way, part) for part in PARTS for way in WAYS]
+    rows = {(row[0], row[1]): row for row in table.rows}
+    plain, frozen = rows[("FedAvg", "even")], rows[("FedAvg + MJP, embedding frozen", "even")]
+    assert plain[4] > plain[6] + 10  # an update of one image gives the image away
+    assert frozen[4] is None  # what the attack on images needs is not sent
+    assert {f.id for f in found.findings} >= {"even/FedAvg/accuracy", "even/FedAvg/leak", "unlike/FedAvg + MJP/accuracy"}
+
+
+def test_fusion_tells_both_ways(tmp_path: Path) -> None:
+    lab = Lab("pico", cache=tmp_path)
+    found = EXPERIMENTS["federated/fusion"](lab)
+    assert [len(row) for row in found.tables[0].rows] == [3, 3]
+    again = Lab("pico", cache=tmp_path)
+    assert EXPERIMENTS["federated/fusion"](again).tables == found.tables

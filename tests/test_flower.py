@@ -1,0 +1,314 @@
+"""The contract with Flower: its messages carry ours, its strategies agree with ours, and a run over its messages is a run in this process.
+
+Flower has an environment of its own (Makefile), in which these tests are run; elsewhere they are skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app.user_config import UserConfig
+from flwr.serverapp import strategy as theirs
+
+import federations as fed
+from regauge.federated import FederatedError, Settings, aggregate, flower, load_state, state_of
+from regauge.federated.aggregating import Memory
+from regauge.federated.running import Source, federated
+from regauge.federated.states import Absence, Contribution, digest_of, layout_of
+
+SETTINGS = Settings(clients=4, rounds=2, batch=16, steps=2)
+Answer = Callable[[Message, Message], Message | None]  # what becomes of a node's reply to a message
+
+
+@pytest.fixture(autouse=True)
+def task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower's messages want to know in whose run they are made."""
+    from flwr.supercore.task_identity import TaskIdentity
+
+    monkeypatch.setattr(TaskIdentity, "_run_id", 1)
+    monkeypatch.setattr(TaskIdentity, "_node_id", 1)
+    monkeypatch.setattr(TaskIdentity, "_task_id", 1)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    folder = tmp_path_factory.mktemp("flower") / "start"
+    fed.vit(num_labels=10).save_pretrained(folder)  # type: ignore[operator]
+    return Source(str(folder), "digits", mean=[0.3], std=[0.38], test="digits")
+
+
+class Nodes:
+    """A grid of nodes in this process, behind Flower's own messages. `bend` says what becomes of a client's replies."""
+
+    def __init__(self, source: Source, count: int = 4, bend: dict[int, Answer] | None = None) -> None:
+        self.app, self.bend = flower.client_app(source), bend or {}
+        self.nodes = {1000 + 7 * i: i for i in range(count)}
+        self.contexts = {node: self.context(node) for node in self.nodes}
+        self.sent: list[Message] = []  # what nodes answered, as a server would see it
+
+    def context(self, node: int) -> Context:
+        config = UserConfig({"partition-id": self.nodes[node], "num-partitions": len(self.nodes)})
+        return Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config=UserConfig())
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.nodes)
+
+    def get_nodes(self) -> Iterable[Any]:
+        return []
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        replies = []
+        for message in messages:
+            client = self.nodes[message.metadata.dst_node_id]
+            try:
+                reply: Message | None = self.app(copy.deepcopy(message), self.contexts[message.metadata.dst_node_id])
+            except RuntimeError as error:
+                reply = Message(Error(code=2, reason=str(error)), reply_to=message)
+            assert reply is not None
+            self.sent.append(reply)
+            if client in self.bend and message.metadata.message_type == "train":
+                reply = self.bend[client](message, reply)
+            if reply is not None:
+                reply.metadata.__dict__["_src_node_id"] = message.metadata.dst_node_id
+                replies.append(reply)
+        return replies[::-1]  # whoever was asked last answers first
+
+
+def served(source: Source, folder: Path, settings: Settings = SETTINGS, **more: Any) -> flower.Found:
+    return flower.serve(Nodes(source, settings.clients, **more), source, settings, folder, gather=0.0)  # type: ignore[arg-type]
+
+
+def test_the_pinned_version_is_here_and_nothing_is_sent_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flwr.supercore import telemetry
+
+    flower.check_flower()
+    assert telemetry.FLWR_TELEMETRY_ENABLED == "0"
+    monkeypatch.setattr(flower.flwr, "__version__", "1.42.0")
+    with pytest.raises(FederatedError, match=r"works with Flower 1\.41, and 1\.42\.0 is installed"):
+        flower.check_flower()
+
+
+def test_a_run_over_flowers_messages_is_a_run_in_this_process(source: Source, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, strategy="fedadam", partition="dirichlet", jigsaw=0.3)
+    here, there = federated(source, settings, tmp_path / "here"), served(source, tmp_path / "there", settings)
+    assert [r.contributed for r in there.kept.history] == [(0, 1, 2, 3)] * 2
+    assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
+    other = federated(source, replace(settings, seed=1), tmp_path / "other")
+    assert any(not torch.equal(here.kept.state[n], other.kept.state[n]) for n in here.kept.state)
+
+
+def test_a_run_that_lost_its_server_goes_on_without_counting_a_round_twice(source: Source, tmp_path: Path) -> None:
+    whole = served(source, tmp_path / "whole", replace(SETTINGS, rounds=3))
+    served(source, tmp_path / "run")
+    again = served(source, tmp_path / "run", replace(SETTINGS, rounds=3))
+    assert [r.number for r in again.kept.history] == [0, 1, 2]
+    assert all(torch.equal(whole.kept.state[n], again.kept.state[n]) for n in whole.kept.state)
+
+
+def failed(message: Message, reply: Message) -> Message:
+    return Message(Error(code=1, reason="out of memory"), reply_to=message)
+
+
+def empty(message: Message, reply: Message) -> Message:
+    return Message(RecordDict(), reply_to=message)
+
+
+def silent(message: Message, reply: Message) -> None:
+    return None
+
+
+def poisoned(message: Message, reply: Message) -> Message:
+    reply.content["arrays"]["classifier.bias"] = Array(np.full(10, np.nan, np.float32))
+    return reply
+
+
+def stale(message: Message, reply: Message) -> Message:
+    reply.content["about"]["layout"] = "another"
+    return reply
+
+
+def newer(message: Message, reply: Message) -> Message:
+    reply.content["about"]["regauge"] = 99
+    return reply
+
+
+def garbled(message: Message, reply: Message) -> Message:
+    reply.content["arrays"]["classifier.bias"] = Array("float32", (10,), "numpy.ndarray", b"nothing")
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("bend", "why"),
+    [
+        (failed, "it failed: out of memory"),
+        (empty, "its answer cannot be read"),
+        (silent, "it did not answer"),
+        (poisoned, '"classifier.bias" holds NaN'),
+        (stale, "another version of the model"),
+        (newer, "its regauge speaks version 99"),
+        (garbled, "its answer cannot be read"),
+    ],
+)
+def test_a_node_that_does_not_fit_is_told_by_name_and_the_run_goes_on(bend: Answer, why: str, source: Source, tmp_path: Path) -> None:
+    found = served(source, tmp_path / "run", replace(SETTINGS, rounds=1), bend={2: bend})
+    (told,) = found.kept.history
+    assert told.contributed == (0, 1, 3)
+    assert why in told.absent["2"]
+
+
+def test_a_node_of_another_model_says_so(source: Source, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    fed.vit(num_labels=11).save_pretrained(other)  # type: ignore[operator]
+    nodes = Nodes(replace(source, model=str(other)))
+    engine = flower.GridEngine(nodes, SETTINGS, gather=0.0)  # type: ignore[arg-type]
+    answers = list(engine.ask(0, [0, 1], state_of(fed.vit(num_labels=10))))
+    assert all(isinstance(a, Absence) and "two versions of a model meet" in a.why and "classifier.bias" in a.why for a in answers)
+
+
+def test_clients_without_a_node_are_absent(source: Source) -> None:
+    engine = flower.GridEngine(Nodes(source, 2), SETTINGS, gather=0.0)  # type: ignore[arg-type]
+    answers = {a.client: a for a in engine.ask(0, [0, 1, 2], state_of(fed.vit(num_labels=10)))}
+    assert isinstance(answers[0], Contribution)
+    assert answers[2] == Absence(2, "no node is connected for it")
+
+
+def test_a_node_says_where_its_model_and_data_are_and_a_message_cannot() -> None:
+    with pytest.raises(FederatedError, match="does not say where its model"):
+        flower.source_of({"partition-id": 0})
+    made = flower.source_of({"model": "M", "data": "D", "mean": "0.3,0.4", "fields": "image=x,label=y"})
+    assert made == Source("M", "D", mean=[0.3, 0.4], fields={"image": "x", "label": "y"})
+
+
+# Defences as mods
+
+
+def test_defences_act_on_flowers_messages_as_in_this_process(source: Source, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, rounds=1, defences=("freeze=embedding", "private=0.5,norm=0.1", "round=8"))
+    here, there = federated(source, settings, tmp_path / "here"), served(source, tmp_path / "there", settings)
+    assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
+    plain = served(source, tmp_path / "plain", replace(SETTINGS, rounds=1))
+    assert any(not torch.equal(plain.kept.state[n], there.kept.state[n]) for n in plain.kept.state)
+
+
+def test_a_server_cannot_weaken_what_a_node_insists_on() -> None:
+    def chosen(config: dict[str, Any], *texts: str) -> list[str]:
+        context = Context(run_id=1, node_id=1, node_config=UserConfig(config), state=RecordDict(), run_config=UserConfig())
+        return [repr(d) for d in flower.defences_of(replace(SETTINGS, defences=texts), context)]
+
+    assert chosen({"defences": "clip=0.1+round=8"}, "clip=100") == ["Clip(norm=0.1)", "Round(bits=8.0)"]
+    assert chosen({}, "clip=100") == ["Clip(norm=100.0)"]
+
+
+def test_a_defence_is_a_mod_for_any_app_that_answers_with_weights() -> None:
+    before = {"w": torch.zeros(4)}
+    message = Message(RecordDict({"arrays": flower.to_arrays(before)}), 1, "train")
+    context = Context(run_id=1, node_id=1, node_config=UserConfig(), state=RecordDict(), run_config=UserConfig())
+
+    def app(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"arrays": flower.to_arrays({"w": torch.full((4,), 5.0)})}), reply_to=message)
+
+    reply = flower.mod_of("clip=1.0")(message, context, app)
+    assert flower.from_arrays(reply.content["arrays"])["w"].norm() == pytest.approx(1.0)
+    assert flower.from_arrays(app(message, context).content["arrays"])["w"].norm() == pytest.approx(10.0)
+    with pytest.raises(FederatedError, match="needs to know the model"):
+        flower.mod_of("withhold=head")
+
+
+# Secure aggregation
+
+
+def test_a_secure_sum_is_the_mean_and_shows_nobodys_own(source: Source, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, rounds=2, secure=True)
+    nodes = Nodes(source)
+    secure = flower.serve(nodes, source, settings, tmp_path / "secure", gather=0.0, spy=True)  # type: ignore[arg-type]
+    plain = federated(source, replace(settings, secure=False), tmp_path / "plain")
+    assert [r.contributed for r in secure.kept.history] == [(0, 1, 2, 3)] * 2
+    worst = max(float((secure.kept.state[n] - plain.kept.state[n]).abs().max()) for n in plain.kept.state)
+    assert 0 < worst < 1e-4
+    from regauge.federated.spying import load_seen
+
+    one, two = (load_seen(tmp_path / "secure", 0, c).update.tensors for c in (0, 1))
+    assert all(torch.equal(one[n], two[n]) for n in one)  # all that the server has is the mean
+    trained = [m for m in nodes.sent if m.has_content() and m.content.array_records]
+    assert all(not record for m in trained for record in m.content.array_records.values())  # nothing went in the clear
+
+
+def test_a_secure_sum_goes_on_without_one_and_refuses_two(source: Source, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, rounds=1, secure=True)
+    late = {3: lambda message, reply: None if "fitins.parameters" in message.content or "arrays" in message.content else reply}
+    found = served(source, tmp_path / "run", settings, bend=late)
+    assert found.kept.history[0].contributed == (0, 1, 2)
+    assert "dropped out of the secure sum" in found.kept.history[0].absent["3"]
+    engine = flower.GridEngine(Nodes(source, 2), settings, gather=0.0)  # type: ignore[arg-type]
+    answers = list(engine.ask(0, [0, 1], state_of(fed.vit(num_labels=10))))
+    assert all(isinstance(a, Absence) and "needs 3" in a.why for a in answers)
+    with pytest.raises(FederatedError, match="hides nothing"):
+        Settings(clients=2, rounds=1, secure=True)
+    with pytest.raises(FederatedError, match="secure sums are Flower's"):
+        federated(source, settings, tmp_path / "here")
+
+
+# Flower's strategies
+
+
+def replies(sent: list[Contribution], state: Any) -> list[Message]:
+    """The same contributions as Flower's own apps send them: whole weights, and how many examples they are of."""
+    out = []
+    for c in sent:
+        content = RecordDict(
+            {"arrays": flower.to_arrays({n: state[n] + t for n, t in c.tensors.items()}), "metrics": MetricRecord({"num-examples": c.examples})}
+        )
+        out.append(Message(content, reply_to=Message(RecordDict(), 1, "train")))
+    return out
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedprox", "fedadam"])
+def test_flowers_strategies_agree_with_ours(name: str) -> None:
+    draw = torch.Generator().manual_seed(0)
+    state = {"w": torch.randn(5, 3, generator=draw), "b": torch.randn(3, generator=draw)}
+    settings = Settings(clients=3, rounds=1, strategy=name, proximal=0.1, server_rate=0.1 if name == "fedadam" else None)
+    made = {"fedavg": theirs.FedAvg, "fedprox": theirs.FedProx, "fedadam": lambda: theirs.FedAdam(eta=0.1)}[name]()
+    ours, memory = dict(state), Memory()
+    current = flower.to_arrays(state)
+    for number in range(1, 4):
+        before = flower.from_arrays(current)
+        sent = [
+            Contribution(
+                i, 0, digest_of(layout_of(ours)), {n: 0.1 * torch.randn(t.shape, generator=draw) for n, t in ours.items()}, 5 + i, 1, 1, 0.1, 0.0
+            )
+            for i in range(3)
+        ]
+        if name == "fedadam":
+            made.current_arrays = {k: a.numpy() for k, a in current.items()}
+        found, _ = made.aggregate_train(number, replies(sent, before))
+        assert isinstance(found, ArrayRecord)
+        current = found
+        ours, memory = aggregate(ours, sent, memory, settings)
+        for n, t in flower.from_arrays(current).items():
+            assert torch.allclose(t.float(), ours[n], atol=1e-6), (n, number)
+    assert not torch.allclose(ours["w"], state["w"], atol=1e-3)
+
+
+# The real thing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("clients", [4, 20])
+def test_a_simulation_is_a_run_in_this_process(clients: int, source: Source, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, clients=clients)
+    here, there = federated(source, settings, tmp_path / "here"), flower.simulate(source, settings, tmp_path / "there")
+    assert [len(r.contributed) for r in there.kept.history] == [clients] * 2
+    worst = max(float((here.kept.state[n] - there.kept.state[n]).abs().max()) for n in here.kept.state)
+    assert worst <= 1e-6
+    load_state(fed.vit(num_labels=10), there.kept.state)

@@ -1,0 +1,110 @@
+"""`regauge audit gradients` on images: what it says, what it writes, what it refuses; and Table 5 on pico models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regauge.cli import main
+from regauge.errors import RegaugeError
+from regauge.experiments import EXPERIMENTS, Lab
+from regauge.findings import load_results
+from regauge.gradients import GradientCase, audit_gradients
+from regauge.gradients.attacking import ATTACKS, Budget, named
+from regauge.gradients.scoring import assigned, auc, told_labels
+from regauge.leakage import LeakageError
+from updates import examples, pictures, vit
+
+
+def saved(folder: Path, **more: Any) -> Path:
+    vit(**more).save_pretrained(folder / "vit")
+    (folder / "vit" / "preprocessor_config.json").write_text(json.dumps({"do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    pixels = ((pictures(40) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    np.savez(folder / "data.npz", image=pixels, label=np.arange(40) % 5)
+    return folder / "vit"
+
+
+def test_the_audit_says_which_defence_hides_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = saved(tmp_path)
+    page, out = tmp_path / "page.html", tmp_path / "r.json"
+    defences = ("rows", "mjp=0.5", "batch=8", "freeze=embedding,first", "private=1")
+    given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz"), "--updates", "2"]
+    given += ["--attacks", "least squares,span,mask,labels,inverting", "--budget", "3,1", "--optimised", "1"]
+    more = ["--batches", "1,4", "--train", "2", "--json", str(out), "--report", str(page)]
+    assert main([*given, *(a for d in defences for a in ("--defence", d)), *more]) == 0
+    said = capsys.readouterr().out
+    found = load_results(out)
+    by = {f.id.removeprefix("data/"): f for f in found.findings}
+    assert by["none/least squares"].value > 45 > 30 > by["batch=8/least squares"].value
+    assert by["rows/least squares"].value == pytest.approx(by["none/least squares"].value, abs=3)
+    assert by["none/span"].value > 0.95
+    assert "Buys nothing against images: rows" in said
+    assert "MJP's mask is read off the update: mjp=0.5 100%" in said
+    assert "epsilon" in said
+    assert "freeze=embedding,first, least squares: the update has no" in said
+    assert {f.title.split(": ")[1] for f in found.figures} == {
+        "what the server sees", "leakage against batch size", "patches and labels against batch size", "leakage against training"
+    }  # fmt: skip
+    assert "<img" in page.read_text()
+    short = ["--attacks", "least squares", "--batches", "", "--fail-above", "0.5"]
+    assert main([*given[:5], "--updates", "2", "--defence", "rows", *short]) == 3
+    assert main([*given[:5], "--updates", "2", "--defence", "private=1", *short]) == 0
+
+
+def test_what_cannot_be_audited_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = saved(tmp_path)
+    given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz")]
+    for more, text in (
+        (["--defence", "fog"], 'there is no defence "fog"'),
+        (["--defence", "batch=99"], "takes 99 images"),
+        (["--attacks", "fog"], "fog"),
+        (["--budget", "1"], "STEPS,RESTARTS"),
+        (["--batches", "x"], "numbers"),
+        (["--rate", "-1"], "no rate"),
+    ):
+        assert main([*given, *more]) in (1, 2)
+        assert text in " ".join(capsys.readouterr().err.split())
+    plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 5))
+    with pytest.raises(RegaugeError, match="no patch embedding"):
+        audit_gradients(GradientCase(plain, examples(4), examples(4), [0.5] * 3, [0.5] * 3), [])
+    with pytest.raises(LeakageError, match="images of its own"):
+        audit_gradients(GradientCase(vit(), examples(4), examples(1), [0.5] * 3, [0.5] * 3), [])
+
+
+def test_scores_are_of_what_they_are_named_for() -> None:
+    x = pictures(3)
+    assert torch.equal(assigned(x[[2, 0, 1]], x), x)
+    assert assigned(x[:1], x).shape == x.shape
+    assert auc(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0])) == 1
+    assert auc(torch.zeros(3), torch.zeros(3)) == 0.5
+    assert told_labels(torch.tensor([2, 0, 1]), torch.tensor([0, 2, 2])) == pytest.approx(2 / 3)
+    assert [a.name for a in named(["span", "least squares"])] == ["least squares", "span"]
+    assert len({a.name for a in ATTACKS}) == len(ATTACKS)
+    assert Budget().steps > 0
+
+
+def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:
+    found = EXPERIMENTS["002/table5"](Lab("pico", cache=tmp_path))
+    (table,) = found.tables
+    assert {(r[0], r[1]) for r in table.rows} >= {("ViT", "(a)"), ("ViT w/o PEs", "(b)"), ("ViT + MJP w/o unknown", "(c)"), ("ViT + MJP", "(d)")}
+    assert len(table.rows) == 31
+    by = {f.id: f for f in found.findings}
+    assert by["table5/plain"].holds
+    assert by["table5/a"].holds
+
+
+@pytest.mark.slow
+def test_the_front_measures_every_recipe_at_every_batch(tmp_path: Path) -> None:
+    from regauge.experiments.front import RECIPES
+
+    found = EXPERIMENTS["gradients/front"](Lab("pico", cache=tmp_path))
+    (table,) = found.tables
+    assert {(r[0], r[1]) for r in table.rows} == {(r, size) for r in RECIPES for size in (1, 4)}
+    by = {(r[0], r[1]): dict(zip(table.columns, r, strict=True)) for r in table.rows}
+    assert by["none", 1]["dB above floor"] > by["none", 4]["dB above floor"]
+    assert by["private=1.0", 1]["epsilon"] > 0

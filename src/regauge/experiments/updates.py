@@ -189,7 +189,7 @@ def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
 
 def _examples(task: Mapping[str, Any], data: Data) -> Examples:
     """Images with their labels, or, of images whose classes are none of the model's, with labels by turns."""
-    if "label" in data.fields:
+    if "label" in data.fields and int(np.max(data["label"])) < int(task["classes"]):
         return prepare(task, data)
     plain = prepare({**task, "labelled": False}, data)
     return replace(plain, batch=lambda rows: (plain.batch(rows)[0], torch.as_tensor(np.asarray(rows)) % int(task["classes"])))
@@ -226,7 +226,7 @@ def _attacked(lab: Lab, subject: Subject, kind: str, plan: str, name: str, image
     data: dict[str, Any] = {"images": lab.open(images)}
     if kind != "random":
         data["weights"] = model_of(lab, subject, how(kind), 0)
-        lab.done -= 1
+        lab.done, lab.seconds = lab.done - 1, lab.seconds - data["weights"].seconds  # it is counted once, with its test
         parameters["how"] = parameters_with(subject, how(kind))["how"]
     if subject.task["size"] >= 32:
         with contextlib.suppress(RegaugeError):  # without it there is no LPIPS
@@ -236,7 +236,7 @@ def _attacked(lab: Lab, subject: Subject, kind: str, plan: str, name: str, image
 
 def _bare(lab: Lab, subject: Subject) -> float:
     weights = model_of(lab, subject, how("J"), 0)
-    lab.done -= 1
+    lab.done, lab.seconds = lab.done - 1, lab.seconds - weights.seconds
     parameters = {**parameters_with(subject, how("J")), "batch": subject.batch}
     return float(
         lab.run(BARE, parameters, {"weights": weights, "test": lab.open(subject.test)}, "test MJP without its unknown embedding").values["accuracy"]

@@ -214,6 +214,8 @@ WITHOUT = {  # and why nothing is left there, or what, and the test that says so
     "inspect": "writes nothing",
     "fingerprint": "writes nothing",
     "doctor": "writes nothing",
+    "audit gradients": "writes its page at the end, by write_bytes, as verify does",
+    "federate": "keeps its rounds, and goes on with them: tests/test_cli_federate.py",
     "split join": "writes as convert does",
 }
 

@@ -26,6 +26,7 @@ _BRINGS = {
     "transport": "merging by optimal transport: ot_wts, ot_acts",
     "split": "regauge split over a network",
     "audit": "regauge audit split: image metrics",
+    "federated": "regauge federate on Flower: --engine simulation, deployment",
     "privacy": "the privacy accountant of noise with an epsilon",
     "studies": "regauge jigsaw study",
     "experiments": "regauge demo and regauge reproduce",

@@ -12,10 +12,11 @@ import typer
 from regauge.cli import options, sample
 from regauge.cli.console import data as out_data
 from regauge.cli.console import say, step_bar
-from regauge.cli.run import check_device, facts_of_run
+from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run
 
 if TYPE_CHECKING:
     from regauge.federated.keeping import Round
+    from regauge.federated.running import Found
 
 
 class Strategy(StrEnum):
@@ -106,11 +107,15 @@ def federate(
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of all draws.")] = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
+    json: options.JsonFile = None,
     verbose: options.Verbose = 0,
 ) -> int:
     """Train a model on data that stay with their clients. The run's folder holds the model, its history, and what it needs to go on after any end."""
     started = time.monotonic()
     check_device(device)
+    check_outputs(json, None)
+    if json is not None and engine is EngineName.deployment:
+        raise typer.BadParameter("the results of a deployment are on the SuperLink's machine, in the run's folder", param_hint="--json")
     import torch
 
     from regauge.federated.defences import read_defences
@@ -138,17 +143,18 @@ def federate(
     if engine is EngineName.deployment:
         if superlink is None or authority is None:
             raise typer.BadParameter("a deployment needs --superlink HOST:PORT and --authority PEM", param_hint="--engine")
-        lines = _deployed(source, settings, out, superlink, authority, wait, gather, spy)
+        for line in _deployed(source, settings, out, superlink, authority, wait, gather, spy):
+            out_data(line)
+        code = 0
     else:
         options_ = {"workers": workers, "wait": wait, "gather": gather} if engine is EngineName.simulation else {}
-        lines = _here(engine, source, settings, out, spy=spy, about=facts_of_run(), **options_)
-    for line in lines:
-        out_data(line)
+        found = _here(engine, source, settings, out, spy=spy, about=facts_of_run(), **options_)
+        code = deliver(found.results, "\n".join(found.lines), json, None)
     say(f"run: {out} ({time.monotonic() - started:.1f} s)")
-    return 0
+    return code
 
 
-def _here(engine: EngineName, source: Any, settings: Any, out: Path, **more: Any) -> tuple[str, ...]:
+def _here(engine: EngineName, source: Any, settings: Any, out: Path, **more: Any) -> Found:
     from regauge.federated.running import federated
 
     if engine is EngineName.simulation:
@@ -158,7 +164,7 @@ def _here(engine: EngineName, source: Any, settings: Any, out: Path, **more: Any
         def tell(one: Round) -> None:
             progress(one.number, settings.rounds, told(one))
 
-        return federated(source, settings, out, tell=tell, **more).lines
+        return federated(source, settings, out, tell=tell, **more)
 
 
 def _deployed(source: Any, settings: Any, out: Path, superlink: str, authority: Path, wait: float, gather: float, spy: bool) -> tuple[str, ...]:

@@ -22,6 +22,8 @@ Then, by what you want
   a file that nobody reads without the key        regauge seal MODEL -k SEALKEY -o MODEL.sealed
   a backbone on another machine, data kept here   regauge split certs --to CERTS, then regauge split serve and split train
   training that minds positions less              regauge jigsaw train MODEL --data IMAGES -o OUT
+  training on data that stay with their owners    regauge federate MODEL --data IMAGES --clients 4 --rounds 10 -o RUN
+  what such training gives away                   regauge audit gradients MODEL --data IMAGES
   the papers' tables                              regauge reproduce --list
 
 regauge --help lists all commands; regauge COMMAND --help ends with an example."""
@@ -31,11 +33,12 @@ PANELS = {
     "Look at models": ("inspect", "verify", "compare", "barrier", "fingerprint"),
     "Change models": ("move", "match", "merge", "convert"),
     "Protect": ("keygen", "lock", "unlock", "rekey", "seal", "open"),
-    "Train and serve": ("split", "jigsaw"),
+    "Train and serve": ("split", "jigsaw", "federate"),
     "Attack and report": ("audit", "reproduce", "report"),
 }
 
 EXAMPLES = {
+    "audit gradients": "regauge audit gradients VIT --data IMAGES --defence mjp=0.5 --report page.html",
     "audit lock": "regauge audit lock LOCKED -k KEY --against BASE --report page.html",
     "audit split": "regauge audit split VIT --data IMAGES --defence rows --defence noise=0.5+rows --report page.html",
     "barrier": "regauge barrier A B --data book.txt --report page.html",
@@ -43,6 +46,7 @@ EXAMPLES = {
     "convert": "regauge convert PICKLED -o OUT",
     "demo": "regauge demo --report page.html",
     "doctor": "regauge doctor --json",
+    "federate": "regauge federate VIT --data IMAGES --clients 4 --rounds 10 -o RUN",
     "fingerprint": "regauge fingerprint MODEL --json",
     "inspect": "regauge inspect MODEL --explain stream",
     "jigsaw evaluate": "regauge jigsaw evaluate PLAIN TRAINED --data IMAGES --ratios 0.1,0.5",

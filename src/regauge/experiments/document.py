@@ -75,8 +75,8 @@ ABOUT = {
     "002-table3": "The share of patches that are shuffled in training.",
     "002-table4": "Corruptions of ImageNet-C made for 32 pixels, test images that a ResNet gets wrong in place of ImageNet-A, and MNIST in place of "
     "ImageNet-O.",
-    "002-table5": "Images from the gradients of one image, by APRIL on a block changed as the paper's library changes it, and by least squares on the "
-    "embedding of models as they are, which the paper did not try ([gradients](gradients.md)). Settings (a) to (d) are the paper's.",
+    "002-table5": "Images from the gradients of one image, by APRIL on a block changed as the paper's library changes it, and by least squares on "
+    "the embedding of models as they are, which the paper did not try ([gradients](gradients.md)). Settings (a) to (d) are the paper's.",
     "gradients-front": "Which defences leave attacks nothing, and what they cost in accuracy.",
     "002-table7": "How many directions a table of positions needs.",
     "002-table8": "How exactly places can be read off their embeddings.",

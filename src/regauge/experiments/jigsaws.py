@@ -61,7 +61,9 @@ def table1(lab: Lab) -> Results:
         base, puzzled = scored(lab, key, [how("A"), how("E" if key == "resnet" else "J")])
         name = subjects[key].name
         rows += [(name, *row_of(base), *paper[0]), (f"{name} + MJP", *row_of(puzzled), *paper[1])]
-        findings.append(better(f"{key}/consistency", f"{name} trained with puzzles", puzzled, base, judged=key == "vit"))
+        findings.append(
+            better(f"{'goal/' if key == 'vit' else ''}{key}/consistency", f"{name} trained with puzzles", puzzled, base, judged=key == "vit")
+        )
         findings.append(shorter(f"{key}/norm", name, puzzled, base))
     columns = ("model", *COLUMNS, "paper: accuracy", "paper: norm", "paper: consistency")
     note = f"Training ratio 0.1, inference ratio {RATIO:g}. {KEPT} A ResNet has no positions: of MJP it has the shuffle (variant E)."
@@ -104,7 +106,7 @@ def table2(lab: Lab) -> Results:
             "002 Tab. 2",
             "consistency",
         ),
-        better("variants/J", "trained with the whole method", found["J"], found["A"]),
+        better("goal/variants/J", "trained with the whole method", found["J"], found["A"]),
         *(versus(f"variants/{a}-{b}", text, found[a], found[b], m, lab) for a, b, m, text in CLAIMS),
     )
     note = f"Training ratio 0.1 (C shuffles all patches and pixels), inference ratio {RATIO:g}. {KEPT}"

@@ -294,7 +294,7 @@ GROUPS = {
     "deberta-v2-xlarge": POST | {"embed": "permutation"},
     "deberta-v2-xlarge-untied": POST | {"embed": "linear", "mlm": "permutation"},
     "deberta-v2-xlarge-classifier": POST | {"embed": "linear", "pool": "permutation"},
-    "deberta-v2-xlarge-groups": POST | {"embed": "linear", "group": "permutation"},
+    "deberta-v2-xlarge-groups": POST | {"embed": "linear", "stream": "trivial"},
     **dict.fromkeys(["bart", "bart-base", "bart-answers"], BART),
     "bart-untied": sides(POST, "encoder", "decoder") | sides(MHA, "cross"),
     "bart-classifier": BART | {"pool": "signed"},

@@ -64,7 +64,8 @@ def discovered(source: Any, unknown: UnknownModelError, config: Mapping[str, Any
     except UnknownModelError:
         raise
     except RegaugeError as error:
-        raise UnknownModelError(f"{unknown}\n  and it could not be discovered: {error}", hint=error.hint or unknown.hint) from error
+        hint = f"{error.hint}; or: {unknown.hint}" if error.hint else unknown.hint
+        raise UnknownModelError(f"{unknown}\n  and it could not be discovered: {error}", hint=hint) from error
 
 
 def _spec_of_family(source: Any, config: Mapping[str, Any] | None) -> Spec:

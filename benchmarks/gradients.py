@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +22,9 @@ import numpy as np
 import torch
 from torch import nn
 
-BREACHING, TORCH = "0.1.2", "2.13.0"
+from benchmarks.environments import TORCH, environment
+
+BREACHING = "0.1.2"
 STEPS, IMAGES = int(os.environ.get("REGAUGE_BENCH_STEPS", "300")), int(os.environ.get("REGAUGE_BENCH_IMAGES", "2"))
 OVER = 3.0  # dB above the floor from which on a result counts
 MEAN, STD = 0.5, 0.25
@@ -70,6 +71,7 @@ for name in ("nms", "qnms"):
 torch.set_num_threads(1)
 import breaching
 sys.path.insert(0, sys.argv[2])
+from benchmarks.environments import TORCH, environment
 from benchmarks.gradients import MEAN, MODELS, STD
 given = torch.load(sys.argv[1])
 model = MODELS[given["name"]]()
@@ -97,7 +99,11 @@ print("\\n" + json.dumps({"seconds": seconds, "cpu": cpu}))
 
 def main() -> int:
     torch.set_num_threads(1)
-    there = environment()
+    there = environment(
+        f"breaching-{BREACHING}",
+        ["--no-deps", f"breaching=={BREACHING}", "torchvision", "lpips"],
+        [f"torch=={TORCH}", "hydra-core>=1.1", "scipy", "numpy", "pillow", "tqdm"],
+    )
     images, others = _images()
     bad = 0
     print(f"inverting gradients, {STEPS} steps, one restart; CPU-seconds and PSNR in dB, regauge beside breaching {BREACHING}")
@@ -114,23 +120,6 @@ def main() -> int:
             said = "goal met" if good and counts else "no goal: both within 3 dB of the floor" if good else "GOAL MISSED"
             print(f"{name}, image {i}: {a:.2f} dB in {our_time:.1f} s, {b:.2f} dB in {their_time:.1f} s; floor {floor:.2f}: {said}", flush=True)
     return 1 if bad else 0
-
-
-def environment() -> Path:
-    """The virtual environment with breaching. torch is installed first and by its version."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regauge" / "benchmarks"
-    there = cache / f"breaching-{BREACHING}"
-    if not (there / "ready").exists():
-        print(f"making {there}", file=sys.stderr)
-        shutil.rmtree(there, ignore_errors=True)
-        cache.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", "venv", str(there)], check=True)
-        install = [str(there / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*install, f"torch=={TORCH}"], check=True)
-        subprocess.run([*install, "--no-deps", f"breaching=={BREACHING}", "torchvision", "lpips"], check=True)
-        subprocess.run([*install, f"torch=={TORCH}", "hydra-core>=1.1", "scipy", "numpy", "pillow", "tqdm"], check=True)
-        (there / "ready").touch()
-    return there
 
 
 def _images() -> tuple[torch.Tensor, torch.Tensor]:

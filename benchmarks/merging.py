@@ -36,9 +36,10 @@ import numpy as np
 import torch
 import yaml
 
+from benchmarks.environments import TORCH, environment
 from benchmarks.move import Shape, make
 
-MERGEKIT, TORCH = "0.1.5", "2.13.0"
+MERGEKIT = "0.1.5"
 ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "3"))
 LAYERS = int(os.environ.get("REGAUGE_BENCH_LAYERS", "20"))
 GOALS = {"linear": 1 / 2, "slerp": 1 / 3, "ties": 1 / 4}  # of mergekit's CPU-seconds
@@ -71,7 +72,7 @@ def recipes(dtype: str) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     torch.set_num_threads(1)
-    there = environment()
+    there = environment(f"mergekit-{MERGEKIT}", [f"torch=={TORCH}", f"mergekit=={MERGEKIT}"])
     parent = os.environ.get("REGAUGE_BENCH")
     if parent:
         Path(parent).mkdir(parents=True, exist_ok=True)
@@ -82,22 +83,6 @@ def main() -> int:
         bench.small()
         bench.large()
         return bench.verdict()
-
-
-def environment() -> Path:
-    """The virtual environment with mergekit. torch is installed first and by its version: a looser pin would fetch another build."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regauge" / "benchmarks"
-    there = cache / f"mergekit-{MERGEKIT}"
-    if not (there / "ready").exists():
-        print(f"making {there}", file=sys.stderr)
-        shutil.rmtree(there, ignore_errors=True)
-        cache.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", "venv", str(there)], check=True)
-        install = [str(there / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*install, f"torch=={TORCH}"], check=True)
-        subprocess.run([*install, f"torch=={TORCH}", f"mergekit=={MERGEKIT}"], check=True)
-        (there / "ready").touch()
-    return there
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -89,5 +90,6 @@ def test_the_page_that_suffices_runs() -> None:
 
 
 def test_nothing_of_the_machine_is_in_the_pages() -> None:
+    places = [str(Path.home()), str(DOCS.parent), tempfile.gettempdir()]
     for path in [*PAGES, *DOCS.rglob("*.svg")]:
-        assert not re.search(r"/work/|/root/|/opt/pypi|/tmp/", path.read_text()), path
+        assert not any(f"{place}/" in path.read_text() for place in places), path

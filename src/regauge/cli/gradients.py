@@ -84,18 +84,14 @@ def gradients(
     length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
-    resize: Annotated[bool, typer.Option("--resize", help="Make images of another size fit the model.")] = False,
+    resize: options.Resize = False,
     samples: Annotated[int | None, typer.Option("--samples", min=4, metavar="N", help="Use N examples of the data. Default: all.")] = None,
     lpips: Annotated[Path | None, typer.Option("--lpips", metavar="FILE", help="AlexNet with the heads of LPIPS.")] = None,
-    gallery: Annotated[int, typer.Option("--gallery", min=0, max=64, metavar="N", help="Images to show with their reconstructions.")] = 6,
-    fail_above: Annotated[
-        float | None, typer.Option("--fail-above", min=0.0, max=1.0, metavar="X", help="Exit code 3 if an attack gets further than this share.")
-    ] = None,
+    gallery: options.Gallery = 6,
+    fail_above: options.FailAbove = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of samples, draws and attacks.")] = 0,
-    json: Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page. It shows images of the data.")
-    ] = None,
+    json: options.JsonFile = None,
+    report: options.PageOfImages = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,

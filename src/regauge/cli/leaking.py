@@ -49,7 +49,7 @@ def split(
     data_split: sample.Split = "train",
     mean: sample.Mean = None,
     std: sample.Std = None,
-    resize: Annotated[bool, typer.Option("--resize", help="Make images of another size fit the model.")] = False,
+    resize: options.Resize = False,
     samples: Annotated[int | None, typer.Option("--samples", min=50, metavar="N", help="Use N examples of the data. Default: all.")] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1, metavar="N", help="Of the client's and the server's training.")] = 10,
     batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Examples at a time.")] = 32,
@@ -59,15 +59,11 @@ def split(
         str, typer.Option("--attacker", metavar="WIDTH,DEPTH,EPOCHS", help="Its decoder, and the most that it trains.")
     ] = "128,2,200",
     lpips: Annotated[Path | None, typer.Option("--lpips", metavar="FILE", help="AlexNet with the heads of LPIPS, for LPIPS and F-SIM.")] = None,
-    gallery: Annotated[int, typer.Option("--gallery", min=0, max=64, metavar="N", help="Images to show with their reconstructions.")] = 6,
-    fail_above: Annotated[
-        float | None, typer.Option("--fail-above", min=0.0, max=1.0, metavar="X", help="Exit code 3 if an attack gets further than this share.")
-    ] = None,
+    gallery: options.Gallery = 6,
+    fail_above: options.FailAbove = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of samples, trainings and draws.")] = 0,
-    json: Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page. It shows images of the data.")
-    ] = None,
+    json: options.JsonFile = None,
+    report: options.PageOfImages = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,

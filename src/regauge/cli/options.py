@@ -41,3 +41,11 @@ PassphraseFile = Annotated[
         "--passphrase-file", metavar="F", help="The key's passphrase, on the first line. Also: REGAUGE_PASSPHRASE. Otherwise it is asked for."
     ),
 ]
+Gallery = Annotated[int, typer.Option("--gallery", min=0, max=64, metavar="N", help="Images to show with their reconstructions.")]
+FailAbove = Annotated[
+    float | None, typer.Option("--fail-above", min=0.0, max=1.0, metavar="X", help="Exit code 3 if an attack gets further than this share.")
+]
+PageOfImages = Annotated[
+    Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page. It shows images of the data.")
+]
+Resize = Annotated[bool, typer.Option("--resize", help="Make images of another size fit the model.")]

@@ -71,7 +71,6 @@ for name in ("nms", "qnms"):
 torch.set_num_threads(1)
 import breaching
 sys.path.insert(0, sys.argv[2])
-from benchmarks.environments import TORCH, environment
 from benchmarks.gradients import MEAN, MODELS, STD
 given = torch.load(sys.argv[1])
 model = MODELS[given["name"]]()

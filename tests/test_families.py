@@ -294,7 +294,7 @@ GROUPS = {
     "deberta-v2-xlarge": POST | {"embed": "permutation"},
     "deberta-v2-xlarge-untied": POST | {"embed": "linear", "mlm": "permutation"},
     "deberta-v2-xlarge-classifier": POST | {"embed": "linear", "pool": "permutation"},
-    "deberta-v2-xlarge-groups": POST | {"embed": "linear", "stream": "trivial"},
+    "deberta-v2-xlarge-groups": POST | {"embed": "linear", "group": "permutation"},
     **dict.fromkeys(["bart", "bart-base", "bart-answers"], BART),
     "bart-untied": sides(POST, "encoder", "decoder") | sides(MHA, "cross"),
     "bart-classifier": BART | {"pool": "signed"},
@@ -387,6 +387,14 @@ def _reload(model: torch.nn.Module, state: dict[str, torch.Tensor], changes: Map
     for kind in ("_attn_implementation", "_experts_implementation"):
         setattr(config, kind, getattr(model.config, kind, None))
     return type(model).from_pretrained(folder, config=config, dtype=torch.float64).eval()
+
+
+def test_experts_that_are_run_in_one_product_are_checked_in_float64_too() -> None:
+    """torch's grouped product, the library's default, has no float64."""
+    model = build("mixtral").double()
+    expected = outputs(model, PICOS["mixtral"].inputs)["logits"]
+    model.set_experts_implementation("grouped_mm")
+    assert torch.allclose(outputs(model, PICOS["mixtral"].inputs)["logits"], expected, rtol=0, atol=1e-12)
 
 
 @ALL

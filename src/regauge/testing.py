@@ -40,6 +40,8 @@ def strict_float64() -> Iterator[None]:
                 return args[0].double()
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+            if func is getattr(torch, "_grouped_mm", None) and args[0].dtype == torch.float64:
+                return _grouped(*args, **kwargs)
             return func(*args, **kwargs)
 
     default = torch.get_default_dtype()
@@ -49,6 +51,13 @@ def strict_float64() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(default)
+
+
+def _grouped(rows: torch.Tensor, weights: torch.Tensor, *, offs: torch.Tensor, bias: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
+    """torch's grouped product, which transformers runs experts with, knows no float64: each group of rows by its own weights, one after the other."""
+    groups = torch.tensor_split(rows, offs[:-1].tolist())
+    out = torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])
+    return out if bias is None else out + bias
 
 
 def outputs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:

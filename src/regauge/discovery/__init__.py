@@ -27,7 +27,7 @@ from regauge.discovery.boundaries import boundaries_of, parts_by
 from regauge.discovery.explaining import Reason, reasons
 from regauge.discovery.graph import DiscoveryError, trace
 from regauge.discovery.keeping import Discovery, default_folder, key_of, load, save
-from regauge.discovery.models import LARGEST, build, example_inputs, is_empty, size_of, twin_of
+from regauge.discovery.models import LARGEST, buffers_of, build, example_inputs, is_empty, size_of, twin_of
 from regauge.discovery.proving import Proof, carried_over, doubled, generic, prove
 from regauge.discovery.reading import Reading
 from regauge.discovery.storing import stored_spec
@@ -62,7 +62,7 @@ def discovery_of(module: torch.nn.Module, given: Inputs, *, cache: Path | None =
         kept = load(cache, key)
         if kept is not None:
             return kept
-    spec, reading, names = assemble(walk(trace(module, inputs)), module, type(module).__name__)
+    spec, reading, names = assemble(walk(trace(module, inputs, buffers_of(module) if is_empty(module) else {})), module, type(module).__name__)
     if is_empty(module) or (size_of(module) > LARGEST and getattr(module, "config", None) is not None):
         proof, cuts, where = _prove_twin(spec, module)
     else:
@@ -101,8 +101,7 @@ def discover_model(module: torch.nn.Module) -> Discovery:
 def _prove_twin(spec: Spec, module: torch.nn.Module) -> tuple[Proof, tuple[Boundary, ...], str]:
     small = twin_of(module)
     inputs = example_inputs(small)
-    shown = twin_of(module, "meta") if is_empty(module) else small  # on the meta device constants have no values: both must know as little
-    described, _, _ = assemble(walk(trace(shown, example_inputs(shown))), shown, type(small).__name__)
+    described, _, _ = assemble(walk(trace(small, inputs)), small, type(small).__name__)
     where = f"a twin of {size_of(small):,} parameters"
     twin, given = generic(small), doubled(inputs)
     proof = prove(described, twin, given)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree
 
 from regauge.discovery.graph import mutates, operator
 
@@ -36,10 +37,10 @@ def known_values(nodes: Iterable[fx.Node], held: Mapping[fx.Node, torch.Tensor])
 
 
 def _computed(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
-    args = fx.map_arg(node.args, lambda n: known[n])
-    kwargs = {k: fx.map_arg(v, lambda n: known[n]) for k, v in node.kwargs.items()}
-    if "device" in kwargs:
-        kwargs["device"] = torch.device("cpu")
+    def here(value: Any) -> Any:
+        return known[value] if isinstance(value, fx.Node) else torch.device("cpu") if isinstance(value, torch.device) else value
+
+    args, kwargs = _pytree.tree_map(here, (tuple(node.args), dict(node.kwargs)))
     try:
         with torch.no_grad():
             return node.target(*args, **kwargs)  # type: ignore[operator]

@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,15 +56,15 @@ class Graph:
     known: Mapping[fx.Node, torch.Tensor]  # what is computed from constants alone, and is stored nowhere
 
 
-def trace(module: torch.nn.Module, inputs: Mapping[str, Any]) -> Graph:
-    """The graph of a module in evaluation mode on these inputs."""
-    given = dict(inputs)
+def trace(module: torch.nn.Module, inputs: Mapping[str, Any], buffers: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Graph:
+    """The graph of a module in evaluation mode on these inputs. `buffers`: the numbers of those that the module itself has on the meta device."""
+    given = {k: torch.zeros_like(v, device="cpu") if isinstance(v, torch.Tensor) and v.is_meta else v for k, v in inputs.items()}
     if "use_cache" in inspect.signature(module.forward).parameters:
         given.setdefault("use_cache", False)
     was_training = module.training
     module.eval()
     try:
-        with torch.no_grad(), _plain_kernels(), _batched_experts(module), _unstopped():
+        with torch.no_grad(), _plain_kernels(), _batched_experts(module), _unstopped(), _as_if_here(module, buffers):
             program = torch.export.export(_Named(module), (), given, strict=False)
     except Exception as error:  # torch.export raises whatever the module runs into
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -75,6 +76,34 @@ def trace(module: torch.nn.Module, inputs: Mapping[str, Any]) -> Graph:
         module.train(was_training)
     _make_concrete(program, given)
     return _graph(program, module)
+
+
+@contextlib.contextmanager
+def _as_if_here(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A module on the meta device as if it lay in memory, without the memory. On that device a list of places that is written in the code would lose
+    its numbers too, and with them all that follows from constants."""
+    from torch._subclasses import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    there: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    made: dict[int, torch.Tensor] = {}  # tied parameters stay one
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+            if tensor is None or not tensor.is_meta:
+                continue
+            if id(tensor) not in made:
+                with mode:
+                    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                known = buffers.get(f"{path}.{name}" if path else name)
+                made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if name in part._parameters else empty if known is None else known
+            held: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
+            there.append((held, name, tensor))
+            held[name] = made[id(tensor)]
+    try:
+        yield
+    finally:
+        for held, name, tensor in there:
+            held[name] = tensor
 
 
 def _make_concrete(program: torch.export.ExportedProgram, given: Mapping[str, Any]) -> None:
@@ -136,8 +165,14 @@ def _graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Gr
     nodes = tuple(n for n in program.graph.nodes if n in live)
     constants = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     held = {n: program.constants.get(constants.get(n.name, "")) for n in names}
-    known = known_values(nodes, {n: t for n, t in held.items() if isinstance(t, torch.Tensor) and not t.is_meta})
+    known = known_values(nodes, {n: t for n, t in held.items() if isinstance(t, torch.Tensor) and _has_numbers(t)})
     return Graph(nodes, names, kinds, outputs, ties, unread, known)
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    from torch._subclasses import FakeTensor
+
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def _live(ends: list[fx.Node]) -> set[fx.Node]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,18 @@ _HEADS, _WIDTH, _INNER, _LAYERS, _WORDS, _PLACES, _EXPERTS = 4, 8, 24, 2, 64, 32
 _HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads", "n_heads")
 _SMALL = {
     **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "n_inner", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "hidden_dim", "moe_intermediate_size"), _INNER
+        (
+            "intermediate_size",
+            "ffn_dim",
+            "ffn_hidden_size",
+            "n_inner",
+            "d_ff",
+            "encoder_ffn_dim",
+            "decoder_ffn_dim",
+            "hidden_dim",
+            "moe_intermediate_size",
+        ),
+        _INNER,
     ),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"), _LAYERS),
     **dict.fromkeys(("vocab_size", "type_vocab_size"), _WORDS),
@@ -29,6 +41,7 @@ _SMALL = {
     **dict.fromkeys(("head_dim", "d_kv", "projection_dim"), _WIDTH),
 }
 _WIDE = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim")
+_EMBED = ("word_embed_proj_dim", "embedding_size")  # of words, before they are brought to the width
 
 
 def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
@@ -68,7 +81,7 @@ def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
 
 def example_inputs(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Inputs that a model of the transformers library or timm takes: a few tokens, a picture, a sound, whatever its forward names."""
-    device = next(module.parameters()).device
+    device = torch.device("cpu") if is_empty(module) else next(module.parameters()).device
     generator = torch.Generator().manual_seed(1)
     config = getattr(module, "config", None)
     if config is None:
@@ -98,6 +111,34 @@ def example_inputs(module: torch.nn.Module) -> dict[str, torch.Tensor]:
             f"it is not known what {type(module).__name__} takes as input", hint="call regauge.discover(module, example_inputs) in Python"
         )
     return {k: v.to(device) for k, v in out.items()}
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The numbers that an empty module of the transformers library would have beside its parameters (rotary frequencies, masks): they follow from its
+    config, so that they are made without memory for its parameters."""
+    config: Any = getattr(module, "config", None)
+    if is_empty(module) and hasattr(config, "to_dict"):
+        try:
+            with _no_parameters():
+                module = build({**config.to_dict(), "architectures": [type(module).__name__]})
+        except (DiscoveryError, UnknownModelError):  # a class of the user's own: its constants stay unknown
+            return {}
+    return {n: b for n, b in module.named_buffers() if not b.is_meta}
+
+
+@contextmanager
+def _no_parameters() -> Iterator[None]:
+    """Parameters lose their numbers as they are made; buffers keep theirs."""
+    register = torch.nn.Module.register_parameter
+
+    def emptied(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+        register(self, name, None if param is None else torch.nn.Parameter(param.to("meta"), param.requires_grad))
+
+    torch.nn.Module.register_parameter = emptied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def size_of(module: torch.nn.Module) -> int:
@@ -140,9 +181,13 @@ def shrunken(config: Mapping[str, Any]) -> dict[str, Any]:
                 out[key] = min(out[key], _HEADS)
         if isinstance(keys, int):
             out["num_key_value_heads"] = few if keys == heads else 1 if keys == 1 else max(1, few // 2)
+        width = next((out[k] for k in _WIDE if isinstance(out.get(k), int)), None)
         for key in _WIDE:
             if isinstance(out.get(key), int):
                 out[key] = few * _WIDTH
+        for key in _EMBED:
+            if isinstance(out.get(key), int):
+                out[key] = few * _WIDTH if out[key] == width else _WIDTH
     patch = out.get("patch_size")
     if isinstance(patch, int) and isinstance(out.get("image_size"), int):
         out["image_size"] = 2 * patch

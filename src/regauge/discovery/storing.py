@@ -10,8 +10,10 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from regauge import axes as ax
 from regauge.discovery.graph import DiscoveryError
@@ -85,12 +87,20 @@ def _origins(module: torch.nn.Module, live: Sequence[str]) -> dict[str, Origin]:
     rank = max((len(s) for s in shapes.values()), default=0)
 
     def run(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(revert_weight_conversion(module, dict(state)))  # type: ignore[arg-type]
+        with _Uncopied():  # type: ignore[no-untyped-call]
+            return dict(revert_weight_conversion(module, dict(state)))  # type: ignore[arg-type]
 
     names = list(shapes)
     whose = run({n: torch.tensor(i).expand(shapes[n]) for i, n in enumerate(names)})
     places = [run({n: _counted(s, dim) for n, s in shapes.items()}) for dim in range(rank)]
     return {name: _origin(name, value, names, shapes, [p[name] for p in places]) for name, value in whose.items()}
+
+
+class _Uncopied(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Views stay views: a copy of one row that stands for a large tensor would be as large as that tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].detach() if func is torch.ops.aten.clone.default else func(*args, **(kwargs or {}))
 
 
 def _counted(shape: Sequence[int], dim: int) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from regauge.families.bert import TABLES, masked_language_head
 from regauge.families.family import Boundary, Family
 from regauge.families.pieces import LAYER_NORM, POST_NORM, Config, Draft, Names, answers, attention, folding, linear, neurons, norm, old_norm_names
-from regauge.groups import GeneralLinear, OrthogonalFixingOnes, Permutation, Trivial
+from regauge.groups import GeneralLinear, OrthogonalFixingOnes, Permutation
 from regauge.spec import Space, Spec
 
 
@@ -36,16 +38,28 @@ def spec(c: Config, names: Names) -> Spec:
     if names.starts(f"{base}encoder.conv."):  # reads the stream before block 0, writes it after
         conv = f"{base}encoder.conv."
         d.backbone |= {conv + "conv.weight": "stream stream* _", conv + "conv.bias": "stream", **norm(conv + "LayerNorm")}
-        if c("conv_groups", 1) > 1:
-            # Groups come in any order, and channels inside of them in one order for all: discovery finds that. Matching does not (two factors of one
-            # axis, neither known), and what it cannot find back is not offered here.
-            d.backbone[conv + "conv.weight"] = "stream _ _"
-            d.spaces["stream"] = Space(width, Trivial(), why="a grouped convolution ties channels to their places")
         d.notes.append("cut: the convolution stands between the blocks and reads what entered the first of them, so there is no boundary")
     heads_of(d, c, names, base, embed)
+    if names.starts(f"{base}encoder.conv.") and c("conv_groups", 1) > 1:
+        grouped(d, f"{base}encoder.conv.conv.weight", int(c.conv_groups), width)
     d.embed, d.backbone, d.head = (old_norm_names(part, names) for part in (d.embed, d.backbone, d.head))
     d.notes.append("tokens: rows may be permuted inside the encoder, with the mask and the relative positions that it computes")
     return d.spec()
+
+
+def grouped(d: Draft, weight: str, groups: int, width: int) -> None:
+    """A convolution in groups divides the stream: its groups come in any order, and so do the channels inside of them.
+
+    An order for each group would be a symmetry too. The notation has one order for all: the kernel's second axis lists the channels of the group
+    that a row of its first axis is in, and a member for each group needs the group as an axis of its own, or in front in the same axis.
+    """
+    why = "a convolution mixes channels within groups"
+    d.spaces["group"] = Space(groups, Permutation(), why=why)
+    d.spaces["stream"] = Space(width // groups, Permutation(), why=f"{POST_NORM}; {why}")
+    for part in (d.embed, d.backbone, d.head, d.outputs):
+        for name, axes in part.items():
+            part[name] = re.sub(r"(\|?)\bstream\b(\|?)(\*?)", r"(group \1stream\2)\3", axes)
+    d.backbone[weight] = "(group stream) stream* _"
 
 
 def embeddings(d: Draft, c: Config, names: Names, base: str) -> int:

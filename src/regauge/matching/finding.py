@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -59,9 +61,10 @@ class Search:
                 return order + self._each_unit([(self, unit, True) for unit in apart])
             evidence = {s: self.evidence(s) for s in open_}
             best = max(open_, key=lambda s: evidence[s])
-            if evidence[best] <= 0:
+            found = self.resolve(best) if evidence[best] > 0 else self._fit_factors(open_)
+            if not found:
                 break
-            order += self.resolve(best)
+            order += found
             self.known.update(order)
             open_ = [s for s in open_ if s not in self.known]
         return order
@@ -151,6 +154,25 @@ class Search:
                     sides[child] = (plain, dual + features) if star else (plain + features, dual)
         total = direct + sum(p * d for p, d in sides.values())
         return total / size if isinstance(self.groups[space], Orthogonal) else total / math.log(size + 1)
+
+    def _fit_factors(self, unknown: Iterable[str]) -> list[str]:
+        """Of two orders that only occur together (groups of channels, and the channels of every group), the one that is assigned with the best of the
+        other for each pair of its places: the other has evidence then."""
+        alone = [s for s in unknown if self.spec.spaces[s].over is None and isinstance(self.groups[s], Permutation) and not self.spec.children(s)]
+        for outer, inner in permutations(alone, 2):
+            scores: list[Floats] = []
+            for y, x in self.costs.each(outer, self.g, partial(self._holds_just, {outer, inner}), True):
+                if len(y.places(outer)) == len(y.places(inner)) == 1:
+                    at = y.places(outer)[0], y.places(inner)[0]
+                    scores.append(np.einsum("abf,cdf->abcd", y.unfolded(*at), x.unfolded(*at), dtype=np.float64, optimize=True))
+            if scores:
+                index, _ = two_level(np.sum(scores, 0))
+                self.g = Element(self.spec, {outer: Monomial(index[None])}) @ self.g
+                return [outer]
+        return []
+
+    def _holds_just(self, unknown: set[str], block: Block) -> bool:
+        return block.spaces - self.known == unknown
 
     def resolve(self, space: str, *, everything: bool = False) -> list[str]:
         """Fit one space (and what is assigned together with it) and go on from there; the spaces that were fitted."""

@@ -179,12 +179,13 @@ def _taken(spec: Spec, state: State, make: Callable[[], Tensor], reader: str, bi
         if space not in weight.spaces:
             continue
         letters = {i: chr(97 + i) for i in range(len(weight.dims))}
-        (written,) = [i for i, d in enumerate(weight.dims) if d is None or not d.star]
+        written = "".join(letters[i] for i, d in enumerate(weight.dims) if d is None or not d.star)
         for name in biases:
             for bias in blocks(spec, spec.tensors[name], in_work(state[name]).cpu().numpy()):
                 if _at(spec, bias, {(space, False)}):
                     own = "".join(letters[weight.places(d.space)[0]] for d in bias.dims if d is not None)
-                    total += np.einsum(f"{''.join(letters.values())},{own}->{letters[written]}", weight.values, bias.values).astype(total.dtype)
+                    come = np.einsum(f"{''.join(letters.values())},{own}->{written}", weight.values, bias.values)
+                    total += come.reshape(total.shape).astype(total.dtype)
     return torch.from_numpy(total)
 
 

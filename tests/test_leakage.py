@@ -161,6 +161,27 @@ def test_attacks_on_a_victim_are_exact_where_nothing_defends_and_at_the_floor_wh
     assert got["noise=30+rows"]["public embedding"] < floor + 0.15
 
 
+@pytest.mark.parametrize("combination", ["noise=1.5", "noise=1.5+rows"])
+def test_noise_that_is_drawn_afresh_is_averaged_away(combination: str) -> None:
+    own, true = pictures(150, 2), pictures(12, 3)
+    clear = in_unit(true, [0.5], [0.5])
+    views = views_of(stand(vit(), combination), own, true, 10, 0)
+    chosen = {a.name: a for a in ATTACKS if a.name in ("least squares", "averaged")}
+    got = {}
+    for name, attack in chosen.items():
+        tried = attempt(attack, views, Setting(combination, Budget(16, 1, 2), 10))
+        assert tried is not None
+        got[name] = mean(scored(in_unit(tried.images, [0.5], [0.5]), clear), "SSIM") or 0.0
+    assert got["averaged"] > got["least squares"] + 0.05
+    assert not any(chosen["averaged"].fits(c) for c in ("none", "rows", "low-pass=0.3", "noise=0.5+batch-shuffle=0.5"))
+    assert views_of(stand(vit(), "rows"), own, true, 10, 0).often is None
+
+
+def test_seeds_are_told_apart_from_images() -> None:
+    one = Attacked("decoder", {"SSIM": [0.1, 0.3, 0.6, 0.8]}, [], 0.0, 1.0, seeds=2)
+    assert one.by_seed("SSIM") == pytest.approx([0.2, 0.7])
+
+
 def test_labels_are_told_from_gradients_and_not_from_noise() -> None:
     data, run = examples(60), Run(12, 10)
     passes = stand(vit(), "rows", ADAMW).train(data, run, watch_first=6)

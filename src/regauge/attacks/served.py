@@ -128,12 +128,18 @@ def averaged(views: Sequence[Tensor], *, link: bool = True, match: bool = True) 
     for count, view in enumerate(views[1:], 1):
         view = view.double()
         if link:
-            view = view[relinked(mean, view)]
+            view = view[relinked(mean, view) if match else _in_order(mean, view)]
         if match:
             order = _matched(_filtered(mean), _filtered(view))
             view = view.gather(1, order[..., None].expand_as(view))
         mean = mean + (view - mean) / (count + 1)
     return mean.to(views[0].dtype)
+
+
+def _in_order(first: Tensor, second: Tensor) -> Tensor:
+    """Which sample is which, of tokens that are at their places: nearest as wholes."""
+    apart = torch.cdist(_filtered(first).flatten(1), _filtered(second).flatten(1))
+    return torch.from_numpy(linear_sum_assignment(apart.numpy())[1])
 
 
 def _filtered(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from regauge.attacks.features import GROUPS
-from regauge.attacks.views import EmbeddedText, Served
+from regauge.attacks.views import EmbeddedText, PairedTexts, Served
 from regauge.cutting import cut
 from regauge.fitting import assign
 from regauge.groups import Orthogonal, SignedPermutation
@@ -51,8 +51,8 @@ def _ranks(values: Tensor) -> Tensor:
     return values.argsort(1).argsort(1)
 
 
-def embedded(view: EmbeddedText, *, chunk: int = 2048, kept: int = 32, rounds: int = 4) -> tuple[Tensor, Tensor]:
-    """The tokens of a text and their places, [rows] each, in the order in which rows came.
+def embedded(view: EmbeddedText, *, chunk: int = 16384, kept: int = 32, rounds: int = 4) -> tuple[Tensor, Tensor]:
+    """The tokens of a text and their places, [rows] each, in the order in which rows came; of several texts of one length [texts, rows].
 
     Sees: the stream as it enters the backbone, rows shuffled or not, columns moved by an unknown element or not, and the model's public embedding.
     Recovers: tokens and places. Why it works: a state is made of one token and one place, and all that can be are tried. Columns that a permutation
@@ -61,17 +61,22 @@ def embedded(view: EmbeddedText, *, chunk: int = 2048, kept: int = 32, rounds: i
     one place in as many as there are. Ceiling: all. References: Hidden No More (2505.18332). Cost: vocabulary x places comparisons a row.
     """
     told = view.moved.detach().double()
-    rows, turned = len(told), view.kind is not None and isinstance(GROUPS[view.kind], Orthogonal)
-    best = torch.full((rows, kept), torch.inf, dtype=torch.float64)
-    tokens, places = (torch.zeros(rows, kept, dtype=torch.long) for _ in range(2))
-    states = torch.zeros(rows, kept, told.shape[1], dtype=torch.float64) if turned else None
-    mine = _marks(view, told)
+    several = told if told.dim() == 3 else told[None]
+    (texts, rows), turned = several.shape[:2], view.kind is not None and isinstance(GROUPS[view.kind], Orthogonal)
+    flat = several.flatten(0, 1)
+    best = torch.full((len(flat), kept), torch.inf, dtype=torch.float64)
+    tokens, places = (torch.zeros(len(flat), kept, dtype=torch.long) for _ in range(2))
+    states = torch.zeros(len(flat), kept, flat.shape[1], dtype=torch.float64) if turned else None
+    sent = slice(None) if view.kind is not None else flat.abs().amax(0) > 0  # a channel that is always zero is none of the state's
+    mine = _marks(view, flat[:, sent])
     for ids, made in _states(view, rows, chunk):  # made: [tokens, places, d]
-        marks = _marks(view, made.flatten(0, 1))
-        apart = (mine.square().sum(1)[:, None] - 2 * mine @ marks.T + marks.square().sum(1)[None]).clamp(min=0)
+        marks = _marks(view, made.flatten(0, 1)[:, sent])
         if turned:
-            apart = (mine - marks.T).square()
-        near, at = apart.topk(min(kept, apart.shape[1]), dim=1, largest=False)
+            near, at = (mine - marks.T).square().topk(min(kept, len(marks)), dim=1, largest=False)
+        else:  # roughly, and then those that are kept exactly
+            rough = marks.float().square().sum(1)[None] - 2 * mine.float() @ marks.float().T
+            at = rough.topk(min(kept, len(marks)), dim=1, largest=False).indices
+            near = torch.stack([(row - marks[one]).square().sum(1) for row, one in zip(mine, at, strict=True)])
         every = torch.cat([best, near], 1)
         best, chosen = every.topk(kept, dim=1, largest=False)
         tokens = torch.cat([tokens, ids[at // rows]], 1).gather(1, chosen)
@@ -81,11 +86,22 @@ def embedded(view: EmbeddedText, *, chunk: int = 2048, kept: int = 32, rounds: i
             states = both.gather(1, chosen[..., None].expand(-1, -1, both.shape[-1]))
     if not bool(torch.isfinite(best[:, 0]).all()):
         raise ValueError("the model's embedding gave no states")
-    score = best.clone()
-    pick = torch.zeros(rows, dtype=torch.long)
+    found = []
+    for i in range(texts):
+        part = slice(i * rows, (i + 1) * rows)
+        kind = None if states is None else states[part]
+        found.append(_chosen(several[i], tokens[part], places[part], best[part], kind, view.shuffled, rounds))
+    read, order = (torch.stack(list(values)) for values in zip(*found, strict=True))
+    return (read, order) if told.dim() == 3 else (read[0], order[0])
+
+
+def _chosen(told: Tensor, tokens: Tensor, places: Tensor, apart: Tensor, states: Tensor | None, shuffled: bool, rounds: int) -> tuple[Tensor, Tensor]:
+    """Of the candidates of every row of one text, [rows, candidates], one: tokens and places."""
+    rows, kept = tokens.shape
+    score, pick = apart.clone(), torch.zeros(rows, dtype=torch.long)
     if states is not None:
-        pick, score = _by_products(told, states, best, rounds)
-    if not view.shuffled:
+        pick, score = _by_products(told, states, apart, rounds)
+    if not shuffled:
         here = places == torch.arange(rows)[:, None]
         pick = torch.where(here, score, torch.inf).argmin(1) if bool(here.any(1).all()) else pick
         return tokens.gather(1, pick[:, None])[:, 0], torch.arange(rows)
@@ -100,6 +116,55 @@ def embedded(view: EmbeddedText, *, chunk: int = 2048, kept: int = 32, rounds: i
     at_place = places == order[:, None]
     pick = torch.where(at_place.any(1), torch.where(at_place, score, torch.inf).argmin(1), pick)
     return tokens.gather(1, pick[:, None])[:, 0], order
+
+
+def regressed(view: PairedTexts, *, ridges: tuple[float, ...] = (1e-6, 1e-4, 1e-2, 1.0)) -> tuple[Tensor, Tensor]:
+    """The tokens of texts and their places, [texts, rows] each, in the order in which rows came, by a map that was learned.
+
+    Sees: streams as they came, and its own texts' streams through a client like this one, defended likewise, in order; and a public table of tokens.
+    Recovers: tokens and places. Why it works: noise, rounding and fewer channels leave most of a token in its state; the affine map from states to
+    rows of the table that does best on held-out texts undoes what can be undone, and the nearest row is the token, or a common one where all are far:
+    how far the map is off, and how common tokens are, its own texts say. What stops it: so much noise that
+    tokens cannot be told apart; few texts of its own. Floor: the commonest token; one place in as many as there are. Ceiling: all. References:
+    Song and Raghunathan 2020 (2004.00053) learn such maps for embeddings of sentences. Cost: one regression.
+    """
+    x, ids = view.features.detach().double(), view.ids
+    rows = x.shape[1]
+    table = view.table.detach().double()
+    table = table - table.mean(0)
+    target = torch.cat([table[ids], torch.eye(rows, dtype=x.dtype).expand(len(x), -1, -1) * float(table.std() * table.shape[1] ** 0.5)], -1)
+    flat = torch.cat([x, torch.ones_like(x[..., :1])], -1)
+    held = max(1, len(x) // 5)
+
+    def fitted(a: Tensor, b: Tensor, ridge: float) -> Tensor:
+        gram = a.T @ a
+        eye = torch.eye(len(gram), dtype=gram.dtype) * ridge * gram.diagonal().mean()
+        solved: Tensor = torch.linalg.solve(gram + eye, a.T @ b)
+        return solved
+
+    common = (torch.bincount(ids.flatten(), minlength=len(table)).double() + 1 / len(table)).log()
+
+    def read(made: Tensor, off: float) -> Tensor:
+        state = made[..., : table.shape[1]].flatten(0, -2)
+        near = [(part @ table.T - table.square().sum(1) / 2 + off * common).argmax(1) for part in torch.split(state, 1024)]
+        return torch.cat(near).view(made.shape[:-1])
+
+    first, last = (flat[:-held], target[:-held]), (flat[-held:], ids[-held:])
+
+    def tried(ridge: float) -> tuple[float, float, float]:
+        """The share that is right of held-out texts, how far off the map is there, and the ridge."""
+        made = last[0] @ fitted(first[0].flatten(0, 1), first[1].flatten(0, 1), ridge)
+        off = float((made[..., : table.shape[1]] - table[last[1]]).square().mean())
+        return float((read(made, off) == last[1]).double().mean()), off, ridge
+
+    _, off, ridge = max(map(tried, ridges))
+    best = fitted(flat.flatten(0, 1), target.flatten(0, 1), ridge)
+    seen = view.seen.detach().double()
+    made = torch.cat([seen, torch.ones_like(seen[..., :1])], -1) @ best
+    if not view.shuffled:
+        return read(made, off), torch.arange(rows).expand(len(seen), -1)
+    scores = made[..., table.shape[1] :]
+    return read(made, off), torch.stack([torch.from_numpy(assign(one[None].numpy())[0]) for one in scores])
 
 
 def _by_products(told: Tensor, states: Tensor, apart: Tensor, rounds: int) -> tuple[Tensor, Tensor]:

@@ -81,12 +81,24 @@ class HiddenStates:
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedText:
-    """A server that sees one text as it enters the backbone, [tokens, channels], and has the open model whose embedding made it. Columns were moved
-    by an unknown element of a kind, or by none; rows that are `shuffled` come in no order."""
+    """A server that sees one text as it enters the backbone, [tokens, channels], or several of one length, and has the open model whose embedding
+    made it. Columns were moved by an unknown element of a kind, or by none; rows that are `shuffled` come in no order."""
 
     moved: torch.Tensor
     model: torch.nn.Module
     kind: Kind | None = None
+    shuffled: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class PairedTexts:
+    """A server that sees texts of one length, [texts, tokens, channels], and has texts of its own with what a client like this one makes of them,
+    in order (`features` of `ids`), and an open `table` of tokens. Rows that are `shuffled` come in no order."""
+
+    seen: torch.Tensor
+    features: torch.Tensor
+    ids: torch.Tensor
+    table: torch.Tensor
     shuffled: bool = True
 
 

@@ -1,9 +1,10 @@
-"""`regauge audit split`: what a server of split learning learns of the images that a client trains and predicts with."""
+"""`regauge audit split`: what a server of split learning learns of the images or texts that a client trains and predicts with."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,9 +27,15 @@ SHARES = (0.5, 0.3)  # of the data: the client's, the attacker's; the rest is te
 
 def split(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A classifier of images (ViT, DeiT), plain: the folder that client and server start from.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A classifier of images (ViT, DeiT), or a model of texts (BERT, GPT-2), plain: the folder that client and server start from.",
+        ),
     ],
-    data: Annotated[str, typer.Option("--data", metavar="URI", help="Images and labels of its task. Half is the client's, some the attacker's.")],
+    data: Annotated[
+        str, typer.Option("--data", metavar="URI", help="Images or texts, and labels of its task. Half is the client's, some the attacker's.")
+    ],
     defence: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,6 +54,8 @@ def split(
         str | None, typer.Option("--attributes", metavar="F,F", help="Fields that say yes or no, for a model that answers several at once.")
     ] = None,
     data_split: sample.Split = "train",
+    tokenizer: sample.Tokenizer = None,
+    length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
     resize: options.Resize = False,
@@ -54,7 +63,7 @@ def split(
     epochs: Annotated[int, typer.Option("--epochs", min=1, metavar="N", help="Of the client's and the server's training.")] = 10,
     batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Examples at a time.")] = 32,
     rate: Annotated[float, typer.Option("--rate", metavar="R", help="Of their optimizer, AdamW, along a cosine.")] = 1e-3,
-    attacked: Annotated[int, typer.Option("--attacked", min=2, metavar="N", help="Test images that the attacker is after.")] = 64,
+    attacked: Annotated[int, typer.Option("--attacked", min=2, metavar="N", help="Test images or texts that the attacker is after.")] = 64,
     attacker: Annotated[
         str, typer.Option("--attacker", metavar="WIDTH,DEPTH,EPOCHS", help="Its decoder, and the most that it trains.")
     ] = "128,2,200",
@@ -68,22 +77,22 @@ def split(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """What does the server learn? Trains the model split, with each combination of defences, and attacks what the server was sent: by the paper's
-    decoder, and by decoders and inversions that expect shuffles. Utility against privacy, with a verdict in words."""
+    """What does the server learn? Trains the model split, with each combination of defences, and attacks what the server was sent: images by the
+    paper's decoder, and by decoders and inversions that expect shuffles; texts token by token. Utility against privacy, with a verdict in words."""
     started = time.monotonic()
     check_outputs(json, report)
     from regauge.errors import need
     from regauge.leakage.victims import defences_of
 
-    need("torchmetrics", "audit")
-    combinations = defence or default(_numbers(noises, "--noises"), _numbers(radii, "--radii"))
-    for combination in combinations:
+    levels, radiuses = _numbers(noises, "--noises"), _numbers(radii, "--radii")
+    for combination in defence or default(levels, radiuses):
         defences_of(combination)
-    chosen, budget = _attacks(attacks), _budget(attacker)
+    budget = _budget(attacker)
+    _attacks(attacks)
     if not 0 < rate < math.inf:
         raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
     check_device(device)
-    from regauge.leakage import SplitCase, audit_split
+    from regauge.leakage import SplitCase, audit_split, audit_texts
     from regauge.metrics import Lpips
     from regauge.split import Training
     from regauge.split.training import Run
@@ -95,28 +104,38 @@ def split(
     metric = None if lpips is None else Lpips(lpips)
     module, checkpoint = _module(model, is_random, seed)
     named = tuple(part.strip() for part in (attributes or "").split(",") if part.strip())
-    source = sample.Sample(data, field, data_split, None, None, mean, std, named)
+    source = sample.Sample(data, field, data_split, tokenizer, length, mean, std, named)
     if not resize:
         _require_size(source, module)
     examples, task = source.read(module, checkpoint)
+    reads = task["kind"] != "images"
+    chosen, what = _attacks(attacks, reads), "texts" if reads else "images"
+    if not reads:
+        need("torchmetrics", "audit")
+    combinations = defence or default(levels, radiuses, reads)
     train, own, test = parts(examples, samples, seed)
-    say(f"{len(train)} images of the client's, {len(own)} of the attacker's, {len(test)} to test on; {min(attacked, len(test))} are attacked")
+    say(f"{len(train)} {what} of the client's, {len(own)} of the attacker's, {len(test)} to test on; {min(attacked, len(test))} are attacked")
     steps = math.ceil(len(train) / batch) * epochs
     how = Training("adamw", rate, decay=0.01, schedule="cosine", warmup=max(1, steps // 10), steps=steps + 1)
-    case = SplitCase(module.to(device), train, own, test, task["mean"], task["std"], how, Run(steps, batch, seed), attacked, Path(str(data)).stem)
+    pixels = task.get("mean", ()), task.get("std", ())
+    case = SplitCase(module.to(device), train, own, test, *pixels, how, Run(steps, batch, seed), attacked, Path(str(data)).stem)
     with step_bar("audit") as progress:
-        found = audit_split(case, combinations, attacks=chosen, budget=budget, lpips=metric, pictures=gallery, most=fail_above, progress=progress)
+        if reads:
+            found = audit_texts(case, combinations, attacks=chosen, most=fail_above, progress=progress)
+        else:
+            found = audit_split(case, combinations, attacks=chosen, budget=budget, lpips=metric, pictures=gallery, most=fail_above, progress=progress)
     about: dict[str, Any] = {"model": model, "weights": "random" if is_random else "the model's", "data": data, "tested on": len(test)}
-    about |= {"client's images": len(train), "attacker's images": len(own), "epochs": epochs, "batch": batch, "rate": rate}
-    about |= {"attacker": budget.told(), "seed": seed}
+    about |= {f"client's {what}": len(train), f"attacker's {what}": len(own), "epochs": epochs, "batch": batch, "rate": rate}
+    about |= {"seed": seed} if reads else {"attacker": budget.told(), "seed": seed}
     facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
     results = replace(found, facts=facts)
     return deliver(results, text_of(results), json, report)
 
 
-def default(noises: list[float], radii: list[float]) -> list[str]:
-    """The rows of 000's Table 6, over levels of noise and radii: each without row permutation, and with it."""
-    levels = ["none", *(f"noise={s:g}" for s in noises), *(f"low-pass={r:g}" for r in radii), "batch-shuffle=0.5"]
+def default(noises: list[float], radii: list[float], reads: bool = False) -> list[str]:
+    """The rows of 000's Table 6, over levels of noise and radii: each without row permutation, and with it. Of them, what fits texts."""
+    images = [*(f"low-pass={r:g}" for r in radii), "batch-shuffle=0.5"]
+    levels = ["none", *(f"noise={s:g}" for s in noises), *([] if reads else images)]
     return [text for c in levels for text in (c, "rows" if c == "none" else f"{c}+rows")]
 
 
@@ -133,15 +152,17 @@ def _numbers(text: str, name: str) -> list[float]:
     return sample.read_numbers(text, name) or [] if text.strip() else []
 
 
-def _attacks(text: str | None) -> Any:
+def _attacks(text: str | None, reads: bool | None = None) -> Any:
+    """Attacks by name: those on texts, on images, or (None) any, only to see that there are such."""
     from regauge.leakage.attacking import ATTACKS
+    from regauge.leakage.reading import TEXT_ATTACKS
 
+    known: Sequence[Any] = [*ATTACKS, *TEXT_ATTACKS] if reads is None else TEXT_ATTACKS if reads else ATTACKS
     names = [part.strip() for part in (text or "").split(",") if part.strip()]
-    unknown = [n for n in names if n not in {a.name for a in ATTACKS}]
+    unknown = [n for n in names if n not in {a.name for a in known}]
     if unknown:
-        known = ", ".join(a.name for a in ATTACKS)
-        raise typer.BadParameter(f'there is no attack "{unknown[0]}"; there are: {known}', param_hint="--attacks")
-    return tuple(a for a in ATTACKS if not names or a.name in names)
+        raise typer.BadParameter(f'there is no attack "{unknown[0]}"; there are: {", ".join(a.name for a in known)}', param_hint="--attacks")
+    return tuple(a for a in known if not names or a.name in names)
 
 
 def _budget(text: str) -> Any:

@@ -8,6 +8,7 @@ positive; and there are attackers who expect shuffles. Cells: a victim, trained 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -200,15 +201,40 @@ def _base(combination: str) -> str:
 
 def _paper_table(case: Case, bare: Bare) -> Table:
     """The paper's table, its numbers beside ours: under its own decoder, with and without positions in the features, and under the best attack."""
-    heads = ("", "accuracy, %", "paper", "SSIM", "paper", "PSNR", "paper", "F-SIM", "paper", "SSIM, no positions", "SSIM, best attack", "best attack")
+    heads: tuple[str, ...] = (
+        "",
+        "accuracy, %",
+        "paper",
+        "SSIM",
+        "paper",
+        "PSNR",
+        "paper",
+        "F-SIM",
+        "paper",
+        "SSIM, no positions",
+        "SSIM, best attack",
+        "best attack",
+    )
     rows = []
     for row in case.rows:
         theirs = PAPER.get(_base(row.combination), (None,) * 4)
         ours = [100 * row.accuracy, *(row.value("decoder", m) for m in ("SSIM", "PSNR", "F-SIM"))]
         name = telling.best(row)[0]
         pairs = [cell for a, b in zip(ours, theirs, strict=True) for cell in (a, b)]
-        rows.append((row.combination, *pairs, bare.get(row.combination, {}).get("SSIM"), row.value(name, "SSIM"), name))
-    guess = [100 * case.rows[0].chance, None, *(cell for m in ("SSIM", "PSNR", "F-SIM") for cell in (case.floor(m), None)), None, None, None]
+        means = row.attacked[name].by_seed("SSIM")
+        spread = (statistics.stdev(means),) if len(means) > 1 else ()
+        rows.append((row.combination, *pairs, bare.get(row.combination, {}).get("SSIM"), row.value(name, "SSIM"), *spread, name))
+    several = len(case.rows[0].accuracies) > 1
+    heads = (*heads[:-1], "spread over seeds", heads[-1]) if several else heads
+    guess = [
+        100 * case.rows[0].chance,
+        None,
+        *(cell for m in ("SSIM", "PSNR", "F-SIM") for cell in (case.floor(m), None)),
+        None,
+        None,
+        None,
+        *([None] if several else []),
+    ]
     rows.append(("a guess, the mean image", *guess))
     note = "The paper's decoder, trained on features that were defended likewise; the paper has CelebA's 40 attributes, ViT-B/16, PSNR of pixels in "
     note += "-1..1 with a span of 1 (6.02 dB too low), F-SIM by a face network (here the last features of LPIPS' AlexNet), and attacks features "

@@ -3,10 +3,12 @@
     results = audit_split(SplitCase(model, train, own, test, mean, std), ("none", "rows", "noise=0.5+rows"))
     results.facts["verdict"]
 
-`victims` trains and watches, `attacking` has the table of attacks, `scoring` the metrics, `telling` findings, tables, figures and the verdict.
+`victims` trains and watches, `attacking` has the table of attacks, `scoring` the metrics, `telling` findings, tables, figures and the verdict;
+`reading` is the same for texts.
 """
 
 from regauge.leakage.auditing import SplitCase, audit_split
+from regauge.leakage.reading import audit_texts
 from regauge.leakage.scoring import LeakageError
 
-__all__ = ["LeakageError", "SplitCase", "audit_split"]
+__all__ = ["LeakageError", "SplitCase", "audit_split", "audit_texts"]

@@ -14,12 +14,13 @@ import torch
 
 from regauge.attacks.inversion import Inverted, decoder, in_order, probe, public_patches
 from regauge.attacks.linear import ridge
-from regauge.attacks.served import regrouped
+from regauge.attacks.served import averaged, regrouped
 from regauge.attacks.views import PairedImages, PublicPatches
 from regauge.leakage.victims import NONE, Pair, batches_of, defences_of, is_shuffled, on_images, stand, unshuffled
-from regauge.split.defences import BatchShuffle
+from regauge.split.defences import BatchShuffle, Noise, PixelNoise, Private
 
 Tensor = torch.Tensor
+PASSES = 20  # epochs over which a server averages noise away
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,13 @@ class Setting:
 @dataclass(frozen=True, eq=False)
 class Views:
     """What attackers of one victim have. `paired` are features as the client sends them, with those of the attacker's own images; `placed` the same,
-    with its own in order; `public` knows the embedding, and is None where it is not one of patches."""
+    with its own in order; `public` knows the embedding, and is None where it is not one of patches; `often` is what comes of many passes of the same
+    images, whose noise was drawn afresh: their mean, made when it is asked for."""
 
     paired: PairedImages
     placed: PairedImages
     public: PublicPatches | None
+    often: Callable[[], PairedImages] | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Attack:
     name: str
     title: str
     about: str
-    view: Literal["paired", "placed", "public"]
+    view: Literal["paired", "placed", "public", "often"]
     run: Callable[[Any, Setting], Inverted]
     fits: Callable[[str], bool] = lambda combination: True
     is_named: bool = True  # does it say which image is which? Where it does not, the best naming counts
@@ -106,6 +109,11 @@ def _regrouped(view: PairedImages, setting: Setting) -> Inverted:
 
 def _mixes(combination: str) -> bool:
     return any(isinstance(d, BatchShuffle) for d in defences_of(combination))
+
+
+def _is_drawn(combination: str) -> bool:
+    """Is there noise that is another one in every pass, on tokens that can be found again?"""
+    return any(isinstance(d, Noise | PixelNoise | Private) for d in defences_of(combination)) and not _mixes(combination)
 
 
 ATTACKS: tuple[Attack, ...] = (
@@ -159,6 +167,14 @@ ATTACKS: tuple[Attack, ...] = (
         _mixes,
         is_named=False,
     ),
+    Attack(
+        "averaged",
+        f"{PASSES} passes averaged, least squares",
+        f"links the same images over {PASSES} passes, as epochs are, takes the mean of their noise away, then least squares",
+        "often",
+        _least_squares,
+        _is_drawn,
+    ),
 )
 
 
@@ -184,7 +200,7 @@ def attempt(attack: Attack, views: Views, setting: Setting) -> Attempt | None:
         return None
     started = time.monotonic()
     with torch.random.fork_rng():
-        found = attack.run(view, setting)
+        found = attack.run(view() if callable(view) else view, setting)
     return Attempt(attack.name, found.images.detach().float(), found.losses, found.floor, time.monotonic() - started)
 
 
@@ -193,14 +209,24 @@ def views_of(pair: Pair, own: Tensor, images: Tensor, batch: int, seed: int) -> 
     seen, features = pair.watch(images, batch, "seen"), pair.watch(own, batch, "own")
     patch = patch_of(pair.model, images)
     placed = features
+    again = [seen, *(pair.watch(images, batch, f"seen {n}") for n in range(1, PASSES))] if _is_drawn(pair.combination) else []
+    beside = pair
     if is_shuffled(pair.combination):
         pair.link.close()
         beside = stand(pair.model, unshuffled(pair.combination), seed=seed + 1)
         placed = beside.watch(own, batch, "own")
+    mine = [placed, *(beside.watch(own, batch, f"own {n}") for n in range(1, PASSES))] if again else []
+    if beside is not pair:
         beside.link.close()
-    return Views(
-        PairedImages(seen, features, own, patch), PairedImages(seen, placed, own, patch), _public_view(pair.model, seen, own, pair.combination, batch)
-    )
+
+    def often() -> PairedImages:
+        draw = torch.Generator().manual_seed(seed)
+        mixed = [again[0], *(one[torch.randperm(len(one), generator=draw)] for one in again[1:])]  # epochs have orders of their own
+        mean = averaged(mixed, match=is_shuffled(pair.combination))
+        return PairedImages(mean, averaged(mine, link=False, match=False), own, patch)
+
+    public = _public_view(pair.model, seen, own, pair.combination, batch)
+    return Views(PairedImages(seen, features, own, patch), PairedImages(seen, placed, own, patch), public, often if again else None)
 
 
 def patch_of(model: torch.nn.Module, images: Tensor) -> int:

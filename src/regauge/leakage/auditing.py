@@ -32,14 +32,14 @@ LABELLED, KNOWN = 20, 3  # training steps whose gradients are looked at for labe
 @dataclass(frozen=True, eq=False)
 class SplitCase:
     """A model and its data: `train` is the client's, `own` the attacker's (other images of the kind), `test` is what accuracy is measured on, and the
-    first `attacked` of it are what the attacker is after. `mean` and `std` say how pixels in 0..1 become what the model reads."""
+    first `attacked` of it are what the attacker is after. `mean` and `std` say how pixels in 0..1 become what the model reads; texts have none."""
 
     model: torch.nn.Module
     train: Examples
     own: Examples
     test: Examples
-    mean: Sequence[float]
-    std: Sequence[float]
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
     training: Training = field(default_factory=Training)
     run: Run = field(default_factory=lambda: Run(200, 32))
     attacked: int = 64

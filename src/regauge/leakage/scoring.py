@@ -95,6 +95,13 @@ class Attacked:
     floor: float
     seconds: float
     images: Tensor | None = None
+    seeds: int = 1  # whose scores follow each other, as many of each
+
+    def by_seed(self, metric: str) -> list[float]:
+        """The mean over images, of each seed."""
+        found = self.scores[metric]
+        each = len(found) // self.seeds
+        return [statistics.fmean(found[i * each : (i + 1) * each]) for i in range(self.seeds)]
 
     @property
     def has_stopped(self) -> bool:
@@ -143,6 +150,6 @@ def joined(trials: Sequence[Row]) -> Row:
     for name, one in first.attacked.items():
         all_of = [t.attacked[name] for t in trials if name in t.attacked]
         scores = {metric: [v for a in all_of for v in a.scores[metric]] for metric in one.scores}
-        attacked[name] = Attacked(name, scores, one.losses, one.floor, statistics.fmean(a.seconds for a in all_of), one.images)
+        attacked[name] = Attacked(name, scores, one.losses, one.floor, statistics.fmean(a.seconds for a in all_of), one.images, len(all_of))
     found = tuple(t.accuracy for t in trials)
     return Row(first.combination, statistics.fmean(found), first.chance, statistics.fmean(t.seconds for t in trials), attacked, found)

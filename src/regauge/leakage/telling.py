@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,7 +27,11 @@ WIDEST = 64  # pixels of an image in the gallery
 def results(title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()) -> Results:
     """All of it. Where there are images to show, the gallery is among the figures."""
     findings = tuple(f for case in cases for f in findings_of(case, attacks))
-    tables = (*(table_of(case, attacks) for case in cases), meanings(cases, attacks), *(details_of(case, attacks) for case in cases))
+    tables = (
+        *(table_of(case, attacks) for case in cases),
+        meanings_of([row.combination for case in cases for row in case.rows], attacks),
+        *(details_of(case, attacks) for case in cases),
+    )
     figures = tuple(f for case in cases for f in (*tradeoffs(case, attacks), *gallery(case, attacks), *curves(case, attacks)))
     verdict = [*(line for case in cases for line in verdict_of(case, attacks)), LAST]
     return Results(title, findings, tables, figures, {"verdict": verdict}, tuple(unchecked))
@@ -51,6 +55,9 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
             got = row.attacked[attack.name]
             scores = got.scores[LEAK]
             told = f"of one image at most {max(scores):.3f}; {mean(got.scores, 'identified'):.0%} told apart; {got.seconds:.0f} s"
+            means = got.by_seed(LEAK)
+            if len(means) > 1:
+                told += f"; spread over {len(means)} seeds"
             out.append(
                 Finding(
                     f"{case.name}/{row.combination}/{attack.name}",
@@ -61,7 +68,7 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                     plain.value(attack.name, LEAK) or best(plain)[1],  # an attack on shuffles has no undefended case of its own
                     told,
                     measure=LEAK,
-                    spread=statistics.stdev(scores) if len(scores) > 1 else None,
+                    spread=statistics.stdev(means if len(means) > 1 else scores) if len(scores) > 1 else None,
                     trials=len(scores),
                 )
             )
@@ -90,9 +97,18 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
     return Table(f"Utility and privacy: {case.name}", heads, tuple(rows), note)
 
 
-def meanings(cases: Sequence[Case], attacks: Sequence[Attack]) -> Table:
+class Told(Protocol):
+    """An attack as it is told."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def about(self) -> str: ...
+
+
+def meanings_of(combinations: Sequence[str], attacks: Sequence[Told]) -> Table:
     """What the names in the other tables mean."""
-    parts = dict.fromkeys(p.partition("=")[0] for case in cases for row in case.rows for p in re.split(r"\+(?=[a-z])", row.combination))
+    parts = dict.fromkeys(p.partition("=")[0] for combination in combinations for p in re.split(r"\+(?=[a-z])", combination))
     rows = [(name, " ".join((DEFENCES[name].__doc__ or "").split("\n\n")[0].split())) for name in parts if name != NONE]
     rows += [(a.title, a.about) for a in attacks]
     return Table("What was tried: defences, then attacks", ("name", "what it is"), tuple(rows), "a+b is both; none is split learning as it is.")

@@ -93,14 +93,19 @@ class Pair:
 
     def watch(self, images: Tensor, batch: int, label: str) -> Tensor:
         """What the server sees of images, [images, tokens, channels], as it stands in the passes. `label` is what is drawn afresh by."""
+        passes = self.serve([{"pixel_values": part} for part in batches_of(images, batch)], label)
+        return torch.cat([p.stream for p in passes]).float().cpu()
+
+    def serve(self, inputs: Sequence[Mapping[str, Tensor]], label: str) -> list[Served]:
+        """What the server sees of predictions, pass by pass."""
         self._drawing(label)
         self.model.eval()
         self.server.is_on = True
         like = next(p for p in self.model.parameters() if p.is_floating_point())
         with torch.no_grad():
-            for part in batches_of(images, batch):
-                logits_of(self.model, {"pixel_values": part.to(like)})
-        return torch.cat([p.stream for p in self._taken()]).float().cpu()
+            for given in inputs:
+                logits_of(self.model, {k: v.to(like) if v.is_floating_point() else v.to(like.device) for k, v in given.items()})
+        return self._taken()
 
     def state(self) -> dict[str, Tensor]:
         """The whole model: the client's embedding and head, the server's backbone."""

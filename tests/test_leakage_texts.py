@@ -1,0 +1,148 @@
+"""What a server of split learning reads of texts: all of it where nothing defends, nothing where all is noise; and the command says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from regauge.cli import main
+from regauge.findings import load_results
+from regauge.leakage import LeakageError, SplitCase, audit_texts
+from regauge.leakage.words import rouge_l, scores_of
+from regauge.split import Training
+from regauge.split.training import Run
+from regauge.tasks import Examples
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 90,
+    "max_position_embeddings": 16,
+}
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.2}
+
+
+def bert() -> Any:
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, **STILL, num_labels=2))
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 90, "initializer_range": 0.2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+
+
+def texts(count: int, seed: int, causal: bool = False) -> Examples:
+    """Random tokens, so that no guess is better than another; the class is in the first of them. Some are shorter."""
+    drawn = np.random.default_rng(seed)
+    ids = torch.from_numpy(drawn.integers(1, 90, (count, 10)))
+    lengths = torch.from_numpy(drawn.integers(8, 11, count))
+
+    def batch(rows: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        mask = (torch.arange(10)[None] < lengths[rows][:, None]).long()
+        inputs = {"input_ids": ids[rows] * mask, "attention_mask": mask}
+        return inputs, torch.where(mask.bool(), ids[rows], -100) if causal else (ids[rows, 0] > 45).long()
+
+    return Examples(count, 90 if causal else 2, batch, causal=causal)
+
+
+def case(model: Any, causal: bool = False) -> SplitCase:
+    training = Training("adamw", 1e-3, schedule="constant")
+    parts = [texts(n, seed, causal) for seed, n in enumerate((32, 60, 12))]
+    return SplitCase(model, *parts, training=training, run=Run(4, 8), attacked=12, name="texts")
+
+
+def leaked(found: Any, name: str) -> float:
+    value = next(f.value for f in found.findings if f.id == f"texts/{name}")
+    assert value is not None
+    return float(value)
+
+
+def test_texts_are_read_under_shuffles_and_not_under_noise() -> None:
+    found = audit_texts(case(bert()), ("rows", "noise=20", "bottleneck=6"))
+    for combination in ("none", "rows"):
+        assert leaked(found, f"{combination}/vocabulary") > 0.95, combination
+        assert leaked(found, f"{combination}/regression") > 0.6, combination
+    assert leaked(found, "noise=20/vocabulary") < 0.25
+    assert leaked(found, "noise=20/regression") < 0.25
+    assert leaked(found, "bottleneck=6/vocabulary") > 0.6, "an attacker sees which channels are sent"
+    assert all(f.floor is not None and f.floor < 0.2 for f in found.findings)
+    assert found.facts["verdict"][0].startswith("texts: the server reads the texts under 3 of 4 combinations")
+    rows = {row[0]: row for row in found.tables[0].rows}
+    assert rows["rows"][2] is not None, "labels are told from gradients"
+
+
+def test_a_causal_model_tells_the_order_by_its_mask() -> None:
+    found = audit_texts(case(gpt2(), causal=True), ("rows",))
+    assert leaked(found, "rows/vocabulary") > 0.95
+    assert leaked(found, "rows/regression") > 0.5
+    assert "labels" not in found.tables[0].columns
+
+
+def test_an_audit_of_texts_fails_where_it_is_told_to() -> None:
+    found = audit_texts(case(bert()), ("rows", "noise=20"), most=0.5)
+    assert {f.id for f in found.failed} == {"texts/rows/vocabulary", "texts/rows/regression"}
+
+
+def test_what_cannot_be_is_refused() -> None:
+    with pytest.raises(LeakageError, match="LowPass acts on images"):
+        audit_texts(case(bert()), ("low-pass=0.1",))
+    with pytest.raises(LeakageError, match="a batch shuffle takes tokens from text to text"):
+        audit_texts(case(bert()), ("batch-shuffle=0.5",))
+    few = SplitCase(bert(), texts(8, 0), texts(5, 1), texts(8, 2))
+    with pytest.raises(LeakageError, match="an attacker with 5 texts"):
+        audit_texts(few, ("rows",))
+
+
+def test_scores_of_texts() -> None:
+    assert rouge_l([1, 2, 3], [1, 9, 3]) == pytest.approx(2 / 3)
+    scores = scores_of([[4, 5], [1, 2, 3]], [[1, 2, 3], [5, 4]])
+    assert scores["exact"] == [1.0, 0.0]
+    assert scores["words"] == [1.0, 1.0]
+    assert scores["in place"] == [1.0, 0.0]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"[PAD]": 0, **{f"w{i}": i for i in range(1, 90)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    bert().save_pretrained(tmp_path / "bert")
+    tokenizer.save(str(tmp_path / "bert" / "tokenizer.json"))
+    drawn = np.random.default_rng(0)
+    lines = [f"{int(i % 2)}\t{' '.join(f'w{k}' for k in drawn.integers(2, 90, 10))}" for i in range(120)]
+    (tmp_path / "texts.tsv").write_text("\n".join(["label\ttext", *lines]) + "\n")
+    return tmp_path
+
+
+def test_the_command_reads_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / "r.json"
+    command = ["audit", "split", str(folder / "bert"), "--data", str(folder / "texts.tsv"), "--epochs", "1", "--batch", "20", "--attacked", "6"]
+    assert main([*command, "--defence", "rows", "--json", str(out), "--report", str(folder / "page.html")]) == 0
+    said = capsys.readouterr()
+    assert "the server reads the texts under 2 of 2 combinations" in said.out
+    assert "60 texts of the client's, 36 of the attacker's, 24 to test on; 6 are attacked" in said.err
+    assert leaked_of(out, "texts/rows/vocabulary") > 0.9
+    assert "the server reads the texts" in (folder / "page.html").read_text()
+    assert json.loads(out.read_text())["facts"]["client's texts"] == 60
+    assert main([*command, "--defence", "rows", "--attacks", "decoder"]) == 2
+    assert 'there is no attack "decoder"; there are: vocabulary, regression' in capsys.readouterr().err
+    assert main([*command, "--defence", "low-pass=0.1"]) == 1
+    assert "acts on images" in capsys.readouterr().err
+
+
+def leaked_of(path: Path, name: str) -> float:
+    value = next(f.value for f in load_results(path).findings if f.id == name)
+    assert value is not None
+    return float(value)

@@ -16,7 +16,7 @@ from regauge.cli import main
 from regauge.findings import load_results
 from regauge.gradients.clients import contribute, prepared
 from regauge.gradients.defences import plan_of
-from regauge.gradients.reading import rouge, rouge_l, scores_of
+from regauge.leakage.words import rouge, rouge_l, scores_of
 from regauge.tasks import Examples
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"

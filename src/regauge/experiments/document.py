@@ -128,7 +128,8 @@ def document(folder: Path) -> str:
 def _section(name: str, about: str, results: Results) -> str:
     facts = results.facts
     held, judged = sum(f.holds is True for f in results.findings), sum(f.holds is not None for f in results.findings)
-    lines = [f"## {results.title}", "", about, ""]
+    paper, _, _ = name.partition("-")
+    lines = [f"## {f'{paper}, ' if paper.isdigit() else ''}{results.title}", "", about, ""]
     for table in results.tables:
         lines += [*_markdown(table), "", table.note, ""]
     lines += [f"{held} of {judged} findings hold ([all of them](results/{name}.json)).", ""]

@@ -395,7 +395,8 @@ def picos(folder: Path) -> None:
 def tuned(folder: Path, shape: Shape) -> None:
     """An ancestor, and two models that are a tenth of its length away from it, each its own way; bf16."""
     from regauge.checkpoint import open_checkpoint
-    from regauge.writing import plan_checkpoint, write_plan
+    from regauge.planning import plan_checkpoint
+    from regauge.writing import write_plan
 
     folder.mkdir()
     make(folder / "root", 0, shape)

@@ -20,7 +20,8 @@ import regauge.writing as writing_module
 from regauge.checkpoint import Checkpoint, open_checkpoint, read_header
 from regauge.errors import CheckpointError
 from regauge.files import write_bytes
-from regauge.writing import Thunks, Written, is_finite, plan_checkpoint, write_plan
+from regauge.planning import Thunks, is_finite, plan_checkpoint
+from regauge.writing import Written, write_plan
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
 

@@ -44,6 +44,7 @@ sources cutting loading discovery
 adapters
 adapted
 keys
+planning
 writing
 converting
 data

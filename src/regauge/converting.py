@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from regauge.checkpoint import DTYPE_NAMES, INDEX, PICKLES, WEIGHTS, read_index, read_json, require_placed
 from regauge.errors import CheckpointError
 from regauge.files import require_file
-from regauge.writing import File, Plan, is_file_name, nbytes, other_files
+from regauge.planning import File, Plan, is_file_name, nbytes, other_files
 
 if TYPE_CHECKING:
     import torch

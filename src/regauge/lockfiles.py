@@ -33,8 +33,9 @@ from regauge.locking import (
     verify_tags,
 )
 from regauge.moved import Moving, moving
+from regauge.planning import File, Plan, check_target, is_file_name
 from regauge.spec import Spec, check, require
-from regauge.writing import File, Plan, Written, check_target, digests_of, is_file_name, write_plan
+from regauge.writing import Written, digests_of, write_plan
 
 
 @dataclass(frozen=True)

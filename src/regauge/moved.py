@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from regauge.checkpoint import Checkpoint
     from regauge.elements import Element
+    from regauge.planning import Plan
     from regauge.spec import Spec
-    from regauge.writing import Plan
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Moving:
         """The files to be written: the checkpoint's own, moved, and small ones by their bytes (`match.json` as match_json)."""
         from regauge.action import moves
         from regauge.fold import origin
-        from regauge.writing import is_file_name, plan_checkpoint
+        from regauge.planning import is_file_name, plan_checkpoint
 
         sources = {m.name: m.source for m in moves(g, part)}
         origins = {name: origin(self.spec, self.checkpoint, sources.get(name, name)) for name in thunks}

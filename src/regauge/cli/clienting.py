@@ -108,11 +108,11 @@ def train(
         raise typer.BadParameter("give --epochs or --steps")
     if resume and journal is None:
         raise typer.BadParameter("it needs the --journal DIR of the run", param_hint="--resume")
+    from regauge.planning import check_new
     from regauge.split.defences import ordered
     from regauge.split.parts import write_part
     from regauge.split.training import CLIENT, Run
     from regauge.split.training import train as trained
-    from regauge.writing import check_new
 
     check_new(out)
     _require_journal(journal, resume)

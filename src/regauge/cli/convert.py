@@ -24,7 +24,8 @@ def convert(
     """Write a pickled checkpoint as safetensors. Pickles are read without running code; tied tensors are stored once."""
     from regauge.converting import open_pickles, plan_conversion
     from regauge.files import amount
-    from regauge.writing import check_target, write_plan
+    from regauge.planning import check_target
+    from regauge.writing import write_plan
 
     check_target(out, source)
     pickles = open_pickles(source)

@@ -28,7 +28,7 @@ def demo(
     from regauge.errors import need
     from regauge.files import write_bytes, writing
     from regauge.findings import to_json
-    from regauge.writing import check_new
+    from regauge.planning import check_new
 
     started = time.monotonic()
     for library in ("jinja2", "matplotlib", "transformers", "sklearn"):

@@ -98,7 +98,7 @@ def train(
     from regauge.experiments.training import descend
     from regauge.jigsaw.saving import save_wrapped
     from regauge.loading import load_model
-    from regauge.writing import check_new
+    from regauge.planning import check_new
 
     check_new(out)
     _threads(threads)

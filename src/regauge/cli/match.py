@@ -114,7 +114,7 @@ def match(
     from regauge.files import amount
     from regauge.findings import to_json
     from regauge.matching import match as find
-    from regauge.writing import check_new, check_target
+    from regauge.planning import check_new, check_target
 
     for new in (out, out_b or out):
         check_new(new)  # at once: fixing gauges reads both models

@@ -75,7 +75,7 @@ def merge(
     from regauge.merging.engine import open_merge, plan_merge, require_basis, stamps
     from regauge.merging.methods import METHODS
     from regauge.merging.recipes import Align, read_recipe
-    from regauge.writing import check_new
+    from regauge.planning import check_new
 
     recipe = read_recipe(Path(models[0])) if by_file else _recipe(models, method, base, weight, parameter, dtype, tokenizer, align, sampled)
     if align and recipe.align is None:

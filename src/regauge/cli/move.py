@@ -60,7 +60,7 @@ def move(
     from regauge.cli.moved import summary, write_moved
     from regauge.files import amount
     from regauge.moved import moving, moving_adapter
-    from regauge.writing import check_target, is_taken
+    from regauge.planning import check_target, is_taken
 
     checkpoint, unfolded = open_model(model, spec)
     check_target(out, checkpoint.path)

@@ -10,7 +10,8 @@ from regauge.cli.console import say, warn, writing_to
 
 if TYPE_CHECKING:
     from regauge.elements import Element
-    from regauge.writing import Plan, Written
+    from regauge.planning import Plan
+    from regauge.writing import Written
 
 
 def write_moved(out: Path, plan: Plan, thunks: Mapping[str, Callable[[], Any]], what: str, resume: bool, threads: int | None) -> Written:

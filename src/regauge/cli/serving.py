@@ -116,10 +116,10 @@ def serve(
     from regauge.cli.run import check_device
     from regauge.loading import load_part
     from regauge.locking import record_of
+    from regauge.planning import check_new
     from regauge.split import Host
     from regauge.split.metrics import Metrics
     from regauge.split.network import Server
-    from regauge.writing import check_new
 
     check_device(device)
     if out is not None:

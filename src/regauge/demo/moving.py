@@ -53,7 +53,8 @@ def make(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
     """A checkpoint of random weights for a config, written through regauge's own writer. A folder that is there already is kept."""
     import torch
 
-    from regauge.writing import File, Plan, write_plan
+    from regauge.planning import File, Plan
+    from regauge.writing import write_plan
 
     shapes = _shapes(config)
     if folder.exists():

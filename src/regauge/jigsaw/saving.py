@@ -21,7 +21,7 @@ from regauge.jigsaw.masks import JigsawError
 from regauge.jigsaw.variants import Variant
 from regauge.jigsaw.wrapping import LAMBDA, MaskedJigsaw
 from regauge.loading import load_model, quiet
-from regauge.writing import check_new
+from regauge.planning import check_new
 
 FOLDER, FILE, VERSION = "jigsaw", "learned.safetensors", "1"
 COPIED = ("preprocessor_config.json", "config.json")

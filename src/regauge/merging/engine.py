@@ -25,9 +25,9 @@ from regauge.merging.layout import Model, Place, lay_out, sliced_config, stacks
 from regauge.merging.methods import METHODS, Given, Made, MergeError
 from regauge.merging.recipes import Recipe
 from regauge.merging.tokens import FILES, Tables, tables_of
+from regauge.planning import File, Plan, check_target, is_file_name, nbytes, other_files
 from regauge.sources import spec_of
 from regauge.spec import check
-from regauge.writing import File, Plan, check_target, is_file_name, nbytes, other_files
 
 SHARD = 2_000_000_000  # bytes in a file of the output, at most: what a kill may cost
 RECIPE = "recipe.yaml"

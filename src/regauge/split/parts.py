@@ -20,8 +20,8 @@ from regauge.errors import CheckpointError
 from regauge.files import beside, fsync_folder, writing
 from regauge.loading import Part, load_part, quiet
 from regauge.locking import record_of
+from regauge.planning import check_new, other_files
 from regauge.split.passing import described
-from regauge.writing import check_new, other_files
 
 Tensor = torch.Tensor
 ABOUT = "split.json"

@@ -561,7 +561,9 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "moved, but given plain features" in said.out
     assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == ["gpt2", "llama"]
     assert "All " in (tmp_path / "regauge-demo.html").read_text()
-    results = from_json(run("demo", "--json", "--report", "other.html").out)
+    again = run("demo", "--json", "--report", "other.html")
+    assert again.code == 0, again.err
+    results = from_json(again.out)
     assert {f.id for f in results.findings if f.holds} >= {"watched/adaptive", "watched/noise"}
     assert "the server has the images under 3 of 3" in said.out
     moves = [f for f in results.findings if f.id.startswith("moving/")]

@@ -1,8 +1,9 @@
-"""Federated training and what it gives away: FedAvg with and without masked jigsaw puzzles and with frozen parts, on even and on unlike data; and
-clients that begin apart, averaged plainly and after a match.
+"""Federated training and what it gives away: FedAvg with and without masked jigsaw puzzles, with frozen parts and with parts that are each client's
+own, on even and on unlike data; and clients that begin apart, averaged plainly and after a match.
 
-Accuracy is of the averaged model. Leakage is of two kinds, at the first, the middle and the last round: of updates exactly as they were sent, and of
-the worst case, an update of one image and one step from the same state with the same defences. The attacker is the server (`federated.auditing`).
+Accuracy is of the averaged model, with the part of its own where a client has one (the mean of clients). Leakage is of two kinds, at the first, the
+middle and the last round: of updates exactly as they were sent, and of the worst case, an update of one image and one step from the same state with
+the same defences. The attacker is the server (`federated.auditing`).
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.presets import From, _vit
-from regauge.federated import InProcess, Settings, contribute, load_state, parts_of, prepared, run, state_of
+from regauge.federated import InProcess, Settings, contribute, parts_of, prepared, run, state_of
 from regauge.federated.auditing import attacked, truth_of
 from regauge.federated.clients import rows_of
 from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.fusing import average
+from regauge.federated.rounds import done
+from regauge.federated.running import measuring
 from regauge.federated.settings import read_settings
 from regauge.federated.spying import Seen
 from regauge.federated.states import Contribution
+from regauge.federated.withholding import Own
 from regauge.findings import Figure, Finding, Results, Table
 from regauge.gradients.attacking import Budget, named
-from regauge.split.training import measure
 from regauge.streams import seed_key
 from regauge.tasks import Examples, prepare
 
@@ -42,6 +45,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "FedAvg": {},
     "FedAvg + MJP": {"jigsaw": 0.3},
     "FedAvg + MJP, embedding frozen": {"jigsaw": 0.3, "defences": ["freeze=embedding"]},
+    "FedAvg + MJP, embedding of one's own": {"jigsaw": 0.3, "defences": ["withhold=embedding"]},
     "FedAvg, embedding and first block frozen": {"defences": ["freeze=embedding,first"]},
 }
 PARTS: Mapping[str, Mapping[str, Any]] = {"even": {"partition": "iid"}, "unlike": {"partition": "dirichlet", "alpha": 0.3}}
@@ -79,18 +83,11 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         if number in marks:
             caught[number] = (dict(state), list(sent))
 
-    kept = run(InProcess(model, parts, settings), state_of(model), settings, measure=_measure(model, test), spy=spy)
+    own = Own()
+    kept = run(InProcess(model, parts, settings, own), state_of(model), settings, measure=measuring(model, test, own=own), spy=spy)
     leaks = {str(n): _leaks(model, parts, test, settings, p, n, *caught[n]) for n in marks if n in caught}
-    accuracies = [r.measures["accuracy"] for r in kept.history if not r.void]
+    accuracies = [r.measures.get("accuracy of clients", r.measures["accuracy"]) for r in done(kept.history)]
     return Outcome({"accuracy": accuracies, "leaks": leaks, "examples": len(examples), "parameters": sum(t.numel() for t in kept.state.values())})
-
-
-def _measure(model: torch.nn.Module, test: Examples) -> Any:
-    def measured(state: Mapping[str, torch.Tensor]) -> dict[str, float]:
-        load_state(model, state)
-        return measure(model, test, 256)
-
-    return measured
 
 
 def _leaks(
@@ -128,14 +125,14 @@ def fuse(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
 
     def spy(number: int, state: Mapping[str, torch.Tensor], sent: Sequence[Contribution]) -> None:
         if number == 0:
-            alone.extend(_measure(model, test)(c.tensors)["accuracy"] for c in sent)
+            alone.extend(measuring(model, test)(c.tensors)["accuracy"] for c in sent)
 
     engine = InProcess(model, parts_of(examples, settings), settings)
-    kept = run(engine, state_of(model), settings, measure=_measure(model, test), spy=spy, fuse=partial(average, model))
-    return Outcome({"accuracy": [r.measures["accuracy"] for r in kept.history if not r.void], "alone": alone, "examples": len(examples)})
+    kept = run(engine, state_of(model), settings, measure=measuring(model, test), spy=spy, fuse=partial(average, model))
+    return Outcome({"accuracy": [r.measures["accuracy"] for r in done(kept.history)], "alone": alone, "examples": len(examples)})
 
 
-TRAIN = Cell("federated-train", 1, train)
+TRAIN = Cell("federated-train", 2, train)
 FUSE = Cell("federated-fuse", 1, fuse)
 
 
@@ -204,12 +201,15 @@ def _row(many: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     )
 
 
+def _spread(values: Sequence[float]) -> float | None:
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
 def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials: int) -> list[Finding]:
     plain = found["FedAvg"]
     out = []
     for way, many in found.items():
         last = [one["accuracy"][-1] for one in many]
-        spread = statistics.stdev(last) if len(last) > 1 else None
         base = statistics.fmean(one["accuracy"][-1] for one in plain)
         out.append(
             Finding(
@@ -221,7 +221,7 @@ def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials:
                 base,
                 "the ceiling is FedAvg as it is",
                 measure="accuracy",
-                spread=spread,
+                spread=_spread(last),
                 trials=trials,
             )
         )
@@ -240,6 +240,8 @@ def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials:
                     ceiling,
                     told,
                     measure="PSNR, dB",
+                    spread=_spread([a for one in many if (a := _leak([one], "one image", "PSNR", 0)) is not None]),
+                    trials=trials,
                 )
             )
     return out
@@ -261,23 +263,33 @@ def fusion(lab: Lab) -> Results:
     ]
     table = Table("Accuracy after each round", ("clients that begin apart", *(f"round {n + 1}" for n in range(rounds))), tuple(rows))
     plain, matched = statistics.fmean(at("fedavg", 0)), statistics.fmean(at("matched", 0))
-    spread = statistics.stdev(at("matched", 0)) if len(trials) > 1 else None
     told = f"{100 * matched:.1f} % after a match by weights alone, {100 * plain:.1f} % as they stand, the clients themselves {100 * alone:.1f} %"
     better = min(m - p for m, p in zip(at("matched", 0), at("fedavg", 0), strict=True)) > 0
+    works = plain < 2 * CHANCE and matched > CHANCE + (alone - CHANCE) / 2
+    more: dict[str, Any] = {"measure": "accuracy", "spread": _spread(at("matched", 0)), "trials": len(trials)}
+    judged = lab.preset_name != "pico"  # which trains too little for either
     findings = (
         Finding(
-            "fusion/first",
+            "goal/fusion/better",
             "After a match the first average is better than as the clients stand, with every seed.",
-            better,
+            better if judged else None,
             matched,
             plain,
             alone,
             told,
-        )
-        if lab.preset_name != "pico"
-        else Finding("fusion/first", "The first average, after a match.", None, matched, plain, alone, told),
+            **more,
+        ),
+        Finding(
+            "goal/fusion/works",
+            "As they stand the average is at chance (below twice of it); after a match it has at least half of what the clients have above chance.",
+            works if judged else None,
+            matched,
+            CHANCE,
+            alone,
+            told,
+            **more,
+        ),
     )
-    findings = (replace(findings[0], measure="accuracy", spread=spread, trials=len(trials)),)
     facts = _facts(lab, "federated/fusion", len(trials), FUSION[lab.preset_name])
     return Results("Clients that begin apart", findings, (table,), (), facts)
 

@@ -142,7 +142,7 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["audit", "gradients", "--from", str(hidden), "--attacks", "least squares", "--json", str(out)]) == 0
     table = load_results(out).tables[0]
     assert table.rows[0][2] is None
-    assert "the update has no" in table.note
+    assert "sent. The update has no" in table.note
     assert main(["audit", "gradients", "--from", str(start)]) == 1
     assert "is no run" in capsys.readouterr().err
     assert json.loads((run / "run.json").read_text())["version"] == 1

@@ -55,7 +55,7 @@ TRAINING = {
     "pico": {"clients": 3, "rounds": 3, "steps": 2, "batch": 8, "optimizer": "sgd", "rate": 0.05},
 }
 FUSION = {
-    "small": {"clients": 3, "rounds": 4, "epochs": 40, "batch": 50, "optimizer": "adamw", "rate": 2e-3, "decay": 0.01},
+    "small": {"clients": 3, "rounds": 2, "epochs": 40, "batch": 50, "optimizer": "adamw", "rate": 2e-3, "decay": 0.01},
     "paper": {"clients": 4, "rounds": 6, "epochs": 60, "batch": 50, "optimizer": "adamw", "rate": 2e-3, "decay": 0.01},
     "pico": {"clients": 2, "rounds": 2, "epochs": 2, "batch": 50, "optimizer": "adamw", "rate": 5e-3},
 }

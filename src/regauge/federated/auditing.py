@@ -158,7 +158,7 @@ def _units(source: Source, model: torch.nn.Module) -> tuple[Sequence[float], Seq
 def _verdict(leak: float | None, floor: float | None, spans: float | None, labels: float | None) -> str:
     """What a server got of a round, in words."""
     if leak is None or floor is None:
-        images = "no attack on images could try"
+        images = "none of the attacks on images could try"
     elif leak > floor + PLAIN:
         images = f"images come back ({leak:.1f} dB, the mean image {floor:.1f})"
     elif leak > floor + SOME:
@@ -200,7 +200,7 @@ def _told(
         for i, n in enumerate(numbers)
     )
     reasons = {row[key] for row in rows for key in row if key.startswith("why ")}
-    note = "Each update is attacked as it was sent. " + " ".join(f"{text}." for text in sorted(reasons))
+    note = "Each update is attacked as it was sent. " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in sorted(reasons))
     x = [n + 1 for n in numbers]
     figures = [
         Figure(

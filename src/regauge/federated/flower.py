@@ -215,16 +215,19 @@ def defending(source: Source | None = None) -> Mod:
             return reply
         client = number_of(context)
         settings = read_settings(json.loads(str(message.content["config"]["settings"])))
-        sent = from_reply(reply, client)
-        assert isinstance(sent, Contribution)  # our own client made it
         try:
             chosen = defences_of(settings, context)
+            if not chosen:
+                return reply
+            sent = from_reply(reply, client)
+            assert isinstance(sent, Contribution)  # our own client made it
             model, _ = _part(source or source_of(context.node_config), settings, client, "data" in context.node_config)
             secret = seed_key(settings.seed) if source else os.urandom(32)
             reply.content["arrays"] = to_arrays(defended(sent, model, chosen, secret).tensors)
             return reply
         except RegaugeError as error:
-            about = ConfigRecord({"regauge": VERSION, "client": client, "round": sent.round, "refused": str(error)})
+            number = int(message.content["config"]["round"])
+            about = ConfigRecord({"regauge": VERSION, "client": client, "round": number, "refused": str(error)})
             return Message(RecordDict({"about": about}), reply_to=message)
 
     return mod

@@ -165,10 +165,10 @@ def apart(settings: Settings) -> tuple[torch.nn.Module, dict[str, torch.Tensor],
 def test_matched_clients_average_to_the_function_that_each_of_them_has() -> None:
     settings = Settings(clients=3, rounds=1, independent=True, strategy="matched")
     model, state, sent = apart(settings)
-    images = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         true = model(pixel_values=images).logits
-        load_state(model, average(model, state, sent, settings))
+        load_state(model, average(model, state, sent, settings, inputs=[{"pixel_values": images}] * 2, steps=2))
         matched = model(pixel_values=images).logits
         load_state(model, average(model, state, sent, replace(settings, strategy="fedavg")))
         plain = model(pixel_values=images).logits
@@ -181,7 +181,7 @@ def test_clients_that_begin_apart_send_weights_and_are_averaged() -> None:
     model = fed.vit()
     from functools import partial
 
-    kept = fed.ran(settings, fuse=partial(average, model))
+    kept = fed.ran(settings, fuse=partial(average, model, steps=2))
     assert [r.contributed for r in kept.history] == [(0, 1), (0, 1)]
     with pytest.raises(FederatedError, match="matched is for clients that begin apart"):
         Settings(clients=2, rounds=1, strategy="matched")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from regauge.experiments import EXPERIMENTS
-from regauge.experiments.federating import PARTS, WAYS
+from regauge.experiments.federating import FUSED, PARTS, WAYS
 from regauge.experiments.lab import Lab
 
 
@@ -24,7 +24,7 @@ def test_training_tells_accuracy_and_leakage_of_every_way(tmp_path: Path) -> Non
 def test_fusion_tells_both_ways(tmp_path: Path) -> None:
     lab = Lab("pico", cache=tmp_path)
     found = EXPERIMENTS["federated/fusion"](lab)
-    assert [len(row) for row in found.tables[0].rows] == [3, 3]
-    assert [f.id for f in found.findings] == ["goal/fusion/better", "goal/fusion/works"]
+    assert [(row[0], len(row)) for row in found.tables[0].rows] == [(way, 4) for way in FUSED]
+    assert {f.id for f in found.findings} == {f"goal/{way}/{what}" for way in list(FUSED)[1:] for what in ("better", "works")}
     again = Lab("pico", cache=tmp_path)
     assert EXPERIMENTS["federated/fusion"](again).tables == found.tables

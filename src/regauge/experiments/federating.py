@@ -26,7 +26,7 @@ from regauge.federated import InProcess, Settings, contribute, parts_of, prepare
 from regauge.federated.auditing import attacked, truth_of
 from regauge.federated.clients import rows_of
 from regauge.federated.defences import defended, frozen, read_defences
-from regauge.federated.fusing import average
+from regauge.federated.fusing import average, parted
 from regauge.federated.rounds import done
 from regauge.federated.running import measuring
 from regauge.federated.settings import read_settings
@@ -58,6 +58,11 @@ FUSION = {
     "small": {"clients": 3, "rounds": 2, "epochs": 40, "batch": 50, "optimizer": "adamw", "rate": 2e-3, "decay": 0.01},
     "paper": {"clients": 4, "rounds": 6, "epochs": 60, "batch": 50, "optimizer": "adamw", "rate": 2e-3, "decay": 0.01},
     "pico": {"clients": 2, "rounds": 2, "epochs": 2, "batch": 50, "optimizer": "adamw", "rate": 5e-3},
+}
+FUSED: Mapping[str, Mapping[str, Any]] = {
+    "as they stand": {"strategy": "fedavg", "looks": False},
+    "after a match on noise": {"strategy": "matched", "looks": False},
+    "after a match on the server's inputs": {"strategy": "matched", "looks": True},
 }
 DATA = {"train": From("digits"), "test": From("digits", split="test")}
 TASK = {"kind": "images", "classes": 10, "mean": [0.3], "std": [0.38], "size": 8}
@@ -119,7 +124,8 @@ def _leaks(
 def fuse(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     """Clients that begin apart: accuracy after each round, by the way in which the first is averaged."""
     settings = read_settings({**p["settings"], "seed": p["seed"], "independent": True, "strategy": p["strategy"]})
-    examples, test = prepare(p["task"], data["train"]), prepare(p["task"], data["test"])
+    examples = prepare(p["task"], data["train"])
+    test, inputs = parted(prepare(p["task"], data["test"]))
     model = build(p["model"], int(p["seed"])).to(work.device)
     alone: list[float] = []
 
@@ -128,12 +134,19 @@ def fuse(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
             alone.extend(measuring(model, test)(c.tensors)["accuracy"] for c in sent)
 
     engine = InProcess(model, parts_of(examples, settings), settings)
-    kept = run(engine, state_of(model), settings, measure=measuring(model, test), spy=spy, fuse=partial(average, model))
+    kept = run(
+        engine,
+        state_of(model),
+        settings,
+        measure=measuring(model, test),
+        spy=spy,
+        fuse=partial(average, model, inputs=inputs if p["looks"] else (), steps=p["steps"]),
+    )
     return Outcome({"accuracy": [r.measures["accuracy"] for r in done(kept.history)], "alone": alone, "examples": len(examples)})
 
 
 TRAIN = Cell("federated-train", 2, train)
-FUSE = Cell("federated-fuse", 1, fuse)
+FUSE = Cell("federated-fuse", 2, fuse)
 
 
 def training(lab: Lab) -> Results:
@@ -250,48 +263,58 @@ def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials:
 def fusion(lab: Lab) -> Results:
     """Clients that never shared an initialisation: plain FedAvg against averaging after a match."""
     trials = range(lab.seeds or SEEDS[lab.preset_name])
-    lab.total = 2 * len(trials)
-    found = {strategy: [_fused(lab, strategy, trial) for trial in trials] for strategy in ("fedavg", "matched")}
-    rounds = len(found["fedavg"][0]["accuracy"])
-    alone = statistics.fmean(a for one in found["fedavg"] for a in one["alone"])
+    lab.total = len(FUSED) * len(trials)
+    found = {way: [_fused(lab, way, trial) for trial in trials] for way in FUSED}
+    rounds = len(found["as they stand"][0]["accuracy"])
+    alone = statistics.fmean(a for one in found["as they stand"] for a in one["alone"])
 
-    def at(strategy: str, n: int) -> list[float]:
-        return [one["accuracy"][n] for one in found[strategy]]
+    def at(way: str, n: int) -> list[float]:
+        return [one["accuracy"][n] for one in found[way]]
 
-    rows: list[tuple[Any, ...]] = [
-        (f"averaged {'after a match' if s == 'matched' else 'as they stand'}", *(statistics.fmean(at(s, n)) for n in range(rounds))) for s in found
-    ]
-    table = Table("Accuracy after each round", ("clients that begin apart", *(f"round {n + 1}" for n in range(rounds))), tuple(rows))
-    plain, matched = statistics.fmean(at("fedavg", 0)), statistics.fmean(at("matched", 0))
-    told = f"{100 * matched:.1f} % after a match by weights alone, {100 * plain:.1f} % as they stand, the clients themselves {100 * alone:.1f} %"
-    better = min(m - p for m, p in zip(at("matched", 0), at("fedavg", 0), strict=True)) > 0
-    works = plain < 2 * CHANCE and matched > CHANCE + (alone - CHANCE) / 2
-    more: dict[str, Any] = {"measure": "accuracy", "spread": _spread(at("matched", 0)), "trials": len(trials)}
+    def spread(way: str) -> float:
+        return _spread(at(way, 0)) or 0.0
+
+    rows: list[tuple[Any, ...]] = [(way, *(statistics.fmean(at(way, n)) for n in range(rounds)), spread(way)) for way in FUSED]
+    columns = ("clients that begin apart, averaged", *(f"round {n + 1}" for n in range(rounds)), "spread of round 1")
+    note = f"Accuracy on half of the server's examples, means over seeds; the clients themselves have {100 * alone:.1f} %. Inputs are the other half."
+    plain = statistics.fmean(at("as they stand", 0))
+    findings = [f for way in list(FUSED)[1:] for f in _fusions(lab, way, at(way, 0), at("as they stand", 0), alone)]
+    told = {"clients alone": alone, "as they stand": plain}
+    facts = _facts(lab, "federated/fusion", len(trials), FUSION[lab.preset_name]) | told
+    return Results("Clients that begin apart", tuple(findings), (Table("Accuracy after each round", columns, tuple(rows), note),), (), facts)
+
+
+def _fusions(lab: Lab, way: str, matched: Sequence[float], plain: Sequence[float], alone: float) -> list[Finding]:
+    """What a match must reach."""
+    mean, base = statistics.fmean(matched), statistics.fmean(plain)
+    told = f"{100 * mean:.1f} % {way}, {100 * base:.1f} % as they stand, the clients themselves {100 * alone:.1f} %"
+    better = min(m - p for m, p in zip(matched, plain, strict=True)) > 0
+    works = base < 2 * CHANCE and mean > CHANCE + (alone - CHANCE) / 2
     judged = lab.preset_name != "pico"  # which trains too little for either
-    findings = (
+    more: dict[str, Any] = {"measure": "accuracy", "spread": _spread(matched), "trials": len(matched)}
+    what = f"Averaged {way}: "
+    return [
         Finding(
-            "goal/fusion/better",
-            "After a match the first average is better than as the clients stand, with every seed.",
+            f"goal/{way}/better",
+            what + "better than as the clients stand, with every seed.",
             better if judged else None,
-            matched,
-            plain,
+            mean,
+            base,
             alone,
             told,
             **more,
         ),
         Finding(
-            "goal/fusion/works",
-            "As they stand the average is at chance (below twice of it); after a match it has at least half of what the clients have above chance.",
+            f"goal/{way}/works",
+            what + "at least half of what the clients have above chance, where as they stand the average is at chance (below twice of it).",
             works if judged else None,
-            matched,
+            mean,
             CHANCE,
             alone,
             told,
             **more,
         ),
-    )
-    facts = _facts(lab, "federated/fusion", len(trials), FUSION[lab.preset_name])
-    return Results("Clients that begin apart", findings, (table,), (), facts)
+    ]
 
 
 def _facts(lab: Lab, name: str, seeds: int, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,7 +323,8 @@ def _facts(lab: Lab, name: str, seeds: int, settings: Mapping[str, Any]) -> dict
     return {**told, "minutes of computing": round(lab.seconds / 60, 1), "versions": versions}
 
 
-def _fused(lab: Lab, strategy: str, trial: int) -> Mapping[str, Any]:
-    parameters = {"model": model_of(lab.preset_name), "task": TASK, "settings": FUSION[lab.preset_name], "seed": trial, "strategy": strategy}
+def _fused(lab: Lab, way: str, trial: int) -> Mapping[str, Any]:
+    parameters = {"model": model_of(lab.preset_name), "task": TASK, "settings": FUSION[lab.preset_name], "seed": trial, **FUSED[way]}
+    parameters["steps"] = 5 if lab.preset_name == "pico" else None
     data = {name: lab.open(source) for name, source in DATA.items()}
-    return lab.run(FUSE, parameters, data, f"clients that begin apart, {strategy}, seed {trial}").values
+    return lab.run(FUSE, parameters, data, f"clients that begin apart, {way}, seed {trial}").values

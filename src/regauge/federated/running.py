@@ -111,6 +111,7 @@ def federated(
     """Train on an engine, or in this process. A folder that holds this run goes on where it stood; with `spy` it keeps what the server sees."""
     model = source.live(settings)
     shared, test = source.read(model)
+    test, inputs = fusing.parted(test) if settings.independent else (test, ())
     own = Own(folder / OWN)
     here = None if engine else InProcess(model, parts_of(shared, settings), settings, own)  # what cannot be is refused before a folder is made
     state = state_of(model)
@@ -119,7 +120,8 @@ def federated(
         chosen = here or cast(EngineOf, engine)(name)
         watch = spy_on(folder, settings) if spy else None
         judge = measuring(model, test, own=own)
-        kept = run(chosen, state, settings, folder=folder, measure=judge, tell=tell, spy=watch, fuse=partial(fusing.average, model))
+        fuse = partial(fusing.average, model, inputs=inputs)
+        kept = run(chosen, state, settings, folder=folder, measure=judge, tell=tell, spy=watch, fuse=fuse)
         return finish(source, settings, folder, model, kept)
 
 

@@ -71,7 +71,8 @@ def _matched(
     spec = spec_of(model)
     folded = [fold_norms(spec, {n.removeprefix(lead): t for n, t in c.tensors.items() if n.startswith(lead)}) for c in sent]
     basis, states = folded[0][0], [dict(f[1]) for f in folded]
-    shown = inputs or drawn(model, count=512, seed=settings.seed)
+    device = next(iter(states[0].values())).device
+    shown = [{k: x.to(device) for k, x in one.items()} for one in inputs or drawn(model, count=512, seed=settings.seed)]
     taken = (STEPS if inputs else 2 * STEPS) if steps is None else steps
     weights = [c.examples if settings.weigh == "examples" else 1 for c in sent]
     middle, there = states[0], [states[0]]

@@ -13,6 +13,7 @@ from regauge.errors import CheckpointError
 from regauge.federated import InProcess, Settings, keeping, parts_of, run, state_of
 from regauge.federated.running import Source, federated
 from regauge.federated.withholding import Own, withheld
+from regauge.findings import load_results
 
 SETTINGS = Settings(clients=3, rounds=3, batch=8, rate=0.1, defences=("withhold=embedding",))
 NAME = "vit.embeddings.position_embeddings"
@@ -61,6 +62,8 @@ def test_a_run_that_was_interrupted_goes_on_with_what_its_clients_have(tmp_path:
     federated(source, replace(settings, rounds=1), tmp_path / "run")
     again = federated(source, settings, tmp_path / "run")
     assert all(torch.equal(whole.kept.state[n], again.kept.state[n]) for n in whole.kept.state)
+    table = load_results(tmp_path / "run" / "results.json").tables[0]
+    assert [row[table.columns.index("accuracy of clients")] for row in table.rows] == [r.measures["accuracy of clients"] for r in again.kept.history]
     assert [r.measures["accuracy of clients"] for r in again.kept.history] == [r.measures["accuracy of clients"] for r in whole.kept.history]
     (tmp_path / "run" / "own" / "client-00000" / "round-00002.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="round-00002"):

@@ -28,7 +28,7 @@ from regauge.federated.clients import rows_of
 from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.fusing import average, parted
 from regauge.federated.rounds import done
-from regauge.federated.running import measuring
+from regauge.federated.running import OF_CLIENTS, measuring
 from regauge.federated.settings import read_settings
 from regauge.federated.spying import Seen
 from regauge.federated.states import Contribution
@@ -91,7 +91,7 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     own = Own()
     kept = run(InProcess(model, parts, settings, own), state_of(model), settings, measure=measuring(model, test, own=own), spy=spy)
     leaks = {str(n): _leaks(model, parts, test, settings, p, n, *caught[n]) for n in marks if n in caught}
-    accuracies = [r.measures.get("accuracy of clients", r.measures["accuracy"]) for r in done(kept.history)]
+    accuracies = [r.measures.get(OF_CLIENTS, r.measures["accuracy"]) for r in done(kept.history)]
     return Outcome({"accuracy": accuracies, "leaks": leaks, "examples": len(examples), "parameters": sum(t.numel() for t in kept.state.values())})
 
 

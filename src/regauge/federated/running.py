@@ -33,6 +33,7 @@ from regauge.loading import load_model, quiet
 from regauge.split.training import measure
 from regauge.tasks import Examples, read_examples
 
+OF_CLIENTS = "accuracy of clients"  # the mean of theirs, where they have parts of their own
 OWN = "own"  # the folder in a run's
 HELD = 0.1  # of the data, where no test data are given: no client has it
 COPIED = ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
@@ -137,7 +138,7 @@ def measuring(model: torch.nn.Module, test: Examples, batch: int = 256, own: Own
             load_state(model, {**state, **own.latest(client)})  # type: ignore[union-attr]
             theirs.append(measure(model, test, batch).get("accuracy"))
         known = [a for a in theirs if a is not None]
-        return found | ({"accuracy of clients": sum(known) / len(known)} if known else {})
+        return found | ({OF_CLIENTS: sum(known) / len(known)} if known else {})
 
     return measured
 
@@ -197,7 +198,7 @@ def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
 
 def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
     """Accuracy over rounds, and who was absent."""
-    rows = [
+    rows: list[tuple[Any, ...]] = [
         (
             r.number + 1,
             len(r.contributed),
@@ -209,11 +210,17 @@ def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
         )
         for r in kept.history
     ]
-    table = Table("Rounds", ("round", "contributed", "absent", "loss of clients", "accuracy", "seconds", "why absent"), tuple(rows))
+    columns = ["round", "contributed", "absent", "loss of clients", "accuracy", "seconds", "why absent"]
     good = done(kept.history)
+    curves = {"accuracy": [r.measures.get("accuracy") for r in good]}
+    if any(OF_CLIENTS in r.measures for r in good):
+        columns.append(OF_CLIENTS)
+        rows = [(*row, r.measures.get(OF_CLIENTS)) for row, r in zip(rows, kept.history, strict=True)]
+        curves[OF_CLIENTS] = [r.measures.get(OF_CLIENTS) for r in good]
+    table = Table("Rounds", tuple(columns), tuple(rows))
     lines = {
         "x": [r.number + 1 for r in good],
-        "y": {"accuracy": [r.measures.get("accuracy") for r in good]},
+        "y": curves,
         "xlabel": "round",
         "ylabel": "accuracy",
     }

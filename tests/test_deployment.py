@@ -20,6 +20,7 @@ from regauge.federated.deploying import Loopback, loopback, make_node_key, super
 from regauge.federated.keeping import Kept
 from regauge.federated.running import Source
 from regauge.federated.states import Absence, State
+from regauge.federated.withholding import Own
 
 SETTINGS = Settings(clients=4, rounds=2, batch=16, steps=2)
 PATIENCE = 300.0
@@ -35,8 +36,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 @pytest.fixture(scope="module")
 def net(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
-    configs = [{"partition-id": i, "model": source.model, "shared-data": "digits", "mean": "0.3", "std": "0.38", "test": "digits"} for i in range(4)]
-    with loopback(tmp_path_factory.mktemp("network"), configs) as made:
+    folder = tmp_path_factory.mktemp("network")
+    shared = {"model": source.model, "shared-data": "digits", "mean": "0.3", "std": "0.38", "test": "digits"}
+    with loopback(folder, [{"partition-id": i, "keep": str(folder / f"keep-{i}"), **shared} for i in range(4)]) as made:
         yield made
 
 
@@ -88,13 +90,16 @@ def distance(source: Source, settings: Settings, found: Kept) -> float:
     return max(float((here.state[n] - found.state[n]).abs().max()) for n in found.state)
 
 
-def test_four_nodes_are_a_run_in_this_process(net: Loopback, source: Source, tmp_path: Path) -> None:
-    write_bundle(tmp_path / "bundle", source.told(), SETTINGS, tmp_path / "run", wait=900, gather=300)
+def test_four_nodes_are_a_run_in_this_process_and_keep_what_they_withhold(net: Loopback, source: Source, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, defences=("withhold=embedding",))
+    write_bundle(tmp_path / "bundle", source.told(), settings, tmp_path / "run", wait=900, gather=300)
     assert ended(net, tmp_path / "bundle", "first") == 0, net.log("first")
     found = kept(tmp_path / "run")
     assert [r.contributed for r in found.history] == [(0, 1, 2, 3)] * 2
-    assert distance(source, SETTINGS, found) <= 1e-6
-    assert distance(source, replace(SETTINGS, rate=0.06), found) > 1e-6  # the bar can be missed
+    assert distance(source, settings, found) <= 1e-6
+    assert distance(source, SETTINGS, found) > 1e-6  # the bar can be missed
+    name = keeping.about_of(tmp_path / "run")["name"]
+    assert [Own(net.folder / f"keep-{i}" / name).clients() for i in range(4)] == [[0], [1], [2], [3]]
 
 
 def test_a_killed_node_and_a_restarted_superlink_lose_no_round(net: Loopback, source: Source, tmp_path: Path) -> None:

@@ -312,6 +312,7 @@ def simulate(source: Source, settings: Settings, folder: Path, *, tell: Tell | N
     need("ray", "federated")
     from flwr.simulation import run_simulation
 
+    options["gather"] = max(options.get("gather", GATHER), options.get("wait", WAIT))  # all are there, and may be slow to start
     found: list[Found] = []
     app = ServerApp()
 

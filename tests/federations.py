@@ -1,7 +1,8 @@
-"""What tests of federated learning share: a pico ViT, synthetic digits, and runs of them."""
+"""What tests of federated learning share: a pico ViT and bright quarters, a pico BERT and good or bad words, and runs of them."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import transformers
 
 from regauge.federated import InProcess, Settings, parts_of, prepared, run, state_of
 from regauge.federated.keeping import Kept
+from regauge.federated.running import Source
 from regauge.tasks import Examples
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "initializer_range": 0.2}
@@ -37,3 +39,25 @@ def ran(settings: Settings, examples: Examples | None = None, folder: Path | Non
     """A run in this process."""
     model = prepared(vit(), settings)
     return run(InProcess(model, parts_of(examples or bars(), settings), settings), state_of(model), settings, folder=folder, **more)
+
+
+def reader(folder: Path, count: int = 160) -> Source:
+    """A pico BERT for texts with its tokenizer, and texts of ten words, one of which says which of two kinds they are. Dropout is on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["[PAD]", "[UNK]", "good", "bad", *(f"w{i}" for i in range(20))]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sizes = {**SIZE, "vocab_size": len(words), "max_position_embeddings": 16, "pad_token_id": 0, "num_labels": 2}
+        transformers.BertForSequenceClassification(transformers.BertConfig(**sizes)).save_pretrained(folder / "bert")
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "bert" / "tokenizer.json"))
+    draw = np.random.default_rng(2)
+    rows = []
+    for _ in range(count):
+        label, text = int(draw.integers(2)), [words[i] for i in draw.integers(4, len(words), 10)]
+        text[int(draw.integers(10))] = ("bad", "good")[label]
+        rows.append(json.dumps({"text": " ".join(text), "label": label}))
+    (folder / "texts.jsonl").write_text("\n".join(rows))
+    return Source(str(folder / "bert"), str(folder / "texts.jsonl"))

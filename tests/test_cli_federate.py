@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,21 @@ def test_a_deployment_without_a_superlink_or_without_flower_is_named(start: Path
     if find_spec("flwr") is None:
         assert main([*given, "--superlink", "127.0.0.1:1", "--authority", str(tmp_path / "ca.pem")]) == 1
         assert "pip install 'regauge[federated]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_pages_commands_run_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but those that need Flower, which `test_flower` and `test_deployment` run."""
+    page = (Path(__file__).parents[1] / "docs" / "federated.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["regauge"])
+    program = page.split("<<'END'\n")[1].split("    END\n")[0]
+    exec(textwrap.dedent(program), {})
+    commands = [line.strip() for line in page.splitlines() if line.startswith("    regauge ") and "--engine" not in line and not line.endswith("\\")]
+    runs = [shlex.split(command, comments=True)[1:] for command in commands if "certs" not in command]
+    assert [run[0] for run in runs] == ["federate", "federate", "audit", "federate"]
+    for run in runs:
+        assert main(run) == 0
+    found = keeping.load(tmp_path / "RUN")
+    assert found is not None
+    assert found.history[-1].measures["accuracy"] > 0.5

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 import federations as fed
 from regauge.errors import CheckpointError
@@ -30,6 +31,7 @@ from regauge.federated import (
 from regauge.federated.aggregating import BETAS, TAU, Memory, mean_of
 from regauge.federated.clients import rows_of
 from regauge.federated.rounds import PATIENCE, Engine, asked, done
+from regauge.federated.running import federated
 from regauge.federated.settings import read_settings
 from regauge.federated.states import Absence, State, digest_of, layout_of
 from regauge.jigsaw import MaskedJigsaw
@@ -200,9 +202,21 @@ def test_training_together_learns() -> None:
     assert measure(model, test, 100)["accuracy"] > before + 0.3
 
 
+def test_a_bert_learns_from_texts_with_and_without_puzzles(tmp_path: Path) -> None:
+    source = fed.reader(tmp_path)
+    settings = Settings(clients=3, rounds=8, batch=8, optimizer="adamw", rate=1e-2)
+    plain = federated(source, settings, tmp_path / "plain")
+    accuracies = [r.measures["accuracy"] for r in plain.kept.history]
+    assert max(accuracies) > 0.85 > accuracies[0] + 0.1
+    puzzled = federated(source, replace(settings, rounds=1, jigsaw=0.3), tmp_path / "puzzled")
+    assert not torch.equal(puzzled.kept.state["model.classifier.weight"], plain.kept.state["classifier.weight"])
+    assert transformers.BertForSequenceClassification.from_pretrained(tmp_path / "puzzled" / "model").config.num_labels == 2
+
+
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
+        ({"loss": float("nan")}, "its loss is nan"),
         ({"layout": "other"}, "it trained another version of the model"),
         ({"tensors": {"w": torch.tensor([1.0, float("nan"), 1.0])}}, '"w" holds NaN'),
         ({"tensors": {"w": torch.ones(4)}}, '"w" is [4] in what it sent and [3] in the model'),
@@ -301,6 +315,21 @@ def test_a_folder_of_other_settings_or_of_something_else_is_refused(tmp_path: Pa
     (other / "file").write_text("")
     with pytest.raises(FederatedError, match="something else"):
         keeping.begin(other, FOUR, "l", {})
+
+
+def test_a_folder_is_held_by_one_process_and_reading_disturbs_nobody(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with keeping.owning(folder):
+        keeping.begin(folder, FOUR, "l", {})
+        under_way = folder / f".{keeping.FILE}.partial-00"
+        under_way.write_bytes(b"")
+        assert keeping.load(folder) is None
+        assert under_way.exists()  # whoever looks into a run that is at work leaves its files alone
+        with pytest.raises(CheckpointError, match="another process is at work"), keeping.owning(folder):
+            pass
+    with keeping.owning(folder):
+        keeping.begin(folder, FOUR, "l", {})
+        assert not under_way.exists()
 
 
 def test_damaged_folders_are_refused_by_name(tmp_path: Path) -> None:

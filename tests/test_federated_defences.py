@@ -12,9 +12,9 @@ import torch
 import federations as fed
 from regauge import apply, element, fold_norms
 from regauge.cli import main
-from regauge.federated import Contribution, FederatedError, Settings, keeping, parts_of, state_of
+from regauge.federated import Contribution, FederatedError, Settings, fusing, keeping, parts_of, state_of
 from regauge.federated.defences import defended, epsilon, frozen, read_defences
-from regauge.federated.fusing import average
+from regauge.federated.fusing import average, parted
 from regauge.federated.running import Source, federated
 from regauge.federated.spying import load_kept, load_seen, seen_rounds, spy_on
 from regauge.federated.states import digest_of, layout_of, load_state
@@ -131,6 +131,7 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     capsys.readouterr()
     found = load_results(out)
     rows = found.tables[0].rows
+    assert found.facts["verdict"][0] == "Images come back from what was sent in 2 of 2 rounds that were attacked."
     assert [row[0] for row in rows] == [1, 2]
     assert rows[0][2] > rows[0][3] + 10  # one image, one step: far above the mean image
     assert rows[0][5] == 1.0  # its label is told
@@ -142,7 +143,7 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["audit", "gradients", "--from", str(hidden), "--attacks", "least squares", "--json", str(out)]) == 0
     table = load_results(out).tables[0]
     assert table.rows[0][2] is None
-    assert "the update has no" in table.note
+    assert "sent. The update has no" in table.note
     assert main(["audit", "gradients", "--from", str(start)]) == 1
     assert "is no run" in capsys.readouterr().err
     assert json.loads((run / "run.json").read_text())["version"] == 1
@@ -165,10 +166,10 @@ def apart(settings: Settings) -> tuple[torch.nn.Module, dict[str, torch.Tensor],
 def test_matched_clients_average_to_the_function_that_each_of_them_has() -> None:
     settings = Settings(clients=3, rounds=1, independent=True, strategy="matched")
     model, state, sent = apart(settings)
-    images = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         true = model(pixel_values=images).logits
-        load_state(model, average(model, state, sent, settings))
+        load_state(model, average(model, state, sent, settings, inputs=[{"pixel_values": images}] * 2, steps=2))
         matched = model(pixel_values=images).logits
         load_state(model, average(model, state, sent, replace(settings, strategy="fedavg")))
         plain = model(pixel_values=images).logits
@@ -176,12 +177,25 @@ def test_matched_clients_average_to_the_function_that_each_of_them_has() -> None
     assert float((plain - true).abs().max()) > 0.1
 
 
+def test_a_server_of_texts_matches_by_half_of_its_own_and_measures_on_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusing, "STEPS", 5)
+    source = fed.reader(tmp_path)
+    settings = Settings(clients=2, rounds=1, batch=8, steps=2, independent=True, strategy="matched")
+    found = federated(source, settings, tmp_path / "run")
+    assert found.kept.history[0].contributed == (0, 1)
+    _, test = source.read(source.live(settings))
+    rest, inputs = parted(test)
+    assert len(rest) == found.kept.history[0].measures["examples"] == len(test) - sum(len(one["input_ids"]) for one in inputs)
+    plain = federated(source, replace(settings, strategy="fedavg"), tmp_path / "plain")
+    assert plain.kept.history[0].measures["loss"] != found.kept.history[0].measures["loss"]
+
+
 def test_clients_that_begin_apart_send_weights_and_are_averaged() -> None:
     settings = Settings(clients=2, rounds=2, batch=8, steps=1, independent=True, strategy="matched")
     model = fed.vit()
     from functools import partial
 
-    kept = fed.ran(settings, fuse=partial(average, model))
+    kept = fed.ran(settings, fuse=partial(average, model, steps=2))
     assert [r.contributed for r in kept.history] == [(0, 1), (0, 1)]
     with pytest.raises(FederatedError, match="matched is for clients that begin apart"):
         Settings(clients=2, rounds=1, strategy="matched")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from regauge.experiments import EXPERIMENTS
-from regauge.experiments.federating import PARTS, WAYS
+from regauge.experiments.federating import FUSED, PARTS, WAYS
 from regauge.experiments.lab import Lab
 
 
@@ -17,12 +17,14 @@ def test_training_tells_accuracy_and_leakage_of_every_way(tmp_path: Path) -> Non
     plain, frozen = rows[("FedAvg", "even")], rows[("FedAvg + MJP, embedding frozen", "even")]
     assert plain[4] > plain[6] + 10  # an update of one image gives the image away
     assert frozen[4] is None  # what the attack on images needs is not sent
+    assert rows[("FedAvg + MJP, embedding of one's own", "unlike")][4] is None
     assert {f.id for f in found.findings} >= {"even/FedAvg/accuracy", "even/FedAvg/leak", "unlike/FedAvg + MJP/accuracy"}
 
 
 def test_fusion_tells_both_ways(tmp_path: Path) -> None:
     lab = Lab("pico", cache=tmp_path)
     found = EXPERIMENTS["federated/fusion"](lab)
-    assert [len(row) for row in found.tables[0].rows] == [3, 3]
+    assert [(row[0], len(row)) for row in found.tables[0].rows] == [(way, 4) for way in FUSED]
+    assert {f.id for f in found.findings} == {f"goal/{way}/{what}" for way in list(FUSED)[1:] for what in ("better", "works")}
     again = Lab("pico", cache=tmp_path)
     assert EXPERIMENTS["federated/fusion"](again).tables == found.tables

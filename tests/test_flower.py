@@ -22,10 +22,11 @@ from flwr.app.user_config import UserConfig
 from flwr.serverapp import strategy as theirs
 
 import federations as fed
-from regauge.federated import FederatedError, Settings, aggregate, flower, load_state, state_of
+from regauge.federated import FederatedError, Settings, aggregate, flower, load_state, parts_of, state_of
 from regauge.federated.aggregating import Memory
 from regauge.federated.running import Source, federated
 from regauge.federated.states import Absence, Contribution, digest_of, layout_of
+from regauge.federated.withholding import Own
 
 SETTINGS = Settings(clients=4, rounds=2, batch=16, steps=2)
 Answer = Callable[[Message, Message], Message | None]  # what becomes of a node's reply to a message
@@ -69,7 +70,8 @@ class Nodes:
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         replies = []
-        for message in messages:
+        for i, message in enumerate(messages):
+            message.metadata.__dict__["_message_id"] = f"message {i}"
             client = self.nodes[message.metadata.dst_node_id]
             try:
                 reply: Message | None = self.app(copy.deepcopy(message), self.contexts[message.metadata.dst_node_id])
@@ -80,7 +82,7 @@ class Nodes:
             if client in self.bend and message.metadata.message_type == "train":
                 reply = self.bend[client](message, reply)
             if reply is not None:
-                reply.metadata.__dict__["_src_node_id"] = message.metadata.dst_node_id
+                reply.metadata.__dict__["_src_node_id"] = 1 if reply.has_error() else message.metadata.dst_node_id  # the SuperLink's own answers
                 replies.append(reply)
         return replies[::-1]  # whoever was asked last answers first
 
@@ -143,6 +145,21 @@ def newer(message: Message, reply: Message) -> Message:
     return reply
 
 
+def misshapen(message: Message, reply: Message) -> Message:
+    reply.content["arrays"]["classifier.bias"] = Array(np.zeros(11, np.float32))
+    return reply
+
+
+def foreign(message: Message, reply: Message) -> Message:
+    reply.content["arrays"]["another.bias"] = Array(np.zeros(1, np.float32))
+    return reply
+
+
+def lossless(message: Message, reply: Message) -> Message:
+    reply.content["metrics"]["loss"] = float("nan")
+    return reply
+
+
 def garbled(message: Message, reply: Message) -> Message:
     reply.content["arrays"]["classifier.bias"] = Array("float32", (10,), "numpy.ndarray", b"nothing")
     return reply
@@ -157,6 +174,9 @@ def garbled(message: Message, reply: Message) -> Message:
         (poisoned, '"classifier.bias" holds NaN'),
         (stale, "another version of the model"),
         (newer, "its regauge speaks version 99"),
+        (misshapen, '"classifier.bias" is [11] in what it sent and [10] in the model'),
+        (foreign, 'it sent "another.bias", which the model has not'),
+        (lossless, "its loss is nan"),
         (garbled, "its answer cannot be read"),
     ],
 )
@@ -174,6 +194,40 @@ def test_a_node_of_another_model_says_so(source: Source, tmp_path: Path) -> None
     engine = flower.GridEngine(nodes, SETTINGS, gather=0.0)  # type: ignore[arg-type]
     answers = list(engine.ask(0, [0, 1], state_of(fed.vit(num_labels=10))))
     assert all(isinstance(a, Absence) and "two versions of a model meet" in a.why and "classifier.bias" in a.why for a in answers)
+
+
+def test_an_empty_part_takes_no_part(source: Source, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, clients=20, rounds=1, partition="dirichlet", alpha=0.02)
+    model = source.live(settings)
+    sizes = [len(part) for part in parts_of(source.read(model)[0], settings)]
+    (told,) = served(source, tmp_path / "run", settings).kept.history
+    empty = {str(client) for client, size in enumerate(sizes) if size == 0}
+    assert empty == {client for client, why in told.absent.items() if "its part is empty" in why} == told.absent.keys()
+    assert 0 < len(empty) < 20
+
+
+def test_without_nodes_a_run_stops_by_name_and_goes_on_when_they_come(source: Source, tmp_path: Path) -> None:
+    whole = served(source, tmp_path / "whole")
+    served(source, tmp_path / "run", replace(SETTINGS, rounds=1))
+    nobody = Nodes(source, 0)
+    with pytest.raises(FederatedError, match=r"round 1 had too few contributions 3 times.*no node is connected"):
+        flower.serve(nobody, source, SETTINGS, tmp_path / "run", gather=0.0)  # type: ignore[arg-type]
+    again = served(source, tmp_path / "run")
+    assert [(r.number, r.void) for r in again.kept.history] == [(0, False), (1, True), (1, True), (1, True), (1, False)]
+    assert all(torch.equal(whole.kept.state[n], again.kept.state[n]) for n in whole.kept.state)
+
+
+def test_a_node_that_does_not_say_which_client_it_is_is_passed_over(source: Source) -> None:
+    class Strangers(Nodes):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            for reply in super().send_and_receive(messages, timeout=timeout):
+                if "about" in reply.content and reply.metadata.src_node_id == 1007:
+                    reply.content["about"].pop("client")
+                yield reply
+
+    answers = {a.client: a for a in flower.GridEngine(Strangers(source, 2), SETTINGS, gather=0.0).ask(0, [0, 1], state_of(fed.vit(num_labels=10)))}  # type: ignore[arg-type]
+    assert isinstance(answers[0], Contribution)
+    assert answers[1] == Absence(1, "no node is connected for it")
 
 
 def test_clients_without_a_node_are_absent(source: Source) -> None:
@@ -223,6 +277,27 @@ def test_a_defence_is_a_mod_for_any_app_that_answers_with_weights() -> None:
     assert flower.from_arrays(app(message, context).content["arrays"])["w"].norm() == pytest.approx(10.0)
     with pytest.raises(FederatedError, match="needs to know the model"):
         flower.mod_of("withhold=head")
+
+
+def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(source: Source, tmp_path: Path) -> None:
+    settings = replace(SETTINGS, defences=("withhold=embedding",))
+    here = federated(source, settings, tmp_path / "here")
+    nodes = Nodes(source)
+    nodes.app = flower.client_app(source, own=tmp_path / "own")
+    there = flower.serve(nodes, source, settings, tmp_path / "there", gather=0.0)  # type: ignore[arg-type]
+    assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
+    one, two = Own(tmp_path / "here" / "own"), Own(tmp_path / "own")
+    assert one.clients() == two.clients() == [0, 1, 2, 3]
+    assert all(torch.equal(t, two.latest(2)[n]) for n, t in one.latest(2).items())
+    (told, _) = (a.why for a in flower.GridEngine(Nodes(source), settings, gather=0.0).ask(0, [0, 1], state_of(fed.vit(num_labels=10))))  # type: ignore
+    assert "no folder for what it withholds" in told
+
+
+def test_a_message_names_a_run_and_no_file() -> None:
+    assert flower.folder_of({"keep": "K"}, "0123456789abcdef") == Path("K") / "0123456789abcdef"
+    for name in ("", "../../elsewhere", "0123456789abcdeg"):
+        with pytest.raises(FederatedError, match="does not say which run"):
+            flower.folder_of({"keep": "K"}, name)
 
 
 # Secure aggregation
@@ -301,6 +376,22 @@ def test_flowers_strategies_agree_with_ours(name: str) -> None:
 
 
 # The real thing
+
+
+def test_a_bert_over_flowers_messages_is_a_bert_in_this_process(tmp_path: Path) -> None:
+    texts = fed.reader(tmp_path)
+    settings = replace(SETTINGS, jigsaw=0.3)
+    here, there = federated(texts, settings, tmp_path / "here"), served(texts, tmp_path / "there", settings)
+    assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
+    assert any(not torch.equal(t, there.kept.state[n]) for n, t in state_of(texts.live(settings)).items())
+
+
+@pytest.mark.slow
+def test_a_simulation_of_berts_is_a_run_in_this_process(tmp_path: Path) -> None:
+    texts = fed.reader(tmp_path)
+    here, there = federated(texts, SETTINGS, tmp_path / "here"), flower.simulate(texts, SETTINGS, tmp_path / "there")
+    assert [len(r.contributed) for r in there.kept.history] == [4] * 2
+    assert max(float((here.kept.state[n] - there.kept.state[n]).abs().max()) for n in here.kept.state) <= 1e-6
 
 
 @pytest.mark.slow

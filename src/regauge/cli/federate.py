@@ -195,4 +195,5 @@ def told(one: Round) -> str:
     shown += [f"and {len(one.absent) - 3} more are absent"] if len(one.absent) > 3 else []
     shown += [] if one.loss is None else [f"loss {one.loss:.4f}"]
     shown += [f"accuracy {one.measures['accuracy']:.4f}"] if "accuracy" in one.measures else []
+    shown += [f"{name} {value:.4f}" for name, value in one.measures.items() if name == "accuracy of clients"]
     return ", ".join(["void: nothing changed", *shown] if one.void else shown)

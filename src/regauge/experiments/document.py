@@ -103,9 +103,11 @@ ABOUT = {
     "003-barriers": "Whole-model barriers between models trained from different seeds, in the class and head size of the ends: norms are "
     "folded and heads untied, nothing else. The published numbers are of other models, and their matching makes attention "
     "larger; the share of the vanilla barrier is what can be compared.",
-    "federated-training": "FedAvg on digits, on even parts and on unlike ones (Dirichlet, alpha 0.3), with masked jigsaw puzzles and frozen "
-    "parts: the accuracy of the averaged model, and what closed-form attacks make of updates ([federated](federated.md)).",
-    "federated-fusion": "Clients that never shared an initialisation, averaged as they stand and after a match by weights alone.",
+    "federated-training": "FedAvg on digits, on even parts and on unlike ones (Dirichlet, alpha 0.3), with masked jigsaw puzzles, frozen "
+    "parts and parts that are each client's own: the accuracy of the averaged model, and what closed-form attacks make of updates "
+    "([federated](federated.md)).",
+    "federated-fusion": "Clients that never shared an initialisation, averaged as they stand, after a match on noise, and after one on "
+    "unlabelled inputs of the server's ([federated](federated.md)).",
     "lock-attacks": "Locks of every group, attacked by whoever has the base, sees features, or has labels. [The threat model](threat-model.md) is "
     "made of these.",
     "split-leaks": "What a server that looks gets of labels, of who is who over epochs, of keys, of shuffled batches and of texts.",

@@ -158,7 +158,7 @@ def _units(source: Source, model: torch.nn.Module) -> tuple[Sequence[float], Seq
 def _verdict(leak: float | None, floor: float | None, spans: float | None, labels: float | None) -> str:
     """What a server got of a round, in words."""
     if leak is None or floor is None:
-        images = "no attack on images could try"
+        images = "none of the attacks on images could try"
     elif leak > floor + PLAIN:
         images = f"images come back ({leak:.1f} dB, the mean image {floor:.1f})"
     elif leak > floor + SOME:
@@ -200,7 +200,7 @@ def _told(
         for i, n in enumerate(numbers)
     )
     reasons = {row[key] for row in rows for key in row if key.startswith("why ")}
-    note = "Each update is attacked as it was sent. " + " ".join(f"{text}." for text in sorted(reasons))
+    note = "Each update is attacked as it was sent. " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in sorted(reasons))
     x = [n + 1 for n in numbers]
     figures = [
         Figure(
@@ -220,13 +220,17 @@ def _told(
         figures.append(Figure("Was this patch in the batch?", "lines", lines))
     if gallery:
         figures.append(Figure("First and last", "images", {"columns": ["" for _ in gallery[0]["images"]], "rows": gallery}))
+    plainly = [n + 1 for i, n in enumerate(numbers) if (one := leak[i]) is not None and (base := floor[i]) is not None and one > base + PLAIN]
+    first = f"Images come back from what was sent in {len(plainly)} of {len(numbers)} rounds that were attacked."
+    said = [_verdict(leak[i], floor[i], spans[i], over("labels")[i]) for i in range(len(numbers))]
+    verdict = [first, *(f"round {n + 1}: {text}" for n, text in zip(numbers, said, strict=True))]
+    wide = len(str(max(x)))  # so that they are sorted as they came
     findings = [
         Finding(
-            f"round-{n + 1}/leak", f"What the server can make of the updates of round {n + 1}.", None, leak[i], floor[i], None, measure="PSNR, dB"
+            f"round-{at:0{wide}}/leak", f"What the server makes of the updates of round {at}", None, leak[i], floor[i], None, text, measure="PSNR, dB"
         )
-        for i, n in enumerate(numbers)
+        for i, (at, text) in enumerate(zip(x, said, strict=True))
         if leak[i] is not None
     ]
-    verdict = [f"round {n + 1}: {_verdict(leak[i], floor[i], spans[i], over('labels')[i])}" for i, n in enumerate(numbers)]
     facts = {"verdict": verdict, "run": str(folder), "settings": settings.told(), "attacks": [a.title for a in attacks], "source": source.told()}
     return Results("What a server sees of a federated run", tuple(findings), (Table("Rounds", columns, body, note),), tuple(figures), facts)

@@ -41,13 +41,22 @@ def plain(model: Model) -> Model:
 
 
 def contribute(
-    model: Model, state: State, examples: Examples, settings: Settings, number: int, client: int, *, still: Set[str] = frozenset()
+    model: Model,
+    state: State,
+    examples: Examples,
+    settings: Settings,
+    number: int,
+    client: int,
+    *,
+    still: Set[str] = frozenset(),
+    own: State | None = None,
 ) -> Contribution:
     """One client's part of a round, on a model that is used up by it: its weights are set, trained, and left as they are.
 
-    `still` are parameters that are not trained. An empty part is refused by name, as is a state of another model.
+    `still` are parameters that are not trained; `own` are the client's in place of the server's. An empty part is refused by name, as is a state of
+    another model.
     """
-    load_state(model, state)
+    load_state(model, {**state, **(own or {})})
     if not len(examples):
         raise FederatedError(f"client {client} has no examples: its part is empty", hint="it takes no part; use a larger alpha, or fewer clients")
     whole = settings.independent and number == 0

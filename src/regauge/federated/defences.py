@@ -1,13 +1,14 @@
 """What a client does to its contribution before it leaves. The classes are those that `regauge audit gradients` audits, and the names are the same.
 
-    freeze, withhold    parts that are not trained, or trained and not sent (embedding, positions, patches, first, head)
+    freeze, withhold    parts that nobody trains, or that are each client's own: trained, kept and not sent (embedding, positions, patches, first,
+                        head); `withholding` keeps them
     clip                the whole change has at most this norm
     private             the whole change is clipped and gets Gaussian noise: a client's part in a round, with an epsilon
     noise               noise of a tensor's own size, without an epsilon
     prune, round        few of its numbers, or few bits of each: compression
 
-They act in this order. A withheld part starts every round as the server has it. Noise is drawn from a secret: on a real node from the system's
-randomness, and in a run on one machine from the seed, so that it can be repeated.
+They act in this order. Noise is drawn from a secret: on a real node from the system's randomness, and in a run on one machine from the seed, so that
+it can be repeated.
 """
 
 from __future__ import annotations

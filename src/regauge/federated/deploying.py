@@ -173,7 +173,7 @@ class Loopback:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def _environment(self) -> dict[str, str]:
-        return environment(self.homes)
+        return environment(self.homes, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))  # nodes share the machine
 
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         log: IO[bytes] = (self.folder / f"{name}.log").open("ab")

@@ -12,6 +12,7 @@ its own configuration, and a message cannot name a file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -40,9 +41,10 @@ from regauge.federated.defences import defended, frozen, read_defences  # noqa: 
 from regauge.federated.flower_secure import ask_securely, securing  # noqa: E402
 from regauge.federated.partitions import parts_of  # noqa: E402
 from regauge.federated.rounds import Tell, done  # noqa: E402
-from regauge.federated.running import Found, Source, federated  # noqa: E402
+from regauge.federated.running import OWN, Found, Source, federated  # noqa: E402
 from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings  # noqa: E402
 from regauge.federated.states import Absence, Contribution, State  # noqa: E402
+from regauge.federated.withholding import Own, after, withheld  # noqa: E402
 from regauge.gradients.defences import Withhold  # noqa: E402
 from regauge.split.defences import Draw  # noqa: E402
 from regauge.streams import seed_key  # noqa: E402
@@ -105,17 +107,17 @@ def from_reply(reply: Message, client: int) -> Contribution | Absence:
 class GridEngine:
     """Clients behind a Flower grid. A node says which client it is when it is first met; those that do not answer in `wait` seconds are absent."""
 
-    def __init__(self, grid: Grid, settings: Settings, wait: float = WAIT, gather: float = GATHER) -> None:
-        self.grid, self.settings, self.wait, self.gather = grid, settings, wait, gather
+    def __init__(self, grid: Grid, settings: Settings, wait: float = WAIT, gather: float = GATHER, name: str = "") -> None:
+        self.grid, self.settings, self.wait, self.gather, self.name = grid, settings, wait, gather, name
         self.met: dict[int, int] = {}  # the client of each node
 
     def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
         nodes = {client: node for client, node in self._nodes(clients).items() if client in clients}
         if self.settings.secure:
             yield from (Absence(client, "no node is connected for it") for client in clients if client not in nodes)
-            yield from ask_securely(self.grid, self.settings, self.wait, number, nodes, state)
+            yield from ask_securely(self.grid, self.settings, self.wait, number, nodes, state, self.name)
             return
-        config = ConfigRecord({"regauge": VERSION, "round": number, "settings": json.dumps(self.settings.told())})
+        config = ConfigRecord({"regauge": VERSION, "run": self.name, "round": number, "settings": json.dumps(self.settings.told())})
         arrays = to_arrays(state)
         messages = []
         for client in clients:
@@ -125,8 +127,14 @@ class GridEngine:
             else:
                 yield Absence(client, "no node is connected for it")
         who = {node: client for client, node in nodes.items()}
-        for reply in self.grid.send_and_receive(messages, timeout=self.wait) if messages else ():
-            yield from_reply(reply, who[int(reply.metadata.src_node_id)])
+        for node, reply in self._exchange(messages, self.wait):
+            yield from_reply(reply, who[node])
+
+    def _exchange(self, messages: Sequence[Message], seconds: float) -> Iterable[tuple[int, Message]]:
+        """Replies, and the node that each is of. Where a node is lost the SuperLink answers for it, under its own number."""
+        replies = list(self.grid.send_and_receive(messages, timeout=seconds)) if messages else []
+        to = {m.metadata.message_id: int(m.metadata.dst_node_id) for m in messages}  # a grid numbers messages when it sends them
+        return [(to[r.metadata.reply_to_message_id], r) for r in replies if r.metadata.reply_to_message_id in to]
 
     def _nodes(self, clients: Sequence[int]) -> dict[int, int]:
         """The node of each client that is there. Waits for those that are asked, but not forever."""
@@ -149,22 +157,23 @@ class GridEngine:
 
     def _meet(self, nodes: Iterable[int]) -> None:
         asked = [Message(RecordDict({"config": ConfigRecord({"regauge": VERSION})}), node, "query", ttl=self.gather) for node in sorted(nodes)]
-        for reply in self.grid.send_and_receive(asked, timeout=self.gather) if asked else ():
-            if not reply.has_error() and "about" in reply.content:
-                self.met[int(reply.metadata.src_node_id)] = int(reply.content["about"]["client"])
+        for node, reply in self._exchange(asked, self.gather):
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # a node that does not say who it is has no part in the run
+                self.met[node] = int(reply.content["about"]["client"]) if reply.has_content() else self.met[node]
 
 
 def serve(grid: Grid, source: Source, settings: Settings, folder: Path, *, tell: Tell | None = None, **options: Any) -> Found:
     """All rounds on a grid. A folder that holds this run goes on where it stood."""
     waits = {name: options.pop(name) for name in ("wait", "gather") if name in options}
-    return federated(source, settings, folder, engine=lambda model, shared: GridEngine(grid, settings, **waits), tell=tell, **options)
+    return federated(source, settings, folder, engine=lambda name: GridEngine(grid, settings, name=name, **waits), tell=tell, **options)
 
 
 # The client
 
 
-def client_app(source: Source | None = None, mods: Sequence[Mod] = ()) -> ClientApp:
-    """A client for classification. Without a source, the node's configuration has it: model=PATH data=URI partition-id=N."""
+def client_app(source: Source | None = None, mods: Sequence[Mod] = (), own: Path | None = None) -> ClientApp:
+    """A client for classification. Without a source, the node's configuration has it: model=PATH data=URI partition-id=N. What is withheld is kept in
+    `own` or, on a node, in the folder that it names (keep=PATH)."""
     app = ClientApp(mods=[securing, *mods, defending(source)])
 
     @app.query()  # type: ignore[untyped-decorator]
@@ -180,8 +189,13 @@ def client_app(source: Source | None = None, mods: Sequence[Mod] = ()) -> Client
                 raise FederatedError(f"the server's regauge speaks version {config['regauge']}, this one {VERSION}")
             settings = read_settings(json.loads(str(config["settings"])))
             model, part = _part(source or source_of(context.node_config), settings, client, "data" in context.node_config)
-            still = frozen(model, defences_of(settings, context))
-            made = contribute(model, from_arrays(message.content["arrays"]), part, settings, number, client, still=still)
+            chosen, state = defences_of(settings, context), from_arrays(message.content["arrays"])
+            still, hidden = frozen(model, chosen), withheld(model, chosen)
+            place = Own(own or folder_of(context.node_config, str(config.get("run", "")))) if hidden else Own()
+            mine = place.before(client, number)
+            made = contribute(model, state, part, settings, number, client, still=still, own=mine)
+            if hidden:
+                place.keep(client, number, after(made, state, mine, hidden))
             return Message(to_reply(made), reply_to=message)
         except RegaugeError as error:
             about = ConfigRecord({"regauge": VERSION, "client": client, "round": number, "refused": str(error)})
@@ -201,16 +215,19 @@ def defending(source: Source | None = None) -> Mod:
             return reply
         client = number_of(context)
         settings = read_settings(json.loads(str(message.content["config"]["settings"])))
-        sent = from_reply(reply, client)
-        assert isinstance(sent, Contribution)  # our own client made it
         try:
             chosen = defences_of(settings, context)
+            if not chosen:
+                return reply
+            sent = from_reply(reply, client)
+            assert isinstance(sent, Contribution)  # our own client made it
             model, _ = _part(source or source_of(context.node_config), settings, client, "data" in context.node_config)
             secret = seed_key(settings.seed) if source else os.urandom(32)
             reply.content["arrays"] = to_arrays(defended(sent, model, chosen, secret).tensors)
             return reply
         except RegaugeError as error:
-            about = ConfigRecord({"regauge": VERSION, "client": client, "round": sent.round, "refused": str(error)})
+            number = int(message.content["config"]["round"])
+            about = ConfigRecord({"regauge": VERSION, "client": client, "round": number, "refused": str(error)})
             return Message(RecordDict({"about": about}), reply_to=message)
 
     return mod
@@ -247,6 +264,15 @@ def mod_of(text: str, secret: bytes | None = None) -> Mod:
 def number_of(context: Context) -> int:
     """Which client a node is, by its configuration."""
     return int(context.node_config["partition-id"])
+
+
+def folder_of(config: Mapping[str, Any], name: str) -> Path:
+    """Where a node keeps what it withholds from a run. The run's name came in a message: it is a name and no path."""
+    if "keep" not in config:
+        raise FederatedError("this node has no folder for what it withholds", hint="flower-supernode --node-config 'keep=\"FOLDER\" ...'")
+    if not re.fullmatch(r"[0-9a-f]{16}", name):
+        raise FederatedError("the server does not say which run this is, so that nothing can be kept for it", hint="is its regauge older?")
+    return Path(str(config["keep"])) / name
 
 
 def source_of(config: Mapping[str, Any]) -> Source:
@@ -286,6 +312,7 @@ def simulate(source: Source, settings: Settings, folder: Path, *, tell: Tell | N
     need("ray", "federated")
     from flwr.simulation import run_simulation
 
+    options["gather"] = max(options.get("gather", GATHER), options.get("wait", WAIT))  # all are there, and may be slow to start
     found: list[Found] = []
     app = ServerApp()
 
@@ -297,7 +324,7 @@ def simulate(source: Source, settings: Settings, folder: Path, *, tell: Tell | N
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         "init_args": {"num_cpus": workers or os.cpu_count() or 1, "log_to_driver": False},
     }
-    run_simulation(app, client_app(source), settings.clients, backend_config=backend)
+    run_simulation(app, client_app(source, own=folder.absolute() / OWN), settings.clients, backend_config=backend)
     if not found:
         raise FederatedError("the simulation ended before its rounds were done", hint="what Flower says is above; the same command goes on")
     return found[0]

@@ -47,14 +47,16 @@ class _Caught:
         return None, {}
 
 
-def ask_securely(grid: Any, settings: Any, wait: float, number: int, nodes: dict[int, int], state: State) -> Iterable[Contribution | Absence]:
+def ask_securely(
+    grid: Any, settings: Any, wait: float, number: int, nodes: dict[int, int], state: State, name: str = ""
+) -> Iterable[Contribution | Absence]:
     """One round of SecAgg+ with the nodes of these clients: every client that took part is given the mean for its contribution."""
     if len(nodes) < FEWEST:
         yield from (Absence(c, f"only {len(nodes)} are there, and a secure sum needs {FEWEST}") for c in nodes)
         return
     names = sorted(state)
     parameters = ndarrays_to_parameters([state[n].detach().cpu().numpy() for n in names])
-    config = {"regauge": VERSION, "round": number, "settings": json.dumps(settings.told()), "names": json.dumps(names)}
+    config = {"regauge": VERSION, "run": name, "round": number, "settings": json.dumps(settings.told()), "names": json.dumps(names)}
     caught = _Caught(sorted(nodes.values()), FitIns(parameters, config))
     context = LegacyContext(Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}), strategy=caught)
     context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({WorkflowKey.CURRENT_ROUND: number})
@@ -98,7 +100,7 @@ def _translated(message: Message, context: Context, call_next: Next) -> Message:
     names = json.loads(str(ins.config["names"]))
     before = parameters_to_ndarrays(ins.parameters)
     arrays = ArrayRecord({n: Array(a) for n, a in zip(names, before, strict=True)})
-    config = ConfigRecord({k: ins.config[k] for k in ("regauge", "round", "settings")})
+    config = ConfigRecord({k: ins.config[k] for k in ("regauge", "run", "round", "settings")})
     message.content = RecordDict({"arrays": arrays, "config": config})
     reply = call_next(message, context)
     about = reply.content["about"]

@@ -5,15 +5,17 @@
     RUN/model/                    the trained model, when the last round is done: a plain checkpoint
     RUN/results.json              accuracy over rounds
     RUN/seen/, RUN/kept/          on request: what the server saw, and what clients kept (`spying`)
+    RUN/own/                      of clients on this machine: what they withhold (`withholding`)
 
 State and history are one file that is replaced at once: a round is in both or in neither, so that none is counted twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ import torch
 from regauge.errors import CheckpointError
 from regauge.federated.aggregating import Memory
 from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings
-from regauge.files import beside, fsync_folder, write_bytes, writing
+from regauge.files import alone, write_bytes, writing
+from regauge.tensorfiles import read_tensors, sweep, write_tensors
 
 Tensor = torch.Tensor
 FILE, ABOUT = "global.safetensors", "run.json"
@@ -52,19 +55,33 @@ class Kept:
     history: tuple[Round, ...] = ()
 
 
-def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any]) -> None:
-    """Make a run's folder, or find that it is this run's. Another's is refused; one that is to be longer is told its new end."""
+@contextlib.contextmanager
+def owning(folder: Path) -> Iterator[None]:
+    """Hold a run's folder, which is made if need be: two servers of one run would count rounds twice. It is free when its holder is gone."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with alone(folder, f"another process is at work on the run in {folder}", "wait for it, or end it: the same command then goes on"):
+        yield
+
+
+def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any]) -> str:
+    """Make a run's folder, or find that it is this run's. Another's is refused; one that is to be longer is told its new end. Returns the run's name,
+    a random one, by which clients know it again."""
     path = folder / ABOUT
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        sweep(folder / FILE)
+    name = os.urandom(8).hex()
     if path.exists():
         found = about_of(folder)
+        name = str(found.get("name", name))
         if read_settings(found["settings"]).digest != settings.digest or found["layout"] != layout:
             raise FederatedError(f"{folder} holds a run with other settings or another model", hint="go on with the same ones, or name a new folder")
     elif any(folder.iterdir()):
         raise FederatedError(f"{folder} holds something else than a run", hint="name a new folder")
-    document = {"regauge": "federated run", "version": VERSION, "settings": settings.told(), "layout": layout, "about": dict(about)}
+    document = {"regauge": "federated run", "version": VERSION, "name": name, "settings": settings.told(), "layout": layout, "about": dict(about)}
     write_bytes(path, json.dumps(document, indent=1).encode())
+    return name
 
 
 def about_of(folder: Path) -> dict[str, Any]:
@@ -91,13 +108,11 @@ def save(folder: Path, kept: Kept) -> None:
 
 
 def load(folder: Path) -> Kept | None:
-    """What was kept, or None before the first round is done."""
+    """What was kept, or None before the first round is done. It changes nothing there: the run may be at work."""
     path = folder / FILE
-    for partial in folder.glob(f".{FILE}.partial-*"):  # of a write that a kill has ended
-        partial.unlink(missing_ok=True)
     if not path.exists():
         return None
-    tensors, metadata = read_tensors(path, "federated state")
+    tensors, metadata = read_tensors(path, "federated state", VERSION)
     try:
         history = tuple(Round(**{**r, "contributed": tuple(r["contributed"])}) for r in json.loads(metadata["history"]))
         groups: dict[str, dict[str, Tensor]] = {"state": {}, "memory": {}}
@@ -107,41 +122,6 @@ def load(folder: Path) -> Kept | None:
         return Kept(groups["state"], Memory(groups["memory"], int(metadata["rounds"])), history)
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read as the state of a run: {error!r}", hint="restore it from a copy") from error
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """One safetensors file, whole or not at all."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = beside(path)
-        try:
-            save_file({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}, partial, dict(metadata))
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except SafetensorError as error:  # what the system said is in its text only
-            raise CheckpointError(f"{path} cannot be written: {error}", hint="is the disk full? What was there before is as it was") from error
-        finally:
-            partial.unlink(missing_ok=True)
-        fsync_folder(path.parent)
-
-
-def read_tensors(path: Path, what: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file and its metadata, if it is `what` it should be, of this version."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = dict(file.metadata() or {})
-            tensors: dict[str, Tensor] = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 (not a dict)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}", hint="restore it from a copy") from error
-    if metadata.get("regauge") != what or metadata.get("version") != str(VERSION):
-        raise CheckpointError(f"{path} is no {what} of version {VERSION}", hint="name another folder, or upgrade")
-    return tensors, metadata
 
 
 def told(history: Sequence[Round]) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.keeping import Kept, Round
 from regauge.federated.settings import FederatedError, Settings
 from regauge.federated.states import Absence, Contribution, State, digest_of, fault_of, layout_of
+from regauge.federated.withholding import Own, after, withheld
 from regauge.streams import seed_key
 from regauge.tasks import Examples
 
@@ -39,16 +40,17 @@ class Engine(Protocol):
 
 class InProcess:
     """Clients in this process, one after the other, on one model. `settings.drop` of the contributions are lost on purpose, by the seed, from which
-    the noise of defences is drawn too."""
+    the noise of defences is drawn too. What clients withhold is kept in `own`."""
 
-    def __init__(self, model: torch.nn.Module, parts: Sequence[Examples], settings: Settings) -> None:
+    def __init__(self, model: torch.nn.Module, parts: Sequence[Examples], settings: Settings, own: Own | None = None) -> None:
         if len(parts) != settings.clients:
             raise FederatedError(f"there are {len(parts)} parts of data for {settings.clients} clients")
         if settings.secure:
             raise FederatedError("secure sums are Flower's, between processes", hint="--engine simulation or deployment")
         self.model, self.parts, self.settings = model, parts, settings
         self.defences = read_defences(settings.defences)
-        self.still = frozen(model, self.defences)
+        self.still, self.hidden = frozen(model, self.defences), withheld(model, self.defences)
+        self.own = own or Own()
         self.tries: dict[int, int] = {}
 
     def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
@@ -58,7 +60,10 @@ class InProcess:
                 yield Absence(client, "it dropped out")
                 continue
             try:
-                sent = contribute(self.model, state, self.parts[client], self.settings, number, client, still=self.still)
+                own = self.own.before(client, number) if self.hidden else {}
+                sent = contribute(self.model, state, self.parts[client], self.settings, number, client, still=self.still, own=own)
+                if self.hidden:
+                    self.own.keep(client, number, after(sent, state, own, self.hidden))
                 yield defended(sent, self.model, self.defences, seed_key(self.settings.seed))
             except FederatedError as error:
                 yield Absence(client, str(error))
@@ -105,12 +110,12 @@ def run(
         else:
             if spy is not None:
                 spy(number, kept.state, sent)
-            after, memory = aggregate(kept.state, sent, kept.memory, settings, fuse)
+            averaged, memory = aggregate(kept.state, sent, kept.memory, settings, fuse)
             examples = sum(c.examples for c in sent)
             loss = sum(c.loss * c.examples for c in sent) / examples
-            measures = dict(measure(after)) if measure else {}
+            measures = dict(measure(averaged)) if measure else {}
             told = Round(number, tuple(c.client for c in sent), absent, loss, measures, round(time.monotonic() - started, 3))
-            kept = Kept(after, memory, (*kept.history, told))
+            kept = Kept(averaged, memory, (*kept.history, told))
             voids = 0
         if folder is not None:
             keeping.save(folder, kept)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from regauge.federated.rounds import Engine, InProcess, Tell, done, run
 from regauge.federated.settings import FederatedError, Settings
 from regauge.federated.spying import spy_on
 from regauge.federated.states import State, digest_of, layout_of, load_state, state_of
+from regauge.federated.withholding import Own
 from regauge.files import beside, write_bytes, writing
 from regauge.findings import Figure, Results, Table, to_json
 from regauge.jigsaw import MaskedJigsaw
@@ -32,6 +33,8 @@ from regauge.loading import load_model, quiet
 from regauge.split.training import measure
 from regauge.tasks import Examples, read_examples
 
+OF_CLIENTS = "accuracy of clients"  # the mean of theirs, where they have parts of their own
+OWN = "own"  # the folder in a run's
 HELD = 0.1  # of the data, where no test data are given: no client has it
 COPIED = ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
 
@@ -93,7 +96,7 @@ class Found:
     lines: tuple[str, ...]
 
 
-EngineOf = Callable[[torch.nn.Module, Examples], Engine]  # from the server's model and all shared examples
+EngineOf = Callable[[str], Engine]  # from the run's name
 
 
 def federated(
@@ -109,20 +112,33 @@ def federated(
     """Train on an engine, or in this process. A folder that holds this run goes on where it stood; with `spy` it keeps what the server sees."""
     model = source.live(settings)
     shared, test = source.read(model)
-    chosen = engine(model, shared) if engine else InProcess(model, parts_of(shared, settings), settings)
+    test, inputs = fusing.parted(test) if settings.independent else (test, ())
+    own = Own(folder / OWN)
+    here = None if engine else InProcess(model, parts_of(shared, settings), settings, own)  # what cannot be is refused before a folder is made
     state = state_of(model)
-    keeping.begin(folder, settings, digest_of(layout_of(state)), {**(about or {}), "source": source.told()})
-    watch = spy_on(folder, settings) if spy else None
-    kept = run(chosen, state, settings, folder=folder, measure=measuring(model, test), tell=tell, spy=watch, fuse=partial(fusing.average, model))
-    return finish(source, settings, folder, model, kept)
+    with keeping.owning(folder):
+        name = keeping.begin(folder, settings, digest_of(layout_of(state)), {**(about or {}), "source": source.told()})
+        chosen = here or cast(EngineOf, engine)(name)
+        watch = spy_on(folder, settings) if spy else None
+        judge = measuring(model, test, own=own)
+        fuse = partial(fusing.average, model, inputs=inputs)
+        kept = run(chosen, state, settings, folder=folder, measure=judge, tell=tell, spy=watch, fuse=fuse)
+        return finish(source, settings, folder, model, kept)
 
 
-def measuring(model: torch.nn.Module, test: Examples, batch: int = 256) -> Any:
-    """A function of a state: its loss and accuracy on the server's own examples."""
+def measuring(model: torch.nn.Module, test: Examples, batch: int = 256, own: Own | None = None) -> Any:
+    """A function of a state: its loss and accuracy on the server's own examples. Where clients of this machine have parts of their `own`, their mean
+    accuracy with them too: the server's part beside theirs has not been trained."""
 
     def measured(state: State) -> dict[str, float]:
         load_state(model, state)
-        return measure(model, test, batch)
+        found = measure(model, test, batch)
+        theirs = []
+        for client in own.clients() if own else ():
+            load_state(model, {**state, **own.latest(client)})  # type: ignore[union-attr]
+            theirs.append(measure(model, test, batch).get("accuracy"))
+        known = [a for a in theirs if a is not None]
+        return found | ({OF_CLIENTS: sum(known) / len(known)} if known else {})
 
     return measured
 
@@ -182,7 +198,7 @@ def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
 
 def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
     """Accuracy over rounds, and who was absent."""
-    rows = [
+    rows: list[tuple[Any, ...]] = [
         (
             r.number + 1,
             len(r.contributed),
@@ -194,11 +210,17 @@ def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
         )
         for r in kept.history
     ]
-    table = Table("Rounds", ("round", "contributed", "absent", "loss of clients", "accuracy", "seconds", "why absent"), tuple(rows))
+    columns = ["round", "contributed", "absent", "loss of clients", "accuracy", "seconds", "why absent"]
     good = done(kept.history)
+    curves = {"accuracy": [r.measures.get("accuracy") for r in good]}
+    if any(OF_CLIENTS in r.measures for r in good):
+        columns.append(OF_CLIENTS)
+        rows = [(*row, r.measures.get(OF_CLIENTS)) for row, r in zip(rows, kept.history, strict=True)]
+        curves[OF_CLIENTS] = [r.measures.get(OF_CLIENTS) for r in good]
+    table = Table("Rounds", tuple(columns), tuple(rows))
     lines = {
         "x": [r.number + 1 for r in good],
-        "y": {"accuracy": [r.measures.get("accuracy") for r in good]},
+        "y": curves,
         "xlabel": "round",
         "ylabel": "accuracy",
     }

@@ -17,11 +17,11 @@ from typing import Any
 
 from regauge.attacks.updates import Update
 from regauge.federated.clients import rows_of
-from regauge.federated.keeping import read_tensors, write_tensors
 from regauge.federated.rounds import Spy
 from regauge.federated.settings import VERSION, FederatedError, Settings
 from regauge.federated.states import Contribution, State
 from regauge.files import write_bytes
+from regauge.tensorfiles import read_tensors, write_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +66,8 @@ def seen_rounds(folder: Path) -> dict[int, list[int]]:
 def load_seen(folder: Path, number: int, client: int) -> Seen:
     """One contribution, as it was sent. Its changes are those of local steps of SGD; whole weights are no update."""
     there = folder / "seen" / f"round-{number:05}"
-    state, _ = read_tensors(there / "before.safetensors", "federated seen")
-    tensors, metadata = read_tensors(there / f"client-{client:05}.safetensors", "federated update")
+    state, _ = read_tensors(there / "before.safetensors", "federated seen", VERSION)
+    tensors, metadata = read_tensors(there / f"client-{client:05}.safetensors", "federated update", VERSION)
     about: dict[str, Any] = json.loads(metadata["about"])
     if about["kind"] != "change":
         raise FederatedError(f"client {client} sent whole weights in round {number}: there is no update in them", hint="choose a later round")

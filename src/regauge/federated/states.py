@@ -7,6 +7,7 @@ tensor differs before anything is computed or averaged.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -92,6 +93,8 @@ def fault_of(sent: Contribution, state: State, layout: str, number: int) -> str 
         return f"it answers round {sent.round}, and this is round {number}"
     if sent.examples < 1:
         return "it has no examples"
+    if not math.isfinite(sent.loss):
+        return f"its loss is {sent.loss}"
     if not sent.tensors:
         return "it sent no tensors"
     for name, t in sent.tensors.items():

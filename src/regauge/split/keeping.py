@@ -10,7 +10,6 @@ The client's own checkpoint is of the same kind: embedding and head in place of 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from regauge.errors import CheckpointError
-from regauge.files import beside, fsync_folder, writing
+from regauge.tensorfiles import read_tensors, sweep, write_tensors
 
 Tensor = torch.Tensor
 FILE = "split.safetensors"
@@ -57,9 +56,6 @@ class Kept:
 
 
 def save(folder: Path, kept: Kept) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     tensors = _flat(kept.main)
     for name, one in kept.copies.items():
         tensors |= {f"copy/{name}/{k}": t for k, t in _flat(one).items()}
@@ -75,21 +71,7 @@ def save(folder: Path, kept: Kept) -> None:
         "gone": list(kept.gone),
     }
     metadata = {"regauge": "split", "version": str(VERSION), "about": json.dumps(about)}
-    path = folder / FILE
-    with writing(path):
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = beside(path)
-        try:
-            partial.touch(mode=0o600)  # it holds what crossed
-            save_file({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}, partial, metadata)
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except SafetensorError as error:  # what the system said is in its text only
-            raise CheckpointError(f"{path} cannot be written: {error}", hint="is the disk full? What was there before is as it was") from error
-        finally:
-            partial.unlink(missing_ok=True)
-        fsync_folder(folder)
+    write_tensors(folder / FILE, tensors, metadata, mode=0o600)  # it holds what crossed
 
 
 def _flat(one: Copy) -> dict[str, Tensor]:
@@ -99,19 +81,12 @@ def _flat(one: Copy) -> dict[str, Tensor]:
 
 def load(folder: Path) -> Kept | None:
     """What was kept here, or None where nothing was."""
-    from safetensors import SafetensorError, safe_open
-
     path = folder / FILE
-    for partial in folder.glob(f".{FILE}.partial-*"):  # of a write that a kill has ended
-        partial.unlink(missing_ok=True)
+    sweep(path)
     if not path.exists():
         return None
+    tensors, metadata = read_tensors(path, "split", VERSION)
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors: dict[str, Tensor] = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118 (not a dict)
-        if metadata.get("regauge") != "split" or int(metadata["version"]) != VERSION:
-            raise CheckpointError(f"{path} is no checkpoint of a split server of version {VERSION}", hint="name another folder, or upgrade")
         about = json.loads(metadata["about"])
         groups: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("weight", "gradient", "optimizer", "frame", "copy", "left")}
         for key, tensor in tensors.items():
@@ -122,7 +97,7 @@ def load(folder: Path) -> Kept | None:
         left = {name: (n, _inside(groups["left"], name)) for name, n in about["left"].items()}
         gone = tuple(about.get("gone", ()))
         return Kept(about["digest"], about["step"], _nested(tensors, about["main"]), copies, left, about["sessions"], frames, gone)
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint of a split server: {error}", hint="restore it from a copy") from error
 
 

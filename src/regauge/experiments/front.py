@@ -52,6 +52,7 @@ RECIPES: tuple[tuple[str, tuple[int, ...] | None], ...] = (
     ("private=1", (1, 32, 128)),
     ("freeze=matrices+private=0.3", (1, 32)),
 )
+PICO = ("none", "freeze=matrices", "private=1")
 NEAR, GUESS = 0.5, 0.55
 ROUND = {"pico": 8, "small": 128, "paper": 128}
 FASTER = 10.0  # biases and gains alone take a larger rate (Ben Zaken et al. 2021, BitFit)
@@ -61,7 +62,8 @@ def front(lab: Lab) -> Results:
     """Leakage, images in an update, and accuracy of each recipe, and what lies on the front."""
     subject, _ = _subjects(lab)
     seeds = lab.seeds or {"pico": 2, "small": 3, "paper": 3}[lab.preset_name]
-    pairs = [(r, s) for r, at in RECIPES for s in SIZES[lab.preset_name] if at is None or s in at or lab.preset_name == "pico"]
+    pairs = [(r, s) for r, at in RECIPES for s in SIZES[lab.preset_name] if at is None or s in at]
+    pairs = [(r, s) for r in PICO for s in SIZES["pico"]] if lab.preset_name == "pico" else pairs
     lab.total = 1 + len(pairs) + seeds * len({(r, _trained_at(r, s)) for r, s in pairs}) + 1
     base = model_of(lab, subject, how("A"), 0)
     start = _tuned(lab, subject, base, "none", 1, 0, 0).values["accuracy"]
@@ -125,12 +127,13 @@ def _told(
     said = f"at batch 1: {', '.join(at_one)}" if at_one else f"none at batch 1; {more}"
     statement = "There is a recipe at batch 1 under which the strongest attack is within 0.5 dB and AUC 0.55 of its floor (95 % interval), at an "
     statement += "accuracy within the seeds' spread of the undefended run."
+    judged = lab.preset_name != "pico"  # two updates of digits judge nothing
     common: dict[str, Any] = {"measure": "dB above the mean image", "trials": seeds}
     findings = [
         Finding(
             "goal/recipe",
             statement,
-            bool(at_one),
+            bool(at_one) if judged else None,
             leaks[least]["above"],
             0.0,
             leaks["none", 1]["above"],
@@ -140,7 +143,7 @@ def _told(
         Finding(
             "goal/aggregate",
             "The same at some number of images in what the server sees.",
-            bool(safe),
+            bool(safe) if judged else None,
             min((leaks[pair]["above"] for pair in safe), default=None),
             0.0,
             leaks["none", 1]["above"],

@@ -17,9 +17,9 @@ from regauge.gradients import telling
 from regauge.gradients.attacking import QUICK, Attack, Attempt, Budget, attempt
 from regauge.gradients.clients import Truth, contribute, on, practice, prepared, rehearse, view_of
 from regauge.gradients.defences import NONE, Plan, plan_of
-from regauge.gradients.scoring import Case, Row, Scored, assigned, auc, patches_of, score, told_labels
+from regauge.gradients.scoring import LEAK, Case, Row, Scored, assigned, auc, patches_of, score, told_labels
 from regauge.leakage.auditing import in_unit
-from regauge.leakage.scoring import LeakageError, scored
+from regauge.leakage.scoring import LeakageError, Scores, mean, scored
 from regauge.metrics import Lpips
 from regauge.tasks import Examples
 
@@ -174,6 +174,7 @@ def row_of(
         plan.samples * plan.clients,
         why,
         None if read is None else in_unit(read.float(), case.mean, case.std).clamp(0, 1),
+        floor=mean(_mean_image(case, len(made) * plan.samples * plan.clients, None), LEAK),
     )
 
 
@@ -228,9 +229,13 @@ def _asked(view: SentUpdate, truth: Truth, own: Tensor, seed: int) -> tuple[Tens
 
 def floors(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
     """What costs an attacker nothing: the mean of its own images, against the victims that "none" attacks."""
-    true = pixels(case, _first(case, case.updates * case.batch))
+    return {"the mean image": _mean_image(case, case.updates * case.batch, lpips)}
+
+
+def _mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Scores:
+    true = pixels(case, _first(case, count))
     own = pixels(case, case.own).mean(0, keepdim=True).expand_as(true)
-    return {"the mean image": scored(own, true, lpips) if len(true) > 1 else score(own, true, lpips)}
+    return scored(own, true, lpips) if len(true) > 1 else score(own, true, lpips)
 
 
 def pixels(case: GradientCase, examples: Examples) -> Tensor:

@@ -46,7 +46,7 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                     statement,
                     None,
                     got.value(),
-                    case.floor(),
+                    _low(case, row),
                     ceiling,
                     told,
                     measure="PSNR",
@@ -182,15 +182,16 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
         out.append(
             f"{case.name}: of an undefended update of {plain.samples} images the best attack gets {top:.1f} dB; the mean image has {floor:.1f}."
         )
-    hidden = [row for row in case.rows if row.combination != NONE and is_hidden(row, floor)]
+    hidden = [row for row in case.rows if row.combination != NONE and is_hidden(row, _low(case, row))]
     tried = [row for row in case.rows if row.combination != NONE and row.images]
-    images_only = [row for row in tried if row not in hidden and (row.best()[1] or 0) <= floor + NEAR]
+    images_only = [row for row in tried if row not in hidden and (row.best()[1] or 0) <= _low(case, row) + NEAR]
     useless = [row for row in case.rows if row.combination != NONE and top is not None and (row.best()[1] or 0) >= top - 1]
     if useless:
         out.append(f"Buys nothing against images: {', '.join(r.combination for r in useless)}.")
     for row in case.rows:
-        if row.combination != NONE and row not in useless and (row.best()[1] or 0) > floor + SOME:
-            out.append(f"{row.combination}: leaves {row.best()[1]:.1f} dB ({_titled(row.best()[0], attacks)}).")
+        if row.combination != NONE and row not in useless and (row.best()[1] or 0) > _low(case, row) + NEAR:
+            gained = (row.best()[1] or 0) - _low(case, row)
+            out.append(f"{row.combination}: leaves {row.best()[1]:.1f} dB ({_titled(row.best()[0], attacks)}), {gained:.1f} above the mean image.")
     if images_only:
         still = ", ".join(f"{r.combination} (AUC {average(r.patches) or 0.5:.2f})" for r in images_only)
         out.append(f"Images are at the floor, patches can still be told: {still}.")
@@ -216,6 +217,11 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
                 f"{row.combination}: epsilon {row.epsilon:.2f} for one update, at delta 1e-5; every further update of the same sample adds to it."
             )
     return out
+
+
+def _low(case: Case, row: Row) -> float:
+    """What the mean image has of a row's images."""
+    return case.floor() if row.floor is None else row.floor
 
 
 def is_hidden(row: Row, floor: float) -> bool:

@@ -42,7 +42,7 @@ def test_the_audit_says_which_defence_hides_what(tmp_path: Path, capsys: pytest.
     by = {f.id.removeprefix("data/"): f for f in found.findings}
     assert by["none/least squares"].value > 45 > 30 > by["batch=8/least squares"].value
     assert by["rows/least squares"].value == pytest.approx(by["none/least squares"].value, abs=3)
-    assert by["none/span"].value > 0.95
+    assert by["none/patches"].value > 0.95
     assert "Buys nothing against images: rows" in said
     assert "MJP's mask is read off the update: mjp=0.5 100%" in said
     assert "epsilon" in said

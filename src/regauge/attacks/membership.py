@@ -62,7 +62,13 @@ def practise(view: SentUpdate) -> Practised:
     apart = to_patches(images[used:] if len(images) > used else images, layers.patch[0]).flatten(0, 1)
     apart = apart[torch.randperm(len(apart), generator=draw)[:OTHERS]]
     best: Practised | None = None
+    refused: UpdateError | None = None
     for name in asked_layers(view, layers):
+        try:
+            _given(view, layers, name, apart[:1], rehearsals[:1])
+        except UpdateError as error:  # of windows, or of patches that were merged: the layers before them are left
+            refused = error
+            continue
         moments = [moments_of(replace(view, update=r.update), layers, name) for r in rehearsals]
         told: dict[tuple[int, bool], list[float]] = {}
         for n, one in enumerate(rehearsals):
@@ -78,7 +84,9 @@ def practise(view: SentUpdate) -> Practised:
             mean = sum(values) / len(values)
             if best is None or mean > best.auc:
                 best = Practised(name, level, compared, mean, tuple(moments))
-    assert best is not None
+    if best is None:
+        assert refused is not None
+        raise refused
     return best
 
 
@@ -167,7 +175,12 @@ def among(view: SentUpdate, layers: Layers, found: Readers, candidates: Tensor, 
                 x = one.read[:1].to(like).repeat(len(candidates), 1, 1, 1)
                 r, c = place // width * p, place % width * q
                 x[:, :, r : r + p, c : c + q] = patches
-                rows.append(_read_off(inner, norm, given, x)[:, layers.prefix + place].cpu())
+                read = _read_off(inner, norm, given, x)
+                if read.ndim != 3 or read.shape[:2] != (len(x), layers.prefix + layers.cells):
+                    raise UpdateError(
+                        "a block that is sent does not read one token for each patch", hint="windows and merged patches, as Swin has them"
+                    )
+                rows.append(read[:, layers.prefix + place].cpu())
             part = torch.stack(rows)
             total = part if total is None else total + part
     assert total is not None

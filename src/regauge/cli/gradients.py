@@ -194,7 +194,7 @@ def gradients(
     about |= {"granted": {a.title: a.threat.told() for a in chosen}}
     facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
     results = replace(found, facts=facts)
-    return deliver(results, text_of(results), json, report)
+    return deliver(results, text_of(results, 2), json, report)
 
 
 def _texts(

@@ -48,12 +48,13 @@ RECIPES: tuple[tuple[str, tuple[int, ...] | None], ...] = (
     ("mjp=0.5+freeze=embedding,first", (1,)),
     ("freeze=matrices", (1, 8, 32)),
     ("noise=1,embedding+noise=1,first", (1,)),
-    ("noise=1", (1, 32)),
-    ("private=1", (1, 32, 128)),
-    ("freeze=matrices+private=0.3", (1, 32)),
+    ("noise=1", (1,)),
+    ("freeze=matrices+noise=3", (1,)),
+    ("private=1", (1, 128)),
 )
 PICO = ("none", "freeze=matrices", "private=1")
 NEAR, GUESS = 0.5, 0.55
+AGAIN = 5000  # the first of the test images that a second attack is tried on
 ROUND = {"pico": 8, "small": 128, "paper": 128}
 FASTER = 10.0  # biases and gains alone take a larger rate (Ben Zaken et al. 2021, BitFit)
 
@@ -81,17 +82,26 @@ def front(lab: Lab) -> Results:
     rows: list[tuple[Any, ...]] = []
     points: dict[str, list[list[Any]]] = {}
     safe: list[tuple[str, int]] = []
+    confirmed: list[str] = []
     for recipe, size in pairs:
         reached, leak = runs[recipe, _trained_at(recipe, size)], leaks[recipe, size]
         level, spread = statistics.fmean(reached), statistics.stdev(reached) if seeds > 1 else 0.0
         keeps = level >= statistics.fmean(plain) - max(spread, statistics.stdev(plain) if seeds > 1 else 0.0)
         hides = is_hidden(leak)
-        safe += [(recipe, size)] if keeps and hides else []
+        if keeps and hides and lab.preset_name != "pico":  # of many that were tried some would pass by chance: it must hold on other images too
+            lab.total += 1
+            again = _leaked(lab, subject, base, recipe, size, AGAIN).values
+            hides = is_hidden(again)
+            confirmed.append(
+                f"{recipe} at {size}: {again['above']:.2f} dB (to {again['upper']:.2f}), AUC {again['auc']:.3f} (to {again['auc upper']:.3f})"
+            )
+            safe += [(recipe, size)] if hides else []
         told = [size, 100 * level, 100 * spread, leak["best"], leak["above"], leak["upper"], leak["auc"], leak["auc upper"]]
         rows.append((recipe, *told, leak["labels"], epsilons[recipe], _answer(keeps), _answer(hides)))
         points.setdefault(f"{size} image{'s' if size > 1 else ''}", []).append([max(leak["above"] or 0.0, 0.0), 100 * level, recipe])
     rows.append(("no training at all", None, 100 * start, *[None] * 10))
-    return _told(lab, rows, points, safe, leaks, seeds, pairs)
+    found_all = _told(lab, rows, points, safe, leaks, seeds, pairs)
+    return replace(found_all, facts={**found_all.facts, "seeds": seeds, "attacked again, on other images": confirmed})
 
 
 def is_hidden(leak: Mapping[str, Any]) -> bool:
@@ -264,8 +274,9 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
         q.requires_grad_(True)
     examples = prepare(p["task"], data["test"])
     count, size, (mean, std) = int(p["updates"]), int(p["size"]), (p["task"]["mean"], p["task"]["std"])
-    end = min(len(examples), count * size + int(p["own"]))
-    victims, own = examples.only(np.arange(count * size)), examples.only(np.arange(count * size, end))
+    first = int(p.get("first", 0))
+    middle = first + count * size
+    victims, own = examples.only(np.arange(first, middle)), examples.only(np.arange(middle, min(len(examples), middle + int(p["own"]))))
     case = GradientCase(model, victims, own, mean, std, updates=count, batch=size, seed=0)
     slow: tuple[Attack, ...] = named(["inverting"]) if size <= int(p["largest"]) else ()
     budget = Budget(int(p["steps"]), practice=int(p["practice"]))
@@ -322,12 +333,12 @@ def _tuned(lab: Lab, subject: Subject, base: Outcome, recipe: str, size: int, se
     return lab.run(TUNE, parameters, data, f"train with {recipe}{f' of {size}' if size else ''}, seed {seed}")
 
 
-def _leaked(lab: Lab, subject: Subject, base: Outcome, recipe: str, size: int) -> Outcome:
-    parameters: dict[str, Any] = {**parameters_with(subject, how("A")), "recipe": recipe, "size": size}
+def _leaked(lab: Lab, subject: Subject, base: Outcome, recipe: str, size: int, first: int = 0) -> Outcome:
+    parameters: dict[str, Any] = {**parameters_with(subject, how("A")), "recipe": recipe, "size": size, **({"first": first} if first else {})}
     if lab.preset_name == "pico":
         parameters |= {"updates": 2, "steps": 4, "optimised": 1, "own": 40, "practice": 10, "largest": 1}
     else:
-        updates = {1: 48, 8: 16, 32: 10, 128: 8}[size]
+        updates = {1: 48, 8: 16, 32: 10, 128: 8}[size] * (2 if first else 1)
         parameters |= {"updates": updates, "steps": 150, "optimised": 2, "own": 1400, "practice": 300 if size < 32 else 100, "largest": 1}
     data = {"weights": base, "test": lab.open(replace(subject.test, rows=None))}
     return lab.run(LEAKED, parameters, data, f"attack {recipe}, {size} in an update")

@@ -93,7 +93,7 @@ def regressed(view: SentUpdate, learned: Learned) -> Tensor:
 def resemblance(view: SentUpdate, candidates: Tensor, learned: Learned) -> Tensor:
     """For each patch [count, values] a score: how much nearer it is to the regressed image, at its best place, than to the mean image.
 
-    Sees and learns: as the regression. Recovers: is this patch in the batch, from any update that tells its images' look. Why it works: a likelihood
+    Sees: what the regression sees. Recovers: is this patch in the batch, from any update that tells its images' look. Why it works: a likelihood
     ratio. What stops it: what stops the regression. Floor: AUC 0.5. Ceiling: 1. References: as there. Cost: none after it.
     """
     layers = layers_of(view.model, view.shape)

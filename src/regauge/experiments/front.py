@@ -82,6 +82,7 @@ def front(lab: Lab) -> Results:
     rows: list[tuple[Any, ...]] = []
     points: dict[str, list[list[Any]]] = {}
     safe: list[tuple[str, int]] = []
+    refuted: list[tuple[str, int]] = []
     confirmed: list[str] = []
     for recipe, size in pairs:
         reached, leak = runs[recipe, _trained_at(recipe, size)], leaks[recipe, size]
@@ -95,12 +96,12 @@ def front(lab: Lab) -> Results:
             confirmed.append(
                 f"{recipe} at {size}: {again['above']:.2f} dB (to {again['upper']:.2f}), AUC {again['auc']:.3f} (to {again['auc upper']:.3f})"
             )
-            safe += [(recipe, size)] if hides else []
+            (safe if hides else refuted).append((recipe, size))
         told = [size, 100 * level, 100 * spread, leak["best"], leak["above"], leak["upper"], leak["auc"], leak["auc upper"]]
         rows.append((recipe, *told, leak["labels"], epsilons[recipe], _answer(keeps), _answer(hides)))
         points.setdefault(f"{size} image{'s' if size > 1 else ''}", []).append([max(leak["above"] or 0.0, 0.0), 100 * level, recipe])
     rows.append(("no training at all", None, 100 * start, *[None] * 10))
-    found_all = _told(lab, rows, points, safe, leaks, seeds, pairs)
+    found_all = _told(lab, rows, points, safe, {k: v for k, v in leaks.items() if k not in refuted}, seeds, confirmed)
     return replace(found_all, facts={**found_all.facts, "seeds": seeds, "attacked again, on other images": confirmed})
 
 
@@ -120,19 +121,20 @@ def _told(
     safe: Sequence[tuple[str, int]],
     leaks: Mapping[tuple[str, int], Mapping[str, Any]],
     seeds: int,
-    pairs: Sequence[tuple[str, int]],
+    confirmed: Sequence[str],
 ) -> Results:
     leaked = ("best attack", "dB above floor", "upper 95 % (dB)", "patches (AUC)", "upper 95 % (AUC)", "labels", "epsilon")
     heads = ("recipe", "images", "accuracy", "spread", *leaked, "keeps accuracy", "hides")
     note = f"Images: of how many images one thing that the server sees is made. Accuracy in percent after the same training with the recipe, {seeds} "
     note += "seeds. Leakage of the first update, of the attack that gets most, in dB above the mean image, and AUC of patches; upper ends of 95 % "
     note += f"intervals over updates. Keeps accuracy: within the seeds' spread of the undefended run. Hides: within {NEAR} dB and AUC {GUESS} of the "
-    note += "floor at those upper ends. Epsilon is for all steps, without amplification by sampling."
+    note += "floor at those upper ends, on other images too where accuracy is kept. Epsilon is for all steps, without amplification by sampling."
     at_one = [r for r, size in safe if size == 1]
-    hidden = [(r, s) for r, s in pairs if is_hidden(leaks[r, s])]
-    least = min(pairs, key=lambda pair: _worth(leaks[pair]) if pair[1] == 1 else math.inf)
+    hidden = [pair for pair, leak in leaks.items() if is_hidden(leak)]
+    least = min(leaks, key=lambda pair: _worth(leaks[pair]) if pair[1] == 1 else math.inf)
     sizes = [s for _, s in safe]
-    more = f"with at least {min(sizes)} images: {', '.join(f'{r} at {s}' for r, s in safe)}" if safe else "at no size that was tried"
+    again = f"; attacked again, on other images: {'; '.join(confirmed)}" if confirmed else ""
+    more = (f"with at least {min(sizes)} images: {', '.join(f'{r} at {s}' for r, s in safe)}" if safe else "at no size that was tried") + again
     alone = ", ".join(f"{r} at {s}" for r, s in hidden if (r, s) not in safe) or "none"
     said = f"at batch 1: {', '.join(at_one)}" if at_one else f"none at batch 1; {more}"
     statement = "There is a recipe at batch 1 under which the strongest attack is within 0.5 dB and AUC 0.55 of its floor (95 % interval), at an "

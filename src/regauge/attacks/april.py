@@ -52,12 +52,16 @@ def april(view: SentUpdate, *, trusted: float | None = None) -> tuple[Tensor, So
     them patches where the patch embedding is injective (ViT-B: 768 values to 768 channels; of ViT-S, 384, only the part that it keeps). Why it works:
     W_q^T dW_q + W_k^T dW_k + W_v^T dW_v = (dL/dz)^T z, and dL/dz is the gradient by the positions (002 Eq. 2, 3). What stops it: a norm before the
     attention or a residual past it (every model in use); batches; float32, where the system is too ill-conditioned; MJP's shared embedding. Floor:
-    the mean image. Ceiling: exact in float64. References: Lu et al., APRIL (2112.14087); facts/papers 4. Cost: one least squares of as many rows as
+    the mean image. Ceiling: exact in float64. References: Lu et al., APRIL (2112.14087); 002 Sec. 4. Cost: one least squares of as many rows as
     tokens. `trusted` is the smallest singular value that counts, next to the largest; by default rounding of the update's dtype, as LAPACK takes it.
     """
     layers, readers = layers_of(view.model, view.shape), readers_of(view.model)
     if layers.positions is None:
         raise UpdateError(f"{type(layers.inner).__name__} has no table of absolute positions, whose gradient APRIL needs")
+    if layers.stretched is not None:
+        raise UpdateError(
+            "the positions are stretched over inputs of this size, which APRIL does not undo", hint="give images of the model's own size"
+        )
     table = view.slope(layers.positions, "the gradient by the table of positions")
     state = {n: p.detach().double().cpu() for n, p in view.model.named_parameters()}
     a = table.detach().double().cpu()[0]

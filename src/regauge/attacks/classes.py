@@ -24,7 +24,13 @@ def label_counts(view: SentUpdate, classes: int | None = None) -> Tensor:
     slopes = view.slopes
     state = {n: p.detach().double().cpu() for n, p in view.model.named_parameters()}
     if weight not in slopes:
-        view.slope(weight, "the gradient by the head")
+        if bias is None or bias not in slopes:
+            view.slope(weight, "the gradient by the head")
+        assert bias is not None
+        only = slopes[bias].detach().double().cpu()
+        if batch == 1:
+            return torch.nn.functional.one_hot(only.argmin(), len(only))
+        return shared_out((batch * (state[bias].softmax(0) - only)).clamp(min=0), batch)  # p as of features that say nothing
     steep = slopes[weight].detach().double().cpu()
     along = slopes[bias].detach().double().cpu() if bias is not None and bias in slopes else None
     if along is None:  # rows of the weight's gradient are (p - y) times features: features' own direction tells p - y up to a factor

@@ -181,9 +181,9 @@ def gradvit(view: SentUpdate, how: How | None = None, *, features: Features | No
 
     Sees: model, update, batch size; features' statistics of other images, where `features` are given. Recovers: images of ViTs. Why it works: every
     layer's gradient counts alike; patches must continue each other; restarts pull each other to their mean; images must look like images to a
-    network. What stops it: as above. **Not the paper's**: its image prior is a ResNet's batch norms, trained on ImageNet, which is not here; the
-    statistics of AlexNet's features stand for it. Floor: the mean image. Ceiling: exact. References: Hatamizadeh et al. 2022 (GradViT, 2203.11894).
-    Cost: as above.
+    network. What stops it: as above. **Not the paper's**: its image prior is the batch norms of a ResNet that was trained on ImageNet, which is not
+    here, and the AlexNet that is (of LPIPS) has none: `features` of any network will do, whose moments over the granted images stand for them.
+    Floor: the mean image. Ceiling: exact. References: Hatamizadeh et al. 2022 (GradViT, 2203.11894). Cost: as above.
     """
     return descend(view, how or How(objective="layers", smooth=0.05, seams=0.1, near=0.01, statistics=0.05, schedule="cosine"), features=features)
 

@@ -57,7 +57,7 @@ def embedding_least_squares(view: SentUpdate, *, plain: bool = False) -> tuple[T
     x_n^T, and g_n is the gradient by position n. Where equations are too few or noisy, a Gaussian prior says what images are like; how far to trust
     it against the equations is learned from rehearsals (a Wiener filter), or else read off the equations (evidence). `plain` leaves all that out.
     What stops it: one of the two gradients not sent; noise; larger batches. Local steps on one image do not: both gradients add up over them alike.
-    Floor: the mean image. Ceiling: exact. References: facts/papers 0.5; APRIL (2112.14087), for positions that give tokens' gradients away; MacKay
+    Floor: the mean image. Ceiling: exact. References: APRIL (2112.14087), for positions that give tokens' gradients away; MacKay
     1992. Cost: one SVD.
     """
     layers = layers_of(view.model, view.shape)
@@ -213,7 +213,8 @@ def position_slopes(view: SentUpdate, layers: Layers) -> Tensor:
     """The gradients by the patches' positions [cells, width], less what MJP's regression of positions has in them, which the server computes
     itself."""
     assert layers.positions is not None
-    table = view.slope(layers.positions, "the gradient by the table of positions").detach().double().cpu()[0, layers.prefix :]
+    table = view.slope(layers.positions, "the gradient by the table of positions").detach().double().cpu()
+    table = layers.slopes_as_used(table)
     model = view.model
     if not isinstance(model, MaskedJigsaw) or model.localizer is None:
         return table

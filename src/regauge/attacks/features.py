@@ -21,7 +21,7 @@ def known_inputs(view: KnownInputs) -> Member:
     Sees: features before and after the key, of the same tokens. Recovers: the member of the stream. Why it works: a token gives one equation for
     every channel; d channels of a permutation are told apart by a handful of tokens, a rotation is solved by d of them (Procrustes). What stops
     it: an embedding that the adversary has not got, or a fresh key for every message. Floor: one place in d. Ceiling: all places. References:
-    facts/privacy 3.3.
+    Schönemann 1966 (Procrustes); Hidden No More (2505.18332).
     """
     y, x = (v.detach().double().cpu().numpy().T[None] for v in (view.moved, view.plain))
     return GROUPS[view.kind].fit(plain=(y, x))
@@ -33,7 +33,7 @@ def seen_features(view: SeenFeatures) -> Member:
     Sees: moved features of inputs that it does not know, and features of other inputs of the same kind through the public embedding. Recovers:
     the member of the stream, as far as the two samples have the same statistics. Why it works: a permutation moves every channel's distribution
     as a whole, a rotation keeps the spectrum of the covariance. What stops it: a fresh key for every batch, or an embedding that is not public.
-    Floor: one place in d. Ceiling: what known inputs give. References: facts/privacy 3.3, 3.4 (repeated use of one key).
+    Floor: one place in d. Ceiling: what known inputs give. References: Saini et al. (2602.11088), for keys that are used again.
     """
     y, x = (v.detach().double().cpu().numpy() for v in (view.moved, view.others))
     group = GROUPS[view.kind]

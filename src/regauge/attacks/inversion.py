@@ -85,7 +85,8 @@ def decoder(
     Sees: defended features, and defended features of images of its own, which it has sent through the client or a client like it. Recovers: the
     images. Why it works: features determine their input, and a decoder learns the way back, shuffles or not: tokens carry their position. What stops
     it: noise; samples mixed; no pairs. Floor: the mean image. Ceiling: the same decoder without any defence. References: 000 Sec. 5.3, Tab. 6;
-    facts/privacy 3.3. Cost: one training on the pairs, until the loss on a tenth of them, held out, has not fallen for `patience` epochs.
+    Dosovitskiy and Brox 2016 (1506.02753). Cost: one training on the pairs, until the loss on a tenth of them, held out, has not fallen for
+    `patience` epochs.
     """
     torch.manual_seed(seed)
     size, channels = view.patch, view.images.shape[1]
@@ -132,7 +133,8 @@ def probe(view: PairedImages, *, hidden: int = 128, epochs: int = 60, patience: 
 
     Sees: shuffled features, and features of its own in order (`view.features`). Recovers: the order. Why it works: the position embedding is added
     before the shuffle, so that a classifier reads the place off each token by itself; an assignment makes one order of the guesses. What stops it:
-    positions that are not in the tokens; noise. Floor: one place in as many as there are. Ceiling: all. References: facts/privacy 3.3.
+    positions that are not in the tokens; noise. Floor: one place in as many as there are. Ceiling: all. References: Hidden No More
+    (2505.18332), for sequences in another order.
     """
     told = place_scores(view, hidden=hidden, epochs=epochs, patience=patience, rate=rate, seed=seed)
     return torch.stack([_assigned(t) for t in told])
@@ -184,7 +186,8 @@ def public_patches(view: PublicPatches, *, rounds: int = 2) -> Tensor:
     images, exactly where the embedding is injective and nothing was added. Why it works: a token is W x + b + p, so that each place i gives a
     candidate W^+ (z - b - p_i), and the right one lies in the span of W and looks like a patch of that place. An assignment chooses one place for
     each token, by how well it fits; then what lies beside what decides again: edges of neighbours continue. What stops it: noise; an embedding that
-    is secret, or has more in front of it. Floor: a random order. Ceiling: exact. References: facts/privacy 3.3.
+    is secret, or has more in front of it. Floor: a random order. Ceiling: exact. References: Gallagher 2012 (jigsaw puzzles),
+    for edges of neighbours.
     """
     w = view.weight.double().flatten(1)  # [d, values]
     inverse = torch.linalg.pinv(w)
@@ -268,7 +271,7 @@ def linked(first: Tensor, second: Tensor) -> Tensor:
 
     Sees: features of the same samples in two passes, shuffled afresh. Recovers: who is who. Why it works: a shuffle leaves the set of tokens as it
     is. What stops it: noise, training steps between the passes, columns under a fresh key. Floor: one in as many as there are. Ceiling: all.
-    References: facts/privacy 3.4 (alignment of repeated uses).
+    References: On the (In)Security of the Shuffling Defense (ACL 2026), for the alignment of activations that are shuffled afresh.
     """
     a, b = (np.sort(v.double().numpy(), axis=1).reshape(len(v), -1) for v in (first, second))
     cost = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T

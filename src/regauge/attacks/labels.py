@@ -30,7 +30,7 @@ def count_classes(view: SentSlopes, *, most: int = 64) -> int:
 
     Sees: gradients by the output. Recovers: the number of classes. Why it works: p - y adds up to nothing over the classes, so that gradients lie
     near a space of one dimension less than there are classes, and beyond it there is a gap in their singular values. What stops it: noise on the
-    gradients; several labels of one sample (it counts them plus one). Floor: 2. Ceiling: exact. References: facts/privacy 3.6 (R9). Cost: one SVD.
+    gradients; several labels of one sample (it counts them plus one). Floor: 2. Ceiling: exact. References: SDAR (2310.10483). Cost: one SVD.
     """
     x = _directions(view.slopes)
     sizes = torch.linalg.svdvals(x)[: min(most, min(x.shape) // 2) + 1]  # a final norm leaves directions out, which are gaps of its own at the end

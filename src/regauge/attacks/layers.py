@@ -10,7 +10,7 @@ import torch
 from regauge.attacks.updates import UpdateError
 from regauge.errors import RegaugeError
 from regauge.jigsaw.masks import Grid, JigsawError
-from regauge.jigsaw.places import place_of
+from regauge.jigsaw.places import Place, place_of, stretched
 from regauge.jigsaw.wrapping import MaskedJigsaw
 
 Tensor = torch.Tensor
@@ -19,7 +19,8 @@ Tensor = torch.Tensor
 @dataclass(frozen=True, eq=False)
 class Layers:
     """Names of parameters in the model as it is given (a wrapper puts `model.` before them). `positions` is None where there is no table of absolute
-    positions; `unknown` is MJP's shared embedding. `prefix` counts the tokens before the patches."""
+    positions; `unknown` is MJP's shared embedding. `prefix` counts the tokens before the patches. `stretched` is the table's own place where a model
+    stretches it over these inputs (DINOv2)."""
 
     inner: torch.nn.Module
     weight: str
@@ -30,10 +31,27 @@ class Layers:
     grid: Grid
     prefix: int
     lead: str = ""
+    stretched: Place | None = None
 
     @property
     def cells(self) -> int:
         return self.grid[0] * self.grid[1]
+
+    def as_used(self, table: Tensor) -> Tensor:
+        """The positions of the patches [cells, width], as the model adds them, of its table [1, prefix + ..., width]."""
+        found = table if self.stretched is None else stretched(table, self.stretched, self.grid)
+        return found[0, self.prefix :]
+
+    def slopes_as_used(self, slopes: Tensor) -> Tensor:
+        """The gradients by these [cells, width], of those by the table: a table that is stretched is a linear map of itself, which is undone."""
+        own = slopes[0, self.prefix :]
+        if self.stretched is None:
+            return own
+        count = len(own)
+        basis = torch.cat([torch.zeros(self.prefix, count, dtype=own.dtype), torch.eye(count, dtype=own.dtype)])[None]
+        stretch = self.as_used(basis)  # [cells, cells of the table]
+        found: Tensor = torch.linalg.lstsq(stretch.T, own.cpu()).solution
+        return found
 
 
 def inner_of(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
@@ -54,7 +72,9 @@ def layers_of(model: torch.nn.Module, shape: tuple[int, ...]) -> Layers:
         raise UpdateError(f"no table of positions can be read off {type(inner).__name__}: {error}") from error
     patch = (int(layer.kernel_size[0]), int(layer.kernel_size[1]))
     grid = (shape[-2] // patch[0], shape[-1] // patch[1])
-    if place.grid is not None and place.grid != grid:
+    stretches = place.grid is not None and place.grid != grid
+    if stretches and (not place.stretches or isinstance(model, MaskedJigsaw)):
+        assert place.grid is not None
         raise UpdateError(
             f"inputs of {shape[-2]} x {shape[-1]} have {grid[0]} x {grid[1]} patches, the positions are of {place.grid[0]} x {place.grid[1]}"
         )
@@ -69,6 +89,7 @@ def layers_of(model: torch.nn.Module, shape: tuple[int, ...]) -> Layers:
         grid,
         place.prefix,
         lead,
+        place if stretches else None,
     )
 
 

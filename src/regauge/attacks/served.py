@@ -29,7 +29,8 @@ def known_streams(view: KnownStreams, *, rounds: int = 5) -> tuple[Member, Tenso
     Sees: streams as they came, and what the public embedding makes of the same samples. Recovers: the fixed element of the columns, and with it every
     row's place. Why it works: a channel's values, sorted over the rows, are the same whatever the rows' order, so that the columns are found first; a
     rotation keeps every row's length, so that there the rows are. What stops it: an element that is fresh for every pass, which needs a backbone that
-    is moved afresh; an embedding that is secret; noise. Floor: one place in d. Ceiling: all. References: facts/privacy 3.3. Cost: one assignment.
+    is moved afresh; an embedding that is secret; noise. Floor: one place in d. Ceiling: all. References: Schönemann 1966 (Procrustes).
+    Cost: one assignment.
     """
     y, x = (v.detach().double().cpu().numpy() for v in (view.moved, view.plain))
     group = GROUPS[view.kind]
@@ -60,7 +61,8 @@ def reused_key(passes: Sequence[Served], others: Tensor, kind: Kind = "permutati
 
     Sees: streams of inputs that it does not know, and streams of other inputs through the public embedding. Recovers: the member. Why it works: the
     statistics of a channel are over all rows of all passes, and a shuffle of rows changes none of them. What stops it: as of `seen_features`. Floor:
-    one place in d. Ceiling: what known inputs give. References: facts/privacy 3.4. Cost: that of `seen_features`.
+    one place in d. Ceiling: what known inputs give. References: Saini et al. (2602.11088), for keys that are used again. Cost: that of
+    `seen_features`.
     """
     moved = torch.cat([view.stream.detach().flatten(0, 1) for view in passes])
     return seen_features(SeenFeatures(moved, others.detach().flatten(0, -2), kind))
@@ -92,7 +94,7 @@ def relinked(first: Tensor, second: Tensor, *, rounds: int = 3) -> Tensor:
     Sees: streams of the same samples in two passes. Recovers: who is who. Why it works: a sample's tokens stay near each other as a set. Noise lies
     in all directions alike, and a filter keeps those in which tokens differ; training moves all tokens by one affine map, which is fitted to the
     pairs found so far. What stops it: noise that drowns every token; a new element of the columns for every pass. Floor: one in as many as there are.
-    Ceiling: all. References: Besl and McKay 1992 (iterated closest points); facts/privacy 3.4. Cost: all pairs of samples by all pairs of tokens.
+    Ceiling: all. References: Besl and McKay 1992 (iterated closest points). Cost: all pairs of samples by all pairs of tokens.
     """
     a, b = (_filtered(v.double()) for v in (first, second))
     found = torch.from_numpy(linear_sum_assignment(_sets_apart(a, b).numpy())[1])
@@ -176,8 +178,8 @@ def regrouped(view: PairedImages, *, codes: int = 24, tries: int = 4, sweeps: in
     Sees: one shuffled batch (`view.seen`), and features of its own in order. Recovers: which tokens are of one image, and where. Why it works: a
     token tells its place, and patches of one image go together: light, skin, edges that go on. A Gaussian over whole images, learned from the pairs,
     says how likely each token is beside the others; assignments put one token of every place to each image, again and again. What stops it: noise;
-    large batches of images that are alike. Floor: one image in as many as there are. Ceiling: all. References: facts/privacy 3.3; solvers of jigsaw
-    puzzles. Cost: sweeps of one assignment for each place.
+    large batches of images that are alike. Floor: one image in as many as there are. Ceiling: all. References: Gallagher 2012, for solvers of
+    jigsaw puzzles. Cost: sweeps of one assignment for each place.
     """
     places = (view.images.shape[-1] // view.patch) * (view.images.shape[-2] // view.patch)
     skip = view.features.shape[1] - places

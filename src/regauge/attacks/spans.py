@@ -58,8 +58,7 @@ def span_membership(view: SentUpdate, candidates: Tensor) -> Tensor:
     this patch in the batch, wherever it stood, shuffled or not. Why it works: the rows of dL/dW_qkv span LN(W x + b + p) over all tokens; a patch of
     the batch is in the span, any other is not, as long as there are fewer tokens than channels. Positions that it may have had are all tried; under
     MJP the unknown one makes that one try. What stops it: more tokens than channels (batches, small models); noise; the first block and the patch
-    embedding both withheld. Floor: AUC 0.5. Ceiling: 1. References: DAGER (2405.15586); facts/privacy 2.3. Cost: one SVD and a product for each
-    position.
+    embedding both withheld. Floor: AUC 0.5. Ceiling: 1. References: DAGER (2405.15586). Cost: one SVD and a product for each position.
     """
     layers = layers_of(view.model, view.shape)
     tokens = None if view.granted.batch is None else view.granted.batch * (layers.cells + layers.prefix)
@@ -100,7 +99,7 @@ def _embedded(view: SentUpdate, layers: Layers, found: Readers, candidates: Tens
     z = candidates.to(weight) @ weight.T + (state[layers.bias] if layers.bias is not None else 0)
     places: list[Tensor] = []
     if layers.positions is not None:
-        places = list(state[layers.positions][0, layers.prefix :])
+        places = list(layers.as_used(state[layers.positions]))
     if layers.unknown is not None:
         places.append(state[layers.unknown])
     norm = found.norm
@@ -113,7 +112,8 @@ def mask_leak(view: SentUpdate) -> Tensor:
 
     Sees: the gradient by the table of positions. Recovers: MJP's mask. Why it works: a row of the table that no token used has a gradient of exactly
     zero. What stops it: that gradient withheld; noise on it; a mask for each image of a batch (what is zero is masked in all of them). Floor: the
-    share of the commoner answer. Ceiling: all. References: facts/privacy 2.3. Cost: none.
+    share of the commoner answer. Ceiling: all. References: 002 Sec. 3, for the mask; Melis et al. 2019
+    (1805.04049), for rows of embeddings that were not used. Cost: none.
     """
     layers = layers_of(view.model, view.shape)
     if layers.positions is None or not isinstance(view.model, MaskedJigsaw):

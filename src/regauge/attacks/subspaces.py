@@ -74,7 +74,7 @@ def token_membership(view: SentUpdate) -> Tensor:
 
     Sees: the gradient by the table of words. Recovers: the bag of words. Why it works: rows of words that no text had are zero. What stops it: a head
     tied to the table (language models: every word has a gradient there); that gradient withheld; noise. Floor: none of them. Ceiling: all, exactly.
-    References: Melis et al. 2019; facts/privacy 2.1. Cost: none.
+    References: Melis et al. 2019 (1805.04049). Cost: none.
     """
     layers = text_layers(view.model)
     table = view.slope(layers.words, "the gradient by the table of words").detach().double()

@@ -26,7 +26,7 @@ def order_told(view: Served) -> Tensor | None:
     Sees: masks, position ids and rotary tables, which follow the rows. Recovers: the order, exactly. Why it works: attention needs them as they are.
     A causal mask lets a token see as many as come before it; position ids are the order; rotary tables are functions of it. What stops it: a model
     that needs none of them (BERT, ViT: there the place is in the stream). Floor: one place in as many as there are. Ceiling: all. References:
-    facts/privacy 3.3 (R6). Cost: none.
+    Hidden No More (2505.18332), for sequences in another order. Cost: none.
     """
     batch, n = view.stream.shape[:2]
     for name, value in view.others.items():

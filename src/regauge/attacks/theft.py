@@ -42,8 +42,8 @@ def new_edges(view: WithLabels, budget: Budget) -> torch.nn.Module:
 
     Sees: the locked file and some labelled examples. Recovers: a model that does the owner's task. Why it works: the first layer of a new
     embedding takes up whatever order the stream is in, and what the backbone has learned stays. What stops it: too few labels; a task that is as
-    easy from scratch. Floor: the locked model as it stands. Ceiling: the owner's. References: facts/privacy 3.2 (frozen core), paper 000's Table
-    7.
+    easy from scratch. Floor: the locked model as it stands. Ceiling: the owner's. References: No Privacy Left Outside (2310.07152), for what
+    stays usable of a protected model; paper 000's Table 7.
     """
     model = fresh(view.model)
     inside = {name for name, part in view.spec.parts.items() if part == "backbone"}

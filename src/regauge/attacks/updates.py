@@ -73,11 +73,12 @@ class Granted:
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
     """An update that the adversary made itself, of images of its own, with the client's code and the same defences (which are no secret): what the
-    model read, and which places a puzzle took."""
+    model read, which places a puzzle took, and the images before it."""
 
     update: Update
     read: Tensor
     mask: Tensor | None = None
+    original: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -63,7 +63,7 @@ def public_base(view: WithBase, *, sweeps: int = 5) -> Guess:
     by the right element is the nearest description of it to the locked weights, and the nearest can be found: assignment for permutations,
     Procrustes for rotations, space by space. What stops it: a backbone that nobody else has; fine-tuning as large as the weights themselves.
     Floor: one place in d, or a random rotation. Ceiling: all of the key. References: ArrowMatch (USENIX Security 2025); Git Re-Basin
-    (2209.04836); facts/privacy 3.2.
+    (2209.04836).
     """
     started = time.monotonic()
     spec = part_of(view.spec, "backbone")

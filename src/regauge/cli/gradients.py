@@ -39,6 +39,7 @@ DEFAULT = (
     "withhold=positions",
     "freeze=embedding",
     "freeze=embedding,first",
+    "freeze=matrices",
     "mjp=0.5+freeze=embedding",
 )
 
@@ -72,10 +73,13 @@ def gradients(
     batches: Annotated[str, typer.Option("--batches", metavar="N,N", help="Sizes of the batch for the curve; empty: none.")] = "1,2,4,8",
     stages: Annotated[str, typer.Option("--train", metavar="N,N", help="Train so many steps here, and attack again: leakage against training.")] = "",
     attacks: Annotated[
-        str | None, typer.Option("--attacks", metavar="A,A", help="Attacks by name, or all. Default: closed forms; descents take minutes each.")
+        str | None, typer.Option("--attacks", metavar="A,A", help="Attacks by name, or all. Default: all but descents, which take minutes.")
     ] = None,
     optimised: Annotated[int, typer.Option("--optimised", min=1, metavar="N", help="Updates that descents are tried on, of each combination.")] = 2,
     budget: Annotated[str, typer.Option("--budget", metavar="STEPS,RESTARTS", help="Of attacks by optimisation.")] = "300,1",
+    practice: Annotated[
+        int, typer.Option("--practice", min=10, metavar="N", help="Updates that attacks which learn make of the attacker's own images.")
+    ] = 100,
     updates: Annotated[int, typer.Option("--updates", min=1, metavar="N", help="Updates that are attacked under each combination.")] = 8,
     is_random: Annotated[bool, typer.Option("--random-weights", help="Start from random weights and not from the model's.")] = False,
     field: sample.Field = None,
@@ -106,7 +110,8 @@ def gradients(
     if run is not None:
         from regauge.cli.recorded import audit_recorded
 
-        return audit_recorded(run, _counts(only, "--rounds"), _attacks(attacks), _budget(budget, seed), gallery, json, report)
+        alone = tuple(a for a in _attacks(attacks) if a.learn is None)  # of a recorded run there is no client to practise with
+        return audit_recorded(run, _counts(only, "--rounds"), alone, _budget(budget, seed), gallery, json, report)
     if model is None or data is None:
         raise typer.BadParameter("give MODEL and --data, or --from RUN")
     from regauge.gradients.defences import plan_of
@@ -115,7 +120,7 @@ def gradients(
     for combination in combinations:
         plan_of(combination)
     sizes, marks = _counts(batches, "--batches"), _counts(stages, "--train")
-    spend = _budget(budget, seed)
+    spend = replace(_budget(budget, seed), practice=practice)
     if not 0 < rate < math.inf:
         raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
     check_device(device)
@@ -189,7 +194,7 @@ def gradients(
     about |= {"granted": {a.title: a.threat.told() for a in chosen}}
     facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
     results = replace(found, facts=facts)
-    return deliver(results, text_of(results), json, report)
+    return deliver(results, text_of(results, 2), json, report)
 
 
 def _texts(
@@ -270,10 +275,10 @@ def _counts(text: str, name: str) -> list[int]:
 
 
 def _attacks(text: str | None) -> Any:
-    from regauge.gradients.attacking import ATTACKS, CLOSED
+    from regauge.gradients.attacking import ATTACKS, QUICK
 
     if text is None:
-        return CLOSED
+        return QUICK
     if text == "all":
         return ATTACKS
     names = [part.strip() for part in (text or "").split(",") if part.strip()]

@@ -219,14 +219,15 @@ def _require_size(source: sample.Sample, module: torch.nn.Module) -> None:
         )
 
 
-def text_of(results: Results) -> str:
-    """Results as a terminal shows them: the table, what was not tried, and the verdict."""
+def text_of(results: Results, tables: int = 1) -> str:
+    """Results as a terminal shows them: the first tables, what was not tried, and the verdict."""
     from regauge.facts import columns
     from regauge.report import number
 
-    table = results.tables[0]
-    rows = [table.columns, *(tuple("" if c is None else number(c) for c in row) for row in table.rows)]
-    lines = [results.title, "", columns(rows, right=tuple(range(1, len(table.columns)))), "", table.note, ""]
+    lines = [results.title, ""]
+    for table in results.tables[:tables]:
+        rows = [table.columns, *(tuple("" if c is None else number(c) for c in row) for row in table.rows)]
+        lines += [columns(rows, right=tuple(range(1, len(table.columns)))), "", table.note, ""]
     lines += [f"not measured: {u}" for u in results.unchecked]
     lines += [f"FAILS  {f.id}: {f.measure} {f.value:.3f}, floor {f.floor:.3f}, undefended {f.ceiling:.3f}" for f in results.failed]
     return "\n".join([*lines, "", *results.facts["verdict"]])

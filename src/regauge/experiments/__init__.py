@@ -21,6 +21,7 @@ from regauge.experiments.locks import figure6 as writing
 from regauge.experiments.locks import table7
 from regauge.experiments.merges import table2 as six_merges
 from regauge.experiments.pairs import trained_pairs
+from regauge.experiments.real import real as real_updates
 from regauge.experiments.recipes import recipes as utility_and_leakage
 from regauge.experiments.reconstructing import figure7, table6
 from regauge.experiments.redteam import attacks
@@ -65,6 +66,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "federated/training": federating.training,
     "federated/fusion": federating.fusion,
     "gradients/front": front,
+    "gradients/real": real_updates,
     "lock/attacks": attacks,
     "split/equality": equality,
     "split/leaks": seen_by_a_server,

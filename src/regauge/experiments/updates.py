@@ -91,7 +91,8 @@ def table5(lab: Lab) -> Results:
     note += "which is that of the pixels. Empty: the attack had nothing to work with."
     findings = _findings(cells, floor)
     lab.pictures.append(_gallery(cells))
-    return results(lab, "002/table5", "Table 5: what gradients leak", findings, (Table("Gradients", heads, tuple(rows), note),), ())
+    found_all = results(lab, "002/table5", "Table 5: what gradients leak", findings, (Table("Gradients", heads, tuple(rows), note),), ())
+    return replace(found_all, facts={**found_all.facts, "seeds": 1})
 
 
 def _findings(cells: Mapping[tuple[str, str, str], Outcome], floor: Mapping[str, Any]) -> list[Finding]:

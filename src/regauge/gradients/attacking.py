@@ -7,7 +7,7 @@ counts.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,11 +17,14 @@ from regauge.attacks.april import april, is_april
 from regauge.attacks.classes import label_counts
 from regauge.attacks.descents import Descended, How, april_descent, dlg, gradvit, idlg, inverting_gradients, refined
 from regauge.attacks.embeddings import embedding_least_squares
+from regauge.attacks.membership import Practised, practise, practised_membership
+from regauge.attacks.regression import Learned, learn_regression, regressed, resemblance
 from regauge.attacks.spans import mask_leak, span_membership
-from regauge.attacks.updates import SentUpdate, Threat, UpdateError
+from regauge.attacks.updates import Rehearsal, SentUpdate, Threat, UpdateError
 
 Tensor = torch.Tensor
 Kind = Literal["images", "patches", "mask", "labels"]
+Practice = Callable[[int], Iterable[Rehearsal]]  # so many updates of the adversary's own, made by the client's code
 
 
 @dataclass(frozen=True)
@@ -32,19 +35,22 @@ class Budget:
     restarts: int = 1
     rate: float = 0.1
     seed: int = 0
+    practice: int = 100  # updates that attacks which learn make of their own images
 
 
 @dataclass(frozen=True)
 class Attack:
-    """`name` is its id, `title` how it is told, `about` what it does in a line; `threat` what it is granted beside model and update."""
+    """`name` is its id, `title` how it is told, `about` what it does in a line; `threat` what it is granted beside model and update. `learn` is done
+    once for all updates of a combination, on a view of one of them and on updates of the adversary's own; `run` is then given what it learned."""
 
     name: str
     title: str
     about: str
     kind: Kind
     threat: Threat
-    run: Callable[[SentUpdate, Budget, Tensor | None], tuple[Tensor, Mapping[str, Any]]]
+    run: Callable[..., tuple[Tensor, Mapping[str, Any]]]  # of the view, the budget, patches that are asked about, and what was learned
     is_slow: bool = False  # a descent: tried on few updates, and where it is asked for
+    learn: Callable[[SentUpdate, Budget, Practice], Any] | None = None
 
 
 def _least_squares(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
@@ -56,6 +62,28 @@ def _least_squares(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tu
 def _span(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
     assert asked is not None
     return span_membership(view, asked), {}
+
+
+def _practise(view: SentUpdate, budget: Budget, practice: Practice) -> Practised:
+    return practise(view)
+
+
+def _practised(view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Practised) -> tuple[Tensor, Mapping[str, Any]]:
+    assert asked is not None
+    return practised_membership(view, asked, learned), {"layer": learned.layer, "practice": learned.auc}
+
+
+def _learn(view: SentUpdate, budget: Budget, practice: Practice) -> Learned:
+    return learn_regression(practice(budget.practice))
+
+
+def _regressed(view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Learned) -> tuple[Tensor, Mapping[str, Any]]:
+    return regressed(view, learned), {"features": learned.kind, "left": learned.left}
+
+
+def _resembling(view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Learned) -> tuple[Tensor, Mapping[str, Any]]:
+    assert asked is not None
+    return resemblance(view, asked, learned), {}
 
 
 def _mask(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
@@ -104,6 +132,33 @@ ATTACKS: tuple[Attack, ...] = (
         "patches",
         Threat(batch=True),
         _span,
+    ),
+    Attack(
+        "regression",
+        "learned regression",
+        "learns from updates of its own images, made with the client's code and defences, what updates say of images",
+        "images",
+        Threat(batch=True, images=True),
+        _regressed,
+        learn=_learn,
+    ),
+    Attack(
+        "membership",
+        "practised membership",
+        "asks of a patch how likely the gradients of the first layers that are sent make it; layer and softness are learned on updates of its own",
+        "patches",
+        Threat(batch=True, images=True),
+        _practised,
+        learn=_practise,
+    ),
+    Attack(
+        "resemblance",
+        "resemblance",
+        "asks of a patch whether it is nearer to the regressed image than to the mean image",
+        "patches",
+        Threat(batch=True, images=True),
+        _resembling,
+        learn=_learn,
     ),
     Attack("mask", "mask from zero rows", "reads MJP's mask off the rows of positions whose gradient is zero", "mask", Threat(), _mask),
     Attack("labels", "labels and counts", "reads the classes of a batch off the head's gradient", "labels", Threat(batch=True), _labels),
@@ -162,7 +217,8 @@ ATTACKS: tuple[Attack, ...] = (
         True,
     ),
 )
-CLOSED = tuple(a for a in ATTACKS if not a.is_slow and a.name != "april")
+QUICK = tuple(a for a in ATTACKS if not a.is_slow and a.name != "april")  # what an audit tries where nothing else is said
+CLOSED = tuple(a for a in QUICK if a.learn is None)  # of one update alone, without any of the adversary's own
 
 
 def named(names: Sequence[str]) -> tuple[Attack, ...]:
@@ -180,12 +236,15 @@ class Attempt:
     why: str = ""
 
 
-def attempt(attack: Attack, view: SentUpdate, budget: Budget, asked: Tensor | None = None) -> Attempt:
-    """Run an attack. Where the update or the model lacks what it needs, that is told and is no error: withholding is a defence."""
+def attempt(attack: Attack, view: SentUpdate, budget: Budget, asked: Tensor | None = None, learned: Any = None) -> Attempt:
+    """Run an attack, which is given what it learned if it learns. Where the update or the model lacks what it needs, that is told and is no error:
+    withholding is a defence."""
     started = time.monotonic()
     try:
         with torch.random.fork_rng(devices=[]):
-            found, facts = attack.run(view, budget, asked)
+            if attack.learn is not None and learned is None:
+                raise UpdateError("it learns from updates of its own, and none were made")
+            found, facts = attack.run(view, budget, asked) if attack.learn is None else attack.run(view, budget, asked, learned)
     except UpdateError as error:
         return Attempt(attack.name, None, time.monotonic() - started, why=str(error))
     return Attempt(attack.name, found.detach(), time.monotonic() - started, facts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,12 +14,12 @@ from regauge.attacks.layers import Layers, layers_of
 from regauge.attacks.updates import SentUpdate, UpdateError
 from regauge.findings import Results, judged
 from regauge.gradients import telling
-from regauge.gradients.attacking import CLOSED, Attack, Attempt, Budget, attempt
-from regauge.gradients.clients import Truth, contribute, on, prepared, rehearse, view_of
+from regauge.gradients.attacking import QUICK, Attack, Attempt, Budget, attempt
+from regauge.gradients.clients import Truth, contribute, on, practice, prepared, rehearse, view_of
 from regauge.gradients.defences import NONE, Plan, plan_of
-from regauge.gradients.scoring import Case, Row, Scored, assigned, auc, patches_of, score, told_labels
+from regauge.gradients.scoring import LEAK, Case, Row, Scored, assigned, auc, patches_of, score, told_labels
 from regauge.leakage.auditing import in_unit
-from regauge.leakage.scoring import LeakageError, scored
+from regauge.leakage.scoring import LeakageError, Scores, mean, scored
 from regauge.metrics import Lpips
 from regauge.tasks import Examples
 
@@ -53,7 +54,7 @@ def audit_gradients(
     case: GradientCase,
     combinations: Sequence[str],
     *,
-    attacks: Sequence[Attack] = CLOSED,
+    attacks: Sequence[Attack] = QUICK,
     budget: Budget | None = None,
     optimised: int = 2,
     batches: Sequence[int] = (),
@@ -119,24 +120,43 @@ def row_of(
     """One combination: make updates, attack each, score."""
     plan = _plan(case, combination)
     made = updates_of(case, model, plan)
-    own = _inputs(case.own.only(np.arange(min(OWN, len(case.own)))))
-    rehearsals = rehearse(made[0][0], plan, case.own, REHEARSALS, case.seed * 1000 + 500)
+    mine, apart = shared_out(case.own)
+    own = _inputs(mine.only(np.arange(min(OWN, len(mine)))))
+    rehearsals = tuple(rehearse(made[0][0], plan, mine, REHEARSALS, case.seed * 1000 + 500))
     scores: dict[str, Scored] = {}
-    told: dict[str, list[float]] = {"patches": [], "mask": [], "labels": []}
+    told: dict[str, list[float]] = {"mask": [], "labels": []}
+    patches: dict[str, list[float]] = {}
     why: dict[str, str] = {}
+    lessons: dict[Any, Any] = {}
+
+    def lesson(attack: Attack) -> Any:
+        """What an attack learns, once for all updates; attacks that learn the same share it."""
+        assert attack.learn is not None
+        if attack.learn not in lessons:
+            seen = view_of(made[0][0], plan, made[0][1], made[0][2], attack.threat, own, rehearsals)
+            try:
+                lessons[attack.learn] = attack.learn(seen, budget, lambda n: practice(made[0][0], plan, mine, n, case.seed * 1000 + 700))
+            except UpdateError as error:
+                lessons[attack.learn] = error
+        return lessons[attack.learn]
+
     for attack in attacks:
         tell(f"{combination}: {attack.title}")
         tried: list[tuple[Attempt, Truth]] = []
+        learned = None if attack.learn is None else lesson(attack)
+        if isinstance(learned, UpdateError):
+            why[attack.name] = str(learned)
+            continue
         for n, (sent_model, update, truth) in enumerate(made[:optimised] if attack.is_slow else made):
             view = view_of(sent_model, plan, update, truth, attack.threat, own, rehearsals)
-            asked, inside = _asked(view, truth, own, case.seed + n) if attack.kind == "patches" else (None, 0)
-            one = attempt(attack, view, replace(budget, seed=budget.seed + n), asked)
+            asked, inside = _asked(view, truth, apart, case.seed + n) if attack.kind == "patches" else (None, 0)
+            one = attempt(attack, view, replace(budget, seed=budget.seed + n), asked, learned)
             if one.found is None:
                 why[attack.name] = one.why
                 break
             tried.append((one, truth))
             if attack.kind == "patches":
-                told["patches"].append(auc(one.found[:inside], one.found[inside:]))
+                patches.setdefault(attack.name, []).append(auc(one.found[:inside], one.found[inside:]))
             elif attack.kind == "mask" and truth.puzzle is not None:
                 told["mask"].append(float((one.found == truth.puzzle.mask[0]).double().mean()))
             elif attack.kind == "labels":
@@ -147,13 +167,14 @@ def row_of(
     return Row(
         combination,
         scores,
-        told["patches"],
+        max(patches.values(), key=statistics.fmean, default=[]),
         told["mask"],
         told["labels"],
         plan.private.epsilon() if plan.private is not None else None,
         plan.samples * plan.clients,
         why,
         None if read is None else in_unit(read.float(), case.mean, case.std).clamp(0, 1),
+        floor=mean(_mean_image(case, len(made) * plan.samples * plan.clients, None), LEAK),
     )
 
 
@@ -188,6 +209,13 @@ def _scored(case: GradientCase, name: str, tried: Sequence[tuple[Attempt, Truth]
     return Scored(name, original, against, seconds, found[:pictures], [one.facts for one, _ in tried])
 
 
+def shared_out(own: Examples) -> tuple[Examples, Tensor]:
+    """The adversary's images, and some that it is not given: patches of these are what members of a batch are told apart from. If it had seen them,
+    it would know them by that."""
+    kept = len(own) if len(own) < 8 else len(own) - min(100, len(own) // 4)
+    return own.only(np.arange(kept)), _inputs(own.only(np.arange(kept if kept < len(own) else 0, len(own))))
+
+
 def _asked(view: SentUpdate, truth: Truth, own: Tensor, seed: int) -> tuple[Tensor, int]:
     """Patches of the batch, and as many of other images, for membership; and how many are of the batch."""
     side = _layers(view).patch[0]
@@ -201,9 +229,13 @@ def _asked(view: SentUpdate, truth: Truth, own: Tensor, seed: int) -> tuple[Tens
 
 def floors(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
     """What costs an attacker nothing: the mean of its own images, against the victims that "none" attacks."""
-    true = pixels(case, _first(case, case.updates * case.batch))
+    return {"the mean image": _mean_image(case, case.updates * case.batch, lpips)}
+
+
+def _mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Scores:
+    true = pixels(case, _first(case, count))
     own = pixels(case, case.own).mean(0, keepdim=True).expand_as(true)
-    return {"the mean image": scored(own, true, lpips) if len(true) > 1 else score(own, true, lpips)}
+    return scored(own, true, lpips) if len(true) > 1 else score(own, true, lpips)
 
 
 def pixels(case: GradientCase, examples: Examples) -> Tensor:

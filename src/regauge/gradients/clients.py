@@ -102,8 +102,22 @@ def rehearse(model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed
     for n in range(min(count, len(own) // size)):
         inputs, labels = own.batch(np.arange(n * size, (n + 1) * size))
         update, truth = contribute(model, plan, own, on(model, inputs), labels.to(next(model.parameters()).device), seed + n)
-        out.append(Rehearsal(update, truth.read["pixel_values"], None if truth.puzzle is None else truth.puzzle.mask))
+        out.append(_rehearsal(update, truth))
     return out
+
+
+def practice(model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed: int) -> Iterator[Rehearsal]:
+    """As many rehearsals as are asked for, one after the other: batches are drawn anew each time, so that few samples serve."""
+    size, draw = plan.samples * plan.clients, np.random.default_rng(seed)
+    order = np.concatenate([draw.permutation(len(own)) for _ in range(-(-count * size // len(own)))])
+    for n in range(count if size <= len(own) else 0):
+        inputs, labels = own.batch(order[n * size : (n + 1) * size])
+        update, truth = contribute(model, plan, own, on(model, inputs), labels.to(next(model.parameters()).device), seed + n)
+        yield _rehearsal(update, truth)
+
+
+def _rehearsal(update: Update, truth: Truth) -> Rehearsal:
+    return Rehearsal(update, truth.read["pixel_values"], None if truth.puzzle is None else truth.puzzle.mask, truth.original["pixel_values"])
 
 
 def on(model: torch.nn.Module, inputs: Inputs) -> dict[str, Tensor]:
@@ -115,7 +129,7 @@ def on(model: torch.nn.Module, inputs: Inputs) -> dict[str, Tensor]:
 def _of_one(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: Inputs, labels: Tensor, label: str) -> tuple[Update, Truth]:
     own = copy.deepcopy(model).train()
     inner_of(own)[0].train(plan.dropout)
-    frozen = {name for part in plan.withheld for name in names_of(own, part)} if plan.leaving else set()
+    frozen = {name for part in plan.withheld for name in names_of(model, part)} if plan.leaving else set()
     parameters = {name: p for name, p in own.named_parameters() if p.requires_grad}
     count = int(plan.steps.count) if plan.steps is not None else 1
     fresh = plan.steps is not None and plan.steps.fresh
@@ -141,7 +155,7 @@ def _of_one(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: Inpu
     else:
         update = slopes
     if isinstance(plan.model, NoPositions) and not plan.model.sent:
-        update = {name: t for name, t in update.items() if name not in names_of(own, "positions")}
+        update = {name: t for name, t in update.items() if name not in names_of(model, "positions")}
     draw = Draw(seed_key(0), f"update/{label}")
     for defence in plan.leaving:
         more: dict[str, Any] = {"count": plan.batch} if defence is plan.private else {}

@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -29,7 +30,7 @@ from regauge.split.defences import DefenceError, Draw, _require, read_named, spe
 
 Tensor = torch.Tensor
 NONE = "none"
-PARTS = ("positions", "patches", "embedding", "first", "head")
+PARTS = ("positions", "patches", "embedding", "first", "head", "matrices")
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class Clients:
 
 
 class Withhold:
-    """Parts of the update that are not sent: positions, patches, embedding (both, and first tokens), first (the first block), head. They may be
-    trained where they are, as each client's own."""
+    """Parts of the update that are not sent: positions, patches, embedding (both, and first tokens), first (the first block), head, matrices (all
+    that is no bias and no gain). They may be trained where they are, as each client's own."""
 
     stage: ClassVar[int] = 3
 
@@ -294,11 +295,23 @@ def plan_of(combination: str, batch: int = 1, steps: int = 1, rate: float = 0.01
     )
 
 
+_NAMES: WeakKeyDictionary[torch.nn.Module, dict[str, set[str]]] = WeakKeyDictionary()  # a client asks in every step
+
+
 def names_of(model: torch.nn.Module, part: str) -> set[str]:
     """The parameters of a part of a model, by the family's cut and, of models that no family knows, by their patch embedding."""
+    known = _NAMES.setdefault(model, {})
+    if part not in known:
+        known[part] = _names_of(model, part)
+    return known[part]
+
+
+def _names_of(model: torch.nn.Module, part: str) -> set[str]:
     from regauge.cutting import cut
     from regauge.sources import spec_of
 
+    if part == "matrices":
+        return {name for name, p in model.named_parameters() if p.ndim > 1}
     inner, lead = inner_of(model)
     own = [name for name, _ in model.named_parameters()]
     beside = {n for n in own if lead and not n.startswith(lead)}  # the wrapper's: the unknown embedding, the regression

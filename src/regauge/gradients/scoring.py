@@ -50,6 +50,7 @@ class Row:
     why: Mapping[str, str] = field(default_factory=dict)
     read: Tensor | None = None  # of a gallery: the images as the model read them, where a puzzle was put to them
     accuracy: float | None = None
+    floor: float | None = None  # what the mean image has of the images that were attacked here
 
     def best(self, metric: str = LEAK) -> tuple[str, float | None]:
         """The attack that gets most of the images as they were or as they were read, and what it gets."""

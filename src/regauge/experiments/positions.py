@@ -12,7 +12,7 @@ import numpy as np
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.jigsaws import lines, results, said, trials_of
 from regauge.experiments.lab import Lab
-from regauge.experiments.puzzles import How, how, model_of, parameters_with, subjects_of, trained
+from regauge.experiments.puzzles import TRAINED, How, how, model_of, parameters_with, subjects_of, trained
 from regauge.findings import Finding, Results, Table
 from regauge.jigsaw.reporting import attended, projected
 from regauge.jigsaw.studies import DIMENSIONS, attention_maps, entropies, study
@@ -51,7 +51,7 @@ def studied(lab: Lab, ways: Sequence[How], umap: bool = False) -> list[Studies]:
 
 def table7(lab: Lab) -> Results:
     """Explained variance of the position table by the number of directions, with and without puzzles."""
-    ways = {"plain": how("A"), "MJP": how("J")}
+    ways = {"plain": how("A"), "MJP": how("J", TRAINED[lab.preset_name])}
     lab.total = 2 * len(ways) * trials_of(lab)
     found = dict(zip(ways, studied(lab, list(ways.values())), strict=True))
     printed: dict[str, tuple[float | None, ...]] = {"plain": (54.61, 68.55, None, 85.54, 90.74), "MJP": (46.74, 58.36, None, 78.13, 84.55)}
@@ -67,7 +67,8 @@ def table7(lab: Lab) -> Results:
 
 def table8(lab: Lab) -> Results:
     """Position regression by a linear map with five-fold cross-validation, 1-D and 2-D."""
-    ways = {"plain": how("A"), "MJP (DAL - LN)": how("I"), "MJP (DAL - NLN)": how("J")}
+    ratio = TRAINED[lab.preset_name]
+    ways = {"plain": how("A"), "MJP (DAL - LN)": how("I", ratio), "MJP (DAL - NLN)": how("J", ratio)}
     lab.total = 2 * len(ways) * trials_of(lab)
     found = dict(zip(ways, studied(lab, list(ways.values())), strict=True))
     printed = {"plain": (0.945, 0.076), "MJP (DAL - LN)": (0.566, 0.042), "MJP (DAL - NLN)": (1.301, 0.134)}
@@ -100,7 +101,7 @@ def figure1(lab: Lab) -> Results:
 
 def figure3(lab: Lab) -> Results:
     """Accumulated eigenvalues of position tables, with and without puzzles."""
-    ways = {"plain": how("A"), "MJP": how("J")}
+    ways = {"plain": how("A"), "MJP": how("J", TRAINED[lab.preset_name])}
     lab.total = 2 * len(ways) * trials_of(lab)
     found = dict(zip(ways, studied(lab, list(ways.values())), strict=True))
     count = min(len(one["eigenvalues"]) for runs in found.values() for one in runs)
@@ -116,7 +117,7 @@ def figure3(lab: Lab) -> Results:
 
 def figure4(lab: Lab) -> Results:
     """Attention of CLS in the last layer, with and without puzzles: maps, and how diverse they are."""
-    ways = {"plain": how("A"), "MJP": how("J")}
+    ways = {"plain": how("A"), "MJP": how("J", TRAINED[lab.preset_name])}
     lab.total = 2 * len(ways) * trials_of(lab)
     found = dict(zip(ways, studied(lab, list(ways.values())), strict=True))
     subject = subjects_of(lab.preset_name)["vit"]

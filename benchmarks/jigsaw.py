@@ -2,9 +2,9 @@
 
 Every step of a wrapped model has a puzzle (probability 1, twice the paper's), so that this is the most it can cost; the puzzles are drawn, patches
 shuffled, positions swapped and the regression taken along. Each of $REGAUGE_ROUNDS (30) rounds has a step of every model, in an order that turns
-round; the ratio is the median over rounds of wrapped / plain, with a bootstrap 95 % interval, of seconds by the clock and of CPU seconds, which
-other work on the machine disturbs less. Goal: the method (J), per batch and per image, within 2 % of plain by the clock. The regression by PCA (H) is
-reported apart.
+round; the ratio is the median over rounds of wrapped / plain, with a bootstrap 95 % interval. One thread, so that the CPU seconds of a step are its
+time on a core of its own, whatever else the machine does; seconds by the clock are told beside them. Goal: the method (J), per batch and per image,
+within 2 % of plain. The regression by PCA (H) is reported apart.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def step(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> 
 
 
 def main() -> int:
+    torch.set_num_threads(1)
     plain, inputs = vit()
     plain.train()
     images, labels = inputs["pixel_values"], torch.arange(16) % 10
@@ -53,17 +54,17 @@ def main() -> int:
     for i in range(ROUNDS):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             times[name].append(step(models[name], images, labels))
-    print(f"{'plain':20}  {statistics.median(t[0] for t in times['plain']):6.3f} s")
+    print(f"{'plain':20}  {statistics.median(t[1] for t in times['plain']):6.3f} CPU s")
     met = True
     for name in WAYS:
         clock, cpu = ([b[k] / a[k] for a, b in zip(times["plain"], times[name], strict=True)] for k in (0, 1))
         goal = not name.startswith("H")
-        met &= statistics.median(clock) <= 1 + GOAL or not goal
+        met &= statistics.median(cpu) <= 1 + GOAL or not goal
         told = "  ".join(
             f"{what} {statistics.median(r):6.4f} ({low:.4f} to {high:.4f})"
-            for what, r in (("clock", clock), ("CPU", cpu))
+            for what, r in (("CPU", cpu), ("clock", clock))
             for low, high in [interval(r)]
         )
-        print(f"{name:20}  {statistics.median(t[0] for t in times[name]):6.3f} s, of plain: {told}{'' if goal else '  (no goal)'}")
+        print(f"{name:20}  {statistics.median(t[1] for t in times[name]):6.3f} CPU s, of plain: {told}{'' if goal else '  (no goal)'}")
     print(f"goal: J within {GOAL:.0%} of plain: {'met' if met else 'NOT MET'}")
     return 0 if met else 1

@@ -19,7 +19,7 @@ from regauge.jigsaw import VARIANTS, JigsawError, MaskedJigsaw, draw_puzzle, ref
 from regauge.jigsaw.masks import Puzzle
 from regauge.jigsaw.metrics import evaluate, features_of, puzzles_of
 from regauge.jigsaw.places import place_of
-from regauge.jigsaw.wrapping import ramp
+from regauge.jigsaw.wrapping import ramp, until
 from regauge.tasks import Examples
 
 HERE = Path(__file__).parent
@@ -253,6 +253,8 @@ def test_warm_up_probability_and_schedules() -> None:
     always, never = (MaskedJigsaw(vit(), 0.5, probability=p) for p in (1.0, 0.0))
     assert all(always._next(3, (4, 4), IMAGES)[0] is not None for _ in range(5))
     assert all(never._next(3, (4, 4), IMAGES)[0] is None for _ in range(5))
+    ending = MaskedJigsaw(vit(), 0.5, probability=1.0, schedule=until(8, 0.75))
+    assert [ending._next(3, (4, 4), IMAGES)[0] is not None for _ in range(8)] == [True] * 6 + [False] * 2
 
 
 def test_state_dict_round_trip_goes_on_with_the_same_puzzles(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from regauge.experiments.presets import From, Subject, _vit
 from regauge.experiments.training import descend, parameters_of, steps_of
 from regauge.jigsaw.masks import JigsawError
 from regauge.jigsaw.metrics import evaluate
-from regauge.jigsaw.wrapping import LAMBDA, MaskedJigsaw, ramp, reference_weight
+from regauge.jigsaw.wrapping import LAMBDA, MaskedJigsaw, ramp, reference_weight, until
 from regauge.tasks import Examples, logits_of, prepare
 
 How = Mapping[str, Any]
@@ -39,7 +39,7 @@ def how(variant: str, ratio: float = 0.1, **more: Any) -> dict[str, Any]:
 
 
 def wrap(model: torch.nn.Module, given: How, total: int, seed: int) -> MaskedJigsaw:
-    """`given` may also have schedule: "reference" (of lambda) and ramp: true (of the ratio)."""
+    """`given` may also have schedule: "reference" (of lambda), and ramp: true or until: share (of the ratio)."""
     options = dict(given)
     warmup = round(options.pop("warmup", 0.0) * total)
     named = options.pop("schedule", None)
@@ -47,8 +47,9 @@ def wrap(model: torch.nn.Module, given: How, total: int, seed: int) -> MaskedJig
         raise JigsawError(f'there is no schedule "{named}"', hint='"reference", or none')
     if named is not None:
         options["weight"] = reference_weight(warmup, total, options.get("weight", LAMBDA), options.get("weight", LAMBDA) / 2)
-    rising = ramp(total) if options.pop("ramp", False) else None
-    return MaskedJigsaw(model, options.pop("ratio"), warmup=warmup, schedule=rising, seed=seed, **options)
+    rises, ends = options.pop("ramp", False), options.pop("until", None)
+    of_ratio = ramp(total) if rises else until(total, ends) if ends is not None else None
+    return MaskedJigsaw(model, options.pop("ratio"), warmup=warmup, schedule=of_ratio, seed=seed, **options)
 
 
 def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
@@ -133,7 +134,7 @@ def _how(subject: Subject, given: How) -> dict[str, Any]:
 
 
 def subjects_of(preset: str) -> dict[str, Subject]:
-    """ViT, Swin and ResNet of a preset, on its images."""
+    """ViT, Swin and ResNet of a preset, on its images; where the ViT's training is a short one, also one that is longer."""
     return _PRESETS[preset]()
 
 
@@ -154,8 +155,9 @@ def _small() -> dict[str, Subject]:
         batch=200,
     )
     found = _beside(vit, {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}, {"embedding_size": 16, "hidden_sizes": [32, 64]})
-    longer = {**recipe, "batch": 100, "epochs": 1, "looks": 10}
-    return {name: one if one is vit else replace(one, recipe=longer) for name, one in found.items()}
+    others = {**recipe, "batch": 100, "epochs": 1, "looks": 10}
+    longer = replace(vit, name="ViT, longer", recipe={**recipe, "batch": 50, "steps": 2000, "looks": 5})
+    return {"vit": vit, "longer": longer, **{name: replace(found[name], recipe=others) for name in ("swin", "resnet")}}
 
 
 def _beside(vit: Subject, swin: Mapping[str, Any], resnet: Mapping[str, Any]) -> dict[str, Subject]:

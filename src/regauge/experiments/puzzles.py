@@ -156,7 +156,7 @@ def _small() -> dict[str, Subject]:
     )
     found = _beside(vit, {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}, {"embedding_size": 16, "hidden_sizes": [32, 64]})
     others = {**recipe, "batch": 100, "epochs": 1, "looks": 10}
-    longer = replace(vit, name="ViT, longer", recipe={**recipe, "batch": 50, "steps": 2000, "looks": 5})
+    longer = replace(vit, name="ViT, longer", recipe={**recipe, "batch": 50, "steps": 1200, "looks": 5})
     return {"vit": vit, "longer": longer, **{name: replace(found[name], recipe=others) for name in ("swin", "resnet")}}
 
 

@@ -18,6 +18,7 @@ from regauge.jigsaw.reporting import attended, projected
 from regauge.jigsaw.studies import DIMENSIONS, attention_maps, entropies, study
 from regauge.tasks import prepare
 
+TIE = 0.01  # of a number: less is no trend
 LOOKED_AT = 8  # images whose attention is shown
 Studies = list[Mapping[str, Any]]
 
@@ -126,12 +127,12 @@ def figure4(lab: Lab) -> Results:
         (n, *(statistics.fmean(one[k] for one in runs) for k in ("entropy", "apart"))) for n, runs in found.items()
     )
     finding = _told("attention/diverse", "With puzzles the heads of the last layer differ more.", rows[1][2], rows[0][2], ">", lab, "002 Fig. 4")
-    figure = attended(images, subject.task, {n: runs[0]["attention"] for n, runs in found.items()})
+    lab.pictures.append(attended(images, subject.task, {n: runs[0]["attention"] for n, runs in found.items()}))
     table = Table("Attention of CLS", ("", "entropy", "difference between heads"), rows, "Entropy: 1 is looking everywhere alike.")
-    return results(lab, "002/figure4", "Figure 4: attention in the last layer", (finding,), (table,), (figure,))
+    return results(lab, "002/figure4", "Figure 4: attention in the last layer", (finding,), (table,), ())
 
 
 def _told(key: str, statement: str, value: float, base: float, way: str, lab: Lab, source: str) -> Finding:
-    holds = value < base if way == "<" else value > base
-    sentence = said(holds, f"{value:.3g}, against {base:.3g}")
+    holds, numbers = value < base if way == "<" else value > base, f"{value:.3g}, against {base:.3g}"
+    sentence = said(holds, numbers) if abs(value - base) > TIE * abs(base) else f"no difference to speak of here: {numbers}"
     return Finding(key, statement, None, float(value), None, float(base), sentence, source, key.rpartition("/")[2], trials=trials_of(lab))

@@ -273,7 +273,8 @@ def better(key: str, what: str, scores: Scores, base: Scores, *, judged: bool = 
     margins = [max(spread(scores, m) or 0.0, spread(base, m) or 0.0) for m in ("consistency", "accuracy")]
     holds = gain > margins[0] and loss >= -margins[1]
     judged = judged and len(scores) >= SOME
-    numbers = f"{100 * gain:+.1f} points, accuracy {100 * loss:+.1f}; spreads {100 * margins[0]:.1f} and {100 * margins[1]:.1f}"
+    numbers = f"{100 * gain:+.1f} points, accuracy {100 * loss:+.1f}"
+    known = f"{numbers}; spreads {100 * margins[0]:.1f} and {100 * margins[1]:.1f}"
     return Finding(
         key,
         f"A model {what} is more consistent than the baseline by more than the seeds' spread, at an accuracy that is not lower by more than it.",
@@ -281,7 +282,7 @@ def better(key: str, what: str, scores: Scores, base: Scores, *, judged: bool = 
         mean(scores, "consistency"),
         mean(base, "consistency"),
         1.0,
-        numbers if judged else said(holds, numbers),
+        known if judged else said(holds, known) if len(scores) > 1 else f"{numbers}; one seed, no spread to compare with",
         "002",
         measure="consistency",
         spread=spread(scores, "consistency"),

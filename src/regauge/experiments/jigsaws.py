@@ -109,7 +109,7 @@ def table2(lab: Lab) -> Results:
             "consistency",
         ),
         better("goal/variants/J", "trained with the whole method", found["J"], found["A"]),
-        *(versus(f"variants/{a}-{b}", text, found[a], found[b], m, lab) for a, b, m, text in CLAIMS),
+        *(versus(f"variants/{a}-{b}/{m}", text, found[a], found[b], m, lab) for a, b, m, text in CLAIMS),
     )
     note = f"Training ratio {TRAINED[lab.preset_name]:g} (C shuffles all patches and pixels), inference ratio {RATIO:g}. {KEPT}"
     columns = ("variant", *COLUMNS, "paper: accuracy", "paper: consistency")

@@ -547,13 +547,15 @@ def test_convert_runs_no_code(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo as it is, but for the number of epochs and of optimizers."""
-    from regauge.demo import digits, watched
+    from regauge.demo import digits, puzzled, watched
     from regauge.verification import general
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules[digits.__module__], "EPOCHS", 3)
     monkeypatch.setattr(sys.modules[watched.__module__], "EPOCHS", 1)
     monkeypatch.setattr(sys.modules[watched.__module__], "ROUNDS", 2)
+    monkeypatch.setattr(sys.modules[puzzled.__module__], "FIRST", 5)
+    monkeypatch.setattr(sys.modules[puzzled.__module__], "THEN", 3)
     monkeypatch.setattr(general, "optimizer_matrix", lambda seed: ([], Table("t", ("a",), ()), Figure("f", "lines", {"x": [0], "y": {"a": [1]}})))
     said = run("demo", "--out", tmp_path / "demo")
     assert said.code == 0, said.err
@@ -564,7 +566,7 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     again = run("demo", "--json", "--report", "other.html")
     assert again.code == 0, again.err
     results = from_json(again.out)
-    assert {f.id for f in results.findings if f.holds} >= {"watched/adaptive", "watched/noise"}
+    assert {f.id for f in results.findings if f.holds} >= {"watched/adaptive", "watched/noise", "puzzled/consistency"}
     assert "the server has the images under 3 of 3" in said.out
     moves = [f for f in results.findings if f.id.startswith("moving/")]
     assert len(moves) == 6

@@ -111,3 +111,20 @@ def test_a_damaged_file_of_what_was_learned_is_refused(trained: Path, tmp_path: 
     (copy / "jigsaw" / "learned.safetensors").write_bytes(b"nothing")
     assert main(["jigsaw", "evaluate", str(copy), *HOW]) == 1
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_what_is_no_vit_is_told_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A ResNet has the shuffle alone, in patches that may have to be given; a model of texts is refused by name."""
+    folds = {"num_channels": 1, "embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic", "num_labels": 10}
+    transformers.ResNetForImageClassification(transformers.ResNetConfig(**folds)).save_pretrained(tmp_path / "net")
+    assert main(["jigsaw", "train", str(tmp_path / "net"), *HOW, "--ratio", "0.5", "-o", str(tmp_path / "out")]) == 1
+    said = capsys.readouterr().err
+    assert "the shuffle of patches is left" in said
+    assert "no multiple of the patch, 16 x 16" in said
+    assert all(line.startswith("regauge: ") for line in said.splitlines())
+    assert main(["jigsaw", "train", str(tmp_path / "net"), *HOW, "--ratio", "0.5", "--patch", "2", "-o", str(tmp_path / "out")]) == 0
+    words = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    transformers.BertForSequenceClassification(transformers.BertConfig(**words)).save_pretrained(tmp_path / "bert")
+    capsys.readouterr()
+    assert main(["jigsaw", "train", str(tmp_path / "bert"), *HOW, "-o", str(tmp_path / "no")]) == 1
+    assert "no model of images" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from regauge.jigsaw import VARIANTS, JigsawError, MaskedJigsaw, draw_puzzle, ref
 from regauge.jigsaw.masks import Puzzle
 from regauge.jigsaw.metrics import evaluate, features_of, puzzles_of
 from regauge.jigsaw.places import place_of
-from regauge.jigsaw.wrapping import ramp
+from regauge.jigsaw.wrapping import ramp, until
 from regauge.tasks import Examples
 
 HERE = Path(__file__).parent
@@ -253,6 +253,8 @@ def test_warm_up_probability_and_schedules() -> None:
     always, never = (MaskedJigsaw(vit(), 0.5, probability=p) for p in (1.0, 0.0))
     assert all(always._next(3, (4, 4), IMAGES)[0] is not None for _ in range(5))
     assert all(never._next(3, (4, 4), IMAGES)[0] is None for _ in range(5))
+    ending = MaskedJigsaw(vit(), 0.5, probability=1.0, schedule=until(8, 0.75))
+    assert [ending._next(3, (4, 4), IMAGES)[0] is not None for _ in range(8)] == [True] * 6 + [False] * 2
 
 
 def test_state_dict_round_trip_goes_on_with_the_same_puzzles(tmp_path: Path) -> None:
@@ -499,3 +501,28 @@ def test_features_are_what_the_head_is_given() -> None:
     with torch.no_grad(), features_of(model) as features:
         logits = model(IMAGES).logits
         assert torch.allclose(model.classifier(features()), logits)
+
+
+def test_a_score_tells_the_wrapped_model_from_the_unwrapped(tmp_path: Path) -> None:
+    """Under puzzles the wrapped model is told what was shuffled; a plain one, and the same one unwrapped, are not."""
+    from regauge.experiments.lab import Lab
+    from regauge.experiments.puzzles import how, score_of, subjects_of
+
+    lab = Lab("pico", cache=tmp_path)
+    found = {letter: score_of(lab, subjects_of("pico")["vit"], how(letter, 0.5), 0).values for letter in "AJ"}
+    at_half = {letter: next(s for s in v["shuffled"] if s["ratio"] == 0.5) for letter, v in found.items()}
+    assert found["A"]["bare"] == at_half["A"]
+    assert found["J"]["bare"]["norm"] != pytest.approx(at_half["J"]["norm"], rel=1e-3)
+
+
+def test_a_recipe_has_steps_or_epochs_and_positions_may_be_larger() -> None:
+    from regauge.experiments.models import build
+    from regauge.experiments.puzzles import subjects_of
+    from regauge.experiments.training import steps_of
+
+    assert steps_of({"batch": 50, "epochs": 3}, 1020) == 60
+    assert steps_of({"batch": 50, "steps": 7}, 1020) == 7
+    about = subjects_of("pico")["vit"].model
+    (plain, larger), name = (build({**about, **more}, 0) for more in ({}, {"positions": 3.0})), "vit.embeddings.position_embeddings"
+    assert torch.equal(larger.get_parameter(name), 3 * plain.get_parameter(name))
+    assert all(torch.equal(larger.state_dict()[n], t) for n, t in plain.state_dict().items() if n != name)

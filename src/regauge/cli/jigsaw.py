@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -96,14 +97,18 @@ def train(
     from regauge.experiments.cells import KEEP_EVERY, Work
     from regauge.experiments.puzzles import wrap
     from regauge.experiments.training import descend
+    from regauge.jigsaw.masks import JigsawError, check_ratio
     from regauge.jigsaw.saving import save_wrapped
     from regauge.loading import load_model
     from regauge.planning import check_new
 
+    check_ratio(ratio)
     check_new(out)
     _threads(threads)
     checkpoint = open_checkpoint(model)
     live = load_model(checkpoint, "float32")
+    if getattr(live, "main_input_name", "pixel_values") != "pixel_values":
+        raise JigsawError(f"{type(live).__name__} is no model of images", hint="puzzles of texts are in Python: regauge.jigsaw.TextJigsaw")
     if fresh:
         live = _anew(live, seed)
     examples, task = sample.Sample(data, field, split, None, None, mean, std).read(live, checkpoint)
@@ -111,7 +116,11 @@ def train(
     given: dict[str, Any] = {"variant": variant, "ratio": ratio, "per": per.value, "probability": probability, "warmup": warmup, "weight": weight}
     given |= {"schedule": "reference"} if schedule is Schedule.reference else {}
     given |= {"patch": patch} if patch is not None else {}
-    wrapped = wrap(live.to(device), given, total, seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says what is left of MJP, as does the next line
+        wrapped = wrap(live.to(device), given, total, seed)
+    if wrapped.place.note:
+        say(wrapped.place.note)
     say(f"{wrapped.extra_repr()}: {total} steps of {batch} images")
     change: dict[str, Any] = {"flip": flip, "shift": shift} if flip or shift else {}
     if strong:

@@ -15,13 +15,14 @@ from regauge.demo.digits import digits
 from regauge.demo.given import given
 from regauge.demo.locked import locked
 from regauge.demo.moving import moving, symmetry
+from regauge.demo.puzzled import puzzled
 from regauge.demo.stage import Bar, Stage
 from regauge.demo.watched import watched
 from regauge.findings import Results
 
 Chapter = Callable[[Stage], Results]
 
-CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked, apart, watched, given)
+CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked, apart, watched, given, puzzled)
 
 
 def run(say: Callable[[str], None], bar: Bar, out: Path | None = None, seed: int = 0, chapters: Sequence[Chapter] = CHAPTERS) -> Results:

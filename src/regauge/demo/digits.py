@@ -145,7 +145,8 @@ def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, se
     epochs = epochs or EPOCHS
     for epoch in range(epochs):
         for batch in torch.randperm(len(images), generator=draw).split(BATCH):  # type: ignore[no-untyped-call]
-            loss = torch.nn.functional.cross_entropy(model(pixel_values=images[batch]).logits, labels[batch])
+            out = model(pixel_values=images[batch])
+            loss = torch.nn.functional.cross_entropy(out.logits, labels[batch]) + (getattr(out, "extra", None) or 0.0)  # of a wrapped model
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

@@ -38,7 +38,7 @@ def build(about: Mapping[str, Any], seed: int, source: str | None = None) -> tor
     """A model with fresh weights from a seed, of a class of the transformers library and a config: {"class": ..., "config": {...}}.
 
     With a `source` (a folder or a hub id; for {"timm": architecture} it is optional) the weights are those, and only a new head is drawn. A model
-    with "dense": classes is a ViT with one linear layer on top.
+    with "dense": classes is a ViT with one linear layer on top, one with "positions": factor has a table of positions that much larger than drawn.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -56,6 +56,10 @@ def build(about: Mapping[str, Any], seed: int, source: str | None = None) -> tor
                     model = kind.from_pretrained(source, **about.get("config", {}), **about.get("more", {}))
             except (OSError, ValueError) as error:
                 raise _absent(source, error) from error
+        if "positions" in about:
+            for name, parameter in model.named_parameters():
+                if name.endswith("position_embeddings"):
+                    parameter.data.mul_(about["positions"])
         if "dense" in about:
             model = Dense(model, model.config.hidden_size, about["dense"], model.config.patch_size)
         return model  # type: ignore[no-any-return]

@@ -18,16 +18,18 @@ from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.presets import From, Subject, _vit
-from regauge.experiments.training import descend, parameters_of
+from regauge.experiments.training import descend, parameters_of, steps_of
 from regauge.jigsaw.masks import JigsawError
 from regauge.jigsaw.metrics import evaluate
-from regauge.jigsaw.wrapping import LAMBDA, MaskedJigsaw, ramp, reference_weight
+from regauge.jigsaw.wrapping import LAMBDA, MaskedJigsaw, ramp, reference_weight, until
 from regauge.tasks import Examples, logits_of, prepare
 
 How = Mapping[str, Any]
 Parameters = Mapping[str, Any]
 WARMUP = 20 / 300  # epochs of the paper without puzzles
 RATIOS = (0.1, 0.3, 0.5, 0.7, 0.9)
+# The training ratio of everything but Table 3. The paper's 0.1 is 19 of 196 patches; of 64 it is 6, from which the unknown embedding learns little.
+TRAINED = {"small": 0.3, "paper": 0.1, "pico": 0.3}
 SHOWN = 1000  # test images that a training looks at on its way
 
 
@@ -37,7 +39,7 @@ def how(variant: str, ratio: float = 0.1, **more: Any) -> dict[str, Any]:
 
 
 def wrap(model: torch.nn.Module, given: How, total: int, seed: int) -> MaskedJigsaw:
-    """`given` may also have schedule: "reference" (of lambda) and ramp: true (of the ratio)."""
+    """`given` may also have schedule: "reference" (of lambda), and ramp: true or until: share (of the ratio)."""
     options = dict(given)
     warmup = round(options.pop("warmup", 0.0) * total)
     named = options.pop("schedule", None)
@@ -45,8 +47,9 @@ def wrap(model: torch.nn.Module, given: How, total: int, seed: int) -> MaskedJig
         raise JigsawError(f'there is no schedule "{named}"', hint='"reference", or none')
     if named is not None:
         options["weight"] = reference_weight(warmup, total, options.get("weight", LAMBDA), options.get("weight", LAMBDA) / 2)
-    rising = ramp(total) if options.pop("ramp", False) else None
-    return MaskedJigsaw(model, options.pop("ratio"), warmup=warmup, schedule=rising, seed=seed, **options)
+    rises, ends = options.pop("ramp", False), options.pop("until", None)
+    of_ratio = ramp(total) if rises else until(total, ends) if ends is not None else None
+    return MaskedJigsaw(model, options.pop("ratio"), warmup=warmup, schedule=of_ratio, seed=seed, **options)
 
 
 def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
@@ -54,8 +57,7 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     recipe, seed = p["recipe"], int(p["seed"])
     examples, test = prepare(p["task"], data["train"]), prepare(p["task"], data["test"])
     model = build(p["model"], seed).to(work.device, getattr(torch, recipe["dtype"]))
-    total = max(1, len(examples) // int(recipe["batch"])) * int(recipe["epochs"])
-    wrapped = wrap(model, p["how"], total, seed)
+    wrapped = wrap(model, p["how"], steps_of(recipe, len(examples)), seed)
     shown = test.only(np.arange(min(SHOWN, len(test))))
     losses, seen = descend(wrapped, examples, recipe, seed, work, lambda: accuracy(wrapped, shown, work.device))
     state = {name: t.detach().cpu().clone() for name, t in wrapped.state_dict().items()}
@@ -80,16 +82,18 @@ def trained(p: Parameters, weights: Outcome, device: str = "cpu") -> MaskedJigsa
 
 
 def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
-    """Top-1, and what puzzles of every ratio do."""
+    """Top-1, and what puzzles of every ratio do; `bare` is the unwrapped model, which nobody tells where patches were shuffled."""
     examples = prepare(p["task"], data["test"])
     wrapped = trained(p, data["weights"], work.device)
     found = evaluate(wrapped, examples, p["ratios"], seed=0, batch=p["batch"], device=work.device)
     values = {"accuracy": found.accuracy, "shuffled": [s.as_dict() for s in found.shuffled], "examples": len(examples)}
+    bare = evaluate(MaskedJigsaw(wrapped.unwrap(), 0.0, variant="A", patch=p["how"].get("patch")), examples, batch=p["batch"], device=work.device)
+    values["bare"] = bare.at_half.as_dict()
     return Outcome({**values, "parameters": parameters_of(wrapped.model)})
 
 
 TRAIN = Cell("jigsaw-train", 1, train)
-SCORE = Cell("jigsaw-score", 1, score)
+SCORE = Cell("jigsaw-score", 2, score)
 
 
 def model_of(lab: Lab, subject: Subject, given: How, trial: int) -> Outcome:
@@ -130,25 +134,30 @@ def _how(subject: Subject, given: How) -> dict[str, Any]:
 
 
 def subjects_of(preset: str) -> dict[str, Subject]:
-    """ViT, Swin and ResNet of a preset, on its images."""
+    """ViT, Swin and ResNet of a preset, on its images; where the ViT's training is a short one, also one that is longer."""
     return _PRESETS[preset]()
 
 
 def _small() -> dict[str, Subject]:
     task = {"kind": "images", "classes": 10, "size": 32, "mean": [0.4914, 0.4822, 0.4465], "std": [0.2023, 0.1994, 0.2010]}
     few = From("cifar10_train_4k.npz", {"image": "X", "label": "y"})
-    recipe = {"optimizer": "adamw", "rate": 2e-3, "more": {"weight_decay": 0.05}, "batch": 100, "epochs": 1, "dtype": "float32"}
-    recipe |= {"warmup": WARMUP, "clip": 5.0, "augment": {"flip": True, "shift": 4}, "looks": 10}
+    recipe = {"optimizer": "adamw", "rate": 2e-3, "more": {"weight_decay": 0.05}, "dtype": "float32"}
+    recipe |= {"warmup": WARMUP, "clip": 5.0, "augment": {"flip": True, "shift": 4}}
+    config = _vit(32, 4, 48, 2, num_channels=3, num_labels=10, num_attention_heads=2)
     vit = Subject(
         "ViT",
-        {"class": "ViTForImageClassification", "config": _vit(32, 4, 64, 3, num_channels=3, num_labels=10)},
+        # Patches are what a ViT learns first, and places late: with positions as large as patches it minds them within minutes.
+        {"class": "ViTForImageClassification", "config": config, "positions": 5.0},
         task,
         test=From("cifar10_test.npz", {"image": "X", "label": "y"}, rows=2000),
         train=From("cifar10/cifar10.npz", {"image": "X_train", "label": "y_train"}, otherwise=few),
-        recipe=recipe,
+        recipe={**recipe, "batch": 50, "steps": 600, "looks": 5},
         batch=200,
     )
-    return _beside(vit, {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}, {"embedding_size": 16, "hidden_sizes": [32, 64]})
+    found = _beside(vit, {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}, {"embedding_size": 16, "hidden_sizes": [32, 64]})
+    others = {**recipe, "batch": 100, "epochs": 1, "looks": 10}
+    longer = replace(vit, name="ViT, longer", recipe={**recipe, "batch": 50, "steps": 1200, "looks": 5})
+    return {"vit": vit, "longer": longer, **{name: replace(found[name], recipe=others) for name in ("swin", "resnet")}}
 
 
 def _beside(vit: Subject, swin: Mapping[str, Any], resnet: Mapping[str, Any]) -> dict[str, Subject]:

@@ -49,8 +49,8 @@ def source_of(uri: str | Path) -> Source:
 def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     """Train in one way; the plain weights, put back where they belong, and the losses.
 
-    A recipe has an `optimizer` with its `rate` (and `more` arguments), `batch`, `epochs`, `dtype`, and may have `warmup` (a share of the steps),
-    `clip` (the largest norm of a gradient) and `augment` (of images, see `augmenting`; `repeat` has each of them several times in a batch).
+    A recipe has an `optimizer` with its `rate` (and `more` arguments), `batch`, `epochs` or `steps`, `dtype`, and may have `warmup` (a share of the
+    steps), `clip` (the largest norm of a gradient) and `augment` (of images, see `augmenting`; `repeat` has each of them several times in a batch).
     """
     recipe, seed = p["recipe"], int(p["seed"])
     examples = prepare(p["task"], data["train"], uri_of(data, "tokenizer"))
@@ -72,7 +72,7 @@ def descend(
     optimizer = OPTIMIZERS[recipe["optimizer"]](model.parameters(), lr=recipe["rate"], **recipe.get("more", {}))
     batch = int(recipe["batch"])
     per_epoch = max(1, len(examples) // batch)
-    total = per_epoch * int(recipe["epochs"])
+    total = steps_of(recipe, len(examples))
     due = {round(i * total / recipe.get("looks", 1)) for i in range(recipe.get("looks", 1) + 1)} if look else set()
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -109,6 +109,11 @@ def descend(
             if time.monotonic() - saved >= work.every:
                 _keep(model, optimizer, step, {"losses": losses, "seen": seen}, work)
                 saved = time.monotonic()
+
+
+def steps_of(recipe: Parameters, examples: int) -> int:
+    """How many steps a recipe has: `steps`, or `epochs` over the examples."""
+    return int(recipe["steps"]) if "steps" in recipe else max(1, examples // int(recipe["batch"])) * int(recipe["epochs"])
 
 
 def schedule(step: int, total: int, warmup: float) -> float:

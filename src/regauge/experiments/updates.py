@@ -252,9 +252,10 @@ def _subjects(lab: Lab) -> tuple[Subject, From]:
         return vit, From("digits", split="test", rows=60)
     if lab.preset_name == "paper":
         return vit, From("imagenet/val", size=224, rows=1500)
-    config = {**vit.model["config"], "patch_size": 8, "hidden_size": 96, "num_hidden_layers": 4, "intermediate_size": 192}
+    config = {**vit.model["config"], "patch_size": 8, "hidden_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 192}
     few = From("cifar10_train_4k.npz", {"image": "X", "label": "y"})
     assert vit.recipe is not None
-    recipe = {**vit.recipe, "epochs": 12, "rate": 1e-3, "looks": 3}
-    subject = replace(vit, name="ViT, patches of 8", model={**vit.model, "config": config}, train=few, recipe=recipe)
+    recipe = {**vit.recipe, "batch": 100, "epochs": 12, "rate": 1e-3, "looks": 3}
+    del recipe["steps"]
+    subject = replace(vit, name="ViT, patches of 8", model={"class": vit.model["class"], "config": config}, train=few, recipe=recipe)
     return subject, From("imagenet_sample_1000_224.parquet", {"image": "jpeg"}, size=32)

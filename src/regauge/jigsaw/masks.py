@@ -75,7 +75,8 @@ def check_size(size: Grid, patch: Grid, grid: Grid | None = None) -> Grid:
     found = (size[0] // patch[0], size[1] // patch[1])
     if (found[0] * patch[0], found[1] * patch[1]) != size or min(found) < 1:
         raise JigsawError(
-            f"an image of {size[0]} x {size[1]} pixels is no multiple of the patch, {patch[0]} x {patch[1]}", hint="resize or crop it, or give patch="
+            f"an image of {size[0]} x {size[1]} pixels is no multiple of the patch, {patch[0]} x {patch[1]}",
+            hint="resize or crop it, or give patch= (--patch)",
         )
     if grid is not None and found != grid:
         raise JigsawError(

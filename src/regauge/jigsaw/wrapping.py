@@ -47,7 +47,7 @@ class MaskedJigsaw(torch.nn.Module):
     `variant` is a letter of the paper's Table 2 or a `Variant`; by default J, or E (the shuffle alone) where the model has no absolute positions,
     and then a warning says so. `ratio` is the share of patches. `per` draws one puzzle for a "batch", as the reference does, or one for each
     "sample". `weight` is the lambda of the regression, or a function of the pass (`reference_weight`). `schedule` says which part of the ratio a pass
-    has (`ramp`). Draws depend on `seed`, the process's rank and the number of the pass alone. `table`, `patch` and `grid` are
+    has (`ramp`, `until`). Draws depend on `seed`, the process's rank and the number of the pass alone. `table`, `patch` and `grid` are
     read off the model where they are not given.
     """
 
@@ -229,6 +229,11 @@ def reference_weight(warmup: int, total: int, peak: float = LAMBDA, end: float =
 def ramp(total: int) -> Callable[[int], float]:
     """A schedule of the ratio: from nothing to all of it, in a straight line over `total` passes."""
     return lambda step: min(1.0, step / max(1, total))
+
+
+def until(total: int, share: float) -> Callable[[int], float]:
+    """A schedule of the ratio: all of it in this share of `total` passes, and then nothing, so that a training ends on images as they are."""
+    return lambda step: float(step < share * total)
 
 
 def _rank() -> int:

@@ -34,6 +34,7 @@ from regauge.gradients.scoring import LEAK, average
 from regauge.jigsaw.wrapping import MaskedJigsaw
 from regauge.leakage.auditing import in_unit
 from regauge.metrics import psnr
+from regauge.split.defences import DefenceError
 from regauge.tasks import Examples, loss_of, prepare
 
 Tensor = torch.Tensor
@@ -226,7 +227,9 @@ def received(
     """The mean of the updates of clients with `plan.batch` samples each. Noise of several is drawn as one, of the size that their mean has."""
     for defence in plan.leaving:
         if not isinstance(defence, Withhold | Noise | Private):
-            raise NotImplementedError(f"{type(defence).__name__} of many clients")
+            raise DefenceError(
+                f"{type(defence).__name__} is not known of many clients at once", hint="recipes have withhold, freeze, noise and private"
+            )
     mixes = [d for d in plan.leaving if isinstance(d, Noise | Private)]
     if not mixes:
         return slopes_of(model, examples, inputs, labels, parameters, puzzle=_puzzle(model, plan, inputs, label))

@@ -23,7 +23,7 @@ import torch
 from regauge.federated.settings import FederatedError
 from regauge.federated.states import Contribution
 from regauge.gradients.defences import Clip, Freeze, Noise, Prune, Round, Withhold, clipped, names_of
-from regauge.split.defences import DefenceError, Draw, read_named, spent
+from regauge.split.defences import DefenceError, Draw, in_turn, read_named, spent
 
 Tensor = torch.Tensor
 DELTA = 1e-5
@@ -65,14 +65,10 @@ DEFENCES: Mapping[str, type] = {
 
 def read_defences(texts: Sequence[str]) -> tuple[Any, ...]:
     """Defences as the command line names them, in the order in which they act; none of a kind twice."""
-    made = sorted((read_named(text, DEFENCES) for text in texts), key=lambda d: d.stage)
-    kinds = [type(d) for d in made]
-    twice = next((k.__name__ for k in kinds if kinds.count(k) > 1), None)
-    if twice is not None:
-        raise DefenceError(f"{twice} is there twice", hint="name each defence once")
-    if Clip in kinds and Private in kinds:
+    made = in_turn([read_named(text, DEFENCES) for text in texts])
+    if {Clip, Private} <= {type(d) for d in made}:
         raise DefenceError("private clips by itself", hint="leave out clip; private=1.0,norm=0.5 says the norm")
-    return tuple(made)
+    return made
 
 
 def frozen(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:

@@ -26,7 +26,7 @@ from regauge.attacks.layers import inner_of
 from regauge.errors import RegaugeError
 from regauge.jigsaw.masks import check_ratio
 from regauge.jigsaw.places import place_of
-from regauge.split.defences import DefenceError, Draw, _require, read_named, spent
+from regauge.split.defences import DefenceError, Draw, _require, in_turn, read_named, spent
 
 Tensor = torch.Tensor
 NONE = "none"
@@ -269,10 +269,7 @@ class Plan:
 def plan_of(combination: str, batch: int = 1, steps: int = 1, rate: float = 0.01) -> Plan:
     """Read a combination. `batch` and `steps` are what it does not say itself."""
     texts: Sequence[str] = () if combination == NONE else re.split(r"\+(?=[a-z])", combination)
-    made = sorted((read_named(text, DEFENCES) for text in texts), key=lambda d: d.stage)
-    kinds = [type(d) for d in made]
-    twice = next((k.__name__ for k in kinds if kinds.count(k) > 1 and k is not Noise), None)
-    _require(twice is None, f"{twice} is there twice", "name each defence once")
+    made = in_turn([read_named(text, DEFENCES) for text in texts], often=Noise)
     changed = [d for d in made if isinstance(d, NoPositions | Mjp)]
     _require(len(changed) < 2, "MJP needs the positions that no-positions takes away", "choose one of the two")
 

@@ -397,11 +397,14 @@ def _value(text: str) -> Any:
 
 def ordered(defences: Sequence[Defence | str]) -> tuple[Defence, ...]:
     """Defences in the order in which they act. None of a kind is there twice."""
-    made = [read_defence(d) if isinstance(d, str) else d for d in defences]
+    return in_turn([read_defence(d) if isinstance(d, str) else d for d in defences])
+
+
+def in_turn(made: Sequence[Any], often: type | None = None) -> tuple[Any, ...]:
+    """Defences of any table in the order of their stages; none of a kind twice, but those that may be there `often`."""
     kinds = [type(d) for d in made]
-    twice = next((k.__name__ for k in kinds if kinds.count(k) > 1), None)
-    if twice is not None:
-        raise DefenceError(f"{twice} is there twice", hint="name each defence once")
+    twice = next((k.__name__ for k in kinds if kinds.count(k) > 1 and k is not often), None)
+    _require(twice is None, f"{twice} is there twice", "name each defence once")
     return tuple(sorted(made, key=lambda d: d.stage))
 
 

@@ -41,14 +41,14 @@ def ran(settings: Settings, examples: Examples | None = None, folder: Path | Non
     return run(InProcess(model, parts_of(examples or bars(), settings), settings), state_of(model), settings, folder=folder, **more)
 
 
-def reader(folder: Path, count: int = 160) -> Source:
+def reader(folder: Path, count: int = 160, **more: Any) -> Source:
     """A pico BERT for texts with its tokenizer, and texts of ten words, one of which says which of two kinds they are. Dropout is on."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["[PAD]", "[UNK]", "good", "bad", *(f"w{i}" for i in range(20))]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        sizes = {**SIZE, "vocab_size": len(words), "max_position_embeddings": 16, "pad_token_id": 0, "num_labels": 2}
+        sizes = {**SIZE, "vocab_size": len(words), "max_position_embeddings": 16, "pad_token_id": 0, "num_labels": 2, **more}
         transformers.BertForSequenceClassification(transformers.BertConfig(**sizes)).save_pretrained(folder / "bert")
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

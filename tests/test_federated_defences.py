@@ -11,14 +11,17 @@ import torch
 
 import federations as fed
 from regauge import apply, element, fold_norms
+from regauge.attacks.updates import Update
 from regauge.cli import main
-from regauge.federated import Contribution, FederatedError, Settings, fusing, keeping, parts_of, state_of
+from regauge.federated import Contribution, FederatedError, Settings, contribute, fusing, keeping, parts_of, prepared, state_of
+from regauge.federated.auditing import audit_run, rehearsed
 from regauge.federated.defences import defended, epsilon, frozen, read_defences
 from regauge.federated.fusing import average, parted
 from regauge.federated.running import Source, federated
-from regauge.federated.spying import load_kept, load_seen, seen_rounds, spy_on
+from regauge.federated.spying import Seen, load_kept, load_seen, seen_rounds, spy_on
 from regauge.federated.states import digest_of, layout_of, load_state
 from regauge.findings import load_results
+from regauge.gradients.attacking import Budget
 from regauge.sources import spec_of
 from regauge.split.defences import DefenceError
 
@@ -147,6 +150,66 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["audit", "gradients", "--from", str(start)]) == 1
     assert "is no run" in capsys.readouterr().err
     assert json.loads((run / "run.json").read_text())["version"] == 1
+
+
+def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
+    """Closed forms cannot try where the first layers are not sent; attacks that practise as the clients do can, and beat a guess."""
+    start, run = tmp_path / "start", tmp_path / "run"
+    fed.vit(num_labels=10, num_hidden_layers=2).save_pretrained(start)  # type: ignore[operator]
+    source = Source(str(start), "digits", mean=[0.3], std=[0.38], test="digits")
+    how = {"batch": 1, "steps": 1, "rate": 0.1, "defences": ("freeze=embedding,first",)}
+    federated(source, Settings(clients=6, rounds=1, **how), run, spy=True)  # type: ignore[arg-type]
+    closed = audit_run(run, attacks=["least squares", "span"]).tables[0]
+    assert closed.rows[0][2] is None
+    assert closed.rows[0][4] is None
+    practised = audit_run(run, attacks=["regression", "membership", "labels"], budget=Budget(practice=60)).tables[0]
+    _, _, leak, floor, patches, labels, *_ = practised.rows[0]
+    assert leak >= floor - 0.1  # no less than the mean image
+    assert patches > 0.6
+    assert labels == 1.0
+    with pytest.raises(FederatedError, match='no attack "search" on images'):
+        audit_run(run, attacks=["search"])
+
+
+def test_a_server_rehearses_what_its_clients_do(tmp_path: Path) -> None:
+    """As many examples and steps, the same puzzles and defences; under a secure sum as many clients."""
+    settings = replace(SETTINGS, steps=2, jigsaw=0.3, probability=1.0, momentum=0.9)
+    model = prepared(fed.vit(), settings)
+    state, own = state_of(model), fed.bars(16)
+    sent = contribute(model, state, own, settings, 3, 0)
+    seen = Seen(3, 0, state, Update(sent.tensors, "change", sent.steps, sent.rate), sent.batch, sent.examples)
+    one, other = rehearsed(model, seen, own, settings, 2, 0)
+    assert one.update.tensors.keys() == seen.update.tensors.keys()
+    assert (one.update.steps, len(one.read)) == (2, 8)
+    assert not torch.equal(one.read, one.original)  # type: ignore[arg-type]
+    assert not torch.equal(one.read, other.read)
+    (hidden,) = rehearsed(model, seen, own, replace(settings, defences=("freeze=embedding", "noise=0.1")), 1, 0)
+    assert not any("embeddings" in n for n in hidden.update.tensors)
+    (summed,) = rehearsed(model, seen, own, settings, 1, 0, clients=3)
+    assert len(summed.read) == 24
+
+
+@pytest.mark.parametrize("jigsaw", [0.0, 0.3])
+def test_an_audit_reads_the_texts_that_were_sent(tmp_path: Path, jigsaw: float, capsys: pytest.CaptureFixture[str]) -> None:
+    source = fed.reader(tmp_path, num_hidden_layers=2, hidden_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    run, out = tmp_path / "run", tmp_path / "r.json"
+    federated(source, Settings(clients=2, rounds=2, batch=1, steps=1, rate=0.1, jigsaw=jigsaw, probability=0.0), run, spy=True)
+    assert main(["audit", "gradients", "--from", str(run), "--rounds", "2", "--json", str(out), "--report", str(tmp_path / "p.html")]) == 0
+    found = load_results(out)
+    ((number, _, leak, floor, exact, words, labels, count),) = found.tables[0].rows
+    assert (number, count) == (2, 2)
+    assert leak == exact == words == labels == 1.0
+    assert floor < 0.5
+    assert found.facts["verdict"][0] == "Texts come back from what was sent in 1 of 1 rounds that were attacked."
+    assert "Leakage over rounds" in (tmp_path / "p.html").read_text()
+    assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 1
+    assert 'no attack "least squares" on texts' in capsys.readouterr().err
+    many = tmp_path / "many"
+    federated(source, Settings(clients=2, rounds=1, batch=8, steps=1, rate=0.1), many, spy=True)
+    table = audit_run(many).tables[0]
+    assert "at least as many tokens as the model has channels" in table.note
+    assert table.rows[0][2] is None
+    assert table.rows[0][5] == 1.0  # words, by the rows of their table
 
 
 # Clients that begin apart

@@ -110,8 +110,9 @@ def gradients(
     if run is not None:
         from regauge.cli.recorded import audit_recorded
 
-        alone = tuple(a for a in _attacks(attacks) if a.learn is None)  # of a recorded run there is no client to practise with
-        return audit_recorded(run, _counts(only, "--rounds"), alone, _budget(budget, seed), gallery, json, report)
+        names = None if attacks is None else [p.strip() for p in attacks.split(",") if p.strip()]
+        spend = replace(_budget(budget, seed), practice=practice)
+        return audit_recorded(run, _counts(only, "--rounds"), names, spend, gallery, json, report)
     if model is None or data is None:
         raise typer.BadParameter("give MODEL and --data, or --from RUN")
     from regauge.gradients.defences import plan_of

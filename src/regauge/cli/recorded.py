@@ -13,7 +13,9 @@ from regauge.cli.leaking import text_of
 from regauge.cli.run import deliver, facts_of_run
 
 
-def audit_recorded(run: Path, rounds: Sequence[int], attacks: Any, budget: Any, gallery: int, json: Path | None, report: Path | None) -> int:
+def audit_recorded(
+    run: Path, rounds: Sequence[int], attacks: Sequence[str] | None, budget: Any, gallery: int, json: Path | None, report: Path | None
+) -> int:
     """Attack the rounds of a run, counted from 1, and tell accuracy and leakage side by side."""
     from regauge.federated.auditing import audit_run
 

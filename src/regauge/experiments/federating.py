@@ -23,23 +23,25 @@ from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.presets import From, _vit
 from regauge.federated import InProcess, Settings, contribute, parts_of, prepared, run, state_of
-from regauge.federated.auditing import attacked, truth_of
+from regauge.federated.auditing import truth_of
 from regauge.federated.clients import rows_of
 from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.fusing import average, parted
 from regauge.federated.rounds import done
 from regauge.federated.running import OF_CLIENTS, measuring
+from regauge.federated.seeing import OWN, Practice, attacked, practising
 from regauge.federated.settings import read_settings
 from regauge.federated.spying import Seen
 from regauge.federated.states import Contribution
 from regauge.federated.withholding import Own
 from regauge.findings import Figure, Finding, Results, Table
-from regauge.gradients.attacking import Budget, named
+from regauge.gradients.attacking import QUICK, Budget
+from regauge.gradients.auditing import shared_out
 from regauge.streams import seed_key
 from regauge.tasks import Examples, prepare
 
 Parameters = Mapping[str, Any]
-KINDS = ("least squares", "span", "mask", "labels")  # attacks that take no optimisation
+PRACTICE = {"small": 60, "paper": 100, "pico": 10}  # updates of its own that the server learns from
 UPDATES = 4  # attacked at each of three rounds
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "FedAvg": {},
@@ -105,9 +107,11 @@ def _leaks(
     state: Mapping[str, torch.Tensor],
     sent: Sequence[Contribution],
 ) -> dict[str, list[dict[str, Any]]]:
-    images = test.batch(np.arange(min(200, len(test))))[0]["pixel_values"]
+    mine, apart = shared_out(test.only(np.arange(min(OWN, len(test)))))
+    images = mine.batch(np.arange(len(mine)))[0]["pixel_values"]
     units = (p["task"]["mean"], p["task"]["std"])
-    attacks, budget = named(KINDS), Budget(seed=settings.seed)
+    budget = Budget(seed=settings.seed, practice=int(p["practice"]))
+    practice: dict[str, Practice] = {}
     defences = read_defences(settings.defences)
     alone = replace(settings, batch=1, steps=1, momentum=0.0, probability=1.0 if settings.jigsaw else settings.probability)
     out: dict[str, list[dict[str, Any]]] = {"as sent": [], "one image": []}
@@ -116,7 +120,9 @@ def _leaks(
         for name, way, made in (("as sent", settings, c), ("one image", alone, defended(one, model, defences, seed_key(settings.seed)))):
             truth = truth_of(model, parts[c.client], rows_of(c.examples, way, number, c.client), way, number, c.client)
             seen = Seen(number, c.client, state, Update(made.tensors, "change", made.steps, made.rate), made.batch, made.examples)
-            row, _, _ = attacked(model, seen, truth, images, units, attacks, budget)
+            if name not in practice:
+                practice[name] = practising(model, seen, mine, way)
+            row, _, _ = attacked(model, seen, truth, images, apart, units, QUICK, budget, practice[name])
             out[name].append({k: v for k, v in row.items() if not k.startswith("why ")})
     return out
 
@@ -145,7 +151,7 @@ def fuse(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     return Outcome({"accuracy": [r.measures["accuracy"] for r in done(kept.history)], "alone": alone, "examples": len(examples)})
 
 
-TRAIN = Cell("federated-train", 2, train)
+TRAIN = Cell("federated-train", 3, train)
 FUSE = Cell("federated-fuse", 2, fuse)
 
 
@@ -168,7 +174,7 @@ def training(lab: Lab) -> Results:
         "as sent: AUC at last",
         "labels told, as sent",
     )
-    note = "Means over seeds; the spread is the standard deviation. Attacks are closed forms: embedding least squares, spans, masks, labels."
+    note = "Means over seeds; the spread is the standard deviation. Attacks: all but descents, those that practise on updates of their own too."
     findings = [f for part in PARTS for f in _claims(part, {way: found[(way, part)] for way in WAYS}, len(trials))]
     first = next(iter(found.values()))[0]
     curves = {f"{way}, {part}": many[0]["accuracy"] for (way, part), many in found.items()}
@@ -185,7 +191,7 @@ def training(lab: Lab) -> Results:
 
 def _trained(lab: Lab, way: str, part: str, trial: int) -> Mapping[str, Any]:
     settings = {**TRAINING[lab.preset_name], **PARTS[part], **WAYS[way]}
-    parameters = {"model": model_of(lab.preset_name), "task": TASK, "settings": settings, "seed": trial}
+    parameters = {"model": model_of(lab.preset_name), "task": TASK, "settings": settings, "practice": PRACTICE[lab.preset_name], "seed": trial}
     data = {name: lab.open(source) for name, source in DATA.items()}
     return lab.run(TRAIN, parameters, data, f"{way}, {part} parts, seed {trial}").values
 
@@ -204,11 +210,11 @@ def _row(many: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     return (
         statistics.fmean(last),
         statistics.stdev(last) if len(last) > 1 else 0.0,
-        _leak(many, "one image", "PSNR", 0),
-        _leak(many, "one image", "PSNR", -1),
+        _leak(many, "one image", "leak", 0),
+        _leak(many, "one image", "leak", -1),
         _leak(many, "one image", "floor", -1),
         _leak(many, "one image", "AUC", -1),
-        _leak(many, "as sent", "PSNR", -1),
+        _leak(many, "as sent", "leak", -1),
         _leak(many, "as sent", "AUC", -1),
         _leak(many, "as sent", "labels", -1),
     )
@@ -238,8 +244,8 @@ def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials:
                 trials=trials,
             )
         )
-        leak, floor = _leak(many, "one image", "PSNR", 0), _leak(many, "one image", "floor", 0)
-        ceiling = _leak(plain, "one image", "PSNR", 0)
+        leak, floor = _leak(many, "one image", "leak", 0), _leak(many, "one image", "floor", 0)
+        ceiling = _leak(plain, "one image", "leak", 0)
         if ceiling is not None:
             shown = floor if leak is None else leak
             told = "no attack on images could try: what it needs is not sent" if leak is None else "updates of one image in the first round"
@@ -253,7 +259,7 @@ def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials:
                     ceiling,
                     told,
                     measure="PSNR, dB",
-                    spread=_spread([a for one in many if (a := _leak([one], "one image", "PSNR", 0)) is not None]),
+                    spread=_spread([a for one in many if (a := _leak([one], "one image", "leak", 0)) is not None]),
                     trials=trials,
                 )
             )

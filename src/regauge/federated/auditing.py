@@ -1,206 +1,167 @@
 """Attacks on what a server was sent in a run, round by round: `regauge audit gradients --from RUN`.
 
-The attacker is the server: it has the state that it sent out, each contribution as it came, its own test images, and the run's settings. Scores are
-against the images that the client used, which are read again from the data; nothing of them goes into an attack.
+The attacker is the server: it has the state that it sent out, each contribution as it came, its own test examples, the run's settings and the code of
+its clients, so that it can practise: it makes updates of its own examples as a client would. Scores are against what the client used, which is read
+again from the data; nothing of that goes into an attack. `seeing` has what is of images, `reading` what is of texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from regauge.attacks.updates import Granted, SentUpdate, UpdateError
+from regauge.attacks.updates import Rehearsal, Update, added
 from regauge.federated import keeping
-from regauge.federated.clients import aim
+from regauge.federated.clients import aim, contribute, plain
+from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.partitions import parts_of
 from regauge.federated.rounds import done
 from regauge.federated.running import Source
 from regauge.federated.settings import FederatedError, Settings, read_settings
 from regauge.federated.spying import Seen, load_kept, load_seen, seen_rounds
-from regauge.federated.states import load_state
 from regauge.findings import Figure, Finding, Results, Table
-from regauge.gradients.attacking import CLOSED, Attack, Budget, attempt
-from regauge.gradients.auditing import _asked
-from regauge.gradients.clients import Truth, on
-from regauge.gradients.scoring import assigned, auc, average, score, told_labels
+from regauge.gradients.attacking import Attack, Budget
+from regauge.gradients.clients import Truth, joined, rehearsal_of, stacked
+from regauge.gradients.reading import TextAttack
+from regauge.gradients.scoring import average
 from regauge.jigsaw import MaskedJigsaw
-from regauge.leakage.auditing import in_unit
-from regauge.leakage.scoring import mean as mean_of
+from regauge.streams import seed_key
 from regauge.tasks import Examples, task_of
 
 Tensor = torch.Tensor
-PLAIN, SOME = 10.0, 1.0  # dB above the mean image
-OWN = 200  # of the server's test images: the attacker's
+Tell = Callable[[int, int, str], None]
+A = TypeVar("A", Attack, TextAttack)
+Row = dict[str, Any]  # of one update: "round", "client", "leak", "floor", what else was told, and "why ..." an attack could not try
 
 
-def audit_run(
-    folder: Path,
-    *,
-    rounds: Sequence[int] = (),
-    clients: Sequence[int] = (),
-    attacks: Sequence[Attack] = CLOSED,
-    budget: Budget | None = None,
-    pictures: int = 4,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> Results:
-    """Attack what was sent in these rounds by these clients (by default all that was recorded): accuracy and leakage over rounds, on one page."""
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A run that was recorded: what both sides had, what was sent (`todo`, by round and client), and how the model reads its data."""
+
+    folder: Path
+    settings: Settings
+    source: Source
+    model: torch.nn.Module
+    parts: Sequence[Examples]
+    test: Examples
+    todo: Sequence[tuple[int, tuple[int, ...]]]  # under secure sums all clients of a round are one
+    task: dict[str, Any]
+
+    def seen(self, number: int, clients: Sequence[int]) -> Seen:
+        return load_seen(self.folder, number, clients[0])
+
+    def truth(self, number: int, clients: Sequence[int]) -> Truth:
+        """What these clients kept."""
+        found = [truth_of(self.model, self.parts[c], load_kept(self.folder, number, c), self.settings, number, c) for c in clients]
+        return found[0] if len(found) == 1 else joined(found)
+
+
+@dataclass(frozen=True)
+class Leak:
+    """How leakage is told: of `what`, by which `measure`, next to which `floor`; further columns by their key in a row; the verdict of a round."""
+
+    what: str
+    measure: str
+    floor: str
+    more: dict[str, str]
+    verdict: Callable[[Callable[[str], float | None]], str]
+    plain: Callable[[float, float], bool]  # do they come back plainly? of the leak and the floor
+
+
+def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = ()) -> Recorded:
+    """A recorded run and, of it, these rounds and clients (by default all)."""
     found = keeping.about_of(folder)
     settings, source = read_settings(found["settings"]), Source(**found["about"]["source"])
     model = source.live(settings)
     shared, test = source.read(model)
-    parts = parts_of(shared, settings)
-    units = _units(source, model)
-    images = test.batch(np.arange(min(OWN, len(test))))[0]["pixel_values"]
     recorded = {n: [c for c in who if not clients or c in clients] for n, who in seen_rounds(folder).items() if not rounds or n in rounds}
-    todo = [(n, c) for n, who in recorded.items() for c in who]
+    todo = [(n, group) for n, who in recorded.items() for group in ([tuple(who)] if settings.secure and who else [(c,) for c in who])]
     if not todo:
         raise FederatedError("nothing of these rounds and clients was recorded", hint=f"recorded: rounds {sorted(seen_rounds(folder))}")
-    rows: list[dict[str, Any]] = []
-    gallery: list[dict[str, Any]] = []
-    for i, (n, c) in enumerate(todo):
-        if progress:
-            progress(i, len(todo), f"round {n + 1}, client {c}")
-        truth = truth_of(model, parts[c], load_kept(folder, n, c), settings, n, c)
-        row, true, best = attacked(model, load_seen(folder, n, c), truth, images, units, attacks, budget or Budget(seed=settings.seed))
-        rows.append({**row, "round": n, "client": c})
-        if best is not None and pictures and i in (0, len(todo) - 1):
-            lists = ((f"round {n + 1}, client {c}: the client's", true), ("what the server makes of the update", best))
-            gallery += [{"label": label, "images": [_picture(x) for x in some[:pictures]]} for label, some in lists]
-    if progress:
-        progress(len(todo), len(todo), "")
-    return _told(folder, settings, source, rows, gallery, attacks)
+    return Recorded(folder, settings, source, model, parts_of(shared, settings), test, todo, _task(source, model))
 
 
 def truth_of(model: torch.nn.Module, examples: Examples, rows: Sequence[Sequence[int]], settings: Settings, number: int, client: int) -> Truth:
-    """What the client kept, from its data: images as they were, as the model read them (puzzles are drawn again), and labels. All of its steps."""
-    original, read, labels, first = [], [], [], None
+    """What the client kept, from its data: inputs as they were, images as the model read them (puzzles are drawn again), and labels. All steps."""
+    original: list[dict[str, Tensor]] = []
+    read: list[dict[str, Tensor]] = []
+    labels, first = [], None
     aim(model, settings, number, client)
     for chosen in rows:
         inputs, answers = examples.batch(np.asarray(chosen))
-        pixels, puzzle = inputs["pixel_values"], None
+        puzzle = None
         if isinstance(model, MaskedJigsaw):
+            pixels = inputs["pixel_values"]
             height, width = pixels.shape[-2:]
             puzzle, _ = model._next(len(pixels), (height // model.place.patch[0], width // model.place.patch[1]), pixels)
         first = first or puzzle
-        original.append(pixels)
-        read.append(pixels if puzzle is None else puzzle.apply(pixels))
+        original.append(dict(inputs))
+        read.append(dict(inputs) if puzzle is None else {**inputs, "pixel_values": puzzle.apply(inputs["pixel_values"])})
         labels.append(answers)
-    return Truth({"pixel_values": torch.cat(original)}, {"pixel_values": torch.cat(read)}, torch.cat(labels), first)
+    return Truth(stacked(original), stacked(read), torch.cat(labels), first)
 
 
-def attacked(
-    model: torch.nn.Module,
-    seen: Seen,
-    truth: Truth,
-    images: Tensor,
-    units: tuple[Sequence[float], Sequence[float]],
-    attacks: Sequence[Attack],
-    budget: Budget,
-) -> tuple[dict[str, Any], Tensor, Tensor | None]:
-    """One update under all attacks: what each got, the true images, and the best reconstruction. `images` are the attacker's own."""
-    load_state(model, seen.state)
-    model.eval()
-    true = in_unit(truth.original["pixel_values"].float(), *units).clamp(0, 1)
-    floor = score(in_unit(images, *units).clamp(0, 1).mean(0, keepdim=True).expand_as(true), true, None)
-    row: dict[str, Any] = {"images": len(true), "steps": seen.update.steps, "floor": mean_of(floor, "PSNR")}
-    best: Tensor | None = None
-    for attack in attacks:
-        view = _view(model, seen, truth, attack, images)
-        try:
-            asked, inside = _asked(view, truth, images, seen.round) if attack.kind == "patches" else (None, 0)
-            one = attempt(attack, view, budget, asked)
-        except UpdateError as error:
-            row[f"why {attack.name}"] = str(error)
-            continue
-        if one.found is None:
-            row[f"why {attack.name}"] = one.why
-        elif attack.kind == "images":
-            guess = assigned(in_unit(one.found.float(), *units).clamp(0, 1), true)
-            value = mean_of(score(guess, true, None), "PSNR")
-            if value is not None and value >= row.get("PSNR", -np.inf):
-                row["PSNR"], best = value, guess
-        elif attack.kind == "patches":
-            row["AUC"] = auc(one.found[:inside], one.found[inside:])
-        elif attack.kind == "labels":
-            row["labels"] = told_labels(one.found, truth.labels)
-        elif attack.kind == "mask" and truth.puzzle is not None:
-            row["mask"] = float((one.found == truth.puzzle.mask[0]).double().mean())
-    return row, true, best
+def rehearsed(model: torch.nn.Module, seen: Seen, own: Examples, settings: Settings, count: int, seed: int, clients: int = 1) -> Iterator[Rehearsal]:
+    """Updates that a server makes of its own examples as a client made what was seen: as many examples and steps, the same training and defences;
+    under a secure sum as many clients. On a model that is used up by it."""
+    defences = read_defences(settings.defences)
+    still, draw = frozen(model, defences), np.random.default_rng(seed)
+    for _ in range(count):
+        like = replace(settings, steps=seen.update.steps, uneven=0.0, secure=False, seed=int(draw.integers(1 << 31)))
+        made, truths = [], []
+        for client in range(clients):
+            mine = own.only(draw.choice(len(own), seen.examples, replace=seen.examples > len(own)))
+            sent = contribute(model, seen.state, mine, like, seen.round, client, still=still)
+            truths.append(truth_of(model, mine, sent.rows, like, seen.round, client))
+            made.append(Update(defended(sent, model, defences, seed_key(like.seed)).tensors, "change", sent.steps, sent.rate))
+        yield rehearsal_of(made[0] if clients == 1 else added(made), truths[0] if clients == 1 else joined(truths))
 
 
-def _view(model: torch.nn.Module, seen: Seen, truth: Truth, attack: Attack, images: Tensor) -> SentUpdate:
-    threat = attack.threat
-    pixels = on(model, truth.read)["pixel_values"]
-    granted = Granted(
-        batch=len(truth.labels) if threat.batch else None,
-        labels=truth.labels if threat.labels else None,
-        mask=truth.puzzle.mask if threat.mask and truth.puzzle is not None else None,
-        images=images if threat.images else None,
-    )
-    return SentUpdate(model, seen.update, tuple(pixels.shape[1:]), granted)
+def chosen(names: Sequence[str] | None, table: Sequence[A], usual: Sequence[A], what: str) -> tuple[A, ...]:
+    """Attacks of a table by their names; None: the usual ones; "all"."""
+    if names is None:
+        return tuple(usual)
+    known: list[str] = [a.name for a in table]
+    unknown = [n for n in names if n not in (*known, "all")]
+    if unknown:
+        raise FederatedError(f'there is no attack "{unknown[0]}" on {what}', hint=f"there are: {', '.join(known)}")
+    return tuple(a for a in table if "all" in names or a.name in names)
 
 
-def _units(source: Source, model: torch.nn.Module) -> tuple[Sequence[float], Sequence[float]]:
+def _task(source: Source, model: torch.nn.Module) -> dict[str, Any]:
     from regauge.data import open_data
-    from regauge.federated.clients import plain
 
     beside = Path(source.model) if Path(source.model).is_dir() else Path(source.model).parent
-    task, _ = task_of(plain(model), open_data(source.data, fields=source.fields, split=source.split), beside=beside, mean=source.mean, std=source.std)
-    if task["kind"] != "images":
-        raise FederatedError("attacks on recorded runs are for images here", hint="regauge audit gradients has attacks on texts")
-    return task["mean"], task["std"]
+    data = open_data(source.data, fields=source.fields, split=source.split)
+    how: dict[str, Any] = {"tokenizer": source.tokenizer, "length": source.length, "mean": source.mean, "std": source.std}
+    return dict(task_of(plain(model), data, beside=beside, **how)[0])
 
 
-def _verdict(leak: float | None, floor: float | None, spans: float | None, labels: float | None) -> str:
-    """What a server got of a round, in words."""
-    if leak is None or floor is None:
-        images = "none of the attacks on images could try"
-    elif leak > floor + PLAIN:
-        images = f"images come back ({leak:.1f} dB, the mean image {floor:.1f})"
-    elif leak > floor + SOME:
-        images = f"something of the images comes back ({leak:.1f} dB, the mean image {floor:.1f})"
-    else:
-        images = f"images do not come back ({leak:.1f} dB, the mean image {floor:.1f})"
-    patches = "" if spans is None else f"; patches can {'be told' if spans > 0.75 else 'hardly be told'} (AUC {spans:.2f})"
-    return images + patches + ("" if labels is None else f"; {labels:.0%} of the labels are told")
-
-
-def _picture(image: Tensor) -> Any:
-    return image[0].tolist() if len(image) == 1 else image.permute(1, 2, 0).tolist()
-
-
-def _told(
-    folder: Path, settings: Settings, source: Source, rows: Sequence[dict[str, Any]], gallery: list[dict[str, Any]], attacks: Sequence[Attack]
+def told(
+    run: Recorded, rows: Sequence[Row], leak: Leak, attacks: Sequence[Attack] | Sequence[TextAttack], pictures: Sequence[Figure] = ()
 ) -> Results:
-    kept = keeping.load(folder)
+    """Accuracy and leakage over rounds, on one page."""
+    kept = keeping.load(run.folder)
     history = done(kept.history) if kept else []
     accuracy = {r.number: r.measures.get("accuracy") for r in history}
     numbers = sorted({row["round"] for row in rows})
 
-    def over(name: str) -> list[float | None]:
-        return [average([r[name] for r in rows if r["round"] == n and r.get(name) is not None]) for n in numbers]
+    def at(n: int, name: str) -> float | None:
+        return average([r[name] for r in rows if r["round"] == n and r.get(name) is not None])
 
-    leak, floor, spans = over("PSNR"), over("floor"), over("AUC")
-    columns = (
-        "round",
-        "accuracy",
-        "PSNR of the best attack, dB",
-        "the mean image, dB",
-        "patches, AUC",
-        "labels told",
-        "mask told",
-        "updates attacked",
-    )
+    leaks, floors = ([at(n, name) for n in numbers] for name in ("leak", "floor"))
+    columns = ("round", "accuracy", f"the best attack, {leak.measure}", leak.floor, *leak.more.values(), "updates attacked")
     body = tuple(
-        (n + 1, accuracy.get(n), leak[i], floor[i], spans[i], over("labels")[i], over("mask")[i], sum(r["round"] == n for r in rows))
+        (n + 1, accuracy.get(n), leaks[i], floors[i], *(at(n, key) for key in leak.more), sum(r["round"] == n for r in rows))
         for i, n in enumerate(numbers)
     )
-    reasons = {row[key] for row in rows for key in row if key.startswith("why ")}
-    note = "Each update is attacked as it was sent. " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in sorted(reasons))
+    reasons = sorted({str(row[key]) for row in rows for key in row if key.startswith("why ")})
+    note = "Each update is attacked as it was sent. " + " ".join(f"{text[:1].upper()}{text[1:]}." for text in reasons)
     x = [n + 1 for n in numbers]
     figures = [
         Figure(
@@ -211,26 +172,42 @@ def _told(
         Figure(
             "Leakage over rounds",
             "lines",
-            {"x": x, "y": {"the best attack": leak, "the mean image": floor}, "xlabel": "round", "ylabel": "PSNR, dB", "log": False},
-            "How near the server's best reconstruction came to the images that a client used. At the mean image's height it has got nothing.",
+            {"x": x, "y": {"the best attack": leaks, leak.floor: floors}, "xlabel": "round", "ylabel": leak.measure, "log": False},
+            f"How near the server's best attack came to the {leak.what} that a client used. At the floor's height it has got nothing.",
         ),
+        *pictures,
     ]
-    if any(a is not None for a in spans):
-        lines = {"x": x, "y": {"span membership": spans, "a guess": [0.5] * len(x)}, "xlabel": "round", "ylabel": "AUC", "log": False}
-        figures.append(Figure("Was this patch in the batch?", "lines", lines))
-    if gallery:
-        figures.append(Figure("First and last", "images", {"columns": ["" for _ in gallery[0]["images"]], "rows": gallery}))
-    plainly = [n + 1 for i, n in enumerate(numbers) if (one := leak[i]) is not None and (base := floor[i]) is not None and one > base + PLAIN]
-    first = f"Images come back from what was sent in {len(plainly)} of {len(numbers)} rounds that were attacked."
-    said = [_verdict(leak[i], floor[i], spans[i], over("labels")[i]) for i in range(len(numbers))]
-    verdict = [first, *(f"round {n + 1}: {text}" for n, text in zip(numbers, said, strict=True))]
+    plainly = sum(a is not None and b is not None and leak.plain(a, b) for a, b in zip(leaks, floors, strict=True))
+    said = [leak.verdict(lambda name, n=n: at(n, name)) for n in numbers]  # type: ignore[misc]
+    first = f"{leak.what.capitalize()} come back from what was sent in {plainly} of {len(numbers)} rounds that were attacked."
     wide = len(str(max(x)))  # so that they are sorted as they came
     findings = [
-        Finding(
-            f"round-{at:0{wide}}/leak", f"What the server makes of the updates of round {at}", None, leak[i], floor[i], None, text, measure="PSNR, dB"
-        )
-        for i, (at, text) in enumerate(zip(x, said, strict=True))
-        if leak[i] is not None
+        Finding(f"round-{k:0{wide}}/leak", f"What the server makes of the updates of round {k}", None, a, floors[i], None, text, measure=leak.measure)
+        for i, (k, a, text) in enumerate(zip(x, leaks, said, strict=True))
+        if a is not None
     ]
-    facts = {"verdict": verdict, "run": str(folder), "settings": settings.told(), "attacks": [a.title for a in attacks], "source": source.told()}
+    facts: dict[str, Any] = {"verdict": [first, *(f"round {k}: {text}" for k, text in zip(x, said, strict=True))], "run": str(run.folder)}
+    facts |= {"settings": run.settings.told(), "attacks": [a.title for a in attacks], "source": run.source.told()}
     return Results("What a server sees of a federated run", tuple(findings), (Table("Rounds", columns, body, note),), tuple(figures), facts)
+
+
+def audit_run(
+    folder: Path,
+    *,
+    rounds: Sequence[int] = (),
+    clients: Sequence[int] = (),
+    attacks: Sequence[str] | None = None,
+    budget: Budget | None = None,
+    pictures: int = 4,
+    progress: Tell | None = None,
+) -> Results:
+    """Attack what was sent in these rounds by these clients (by default all that was recorded), by attacks of these names (by default all that take
+    no descent): accuracy and leakage over rounds, on one page."""
+    from regauge.federated.reading import audit_texts
+    from regauge.federated.seeing import audit_images
+
+    run = open_run(folder, rounds, clients)
+    spend = budget or Budget(seed=run.settings.seed)
+    if run.task["kind"] == "images":
+        return audit_images(run, attacks, spend, pictures, progress)
+    return audit_texts(run, attacks, progress)

@@ -70,7 +70,7 @@ def contribute(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: I
         truths.append(truth)
     update = sent[0] if len(sent) == 1 else added(sent)
     check_update(model, update)
-    return update, truths[0] if len(truths) == 1 else _joined(truths)
+    return update, truths[0] if len(truths) == 1 else joined(truths)
 
 
 def view_of(
@@ -102,7 +102,7 @@ def rehearse(model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed
     for n in range(min(count, len(own) // size)):
         inputs, labels = own.batch(np.arange(n * size, (n + 1) * size))
         update, truth = contribute(model, plan, own, on(model, inputs), labels.to(next(model.parameters()).device), seed + n)
-        out.append(_rehearsal(update, truth))
+        out.append(rehearsal_of(update, truth))
     return out
 
 
@@ -113,10 +113,11 @@ def practice(model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed
     for n in range(count if size <= len(own) else 0):
         inputs, labels = own.batch(order[n * size : (n + 1) * size])
         update, truth = contribute(model, plan, own, on(model, inputs), labels.to(next(model.parameters()).device), seed + n)
-        yield _rehearsal(update, truth)
+        yield rehearsal_of(update, truth)
 
 
-def _rehearsal(update: Update, truth: Truth) -> Rehearsal:
+def rehearsal_of(update: Update, truth: Truth) -> Rehearsal:
+    """An update of the adversary's own, with what it was made of."""
     return Rehearsal(update, truth.read["pixel_values"], None if truth.puzzle is None else truth.puzzle.mask, truth.original["pixel_values"])
 
 
@@ -244,8 +245,19 @@ def _shuffled(model: torch.nn.Module, label: str | None) -> Iterator[None]:
         yield
 
 
-def _joined(truths: list[Truth]) -> Truth:
-    def cat(parts: list[Inputs]) -> dict[str, Tensor]:
-        return {name: torch.cat([p[name] for p in parts]) for name in parts[0]}
+def joined(truths: Sequence[Truth]) -> Truth:
+    """What several clients kept, one below the other."""
+    original, read = (stacked([getattr(t, name) for t in truths]) for name in ("original", "read"))
+    return Truth(original, read, torch.cat([t.labels for t in truths]), truths[0].puzzle)
 
-    return Truth(cat([t.original for t in truths]), cat([t.read for t in truths]), torch.cat([t.labels for t in truths]), truths[0].puzzle)
+
+def stacked(parts: Sequence[Inputs]) -> dict[str, Tensor]:
+    """Batches one below the other; texts are padded to the longest."""
+    out = {}
+    for name in parts[0]:
+        tensors = [p[name] for p in parts]
+        if tensors[0].ndim == 2:
+            longest = max(t.shape[1] for t in tensors)
+            tensors = [torch.nn.functional.pad(t, (0, longest - t.shape[1])) for t in tensors]
+        out[name] = torch.cat(tensors)
+    return out

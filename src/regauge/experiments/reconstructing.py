@@ -187,7 +187,7 @@ def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> 
 
 
 VICTIM = Cell("victim", 1, victim)
-ATTACK = Cell("leak", 1, attack_victim)
+ATTACK = Cell("leak", 2, attack_victim)
 
 
 def _pixels(examples: Examples) -> Tensor:

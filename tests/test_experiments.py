@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import re
 from dataclasses import replace
@@ -16,6 +17,7 @@ import torch
 from regauge import tasks
 from regauge.barriers import score
 from regauge.cli import main
+from regauge.data import DataError
 from regauge.experiments import EXPERIMENTS, locks, models, pairs, training, tuning
 from regauge.experiments.cells import Work
 from regauge.experiments.claims import distance, outputs_of
@@ -140,6 +142,34 @@ def only(table: str, key: str, cache: Path) -> Results:
     lab = Lab("pico", cache=cache)
     lab.preset = replace(lab.preset, tables={table: {key: lab.preset.tables[table][key]}})
     return EXPERIMENTS[f"000/{table}"](lab)
+
+
+@pytest.mark.parametrize("name", ["000/table6", "002/table5"])
+def test_parts_in_several_processes_are_the_same(name: str, tmp_path: Path) -> None:
+    """What other processes put into the cache is all that the experiment asks for, and is what it would have computed."""
+    told: list[str] = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        many = EXPERIMENTS[name](Lab("pico", cache=tmp_path / "many", jobs=2, progress=lambda done, total, text: told.append(text)))
+        files = {p: p.stat().st_mtime_ns for p in (tmp_path / "many").rglob("*.safetensors")}
+        assert any("in 2 processes" in text for text in told)
+        EXPERIMENTS[name](Lab("pico", cache=tmp_path / "many"))
+        one = EXPERIMENTS[name](Lab("pico", cache=tmp_path / "one"))
+    finally:
+        torch.set_num_threads(threads)
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "many").rglob("*.safetensors")} == files
+    assert [(f.id, f.value) for f in many.findings] == [(f.id, f.value) for f in one.findings]
+
+
+def fails(lab: Lab, item: int) -> None:
+    raise DataError(f"item {item} is bad")
+
+
+def test_a_part_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"item [12] is bad"):
+        Lab("pico", cache=tmp_path, jobs=2).ahead(fails, [1, 2])
+    assert not multiprocessing.active_children()
 
 
 def test_a_wrong_element_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

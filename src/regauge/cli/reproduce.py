@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +36,17 @@ def reproduce(
     listed: Annotated[bool, typer.Option("--list", help="Name the experiments.")] = False,
     device: options.Device = "cpu",
     threads: Annotated[int | None, typer.Option("--threads", min=1, max=256, metavar="N", help="Threads that compute. Default: torch's own.")] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            "--jobs",
+            min=1,
+            max=256,
+            metavar="N",
+            help="Processes, of one thread each, for parts of an experiment that do not wait for each other. Default: with preset small on the CPU "
+            "as many as there are cores, up to 8.",
+        ),
+    ] = None,
     verbose: options.Verbose = 0,
 ) -> int:
     """Run a table of the papers and set its numbers beside theirs. What is computed is kept ($REGAUGE_CACHE) and not computed again: an interrupted
@@ -56,10 +68,14 @@ def reproduce(
 
         torch.set_num_threads(threads)
     with step_bar(id) as progress:
-        lab = Lab(preset, seeds, assets or default_assets(), device=device, progress=progress)
+        lab = Lab(preset, seeds, assets or default_assets(), device=device, progress=progress, jobs=jobs or _jobs(preset, device, threads))
         results = EXPERIMENTS[id](lab)
     results = replace(results, facts={"command": facts_of_run()["command"], **results.facts})
     return deliver(results, text_of(results), json, report, replace(results, figures=(*results.figures, *lab.pictures)))
+
+
+def _jobs(preset: str, device: str, threads: int | None) -> int:
+    return min(8, os.cpu_count() or 1) if preset == "small" and device == "cpu" and threads is None else 1
 
 
 def text_of(results: Results) -> str:

@@ -159,6 +159,7 @@ def training(lab: Lab) -> Results:
     """FedAvg with and without MJP and with parts of the model frozen, on even and unlike parts: accuracy and leakage."""
     trials = range(lab.seeds or SEEDS[lab.preset_name])
     lab.total = len(WAYS) * len(PARTS) * len(trials)
+    lab.ahead(_part, [(way, part, trial) for trial in trials for part in PARTS for way in WAYS])
     found = {(way, part): [_trained(lab, way, part, trial) for trial in trials] for part in PARTS for way in WAYS}
     rows = [(way, part, *_row(many)) for (way, part), many in found.items()]
     columns = (
@@ -187,6 +188,10 @@ def training(lab: Lab) -> Results:
     return Results(
         "Federated training, and what it gives away", tuple(findings), (Table("Accuracy and leakage", columns, tuple(rows), note),), (figure,), facts
     )
+
+
+def _part(lab: Lab, item: tuple[str, str, int]) -> None:
+    _trained(lab, *item)
 
 
 def _trained(lab: Lab, way: str, part: str, trial: int) -> Mapping[str, Any]:

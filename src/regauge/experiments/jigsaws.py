@@ -26,7 +26,13 @@ def trials_of(lab: Lab) -> int:
 def scored(lab: Lab, key: str, ways: Sequence[How]) -> list[Scores]:
     """The scores of a backbone in several ways, for every seed."""
     subject = subjects_of(lab.preset_name)[key]
+    lab.ahead(_part, [(key, way, trial) for trial in range(trials_of(lab)) for way in ways])
     return [[score_of(lab, subject, way, trial).values for trial in range(trials_of(lab))] for way in ways]
+
+
+def _part(lab: Lab, item: tuple[str, How, int]) -> None:
+    key, way, trial = item
+    score_of(lab, subjects_of(lab.preset_name)[key], way, trial)
 
 
 def value(one: Mapping[str, Any], measure: str, ratio: float = RATIO) -> float:

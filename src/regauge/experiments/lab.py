@@ -1,9 +1,15 @@
-"""Where experiments run: the cache, the assets, the device, and how far it is. Models are trained and scored here, each once."""
+"""Where experiments run: the cache, the assets, the device, and how far it is. Models are trained and scored here, each once.
+
+An experiment asks for one cell after the other. With several `jobs` it first says which parts of it do not wait for each other (`Lab.ahead`): other
+processes compute them, with one thread each, and then all of it lies in the cache.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +40,7 @@ class Lab:
     cache: Path = field(default_factory=default_cache)
     device: str = "cpu"
     progress: Progress | None = None
+    jobs: int = 1
     total: int = 0
     done: int = 0
     seconds: float = 0.0
@@ -112,6 +119,30 @@ class Lab:
         self._note(subject, outcome, "tested on")
         return outcome
 
+    def ahead(self, work: Callable[[Lab, Any], object], items: Sequence[Any]) -> None:
+        """Have `jobs` processes do `work` on these items, in any order: what they compute is in the cache when it is asked for. One job does nothing
+        here, since the experiment asks for each in its turn. `work` is a function of a module, items can be pickled."""
+        jobs = min(self.jobs, len(items))
+        if jobs < 2:
+            return
+        given = (self.preset_name, self.seeds, self.assets, self.cache, self.device)
+        pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _one_thread)
+        try:
+            waiting = [pool.submit(_work, given, work, item) for item in items]
+            told = f"parts that do not wait for each other, in {jobs} processes"
+            if self.progress:
+                self.progress(0, len(items), told)
+            for n, done in enumerate(as_completed(waiting)):
+                done.result()
+                if self.progress:
+                    self.progress(n + 1, len(items), told)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+        pool.shutdown()
+
     def run(self, cell: Cell, parameters: Mapping[str, Any], data: Mapping[str, Any], now: str) -> Outcome:
         if self.progress:
             self.progress(self.done, self.total, now)
@@ -173,3 +204,14 @@ class Lab:
     def _note(self, subject: Subject, outcome: Outcome, what: str) -> None:
         about = self.sizes.setdefault(subject.name, {"parameters": outcome.values["parameters"]})
         about[what] = f"{outcome.values['examples']:,} of {self.open(subject.train if what == 'trained on' and subject.train else subject.test).name}"
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def _work(given: tuple[Any, ...], work: Callable[[Lab, Any], object], item: Any) -> None:
+    preset, seeds, assets, cache, device = given
+    work(Lab(preset, seeds, assets, cache, device), item)

@@ -80,12 +80,28 @@ def figure7(lab: Lab) -> Results:
 def _cases(lab: Lab, table: str) -> tuple[list[Case], tuple[Attack, ...]]:
     trials = lab.seeds or 1
     subjects = lab.preset.tables[table]
-    chosen = {key: ATTACKS if trials > 1 else named(subject.plan.get("attacks", EVERY)) for key, subject in subjects.items()}
+    every = table == "table6" and trials > 1  # of a curve its points are what costs
+    chosen = {key: ATTACKS if every else named(subject.plan.get("attacks", EVERY)) for key, subject in subjects.items()}
     lab.total = trials * sum(1 + sum(a.fits(c) for a in chosen[key]) for key, subject in subjects.items() for c in subject.plan["combinations"])
     if table == "table6":
         lab.total += len(_bared(next(iter(subjects.values()))))
+    parts = [(table, key, c, t, every) for t in range(trials) for key, subject in subjects.items() for c in subject.plan["combinations"]]
+    lab.ahead(_part, parts)
+    if table == "table6":
+        lab.ahead(_part_of_bare, _bared(next(iter(subjects.values()))))
     cases = [_case(lab, subject, range(trials), chosen[key]) for key, subject in subjects.items()]
     return cases, tuple(a for a in ATTACKS if any(a in some for some in chosen.values()))
+
+
+def _part(lab: Lab, item: tuple[str, str, str, int, bool]) -> None:
+    """One row of one seed: all of its cells."""
+    table, key, combination, trial, every = item
+    subject = lab.preset.tables[table][key]
+    _row(lab, subject, combination, trial, ATTACKS if every else named(subject.plan.get("attacks", EVERY)))
+
+
+def _part_of_bare(lab: Lab, combination: str) -> None:
+    _bare_one(lab, next(iter(lab.preset.tables["table6"].values())), combination)
 
 
 def _bared(subject: Subject) -> list[str]:
@@ -94,15 +110,16 @@ def _bared(subject: Subject) -> list[str]:
 
 def _bare(lab: Lab, subject: Subject) -> Bare:
     """The paper's decoder where its code has it: on features from which the positions were left out, one seed."""
-    out: Bare = {}
-    for combination in _bared(subject):
-        shared, data = _shared(lab, subject, combination, 0)
-        victim = lab.run(VICTIM, shared, {k: v for k, v in data.items() if k != "lpips"}, f"{subject.name}, {combination}: train")
-        lab.done -= 1  # it was trained before
-        now = f"{subject.name}, {combination}: the paper's decoder, positions left out"
-        outcome = lab.run(ATTACK, {**shared, "attack": "decoder", "bare": True}, {**data, "victim": victim}, now)
-        out[combination] = {metric: sum(v) / len(v) for metric, v in outcome.values["scores"].items()}
-    return out
+    return {combination: _bare_one(lab, subject, combination) for combination in _bared(subject)}
+
+
+def _bare_one(lab: Lab, subject: Subject, combination: str) -> dict[str, float]:
+    shared, data = _shared(lab, subject, combination, 0)
+    victim = lab.run(VICTIM, shared, {k: v for k, v in data.items() if k != "lpips"}, f"{subject.name}, {combination}: train")
+    lab.done -= 1  # it was trained before
+    now = f"{subject.name}, {combination}: the paper's decoder, positions left out"
+    outcome = lab.run(ATTACK, {**shared, "attack": "decoder", "bare": True}, {**data, "victim": victim}, now)
+    return {metric: sum(v) / len(v) for metric, v in outcome.values["scores"].items()}
 
 
 def _shared(lab: Lab, subject: Subject, combination: str, trial: int) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -118,29 +135,32 @@ def _shared(lab: Lab, subject: Subject, combination: str, trial: int) -> tuple[d
 
 def _case(lab: Lab, subject: Subject, trials: Sequence[int], attacks: Sequence[Attack]) -> Case:
     rows = []
-    outcome: Outcome | None = None
     for combination in subject.plan["combinations"]:
-        by_seed = []
-        for trial in trials:
-            shared, data = _shared(lab, subject, combination, trial)
-            victim = lab.run(VICTIM, shared, {k: v for k, v in data.items() if k != "lpips"}, f"{subject.name}, {combination}, seed {trial}: train")
-            attacked = {}
-            for attack in attacks:
-                if not attack.fits(combination):
-                    continue
-                now = f"{subject.name}, {combination}, seed {trial}: {attack.title}"
-                outcome = lab.run(ATTACK, {**shared, "attack": attack.name}, {**data, "victim": victim}, now)
-                if outcome.values["scores"]:
-                    v = outcome.values
-                    attacked[attack.name] = Attacked(attack.name, v["scores"], v["losses"], v["floor"], outcome.seconds, outcome.tensors["images"])
-            by_seed.append(Row(combination, victim.values["accuracy"], victim.values["chance"], victim.seconds, attacked))
-        rows.append(joined(by_seed))
-    assert outcome is not None
+        found = [_row(lab, subject, combination, trial, attacks) for trial in trials]
+        rows.append(joined([row for row, _, _ in found]))
+    _, victim, outcome = found[-1]
+    train, test = (lab.open(part) for part in (subject.train, subject.test) if part is not None)
     about = lab.sizes.setdefault(subject.name, {"parameters": victim.values["parameters"]})
-    about["trained on"] = f"{victim.values['examples']:,} of {data['train'].name}"
-    about["tested on"] = f"{victim.values['tested']:,} of {data['test'].name}"
+    about["trained on"] = f"{victim.values['examples']:,} of {train.name}"
+    about["tested on"] = f"{victim.values['tested']:,} of {test.name}"
     about["attacked"] = f"{outcome.values['attacked']} of them, with {outcome.values['own']} images of the attacker's own"
     return Case(subject.name, tuple(rows), outcome.values["floors"], outcome.tensors["true"])
+
+
+def _row(lab: Lab, subject: Subject, combination: str, trial: int, attacks: Sequence[Attack]) -> tuple[Row, Outcome, Outcome]:
+    """One combination from one seed: the row, the victim, and the last attack on it."""
+    shared, data = _shared(lab, subject, combination, trial)
+    victim = lab.run(VICTIM, shared, {k: v for k, v in data.items() if k != "lpips"}, f"{subject.name}, {combination}, seed {trial}: train")
+    attacked, outcome = {}, victim
+    for attack in attacks:
+        if not attack.fits(combination):
+            continue
+        now = f"{subject.name}, {combination}, seed {trial}: {attack.title}"
+        outcome = lab.run(ATTACK, {**shared, "attack": attack.name}, {**data, "victim": victim}, now)
+        if outcome.values["scores"]:
+            v = outcome.values
+            attacked[attack.name] = Attacked(attack.name, v["scores"], v["losses"], v["floor"], outcome.seconds, outcome.tensors["images"])
+    return Row(combination, victim.values["accuracy"], victim.values["chance"], victim.seconds, attacked), victim, outcome
 
 
 def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:

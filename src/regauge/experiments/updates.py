@@ -61,7 +61,10 @@ def table5(lab: Lab) -> Results:
     subject, images = _subjects(lab)
     count = {"pico": 2, "small": 16, "paper": 1000}[lab.preset_name]
     kinds = sorted({row[2] for row in ROWS} - {"random"})
-    lab.total = 2 * len(kinds) + len({(k, p) for _, _, k, p, _, _ in ROWS}) * len(ATTACKS) + 1
+    pairs = dict.fromkeys((kind, plan) for _, _, kind, plan, _, _ in ROWS)
+    lab.total = 2 * len(kinds) + len(pairs) * len(ATTACKS) + 1
+    lab.ahead(_trained_part, kinds)
+    lab.ahead(_attacked_part, [(*pair, attack, count) for pair in pairs for attack in ATTACKS])
     scores = {kind: score_of(lab, subject, how(kind), 0).values for kind in kinds}
     cells: dict[tuple[str, str, str], Outcome] = {}
     for _, _, kind, plan, _, _ in ROWS:
@@ -93,6 +96,16 @@ def table5(lab: Lab) -> Results:
     lab.pictures.append(_gallery(cells))
     found_all = results(lab, "002/table5", "Table 5: what gradients leak", findings, (Table("Gradients", heads, tuple(rows), note),), ())
     return replace(found_all, facts={**found_all.facts, "seeds": 1})
+
+
+def _trained_part(lab: Lab, kind: str) -> None:
+    score_of(lab, _subjects(lab)[0], how(kind), 0)
+
+
+def _attacked_part(lab: Lab, item: tuple[str, str, str, int]) -> None:
+    kind, plan, attack, count = item
+    subject, images = _subjects(lab)
+    _attacked(lab, subject, kind, plan, attack, images, count)
 
 
 def _findings(cells: Mapping[tuple[str, str, str], Outcome], floor: Mapping[str, Any]) -> list[Finding]:

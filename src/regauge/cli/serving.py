@@ -264,7 +264,12 @@ def _introduce(host: Host, model: Any, record: Any, checkpoint: Path | None) -> 
     if host.training is None:
         say("serves only: gradients pass through, and the backbone stays as it is; --rate R trains it")
     else:
-        more = "".join([f", averaged every {host.average} steps" * bool(host.average), f", in {host.precision}" * bool(host.precision)])
+        more = "".join(
+            [
+                f", averaged every {host.rounds.average} steps" * bool(host.rounds.average),
+                f", in {host.runner.precision}" * bool(host.runner.precision),
+            ]
+        )
         say(f"trains with {host.training.optimizer} at {host.training.rate:g}, {host.training.schedule}{more}")
     if checkpoint is None and host.training is not None:
         say("keeps nothing: if it dies, so do its sessions; --checkpoint DIR keeps them")

@@ -27,10 +27,9 @@ from regauge.errors import CutError, RegaugeError
 from regauge.families import Boundary
 from regauge.split.defences import BatchShuffle, Defence, DefenceError, Draw, Rows, leave, ordered
 from regauge.split.frames import CODECS, Frame, FrameError, Kind, Limits, Value
-from regauge.split.host import PROTOCOL
 from regauge.split.journal import Folder, Journal, Memory
 from regauge.split.log import Log
-from regauge.split.passing import CACHE, blocks_of, described, exact_of, pack
+from regauge.split.passing import CACHE, PROTOCOL, blocks_of, described, exact_of, pack
 from regauge.split.transport import Transport
 
 Tensor = torch.Tensor

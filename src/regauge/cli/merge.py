@@ -74,7 +74,8 @@ def merge(
     from regauge.merging.engine import align as moved_by
     from regauge.merging.engine import open_merge, plan_merge, require_basis, stamps
     from regauge.merging.methods import METHODS
-    from regauge.merging.recipes import Align, read_recipe
+    from regauge.merging.reading import read_recipe
+    from regauge.merging.recipes import Align
     from regauge.planning import check_new
 
     recipe = read_recipe(Path(models[0])) if by_file else _recipe(models, method, base, weight, parameter, dtype, tokenizer, align, sampled)
@@ -172,7 +173,7 @@ def _recipe(
     import yaml
 
     from regauge.merging.methods import METHODS
-    from regauge.merging.recipes import parse_recipe
+    from regauge.merging.reading import parse_recipe
 
     how = method or "linear"
     if base is None and how == "slerp" and len(models) == 2:

@@ -19,11 +19,12 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
 from regauge.files import reading, require_file
+from regauge.groups import Kind
 from regauge.merging.methods import ELSEWHERE, METHODS, parameter_names
 from regauge.merging.recipes import Align, Condition, Recipe, RecipeError, Sampled, Setting, Settings, Slice, Source, Tokens
 
@@ -91,7 +92,7 @@ class _Reader:
             slices = (Slice(tuple(self.source(n, sliced=False) for n in entries), None, {}, _line(top["models"])),)
         data = self.data(top.get("data"))
         if not slices or not all(part.sources for part in slices):
-            raise self.refuse(node, "there is no model to merge")
+            raise self.refuse(node, "there is no model to merge", "list at least one under models:, or under the sources: of each slice")
         out = Recipe(
             self.method,
             slices,
@@ -133,7 +134,11 @@ class _Reader:
                 )
             others = len(set(names) - {base})
             if recipe.method == "slerp" and others != 1:
-                raise self.refuse(node, f"slerp is between the base and one other model, and here {others} others are listed")
+                raise self.refuse(
+                    node,
+                    f"slerp is between the base and one other model, and here {others} others are listed",
+                    "list the base and one more under models:",
+                )
             method = METHODS[recipe.method]
             if not method.base and "weight" in method.each and base is not None and base not in names and not recipe.sliced:
                 raise self.refuse(
@@ -224,11 +229,8 @@ class _Reader:
         return Condition(None if asked == "*" else asked, self.setting(name, value))
 
     def value(self, name: str, node: Any) -> Any:
-        found = self.scalar(node, f'"{name}"')
         if name in _SWITCHES:
-            if not isinstance(found, bool) and found not in (0, 1):
-                raise self.refuse(node, f'"{name}" is true or false, not {found!r}')
-            return bool(found)
+            return self.switch(node, name)
         number = self.number(node)
         if name == "density" and not 0 <= number <= 1:
             raise self.refuse(node, f"a density is from 0 to 1, not {number:g}")
@@ -243,6 +245,18 @@ class _Reader:
         if isinstance(found, bool) or not math.isfinite(number):
             raise self.refuse(node, f"{found!r} is no number")
         return number
+
+    def whole(self, node: Any, what: str, least: int) -> int:
+        number = self.number(node)
+        if number < least or number != int(number):
+            raise self.refuse(node, f"{what} is a whole number from {least} on, not {number:g}")
+        return int(number)
+
+    def switch(self, node: Any, what: str) -> bool:
+        found = self.scalar(node, what)
+        if not isinstance(found, bool) and found not in (0, 1):
+            raise self.refuse(node, f"{what} is true or false, not {found!r}")
+        return bool(found)
 
     def dtype(self, node: Any) -> str | None:
         if node is None or _is_null(node):
@@ -264,9 +278,7 @@ class _Reader:
         inner = self.mapping(node, ("source", "pad_to_multiple_of"), "tokenizer")
         multiple = None
         if "pad_to_multiple_of" in inner and not _is_null(inner["pad_to_multiple_of"]):
-            multiple = int(self.number(inner["pad_to_multiple_of"]))
-            if multiple < 1:
-                raise self.refuse(inner["pad_to_multiple_of"], "pad_to_multiple_of is a positive whole number")
+            multiple = self.whole(inner["pad_to_multiple_of"], "pad_to_multiple_of", 1)
         return Tokens(self.model(inner["source"]) if "source" in inner else "union", multiple, _line(node))
 
     def align(self, node: Any) -> Align | None:
@@ -282,16 +294,16 @@ class _Reader:
         if "spaces" in top:
             options["spaces"] = [str(self.scalar(n, "a space")) for n in self.sequence(top["spaces"], "spaces")]
         if "layers" in top:
-            options["layers"] = [int(self.number(n)) for n in self.sequence(top["layers"], "layers")]
+            options["layers"] = [self.whole(n, "a layer", 0) for n in self.sequence(top["layers"], "layers")]
         if "group" in top:
             options["within"] = str(self.scalar(top["group"], "group"))
-            if options["within"] not in ("permutation", "signed", "orthogonal", "full"):
-                raise self.refuse(top["group"], f'there is no group "{options["within"]}"', "choose from permutation, signed, orthogonal, full")
+            if options["within"] not in get_args(Kind):
+                raise self.refuse(top["group"], f'there is no group "{options["within"]}"', f"choose from {', '.join(get_args(Kind))}")
         if "sweeps" in top:
-            options["sweeps"] = int(self.number(top["sweeps"]))
+            options["sweeps"] = self.whole(top["sweeps"], "sweeps", 0)
         if "nearest" in top:
-            options["nearest"] = bool(self.scalar(top["nearest"], "nearest"))
-        return Align(self.model(top["to"]) if "to" in top else None, "fold" in top and bool(self.scalar(top["fold"], "fold")), options)
+            options["nearest"] = self.switch(top["nearest"], "nearest")
+        return Align(self.model(top["to"]) if "to" in top else None, "fold" in top and self.switch(top["fold"], "fold"), options)
 
     def data(self, node: Any) -> Sampled | None:
         if node is None or _is_null(node):
@@ -304,12 +316,7 @@ class _Reader:
         if "uri" not in top:
             raise self.refuse(node, "data: has no uri:", "write data: FILE, or data: {uri: FILE, samples: 256}")
         given: dict[str, Any] = {name: str(self.scalar(top[name], name)) for name in ("uri", "split", "tokenizer") if name in top}
-        for name in ("samples", "length"):
-            if name in top:
-                given[name] = self.number(top[name])
-                if given[name] < 1 or given[name] != int(given[name]):
-                    raise self.refuse(top[name], f"{name} is a positive whole number, not {given[name]:g}")
-                given[name] = int(given[name])
+        given |= {name: self.whole(top[name], name, 1) for name in ("samples", "length") if name in top}
         for name in ("mean", "std"):
             if name in top:
                 values = top[name].value if isinstance(top[name], yaml.SequenceNode) else [top[name]]
@@ -319,9 +326,7 @@ class _Reader:
                 raise self.refuse(top["fields"], "fields is a mapping of text, image or label to their names in the data")
             given["fields"] = tuple((str(k.value), str(self.scalar(v, "a field"))) for k, v in top["fields"].value)
         if "labels" in top:
-            given["labels"] = self.scalar(top["labels"], "labels")
-            if not isinstance(given["labels"], bool):
-                raise self.refuse(top["labels"], f"labels is true or false, not {given['labels']!r}")
+            given["labels"] = self.switch(top["labels"], "labels")
         return Sampled(**given)
 
     def mapping(self, node: Any, keys: Sequence[str], what: str) -> dict[str, Any]:

@@ -347,7 +347,7 @@ def task_of(
             raise DataError(f"{name} gives no classes of images, so that there is no loss to measure", hint="give a model ...ForImageClassification")
         _require(data, name, "image", *(attributes or ["label"] if labelled else []))
         mean, std = _normalisation(beside, mean, std, module)
-        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": _side(module)}
+        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": side_of(module)}
         if labelled and attributes:
             if len(attributes) != classes:
                 raise DataError(f"{len(attributes)} attributes are named, and the model answers {classes}", hint="is it this model's data?")
@@ -437,6 +437,7 @@ def _normalisation(beside: Path | None, mean: Any, std: Any, module: torch.nn.Mo
     return found["mean"], found["std"]
 
 
-def _side(module: torch.nn.Module) -> int | None:
+def side_of(module: torch.nn.Module) -> int | None:
+    """How wide the images are that a model reads, if it says so."""
     size = getattr(getattr(module, "config", None), "image_size", None) or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
     return int(size[-1] if isinstance(size, list | tuple) else size) if size else None

@@ -15,7 +15,7 @@ from regauge.cli.console import say, step_bar
 from regauge.cli.matched import comparison_text, match_text, results_of_comparison, results_of_match
 from regauge.cli.pair import layers as read_layers
 from regauge.cli.pair import names, open_pair, weights
-from regauge.cli.run import check_outputs, deliver, facts_of_run
+from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 from regauge.errors import ElementError
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ Weight = Annotated[
 ]
 Sweeps = Annotated[int, typer.Option("--sweeps", min=0, metavar="N", help="How often all is fitted again after the first pass, at most.")]
 SharedTokens = Annotated[bool, typer.Option("--shared-tokens", help="Match by the tokens that both have, where the vocabularies differ.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")]
-Report = Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")]
 
 
 def match(
@@ -89,8 +87,8 @@ def match(
     spec: options.SpecFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same match.")] = False,
     dry_run: options.DryRun = False,
-    json: JsonFile = None,
-    report: Report = None,
+    json: options.JsonFile = None,
+    report: options.Report = None,
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
@@ -116,7 +114,7 @@ def match(
 
     for new in (out, out_b or out):
         check_new(new)  # at once: fixing gauges reads both models
-    _threads(threads)
+    set_threads(threads)
     pair = open_pair(a, b, spec, fold=fold, fix=fixed, shared_tokens=shared_tokens)
     for side in (pair.a, pair.b):
         require_unlocked(side.checkpoint)
@@ -297,8 +295,8 @@ def compare(
     shared_tokens: SharedTokens = False,
     spec: options.SpecFile = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the control.")] = 0,
-    json: JsonFile = None,
-    report: Report = None,
+    json: options.JsonFile = None,
+    report: options.Report = None,
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
@@ -307,7 +305,7 @@ def compare(
     from regauge.matching.comparing import compare as find
 
     pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
-    _threads(threads)
+    set_threads(threads)
     with step_bar("compare") as progress:
         found = find(
             pair.spec,
@@ -322,10 +320,3 @@ def compare(
         )
     results = results_of_comparison(pair, found, {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "seed": seed})
     return deliver(results, comparison_text(found, results), json, report)
-
-
-def _threads(threads: int | None) -> None:
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)

@@ -68,6 +68,7 @@ def merge(
 
     from regauge.cli.model import require_unlocked
     from regauge.cli.moved import write_moved
+    from regauge.cli.run import set_threads
     from regauge.files import amount
     from regauge.memory import reuse_memory
     from regauge.merging.basis import Kept
@@ -88,10 +89,7 @@ def merge(
     for model in opened.models.values():
         require_unlocked(model.checkpoint)
     plan_merge(opened, out, shard=size)  # an output that cannot be is refused before anything is read
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     looks = METHODS[recipe.method].statistic or METHODS[recipe.method].transport
     if looks:
         from regauge.merging.looking import look, open_samples
@@ -130,7 +128,7 @@ def merge(
     if dry_run:
         say(f"dry run: {len(thunks)} tensors, {amount(plan.size)}, would be written to {out}")
     else:
-        torch.set_num_threads(1)  # tensors are computed beside each other, each by one thread
+        set_threads(1)  # tensors are computed beside each other, each by one thread
         reuse_memory()
         written = write_moved(out, plan, thunks, "merging", resume, threads)
         if kept is not None:

@@ -108,12 +108,8 @@ def serve(
     from regauge.errors import CheckpointError, need
 
     need("grpc", "split")
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
     from regauge.checkpoint import open_checkpoint
-    from regauge.cli.run import check_device
+    from regauge.cli.run import check_device, set_threads
     from regauge.loading import load_part
     from regauge.locking import record_of
     from regauge.planning import check_new
@@ -121,6 +117,7 @@ def serve(
     from regauge.split.metrics import Metrics
     from regauge.split.network import Server
 
+    set_threads(threads)
     check_device(device)
     if out is not None:
         check_new(out)

@@ -17,6 +17,7 @@ SOURCES = ROOT / "src"
 ORDER = """
 errors
 files
+headers
 tensorfiles
 environment
 memory

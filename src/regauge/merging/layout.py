@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from regauge.checkpoint import FLOATS, Checkpoint, Entry
+from regauge.checkpoint import Checkpoint
+from regauge.headers import FLOATS, Entry
 from regauge.merging.methods import MergeError
 from regauge.merging.recipes import Recipe, Slice, Source
 from regauge.spec import Spec, stored

@@ -50,6 +50,7 @@ planning
 writing
 converting
 data
+tokenizing
 tasks
 matching invariance
 moved

@@ -61,7 +61,7 @@ def _is_file(tokenizer: Source) -> bool:
 
 
 def _from_file(tokenizer: Source) -> Any:
-    need("tokenizers", "models")
+    need("transformers", "models")  # which brings it
     from tokenizers import Tokenizer
 
     try:

@@ -467,3 +467,14 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
         save_file(load_file(path), path, {"regauge": "split", "version": version, "about": about})
         with pytest.raises(CheckpointError, match="of version 2"):
             Host(made("gpt2"), host.training, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"rate": -0.1}, "rate is -0.1"), ({"rate": 0.1, "clip": -1.0}, "clip is -1"), ({"rate": 0.1, "accumulate": 0}, "accumulate is 0")],
+)
+def test_a_training_that_cannot_be_names_what_is_wrong(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(TrainingError, match=words) as caught:
+        Training("sgd", **given)
+    assert "or more" in (caught.value.hint or "")
+    assert Training("sgd", rate=0.0, clip=0.0, accumulate=1).rate == 0.0

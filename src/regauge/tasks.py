@@ -212,7 +212,7 @@ def _windows(task: Parameters, data: Data, tokenizer: Path | str | None, length:
     begin, end = (round(share * len(whole)) for share in task.get("part", (0, 1)))
     ids = encode(tokenizer, [whole[begin:end]])[0][: task.get("tokens")]
     if len(ids) < length:
-        raise DataError(f"{data.name} has {len(ids)} tokens, fewer than one window of {length}")
+        raise DataError(f"{data.name} has {len(ids)} tokens, fewer than one window of {length}", hint="give more text, or a smaller length")
     if max(ids) >= task["classes"]:
         raise DataError(f"the tokenizer gives the token {max(ids)}, and the model knows {task['classes']}", hint="is it this model's tokenizer?")
     return torch.tensor(ids).unfold(0, length, task.get("stride", length))

@@ -60,7 +60,9 @@ def parse_recipe(text: str, where: str = "the recipe") -> Recipe:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise RecipeError(f"{where}{line}: this is no YAML: {error.problem}", hint="check indentation, colons and quotes there") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise RecipeError(f"{where} is no YAML: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from error
+        raise RecipeError(
+            f"{where} is no YAML: {str(error).splitlines()[0] if str(error) else type(error).__name__}", hint="a recipe is YAML in UTF-8"
+        ) from error
     if node is None:
         raise RecipeError(f"{where} is empty", hint="a recipe has merge_method: and models:")
     return _Reader(where, text).recipe(node)

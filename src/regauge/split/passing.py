@@ -110,7 +110,7 @@ def _plain(name: str, value: Any) -> Value:
         return list(value)
     if isinstance(value, torch.Size):
         return list(value)
-    raise CutError(f'the blocks are given "{name}", a {type(value).__name__}, which does not cross')
+    raise CutError(f'the blocks are given "{name}", a {type(value).__name__}, which does not cross', hint="call the model without it")
 
 
 def exact_of(boundary: Boundary, keys: Mapping[str, Any]) -> frozenset[str]:

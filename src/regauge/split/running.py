@@ -36,7 +36,10 @@ class Runner:
         if precision not in PRECISIONS:
             raise TrainingError(f'there is no precision "{precision}" here', hint="choose from bf16, fp16")
         if precision and self.dtype != torch.float32:
-            raise TrainingError(f"mixed precision is over weights in float32, and these are {str(self.dtype).removeprefix('torch.')}")
+            raise TrainingError(
+                f"mixed precision is over weights in float32, and these are {str(self.dtype).removeprefix('torch.')}",
+                hint="load them in float32, or leave precision out",
+            )
         self.seed, self.length, self.precision, self.compiler = seed, length, precision, compiler
 
     def crossing(self, learner: Learner, frame: Frame) -> Crossing:

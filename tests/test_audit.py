@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from picos import build, spec_of
 from regauge import apply, audit, authorize, element, generate_key, lock, locking, save_key, unlock
 from regauge.attacks.theft import Budget
-from regauge.audit import AuditError, LockCase, _judged, _share, audit_lock, verdict_of
+from regauge.audit import AuditError, LockCase, _share, audit_lock, verdict_of
 from regauge.checkpoint import open_checkpoint
 from regauge.cli import main
 from regauge.edge import is_authorized, save_trained
 from regauge.errors import CheckpointError, EdgeError, LockError, TamperedModelError, WrongKeyError
-from regauge.findings import Finding, load_results
+from regauge.findings import Finding, judged, load_results
 from regauge.fingerprints import fingerprint
 from regauge.lockfiles import plan_lock, plan_unlock, reseal
 from regauge.locking import FIELD
@@ -112,10 +112,10 @@ def test_verdicts() -> None:
 
 def test_what_counts_is_the_way_from_the_floor_to_the_ceiling() -> None:
     found = Finding("lock/theft/tuned 40", "", None, 0.6, 0.5, 1.0)
-    assert _judged(found, 0.3).holds is True
-    assert _judged(found, 0.1).holds is False
-    assert _judged(found, None).holds is None
-    assert _judged(replace(found, holds=True), 0.1).holds is True, "what holds or not by itself is not judged again"
+    assert judged(found, 0.3).holds is True
+    assert judged(found, 0.1).holds is False
+    assert judged(found, None).holds is None
+    assert judged(replace(found, holds=True), 0.1).holds is True, "what holds or not by itself is not judged again"
 
 
 def test_a_guess_with_the_wrong_sign_or_at_another_place_is_wrong() -> None:

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 import regauge.writing as writing_module
-from regauge.checkpoint import Checkpoint, open_checkpoint, read_header
+from regauge.checkpoint import Checkpoint, open_checkpoint
 from regauge.errors import CheckpointError
 from regauge.files import write_bytes
+from regauge.headers import read_header
 from regauge.planning import Thunks, is_finite, plan_checkpoint
 from regauge.writing import Written, write_plan
 

@@ -19,6 +19,7 @@ from picos import build
 from regauge.checkpoint import open_checkpoint
 from regauge.cli import main
 from regauge.demo.moving import GPT2, LLAMA, make
+from regauge.fingerprints import Fingerprint
 from regauge.keys import Key, load_key
 from regauge.locking import record_of
 from test_cli import Run, contents, reconfigure, run, shard
@@ -364,17 +365,17 @@ def test_fingerprint(run: Run, tmp_path: Path, key: Path) -> None:
     for group in ("permutation", "signed", "rotation"):
         assert run("lock", tmp_path / "plain", "-k", key, "-o", tmp_path / group, "--group", group).code == 0
 
-    def digests(name: str) -> list[str]:
-        found: list[str] = json.loads(run("fingerprint", tmp_path / name, "--json").out)["digests"]
-        return found
+    def fingerprint(name: str) -> Fingerprint:
+        one, other = json.loads(run("fingerprint", tmp_path / name, "--json").out)["digests"]
+        return Fingerprint((one, other), ())
 
-    plain = digests("plain")
+    plain = fingerprint("plain")
     for name in ("moved", "permutation", "signed", "rotation"):
-        assert any(a == b for a, b in zip(digests(name), plain, strict=True)), name
+        assert fingerprint(name).is_same(plain), name
     for name in ("trained", "other"):
-        assert not any(a == b for a, b in zip(digests(name), plain, strict=True)), name
+        assert not fingerprint(name).is_same(plain), name
     said = run("fingerprint", tmp_path / "plain")
-    assert said.out.startswith(f"llama  {plain[0]}  {plain[1]}\n")
+    assert said.out.startswith(f"llama  {plain.digests[0]}  {plain.digests[1]}\n")
     assert "model.layers.*.self_attn" in said.out or "qk.*" in said.out
 
 

@@ -213,7 +213,7 @@ def test_what_is_missing_or_wrong_is_one_error(run: Run, a: Path, text: Path, tm
         ((tmp_path / "typo.yaml",), 'line 5: data has no "sample"'),
         ((tmp_path / "none.yaml",), f"line 3: regmean looks at what {a} does on data, and there are none"),
         ((tmp_path / "nowhere.yaml",), "line 5: data: has no uri:"),
-        ((tmp_path / "count.yaml",), "line 5: samples is a positive whole number"),
+        ((tmp_path / "count.yaml",), "line 5: samples is a whole number from 1 on, not 0.5"),
         ((tmp_path / "labels.yaml",), "line 5: labels is true or false"),
         ((tmp_path / "fields.yaml",), "line 5: fields is a mapping"),
         ((tmp_path / "own.yaml",), "has its own"),

@@ -23,7 +23,7 @@ from regauge.fold import fold_norms
 from regauge.permuting import Permuted
 from regauge.spec import stored
 from regauge.testing import outputs, strict_float64
-from regauge.verification.optimizers import RECIPES
+from regauge.verification.claims import RECIPES
 from test_cut import distance, gradients, locked
 
 NAMES = "gpt2 llama gemma2 mixtral vit dinov2 bert distilbert deberta-v3 deberta-v2 t5 bart-untied bart-decoder clip swin timm-vit timm-swin"

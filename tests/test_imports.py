@@ -17,6 +17,7 @@ SOURCES = ROOT / "src"
 ORDER = """
 errors
 files
+headers
 tensorfiles
 environment
 memory
@@ -49,6 +50,7 @@ planning
 writing
 converting
 data
+tokenizing
 tasks
 matching invariance
 moved
@@ -60,6 +62,7 @@ report
 locking
 lockfiles
 sealing
+guarding
 edge
 permuting
 verification
@@ -79,7 +82,7 @@ cli
 __main__
 """
 RANK = {name: rank for rank, line in enumerate(ORDER.split("\n")) for name in line.split()}
-SECRETS = {"keys", "locking", "lockfiles", "sealing", "edge", "audit", "leakage", "split", "findings"}
+SECRETS = {"keys", "locking", "lockfiles", "sealing", "guarding", "edge", "audit", "leakage", "split", "findings"}
 CORE = ("axes", "groups", "spec", "elements", "action")
 CORE_LINES = 1000
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from regauge.merging.layout import stacks
-from regauge.merging.recipes import Align, RecipeError, parse_recipe, read_recipe
+from regauge.merging.reading import parse_recipe, read_recipe
+from regauge.merging.recipes import Align, RecipeError
 
 TIES = """\
 models:
@@ -111,6 +112,11 @@ LINEAR = "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 1}\n
         (LINEAR + "align: perhaps", 7, "align is true, false or a mapping"),
         (LINEAR + "align: {froup: full}", 7, 'align has no "froup"'),
         (LINEAR + "align: {group: all}", 7, 'no group "all"'),
+        (LINEAR + "align: {fold: perhaps}", 7, "fold is true or false, not 'perhaps'"),
+        (LINEAR + "align: {nearest: [true]}", 7, "nearest is one value"),
+        (LINEAR + "align: {sweeps: 2.5}", 7, "sweeps is a whole number from 0 on, not 2.5"),
+        (LINEAR + "align: {layers: [0, -1]}", 7, "a layer is a whole number from 0 on, not -1"),
+        (LINEAR + "tokenizer: {pad_to_multiple_of: 0.5}", 7, "pad_to_multiple_of is a whole number from 1 on"),
         (LINEAR + "tokenizer: {source: base, tokens: {}}", 7, '"tokens" is not supported'),
         (LINEAR.replace("linear", "ties"), 1, "ties needs a base model"),
         (LINEAR.replace("linear", "passthrough"), 3, "one model in each place"),

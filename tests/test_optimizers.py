@@ -6,24 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from regauge.verification.optimizers import (
-    KEPT,
-    MOVES,
-    RECIPES,
-    Cell,
-    Lion,
-    Muon,
-    Recipe,
-    Run,
-    agrees,
-    build,
-    clip_norm,
-    finding,
-    measure,
-    optimizer_matrix,
-    sgd,
-    train,
-)
+from regauge.verification.claims import KEPT, MOVES, RECIPES, Cell, Lion, Muon, Recipe, agrees, clip_norm, sgd
+from regauge.verification.optimizers import Run, build, finding, measure, optimizer_matrix, train
 
 BY_ID = {r.id: r for r in RECIPES}
 PERMUTATIONS = [m for m in MOVES if m.model == "llama" and m.within == "permutation"]

@@ -11,12 +11,12 @@ import transformers as T
 from picos import build, config_of, spec_of, vit
 from regauge.action import act, apply
 from regauge.axes import parse
-from regauge.checkpoint import Entry
 from regauge.elements import element
 from regauge.errors import AxesError, SpecError
 from regauge.families import spec_from
 from regauge.fold import fold_norms
 from regauge.groups import GeneralLinear, Orthogonal, Permutation
+from regauge.headers import Entry
 from regauge.spec import Scale, Space, Spec, check, check_spec, require, stored
 
 

@@ -225,15 +225,15 @@ def test_those_who_come_and_go_in_a_round_are_counted() -> None:
             with connect(mine, InProcess(host)) as link:
                 train("gpt2", mine, optimizer_of(mine), range(1))
                 link.end()
-        assert len(host.left) == 4
+        assert len(host.rounds.left) == 4
         mine = made("gpt2")
         with connect(mine, InProcess(host), patience=0.01), pytest.raises(TransportError, match="the round ends when 1 more"):
             train("gpt2", mine, optimizer_of(mine), range(1))
-        host.away = 0.0
+        host.rounds.away = 0.0
         train("gpt2", slow, optimizer_of(slow), range(1, 2))
         with connect(mine, InProcess(host)):
             train("gpt2", mine, optimizer_of(mine), range(1))
-    assert not host.left
+    assert not host.rounds.left
 
 
 def test_a_text_in_a_cache_has_an_end() -> None:

@@ -145,7 +145,7 @@ def test_compiled_blocks_compute_the_same_and_fall_back(caplog: pytest.LogCaptur
         with connect(mine, InProcess(host)), caplog.at_level(logging.WARNING, "regauge.split"):
             train("gpt2", mine, optimizer_of(mine), range(1))
         found.append(host.backbone())
-        assert bool(host.compiled) == (compiler == "aot_eager")
+        assert bool(host.runner.compiler) == (compiler == "aot_eager")
         torch._dynamo.reset()
     assert "torch.compile does not work here" in caplog.text
     assert distance(found[1], found[0]) < 1e-4
@@ -467,3 +467,14 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
         save_file(load_file(path), path, {"regauge": "split", "version": version, "about": about})
         with pytest.raises(CheckpointError, match="of version 2"):
             Host(made("gpt2"), host.training, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [({"rate": -0.1}, "rate is -0.1"), ({"rate": 0.1, "clip": -1.0}, "clip is -1"), ({"rate": 0.1, "accumulate": 0}, "accumulate is 0")],
+)
+def test_a_training_that_cannot_be_names_what_is_wrong(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(TrainingError, match=words) as caught:
+        Training("sgd", **given)
+    assert "or more" in (caught.value.hint or "")
+    assert Training("sgd", rate=0.0, clip=0.0, accumulate=1).rate == 0.0

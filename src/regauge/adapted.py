@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.adapters import LORA, find, require_lora, unwrapped
-from regauge.checkpoint import DTYPES, Checkpoint, open_checkpoint, read_json
+from regauge.checkpoint import Checkpoint, open_checkpoint, read_json
 from regauge.errors import CheckpointError
+from regauge.headers import DTYPES
 
 if TYPE_CHECKING:
     import torch

@@ -24,8 +24,7 @@ from regauge.barriers import score
 from regauge.cutting import cut
 from regauge.elements import Element
 from regauge.errors import CutError, RegaugeError
-from regauge.findings import Finding, Results, Table
-from regauge.findings import judged as _judged
+from regauge.findings import Finding, Results, Table, judged
 from regauge.groups import Kind
 from regauge.invariance import nonfinite
 from regauge.members import Member, Monomial
@@ -95,7 +94,7 @@ def audit_lock(
         ("seen features", lambda: _seen(case, seed)),
         ("vocabulary", lambda: _vocabulary(case, seed)),
         ("theft", lambda: _theft(case, labels, budget)),
-        ("handling", lambda: _handling(case, seed)),
+        ("handling", lambda: _handling(case)),
     ]
     parts = [part for part in parts if attacks is None or part[0] in attacks]
     findings: list[Finding] = []
@@ -111,7 +110,7 @@ def audit_lock(
         if name == "theft" and case.train is not None:
             unchecked += [f"theft with {n} labels: there are {len(case.train)} examples" for n in labels if n > len(case.train)]
         for finding, seconds in run():
-            findings.append(_judged(finding, most))
+            findings.append(judged(finding, most))
             costs.append((finding.id, round(seconds, 2)))
     if not findings:
         raise AuditError("nothing could be tried against this lock", hint="give --against BASE, or --data with examples of its task")
@@ -176,13 +175,9 @@ def _missing(case: LockCase, name: str) -> str:
     if case.model is None or case.test is None:
         return "no data were given"
     if name == "theft":
-        return (
-            "it is of language models no task with few labels"
-            if case.test.causal or case.test.tokens
-            else ""
-            if case.train is not None
-            else "no labels"
-        )
+        if case.test.causal or case.test.tokens:
+            return "it is of language models no task with few labels"
+        return "" if case.train is not None else "no labels"
     try:
         cut(case.model)
     except CutError as error:
@@ -334,7 +329,7 @@ def _theft(case: LockCase, labels: Sequence[int], budget: theft.Budget) -> Itera
             )
 
 
-def _handling(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
+def _handling(case: LockCase) -> Iterator[tuple[Finding, float]]:
     """What goes wrong in use: another key, a changed bit, a lost tensor, and one key for two models."""
     from regauge.errors import TamperedModelError, WrongKeyError
     from regauge.keys import generate_key

@@ -17,9 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regauge.checkpoint import DTYPE_NAMES, INDEX, PICKLES, WEIGHTS, read_index, read_json, require_placed
+from regauge.checkpoint import INDEX, PICKLES, WEIGHTS, read_index, read_json, require_placed
 from regauge.errors import CheckpointError
 from regauge.files import require_file
+from regauge.headers import DTYPE_NAMES
 from regauge.planning import File, Plan, is_file_name, nbytes, other_files
 
 if TYPE_CHECKING:

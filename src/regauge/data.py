@@ -59,7 +59,9 @@ class Pictures(Sequence[Any]):
                     image = image.resize((self.size, self.size), Image.Resampling.NEAREST if self.nearest else Image.Resampling.BILINEAR)
                 return np.asarray(image)
         except OSError as error:
-            raise DataError(f"{source if isinstance(source, Path) else f'image {i}'} cannot be read as an image: {error}") from error
+            raise DataError(
+                f"{source if isinstance(source, Path) else f'image {i}'} cannot be read as an image: {error}", hint="mend it, or leave it out"
+            ) from error
 
     def array(self, rows: Sequence[int] | None = None) -> Any:
         """Those rows, or all, as one array [n, height, width(, channels)]."""
@@ -123,7 +125,7 @@ def open_data(
         found = named | {name: found[name] for name in own}
     lengths = {name: len(values) for name, values in found.items()}
     if not lengths or not all(lengths.values()):
-        raise DataError(f"{uri} is empty")
+        raise DataError(f"{uri} is empty", hint="is it the right file, and the right split?")
     if len(set(lengths.values())) > 1:
         told = ", ".join(f'"{name}" has {n}' for name, n in lengths.items())
         raise DataError(f"the fields of {uri} have different lengths: {told}", hint="choose those that belong together with --field, or fields={...}")

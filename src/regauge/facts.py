@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from regauge.checkpoint import FLOATS, Checkpoint
+from regauge.checkpoint import Checkpoint
 from regauge.files import amount
 from regauge.fold import folded_spec
+from regauge.headers import FLOATS
 from regauge.spec import Spec, stored
 
 VERSION = 1

@@ -87,7 +87,10 @@ def _moved_optimizer_states(
         for key, value in held.items():
             plain = isinstance(value, int | float) or value is None or (isinstance(value, torch.Tensor) and value.dim() == 0)
             if id(p) in names and not plain and (not isinstance(value, torch.Tensor) or value.shape != p.shape or key not in _FIRST | _SECOND):
-                raise ElementError(f'the optimizer holds "{key}" for "{names[id(p)]}", which regauge does not know how to move')
+                raise ElementError(
+                    f'the optimizer holds "{key}" for "{names[id(p)]}", which regauge does not know how to move',
+                    hint="move the module before its optimizer is made",
+                )
     out: list[tuple[Tensor, Tensor]] = []
     for m in plan:
         mine, theirs = optimizer.state.get(tensors[m.name], {}), optimizer.state.get(tensors[m.source], {})

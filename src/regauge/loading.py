@@ -174,7 +174,9 @@ def _of_timm(checkpoint: Checkpoint, config: Any, dtype: str | None) -> tuple[to
         found = model.load_state_dict(dict(checkpoint), strict=False)
     except (RuntimeError, TypeError, ValueError) as error:
         first = str(error).strip().splitlines()
-        raise CheckpointError(f"{checkpoint.path} cannot be loaded as a {config['architecture']}: {' '.join(first[:2])}") from error
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be loaded as a {config['architecture']}: {' '.join(first[:2])}", hint="is config.json of these weights?"
+        ) from error
     stored = next(t.dtype for t in checkpoint.values() if t.is_floating_point())
     report = {"missing_keys": found.missing_keys, "unexpected_keys": found.unexpected_keys}
     return model.to(stored if dtype is None else getattr(torch, dtype)).eval(), report

@@ -25,10 +25,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regauge import axes as ax
-from regauge.checkpoint import DTYPE_NAMES, FLOATS, Checkpoint
+from regauge.checkpoint import Checkpoint
 from regauge.elements import Element, element, match_spaces
 from regauge.errors import LockError, TamperedModelError, WrongKeyError
 from regauge.groups import Kind
+from regauge.headers import DTYPE_NAMES, FLOATS
 from regauge.keys import Key, canonical
 from regauge.spec import Spec, check, check_spec, require, stored
 from regauge.writing import digests_of

@@ -121,11 +121,10 @@ def similarity(found: Tensor, true: Tensor, embed: Callable[[Tensor], Tensor]) -
     return torch.nn.functional.cosine_similarity(a, b).abs()
 
 
-def identified(found: Tensor, true: Tensor, embed: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def identified(found: Tensor, true: Tensor) -> Tensor:
     """Is each reconstruction nearest to its own original, of all of them? Images are taken less their mean, so that what all share says nothing."""
     _require_alike(found, true)
-    with torch.no_grad():
-        a, b = ((embed(v) if embed else v).flatten(1).double() for v in (found, true))
+    a, b = (v.flatten(1).double() for v in (found, true))
     a, b = a - a.mean(0), b - b.mean(0)
     if len(a) < 2:
         raise MetricError("one image is always nearest to itself", hint="give more")

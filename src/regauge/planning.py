@@ -12,9 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, INDEX, PICKLES, WEIGHTS, Checkpoint, read_header
+from regauge.checkpoint import INDEX, PICKLES, WEIGHTS, Checkpoint
 from regauge.errors import CheckpointError
 from regauge.files import amount, writing
+from regauge.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.keys import is_key_file
 
 if TYPE_CHECKING:

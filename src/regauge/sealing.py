@@ -95,14 +95,6 @@ def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
     return [out.name] if kind == "file" else names
 
 
-def is_sealed(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(MAGIC)) == MAGIC
-    except OSError:
-        return False
-
-
 class _Sealer:
     """Chunks on their way to a file. A full chunk waits until more comes, since the last one has another nonce."""
 

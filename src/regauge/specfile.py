@@ -228,7 +228,7 @@ class _Reader:
     def norms(self) -> Iterator[Norm]:
         for i, entry in enumerate(self.entries("norms", ("gain", "bias", "readers", "neutral", "padded"))):
             gain, bias, neutral, padded = entry.get("gain"), entry.get("bias"), entry.get("neutral", 1.0), entry.get("padded", False)
-            readers = self.pairs(f"norms[{i}].readers", entry.get("readers"))
+            readers = self.pairs(entry.get("readers"))
             right = isinstance(bias, str | None) and _is_number(neutral) and isinstance(padded, bool)
             if not isinstance(gain, str) or not right or readers is None:
                 self.fault(
@@ -239,7 +239,7 @@ class _Reader:
 
     def scales(self) -> Iterator[Scale]:
         for i, entry in enumerate(self.entries("scales", ("gain", "writers"))):
-            gain, writers = entry.get("gain"), self.pairs(f"scales[{i}].writers", entry.get("writers"))
+            gain, writers = entry.get("gain"), self.pairs(entry.get("writers"))
             if not isinstance(gain, str) or writers is None:
                 self.fault(f"scales[{i}]", f'scales[{i}] needs gain = "name" and writers = [["weight", "bias"], ...]')
                 continue
@@ -254,7 +254,7 @@ class _Reader:
             self.known(f"{key}[{i}].", entry, fields)
         return value
 
-    def pairs(self, key: str, value: Any) -> list[tuple[str, str]] | None:
+    def pairs(self, value: Any) -> list[tuple[str, str]] | None:
         """[weight, bias] or [weight]; an absent bias is an empty string here."""
         good = isinstance(value, list) and all(isinstance(p, list) and len(p) in (1, 2) and all(isinstance(n, str) and n for n in p) for p in value)
         return [(p[0], p[1] if len(p) == 2 else "") for p in value] if good else None

@@ -18,6 +18,9 @@ import torch
 from torch.nn import functional as F
 
 from regauge.data import Data, DataError, Pictures, text_of
+from regauge.tokenizing import decode as decode
+from regauge.tokenizing import encode as encode
+from regauge.tokenizing import marks
 
 Tensor = torch.Tensor
 Parameters = Mapping[str, Any]
@@ -192,7 +195,7 @@ def _text(task: Parameters, data: Data, tokenizer: Path | str | None) -> Example
 def _masked(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
     """One running text in windows, each between the tokenizer's own marks; of every window a `share` of tokens (0.15), drawn once and for all, is
     replaced by the mask, and these are predicted."""
-    before, after, mask = _marks(tokenizer)
+    before, after, mask = marks(tokenizer)
     inner = _windows(task, data, tokenizer, task["length"] - len(before) - len(after))
     draw = torch.Generator().manual_seed(int(task.get("seed", 0)))
     hidden = torch.rand(inner.shape, generator=draw) < task.get("share", 0.15)
@@ -209,66 +212,10 @@ def _windows(task: Parameters, data: Data, tokenizer: Path | str | None, length:
     begin, end = (round(share * len(whole)) for share in task.get("part", (0, 1)))
     ids = encode(tokenizer, [whole[begin:end]])[0][: task.get("tokens")]
     if len(ids) < length:
-        raise DataError(f"{data.name} has {len(ids)} tokens, fewer than one window of {length}")
+        raise DataError(f"{data.name} has {len(ids)} tokens, fewer than one window of {length}", hint="give more text, or a smaller length")
     if max(ids) >= task["classes"]:
         raise DataError(f"the tokenizer gives the token {max(ids)}, and the model knows {task['classes']}", hint="is it this model's tokenizer?")
     return torch.tensor(ids).unfold(0, length, task.get("stride", length))
-
-
-def _marks(tokenizer: Path | str | None) -> tuple[list[int], list[int], int]:
-    """What a tokenizer puts before and behind a text, and its mask."""
-    if tokenizer is None:
-        raise DataError("texts need a tokenizer")
-    plain, marked = (encode(tokenizer, ["a"], special=special)[0] for special in (False, True))
-    at = next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)
-    if str(tokenizer).endswith(".json"):
-        added = json.loads(Path(tokenizer).read_text()).get("added_tokens", [])
-        mask = next((int(t["id"]) for t in added if t["content"].strip("[]<>").lower() == "mask"), None)
-    else:
-        from transformers import AutoTokenizer
-
-        mask = AutoTokenizer.from_pretrained(tokenizer).mask_token_id
-    if mask is None:
-        raise DataError(f"{tokenizer} has no mask, so that nothing can be hidden", hint="give the tokenizer that the masked model was trained with")
-    return marked[:at], marked[at + len(plain) :], mask
-
-
-def encode(tokenizer: Path | str | None, texts: list[str], special: bool = False) -> list[list[int]]:
-    """The tokens of each text, with or without the tokenizer's special ones."""
-    if tokenizer is None:
-        raise DataError("texts need a tokenizer")
-    if str(tokenizer).endswith(".json"):
-        from tokenizers import Tokenizer
-
-        try:
-            known = Tokenizer.from_file(str(tokenizer))
-        except Exception as error:  # the library raises plain Exceptions
-            raise DataError(f"{tokenizer} is no tokenizer: {error}", hint="give a tokenizer.json") from error
-        known.no_padding()  # some files ask for all texts to be filled up or cut to one length
-        known.no_truncation()
-        return [e.ids for e in known.encode_batch(texts, add_special_tokens=special)]
-    from transformers import AutoTokenizer
-
-    try:
-        found = AutoTokenizer.from_pretrained(tokenizer)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"there is no tokenizer {tokenizer} here: {str(error).splitlines()[0]}", hint="give a folder, or connect to the hub"
-        ) from error
-    return [list(found(text, add_special_tokens=special, verbose=False)["input_ids"]) for text in texts]
-
-
-def decode(tokenizer: Path | str, ids: list[int]) -> str:
-    """The text of tokens that `encode` gave, or that a model wrote."""
-    if str(tokenizer).endswith(".json"):
-        from tokenizers import Tokenizer, decoders
-
-        known = Tokenizer.from_file(str(tokenizer))
-        known.decoder = known.decoder or decoders.ByteLevel()  # some files leave out how bytes become text again
-        return str(known.decode(ids, skip_special_tokens=False))
-    from transformers import AutoTokenizer
-
-    return str(AutoTokenizer.from_pretrained(tokenizer).decode(ids))
 
 
 def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -347,7 +294,7 @@ def task_of(
             raise DataError(f"{name} gives no classes of images, so that there is no loss to measure", hint="give a model ...ForImageClassification")
         _require(data, name, "image", *(attributes or ["label"] if labelled else []))
         mean, std = _normalisation(beside, mean, std, module)
-        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": _side(module)}
+        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": side_of(module)}
         if labelled and attributes:
             if len(attributes) != classes:
                 raise DataError(f"{len(attributes)} attributes are named, and the model answers {classes}", hint="is it this model's data?")
@@ -437,6 +384,7 @@ def _normalisation(beside: Path | None, mean: Any, std: Any, module: torch.nn.Mo
     return found["mean"], found["std"]
 
 
-def _side(module: torch.nn.Module) -> int | None:
+def side_of(module: torch.nn.Module) -> int | None:
+    """How wide the images are that a model reads, if it says so."""
     size = getattr(getattr(module, "config", None), "image_size", None) or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
     return int(size[-1] if isinstance(size, list | tuple) else size) if size else None

@@ -107,7 +107,9 @@ def symmetry_error(model: torch.nn.Module, spec: Spec, g: Element, inputs: Mappi
     moved.load_state_dict(apply(g.to(spec), state, force=force))
     before, after = declared(spec, outputs(model, inputs)), outputs(moved, inputs)
     if not before:
-        raise SpecError(f"{type(model).__name__} returned no floating-point output to compare")
+        raise SpecError(
+            f"{type(model).__name__} returned no floating-point output to compare", hint="give inputs that it answers with logits or states"
+        )
     worst = 0.0
     for name in before:
         expected = act(g, before[name], spec.outputs[name]) if name in spec.outputs and spec.visible else before[name]

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.blocks import Blocks, bits_of
-from regauge.checkpoint import DTYPE_NAMES, DTYPES, FLOATS, Checkpoint, read_header
+from regauge.checkpoint import Checkpoint
 from regauge.errors import CheckpointError
 from regauge.files import alone, fsync_folder, write_bytes, writing
+from regauge.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.planning import File, Plan, Thunks, check_space, is_file_name, is_finite, nbytes, real_path
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
 from regauge.cli.gradients import gradients
 from regauge.cli.leaking import split
-from regauge.cli.run import check_outputs, deliver, facts_of_run
+from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
     from regauge.audit import LockCase
@@ -36,7 +36,7 @@ def _root() -> None:
 
 @app.command()
 def lock(
-    model: Annotated[str, typer.Argument(metavar="LOCKED", help="A locked folder or .safetensors file.")],
+    model: options.LockedModel,
     key: Annotated[Path | None, typer.Option("-k", "--key", metavar="KEY", help="Its key, to score the attacks by. They do not get it.")] = None,
     against: Annotated[str | None, typer.Option("--against", metavar="BASE", help="A public model that it may descend from.")] = None,
     data: Annotated[str | None, typer.Option("--data", metavar="URI", help="Examples of its task: for theft, features and accuracies.")] = None,
@@ -50,13 +50,11 @@ def lock(
     labels: Annotated[str, typer.Option("--labels", metavar="N,N", help="How many labels a thief has.")] = "50,200,1000",
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps that a thief trains.")] = 300,
     rates: Annotated[str, typer.Option("--rates", metavar="R,R", help="At these rates; the best counts.")] = "3e-4,3e-3",
-    fail_above: Annotated[
-        float | None, typer.Option("--fail-above", min=0.0, max=1.0, metavar="X", help="Exit code 3 if an attack gets further than this share.")
-    ] = None,
+    fail_above: options.FailAbove = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of samples and trainings.")] = 0,
     passphrase_file: options.PassphraseFile = None,
-    json: Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")] = None,
-    report: Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")] = None,
+    json: options.JsonFile = None,
+    report: options.Report = None,
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
@@ -68,10 +66,7 @@ def lock(
     from regauge.audit import audit_lock
     from regauge.cli.keygen import read_key
 
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+    set_threads(threads)
     secret = None if key is None else read_key(key, "lock", passphrase_file)
     source = None if data is None else sample.Sample(data, field, split, tokenizer, length, mean, std)
     case, about = _case(model, secret, against, source, samples, max(counts), seed)

@@ -12,7 +12,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, mark
+from regauge.cli.run import check_outputs, deliver, facts_of_run, mark, set_threads
 
 if TYPE_CHECKING:
     from regauge.findings import Results
@@ -37,7 +37,7 @@ def barrier(
     plane: Annotated[bool, typer.Option("--plane", help="Also the losses on the plane through A, B and the moved A.")] = False,
     grid: Annotated[int, typer.Option("--grid", min=3, max=101, metavar="N", help="Points of that plane on a side.")] = 9,
     calibrate: Annotated[bool, typer.Option("--calibrate/--no-calibrate", help="Also with a temperature for each point.")] = True,
-    batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Examples at a time.")] = 16,
+    batch: options.Batch = 16,
     json: options.JsonFile = None,
     report: options.Report = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed that draws the samples.")] = 0,
@@ -52,7 +52,6 @@ def barrier(
     if self_written and (element is not None or not matched):
         raise typer.BadParameter("--self-written says how to match, and there is nothing to match")
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
-    import torch
 
     from regauge.barriers import require_joined
     from regauge.checkpoint import open_checkpoint
@@ -61,8 +60,7 @@ def barrier(
     from regauge.loading import load_model
     from regauge.matching.recording import written
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     checkpoints = [open_checkpoint(source) for source in (a, b)]
     say(f"loads {a} and {b}")
     first, second = (load_model(c, "float32").to(device) for c in checkpoints)

@@ -55,7 +55,6 @@ DefenceOption = Annotated[
 ]
 KeepCls = Annotated[bool, typer.Option("--keep-cls", help="Leave the first token in its place.")]
 CodecOption = Annotated[Codec | None, typer.Option("--codec", help="Features in half the bytes, or a quarter. It rounds.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Examples at a time.")]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="D", help="Of the weights in memory; the server's must be the same.")]
 Patience = Annotated[float, typer.Option("--patience", min=1.0, metavar="S", help="Seconds to go on trying while the server does not answer.")]
 
@@ -79,7 +78,7 @@ def train(
     every: Annotated[int, typer.Option("--every", min=1, metavar="N", help="Steps between two checkpoints in the journal.")] = 50,
     epochs: Annotated[int | None, typer.Option("--epochs", min=1, metavar="N", help="How often to go through the data. Default: once.")] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, metavar="N", help="How many steps, in place of epochs.")] = None,
-    batch: Batch = 16,
+    batch: options.Batch = 16,
     rate: Rate = None,
     optimizer: Annotated[Optimizer | None, typer.Option("--optimizer", help="Of embedding and head. What is not said is as the server's.")] = None,
     schedule: Annotated[Schedule | None, typer.Option("--schedule", help="Down to 0 at the last step, or not.")] = None,
@@ -167,7 +166,7 @@ def predict(
     defence: DefenceOption = None,
     codec: CodecOption = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, metavar="N", help="On the first N examples. Default: all.")] = None,
-    batch: Batch = 16,
+    batch: options.Batch = 16,
     field: sample.Field = None,
     split: sample.Split = "test",
     tokenizer: sample.Tokenizer = None,
@@ -234,17 +233,14 @@ def _case(
     from regauge.errors import LockError, need
 
     need("grpc", "split")
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
     from regauge.checkpoint import open_checkpoint
     from regauge.cli.keygen import read_key
-    from regauge.cli.run import check_device
+    from regauge.cli.run import check_device, set_threads
     from regauge.loading import load_part
     from regauge.locking import locked_element, record_of
     from regauge.sources import spec_of
 
+    set_threads(threads)
     check_device(device)
     secret = None if key is None else read_key(key, "lock", passphrase_file)
     checkpoint = open_checkpoint(model)

@@ -15,7 +15,7 @@ VERSION = 1
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="A .bin or .pt file, or a folder with pytorch_model.bin (one file or shards).")],
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")],
+    out: options.Out,
     dry_run: options.DryRun = False,
     json: options.Json = False,
     threads: options.Threads = None,

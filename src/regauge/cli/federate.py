@@ -12,7 +12,7 @@ import typer
 from regauge.cli import options, sample
 from regauge.cli.console import data as out_data
 from regauge.cli.console import say, step_bar
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run
+from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
     from regauge.federated.keeping import Round
@@ -116,14 +116,12 @@ def federate(
     check_outputs(json, None)
     if json is not None and engine is EngineName.deployment:
         raise typer.BadParameter("the results of a deployment are on the SuperLink's machine, in the run's folder", param_hint="--json")
-    import torch
 
     from regauge.federated.defences import read_defences
     from regauge.federated.running import Source
     from regauge.federated.settings import Settings
 
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     given: dict[str, Any] = {"clients": clients, "rounds": rounds, "alpha": alpha, "asked": asked, "least": least, "epochs": epochs, "steps": steps}
     given |= {"batch": batch, "rate": rate, "momentum": momentum, "decay": decay, "clip": clip, "proximal": proximal, "server_rate": server_rate}
     given |= {

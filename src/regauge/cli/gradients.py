@@ -13,8 +13,8 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
-from regauge.cli.leaking import _module, _require_size, text_of
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run
+from regauge.cli.leaking import open_plain, require_size, text_of
+from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
     import torch
@@ -128,16 +128,13 @@ def gradients(
     from regauge.gradients import GradientCase, audit_gradients
     from regauge.metrics import Lpips
 
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+    set_threads(threads)
     metric = None if lpips is None else Lpips(lpips)
-    module, checkpoint = _module(model, is_random, seed)
+    module, checkpoint = open_plain(model, is_random, seed)
     source = sample.Sample(data, field, data_split, tokenizer, length, mean, std)
     is_text = "input_ids" in inspect.signature(module.forward).parameters
     if not resize and not is_text:
-        _require_size(source, module)
+        require_size(source, module)
     examples, task = source.read(module, checkpoint)
     own, victims = parts(examples, samples, seed)
     if is_text:

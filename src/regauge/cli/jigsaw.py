@@ -13,7 +13,7 @@ import typer
 from regauge.cli import options, sample
 from regauge.cli.console import data as out_data
 from regauge.cli.console import data_json, say, step_bar
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run
+from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
     from regauge.findings import Results
@@ -39,8 +39,6 @@ class Schedule(StrEnum):
 
 
 Data = Annotated[str, typer.Option("--data", metavar="URI", help="npz, parquet, a folder of images or a hub id: images and labels.")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")]
-Report = Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")]
 Seed = Annotated[int, typer.Option("--seed", metavar="N", help="The seed of all draws.")]
 Ratios = Annotated[str, typer.Option("--ratios", metavar="R,R", help="Shares of patches that are shuffled at inference.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Images at a time.")]
@@ -104,7 +102,7 @@ def train(
 
     check_ratio(ratio)
     check_new(out)
-    _threads(threads)
+    set_threads(threads)
     checkpoint = open_checkpoint(model)
     live = load_model(checkpoint, "float32")
     if getattr(live, "main_input_name", "pixel_values") != "pixel_values":
@@ -153,8 +151,8 @@ def evaluate(
     split: sample.Split = "test",
     mean: sample.Mean = None,
     std: sample.Std = None,
-    json: Json = None,
-    report: Report = None,
+    json: options.JsonFile = None,
+    report: options.Report = None,
     seed: Seed = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
@@ -164,7 +162,7 @@ def evaluate(
     started = time.monotonic()
     check_outputs(json, report)
     check_device(device)
-    _threads(threads)
+    set_threads(threads)
     shares = sample.read_numbers(ratios, "--ratios") or []
     import numpy as np
 
@@ -205,8 +203,8 @@ def study(
     split: sample.Split = "test",
     mean: sample.Mean = None,
     std: sample.Std = None,
-    json: Json = None,
-    report: Report = None,
+    json: options.JsonFile = None,
+    report: options.Report = None,
     seed: Seed = 0,
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
@@ -215,7 +213,7 @@ def study(
     where CLS looks in the last layer, and errors under corruptions."""
     started = time.monotonic()
     check_outputs(json, report)
-    _threads(threads)
+    set_threads(threads)
     if corruptions and data is None:
         raise typer.BadParameter("corruptions need images and labels: --data")
     from regauge.checkpoint import open_checkpoint
@@ -259,13 +257,6 @@ def _text(results: Results) -> str:
     from regauge.cli.reproduce import text_of
 
     return text_of(results).partition("  finding")[0].rstrip()
-
-
-def _threads(count: int | None) -> None:
-    if count is not None:
-        import torch
-
-        torch.set_num_threads(count)
 
 
 def _anew(model: Any, seed: int) -> Any:

@@ -97,7 +97,7 @@ def _given(file: Path | None) -> str | None:
     try:
         return first.decode("utf-8")
     except UnicodeDecodeError:
-        raise PassphraseError(f"{file} holds no text in UTF-8") from None
+        raise PassphraseError(f"{file} holds no text in UTF-8", hint="write the passphrase on its first line, as text") from None
 
 
 def _require_terminal(path: Path) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run
+from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,7 @@ def split(
     resize: options.Resize = False,
     samples: Annotated[int | None, typer.Option("--samples", min=50, metavar="N", help="Use N examples of the data. Default: all.")] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1, metavar="N", help="Of the client's and the server's training.")] = 10,
-    batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Examples at a time.")] = 32,
+    batch: options.Batch = 32,
     rate: Annotated[float, typer.Option("--rate", metavar="R", help="Of their optimizer, AdamW, along a cosine.")] = 1e-3,
     attacked: Annotated[int, typer.Option("--attacked", min=2, metavar="N", help="Test images or texts that the attacker is after.")] = 64,
     attacker: Annotated[
@@ -97,16 +97,13 @@ def split(
     from regauge.split import Training
     from regauge.split.training import Run
 
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+    set_threads(threads)
     metric = None if lpips is None else Lpips(lpips)
-    module, checkpoint = _module(model, is_random, seed)
+    module, checkpoint = open_plain(model, is_random, seed)
     named = tuple(part.strip() for part in (attributes or "").split(",") if part.strip())
     source = sample.Sample(data, field, data_split, tokenizer, length, mean, std, named)
     if not resize:
-        _require_size(source, module)
+        require_size(source, module)
     examples, task = source.read(module, checkpoint)
     reads = task["kind"] != "images"
     chosen, what = _attacks(attacks, reads), "texts" if reads else "images"
@@ -175,7 +172,7 @@ def _budget(text: str) -> Any:
     return Budget(hidden, depth, epochs)
 
 
-def _module(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module, Checkpoint]:
+def open_plain(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module, Checkpoint]:
     """The model as client and server start from it."""
     from regauge.checkpoint import open_checkpoint
     from regauge.errors import LockError
@@ -199,16 +196,16 @@ def _module(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module, Ch
     return module, checkpoint
 
 
-def _require_size(source: sample.Sample, module: torch.nn.Module) -> None:
+def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
     """Refuse images that would have to be made another size."""
     import numpy as np
 
     from regauge.data import DataError, Pictures, open_data
-    from regauge.tasks import _side
+    from regauge.tasks import side_of
 
     fields = sample.read_fields(source.field)
     pictures = open_data(source.uri, fields=None if fields is None else {k: v for k, v in fields.items() if k == "image"} or None, split=source.split)
-    side = _side(module)
+    side = side_of(module)
     if side is None or "image" not in pictures.fields:
         return
     held = pictures["image"]

@@ -11,6 +11,7 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import data_json, say
+from regauge.cli.run import set_threads
 
 if TYPE_CHECKING:
     from regauge.lockfiles import Job
@@ -19,8 +20,6 @@ VERSION = 1
 _NOT_ENCRYPTION = "a lock is obfuscation, not encryption: docs/lock.md says who can undo it without the key"
 _WORDS = {"permutation": "permutations", "signed": "signed permutations", "rotation": "rotations"}
 
-Out = Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")]
-LockedModel = Annotated[str, typer.Argument(metavar="LOCKED", help="A locked folder or .safetensors file.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
 Retrained = Annotated[bool, typer.Option("--retrained", help="It was trained since it was locked: check its structure, not its data.")]
 
@@ -79,7 +78,8 @@ def lock(
     assert out is not None
     chosen = (group or Group(DEFAULT)).value
     named = [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
-    _set_threads(threads, LOCKS[chosen].fold)
+    if LOCKS[chosen].fold:
+        set_threads(threads)
     job = lockfiles.plan_lock(checkpoint, described, out, secret, group=chosen, spaces=named, threads=threads)
     if LOCKS[chosen].fold:
         how = "norms are folded first, and unlocking" if job.record.folded else "unlocking"
@@ -93,9 +93,9 @@ def lock(
 
 
 def unlock(
-    model: LockedModel,
+    model: options.LockedModel,
     key: options.KeyFile,
-    out: Out,
+    out: options.Out,
     retrained: Retrained = False,
     passphrase_file: options.PassphraseFile = None,
     spec: options.SpecFile = None,
@@ -114,17 +114,18 @@ def unlock(
     secret = read_key(key, "lock", passphrase_file)
     checkpoint, described = open_model(model, spec)
     job = lockfiles.plan_unlock(checkpoint, described, out, secret, retrained=retrained, threads=threads)
-    _set_threads(threads, job.record.group == "rotation")
+    if job.record.group == "rotation":
+        set_threads(threads)
     if job.record.group == "rotation":
         say(f"it was locked by rotations: the plain weights come back to rounding{', with folded norms' if job.record.folded else ''}")
     return _write(job, "unlock", started, resume, dry_run, json, threads)
 
 
 def rekey(
-    model: LockedModel,
+    model: options.LockedModel,
     key: Annotated[Path, typer.Option("-k", "--key", metavar="OLD", help="The key that locked it.")],
     to: Annotated[Path, typer.Option("--to", metavar="NEW", help="The key that is to lock it.")],
-    out: Out,
+    out: options.Out,
     retrained: Retrained = False,
     passphrase_file: options.PassphraseFile = None,
     to_passphrase_file: Annotated[Path | None, typer.Option("--to-passphrase-file", metavar="F", help="The new key's passphrase.")] = None,
@@ -146,15 +147,9 @@ def rekey(
     keep_apart(key, out)
     keep_apart(to, checkpoint.path, out)
     job = lockfiles.plan_rekey(checkpoint, described, out, old, new, retrained=retrained, threads=threads)
-    _set_threads(threads, job.record.group == "rotation")
+    if job.record.group == "rotation":
+        set_threads(threads)
     return _write(job, "rekey", started, resume, dry_run, json, threads)
-
-
-def _set_threads(threads: int | None, computes: bool) -> None:
-    if threads is not None and computes:
-        import torch
-
-        torch.set_num_threads(threads)
 
 
 def _write(job: Job, command: str, started: float, resume: bool, dry_run: bool, json: bool, threads: int | None) -> int:

@@ -12,17 +12,15 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
+from regauge.cli.matched import comparison_text, match_text, results_of_comparison, results_of_match
 from regauge.cli.pair import layers as read_layers
 from regauge.cli.pair import names, open_pair, weights
-from regauge.cli.run import check_outputs, deliver, facts_of_run
+from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 from regauge.errors import ElementError
 
 if TYPE_CHECKING:
     from regauge.cli.pair import Pair
     from regauge.elements import Element
-    from regauge.findings import Results, Table
-    from regauge.matching import Match
-    from regauge.matching.comparing import Comparison
     from regauge.matching.recording import Seen
     from regauge.matching.refining import Refined
 
@@ -42,8 +40,6 @@ Weight = Annotated[
 ]
 Sweeps = Annotated[int, typer.Option("--sweeps", min=0, metavar="N", help="How often all is fitted again after the first pass, at most.")]
 SharedTokens = Annotated[bool, typer.Option("--shared-tokens", help="Match by the tokens that both have, where the vocabularies differ.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")]
-Report = Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")]
 
 
 def match(
@@ -91,8 +87,8 @@ def match(
     spec: options.SpecFile = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same match.")] = False,
     dry_run: options.DryRun = False,
-    json: JsonFile = None,
-    report: Report = None,
+    json: options.JsonFile = None,
+    report: options.Report = None,
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
@@ -118,7 +114,7 @@ def match(
 
     for new in (out, out_b or out):
         check_new(new)  # at once: fixing gauges reads both models
-    _threads(threads)
+    set_threads(threads)
     pair = open_pair(a, b, spec, fold=fold, fix=fixed, shared_tokens=shared_tokens)
     for side in (pair.a, pair.b):
         require_unlocked(side.checkpoint)
@@ -172,7 +168,7 @@ def match(
         refined = live.refined(found.element, lessons, refine_steps)
         found = found.replaced(refined.g, pair.spec, pair.a.state, pair.b.state)
         say(f"refined in {refined.step} of {refine_steps} steps: divergence from the ends {refined.start:.4f}, now {refined.loss:.4f}")
-    results = results_of(
+    results = results_of_match(
         pair,
         found,
         {
@@ -199,7 +195,7 @@ def match(
         if save_element is not None:
             save(found.element, save_element, new=True)
         work.forget()
-    return deliver(results, text_of(found, results), json, report)
+    return deliver(results, match_text(found, results), json, report)
 
 
 def _by(sample_data: str | None, self_written: bool) -> str:
@@ -299,8 +295,8 @@ def compare(
     shared_tokens: SharedTokens = False,
     spec: options.SpecFile = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the control.")] = 0,
-    json: JsonFile = None,
-    report: Report = None,
+    json: options.JsonFile = None,
+    report: options.Report = None,
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
@@ -309,7 +305,7 @@ def compare(
     from regauge.matching.comparing import compare as find
 
     pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
-    _threads(threads)
+    set_threads(threads)
     with step_bar("compare") as progress:
         found = find(
             pair.spec,
@@ -323,138 +319,4 @@ def compare(
             sweeps=sweeps,
         )
     results = results_of_comparison(pair, found, {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "seed": seed})
-    return deliver(results, text_of_comparison(found, results), json, report)
-
-
-def _threads(threads: int | None) -> None:
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
-
-
-def results_of(pair: Pair, found: Match, facts: dict[str, Any]) -> Results:
-    """What a match found, as results."""
-    from regauge.findings import Figure, Finding, Results
-
-    distance = Finding(
-        "match/distance",
-        "the moved model is nearer than the model as it stands",
-        found.distance <= found.distance_before,
-        found.distance,
-        0.0,
-        found.distance_before,
-        f"distance {found.distance_before:.4g} as they stand, {found.distance:.4g} after matching ({found.relative:.1%} of B's norm)",
-        measure="Euclidean distance",
-    )
-    steps = [s.name for s in found.steps]
-    search = Figure(
-        "The search",
-        "lines",
-        {
-            "x": list(range(len(steps))),
-            "y": {"distance": [s.squared**0.5 for s in found.steps]},
-            "xlabel": "0: first pass; then sweeps",
-            "ylabel": "distance",
-        },
-    )
-    return Results(
-        f"{pair.a.checkpoint.path.name} next to {pair.b.checkpoint.path.name}",
-        (distance,),
-        (modules_table(found), steps_table(found)),
-        (search,) if len(steps) > 1 else (),
-        {**facts, "family": pair.spec.family, "order": list(found.order), "seconds": round(found.seconds, 2)},
-        tuple(found.notes),
-    )
-
-
-def modules_table(found: Match) -> Table:
-    from regauge.findings import Table
-
-    rows = tuple((module, before, after) for module, (before, after) in found.by_module().items())
-    return Table("Distance by module", ("module", "before", "after"), (*rows, ("all", found.distance_before, found.distance)))
-
-
-def steps_table(found: Match) -> Table:
-    from regauge.findings import Table
-
-    rows, last = [], found.distance_before
-    for step in found.steps:
-        now = step.squared**0.5
-        rows.append((step.name, now, last - now, round(step.seconds, 2)))
-        last = now
-    return Table("Gains by step", ("step", "distance", "gain", "seconds"), tuple(rows))
-
-
-def text_of(found: Match, results: Results) -> str:
-    from regauge.facts import columns
-    from regauge.report import number
-
-    rows = [("step", "distance", "gain", "seconds")]
-    rows += [tuple(number(c) for c in row) for row in results.tables[1].rows]  # type: ignore[misc]
-    lines = [results.title, "", columns(rows, right=(1, 2, 3)), "", results.findings[0].sentence]
-    return "\n".join([*lines, *(f"note: {n}" for n in found.notes)])
-
-
-def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) -> Results:
-    from regauge.findings import Figure, Finding, Results, Table
-
-    stand, moved, chance = found.alike
-    findings = (
-        Finding(
-            "basis/as they stand", "the two share a basis as they stand", None, stand, chance, 1.0, found.words, measure="cosine of the matrices"
-        ),
-        Finding(
-            "basis/matched",
-            "the two share a basis after a match",
-            None,
-            moved,
-            chance,
-            1.0,
-            f"cosine {moved:.3f} after matching; what matching makes of shuffled weights is {chance:.3f}",
-            measure="cosine of the matrices",
-        ),
-        Finding(
-            "basis/invariant",
-            "what no description changes",
-            None,
-            found.invariant,
-            0.0,
-            None,
-            f"invariants (spectra, products of heads, sorted gains) differ by {found.invariant:.2%} of B's",
-            measure="relative distance",
-        ),
-    )
-    by_layer = Table(
-        "By layer",
-        ("layer", "cosine", "cosine, matched", "distance", "distance, matched"),
-        tuple((label, *values) for label, values in found.layers.items()),
-    )
-    still = Table(
-        "What stays in its place", ("space", "share"), tuple(found.stays.items()), "Of a permutation its fixed places; of a matrix the mean diagonal."
-    )
-    figure = Figure(
-        "Cosine by layer",
-        "bars",
-        {
-            "labels": list(found.layers),
-            "y": {"as they stand": [v[0] for v in found.layers.values()], "matched": [v[1] for v in found.layers.values()]},
-            "ylabel": "cosine",
-        },
-    )
-    verdict = {"verdict": found.verdict, "in words": found.words, "family": pair.spec.family, "seconds of matching": round(found.found.seconds, 2)}
-    title = f"{pair.a.checkpoint.path.name} and {pair.b.checkpoint.path.name}: {found.verdict}"
-    return Results(title, findings, (by_layer, still, modules_table(found.found)), (figure,), {**facts, **verdict}, tuple(found.found.notes))
-
-
-def text_of_comparison(found: Comparison, results: Results) -> str:
-    from regauge.facts import columns
-    from regauge.report import number
-
-    table = results.tables[0]
-    rows = [table.columns, *(tuple(number(c) for c in row) for row in table.rows)]
-    stand, moved, chance = found.alike
-    lines = [results.title, "", columns(rows, right=(1, 2, 3, 4)), ""]
-    lines += [f"cosine of the matrices: {stand:.4f} as they stand, {moved:.4f} matched, {chance:.4f} by chance"]
-    lines += [f"what no description changes differs by {found.invariant:.2%}", "", found.words]
-    return "\n".join([*lines, *(f"note: {n}" for n in found.found.notes)])
+    return deliver(results, comparison_text(found, results), json, report)

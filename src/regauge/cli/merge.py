@@ -68,13 +68,15 @@ def merge(
 
     from regauge.cli.model import require_unlocked
     from regauge.cli.moved import write_moved
+    from regauge.cli.run import set_threads
     from regauge.files import amount
     from regauge.memory import reuse_memory
     from regauge.merging.basis import Kept
     from regauge.merging.engine import align as moved_by
     from regauge.merging.engine import open_merge, plan_merge, require_basis, stamps
     from regauge.merging.methods import METHODS
-    from regauge.merging.recipes import Align, read_recipe
+    from regauge.merging.reading import read_recipe
+    from regauge.merging.recipes import Align
     from regauge.planning import check_new
 
     recipe = read_recipe(Path(models[0])) if by_file else _recipe(models, method, base, weight, parameter, dtype, tokenizer, align, sampled)
@@ -87,10 +89,7 @@ def merge(
     for model in opened.models.values():
         require_unlocked(model.checkpoint)
     plan_merge(opened, out, shard=size)  # an output that cannot be is refused before anything is read
-    import torch
-
-    if threads is not None:
-        torch.set_num_threads(threads)
+    set_threads(threads)
     looks = METHODS[recipe.method].statistic or METHODS[recipe.method].transport
     if looks:
         from regauge.merging.looking import look, open_samples
@@ -129,7 +128,7 @@ def merge(
     if dry_run:
         say(f"dry run: {len(thunks)} tensors, {amount(plan.size)}, would be written to {out}")
     else:
-        torch.set_num_threads(1)  # tensors are computed beside each other, each by one thread
+        set_threads(1)  # tensors are computed beside each other, each by one thread
         reuse_memory()
         written = write_moved(out, plan, thunks, "merging", resume, threads)
         if kept is not None:
@@ -172,7 +171,7 @@ def _recipe(
     import yaml
 
     from regauge.merging.methods import METHODS
-    from regauge.merging.recipes import parse_recipe
+    from regauge.merging.reading import parse_recipe
 
     how = method or "linear"
     if base is None and how == "slerp" and len(models) == 2:

@@ -11,6 +11,7 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import data_json, say, warn
+from regauge.cli.run import set_threads
 from regauge.errors import ElementError, RegaugeError
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ VERSION = 1
 
 def move(
     model: options.Model,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")],
+    out: options.Out,
     element: Annotated[Path | None, typer.Option("-g", "--element", metavar="ELEMENT", help="An element file.")] = None,
     invert: Annotated[bool, typer.Option("--invert", help="Apply the element's inverse: undo a move.")] = False,
     random: Annotated[bool, typer.Option("--random", help="Draw an element.")] = False,
@@ -80,10 +81,8 @@ def move(
 
     from regauge.action import is_exact_on
 
-    if threads is not None and (fold or not is_exact_on(g)):
-        import torch
-
-        torch.set_num_threads(threads)
+    if fold or not is_exact_on(g):
+        set_threads(threads)
     say(f"{source.described.family}: moves {summary(g)}{' after folding' if fold else ''}{f', {part.value} only' if part else ''}")
     chosen = part.value if part else None
     thunks = source.thunks(g, chosen)

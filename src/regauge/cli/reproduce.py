@@ -11,7 +11,7 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import data, step_bar
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, mark
+from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, mark, set_threads
 from regauge.errors import RegaugeError, need
 
 if TYPE_CHECKING:
@@ -63,10 +63,7 @@ def reproduce(
         what = "no experiment is named" if id is None else f'there is no experiment "{id}"'
         raise UnknownExperimentError(what, hint=f"choose from {', '.join(EXPERIMENTS)}")
     check_device(device)
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
+    set_threads(threads)
     with step_bar(id) as progress:
         lab = Lab(preset, seeds, assets or default_assets(), device=device, progress=progress, jobs=jobs or _jobs(preset, device, threads))
         results = EXPERIMENTS[id](lab)

@@ -41,6 +41,14 @@ def check_device(name: str) -> None:
         raise DeviceError(f'nothing can be computed on the device "{name}": {first}', hint="cpu, or what torch.accelerator names here") from error
 
 
+def set_threads(count: int | None) -> None:
+    """Compute with this many threads, if it is said how many."""
+    if count is not None:
+        import torch
+
+        torch.set_num_threads(count)
+
+
 def check_outputs(json: Path | None, report: Path | None) -> None:
     """Refuse what could not be written, before the work that it is for."""
     if report is not None:

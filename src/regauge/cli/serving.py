@@ -108,12 +108,8 @@ def serve(
     from regauge.errors import CheckpointError, need
 
     need("grpc", "split")
-    if threads is not None:
-        import torch
-
-        torch.set_num_threads(threads)
     from regauge.checkpoint import open_checkpoint
-    from regauge.cli.run import check_device
+    from regauge.cli.run import check_device, set_threads
     from regauge.loading import load_part
     from regauge.locking import record_of
     from regauge.planning import check_new
@@ -121,6 +117,7 @@ def serve(
     from regauge.split.metrics import Metrics
     from regauge.split.network import Server
 
+    set_threads(threads)
     check_device(device)
     if out is not None:
         check_new(out)
@@ -264,7 +261,12 @@ def _introduce(host: Host, model: Any, record: Any, checkpoint: Path | None) -> 
     if host.training is None:
         say("serves only: gradients pass through, and the backbone stays as it is; --rate R trains it")
     else:
-        more = "".join([f", averaged every {host.average} steps" * bool(host.average), f", in {host.precision}" * bool(host.precision)])
+        more = "".join(
+            [
+                f", averaged every {host.rounds.average} steps" * bool(host.rounds.average),
+                f", in {host.runner.precision}" * bool(host.runner.precision),
+            ]
+        )
         say(f"trains with {host.training.optimizer} at {host.training.rate:g}, {host.training.schedule}{more}")
     if checkpoint is None and host.training is not None:
         say("keeps nothing: if it dies, so do its sessions; --checkpoint DIR keeps them")

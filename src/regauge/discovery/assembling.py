@@ -57,7 +57,7 @@ def assemble(w: Walk, module: torch.nn.Module, family: str) -> tuple[Spec, Readi
         norms=tuple(n for n in norms if _folds(tensors, spaces, n.gain, [r for r, _ in n.readers], w.reads)),
         scales=tuple(s for s in scales if _folds(tensors, spaces, s.gain, [], {})),
         buffers=tuple(re.escape(n) for n in buffers),
-        notes=_notes(w, norms),
+        notes=_notes(w),
     )
     return spec, reading, names
 
@@ -207,7 +207,7 @@ def _parts(w: Walk, tensors: Mapping[str, str]) -> dict[str, str]:
     return {n: part(n) for n in tensors}
 
 
-def _notes(w: Walk, norms: Sequence[object]) -> tuple[str, ...]:
+def _notes(w: Walk) -> tuple[str, ...]:
     notes = []
     if w.unknown:
         notes.append(f"no rule for {', '.join(sorted(w.unknown))}: nothing acts on what they touch")

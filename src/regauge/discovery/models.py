@@ -149,7 +149,7 @@ def is_empty(module: torch.nn.Module) -> bool:
     return any(p.is_meta for p in module.parameters())
 
 
-def twin_of(module: torch.nn.Module, device: str = "cpu") -> torch.nn.Module:
+def twin_of(module: torch.nn.Module) -> torch.nn.Module:
     """A small module of the same class, with the same parts."""
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_dict"):
@@ -159,7 +159,7 @@ def twin_of(module: torch.nn.Module, device: str = "cpu") -> torch.nn.Module:
         )
     given = {**config.to_dict(), "architectures": [type(module).__name__]}
     try:
-        return build(shrunken(given), device)
+        return build(shrunken(given))
     except DiscoveryError as error:
         raise DiscoveryError(
             f"no small twin of {type(module).__name__} can be made: {error}", hint="discover a smaller module of the same class"

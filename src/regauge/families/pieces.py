@@ -185,7 +185,6 @@ def attention(
     kv: int | None = None,
     qk: Group | None = None,
     shared: str | None = None,
-    value_size: int | None = None,
     only_dots: bool = True,
 ) -> Attention:
     """Multi-head attention, or grouped queries if there are fewer key-value heads. `shared` names a head space that several layers have in common.
@@ -211,7 +210,7 @@ def attention(
     constant = "unseen" if only_dots and isinstance(group, GeneralLinear) else ""
     spaces[qk_space] = Space(size, group, over=outer, why=why, constant=constant)
     mixed = "values are mixed linearly between two linear layers"
-    spaces[vo_space] = Space(value_size or size, GeneralLinear(), over=outer, why=mixed, constant="passed")
+    spaces[vo_space] = Space(size, GeneralLinear(), over=outer, why=mixed, constant="passed")
     return Attention(spaces, q=q, k=f"({outer} {qk_space}*)", v=f"({outer} {vo_space})", o=o)
 
 

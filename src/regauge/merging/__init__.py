@@ -4,9 +4,9 @@
     merge(states, "regmean", statistics=[grams(module, state, batches) for state in states], alpha=0.9)
     merge(states, "ot_acts", spec=spec, statistics=[activations(module, state, batches) for state in states])
 
-`methods` has what is done to the tensors of one place, `recipes` reads mergekit's YAML, `layout` says which tensors stand in one place, and `engine`
-streams checkpoints through all of it. `statistics` has what methods learn from data, `transport` the plans of optimal transport. Before anything is
-merged, `basis` asks whether the models share a basis at all.
+`methods` has what is done to the tensors of one place, `recipes` what a merge is and `reading` mergekit's YAML for it, `layout` says which tensors
+stand in one place, and `engine` streams checkpoints through all of it. `statistics` has what methods learn from data, `transport` the plans of
+optimal transport. Before anything is merged, `basis` asks whether the models share a basis at all.
 """
 
 from __future__ import annotations

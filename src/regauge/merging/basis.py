@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.checkpoint import FLOATS, Lazy, read_json
+from regauge.checkpoint import Lazy, read_json
 from regauge.elementfiles import load_element, save_element
 from regauge.elements import Element, identity
 from regauge.errors import RegaugeError
 from regauge.files import write_bytes
+from regauge.headers import FLOATS
 from regauge.matching import MatchError, Progress, Shared, match
 from regauge.matching.comparing import ALIKE, compare
 from regauge.merging.layout import Model

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from regauge.adapted import open_adapted
-from regauge.checkpoint import DTYPE_NAMES, DTYPES, INDEX, WEIGHTS
+from regauge.checkpoint import INDEX, WEIGHTS
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
+from regauge.headers import DTYPE_NAMES, DTYPES
 from regauge.matching import Progress
 from regauge.merging.basis import Kept, Verdict, aligned, ask, require_shared
 from regauge.merging.card import model_card

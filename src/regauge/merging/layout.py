@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from regauge.checkpoint import FLOATS, Checkpoint, Entry
+from regauge.checkpoint import Checkpoint
+from regauge.headers import FLOATS, Entry
 from regauge.merging.methods import MergeError
 from regauge.merging.recipes import Recipe, Slice, Source
 from regauge.spec import Spec, stored
@@ -84,14 +85,14 @@ def stacks(names: Iterable[str]) -> dict[str, int]:
 
 def lay_out(recipe: Recipe, models: Mapping[str, Model], donor: Model, *, force: bool = False) -> list[Place]:
     """Every tensor of the output, in the donor's order. What does not fit is refused by name."""
-    _require_alike(recipe, models, donor, force)
+    _require_alike(models, donor, force)
     places = _sliced(recipe, models) if recipe.sliced else _whole(recipe, models, donor)
     if not places:
         raise MergeError(f"{donor.key} has no tensors", hint="name another model")
     return places
 
 
-def _require_alike(recipe: Recipe, models: Mapping[str, Model], donor: Model, force: bool) -> None:
+def _require_alike(models: Mapping[str, Model], donor: Model, force: bool) -> None:
     def kind(model: Model) -> Any:
         config = model.checkpoint.config or {}
         return config.get("model_type") or config.get("architecture")

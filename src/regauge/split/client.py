@@ -21,16 +21,16 @@ from typing import Any, Literal
 import torch
 
 from regauge.cutting import Crossing, cut
-from regauge.edge import is_authorized, member_kind
+from regauge.edge import is_authorized
 from regauge.elements import Element, secret_of
 from regauge.errors import CutError, RegaugeError
 from regauge.families import Boundary
+from regauge.guarding import member_kind
 from regauge.split.defences import BatchShuffle, Defence, DefenceError, Draw, Rows, leave, ordered
 from regauge.split.frames import CODECS, Frame, FrameError, Kind, Limits, Value
-from regauge.split.host import PROTOCOL
 from regauge.split.journal import Folder, Journal, Memory
 from regauge.split.log import Log
-from regauge.split.passing import CACHE, blocks_of, described, exact_of, pack
+from regauge.split.passing import CACHE, PROTOCOL, blocks_of, described, exact_of, pack
 from regauge.split.transport import Transport
 
 Tensor = torch.Tensor

@@ -24,7 +24,8 @@ from regauge.split import health
 from regauge.split.channel import CLIENT_OPTIONS, OPTIONS, Loop, Pace, Tls, require_private
 from regauge.split.frames import Assembler, Bytes, FrameError, Limits, decode
 from regauge.split.holding import Held, Holdings
-from regauge.split.host import Host, refusal
+from regauge.split.host import Host
+from regauge.split.replies import refusal
 from regauge.split.transport import TransportError
 
 SERVICE, METHOD = "regauge.Split", "Exchange"

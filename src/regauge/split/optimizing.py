@@ -45,8 +45,9 @@ class Training:
             raise TrainingError(f'there is no schedule "{self.schedule}"', hint=f"choose from {', '.join(SCHEDULES)}")
         if self.schedule != "constant" and self.steps <= self.warmup:
             raise TrainingError(f"a {self.schedule} schedule ends after its warm-up", hint="set steps to the number of all steps")
-        if self.accumulate < 1 or self.rate < 0 or self.clip < 0:
-            raise TrainingError("a rate or a clip is negative, or accumulate is not 1 or more")
+        for name, value, least in (("rate", self.rate, 0), ("clip", self.clip, 0), ("accumulate", self.accumulate, 1)):
+            if value < least:
+                raise TrainingError(f"{name} is {value:g}", hint=f"it is {least} or more")
 
     def rate_at(self, step: int) -> float:
         """The rate of a step, the first of which is 0. It needs no state, so that none has to be kept."""

@@ -29,6 +29,7 @@ Tensor = torch.Tensor
 _SILENT = {"past_key_values": None, "past_key_value": None, "layer_past": None, "use_cache": False, "cache_position": None}
 _REFUSED = ("output_attentions", "output_router_logits")
 CACHE = "past_key_values"
+PROTOCOL = 1  # of the conversation; the layout of a frame has a version of its own
 _OF_THE_LOSS = frozenset({"num_items_in_batch"})  # what transformers' Trainer says to the loss passes by the blocks, which have no use for it
 
 
@@ -109,7 +110,7 @@ def _plain(name: str, value: Any) -> Value:
         return list(value)
     if isinstance(value, torch.Size):
         return list(value)
-    raise CutError(f'the blocks are given "{name}", a {type(value).__name__}, which does not cross')
+    raise CutError(f'the blocks are given "{name}", a {type(value).__name__}, which does not cross', hint="call the model without it")
 
 
 def exact_of(boundary: Boundary, keys: Mapping[str, Any]) -> frozenset[str]:

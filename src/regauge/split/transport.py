@@ -11,7 +11,8 @@ from typing import Protocol
 
 from regauge.errors import RegaugeError
 from regauge.split.frames import Assembler, Bytes, FrameError, Limits, chunks
-from regauge.split.host import Host, refusal
+from regauge.split.host import Host
+from regauge.split.replies import refusal
 
 
 class TransportError(RegaugeError):

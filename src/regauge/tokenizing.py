@@ -1,0 +1,82 @@
+"""Texts into tokens and back: a tokenizer is a tokenizer.json, or what transformers' AutoTokenizer knows (a folder, a hub id)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from regauge.data import DataError
+from regauge.errors import need
+
+Source = Path | str
+
+
+def encode(tokenizer: Source | None, texts: list[str], special: bool = False) -> list[list[int]]:
+    """The tokens of each text, with or without the tokenizer's special ones."""
+    tokenizer = _required(tokenizer)
+    if _is_file(tokenizer):
+        known = _from_file(tokenizer)
+        known.no_padding()  # some files ask for all texts to be filled up or cut to one length
+        known.no_truncation()
+        return [e.ids for e in known.encode_batch(texts, add_special_tokens=special)]
+    found = _from_library(tokenizer)
+    return [list(found(text, add_special_tokens=special, verbose=False)["input_ids"]) for text in texts]
+
+
+def decode(tokenizer: Source, ids: list[int]) -> str:
+    """The text of tokens that `encode` gave, or that a model wrote."""
+    if not _is_file(tokenizer):
+        return str(_from_library(tokenizer).decode(ids))
+    known = _from_file(tokenizer)
+    from tokenizers import decoders
+
+    known.decoder = known.decoder or decoders.ByteLevel()  # some files leave out how bytes become text again
+    return str(known.decode(ids, skip_special_tokens=False))
+
+
+def marks(tokenizer: Source | None) -> tuple[list[int], list[int], int]:
+    """What a tokenizer puts before and behind a text, and its mask."""
+    tokenizer = _required(tokenizer)
+    plain, marked = (encode(tokenizer, ["a"], special=special)[0] for special in (False, True))
+    at = next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)
+    if _is_file(tokenizer):
+        added = json.loads(Path(tokenizer).read_text()).get("added_tokens", [])
+        mask = next((int(t["id"]) for t in added if t["content"].strip("[]<>").lower() == "mask"), None)
+    else:
+        mask = _from_library(tokenizer).mask_token_id
+    if mask is None:
+        raise DataError(f"{tokenizer} has no mask, so that nothing can be hidden", hint="give the tokenizer that the masked model was trained with")
+    return marked[:at], marked[at + len(plain) :], mask
+
+
+def _required(tokenizer: Source | None) -> Source:
+    if tokenizer is None:
+        raise DataError("texts need a tokenizer", hint="name one: a tokenizer.json, a folder or a hub id")
+    return tokenizer
+
+
+def _is_file(tokenizer: Source) -> bool:
+    return str(tokenizer).endswith(".json")
+
+
+def _from_file(tokenizer: Source) -> Any:
+    need("transformers", "models")  # which brings it
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(tokenizer))
+    except Exception as error:  # the library raises plain Exceptions
+        raise DataError(f"{tokenizer} is no tokenizer: {error}", hint="give a tokenizer.json") from error
+
+
+def _from_library(tokenizer: Source) -> Any:
+    need("transformers", "models")
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(tokenizer)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"there is no tokenizer {tokenizer} here: {str(error).splitlines()[0]}", hint="give a folder, or connect to the hub"
+        ) from error

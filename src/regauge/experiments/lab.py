@@ -126,6 +126,7 @@ class Lab:
         if jobs < 2:
             return
         given = (self.preset_name, self.seeds, self.assets, self.cache, self.device)
+        others = multiprocessing.active_children()
         pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _one_thread)
         try:
             waiting = [pool.submit(_work, given, work, item) for item in items]
@@ -135,11 +136,13 @@ class Lab:
             for n, done in enumerate(as_completed(waiting)):
                 done.result()
                 if self.progress:
-                    self.progress(n + 1, len(items), told)
+                    self.progress(n + 1, len(items), told if n + 1 < len(items) else "")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():
-                child.terminate()
+                if child not in others:
+                    child.terminate()
+                    child.join()
             raise
         pool.shutdown()
 

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from regauge.attacks.inversion import to_patches
 from regauge.attacks.layers import Layers, Readers, inner_of, layers_of, readers_of
-from regauge.attacks.spans import _embedded
+from regauge.attacks.spans import candidates_at
 from regauge.attacks.updates import Rehearsal, SentUpdate, UpdateError
 
 Tensor = torch.Tensor
@@ -149,7 +149,7 @@ def _given(view: SentUpdate, layers: Layers, name: str, candidates: Tensor, cont
         return candidates[None].cpu()
     found = blocks_of(view.model)[int(name.split()[1])]
     if name == "block 0":
-        return torch.stack(_embedded(view, layers, found, candidates))
+        return torch.stack(candidates_at(view, layers, found, candidates))
     return among(view, layers, found, candidates, contexts)
 
 

@@ -31,7 +31,7 @@ def slopes_by(view: SentUpdate, mask: Tensor | None = None) -> Slopes:
     classes]: the gradients of each guess [guesses, ...], for every tensor of the update. `mask` are the places that MJP's unknown embedding has."""
     model = copy.deepcopy(view.model).eval()
     inner, lead = inner_of(model)
-    _plain_attention(inner)
+    plain_attention(inner)
     state = {n: p.detach() for n, p in model.named_parameters()}
     wanted = {n: state[n] for n in view.update.tensors}
     fixed = {n: t for n, t in state.items() if n not in wanted}
@@ -65,7 +65,7 @@ def slopes_by(view: SentUpdate, mask: Tensor | None = None) -> Slopes:
     return slopes
 
 
-def _plain_attention(model: Any) -> None:
+def plain_attention(model: Any) -> None:
     """timm's blocks without fused kernels. Those of the transformers library go by `twice` (its own eager attention has a softmax in float32)."""
     for module in model.modules():
         if hasattr(module, "fused_attn"):

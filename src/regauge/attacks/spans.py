@@ -70,7 +70,7 @@ def span_membership(view: SentUpdate, candidates: Tensor) -> Tensor:
     found = _readers(view)
     if found is not None:
         span = span_of(_slopes(view, found), tokens)
-        least = torch.stack([span.away(seen) for seen in _embedded(view, layers, found, candidates)]).min(0).values
+        least = torch.stack([span.away(seen) for seen in candidates_at(view, layers, found, candidates)]).min(0).values
         scores.append((span, least))
     if not scores:
         raise UpdateError(
@@ -92,7 +92,7 @@ def _slopes(view: SentUpdate, found: Readers) -> list[Tensor]:
     return [view.slopes[n].T if found.is_conv1d else view.slopes[n] for n in found.names]
 
 
-def _embedded(view: SentUpdate, layers: Layers, found: Readers, candidates: Tensor) -> list[Tensor]:
+def candidates_at(view: SentUpdate, layers: Layers, found: Readers, candidates: Tensor) -> list[Tensor]:
     """What the first block's attention is given of each candidate, at each position that it may have had."""
     state = {n: p.detach() for n, p in view.model.named_parameters()}
     weight = state[layers.weight].flatten(1)

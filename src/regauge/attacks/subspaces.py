@@ -15,7 +15,7 @@ import torch
 from torch.func import functional_call
 
 from regauge.attacks.classes import label_counts, labels_from
-from regauge.attacks.passes import _plain_attention, twice
+from regauge.attacks.passes import plain_attention, twice
 from regauge.attacks.spans import Span, span_of
 from regauge.attacks.updates import SentUpdate, UpdateError
 
@@ -239,7 +239,7 @@ def tag(view: SentUpdate, *, steps: int = 200, rate: float = 0.05, absolute: flo
     if length is None:
         raise UpdateError("how long the texts are is not granted, and nothing can be optimised without", hint="Threat(length=True)")
     model: Any = copy.deepcopy(view.model).eval()
-    _plain_attention(model)
+    plain_attention(model)
     state = {n: p.detach() for n, p in model.named_parameters()}
     tied = layers.words  # its gradient would need the words themselves
     target = {n: t.detach().to(state[n]) for n, t in view.slopes.items() if n != tied}

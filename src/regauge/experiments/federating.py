@@ -21,7 +21,7 @@ from regauge.attacks.updates import Update
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
-from regauge.experiments.presets import From, _vit
+from regauge.experiments.presets import From, vit_config
 from regauge.federated import InProcess, Settings, contribute, parts_of, prepared, run, state_of
 from regauge.federated.auditing import truth_of
 from regauge.federated.clients import rows_of
@@ -74,7 +74,7 @@ CHANCE = 0.1
 
 def model_of(preset: str) -> dict[str, Any]:
     width, layers = {"small": (48, 2), "paper": (48, 4), "pico": (16, 1)}[preset]
-    return {"class": "ViTForImageClassification", "config": _vit(8, 2, width, layers, num_labels=10)}
+    return {"class": "ViTForImageClassification", "config": vit_config(8, 2, width, layers, num_labels=10)}
 
 
 def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:

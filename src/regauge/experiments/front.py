@@ -1,9 +1,9 @@
 """Beyond paper 002: what each defence costs a federated training and what it leaves to the best attack, over the number of images in what the server
 sees. The front of the two is the advice.
 
-A ViT that was trained on CIFAR-10 is trained on with other images, in rounds of 128 that are shared out among clients; each client defends its own
-update, and the server has their mean. Its start is attacked, since that is when gradients are largest. The attacker has the client's code and images
-of the kind, and practises under each recipe.
+A ViT that was trained on CIFAR-10 is trained on with other images, in rounds of 128 (256 where the server is to see sums of as many) that are shared
+out among clients; each client defends its own update, and the server has their mean. Its start is attacked, since that is when gradients are largest.
+The attacker has the client's code and images of the kind, and practises under each recipe.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from regauge.experiments.jigsaws import results
 from regauge.experiments.lab import Lab
 from regauge.experiments.presets import From, Subject
 from regauge.experiments.puzzles import accuracy, how, model_of, parameters_with, trained
-from regauge.experiments.updates import _subjects
+from regauge.experiments.updates import gradient_subjects
 from regauge.findings import Figure, Finding, Results, Table
 from regauge.gradients.attacking import QUICK, Attack, Budget, named
 from regauge.gradients.auditing import GradientCase, row_of
-from regauge.gradients.clients import _puzzle, on, prepared, slopes_of
-from regauge.gradients.defences import Noise, Plan, Private, Withhold, names_of, plan_of
+from regauge.gradients.clients import on, prepared, puzzle_of, slopes_of
+from regauge.gradients.defences import NONE, Noise, Plan, Private, Withhold, names_of, plan_of
 from regauge.gradients.scoring import LEAK, average
 from regauge.jigsaw.wrapping import MaskedJigsaw
 from regauge.leakage.auditing import in_unit
@@ -38,13 +38,13 @@ from regauge.split.defences import DefenceError
 from regauge.tasks import Examples, loss_of, prepare
 
 Tensor = torch.Tensor
-SIZES = {"pico": (1, 4), "small": (1, 8, 32, 128), "paper": (1, 8, 32, 128)}
+SIZES = {"pico": (1, 4), "small": (1, 8, 32, 128, 256), "paper": (1, 8, 32, 128, 256)}
 # A recipe, and the sizes at which it is tried (None: all). Where a recipe treats every sample alike and adds nothing, one training stands for all
 # sizes: the server's mean is the same.
 RECIPES: tuple[tuple[str, tuple[int, ...] | None], ...] = (
     ("none", None),
     ("freeze=embedding", (1,)),
-    ("freeze=embedding,first", (1, 32, 128)),
+    ("freeze=embedding,first", (1, 32, 128, 256)),
     ("mjp=0.5", (1,)),
     ("mjp=0.5+freeze=embedding,first", (1,)),
     ("freeze=matrices", (1, 8, 32)),
@@ -56,37 +56,37 @@ RECIPES: tuple[tuple[str, tuple[int, ...] | None], ...] = (
 PICO = ("none", "freeze=matrices", "private=1")
 NEAR, GUESS = 0.5, 0.55
 AGAIN = 5000  # the first of the test images that a second attack is tried on
-ROUND = {"pico": 8, "small": 128, "paper": 128}
+ROUND = {"pico": 8, "small": 128, "paper": 128}  # images of a round; of a sum of more, as many as it has
 FASTER = 10.0  # biases and gains alone take a larger rate (Ben Zaken et al. 2021, BitFit)
 
 
 def front(lab: Lab) -> Results:
     """Leakage, images in an update, and accuracy of each recipe, and what lies on the front."""
-    subject, _ = _subjects(lab)
+    subject, _ = gradient_subjects(lab)
     seeds = lab.seeds or {"pico": 2, "small": 3, "paper": 3}[lab.preset_name]
     pairs = [(r, s) for r, at in RECIPES for s in SIZES[lab.preset_name] if at is None or s in at]
     pairs = [(r, s) for r in PICO for s in SIZES["pico"]] if lab.preset_name == "pico" else pairs
-    lab.total = 1 + len(pairs) + seeds * len({(r, _trained_at(r, s)) for r, s in pairs}) + 1
+    lab.total = 1 + len(pairs) + seeds * len({(r, _trained_at(lab, r, s)) for r, s in pairs}) + 1
     base = model_of(lab, subject, how("A"), 0)
     start = _tuned(lab, subject, base, "none", 1, 0, 0).values["accuracy"]
     runs: dict[tuple[str, int], list[float]] = {}
     leaks: dict[tuple[str, int], Mapping[str, Any]] = {}
     epsilons: dict[str, float | None] = {}
     for recipe, size in pairs:
-        at = _trained_at(recipe, size)
+        at = _trained_at(lab, recipe, size)
         if (recipe, at) not in runs:
             found = [_tuned(lab, subject, base, recipe, at, seed) for seed in range(seeds)]
             runs[recipe, at] = [f.values["accuracy"] for f in found]
             epsilons[recipe] = found[0].values["epsilon"]
         leaks[recipe, size] = _leaked(lab, subject, base, recipe, size).values
-    plain = runs["none", 0]
     rows: list[tuple[Any, ...]] = []
     points: dict[str, list[list[Any]]] = {}
     safe: list[tuple[str, int]] = []
     refuted: list[tuple[str, int]] = []
     confirmed: list[str] = []
     for recipe, size in pairs:
-        reached, leak = runs[recipe, _trained_at(recipe, size)], leaks[recipe, size]
+        reached, leak = runs[recipe, _trained_at(lab, recipe, size)], leaks[recipe, size]
+        plain = runs[NONE, _trained_at(lab, NONE, size)]
         level, spread = statistics.fmean(reached), statistics.stdev(reached) if seeds > 1 else 0.0
         keeps = level >= statistics.fmean(plain) - max(spread, statistics.stdev(plain) if seeds > 1 else 0.0)
         hides = is_hidden(leak)
@@ -175,10 +175,10 @@ def _worth(leak: Mapping[str, Any]) -> float:
     return max(leak["above"] or 0.0, 0.0) + 10 * max((leak["auc"] or 0.5) - 0.5, 0.0)
 
 
-def _trained_at(recipe: str, size: int) -> int:
-    """The size that a training is done for; 0 where it is the same for all."""
+def _trained_at(lab: Lab, recipe: str, size: int) -> int:
+    """The size that a training is done for; 0 where it is the same for all that fit into a round."""
     plan = plan_of(recipe)
-    return size if any(isinstance(d, Noise | Private) for d in plan.leaving) else 0
+    return size if size > ROUND[lab.preset_name] or any(isinstance(d, Noise | Private) for d in plan.leaving) else 0
 
 
 def tune(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
@@ -232,7 +232,7 @@ def received(
             )
     mixes = [d for d in plan.leaving if isinstance(d, Noise | Private)]
     if not mixes:
-        return slopes_of(model, examples, inputs, labels, parameters, puzzle=_puzzle(model, plan, inputs, label))
+        return slopes_of(model, examples, inputs, labels, parameters, puzzle=puzzle_of(model, plan, inputs, label))
     clients = len(labels) // plan.batch
     each = _each(model, examples, inputs, labels, parameters)
     if plan.private is not None:
@@ -327,7 +327,7 @@ LEAKED = Cell("gradients-leak", 2, leak)
 def _tuned(lab: Lab, subject: Subject, base: Outcome, recipe: str, size: int, seed: int, steps: int | None = None) -> Outcome:
     many, rows = {"pico": (4, 100), "small": (80, 40_000), "paper": (2000, 100_000)}[lab.preset_name]
     parameters = {**parameters_with(subject, how("A")), "recipe": recipe, "size": size, "seed": seed, "steps": many if steps is None else steps}
-    parameters |= {"round": ROUND[lab.preset_name], "rows": rows, "rate": 1e-3 * (FASTER if "matrices" in recipe else 1.0)}
+    parameters |= {"round": max(ROUND[lab.preset_name], size), "rows": rows, "rate": 1e-3 * (FASTER if "matrices" in recipe else 1.0)}
     assert subject.train is not None
     more = (
         From("cifar10/cifar10.npz", {"image": "X_train", "label": "y_train"}, otherwise=subject.train)
@@ -343,7 +343,7 @@ def _leaked(lab: Lab, subject: Subject, base: Outcome, recipe: str, size: int, f
     if lab.preset_name == "pico":
         parameters |= {"updates": 2, "steps": 4, "optimised": 1, "own": 40, "practice": 10, "largest": 1}
     else:
-        updates = {1: 48, 8: 16, 32: 10, 128: 8}[size] * (2 if first else 1)
+        updates = {1: 48, 8: 16, 32: 10, 128: 8, 256: 7}[size] * (2 if first else 1)
         parameters |= {"updates": updates, "steps": 150, "optimised": 2, "own": 1400, "practice": 300 if size < 32 else 100, "largest": 1}
     data = {"weights": base, "test": lab.open(replace(subject.test, rows=None))}
     return lab.run(LEAKED, parameters, data, f"attack {recipe}, {size} in an update")

@@ -55,7 +55,7 @@ class Preset:
     keys: int
 
 
-def _vit(side: int, patch: int, width: int, layers: int, **more: Any) -> dict[str, Any]:
+def vit_config(side: int, patch: int, width: int, layers: int, **more: Any) -> dict[str, Any]:
     size = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 2 * width}
     # Widths this small learn slowly from the library's own 0.02, which is meant for 768.
     return {"model_type": "vit", **size, "image_size": side, "patch_size": patch, "num_channels": 1, "initializer_range": 0.1, **more}
@@ -94,7 +94,7 @@ def _small(pico: bool) -> Preset:
     side, patch, board = (8, 2, 16) if pico else (28, 7, 28)
     vit = Subject(
         "ViT",
-        {"class": "ViTForImageClassification", "config": _vit(side, patch, width, layers, num_labels=10)},
+        {"class": "ViTForImageClassification", "config": vit_config(side, patch, width, layers, num_labels=10)},
         {"kind": "images", "size": side, **grey},
         test=images("test", rows["test"]),
         train=images("train", rows["image"]),
@@ -103,7 +103,7 @@ def _small(pico: bool) -> Preset:
     scenes = {"kind": "scenes", **grey, "classes": 11, "tiles": 2, "side": board, "piece": 8 if pico else 14, "empty": 0.25}
     dense = Subject(
         "ViT, dense",
-        {"class": "ViTModel", "more": {"add_pooling_layer": False}, "dense": 11, "config": _vit(board, 4 if pico else 7, width, layers)},
+        {"class": "ViTModel", "more": {"add_pooling_layer": False}, "dense": 11, "config": vit_config(board, 4 if pico else 7, width, layers)},
         {**scenes, "count": 512 if pico else 8000, "seed": 0},
         test=images("test", None),
         train=images("train", None),
@@ -171,7 +171,7 @@ def _split(pico: bool) -> dict[str, dict[str, Subject]]:
         budget = {"hidden": 32, "depth": 1, "epochs": 8, "patience": 3, "rate": 5e-3, "batch": 32}
         digits = Subject(
             "digits",
-            {"class": "ViTForImageClassification", "config": _vit(8, 2, 16, 1, num_labels=10)},
+            {"class": "ViTForImageClassification", "config": vit_config(8, 2, 16, 1, num_labels=10)},
             {"kind": "images", "size": 8, "classes": 10, "mean": [0.5], "std": [0.5], "part": [0, 0.5]},
             test=From("digits", split="test"),
             train=From("digits", rows=400),
@@ -183,7 +183,7 @@ def _split(pico: bool) -> dict[str, dict[str, Subject]]:
     held = From("faces_2000_gray64.npz", {"image": "X", "label": "emotion"})
     faces = Subject(
         "faces",
-        {"class": "ViTForImageClassification", "config": _vit(32, 8, 64, 2, num_labels=2)},
+        {"class": "ViTForImageClassification", "config": vit_config(32, 8, 64, 2, num_labels=2)},
         {"kind": "images", "size": 32, "classes": 2, "names": ["neutral", "happiness"], "mean": [0.5], "std": [0.25], "part": [0, 0.5]},
         test=held,
         train=held,
@@ -194,7 +194,7 @@ def _split(pico: bool) -> dict[str, dict[str, Subject]]:
     pixels = {"image": "X", "label": "y"}
     cifar = Subject(
         "CIFAR-10",
-        {"class": "ViTForImageClassification", "config": _vit(32, 8, 192, 1, num_labels=10, num_channels=3)},
+        {"class": "ViTForImageClassification", "config": vit_config(32, 8, 192, 1, num_labels=10, num_channels=3)},
         {"kind": "images", "classes": 10, "size": 32, "mean": [0.4914, 0.4822, 0.4465], "std": [0.2023, 0.1994, 0.2010]},
         test=From("cifar10_test.npz", pixels, rows=2000),
         train=From("cifar10_train_4k.npz", pixels, rows=2000),

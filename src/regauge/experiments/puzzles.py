@@ -17,7 +17,7 @@ from regauge.experiments.augmenting import STRONG
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
-from regauge.experiments.presets import From, Subject, _vit
+from regauge.experiments.presets import From, Subject, vit_config
 from regauge.experiments.training import descend, parameters_of, steps_of
 from regauge.jigsaw.masks import JigsawError
 from regauge.jigsaw.metrics import evaluate
@@ -143,7 +143,7 @@ def _small() -> dict[str, Subject]:
     few = From("cifar10_train_4k.npz", {"image": "X", "label": "y"})
     recipe = {"optimizer": "adamw", "rate": 2e-3, "more": {"weight_decay": 0.05}, "dtype": "float32"}
     recipe |= {"warmup": WARMUP, "clip": 5.0, "augment": {"flip": True, "shift": 4}}
-    config = _vit(32, 4, 48, 2, num_channels=3, num_labels=10, num_attention_heads=2)
+    config = vit_config(32, 4, 48, 2, num_channels=3, num_labels=10, num_attention_heads=2)
     vit = Subject(
         "ViT",
         # Patches are what a ViT learns first, and places late: with positions as large as patches it minds them within minutes.
@@ -182,7 +182,7 @@ def _pico() -> dict[str, Subject]:
     recipe = {"optimizer": "adamw", "rate": 1e-2, "batch": 60, "epochs": 2, "dtype": "float32", "warmup": WARMUP, "looks": 2}
     vit = Subject(
         "ViT",
-        {"class": "ViTForImageClassification", "config": _vit(8, 2, 16, 1, num_labels=10)},
+        {"class": "ViTForImageClassification", "config": vit_config(8, 2, 16, 1, num_labels=10)},
         {"kind": "images", "classes": 10, "size": 8, "mean": [0.3], "std": [0.38]},
         test=From("digits", split="test", rows=60),
         train=From("digits", rows=360),

@@ -15,9 +15,9 @@ from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.jigsaws import results
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
-from regauge.experiments.presets import From, _vit
+from regauge.experiments.presets import From, vit_config
 from regauge.experiments.puzzles import accuracy
-from regauge.experiments.updates import _examples
+from regauge.experiments.updates import examples_of
 from regauge.findings import Figure, Finding, Results, Table
 from regauge.gradients.attacking import QUICK, Budget, named
 from regauge.gradients.auditing import GradientCase, row_of
@@ -143,7 +143,7 @@ def faces(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
 def seen(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
     """Updates of a pretrained ViT with a new head, under one combination, of images at its usual size."""
     model = build(p["model"], 0, data["source"].uri).eval()
-    examples = _examples(p["task"], data["images"])
+    examples = examples_of(p["task"], data["images"])
     count = int(p["updates"])
     case = GradientCase(
         model,
@@ -184,8 +184,8 @@ TEXTS = Cell("gradients-minilm", 1, texts)
 
 def _model(preset: str) -> dict[str, Any]:
     if preset == "pico":
-        return {"class": "ViTForImageClassification", "config": _vit(8, 2, 16, 1, num_labels=10)}
-    config = {**_vit(64, 8, 96, 4, num_channels=1, num_labels=2), "intermediate_size": 192}
+        return {"class": "ViTForImageClassification", "config": vit_config(8, 2, 16, 1, num_labels=10)}
+    config = {**vit_config(64, 8, 96, 4, num_channels=1, num_labels=2), "intermediate_size": 192}
     return {"class": "ViTForImageClassification", "config": config}
 
 

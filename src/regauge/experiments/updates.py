@@ -32,7 +32,7 @@ from regauge.jigsaw.variants import Variant
 from regauge.jigsaw.wrapping import MaskedJigsaw
 from regauge.leakage.auditing import in_unit
 from regauge.leakage.scoring import mean
-from regauge.leakage.telling import _shown
+from regauge.leakage.telling import pictures_of
 from regauge.metrics import Lpips
 from regauge.tasks import Examples, prepare
 
@@ -58,7 +58,7 @@ ATTACKS = {"april": "APRIL, modified block", "april, float64": "APRIL, modified 
 
 def table5(lab: Lab) -> Results:
     """What gradients leak: the paper's attack and ours, in its settings (a) to (d)."""
-    subject, images = _subjects(lab)
+    subject, images = gradient_subjects(lab)
     count = {"pico": 2, "small": 16, "paper": 1000}[lab.preset_name]
     kinds = sorted({row[2] for row in ROWS} - {"random"})
     pairs = dict.fromkeys((kind, plan) for _, _, kind, plan, _, _ in ROWS)
@@ -99,12 +99,12 @@ def table5(lab: Lab) -> Results:
 
 
 def _trained_part(lab: Lab, kind: str) -> None:
-    score_of(lab, _subjects(lab)[0], how(kind), 0)
+    score_of(lab, gradient_subjects(lab)[0], how(kind), 0)
 
 
 def _attacked_part(lab: Lab, item: tuple[str, str, str, int]) -> None:
     kind, plan, attack, count = item
-    subject, images = _subjects(lab)
+    subject, images = gradient_subjects(lab)
     _attacked(lab, subject, kind, plan, attack, images, count)
 
 
@@ -167,13 +167,13 @@ def _gallery(cells: Mapping[tuple[str, str, str], Outcome]) -> Figure:
     for name, setting, kind, plan, _, _ in ROWS:
         held = cells[kind, plan, "least squares"].tensors
         if setting == "a" and kind == "random":
-            shown.append({"label": "the images", "images": _shown(held["original"])})
+            shown.append({"label": "the images", "images": pictures_of(held["original"])})
         if setting == "d":
             continue
         for attack in ("april", "least squares"):
             tensors = cells[kind, plan, attack].tensors
             if "found" in tensors:
-                shown.append({"label": f"({setting}) {name}: {ATTACKS[attack]}", "images": _shown(tensors["found"])})
+                shown.append({"label": f"({setting}) {name}: {ATTACKS[attack]}", "images": pictures_of(tensors["found"])})
     return Figure("Table 5: what each attack sees", "images", {"columns": [], "rows": shown}, "The first images.")
 
 
@@ -184,7 +184,7 @@ def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     model = april_model(model) if slow else model
     model = model.double() if p["attack"].endswith("float64") else model.float()
     count, (mean_, std) = int(p["count"]), (p["task"]["mean"], p["task"]["std"])
-    examples = _examples(p["task"], data["images"])
+    examples = examples_of(p["task"], data["images"])
     own = examples.only(np.arange(count, min(len(examples), count + OWN)))
     case = GradientCase(model, examples.only(np.arange(count)), own, mean_, std, updates=count, seed=p["seed"], name="table5")
     lpips = Lpips(data["lpips"].uri) if "lpips" in data else None
@@ -201,7 +201,7 @@ def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     return Outcome(values, {k: t.contiguous() for k, t in tensors.items()})
 
 
-def _examples(task: Mapping[str, Any], data: Data) -> Examples:
+def examples_of(task: Mapping[str, Any], data: Data) -> Examples:
     """Images with their labels, or, of images whose classes are none of the model's, with labels by turns."""
     if "label" in data.fields and int(np.max(data["label"])) < int(task["classes"]):
         return prepare(task, data)
@@ -257,7 +257,7 @@ def _bare(lab: Lab, subject: Subject) -> float:
     )
 
 
-def _subjects(lab: Lab) -> tuple[Subject, From]:
+def gradient_subjects(lab: Lab) -> tuple[Subject, From]:
     """The model, and the images: some are attacked, others are the attacker's. Small: a ViT that is to its patches as ViT-S/16 is (more channels than
     tokens, fewer than values of a patch), trained on CIFAR-10; ImageNet's images, made as small, are attacked."""
     vit = subjects_of(lab.preset_name)["vit"]

@@ -17,7 +17,7 @@ from regauge.federated.spying import Seen
 from regauge.federated.states import load_state
 from regauge.findings import Figure, Results
 from regauge.gradients.attacking import ATTACKS, QUICK, Attack, Budget, attempt
-from regauge.gradients.auditing import REHEARSALS, _asked, shared_out
+from regauge.gradients.auditing import REHEARSALS, asked_of, shared_out
 from regauge.gradients.clients import Truth, on
 from regauge.gradients.scoring import assigned, auc, average, score, told_labels
 from regauge.leakage.auditing import in_unit
@@ -121,7 +121,7 @@ def attacked(
             rehearsals = practice.rehearsals() if practice is not None and attack.learn is not None else ()
             view = _view(model, seen, truth, attack, images, rehearsals)
             learned = practice.lesson(attack, view, budget) if practice is not None and attack.learn is not None else None
-            asked, inside = _asked(view, truth, apart, seen.round) if attack.kind == "patches" else (None, 0)
+            asked, inside = asked_of(view, truth, apart, seen.round) if attack.kind == "patches" else (None, 0)
             one = attempt(attack, view, budget, asked, learned)
         except UpdateError as error:
             row[f"why {attack.name}"] = str(error)

@@ -218,7 +218,6 @@ ATTACKS: tuple[Attack, ...] = (
     ),
 )
 QUICK = tuple(a for a in ATTACKS if not a.is_slow and a.name != "april")  # what an audit tries where nothing else is said
-CLOSED = tuple(a for a in QUICK if a.learn is None)  # of one update alone, without any of the adversary's own
 
 
 def named(names: Sequence[str]) -> tuple[Attack, ...]:

@@ -149,7 +149,7 @@ def row_of(
             continue
         for n, (sent_model, update, truth) in enumerate(made[:optimised] if attack.is_slow else made):
             view = view_of(sent_model, plan, update, truth, attack.threat, own, rehearsals)
-            asked, inside = _asked(view, truth, apart, case.seed + n) if attack.kind == "patches" else (None, 0)
+            asked, inside = asked_of(view, truth, apart, case.seed + n) if attack.kind == "patches" else (None, 0)
             one = attempt(attack, view, replace(budget, seed=budget.seed + n), asked, learned)
             if one.found is None:
                 why[attack.name] = one.why
@@ -216,7 +216,7 @@ def shared_out(own: Examples) -> tuple[Examples, Tensor]:
     return own.only(np.arange(kept)), _inputs(own.only(np.arange(kept if kept < len(own) else 0, len(own))))
 
 
-def _asked(view: SentUpdate, truth: Truth, own: Tensor, seed: int) -> tuple[Tensor, int]:
+def asked_of(view: SentUpdate, truth: Truth, own: Tensor, seed: int) -> tuple[Tensor, int]:
     """Patches of the batch, and as many of other images, for membership; and how many are of the batch."""
     side = _layers(view).patch[0]
     true = patches_of(truth.read["pixel_values"].cpu(), side)

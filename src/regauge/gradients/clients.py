@@ -140,7 +140,7 @@ def _of_one(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: Inpu
     for step in range(count):
         at = slice(step * plan.batch, (step + 1) * plan.batch) if fresh else slice(None)
         here, answers = {name: t[at] for name, t in inputs.items()}, labels[at]
-        drawn = _puzzle(own, plan, here, f"{label}/{step}")
+        drawn = puzzle_of(own, plan, here, f"{label}/{step}")
         if step == 0:
             puzzle = drawn
             read = inputs if drawn is None else {**inputs, "pixel_values": drawn.apply(inputs["pixel_values"])}
@@ -223,7 +223,7 @@ def _plain(model: MaskedJigsaw, pixels: Tensor) -> Tensor:
     return logits_of(model.model, {"pixel_values": pixels})
 
 
-def _puzzle(model: torch.nn.Module, plan: Plan, inputs: Inputs, label: str) -> Puzzle | None:
+def puzzle_of(model: torch.nn.Module, plan: Plan, inputs: Inputs, label: str) -> Puzzle | None:
     if not isinstance(plan.model, Mjp) or not plan.model.shuffle or not isinstance(model, MaskedJigsaw):
         return None
     height, width = inputs["pixel_values"].shape[-2:]

@@ -26,7 +26,7 @@ from regauge.attacks.layers import inner_of
 from regauge.errors import RegaugeError
 from regauge.jigsaw.masks import check_ratio
 from regauge.jigsaw.places import place_of
-from regauge.split.defences import DefenceError, Draw, _require, in_turn, read_named, spent
+from regauge.split.defences import DefenceError, Draw, in_turn, read_named, require, spent
 
 Tensor = torch.Tensor
 NONE = "none"
@@ -54,7 +54,7 @@ class Mjp:
     stage: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        _require(check_ratio(self.ratio) > 0, "a puzzle of nothing is none", "give a ratio between 0 and 1")
+        require(check_ratio(self.ratio) > 0, "a puzzle of nothing is none", "give a ratio between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Steps:
 
     def __post_init__(self) -> None:
         _whole(self.count, "steps")
-        _require(0 < self.rate < math.inf, f"{self.rate} is no rate", "give a positive number")
+        require(0 < self.rate < math.inf, f"{self.rate} is no rate", "give a positive number")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Withhold:
     stage: ClassVar[int] = 3
 
     def __init__(self, *what: str) -> None:
-        _require(
+        require(
             bool(what) and all(w in PARTS for w in what), f"{', '.join(map(str, what)) or 'nothing'} cannot be withheld", f"parts: {', '.join(PARTS)}"
         )
         self.what = tuple(what)
@@ -136,7 +136,7 @@ class Clip:
     stage: ClassVar[int] = 4
 
     def __post_init__(self) -> None:
-        _require(0 < self.norm < math.inf, f"a norm of {self.norm} clips all or nothing", "give a positive number")
+        require(0 < self.norm < math.inf, f"a norm of {self.norm} clips all or nothing", "give a positive number")
 
     def leave(self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw) -> dict[str, Tensor]:
         return clipped(tensors, self.norm)
@@ -152,7 +152,7 @@ class Private:
 
     def __post_init__(self) -> None:
         for value in (self.multiplier, self.norm):
-            _require(0 < value < math.inf, f"{value} is no noise multiplier or norm", "both are positive numbers")
+            require(0 < value < math.inf, f"{value} is no noise multiplier or norm", "both are positive numbers")
 
     def leave(self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw, count: int = 1) -> dict[str, Tensor]:
         """Noise on a mean of `count` clipped gradients."""
@@ -173,8 +173,8 @@ class Noise:
     stage: ClassVar[int] = 5
 
     def __post_init__(self) -> None:
-        _require(0 < self.scale < math.inf, f"noise of {self.scale} is none", "give a positive number: 0.1 is a tenth of a tensor's own size")
-        _require(self.part is None or self.part in PARTS, f'there is no part "{self.part}"', f"parts: {', '.join(PARTS)}")
+        require(0 < self.scale < math.inf, f"noise of {self.scale} is none", "give a positive number: 0.1 is a tenth of a tensor's own size")
+        require(self.part is None or self.part in PARTS, f'there is no part "{self.part}"', f"parts: {', '.join(PARTS)}")
 
     def leave(self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw) -> dict[str, Tensor]:
         at = set(tensors) if self.part is None else names_of(model, self.part)
@@ -189,7 +189,7 @@ class Prune:
     stage: ClassVar[int] = 6
 
     def __post_init__(self) -> None:
-        _require(0 < self.share < 1, f"a share of {self.share} is not in (0, 1)", "0.9 keeps a tenth")
+        require(0 < self.share < 1, f"a share of {self.share} is not in (0, 1)", "0.9 keeps a tenth")
 
     def leave(self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw) -> dict[str, Tensor]:
         return {name: self._pruned(t) for name, t in tensors.items()}
@@ -208,7 +208,7 @@ class Round:
     stage: ClassVar[int] = 6
 
     def __post_init__(self) -> None:
-        _require(2 <= self.bits <= 16 and self.bits == int(self.bits), f"{self.bits} bits cannot be", "give a whole number from 2 to 16")
+        require(2 <= self.bits <= 16 and self.bits == int(self.bits), f"{self.bits} bits cannot be", "give a whole number from 2 to 16")
 
     def leave(self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw) -> dict[str, Tensor]:
         most = 2 ** (int(self.bits) - 1) - 1
@@ -271,14 +271,14 @@ def plan_of(combination: str, batch: int = 1, steps: int = 1, rate: float = 0.01
     texts: Sequence[str] = () if combination == NONE else re.split(r"\+(?=[a-z])", combination)
     made = in_turn([read_named(text, DEFENCES) for text in texts], often=Noise)
     changed = [d for d in made if isinstance(d, NoPositions | Mjp)]
-    _require(len(changed) < 2, "MJP needs the positions that no-positions takes away", "choose one of the two")
+    require(len(changed) < 2, "MJP needs the positions that no-positions takes away", "choose one of the two")
 
     def one(kind: type) -> Any:
         return next((d for d in made if isinstance(d, kind)), None)
 
     size, clients = one(Batch), one(Clients)
     local = one(Steps) or (Steps(steps, rate) if steps > 1 else None)
-    _require(local is None or one(Private) is None, "private is for gradients of one batch, not for the change after local steps", "leave out steps")
+    require(local is None or one(Private) is None, "private is for gradients of one batch, not for the change after local steps", "leave out steps")
     leaving = tuple(d for d in made if hasattr(d, "leave"))
     return Plan(
         combination,
@@ -337,4 +337,4 @@ def clipped(tensors: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
 
 
 def _whole(value: float, what: str) -> None:
-    _require(value >= 1 and value == int(value), f"{value:g} {what} cannot be", "give a whole number from 1")
+    require(value >= 1 and value == int(value), f"{value:g} {what} cannot be", "give a whole number from 1")

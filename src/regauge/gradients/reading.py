@@ -174,14 +174,14 @@ def _told(case: TextCase, rows: Sequence[TextRow], floor: Mapping[str, list[floa
         for row in rows
         for name, scores in row.scores.items()
     ]
-    verdict = [_verdict(case, row, floor, titles) for row in rows] + [LAST]
+    verdict = [_verdict(row, floor, titles) for row in rows] + [LAST]
     why = [f"{row.combination}, {name}: {text}" for row in rows for name, text in row.why.items()]
     return Results(
         "What updates give away", tuple(findings), (Table(f"Texts: {case.name}", heads, tuple(table), note),), (), {"verdict": verdict}, tuple(why)
     )
 
 
-def _verdict(case: TextCase, row: TextRow, floor: Mapping[str, Any], titles: Mapping[str, str]) -> str:
+def _verdict(row: TextRow, floor: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     name = max(row.scores, key=lambda n: statistics.fmean(row.scores[n]["ROUGE-L"]))
     got = row.scores[name]
     best, exact, low = (statistics.fmean(s) for s in (got["ROUGE-L"], got["exact"], floor["ROUGE-L"]))

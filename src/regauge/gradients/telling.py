@@ -14,7 +14,7 @@ from regauge.gradients.attacking import Attack
 from regauge.gradients.defences import NONE
 from regauge.gradients.scoring import LEAK, METRICS, Case, Row, average
 from regauge.leakage.scoring import mean, worst
-from regauge.leakage.telling import _shown
+from regauge.leakage.telling import pictures_of
 
 NEAR, SOME = 0.5, 3.0  # dB above the mean image: nothing was learned; something was
 GUESS, SURE = 0.55, 0.9  # AUC of membership: as good as a guess; told
@@ -154,14 +154,14 @@ def gallery(case: Case) -> list[Figure]:
     """The images, and what the best attack made of them under each combination."""
     if case.shown is None or not len(case.shown):
         return []
-    rows = [{"label": "the images", "images": _shown(case.shown)}]
+    rows = [{"label": "the images", "images": pictures_of(case.shown)}]
     for row in case.rows:
         name, best = row.best()
         got = row.images.get(name)
         if row.read is not None:
-            rows.append({"label": f"{row.combination}: what the model read", "images": _shown(row.read)})
+            rows.append({"label": f"{row.combination}: what the model read", "images": pictures_of(row.read)})
         if got is not None and got.images is not None:
-            rows.append({"label": f"{row.combination}: {best:.0f} dB ({name})", "images": _shown(got.images)})
+            rows.append({"label": f"{row.combination}: {best:.0f} dB ({name})", "images": pictures_of(got.images)})
     caption = f"The best attack under each combination. The mean image has {case.floor():.1f} dB; from about 20 dB on a picture is recognised."
     return [Figure(f"{case.name}: what the server sees", "images", {"columns": [], "rows": rows}, caption)]
 

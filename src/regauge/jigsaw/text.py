@@ -19,7 +19,7 @@ import torch
 from torch.func import functional_call
 
 from regauge.jigsaw.masks import JigsawError, check_ratio, shuffles
-from regauge.jigsaw.wrapping import Output, _rank
+from regauge.jigsaw.wrapping import Output, rank_of
 
 Tensor = torch.Tensor
 
@@ -119,7 +119,7 @@ class TextJigsaw(torch.nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _next(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        seeds = [self.seed, _rank(), self.passes]
+        seeds = [self.seed, rank_of(), self.passes]
         shuffled = self.ratio > 0 and self.passes >= self.warmup and np.random.default_rng([*seeds, 0]).random() < self.probability
         self.passes += 1
         return self.draw(input_ids, attention_mask, [*seeds, 1]) if shuffled else None

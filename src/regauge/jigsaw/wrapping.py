@@ -171,7 +171,7 @@ class MaskedJigsaw(torch.nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _next(self, count: int, grid: Grid, like: Tensor) -> tuple[Puzzle | None, Tensor]:
         """The puzzle of this pass, if it has one, and the weight of the extra loss."""
-        seeds = [self.seed, _rank(), self.passes]
+        seeds = [self.seed, rank_of(), self.passes]
         ratio = self.ratio if self.schedule is None else check_ratio(self.ratio * self.schedule(self.passes))
         weight = float(self.weight(self.passes)) if callable(self.weight) else float(self.weight)
         shuffles = self.variant.shuffle is not None and ratio > 0 and self.passes >= self.warmup
@@ -236,6 +236,6 @@ def until(total: int, share: float) -> Callable[[int], float]:
     return lambda step: float(step < share * total)
 
 
-def _rank() -> int:
+def rank_of() -> int:
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if there else 0

@@ -189,17 +189,17 @@ def gallery(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
         return []
     out = []
     for attack in attacks:
-        rows = [{"label": "the images", "images": _shown(case.shown)}]
+        rows = [{"label": "the images", "images": pictures_of(case.shown)}]
         for row in case.rows:
             got = row.attacked.get(attack.name)
             if got is not None and got.images is not None:
-                rows.append({"label": f"{row.combination} (SSIM {row.value(attack.name, LEAK):.2f})", "images": _shown(got.images)})
+                rows.append({"label": f"{row.combination} (SSIM {row.value(attack.name, LEAK):.2f})", "images": pictures_of(got.images)})
         if len(rows) > 1:
             out.append(Figure(f"{case.name}: what {attack.title} sees", "images", {"columns": [], "rows": rows}, "The first images of the test."))
     return out
 
 
-def _shown(images: torch.Tensor) -> list[Any]:
+def pictures_of(images: torch.Tensor) -> list[Any]:
     if images.shape[-1] > WIDEST:
         images = torch.nn.functional.interpolate(images, (WIDEST, WIDEST), mode="area")
     return [[[round(float(v), 2) for v in line] if images.shape[1] == 1 else line.tolist() for line in image] for image in _channels_last(images)]

@@ -85,7 +85,7 @@ def _same(z: Tensor) -> Tensor:
     return z
 
 
-def _require(holds: bool, message: str, hint: str) -> None:
+def require(holds: bool, message: str, hint: str) -> None:
     if not holds:
         raise DefenceError(message, hint=hint)
 
@@ -97,7 +97,7 @@ class PixelNoise(_OnImages):
     scale: float
 
     def __post_init__(self) -> None:
-        _require(0 < self.scale < math.inf, f"noise of {self.scale} is none", "give a positive standard deviation")
+        require(0 < self.scale < math.inf, f"noise of {self.scale} is none", "give a positive standard deviation")
 
     def enter(self, images: Tensor, draw: Draw) -> Tensor:
         return images + self.scale * draw.normal("pixel-noise", images)
@@ -111,8 +111,8 @@ class LowPass(_OnImages):
     shape: Literal["square", "disc"] = "square"
 
     def __post_init__(self) -> None:
-        _require(0 < self.radius <= 0.5, f"a radius of {self.radius} is not in (0, 0.5]", "0.05 is the paper's; 0.5 keeps all")
-        _require(self.shape in ("square", "disc"), f"a filter is no {self.shape!r}", "choose square or disc")
+        require(0 < self.radius <= 0.5, f"a radius of {self.radius} is not in (0, 0.5]", "0.05 is the paper's; 0.5 keeps all")
+        require(self.shape in ("square", "disc"), f"a filter is no {self.shape!r}", "choose square or disc")
 
     def enter(self, images: Tensor, draw: Draw) -> Tensor:
         height, width = images.shape[-2:]
@@ -136,11 +136,11 @@ class Bottleneck(_OnStream):
 
     def __post_init__(self) -> None:
         whole = self.channels >= 1 and self.channels == int(self.channels)
-        _require(whole, f"{self.channels} channels are no bottleneck", "give a whole number: 4 keeps four channels of each token")
+        require(whole, f"{self.channels} channels are no bottleneck", "give a whole number: 4 keeps four channels of each token")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
-        _require(self.channels < z.shape[-1], f"the stream has {z.shape[-1]} channels: {self.channels:g} are all of it", "keep fewer")
+        require(self.channels < z.shape[-1], f"the stream has {z.shape[-1]} channels: {self.channels:g} are all of it", "keep fewer")
         kept = torch.arange(z.shape[-1], device=z.device) < self.channels
         return _with(crossing, torch.where(kept, z, torch.zeros_like(z))), _same
 
@@ -153,7 +153,7 @@ class Clip(_OnStream):
     stage = 2
 
     def __post_init__(self) -> None:
-        _require(0 < self.norm < math.inf, f"a norm of {self.norm} clips all or nothing", "give a positive number")
+        require(0 < self.norm < math.inf, f"a norm of {self.norm} clips all or nothing", "give a positive number")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         return _with(crossing, clipped(crossing.stream, self.norm)), _same
@@ -174,7 +174,7 @@ class Noise(_OnStream):
     stage = 3
 
     def __post_init__(self) -> None:
-        _require(0 < self.scale < math.inf, f"noise of {self.scale} is none", "give a positive number: 0.5 is half of the stream's own deviation")
+        require(0 < self.scale < math.inf, f"noise of {self.scale} is none", "give a positive number: 0.5 is half of the stream's own deviation")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
@@ -194,7 +194,7 @@ class Round(_OnStream):
 
     def __post_init__(self) -> None:
         whole = 1 <= self.bits <= 8 and self.bits == int(self.bits)
-        _require(whole, f"{self.bits} bits cannot be", "give a whole number from 1 to 8")
+        require(whole, f"{self.bits} bits cannot be", "give a whole number from 1 to 8")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
@@ -218,7 +218,7 @@ class Private(_OnStream):
 
     def __post_init__(self) -> None:
         for value in (self.multiplier, self.norm):
-            _require(0 < value < math.inf, f"{value} is no noise multiplier or norm", "both are positive numbers")
+            require(0 < value < math.inf, f"{value} is no noise multiplier or norm", "both are positive numbers")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         def back(z: Tensor) -> Tensor:
@@ -237,7 +237,7 @@ class Private(_OnStream):
         For whoever sees all that is sent, of any two samples (local differential privacy; no batch hides a sample). By dp-accounting's Renyi
         accountant. The gradient is counted as a second release of the same sample; labels are in it, and are so covered.
         """
-        _require(passes >= 0, f"{passes} passes cannot be", "count them from 0")
+        require(passes >= 0, f"{passes} passes cannot be", "count them from 0")
         return spent(self.multiplier, passes * (2 if backward else 1), delta, "REPLACE_ONE")
 
 
@@ -267,15 +267,15 @@ class BatchShuffle(_OnStream):
     stage = 5
 
     def __post_init__(self) -> None:
-        _require(0 < self.share <= 1, f"a share of {self.share} is not in (0, 1]", "1 shuffles all tokens")
+        require(0 < self.share <= 1, f"a share of {self.share} is not in (0, 1]", "1 shuffles all tokens")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
-        _require(z.shape[0] > 1, "tokens of a batch of one sample have nobody to change places with", "use larger batches, or rows")
+        require(z.shape[0] > 1, "tokens of a batch of one sample have nobody to change places with", "use larger batches, or rows")
         others = [
             k for k, v in crossing.tensors.items() if k.partition("@")[0] != crossing.boundary.stream and ax.spaces(crossing.axes(k) or "") & ROWS
         ]
-        _require(not others, f'"{min(others, default="")}" belongs to each token of its sample, so that tokens cannot leave it', "use rows")
+        require(not others, f'"{min(others, default="")}" belongs to each token of its sample, so that tokens cannot leave it', "use rows")
         tokens = torch.arange(z.shape[0] * z.shape[1]).view(z.shape[0], -1)
         movable = tokens[:, 1:].reshape(-1) if self.keep_cls else tokens.reshape(-1)
         stream = draw.stream("batch-shuffle")
@@ -301,7 +301,7 @@ class Rows(_OnStream):
     stage = 6
 
     def __post_init__(self) -> None:
-        _require(self.each in ("batch", "sample"), f'rows are shuffled by "batch" or by "sample", not by {self.each!r}', "choose one of the two")
+        require(self.each in ("batch", "sample"), f'rows are shuffled by "batch" or by "sample", not by {self.each!r}', "choose one of the two")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         batch, n = crossing.stream.shape[:2]
@@ -404,7 +404,7 @@ def in_turn(made: Sequence[Any], often: type | None = None) -> tuple[Any, ...]:
     """Defences of any table in the order of their stages; none of a kind twice, but those that may be there `often`."""
     kinds = [type(d) for d in made]
     twice = next((k.__name__ for k in kinds if kinds.count(k) > 1 and k is not often), None)
-    _require(twice is None, f"{twice} is there twice", "name each defence once")
+    require(twice is None, f"{twice} is there twice", "name each defence once")
     return tuple(sorted(made, key=lambda d: d.stage))
 
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 INTERRUPTED = 130
-# How long torch's threads spin before they sleep. The library's own 300,000 makes small models crawl where another process has a core: measured on two
-# cores, 546 ms a step where it takes 42 with this and 3 on a machine of one's own, whichever it is there.
+# How long torch's threads spin before they sleep. The library's own 300,000 makes small models crawl where another process has a core: measured on
+# two cores 546 ms a step, and 42 with this; on a machine of one's own 3 ms with either.
 SPINS = "3000"
 
 

@@ -342,7 +342,8 @@ def server_app() -> ServerApp:
         waits = {name: float(config[name]) for name in ("wait", "gather")}
 
         def tell(one: Any) -> None:
-            print(f"round {one.number + 1}/{settings.rounds}: {len(one.contributed)} contributed, {dict(one.absent)}", flush=True)  # noqa: T201
+            absent = "".join(f"; absent: {client}, {why}" for client, why in one.absent.items())
+            print(f"round {one.number + 1}/{settings.rounds}: {len(one.contributed)} contributed{absent}", flush=True)  # noqa: T201
 
         found = serve(grid, source, settings, Path(str(config["folder"])), tell=tell, spy=bool(config["spy"]), **waits)
         print("\n".join([*found.lines, f"{len(done(found.kept.history))} rounds are done"]), flush=True)  # noqa: T201

@@ -208,7 +208,7 @@ def test_an_audit_reads_the_texts_that_were_sent(tmp_path: Path, jigsaw: float, 
     federated(source, Settings(clients=2, rounds=1, batch=8, steps=1, rate=0.1), many, spy=True)
     table = audit_run(many).tables[0]
     assert "at least as many tokens as the model has channels" in table.note
-    assert table.rows[0][2] is None
+    assert table.rows[0][2] < 0.9  # words by place, and not which belong together
     assert table.rows[0][5] == 1.0  # words, by the rows of their table
 
 

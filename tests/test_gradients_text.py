@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from regauge.attacks.subspaces import exact_search, span_candidates, tag, text_layers, token_membership
+from regauge.attacks.tables import words_in_places
 from regauge.attacks.updates import Granted, SentUpdate, UpdateError
 from regauge.cli import main
 from regauge.findings import load_results
@@ -68,6 +69,36 @@ def sent(model: Any, ids: torch.Tensor, combination: str = "", **granted: Any) -
 
 def bag(rows: Any) -> set[tuple[int, ...]]:
     return {tuple(int(v) for v in row) for row in rows}
+
+
+@pytest.mark.parametrize("length", [8, 16])
+def test_two_tables_give_a_text_whatever_comes_after_them(length: int) -> None:
+    """Dropout blurs what layers are given, and stops the search; rows of words and places get the same gradient all the same. Words may repeat."""
+    ids = texts(1, length, words=12)
+    assert len(set(ids[0].tolist())) < length
+    view = sent(bert(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.1, num_hidden_layers=3).double(), ids, "+dropout")
+    assert bag(words_in_places(view)) == bag(ids)
+    found = bag(exact_search(view))
+    assert found != bag(ids)
+
+
+def test_two_tables_tell_words_of_several_texts_by_place() -> None:
+    ids = texts(3, 8)
+    found = words_in_places(sent(bert().double(), ids))
+    assert len(found[0]) == 8
+    told = {(p, int(w)) for text in found if len(text) == 8 for p, w in enumerate(text)}
+    true = {(p, int(w)) for text in ids for p, w in enumerate(text)}
+    assert len(told & true) > 0.6 * len(told)  # 24 tokens in 48 channels are not quite apart; a guess gets one in twenty
+    assert bag(found) != bag(ids)  # which belong together is not told
+
+
+def test_two_tables_need_both() -> None:
+    with pytest.raises(UpdateError, match="table of positions"):
+        words_in_places(sent(bert(), texts(1, 8), "+withhold=positions"))
+    with pytest.raises(UpdateError, match="every word of the vocabulary"):
+        words_in_places(sent(gpt2(), texts(1, 8)))
+    with pytest.raises(UpdateError, match="every word of the vocabulary"):
+        words_in_places(sent(bert(), texts(1, 8), "+noise=0.1"))
 
 
 @pytest.mark.parametrize(("model", "count"), [(gpt2, 1), (gpt2, 3), (bert, 1), (bert, 2)])

@@ -303,6 +303,14 @@ def names_of(model: torch.nn.Module, part: str) -> set[str]:
     return known[part]
 
 
+def _table_of(inner: torch.nn.Module) -> str | None:
+    """The table of an image model's positions, if it is one and has one."""
+    try:
+        return place_of(inner).table
+    except RegaugeError:
+        return None
+
+
 def _names_of(model: torch.nn.Module, part: str) -> set[str]:
     from regauge.cutting import cut
     from regauge.sources import spec_of
@@ -314,11 +322,14 @@ def _names_of(model: torch.nn.Module, part: str) -> set[str]:
     beside = {n for n in own if lead and not n.startswith(lead)}  # the wrapper's: the unknown embedding, the regression
     if part in ("positions", "patches"):
         if part == "positions":
-            table = place_of(inner).table
-            found = set() if table is None else {lead + table}
-            return found | beside
-        at = next((n for n, m in inner.named_modules() if isinstance(m, torch.nn.Conv2d)), None)
-        return set() if at is None else {n for n in own if n.startswith(f"{lead}{at}.")}
+            tables = [lead + table] if (table := _table_of(inner)) else [n for n in own if n.endswith(("position_embeddings.weight", "wpe.weight"))]
+            found = {*tables[:1]}
+        else:
+            at = next((n for n, m in inner.named_modules() if isinstance(m, torch.nn.Conv2d)), None)
+            found = set() if at is None else {n for n in own if n.startswith(f"{lead}{at}.")}
+        if not found:
+            raise DefenceError(f"a {type(inner).__name__} has no {part} of its own to withhold or freeze", hint="embedding is all before the blocks")
+        return found | (beside if part == "positions" else set())
     try:
         if part == "first":
             return {n for n in own for b in cut(inner).boundaries if n.startswith(f"{lead}{b.blocks}.0.")}

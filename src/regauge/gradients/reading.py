@@ -13,6 +13,7 @@ import torch
 
 from regauge.attacks.classes import label_counts
 from regauge.attacks.subspaces import exact_search, tag, text_layers, token_membership
+from regauge.attacks.tables import words_in_places
 from regauge.attacks.updates import SentUpdate, Threat, UpdateError
 from regauge.findings import Finding, Results, Table
 from regauge.gradients.clients import Truth, contribute, on, prepared, view_of
@@ -53,6 +54,7 @@ class TextAttack:
 
 ATTACKS: tuple[TextAttack, ...] = (
     TextAttack("search", "exact search", Threat(batch=True, length=True), exact_search),
+    TextAttack("tables", "words in their places", Threat(batch=True), words_in_places),
     TextAttack("words", "words by zero rows", Threat(), lambda view: [token_membership(view).nonzero()[:, 0]]),
     TextAttack("tag", "TAG", Threat(batch=True, length=True), tag, True),
 )

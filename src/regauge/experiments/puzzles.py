@@ -134,7 +134,7 @@ def _how(subject: Subject, given: How) -> dict[str, Any]:
 
 
 def subjects_of(preset: str) -> dict[str, Subject]:
-    """ViT, Swin and ResNet of a preset, on its images; where the ViT's training is a short one, also one that is longer."""
+    """ViT, Swin and ResNet of a preset, on its images; where the ViT's training is a short one, also one that is longer, and one to its end."""
     return _PRESETS[preset]()
 
 
@@ -157,7 +157,10 @@ def _small() -> dict[str, Subject]:
     found = _beside(vit, {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}, {"embedding_size": 16, "hidden_sizes": [32, 64]})
     others = {**recipe, "batch": 100, "epochs": 1, "looks": 10}
     longer = replace(vit, name="ViT, longer", recipe={**recipe, "batch": 50, "steps": 1200, "looks": 5})
-    return {"vit": vit, "longer": longer, **{name: replace(found[name], recipe=others) for name in ("swin", "resnet")}}
+    # As many epochs as the paper's, of as many images as leave time for them: nothing is left to be learned, as in its trainings, and much to forget.
+    most = From("cifar10/cifar10.npz", {"image": "X_train", "label": "y_train"}, rows=1000, otherwise=replace(few, rows=1000))
+    out = replace(vit, name="ViT, 300 epochs of 1,000", train=most, recipe={**recipe, "batch": 50, "steps": 6000, "looks": 5})
+    return {"vit": vit, "longer": longer, "out": out, **{name: replace(found[name], recipe=others) for name in ("swin", "resnet")}}
 
 
 def _beside(vit: Subject, swin: Mapping[str, Any], resnet: Mapping[str, Any]) -> dict[str, Subject]:

@@ -185,6 +185,13 @@ def test_a_server_rehearses_what_its_clients_do(tmp_path: Path) -> None:
     assert not torch.equal(one.read, other.read)
     (hidden,) = rehearsed(model, seen, own, replace(settings, defences=("freeze=embedding", "noise=0.1")), 1, 0)
     assert not any("embeddings" in n for n in hidden.update.tensors)
+    noisy, still, kept = (
+        next(rehearsed(model, seen, own, replace(settings, defences=(d,)), 1, 0)).update.tensors["model.classifier.weight"]
+        for d in ("noise=0.5", "freeze=embedding", "withhold=embedding")
+    )
+    assert not torch.allclose(noisy, one.update.tensors["model.classifier.weight"], rtol=0.1)
+    assert not torch.equal(still, kept)  # in the second step what is withheld has been trained, and what is frozen has not
+    assert torch.equal(kept, one.update.tensors["model.classifier.weight"])
     (summed,) = rehearsed(model, seen, own, settings, 1, 0, clients=3)
     assert len(summed.read) == 24
 

@@ -115,16 +115,16 @@ def descend(view: SentUpdate, how: How, *, start: Tensor | None = None, features
 
 def compared(found: Mapping[str, Tensor], target: Mapping[str, Tensor], names: list[str], objective: Objective, positions: str | None) -> Tensor:
     """How far the gradients of each guess are from those of the update: [guesses]."""
+    if objective == "cosine":  # of all as one: a product in place of one for each tensor
+        whole, aim = (torch.cat([t.flatten(d) for t in (some[n] for n in names)], -1) for some, d in ((found, 1), (target, 0)))
+        return 1 - whole @ aim / (whole.square().sum(1) * aim.square().sum()).clamp(min=1e-30).sqrt()
     both = torch.stack([(found[n] * target[n]).flatten(1).sum(1) for n in names])
     own = torch.stack([found[n].square().flatten(1).sum(1) for n in names])
     true = torch.stack([target[n].square().sum() for n in names])[:, None]
-    if objective == "cosine":
-        out: Tensor = 1 - both.sum(0) / (own.sum(0) * true.sum()).clamp(min=1e-30).sqrt()
-        return out
     if objective == "layers":
         told = true[:, 0] > 0
         return (1 - both[told] / (own[told] * true[told]).clamp(min=1e-30).sqrt()).mean(0)
-    out = (own - 2 * both + true).sum(0)
+    out: Tensor = (own - 2 * both + true).sum(0)
     if objective == "april" and positions is not None and positions in target:
         at = names.index(positions)
         out = out + (1 - both[at] / (own[at] * true[at]).clamp(min=1e-30).sqrt())

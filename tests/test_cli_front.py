@@ -124,6 +124,7 @@ def test_doctor_names_what_is_missing_or_old(monkeypatch: pytest.MonkeyPatch, ca
     said = capsys.readouterr().out
     assert "jinja2>=3.1, matplotlib 0.1 is too old (>=3.8)" in said
     assert "to get report: pip install 'regauge[report]'" in said
+    assert all("  # " in line for line in said.splitlines() if line.startswith(("to get timm", "to get federated")))
     old = True
     assert main(["doctor"]) == 1
     assert "numpy 1.20 is too old (>=1.26); pip install --upgrade regauge" in capsys.readouterr().out

@@ -176,7 +176,9 @@ def test_different_vocabularies_are_matched_by_the_tokens_of_both(tmp_path: Path
     assert found["value"] < 1e-2 < found["ceiling"]
 
 
-def test_an_interrupted_match_leaves_what_it_found(pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_match_leaves_what_it_found(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = pair
     out = tmp_path / "out"
     import regauge.matching.finding as finding
@@ -192,6 +194,9 @@ def test_an_interrupted_match_leaves_what_it_found(pair: tuple[Path, Path], tmp_
     monkeypatch.setattr(finding, "_solve", stop)
     assert run("match", a, b, "-o", out) == 130
     assert (tmp_path / ".out.match").exists()
+    said = capsys.readouterr().err.splitlines()
+    assert said[-2] == "regauge: error: interrupted"
+    assert said[-1].endswith(f"{tmp_path / '.out.match'}, {tmp_path / '.out.match.json'}")  # and how to go on
     assert (tmp_path / ".out.match").stat().st_mode & 0o077 == 0
     monkeypatch.setattr(finding, "_solve", whole)
     assert run("match", a, b, "-o", out, "--resume") == 0

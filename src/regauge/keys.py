@@ -36,7 +36,7 @@ _LARGEST = 1 << 16  # bytes of a key file
 
 _PLAIN = {"regauge", "version", "purpose", "id", "created", "key"}
 _WRAPPED = {"regauge", "version", "purpose", "id", "created", "scrypt", "nonce", "wrapped"}
-_MAKE = "regauge keygen -o KEY makes a key"
+_MAKE = "give the file that keygen wrote; regauge keygen -o KEY makes a new key, for what is not locked yet"
 
 Passphrase = str | Callable[[], str] | None
 
@@ -151,9 +151,8 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
         ):
             raise _BadFieldError("its purpose, date or id is none")
         if wanted != purpose:
-            raise KeyFileError(
-                f'{path} is a key for "{wanted}", and this needs one for "{purpose}"', hint=f"regauge keygen --purpose {purpose} -o KEY makes one"
-            )
+            hint = f"give the key that it was made with; regauge keygen --purpose {purpose} -o KEY makes a new one"
+            raise KeyFileError(f'{path} is a key for "{wanted}", and this needs one for "{purpose}"', hint=hint)
         secret = _hex(fields["key"], 32) if "key" in fields else _unwrapped(path, fields, passphrase)
     except (ValueError, RecursionError, TypeError) as error:
         said = str(error) if isinstance(error, _BadFieldError) else "it is not the text of a key"  # what a parser says may quote the file

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import glob
 import io
+import itertools
 import os
 import signal
 import sys
@@ -107,16 +109,16 @@ def run(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     try:
         code = int(_app(arguments)(args=arguments, prog_name="regauge", standalone_mode=False) or 0)
-        return _interrupted() if code == INTERRUPTED else code  # typer makes this code of an interrupt
+        return _interrupted(arguments) if code == INTERRUPTED else code  # typer makes this code of an interrupt
     except RegaugeError as error:
         if _debugging(arguments):
             say(traceback.format_exc())
         fail(error)
         return INTERRUPTED if isinstance(error, StoppedError) else 1
     except typer.Exit as stop:
-        return _interrupted() if stop.exit_code == INTERRUPTED else int(stop.exit_code)
+        return _interrupted(arguments) if stop.exit_code == INTERRUPTED else int(stop.exit_code)
     except (KeyboardInterrupt, typer.Abort):
-        return _interrupted()
+        return _interrupted(arguments)
     except Exception as error:
         if isinstance(error, OSError) and error.filename is None:  # what regauge opens has a name: this is a stream
             _lose_stdout(error)
@@ -124,8 +126,12 @@ def _run(arguments: list[str]) -> int:
         return _unexpected(error, arguments)
 
 
-def _interrupted() -> int:
+def _interrupted(arguments: list[str]) -> int:
     say("error: interrupted")
+    outs = [Path(b) for a, b in itertools.pairwise(arguments) if a in ("-o", "--out")]
+    kept = sorted(str(p) for out in outs if out.parent.is_dir() for p in out.parent.glob(f".{glob.escape(out.name)}.*"))
+    if kept:
+        say(f"hint: kept to go on with, by the same command (with --resume where it has that): {', '.join(kept)}")
     return INTERRUPTED
 
 

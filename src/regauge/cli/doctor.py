@@ -32,6 +32,10 @@ _BRINGS = {
     "experiments": "regauge demo and regauge reproduce",
     "dev": "the tests and checks of regauge itself",
 }
+_MIND = {  # what an installation changes beside what it brings
+    "timm": "with 'torch==VERSION' of the torch that is here: pip would take a newer one, for its torchvision",
+    "federated": "in an environment of its own: Flower wants older versions of typer, rich and packaging",
+}
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,7 @@ def facts(load: bool = False) -> dict[str, Any]:
             "complete": all(library.state == "ok" for library in libraries),
             "libraries": [_told(library) for library in libraries],
             "get": f"pip install 'regauge[{extra}]'",
+            "mind": _MIND.get(extra, ""),
         }
         for extra, libraries in needs.items()
     ]
@@ -225,7 +230,9 @@ def text_of(found: dict[str, Any]) -> str:
         lacks = ", ".join(_complaint(entry) for entry in extra["libraries"] if entry["state"] != "ok")
         table.append(("yes" if extra["complete"] else "no", extra["name"], extra["brings"], lacks))
     lines += ["", columns(table)]
-    lines += [f"to get {extra['name']}: {extra['get']}" for extra in found["extras"] if not extra["complete"]]
+    for extra in found["extras"]:
+        if not extra["complete"]:
+            lines.append(f"to get {extra['name']}: {extra['get']}" + (f"  # {extra['mind']}" if extra["mind"] else ""))
     return "\n".join([*lines, "", "all that regauge always needs is here" if found["healthy"] else "regauge will NOT work like this"])
 
 

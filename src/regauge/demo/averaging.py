@@ -87,4 +87,4 @@ def averaging(stage: Stage) -> Results:
 
 
 def _told(tick: Callable[[int, int, str], None], mark: Mark) -> None:
-    tick(mark.step, STEPS, f"divergence {mark.held:.3f}")
+    tick(mark.step, STEPS, f"divergence {mark.held:.3f}" if mark.step < STEPS else "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +52,15 @@ class Recorded:
     test: Examples
     todo: Sequence[tuple[int, tuple[int, ...]]]  # under secure sums all clients of a round are one
     task: dict[str, Any]
+
+    def each(self, progress: Tell | None) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """What is to be attacked, one after the other, and told as it goes."""
+        for i, (number, clients) in enumerate(self.todo):
+            if progress:
+                progress(i, len(self.todo), f"round {number + 1}, client {', '.join(map(str, clients))}")
+            yield number, clients
+        if progress:
+            progress(len(self.todo), len(self.todo), "")
 
     def seen(self, number: int, clients: Sequence[int]) -> Seen:
         return load_seen(self.folder, number, clients[0])
@@ -178,7 +188,7 @@ def told(
         *pictures,
     ]
     plainly = sum(a is not None and b is not None and leak.plain(a, b) for a, b in zip(leaks, floors, strict=True))
-    said = [leak.verdict(lambda name, n=n: at(n, name)) for n in numbers]  # type: ignore[misc]
+    said = [leak.verdict(partial(at, n)) for n in numbers]
     first = f"{leak.what.capitalize()} come back from what was sent in {plainly} of {len(numbers)} rounds that were attacked."
     wide = len(str(max(x)))  # so that they are sorted as they came
     findings = [

@@ -28,13 +28,9 @@ PLAIN, SOME = 0.9, 0.1  # ROUGE-L of texts that come back; above the floor
 def audit_texts(run: Recorded, names: Sequence[str] | None, progress: Tell | None) -> Results:
     attacks = chosen(names, ATTACKS, [a for a in ATTACKS if not a.is_slow], "texts")
     rows: list[Row] = []
-    for i, (n, clients) in enumerate(run.todo):
-        if progress:
-            progress(i, len(run.todo), f"round {n + 1}, client {', '.join(map(str, clients))}")
+    for n, clients in run.each(progress):
         row = attacked(run.model, run.seen(n, clients), run.truth(n, clients), run.test, attacks)
         rows.append({**row, "round": n, "client": clients[0]})
-    if progress:
-        progress(len(run.todo), len(run.todo), "")
     return told(run, rows, TEXTS, attacks)
 
 

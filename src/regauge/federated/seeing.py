@@ -73,19 +73,15 @@ def audit_images(run: Recorded, names: Sequence[str] | None, budget: Budget, pic
     rows: list[Row] = []
     gallery: list[dict[str, Any]] = []
     practice: dict[int, Practice] = {}
-    for i, (n, clients) in enumerate(run.todo):
-        if progress:
-            progress(i, len(run.todo), f"round {n + 1}, client {', '.join(map(str, clients))}")
+    for n, clients in run.each(progress):
         seen = run.seen(n, clients)
         if n not in practice:
             practice[n] = practising(run.model, seen, mine, run.settings, len(clients))
         row, true, best = attacked(run.model, seen, run.truth(n, clients), images, apart, units, attacks, budget, practice[n])
         rows.append({**row, "round": n, "client": clients[0]})
-        if best is not None and pictures and i in (0, len(run.todo) - 1):
+        if best is not None and pictures and (n, clients) in (run.todo[0], run.todo[-1]):
             lists = ((f"round {n + 1}, client {clients[0]}: the client's", true), ("what the server makes of the update", best))
             gallery += [{"label": label, "images": [_picture(x) for x in some[:pictures]]} for label, some in lists]
-    if progress:
-        progress(len(run.todo), len(run.todo), "")
     figures = []
     if any("AUC" in row for row in rows):
         x = sorted({row["round"] for row in rows})

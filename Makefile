@@ -32,8 +32,9 @@ $(FEDERATED)/ready: $(VENV)/ready
 	echo $(abspath src) >> $$(echo $(FEDERATED)/lib/python3*/site-packages)/regauge-shared.pth
 	touch $@
 
-demo: $(VENV)/ready  ## two minutes: moves, trains, locks, splits and attacks small models, and writes regauge-demo.html
-	$(BIN)/regauge demo
+demo: $(VENV)/ready  ## two minutes: moves, trains, locks, splits and attacks small models, and writes regauge-demo.html and a folder to try commands in
+	rm -rf regauge-demo
+	$(BIN)/regauge demo --out regauge-demo
 
 test: $(VENV)/vision/ready $(FEDERATED)/ready  ## the tests, about ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -308,9 +308,12 @@ def test_the_command_as_they_stand(pair: Path, capsys: pytest.CaptureFixture[str
 def test_what_the_command_refuses(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def says(code: int, text: str, *arguments: str) -> None:
         assert main(["barrier", *arguments]) == code
-        assert text in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert text in said
+        assert ("loads" in said) == (text in loaded), "what is wrong with data is said before the weights are loaded"
 
     a, b, text = str(pair / "a"), str(pair / "b"), str(pair / "said.txt")
+    loaded = ("are of different architectures", '"transformer.ln_f.weight" of')
     build("llama").float().save_pretrained(tmp_path / "llama")
     build("gpt2-untied").float().save_pretrained(tmp_path / "untied")
     says(1, "are of different architectures", a, str(tmp_path / "llama"), "--data", text)

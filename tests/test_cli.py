@@ -561,7 +561,11 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert said.code == 0, said.err
     assert "bit for bit" in said.out
     assert "moved, but given plain features" in said.out
-    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == ["gpt2", "llama"]
+    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == ["BASE", "IMAGES", "MODEL", "OTHER", "PICKLED", "VIT", "gpt2", "llama"]
+    for name in ("MODEL", "BASE", "VIT", "OTHER"):
+        assert run("inspect", tmp_path / "demo" / name).code == 0
+    accuracy = run("jigsaw", "evaluate", tmp_path / "demo" / "VIT", "--data", tmp_path / "demo" / "IMAGES", "--json", "-")
+    assert accuracy.code == 0, accuracy.err
     assert "All " in (tmp_path / "regauge-demo.html").read_text()
     again = run("demo", "--json", "--report", "other.html")
     assert again.code == 0, again.err

@@ -53,6 +53,15 @@ def parsed(line: str) -> Any:
     return ALL[full].make_context(full, given[len(full.split()) :]), full
 
 
+def test_switches_show_no_type(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (["--help"], ["audit", "--help"], ["reproduce", "--help"], ["split", "train", "--help"]):
+        assert main(line) == 0
+        said = capsys.readouterr().out
+        assert "--help" in said
+        assert "<bool>" not in said
+        assert "<int>" not in said
+
+
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_an_example_is_taken_by_its_command(name: str) -> None:
     _, full = parsed(EXAMPLES[name])

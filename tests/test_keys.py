@@ -121,6 +121,11 @@ def test_a_looser_mode_is_refused(file: Path, mode: int) -> None:
     assert refused.value.hint == f"chmod 600 {file}"
     file.chmod(0o400)
     assert load_key(file, "lock") == Key(SECRET)
+    file.chmod(0o600)
+    file.write_text("a shopping list")
+    file.chmod(mode)
+    with pytest.raises(KeyFileError, match="is no usable key file") as refused:  # nobody is told to chmod what is no key
+        load_key(file, "lock")
 
 
 def test_a_key_is_never_written_over(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

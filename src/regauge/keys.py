@@ -130,11 +130,13 @@ def save_key(key: Key, path: Path | str, passphrase: str | None = None, *, scryp
 def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) -> Key:
     """Read the key of a file, for a purpose. A file that others can read is refused. `passphrase` may be a function that asks for it if need be."""
     path = Path(path)
-    data = _read(path)
+    data, mode = _read(path)
     try:
         fields = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
         if not isinstance(fields, dict) or fields.get("regauge") != "key":
             raise _BadFieldError("it does not say that it is a key")
+        if os.name == "posix" and mode & 0o077:
+            raise KeyFileError(f"{path} can be read by others (mode {mode:04o})", hint=f"chmod 600 {path}")
         version = fields.get("version")
         if type(version) is int and version > VERSION:
             raise KeyFileError(f"{path} has format version {version}; this regauge reads up to {VERSION}", hint="upgrade regauge")
@@ -179,8 +181,8 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
-def _read(path: Path) -> bytes:
-    """The bytes of a key file, whose kind, size and mode are looked at on what was opened, so that nothing can be exchanged in between."""
+def _read(path: Path) -> tuple[bytes, int]:
+    """The bytes and the mode of a key file: kind, size and mode are those of what was opened, so that nothing can be exchanged in between."""
     try:
         # Not blocking: opening a pipe would wait for its other end.
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
@@ -191,11 +193,9 @@ def _read(path: Path) -> bytes:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise KeyFileError(f"{path} is no regular file", hint="name a file on the disk")
-        if os.name == "posix" and stat.S_IMODE(found.st_mode) & 0o077:
-            raise KeyFileError(f"{path} can be read by others (mode {stat.S_IMODE(found.st_mode):04o})", hint=f"chmod 600 {path}")
         if found.st_size > _LARGEST:
             raise KeyFileError(f"{path} is no key file: it has {found.st_size} bytes", hint=_MAKE)
-        return os.read(fd, _LARGEST)
+        return os.read(fd, _LARGEST), stat.S_IMODE(found.st_mode)
     except OSError as error:
         raise KeyFileError(f"{path} cannot be read: {error.strerror}") from error
     finally:

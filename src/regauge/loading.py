@@ -30,6 +30,21 @@ def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> tor
     return model
 
 
+def load_empty(source: str | Path | Checkpoint) -> torch.nn.Module:
+    """The module of a checkpoint without its weights, on torch's meta device: enough to know what it reads, before anything large is loaded."""
+    import torch
+
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    config = _config_of(checkpoint)
+    with torch.device("meta"):
+        if _is_timm(config):
+            return _made_by_timm(checkpoint, config)
+        kind = _class_of(checkpoint, config)
+        with _loading(checkpoint, kind.__name__):
+            model: torch.nn.Module = kind(kind.config_class.from_dict(dict(config)))
+            return model.eval()
+
+
 def load_part(source: str | Path | Checkpoint, part: Part, dtype: str | None = None, device: str = "cpu") -> torch.nn.Module:
     """A model of which only the edges (embedding and head) or only the backbone is there: the rest is on torch's meta device, and need not be in the
     checkpoint. What is in it is read and let go at once."""
@@ -76,22 +91,28 @@ def _move(model: torch.nn.Module, device: str) -> None:
 
 def _loaded(checkpoint: Checkpoint, dtype: str | None) -> tuple[torch.nn.Module, Any]:
     """The model, and what its class and its checkpoint do not have in common."""
-    config = checkpoint.config
-    if config is None:
+    config = _config_of(checkpoint)
+    if dtype is not None and dtype not in DTYPES:
+        raise CheckpointError(f'there is no dtype "{dtype}" here', hint=f"choose from {', '.join(DTYPES)}")
+    return (_of_timm if _is_timm(config) else _of_transformers)(checkpoint, config, dtype)
+
+
+def _config_of(checkpoint: Checkpoint) -> Any:
+    if checkpoint.config is None:
         raise UnknownModelError(
             f"{checkpoint.path} has no config.json, so that no class can be built for it",
             hint="put config.json beside it; for a module of your own use regauge.verify(module, spec=..., boundaries=...) in Python",
         )
-    if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f'there is no dtype "{dtype}" here', hint=f"choose from {', '.join(DTYPES)}")
-    if "model_type" not in config and "architecture" in config:
-        return _of_timm(checkpoint, config, dtype)
-    return _of_transformers(checkpoint, config, dtype)
+    return checkpoint.config
 
 
-def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> tuple[torch.nn.Module, Any]:
+def _is_timm(config: Any) -> bool:
+    return "model_type" not in config and "architecture" in config
+
+
+def _class_of(checkpoint: Checkpoint, config: Any) -> Any:
+    """The class of the transformers library that a config names."""
     need("transformers", "models")
-    import torch
     import transformers
 
     names = config.get("architectures")
@@ -106,14 +127,28 @@ def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> 
             f'the config of {checkpoint.path} names the class {name} and the model_type "{config.get("model_type")}", which is not that of the class',
             hint=f'the model_type of a {name} is "{expected}"',
         )
+    return kind
+
+
+@contextlib.contextmanager
+def _loading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
+    """Whatever a class runs into is told as the checkpoint's fault, in one line."""
     try:
-        with quiet(), _folder(checkpoint) as folder:
-            chosen = "auto" if dtype is None else getattr(torch, dtype)
-            how = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
-            model, report = kind.from_pretrained(folder, dtype=chosen, ignore_mismatched_sizes=True, **how)  # told below, by name
+        with quiet():
+            yield
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{checkpoint.path} cannot be loaded as a {name}: {first}", hint="regauge inspect shows what does not fit") from error
+
+
+def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> tuple[torch.nn.Module, Any]:
+    import torch
+
+    kind = _class_of(checkpoint, config)
+    with _loading(checkpoint, kind.__name__), _folder(checkpoint) as folder:
+        chosen = "auto" if dtype is None else getattr(torch, dtype)
+        how = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+        model, report = kind.from_pretrained(folder, dtype=chosen, ignore_mismatched_sizes=True, **how)  # told below, by name
     return model.eval(), report
 
 
@@ -162,21 +197,34 @@ def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
 
 
 def _of_timm(checkpoint: Checkpoint, config: Any, dtype: str | None) -> tuple[torch.nn.Module, Any]:
+    import torch
+
+    model = _made_by_timm(checkpoint, config)
+    with _of_these_weights(checkpoint, config):
+        found = model.load_state_dict(dict(checkpoint), strict=False)
+    stored = next(t.dtype for t in checkpoint.values() if t.is_floating_point())
+    report = {"missing_keys": found.missing_keys, "unexpected_keys": found.unexpected_keys}
+    return model.to(stored if dtype is None else getattr(torch, dtype)), report
+
+
+def _made_by_timm(checkpoint: Checkpoint, config: Any) -> torch.nn.Module:
     need("timm", "timm")
     import timm
-    import torch
 
     arguments = {**config.get("model_args", {})}
     if config.get("num_classes") is not None:
         arguments.setdefault("num_classes", config["num_classes"])
-    try:
+    with _of_these_weights(checkpoint, config):
         model: torch.nn.Module = timm.create_model(config["architecture"], pretrained=False, **arguments)
-        found = model.load_state_dict(dict(checkpoint), strict=False)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _of_these_weights(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
+    try:
+        yield
     except (RuntimeError, TypeError, ValueError) as error:
         first = str(error).strip().splitlines()
         raise CheckpointError(
             f"{checkpoint.path} cannot be loaded as a {config['architecture']}: {' '.join(first[:2])}", hint="is config.json of these weights?"
         ) from error
-    stored = next(t.dtype for t in checkpoint.values() if t.is_floating_point())
-    report = {"missing_keys": found.missing_keys, "unexpected_keys": found.unexpected_keys}
-    return model.to(stored if dtype is None else getattr(torch, dtype)).eval(), report

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from regauge.cli import INTERRUPTED
 from regauge.cli.console import StoppedError, data, fail, say, silence
@@ -46,10 +47,29 @@ _COMMANDS = {  # the name, and where its function is: what is not asked for is n
 _GROUPS = {"audit": "audit:app", "jigsaw": "jigsaw:app", "split": "split:app"}
 
 
+def _bare(found: list[Any]) -> list[Any]:
+    """A switch takes no value, and its help shows none (typer 0.29 writes <bool> there, and <int> for -v)."""
+    for one in found:
+        if getattr(one, "is_flag", False) or getattr(one, "count", False):
+            one.metavar = ""
+    return found
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _bare(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _bare(super().get_params(ctx))
+
+
 def _app(arguments: list[str]) -> typer.Typer:
     """The command that is called for, or all of them: building one takes typer a few hundredths of a second."""
     app = typer.Typer(
         name="regauge",
+        cls=_Group,
         help="A Transformer's weights are one of many equal descriptions of the same function. regauge chooses which one.",
         invoke_without_command=True,
         pretty_exceptions_enable=False,
@@ -65,7 +85,7 @@ def _app(arguments: list[str]) -> typer.Typer:
     for name, place in _GROUPS.items():
         if not known or name == first:
             group = _found(place)
-            app.add_typer(group, rich_help_panel=panel_of(name))
+            app.add_typer(group, cls=_Group, rich_help_panel=panel_of(name))
             for command in group.registered_commands:
                 _dress(command, f"{name} {command.name or command.callback.__name__}")
     return app
@@ -73,7 +93,7 @@ def _app(arguments: list[str]) -> typer.Typer:
 
 def _dress(command: Any, name: str) -> None:
     """What the help of every command has: its place in the list, one line there, and an example at the end."""
-    command.rich_help_panel, command.epilog = panel_of(name), epilog_of(name)
+    command.cls, command.rich_help_panel, command.epilog = _Command, panel_of(name), epilog_of(name)
     command.short_help = " ".join((command.callback.__doc__ or "").split())
 
 

@@ -57,15 +57,15 @@ def barrier(
     from regauge.checkpoint import open_checkpoint
     from regauge.connectivity import connect, matcher, watcher
     from regauge.elementfiles import load_element
-    from regauge.loading import load_model
+    from regauge.loading import load_empty, load_model
     from regauge.matching.recording import written
 
     set_threads(threads)
     checkpoints = [open_checkpoint(source) for source in (a, b)]
+    examples, task = source.read(load_empty(checkpoints[0]), checkpoints[0])  # before the weights: what cannot be read is refused at once
     say(f"loads {a} and {b}")
     first, second = (load_model(c, "float32").to(device) for c in checkpoints)
     require_joined(first.state_dict(), second.state_dict(), (a, b))
-    examples, task = source.read(first, checkpoints[0])
     mover: Any = matcher if matched else None
     if element is not None:
         mover = partial(_given, load_element, element)

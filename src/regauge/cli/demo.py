@@ -15,7 +15,8 @@ from regauge.cli.console import data, say, step_bar
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Keep the models here, in a new folder. Default: a temporary folder.")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Keep the models and the images here, in a new folder, by the names that the README uses."),
     ] = None,
     report: Annotated[Path, typer.Option("--report", metavar="page.html", help="Write the page here.")] = Path("regauge-demo.html"),
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the models and elements.")] = 0,
@@ -45,6 +46,6 @@ def demo(
     if json:
         data(to_json(results))
     if out is not None:
-        say(f"the models are in {out}")
+        say(f"models and images are in {out}: cd {out}, and the README's commands run as they stand")
     say(f"open {report} in a browser")
     return FAILED if results.failed else 0

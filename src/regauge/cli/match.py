@@ -138,9 +138,10 @@ def match(
 
     lessons: list[dict[str, Any]] = []
     if self_written or sample_data is not None or refine is not None:  # before the search: what cannot be read is refused at once
+        chosen = [_read(pair, _sample(uri), samples, seed) for uri in (refine, sample_data)]
         live = Live(pair, samples, seed)
-        lessons = live.inputs(_sample(refine)) if refine is not None else []
-        seen = live.seen(live.inputs(_sample(sample_data))) if self_written or sample_data is not None else None
+        lessons = live.given(chosen[0]) if refine is not None else []
+        seen = live.seen(live.given(chosen[1])) if self_written or sample_data is not None else None
     if known:
         say(f"goes on with what the interrupted run found of {len(known)} spaces")
     with step_bar("match") as progress:
@@ -209,6 +210,16 @@ def _learned(refine: str | None, refined: Refined | None) -> dict[str, Any]:
     return {"refined": {**about, "divergence before": refined.start, "divergence after": refined.loss}}
 
 
+def _read(pair: Pair, source: sample.Sample | None, count: int, seed: int) -> list[dict[str, Any]] | None:
+    """A sample of data, without labels, as A reads it."""
+    from regauge.loading import load_empty
+
+    if source is None:
+        return None
+    examples, _ = source.read(load_empty(pair.a.checkpoint), pair.a.checkpoint, labelled=False)
+    return sample.inputs_of(examples, count, seed, batch=8)
+
+
 class Live:
     """Both models, loaded to be seen at work: with the weights that are matched, folded or not."""
 
@@ -220,13 +231,11 @@ class Live:
         self.models = [load_model(side.checkpoint, "float32") for side in (pair.a, pair.b)]
         self.states = [{n: v.float() if v.is_floating_point() else v for n, v in side.state.items()} for side in (pair.a, pair.b)]
 
-    def inputs(self, source: sample.Sample | None) -> list[dict[str, Any]]:
-        """A sample of data without labels, or text that the two write."""
+    def given(self, batches: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """These batches, or if there are none, text that the two write."""
         from regauge.matching.recording import written
 
-        if source is None:
-            return written(self.models, count=self.count, seed=self.seed, batch=8)
-        return sample.inputs_of(source.read(self.models[0], self.pair.a.checkpoint, labelled=False)[0], self.count, self.seed, batch=8)
+        return written(self.models, count=self.count, seed=self.seed, batch=8) if batches is None else batches
 
     def seen(self, batches: list[dict[str, Any]]) -> tuple[Seen, Seen]:
         from regauge.matching.recording import record

@@ -23,7 +23,7 @@ class UnknownExperimentError(RegaugeError):
 
 
 def reproduce(
-    id: Annotated[str | None, typer.Argument(metavar="[ID]", help="Which: 000/table2, say. --list names all.")] = None,  # noqa: A002
+    id: Annotated[str | None, typer.Argument(metavar="ID", help="Which: 000/table2, say. --list names all.")] = None,  # noqa: A002
     preset: Annotated[
         str, typer.Option("--preset", metavar="small|paper", help="Minutes on two cores, or the paper's own models and data.")
     ] = "small",

@@ -6,6 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from regauge.demo.digits import EPOCHS, accuracy, load, train, vit
+from regauge.demo.keeping import keep_digits, keep_model, keep_pickled
 from regauge.demo.stage import Stage
 from regauge.errors import need
 from regauge.findings import Finding, Results, Table
@@ -39,6 +40,10 @@ def averaging(stage: Stage) -> Results:
         with stage.bar(f"train {name}") as tick:
             train(model, images[:SPLIT], labels[:SPLIT], stage.seed + 10 + number, tick)
         models.append(model)
+    for name, model in zip(("VIT", "OTHER"), models, strict=True):
+        keep_model(stage.folder / name, model)
+    keep_pickled(stage.folder / "PICKLED", models[0])
+    keep_digits(stage.folder / "IMAGES", SPLIT)
     test, answers = images[SPLIT:], labels[SPLIT:]
     spec = spec_of(models[0])
     a, b = (model.state_dict() for model in models)

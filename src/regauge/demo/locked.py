@@ -6,6 +6,7 @@ import copy
 
 from regauge.demo.averaging import SPLIT
 from regauge.demo.digits import accuracy, load, train, vit
+from regauge.demo.keeping import keep_model
 from regauge.demo.stage import Stage
 from regauge.errors import need
 from regauge.findings import Finding, Results, Table
@@ -32,6 +33,8 @@ def locked(stage: Stage) -> Results:
     owners = copy.deepcopy(base)
     with stage.bar("fine-tune it") as tick:
         train(owners, images[SPLIT // 2 : SPLIT], labels[SPLIT // 2 : SPLIT], stage.seed + 21, tick, epochs=3)
+    for name, model in (("BASE", base), ("MODEL", owners)):
+        keep_model(stage.folder / name, model)
     test, answers = images[SPLIT:], labels[SPLIT:]
     spec, plain, key = spec_of(owners), {n: v.clone() for n, v in owners.state_dict().items()}, generate_key()
     done = lock(spec, plain, key)

@@ -20,8 +20,8 @@ from regauge.findings import load_results
 from regauge.leakage import LeakageError, SplitCase, audit_split
 from regauge.leakage.attacking import ATTACKS, Budget, Setting, attempt, views_of
 from regauge.leakage.auditing import chance, in_unit, labels_of
-from regauge.leakage.scoring import Attacked, Case, Row, floors, joined, mean, named, scored, worst
-from regauge.leakage.telling import verdict_of, without_rows
+from regauge.leakage.scoring import OTHERS, Attacked, Case, Row, floors, joined, mean, named, scored, worst
+from regauge.leakage.telling import apart, findings_of, verdict_of, without_rows
 from regauge.leakage.victims import batches_of, defences_of, is_shuffled, on_images, stand, unshuffled, without_one
 from regauge.split import Training
 from regauge.split.defences import DefenceError, LowPass, Rows
@@ -134,6 +134,22 @@ def test_scores_are_of_each_image_and_know_what_is_worse() -> None:
     free = floors(true, true, 2)
     assert mean(free["the mean image"], "identified") == 0.0
     assert (mean(free["true patches in a random order"], "SSIM") or 0) < 0.5
+
+
+def test_a_best_naming_tells_nobody_apart() -> None:
+    """Images of other people, each given to the one that it fits, look as if they were told apart: that is a floor, and no attack's success."""
+    true, others = (in_unit(pictures(12, seed), [0.5], [0.5]) for seed in (0, 1))
+    free = floors(others, true, 2)
+    by_naming = mean(free[OTHERS], "identified") or 0.0
+    assert by_naming > 2 / 12, "far above a guess"
+    assert floors(others[:5], true, 2)[OTHERS]["SSIM"], "fewer of its own than there are"
+    regroup, exact = (next(a for a in ATTACKS if a.name == name) for name in ("regrouped", "public embedding"))
+    got = {a.name: Attacked(a.name, scored(named(others, true) if a is regroup else true, true), [], 1.0, 0.0) for a in (regroup, exact)}
+    blind = Row("batch-shuffle=0.5", 0.5, 0.1, 0.0, {regroup.name: got[regroup.name]})
+    seen = Row("none", 0.5, 0.1, 0.0, got)
+    assert (apart(blind, ATTACKS), apart(seen, ATTACKS)) == (0.0, 1.0)
+    told = findings_of(Case("faces", (seen, blind), free), ATTACKS)
+    assert [f"by the best naming, as are {by_naming:.0%} of other images" in f.sentence for f in told] == [f.id.endswith("regrouped") for f in told]
 
 
 def test_when_an_attacker_has_stopped() -> None:

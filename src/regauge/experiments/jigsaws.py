@@ -66,7 +66,7 @@ def table1(lab: Lab) -> Results:
     rows: list[tuple[Any, ...]] = []
     findings: list[Finding] = []
     for key in subjects:
-        judged, paper = key in ("vit", "longer", "out"), printed.get(key, printed["vit"])
+        judged, paper = key in ("vit", "longer", "out", "places"), printed.get(key, printed["vit"])
         base, puzzled = scored(lab, key, [how("A"), how("E" if key == "resnet" else "J", TRAINED[lab.preset_name])])
         name = subjects[key].name
         rows += [(name, *row_of(base), *paper[0]), (f"{name} + MJP", *row_of(puzzled), *paper[1])]

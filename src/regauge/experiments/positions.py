@@ -12,7 +12,8 @@ import numpy as np
 from regauge.experiments.cells import Cell, Outcome, Work
 from regauge.experiments.jigsaws import lines, results, said, trials_of
 from regauge.experiments.lab import Lab
-from regauge.experiments.puzzles import TRAINED, How, how, model_of, parameters_with, subjects_of, trained
+from regauge.experiments.presets import Subject
+from regauge.experiments.puzzles import TRAINED, How, how, model_of, parameters_with, subjects_of, told, trained
 from regauge.findings import Finding, Results, Table
 from regauge.jigsaw.reporting import attended, projected
 from regauge.jigsaw.studies import DIMENSIONS, attention_maps, entropies, study
@@ -38,16 +39,24 @@ LOOK = Cell("jigsaw-look", 1, look)
 
 
 def studied(lab: Lab, ways: Sequence[How], umap: bool = False) -> list[Studies]:
-    subject = subjects_of(lab.preset_name)["vit"]
-    found: list[Studies] = []
-    for way in ways:
-        found.append([])
-        for trial in range(trials_of(lab)):
-            weights = model_of(lab, subject, way, trial)
-            parameters = {**parameters_with(subject, way), "umap": umap}
-            data = {"weights": weights, "test": lab.open(subject.test)}
-            found[-1].append(lab.run(LOOK, parameters, data, f"study {subject.name}, {way['variant']}, seed {trial}").values)
-    return found
+    items = [(way, umap, trial) for way in ways for trial in range(trials_of(lab))]
+    lab.ahead(_studied, items)
+    found = [_studied(lab, item) for item in items]
+    return [found[i : i + trials_of(lab)] for i in range(0, len(found), trials_of(lab))]
+
+
+def _studied(lab: Lab, item: tuple[How, bool, int]) -> Mapping[str, Any]:
+    way, umap, trial = item
+    subject = looked_at(lab)
+    weights = model_of(lab, subject, way, trial)
+    data = {"weights": weights, "test": lab.open(subject.test)}
+    return lab.run(LOOK, {**parameters_with(subject, way), "umap": umap}, data, f"study {subject.name}, {told(way)}, seed {trial}").values
+
+
+def looked_at(lab: Lab) -> Subject:
+    """The model whose positions are studied: where the preset has one, that in which they have taken shape."""
+    subjects = subjects_of(lab.preset_name)
+    return subjects.get("places", subjects["vit"])
 
 
 def table7(lab: Lab) -> Results:
@@ -121,7 +130,7 @@ def figure4(lab: Lab) -> Results:
     ways = {"plain": how("A"), "MJP": how("J", TRAINED[lab.preset_name])}
     lab.total = 2 * len(ways) * trials_of(lab)
     found = dict(zip(ways, studied(lab, list(ways.values())), strict=True))
-    subject = subjects_of(lab.preset_name)["vit"]
+    subject = looked_at(lab)
     images = prepare(subject.task, lab.open(subject.test)).batch(np.arange(LOOKED_AT))[0]["pixel_values"]
     rows: tuple[tuple[Any, ...], ...] = tuple(
         (n, *(statistics.fmean(one[k] for one in runs) for k in ("entropy", "apart"))) for n, runs in found.items()

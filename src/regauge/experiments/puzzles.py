@@ -134,7 +134,8 @@ def _how(subject: Subject, given: How) -> dict[str, Any]:
 
 
 def subjects_of(preset: str) -> dict[str, Subject]:
-    """ViT, Swin and ResNet of a preset, on its images; where the ViT's training is a short one, also one that is longer, and one to its end."""
+    """ViT, Swin and ResNet of a preset, on its images; where the ViT's training is a short one, also one that is longer, one to its end, and one in
+    which a table of positions takes shape ("places")."""
     return _PRESETS[preset]()
 
 
@@ -160,7 +161,10 @@ def _small() -> dict[str, Subject]:
     # As many epochs as the paper's, of as many images as leave time for them: nothing is left to be learned, as in its trainings, and much to forget.
     most = From("cifar10/cifar10.npz", {"image": "X_train", "label": "y_train"}, rows=1000, otherwise=replace(few, rows=1000))
     out = replace(vit, name="ViT, 300 epochs of 1,000", train=most, recipe={**recipe, "batch": 50, "steps": 6000, "looks": 5})
-    return {"vit": vit, "longer": longer, "out": out, **{name: replace(found[name], recipe=others) for name in ("swin", "resnet")}}
+    # Positions as they are drawn, and steps enough that a table of them has a shape: what the studies of positions look at.
+    drawn = {name: value for name, value in vit.model.items() if name != "positions"}
+    places = replace(vit, name="ViT, 3,000 steps", model=drawn, recipe={**recipe, "batch": 50, "steps": 3000, "looks": 5})
+    return {"vit": vit, "longer": longer, "out": out, "places": places, **{name: replace(found[name], recipe=others) for name in ("swin", "resnet")}}
 
 
 def _beside(vit: Subject, swin: Mapping[str, Any], resnet: Mapping[str, Any]) -> dict[str, Subject]:

@@ -66,12 +66,17 @@ def named(found: Tensor, true: Tensor) -> Tensor:
     return found[torch.from_numpy(linear_sum_assignment(torch.cdist(true.flatten(1), found.flatten(1)).numpy())[1])]
 
 
+OTHERS = "other images, by the best naming"
+
+
 def floors(own: Tensor, true: Tensor, patch: int, lpips: Lpips | None = None, seed: int = 0) -> dict[str, Scores]:
-    """What costs an attacker nothing: the mean of its own images; and what an order at random leaves of the true patches."""
+    """What costs an attacker nothing: the mean of its own images; what an order at random leaves of the true patches; and images of its own, each
+    given to the true one that it fits, which is how an attack is scored that names nobody. Of many images some fit, whoever they show."""
     draw = torch.Generator().manual_seed(seed)
     patches = to_patches(true, patch)
     mixed = torch.stack([p[torch.randperm(len(p), generator=draw)] for p in patches])
     guesses = {"the mean image": own.mean(0, keepdim=True).expand_as(true), "true patches in a random order": to_images(mixed, patch, true.shape[1])}
+    guesses[OTHERS] = named(own.repeat(-(-len(true) // len(own)), 1, 1, 1)[: len(true)], true)
     return {name: scored(guess, true, lpips) for name, guess in guesses.items()}
 
 

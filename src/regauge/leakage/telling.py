@@ -14,7 +14,7 @@ import torch
 
 from regauge.findings import Figure, Finding, Results, Table
 from regauge.leakage.attacking import Attack
-from regauge.leakage.scoring import METRICS, Case, Row, mean, worst
+from regauge.leakage.scoring import METRICS, OTHERS, Case, Row, mean, worst
 from regauge.leakage.victims import NONE
 from regauge.split.defences import DEFENCES
 
@@ -45,6 +45,11 @@ def best(row: Row, attacks: Sequence[Attack] | None = None) -> tuple[str, float]
     return name, found[name]
 
 
+def apart(row: Row, attacks: Sequence[Attack]) -> float:
+    """The share of images that are told apart: by attacks that say which is which. A best naming tells some of any images apart."""
+    return max((mean(row.attacked[a.name].scores, "identified") or 0.0 for a in attacks if a.is_named and a.name in row.attacked), default=0.0)
+
+
 def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
     plain, out = case.row(NONE), []
     for row in case.rows:
@@ -54,7 +59,7 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                 continue
             got = row.attacked[attack.name]
             scores = got.scores[LEAK]
-            told = f"of one image at most {max(scores):.3f}; {mean(got.scores, 'identified'):.0%} told apart; {got.seconds:.0f} s"
+            told = f"of one image at most {max(scores):.3f}; {_told_apart(case, attack, mean(got.scores, 'identified') or 0.0)}; {got.seconds:.0f} s"
             means = got.by_seed(LEAK)
             if len(means) > 1:
                 told += f"; spread over {len(means)} seeds"
@@ -75,6 +80,13 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
     return out
 
 
+def _told_apart(case: Case, attack: Attack, share: float) -> str:
+    if attack.is_named:
+        return f"{share:.0%} told apart"
+    others = mean(case.floors[OTHERS], "identified") if OTHERS in case.floors else None
+    return f"{share:.0%} told apart by the best naming" + ("" if others is None else f", as are {others:.0%} of other images")
+
+
 def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
     """The one that is read first: accuracy, what is told apart, and SSIM under each attack."""
     used = [a for a in attacks if any(a.name in row.attacked for row in case.rows)]
@@ -82,15 +94,20 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
     heads = ("defences", "accuracy", "best attack", "told apart", *(("labels",) if labelled else ()), *(a.title for a in used))
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
-        apart = max(mean(a.scores, "identified") or 0.0 for a in row.attacked.values())
-        told = (row.accuracy, best(row, attacks)[1], apart, *((row.labels,) if labelled else ()), *(row.value(a.name, LEAK) for a in used))
+        told = (
+            row.accuracy,
+            best(row, attacks)[1],
+            apart(row, attacks),
+            *((row.labels,) if labelled else ()),
+            *(row.value(a.name, LEAK) for a in used),
+        )
         rows.append((row.combination, *(None if v is None else round(v, 3) for v in told)))
     guess = case.rows[0].chance
     free = (guess, case.floor(LEAK), 0.0, *((guess,) if labelled else ()), *(case.floor(LEAK) for _ in used))
     rows.append(("a guess, the mean image", *(None if v is None else round(v, 3) for v in free)))
     mixed = mean(case.floors["true patches in a random order"], LEAK)
     note = "Under each attack: the SSIM of its reconstructions, in the mean over the attacked images; 1 is the image itself, less is better. "
-    note += "Told apart: the share of images to which, of all images, their own reconstruction is nearest. "
+    note += "Told apart: the share of images to which, of all images, their own reconstruction is nearest, by attacks that say which is which. "
     note += f"The true patches in a random order have an SSIM of {mixed:.3f}."
     if labelled:
         note += " Labels: the share that the server tells from the gradients of the first steps, if it knows a few."
@@ -217,14 +234,11 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
     def share(value: float) -> float:
         return max(0.0, (value - floor) / max(top - floor, 1e-9))
 
-    def apart(row: Row) -> float:
-        return max(mean(a.scores, "identified") or 0.0 for a in row.attacked.values())
-
-    having = [row for row in case.rows if apart(row) >= TOLD_APART]
+    having = [row for row in case.rows if apart(row, attacks) >= TOLD_APART]
     out = [f"{case.name}: the server has the images under {len(having)} of {len(case.rows)} combinations."]
     out.append(
-        f"Without a defence its best attack comes to an SSIM of {top:.2f} (the mean image: {floor:.2f}) and tells {apart(plain):.0%} of the images "
-        "apart."
+        f"Without a defence its best attack comes to an SSIM of {top:.2f} (the mean image: {floor:.2f}) and tells {apart(plain, attacks):.0%} "
+        "of the images apart."
     )
     for row in case.rows:
         base = without_rows(row.combination)

@@ -257,6 +257,23 @@ def test_warm_up_probability_and_schedules() -> None:
     assert [ending._next(3, (4, 4), IMAGES)[0] is not None for _ in range(8)] == [True] * 6 + [False] * 2
 
 
+def test_the_puzzle_of_a_pass_is_known_by_its_number() -> None:
+    """Asking changes nothing, and a pass has what was told: its puzzle's images, and its regression."""
+    wrapped = MaskedJigsaw(vit(), 0.5, probability=0.7, warmup=2, weight=lambda number: 0.1 * number, seed=3).train()
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    told = [wrapped.puzzle_at(number, len(images), wrapped.grid_of(images)) for number in range(8)]
+    assert wrapped.passes == 0
+    assert [p is None for p in told[:2]] == [True, True]
+    assert {p is None for p in told[2:]} == {True, False}
+    for number, puzzle in enumerate(told):
+        out = wrapped(images)
+        given = wrapped.eval()(images, puzzle=puzzle).logits
+        wrapped.train()
+        assert torch.equal(out.logits, given)
+        mask = torch.zeros(1, 16, dtype=torch.bool) if puzzle is None else puzzle.mask
+        assert torch.allclose(out.extra, wrapped.weight_at(number) * wrapped.regression(mask))
+
+
 def test_state_dict_round_trip_goes_on_with_the_same_puzzles(tmp_path: Path) -> None:
     one = MaskedJigsaw(vit(), 0.5, per="sample", seed=3).train()
     for _ in range(4):

@@ -57,6 +57,25 @@ def test_spans_reach_the_ratio_within_what_is_free() -> None:
     assert runs.sum(1).mean() < span_masks(free, 0.4, 1, np.random.default_rng(0)).sum(1).mean() * 0.8  # they hang together
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["with a mask", "by padding"])
+def test_the_ends_of_a_text_stay(told: bool) -> None:
+    """BERT's config names no CLS and no SEP: they are what stands first and last."""
+    wrapped = TextJigsaw(bert(), ratio=0.9)
+    assert wrapped.special == (0,)
+    ids, attention = texts(0)
+    taken = torch.stack([wrapped.draw(ids, attention if told else None, seed)[0] for seed in range(50)]).any(0)
+    lengths = attention.sum(1)
+    for row, length in zip(taken, lengths, strict=True):
+        assert not row[0]
+        assert not row[length - 1 :].any()
+        assert row[1 : length - 1].all(), "all others are"
+
+
+def test_what_is_no_probability_is_refused() -> None:
+    with pytest.raises(JigsawError, match=r"a probability of 1\.5 is not in"):
+        TextJigsaw(bert(), probability=1.5)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_ratio_0_is_the_plain_model_and_evaluation_is_too(name: str) -> None:
     plain = MODELS[name]().train()

@@ -222,8 +222,7 @@ def position_slopes(view: SentUpdate, layers: Layers) -> Tensor:
     mask = torch.zeros(1, layers.cells, dtype=torch.bool)
     if model.variant.unknown:  # rows under the unknown embedding are not regressed: they are granted, or zero
         mask = (table == 0).all(1)[None] if view.granted.mask is None else view.granted.mask.cpu()
-    weight = float(model.weight(0)) if callable(model.weight) else float(model.weight)
-    loss = weight * model.localizer(own, ~mask)
+    loss = model.weight_at(0) * model.regression(mask, own)
     (known,) = torch.autograd.grad(loss, own)
     found: Tensor = table - known.double().cpu()
     return found

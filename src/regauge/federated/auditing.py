@@ -107,8 +107,8 @@ def truth_of(model: torch.nn.Module, examples: Examples, rows: Sequence[Sequence
         puzzle = None
         if isinstance(model, MaskedJigsaw):
             pixels = inputs["pixel_values"]
-            height, width = pixels.shape[-2:]
-            puzzle, _ = model._next(len(pixels), (height // model.place.patch[0], width // model.place.patch[1]), pixels)
+            puzzle = model.puzzle_at(model.passes, len(pixels), model.grid_of(pixels))
+            model.passes += 1
         first = first or puzzle
         original.append(dict(inputs))
         read.append(dict(inputs) if puzzle is None else {**inputs, "pixel_values": puzzle.apply(inputs["pixel_values"])})

@@ -208,9 +208,7 @@ def slopes_of(
                 grid = model.place.grid
                 assert grid is not None
                 mask = torch.zeros(1, grid[0] * grid[1], dtype=torch.bool) if puzzle is None else puzzle.mask
-                weight = float(model.weight(0)) if callable(model.weight) else float(model.weight)
-                extra = model._extra(mask.to(loss.device), torch.tensor(weight, device=loss.device))
-                loss = loss if extra is None else loss + extra
+                loss = loss + model.weight_at(0) * model.regression(mask.to(loss.device))
         else:
             loss = loss_of(examples, logits_of(model, inputs), labels)
     names = list(parameters)
@@ -226,10 +224,8 @@ def _plain(model: MaskedJigsaw, pixels: Tensor) -> Tensor:
 def puzzle_of(model: torch.nn.Module, plan: Plan, inputs: Inputs, label: str) -> Puzzle | None:
     if not isinstance(plan.model, Mjp) or not plan.model.shuffle or not isinstance(model, MaskedJigsaw):
         return None
-    height, width = inputs["pixel_values"].shape[-2:]
-    grid = (height // model.place.patch[0], width // model.place.patch[1])
     seed = [int(w) for w in Draw(seed_key(0), label).stream("puzzle").words(2)]
-    return draw_puzzle(1, grid, plan.model.ratio, seed)
+    return draw_puzzle(1, model.grid_of(inputs["pixel_values"]), plan.model.ratio, seed)
 
 
 @contextlib.contextmanager

@@ -70,6 +70,11 @@ def check_ratio(ratio: float) -> float:
     return float(ratio)
 
 
+def check_probability(probability: float) -> None:
+    if not 0 <= probability <= 1:
+        raise JigsawError(f"a probability of {probability:g} is not in [0, 1]", hint="the share of passes that are shuffled: 0.5 in the reference")
+
+
 def check_size(size: Grid, patch: Grid, grid: Grid | None = None) -> Grid:
     """The grid of an image of this size; refused where patches do not tile it, or where it is not the expected one."""
     found = (size[0] // patch[0], size[1] // patch[1])

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.func import functional_call
 
-from regauge.jigsaw.masks import JigsawError, check_ratio, shuffles
+from regauge.jigsaw.masks import JigsawError, check_probability, check_ratio, shuffles
 from regauge.jigsaw.wrapping import Output, rank_of
 
 Tensor = torch.Tensor
@@ -42,8 +42,9 @@ def span_masks(free: Any, ratio: float, span: int, draw: np.random.Generator) ->
 class TextJigsaw(torch.nn.Module):
     """A BERT-class model of the transformers library (learned absolute positions, `position_ids`) in training with shuffled spans.
 
-    `special` are the ids that never move: by default the config's pad, bos, eos, and what stands first in a text. With `unknown` false only
-    tokens are shuffled. Draws, `probability` and `warmup` are those of `MaskedJigsaw`; every text has its own puzzle.
+    What stands first and last in a text never moves (CLS and SEP, which BERT's config does not name), nor do `special` ids: by default the config's
+    pad, bos, eos, cls and sep. With `unknown` false only tokens are shuffled. Draws, `probability` and `warmup` are those of `MaskedJigsaw`; every
+    text has its own puzzle.
     """
 
     accepts_loss_kwargs = False
@@ -64,6 +65,7 @@ class TextJigsaw(torch.nn.Module):
         self.ratio, self.span, self.probability, self.warmup, self.seed, self.passes = check_ratio(ratio), span, probability, warmup, seed, 0
         if span < 1:
             raise JigsawError(f"a span of {span} tokens is none", hint="1 or more")
+        check_probability(probability)
         found = [n for n, m in model.named_modules() if n.rpartition(".")[2] == "position_embeddings" and isinstance(m, torch.nn.Embedding)]
         if len(found) != 1:
             raise JigsawError(
@@ -111,8 +113,12 @@ class TextJigsaw(torch.nn.Module):
     def draw(self, input_ids: Tensor, attention_mask: Tensor | None, seed: Any, ratio: float | None = None) -> tuple[Tensor, Tensor]:
         """Mask and order for texts, from a seed."""
         ids = input_ids.cpu().numpy()
-        free = ~np.isin(ids, self.special) & (True if attention_mask is None else attention_mask.cpu().numpy().astype(bool))
-        free[:, 0] = False  # what is read off: CLS
+        there = np.ones(ids.shape, bool) if attention_mask is None else attention_mask.cpu().numpy().astype(bool)
+        free = there & ~np.isin(ids, self.special)
+        padding = getattr(self.model.config, "pad_token_id", None)
+        ends = there & (ids != padding) if isinstance(padding, int) else there
+        free[np.cumsum(ends, 1) == 1] = False  # what is read off: CLS
+        free[np.cumsum(ends[:, ::-1], 1)[:, ::-1] == 1] = False  # and SEP
         draw = np.random.default_rng(seed)
         masks = span_masks(free, self.ratio if ratio is None else ratio, self.span, draw)
         return torch.from_numpy(masks), torch.from_numpy(shuffles(masks, draw))

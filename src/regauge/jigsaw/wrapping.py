@@ -22,7 +22,7 @@ import torch
 from torch.func import functional_call
 
 from regauge.jigsaw.localizing import Localizer
-from regauge.jigsaw.masks import Grid, JigsawError, Puzzle, check_ratio, check_size, draw_puzzle, draw_scramble
+from regauge.jigsaw.masks import Grid, JigsawError, Puzzle, check_probability, check_ratio, check_size, draw_puzzle, draw_scramble
 from regauge.jigsaw.places import place_of, stretched
 from regauge.jigsaw.variants import Variant, variant_of
 
@@ -74,8 +74,7 @@ class MaskedJigsaw(torch.nn.Module):
             raise JigsawError("this model is wrapped already", hint="unwrap it first")
         if per not in ("batch", "sample"):
             raise JigsawError(f'puzzles are drawn per "batch" or per "sample", not per "{per}"')
-        if not 0 <= probability <= 1:
-            raise JigsawError(f"a probability of {probability:g} is not in [0, 1]")
+        check_probability(probability)
         self.ratio, self.per, self.probability, self.warmup = check_ratio(ratio), per, probability, warmup
         self.weight, self.schedule, self.seed = weight, schedule, seed
         self.place = place_of(model, table=table, patch=patch, grid=grid)
@@ -133,7 +132,8 @@ class MaskedJigsaw(torch.nn.Module):
         mask = torch.zeros(1, grid[0] * grid[1], dtype=torch.bool, device=pixel_values.device) if drawn is None else drawn.mask
         pixels = pixel_values if drawn is None else drawn.apply(pixel_values)
         positions = self.positions(mask, grid) if self.training or drawn is not None or self.index is not None else None
-        return self._answer(pixels, labels, positions, self._extra(mask, weight), more)
+        extra = None if not self.training else torch.zeros((), device=mask.device) if weight is None else weight * self.regression(mask)
+        return self._answer(pixels, labels, positions, extra, more)
 
     def positions(self, mask: Tensor, grid: Grid | None = None) -> Tensor | None:
         """The table as the model sees it under masks [rows, cells], of a grid that may be another than its own; None where it sees its own."""
@@ -149,6 +149,39 @@ class MaskedJigsaw(torch.nn.Module):
             whole = torch.nn.functional.pad(mask, (self.place.prefix, 0))  # the tokens before the patches keep their own
             table = torch.where(whole[..., None], self.unknown.to(table.dtype), table)
         return table if own is None else table + own
+
+    def grid_of(self, pixels: Tensor) -> Grid:
+        """The patches of images [..., height, width], down and across."""
+        return int(pixels.shape[-2]) // self.place.patch[0], int(pixels.shape[-1]) // self.place.patch[1]
+
+    def weight_at(self, number: int) -> float:
+        """The lambda of a pass."""
+        return float(self.weight(number)) if callable(self.weight) else float(self.weight)
+
+    def puzzle_at(self, number: int, count: int, grid: Grid) -> Puzzle | None:
+        """The puzzle of a pass over `count` images, if it has one: by the seed, the process's rank and the number alone."""
+        seeds = [self.seed, rank_of(), number]
+        ratio = self.ratio if self.schedule is None else check_ratio(self.ratio * self.schedule(number))
+        shuffles = self.variant.shuffle is not None and ratio > 0 and number >= self.warmup
+        if not shuffles or np.random.default_rng([*seeds, 0]).random() >= self.probability:
+            return None
+        if self.variant.shuffle == "pixels":
+            return draw_scramble(grid, self.place.patch, [*seeds, 1])
+        return draw_puzzle(1 if self.per == "batch" else count, grid, ratio, [*seeds, 1])
+
+    def regression(self, mask: Tensor, table: Tensor | None = None) -> Tensor:
+        """The loss of reading places off the positions that a mask [rows, cells] leaves, without its lambda; 0 where the variant has none. `table`
+        [cells, width] stands in for the model's own."""
+        if self.localizer is None:
+            return torch.zeros((), device=mask.device)
+        if table is None:
+            assert self.place.table is not None
+            table = self.model.get_parameter(self.place.table)[0, self.place.prefix :]
+        kept = ~mask if self.variant.unknown else torch.ones_like(mask)
+        if kept.shape[1] != len(table):  # on a grid of another size no row of the table is one of its cells: all are asked
+            kept = torch.ones(1, len(table), dtype=torch.bool, device=mask.device)
+        loss: Tensor = self.localizer(table, kept)
+        return loss
 
     def unwrap(self) -> torch.nn.Module:
         """The plain model. It computes what the wrapped one computes without a puzzle; the unknown embedding and the regression stay behind."""
@@ -169,33 +202,11 @@ class MaskedJigsaw(torch.nn.Module):
         return f"{self.variant.name}, ratio={self.ratio:g}, per {self.per}, probability={self.probability:g}, warmup={self.warmup}"
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _next(self, count: int, grid: Grid, like: Tensor) -> tuple[Puzzle | None, Tensor]:
-        """The puzzle of this pass, if it has one, and the weight of the extra loss."""
-        seeds = [self.seed, rank_of(), self.passes]
-        ratio = self.ratio if self.schedule is None else check_ratio(self.ratio * self.schedule(self.passes))
-        weight = float(self.weight(self.passes)) if callable(self.weight) else float(self.weight)
-        shuffles = self.variant.shuffle is not None and ratio > 0 and self.passes >= self.warmup
-        chosen = shuffles and np.random.default_rng([*seeds, 0]).random() < self.probability
-        self.passes += 1
-        puzzle = None
-        if chosen and self.variant.shuffle == "pixels":
-            puzzle = draw_scramble(grid, self.place.patch, [*seeds, 1])
-        elif chosen:
-            puzzle = draw_puzzle(1 if self.per == "batch" else count, grid, ratio, [*seeds, 1])
-        return puzzle, torch.tensor(weight, device=like.device)
-
-    def _extra(self, mask: Tensor, weight: Tensor | None) -> Tensor | None:
-        if not self.training:
-            return None
-        if self.localizer is None or weight is None:
-            return torch.zeros((), device=mask.device)
-        assert self.place.table is not None
-        table = self.model.get_parameter(self.place.table)[0, self.place.prefix :]
-        kept = ~mask if self.variant.unknown else torch.ones_like(mask)
-        if kept.shape[1] != len(table):  # on a grid of another size no row of the table is one of its cells: all are asked
-            kept = torch.ones(1, len(table), dtype=torch.bool, device=mask.device)
-        loss: Tensor = weight * self.localizer(table, kept)
-        return loss
+    def _next(self, count: int, grid: Grid, like: Tensor) -> tuple[Puzzle | None, Tensor | None]:
+        """The puzzle of this pass, if it has one, and the weight of the regression, if there is one."""
+        number, self.passes = self.passes, self.passes + 1
+        weight = None if self.localizer is None else torch.tensor(self.weight_at(number), device=like.device)
+        return self.puzzle_at(number, count, grid), weight
 
     def _answer(self, pixels: Tensor, labels: Tensor | None, positions: Tensor | None, extra: Tensor | None, more: dict[str, Any]) -> Output:
         own = getattr(self.model, "config", None) is not None and labels is not None and not labels.is_floating_point()

@@ -51,7 +51,7 @@ def lock(
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps that a thief trains.")] = 300,
     rates: Annotated[str, typer.Option("--rates", metavar="R,R", help="At these rates; the best counts.")] = "3e-4,3e-3",
     fail_above: options.FailAbove = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of samples and trainings.")] = 0,
+    seed: Annotated[int, options.seed("The seed of samples and trainings.")] = 0,
     passphrase_file: options.PassphraseFile = None,
     json: options.JsonFile = None,
     report: options.Report = None,

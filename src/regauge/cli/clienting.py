@@ -86,7 +86,7 @@ def train(
     clip: Clip = None,
     decay: Decay = None,
     momentum: Momentum = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The order of the examples, and dropout here.")] = 0,
+    seed: Annotated[int, options.seed("The order of the examples, and dropout here.")] = 0,
     field: sample.Field = None,
     split: sample.Split = "train",
     tokenizer: sample.Tokenizer = None,

@@ -39,7 +39,7 @@ class Schedule(StrEnum):
 
 
 Data = Annotated[str, typer.Option("--data", metavar="URI", help="npz, parquet, a folder of images or a hub id: images and labels.")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="The seed of all draws.")]
+Seed = Annotated[int, options.seed("The seed of all draws.")]
 Ratios = Annotated[str, typer.Option("--ratios", metavar="R,R", help="Shares of patches that are shuffled at inference.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Images at a time.")]
 

@@ -70,7 +70,7 @@ def split(
     lpips: Annotated[Path | None, typer.Option("--lpips", metavar="FILE", help="AlexNet with the heads of LPIPS, for LPIPS and F-SIM.")] = None,
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of samples, trainings and draws.")] = 0,
+    seed: Annotated[int, options.seed("The seed of samples, trainings and draws.")] = 0,
     json: options.JsonFile = None,
     report: options.PageOfImages = None,
     device: options.Device = "cpu",

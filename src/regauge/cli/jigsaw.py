@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from enum import StrEnum
@@ -101,6 +102,9 @@ def train(
     from regauge.planning import check_new
 
     check_ratio(ratio)
+    for name, value in (("--rate", rate), ("--decay", decay)):
+        if not 0 <= value < math.inf:
+            raise typer.BadParameter(f"{value:g} is not 0 or more, and finite", param_hint=name)
     check_new(out)
     set_threads(threads)
     checkpoint = open_checkpoint(model)

@@ -85,6 +85,11 @@ def _same(z: Tensor) -> Tensor:
     return z
 
 
+def is_whole(value: float, least: int, most: float = math.inf) -> bool:
+    """Is it a whole number in this range? An infinite one is none."""
+    return least <= value <= most and math.isfinite(value) and value == int(value)
+
+
 def require(holds: bool, message: str, hint: str) -> None:
     if not holds:
         raise DefenceError(message, hint=hint)
@@ -135,8 +140,7 @@ class Bottleneck(_OnStream):
     stage = 1
 
     def __post_init__(self) -> None:
-        whole = self.channels >= 1 and self.channels == int(self.channels)
-        require(whole, f"{self.channels} channels are no bottleneck", "give a whole number: 4 keeps four channels of each token")
+        require(is_whole(self.channels, 1), f"{self.channels} channels are no bottleneck", "give a whole number: 4 keeps four channels of each token")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
@@ -193,8 +197,7 @@ class Round(_OnStream):
     stage = 4
 
     def __post_init__(self) -> None:
-        whole = 1 <= self.bits <= 8 and self.bits == int(self.bits)
-        require(whole, f"{self.bits} bits cannot be", "give a whole number from 1 to 8")
+        require(is_whole(self.bits, 1, 8), f"{self.bits} bits cannot be", "give a whole number from 1 to 8")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream

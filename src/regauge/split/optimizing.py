@@ -43,11 +43,12 @@ class Training:
             raise TrainingError(f'there is no optimizer "{self.optimizer}" here', hint=f"choose from {', '.join(OPTIMIZERS)}")
         if self.schedule not in SCHEDULES:
             raise TrainingError(f'there is no schedule "{self.schedule}"', hint=f"choose from {', '.join(SCHEDULES)}")
+        for name in ("rate", "decay", "momentum", "clip", "warmup", "steps", "accumulate"):
+            value, least = getattr(self, name), int(name == "accumulate")
+            if not least <= value < math.inf:
+                raise TrainingError(f"{name} is {value:g}", hint=f"it is {least} or more, and finite")
         if self.schedule != "constant" and self.steps <= self.warmup:
             raise TrainingError(f"a {self.schedule} schedule ends after its warm-up", hint="set steps to the number of all steps")
-        for name, value, least in (("rate", self.rate, 0), ("clip", self.clip, 0), ("accumulate", self.accumulate, 1)):
-            if value < least:
-                raise TrainingError(f"{name} is {value:g}", hint=f"it is {least} or more")
 
     def rate_at(self, step: int) -> float:
         """The rate of a step, the first of which is 0. It needs no state, so that none has to be kept."""

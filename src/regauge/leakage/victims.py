@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 
 from regauge.attacks.views import Served
 from regauge.split import Host, InProcess, Link, Training, connect
-from regauge.split.defences import BatchShuffle, Defence, Rows, ordered
+from regauge.split.defences import BatchShuffle, Defence, Rows, ordered, parts_of
 from regauge.split.frames import Frame, Kind
 from regauge.split.training import Run, measure, train
 from regauge.tasks import Examples, logits_of
@@ -33,7 +32,7 @@ Tick = Callable[[int, float], None]
 
 def defences_of(combination: str) -> tuple[Defence, ...]:
     """The defences of a combination, in the order in which they act."""
-    return () if combination == NONE else ordered(re.split(r"\+(?=[a-z])", combination))
+    return () if combination == NONE else ordered([combination])
 
 
 def is_shuffled(combination: str) -> bool:
@@ -144,7 +143,7 @@ def stand(
 
 def unshuffled(combination: str) -> str:
     """The same combination with all tokens in their places."""
-    kept = [text for text in re.split(r"\+(?=[a-z])", combination) if text.partition("=")[0] not in ("rows", "batch-shuffle")]
+    kept = [text for text in parts_of(combination) if text.partition("=")[0] not in ("rows", "batch-shuffle")]
     return "+".join(kept) or NONE
 
 

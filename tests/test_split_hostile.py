@@ -212,6 +212,35 @@ def test_a_client_that_died_is_not_locked_out_by_its_own_quota() -> None:
     assert sorted(s.peer for s in host.sessions.values()) == ["ann", "bob"]
 
 
+def test_who_is_refused_takes_nobodys_place() -> None:
+    """Carol is idle and the server full: bob, at his quota, is told no, and carol stays; dave takes her place. A client over a quota that was lowered
+    loses none of its sessions by asking in vain."""
+    host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1)), sessions=2, idle=100.0)
+    for peer in ("carol", "bob"):
+        connect(made("gpt2"), InProcess(host, peer)).close()
+    (carols, carol), (_, bob) = host.sessions.items()
+    carol.seen -= 200.0
+    with pytest.raises(RefusedError, match="bob has 1 sessions, and may have 1"):
+        connect(made("gpt2"), InProcess(host, "bob"))
+    assert [s.peer for s in host.sessions.values()] == ["carol", "bob"]
+    connect(made("gpt2"), InProcess(host, "dave")).close()
+    assert [s.peer for s in host.sessions.values()] == ["bob", "dave"]
+    assert carols not in host.sessions
+    with pytest.raises(RefusedError, match="the server has 2 sessions"):
+        connect(made("gpt2"), InProcess(host, "erin"))
+    host.quotas, host.most = Quotas(), 8
+    connect(made("gpt2"), InProcess(host, "bob")).close()
+    host.quotas = Quotas(Quota(sessions=1))
+    bob.seen -= 200.0
+    with pytest.raises(RefusedError, match="bob has 2 sessions, and may have 1"):
+        connect(made("gpt2"), InProcess(host, "bob"))
+    assert sorted(s.peer for s in host.sessions.values()) == ["bob", "bob", "dave"]
+    for session in host.sessions.values():
+        session.seen -= 200.0
+    connect(made("gpt2"), InProcess(host, "bob")).close()
+    assert sorted(s.peer for s in host.sessions.values()) == ["bob", "dave"]
+
+
 # Memory
 
 

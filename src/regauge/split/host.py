@@ -37,7 +37,7 @@ from regauge.split.generating import predicted
 from regauge.split.learning import Learner
 from regauge.split.optimizing import Training
 from regauge.split.passing import PROTOCOL, described
-from regauge.split.quotas import Quotas, require_room
+from regauge.split.quotas import Quotas
 from regauge.split.replies import bytes_of, refusal, reply
 from regauge.split.rounds import Rounds
 from regauge.split.running import Runner
@@ -170,7 +170,6 @@ class Host:
             most = self.quotas.of(peer).sessions or (max(1, self.most // 4) if peer else 0)  # where clients are known, none takes all places
             for one in silent(self.sessions, peer, most, self.most, self.idle):
                 self._leave(one)
-            require_room(peer, sum(s.peer == peer for s in self.sessions.values()), most)
             session = self.sessions[name] = Session(peer, codec, limits)
         elif session.peer != peer:
             raise FrameError("session", "the session is another client's")

@@ -23,7 +23,7 @@ class Training:
     """The server's options. They are its own: clients are told, and not asked.
 
     `rate` is multiplied by the schedule: from 0 up in `warmup` steps, then constant, or down to 0 at `steps` along a line or a cosine. `clip` bounds
-    the norm of the backbone's gradient (the client's own parameters are not in it). A step is taken every `accumulate` backward passes.
+    the norm of the backbone's gradient (the client's own parameters are not in it). A step is taken after every `accumulate` losses.
     """
 
     optimizer: str = "adamw"

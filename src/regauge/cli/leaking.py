@@ -176,7 +176,7 @@ def open_plain(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module,
     """The model as client and server start from it."""
     from regauge.checkpoint import open_checkpoint
     from regauge.errors import LockError
-    from regauge.loading import load_model
+    from regauge.loading import drawn_anew, load_model
     from regauge.locking import record_of
 
     checkpoint = open_checkpoint(model)
@@ -184,16 +184,7 @@ def open_plain(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module,
     if record is not None:
         raise LockError(f"{model} is locked by the key {record.key}", hint="audit the plain model: columns under one key hide little (audit lock)")
     module = load_model(checkpoint, "float32")
-    if is_random:
-        import torch
-
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            fresh = getattr(type(module), "_from_config", None)
-            if fresh is None:
-                raise typer.BadParameter(f"random weights are for classes of the transformers library, not {type(module).__name__}")
-            module = fresh(module.config)
-    return module, checkpoint
+    return drawn_anew(module, seed) if is_random else module, checkpoint
 
 
 def require_size(source: sample.Sample, module: torch.nn.Module) -> None:

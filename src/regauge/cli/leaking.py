@@ -166,7 +166,7 @@ def _budget(text: str) -> Any:
     from regauge.leakage.attacking import Budget
 
     given = text.split(",")
-    if len(given) != 3 or not all(p.strip().isdigit() and int(p) > 0 for p in given):
+    if len(given) != 3 or not all(p.strip().isdecimal() and int(p) > 0 for p in given):
         raise typer.BadParameter(f"{text!r} is not WIDTH,DEPTH,EPOCHS, as in 128,2,200", param_hint="--attacker")
     hidden, depth, epochs = map(int, given)
     return Budget(hidden, depth, epochs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +66,17 @@ class Training:
         """For the handshake, so that a client can train its own parts likewise."""
         shown = ("optimizer", "rate", "decay", "momentum", "schedule", "warmup", "steps", "clip", "accumulate")
         return {name: getattr(self, name) for name in shown}
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, dict[str, torch.Tensor]]:
+    """What an optimizer holds, by parameter and name."""
+    return {n: {k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)} for n, p in parameters.items()}
+
+
+def give_moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, moments: Mapping[str, torch.Tensor]) -> None:
+    """Give an optimizer what one held for a parameter, if it held anything. Its count of steps stays on the CPU, where torch has it."""
+    if moments:
+        optimizer.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in moments.items()}
 
 
 def _sgd(parameters: list[torch.nn.Parameter], o: Training) -> torch.optim.Optimizer:

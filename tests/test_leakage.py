@@ -299,6 +299,18 @@ def test_an_audit_fails_where_it_is_told_to(folder: Path, capsys: pytest.Capture
     assert "FAILS  images/rows/public embedding" in capsys.readouterr().out
 
 
+def test_attacks_are_named_or_all_of_them() -> None:
+    from regauge.cli.leaking import _attacks
+    from regauge.leakage.attacking import ATTACKS
+    from regauge.leakage.reading import TEXT_ATTACKS
+
+    first = ATTACKS[0].name
+    assert [a.name for a in _attacks(first, False)] == [first]
+    for text in (None, "all", f"{first}, all"):
+        assert _attacks(text, False) == tuple(ATTACKS)
+    assert _attacks("all", True) == tuple(TEXT_ATTACKS)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -310,6 +322,7 @@ def test_an_audit_fails_where_it_is_told_to(folder: Path, capsys: pytest.Capture
         (("--model", "swin", "--data", "colours.npz", "--defence", "rows"), "the rows of a SwinForImageClassification cannot move"),
         (("--data", "colours.npz"), "are 16 x 16, and the model reads 8 x 8"),
         (("--attacks", "magic"), 'there is no attack "magic"'),
+        (("--attacks", "all,magic"), 'there is no attack "magic"'),
         (("--attacker", "big"), "is not WIDTH,DEPTH,EPOCHS"),
         (("--rate", "-1"), "is no rate"),
         (("--lpips", "nothing.safetensors"), "nothing.safetensors"),

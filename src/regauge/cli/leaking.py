@@ -47,7 +47,9 @@ def split(
     ] = None,
     noises: Annotated[str, typer.Option("--noises", metavar="S,S", help="Levels of the default's noise on the stream.")] = "0.3,1",
     radii: Annotated[str, typer.Option("--radii", metavar="R,R", help="Radii of the default's low-pass filter.")] = "0.1,0.2",
-    attacks: Annotated[str | None, typer.Option("--attacks", metavar="A,A", help="Some of the attacks, by name. Default: all.")] = None,
+    attacks: Annotated[
+        str | None, typer.Option("--attacks", metavar="A,A", help="Some of the attacks, by name, or all, which is the default.")
+    ] = None,
     is_random: Annotated[bool, typer.Option("--random-weights", help="Start from random weights and not from the model's.")] = False,
     field: sample.Field = None,
     attributes: Annotated[
@@ -156,10 +158,10 @@ def _attacks(text: str | None, reads: bool | None = None) -> Any:
 
     known: Sequence[Any] = [*ATTACKS, *TEXT_ATTACKS] if reads is None else TEXT_ATTACKS if reads else ATTACKS
     names = [part.strip() for part in (text or "").split(",") if part.strip()]
-    unknown = [n for n in names if n not in {a.name for a in known}]
+    unknown = [n for n in names if n not in {"all", *(a.name for a in known)}]
     if unknown:
-        raise typer.BadParameter(f'there is no attack "{unknown[0]}"; there are: {", ".join(a.name for a in known)}', param_hint="--attacks")
-    return tuple(a for a in known if not names or a.name in names)
+        raise typer.BadParameter(f'there is no attack "{unknown[0]}"; there are: {", ".join(a.name for a in known)}, or all', param_hint="--attacks")
+    return tuple(a for a in known if not names or "all" in names or a.name in names)
 
 
 def _budget(text: str) -> Any:

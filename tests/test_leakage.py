@@ -18,7 +18,7 @@ from regauge.cutting import cut
 from regauge.data import Data, DataError
 from regauge.findings import load_results
 from regauge.leakage import LeakageError, SplitCase, audit_split
-from regauge.leakage.attacking import ATTACKS, Budget, Setting, attempt, views_of
+from regauge.leakage.attacking import ATTACKS, Budget, Setting, attempt, patch_of, views_of
 from regauge.leakage.auditing import chance, in_unit, labels_of
 from regauge.leakage.scoring import Attacked, Case, Row, floors, joined, mean, named, scored, worst
 from regauge.leakage.telling import verdict_of, without_rows
@@ -297,6 +297,16 @@ def test_an_audit_fails_where_it_is_told_to(folder: Path, capsys: pytest.Capture
     asked = ("--attacks", "public embedding,least squares", "--defence", "rows", "--gallery", "0")
     assert audit(folder, *QUICKLY, *asked, "--fail-above", "0.5") == 3
     assert "FAILS  images/rows/public embedding" in capsys.readouterr().out
+
+
+def test_a_convolution_over_single_pixels_makes_no_patches() -> None:
+    """A stem of 1 x 1, as hybrids have before their patches, was taken for the patch embedding."""
+    stem, patches = torch.nn.Conv2d(3, 3, 1), torch.nn.Conv2d(3, 8, 4, stride=4)
+    assert patch_of(torch.nn.Sequential(stem, patches), pictures(2)) == 4
+    assert patch_of(vit(), pictures(2)) == 2
+    for none in (torch.nn.Sequential(stem), torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, stride=2)), torch.nn.Conv2d(3, 8, (4, 2), stride=(4, 2))):
+        with pytest.raises(LeakageError, match="no embedding of square patches"):
+            patch_of(none, pictures(2))
 
 
 def test_attacks_are_named_or_all_of_them() -> None:

@@ -14,7 +14,6 @@ import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -132,12 +131,10 @@ def batches_of(images: Tensor, batch: int) -> list[Tensor]:
     return [*found[:-2], torch.cat(found[-2:])] if len(found) > 1 and len(found[-1]) == 1 else found
 
 
-def stand(
-    model: torch.nn.Module, combination: str, training: Training | None = None, *, seed: int = 0, config: Mapping[str, Any] | None = None
-) -> Pair:
+def stand(model: torch.nn.Module, combination: str, training: Training | None = None, *, seed: int = 0) -> Pair:
     """A client with this model, which is used and trained in place, and a server with a copy of its backbone. Drawn from the seed."""
     server = Watched(Host(copy.deepcopy(model), training))
-    link = connect(model, InProcess(server), defences=defences_of(combination), secret=seed, config=config)  # type: ignore[arg-type]
+    link = connect(model, InProcess(server), defences=defences_of(combination), secret=seed)  # type: ignore[arg-type]
     return Pair(model, server, link, combination, training)
 
 

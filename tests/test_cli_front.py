@@ -103,6 +103,7 @@ def test_every_option_is_spelled_one_way() -> None:
             for option in p.opts:
                 if re.fullmatch(r"-\w", option):
                     short.setdefault(option, set()).add(next((o for o in p.opts if o.startswith("--")), p.name))
+            assert ("-o" in p.opts) == ("--out" in p.opts), (command.name, p.opts)
     assert short == {"-o": {"--out"}, "-k": {"--key"}, "-g": {"--element"}, "-v": {"verbose"}}
 
 

@@ -75,7 +75,7 @@ def serve(
     insecure: Insecure = False,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", metavar="DIR", help="Keep everything here, and go on from here.")] = None,
     every: Annotated[int, typer.Option("--every", min=1, metavar="N", help="Steps between two checkpoints.")] = 100,
-    out: Annotated[Path | None, typer.Option("--out", metavar="OUT", help="Write the trained backbone here when the server stops.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="Write the trained backbone here when the server stops.")] = None,
     rate: Annotated[
         float | None, typer.Option("--rate", min=0.0, metavar="R", help="Train the backbone at this rate. Without it, it only serves.")
     ] = None,

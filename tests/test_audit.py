@@ -224,7 +224,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "is not locked" in capsys.readouterr().err
     assert main(["audit", "lock", locked]) == 1
     assert "nothing could be tried" in capsys.readouterr().err
-    assert main(["audit", "lock", locked, "--labels", "x"]) == 2
+    for labels in ("x", "0,5", "\u00b2", ",", ""):
+        assert main(["audit", "lock", locked, "--labels", labels]) == 2
+        assert "as in 50,200" in capsys.readouterr().err
     assert main(["audit", "lock", locked, "--rates", "1e-3,fast"]) == 2
     build("llama").float().save_pretrained(tmp_path / "llama")
     assert main(["audit", "lock", locked, "--against", str(tmp_path / "llama")]) == 1

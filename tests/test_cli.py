@@ -652,7 +652,7 @@ def test_what_is_not_regauges_is_left_alone(run: Run, tmp_path: Path, llama: Pat
 
 
 def test_the_element_is_kept_apart(run: Run, tmp_path: Path, llama: Path) -> None:
-    for place in (llama / "key", tmp_path / "out" / "key", tmp_path / "out"):
+    for place in (llama / "key", tmp_path / "out" / "key", tmp_path / "out", tmp_path / "out.config.json", tmp_path / ".out.partial" / "key"):
         said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", place)
         assert said.code == 1
         assert "published" in said.err

@@ -103,7 +103,20 @@ def test_every_option_is_spelled_one_way() -> None:
             for option in p.opts:
                 if re.fullmatch(r"-\w", option):
                     short.setdefault(option, set()).add(next((o for o in p.opts if o.startswith("--")), p.name))
+            assert ("-o" in p.opts) == ("--out" in p.opts), (command.name, p.opts)
     assert short == {"-o": {"--out"}, "-k": {"--key"}, "-g": {"--element"}, "-v": {"verbose"}}
+
+
+@pytest.mark.parametrize("name", sorted(n for n, c in ALL.items() if n != "move" and any("--seed" in p.opts for p in c.params)))
+def test_a_seed_that_cannot_be_is_refused(name: str) -> None:
+    """numpy, torch and scikit-learn raise errors of their own for it, each another one. `move` takes any whole number."""
+    words = re.sub(r" --seed \d+", "", EXAMPLES[name])
+    for good in (0, 2**32 - 1):
+        assert parsed(f"{words} --seed {good}")[0].params["seed"] == good
+    for bad in (-1, 2**32):
+        with pytest.raises(Exception, match=r"Input should|range") as caught:
+            parsed(f"{words} --seed {bad}")
+        assert "--seed" in caught.value.format_message()  # type: ignore[attr-defined]
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

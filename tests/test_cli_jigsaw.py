@@ -92,6 +92,8 @@ def test_study(start: Path, trained: Path, tmp_path: Path, capsys: pytest.Captur
         (["evaluate", "START", *HOW, "--ratios", "1.5"], "not in [0, 1)"),
         (["train", "START", *HOW, "--ratio", "1", "-o", "OUT"], "not in [0, 1)"),
         (["train", "START", *HOW, "--variant", "Z", "-o", "OUT"], 'no variant "Z"'),
+        (["train", "START", *HOW, "--rate", "-1", "-o", "OUT"], "--rate"),
+        (["train", "START", *HOW, "--decay", "nan", "-o", "OUT"], "--decay"),
         (["study", "START", "--corruptions"], "--data"),
         (["evaluate", "NOWHERE", *HOW], "NOWHERE"),
     ],

@@ -388,3 +388,15 @@ def test_the_lock_is_never_called_encryption(capsys: pytest.CaptureFixture[str])
 
 def test_key_repr_in_errors() -> None:
     assert str(Key(bytes(32))) == "Key(lock, 35f322c179f8fd31)"
+
+
+def test_a_key_is_kept_apart_from_all_that_is_written(tmp_path: Path) -> None:
+    from regauge.cli.keygen import keep_apart
+    from regauge.errors import KeyFileError
+
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    for place in ("out", "out/key", "out.config.json", ".out.partial/key", "link/key"):
+        with pytest.raises(KeyFileError, match="would be given away with it"):
+            keep_apart(tmp_path / place, tmp_path / "model", tmp_path / "out")
+    for place in ("key", "out.key", "outer/key", "config.json"):
+        keep_apart(tmp_path / place, tmp_path / "model", tmp_path / "out")

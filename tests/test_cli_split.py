@@ -253,6 +253,20 @@ def test_who_may_come_and_what_is_said_to_others(run: Run, tmp_path: Path, model
     assert "is the server running" in said.err
 
 
+def test_rows_are_rows_by_either_name(run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPT-2 leaves its causal mask to the kernel, unless it is told that rows move."""
+    how = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1, "--json"]
+    found = []
+    with served(monkeypatch, model, "--threads", 1) as address:
+        for more in ([], ["--rows", "batch"], ["--defence", "rows"], ["--defence", "clip=1e+6+rows=sample"], ["--defence", "clip=0.1"]):
+            said = run("split", "predict", model, "--server", address, *how, *more)
+            assert said.code == 0, said.err
+            found.append(json.loads(said.out)["loss"])
+    plain, *same, clipped = found
+    assert same == pytest.approx([plain] * 3, rel=1e-4)
+    assert abs(clipped - plain) > 1e-3 * plain
+
+
 def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, model: Path) -> None:
     there = ["--data", tmp_path / "book.txt", "--server", "127.0.0.1:1"]
     for arguments, words, code in (
@@ -271,6 +285,10 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
         (["train", model, *there, "-o", tmp_path / "o", "--epochs", 1, "--steps", 1], "--epochs or --steps", 2),
         (["train", model, *there, "-o", tmp_path / "o", "--defence", "fog=1"], 'there is no defence "fog"', 1),
         (["predict", model, *there, "--defence", "noise=-1"], "noise of -1", 1),
+        (["predict", model, *there, "--defence", "noise=1+fog"], 'there is no defence "fog"', 1),
+        (["predict", model, *there, "--rows", "batch", "--defence", "rows"], "Rows is there twice", 1),
+        (["predict", model, *there, "--keep-cls"], "it belongs to --rows", 2),
+        (["train", model, *there, "-o", tmp_path / "o", "--keep-cls", "--defence", "rows"], "it belongs to --rows", 2),
         (["certs", "--to", tmp_path / "c", "--client", "server"], "is no name for a client", 2),
         (["certs", "--to", tmp_path / "c", "--client", "../x"], "is no name for a client", 2),
         (["certs", "--to", tmp_path / "c", "--client", "\u00e9" * 64], "is no name for a client", 2),

@@ -18,7 +18,7 @@ from regauge.cutting import cut
 from regauge.data import Data, DataError
 from regauge.findings import load_results
 from regauge.leakage import LeakageError, SplitCase, audit_split
-from regauge.leakage.attacking import ATTACKS, Budget, Setting, attempt, views_of
+from regauge.leakage.attacking import ATTACKS, Budget, Setting, attempt, patch_of, views_of
 from regauge.leakage.auditing import chance, in_unit, labels_of
 from regauge.leakage.scoring import OTHERS, Attacked, Case, Row, floors, joined, mean, named, scored, worst
 from regauge.leakage.telling import apart, findings_of, verdict_of, without_rows
@@ -315,6 +315,28 @@ def test_an_audit_fails_where_it_is_told_to(folder: Path, capsys: pytest.Capture
     assert "FAILS  images/rows/public embedding" in capsys.readouterr().out
 
 
+def test_a_convolution_over_single_pixels_makes_no_patches() -> None:
+    """A stem of 1 x 1, as hybrids have before their patches, was taken for the patch embedding."""
+    stem, patches = torch.nn.Conv2d(3, 3, 1), torch.nn.Conv2d(3, 8, 4, stride=4)
+    assert patch_of(torch.nn.Sequential(stem, patches), pictures(2)) == 4
+    assert patch_of(vit(), pictures(2)) == 2
+    for none in (torch.nn.Sequential(stem), torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, stride=2)), torch.nn.Conv2d(3, 8, (4, 2), stride=(4, 2))):
+        with pytest.raises(LeakageError, match="no embedding of square patches"):
+            patch_of(none, pictures(2))
+
+
+def test_attacks_are_named_or_all_of_them() -> None:
+    from regauge.cli.leaking import _attacks
+    from regauge.leakage.attacking import ATTACKS
+    from regauge.leakage.reading import TEXT_ATTACKS
+
+    first = ATTACKS[0].name
+    assert [a.name for a in _attacks(first, False)] == [first]
+    for text in (None, "all", f"{first}, all"):
+        assert _attacks(text, False) == tuple(ATTACKS)
+    assert _attacks("all", True) == tuple(TEXT_ATTACKS)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -326,6 +348,7 @@ def test_an_audit_fails_where_it_is_told_to(folder: Path, capsys: pytest.Capture
         (("--model", "swin", "--data", "colours.npz", "--defence", "rows"), "the rows of a SwinForImageClassification cannot move"),
         (("--data", "colours.npz"), "are 16 x 16, and the model reads 8 x 8"),
         (("--attacks", "magic"), 'there is no attack "magic"'),
+        (("--attacks", "all,magic"), 'there is no attack "magic"'),
         (("--attacker", "big"), "is not WIDTH,DEPTH,EPOCHS"),
         (("--rate", "-1"), "is no rate"),
         (("--lpips", "nothing.safetensors"), "nothing.safetensors"),

@@ -10,6 +10,7 @@ import transformers as T
 import regauge
 from picos import IMAGES, LLAMA, build, config_of, gpt2
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
+from regauge.loading import drawn_anew
 from regauge.sources import spec_of
 from regauge.testing import assert_symmetry
 
@@ -82,3 +83,23 @@ def test_a_module_with_a_config_of_another_kind() -> None:
     module.config = 5
     with pytest.raises(UnknownModelError, match="not read from 5"):
         spec_of(module)
+
+
+def test_weights_are_drawn_anew_from_a_seed() -> None:
+    model = build("vit")
+    torch.manual_seed(5)
+    plain = type(model)(model.config).state_dict()
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    new = drawn_anew(model, 5)
+    assert torch.equal(torch.rand(3), expected), "the process's own random numbers stay"
+    assert type(new) is type(model)
+    assert new.config is not model.config
+    state = new.state_dict()
+    assert state.keys() == plain.keys()
+    assert all(torch.equal(state[n], plain[n]) for n in plain)
+    other = drawn_anew(model, 6).state_dict()
+    assert not all(torch.equal(state[n], other[n]) for n in plain)
+    with pytest.raises(UnknownModelError, match="Linear has no config"):
+        drawn_anew(torch.nn.Linear(2, 2), 5)

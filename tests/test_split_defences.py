@@ -27,6 +27,7 @@ from regauge.split.defences import (
     clipped,
     leave,
     ordered,
+    parts_of,
     read_defence,
 )
 from regauge.testing import strict_float64
@@ -66,6 +67,22 @@ def test_named_as_on_the_command_line() -> None:
     assert read_defence("round=2") == Round(2)
 
 
+def test_a_text_may_be_several_as_audits_print_them() -> None:
+    assert parts_of("noise=0.5+rows") == ["noise=0.5", "rows"]
+    assert parts_of("noise=1e+1") == ["noise=1e+1"]
+    assert ordered(["rows+noise=0.5", "clip=1e+1"]) == (Clip(10.0), Noise(0.5), Rows())
+    with pytest.raises(DefenceError, match="twice"):
+        ordered(["noise=0.5+rows", "rows=sample"])
+    with pytest.raises(DefenceError, match='no defence "fog"'):
+        ordered(["noise=0.5+fog"])
+
+
+def test_a_hint_is_a_whole_sentence() -> None:
+    with pytest.raises(DefenceError) as error:
+        read_defence("bottleneck=few")
+    assert error.value.hint == "Nothing of the stream but its first `channels`: a token leaves as that many numbers, the others are zero"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -73,7 +90,7 @@ def test_named_as_on_the_command_line() -> None:
         ("noise=0", "noise of 0"),
         ("noise=nan", "noise of nan"),
         ("noise", "missing"),
-        ("noise=loud", "loud"),
+        ("noise=loud", '"loud" is no number'),
         ("low-pass=0", "radius of 0"),
         ("low-pass=0.6", "radius of 0.6"),
         ("low-pass=0.1,star", "star"),
@@ -83,7 +100,10 @@ def test_named_as_on_the_command_line() -> None:
         ("private=0", "no noise multiplier"),
         ("bottleneck=0", "0.0 channels"),
         ("bottleneck=2.5", "2.5 channels"),
+        ("bottleneck=inf", "inf channels"),
+        ("bottleneck=nan", "nan channels"),
         ("round=0", "0.0 bits"),
+        ("round=nan", "nan bits"),
         ("round=9", "9.0 bits"),
         ("fog=1", 'no defence "fog"'),
         ("noise=1,2,3", "cannot be read"),

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, Training, TransportError, connect
@@ -212,6 +214,35 @@ def test_a_client_that_died_is_not_locked_out_by_its_own_quota() -> None:
     assert sorted(s.peer for s in host.sessions.values()) == ["ann", "bob"]
 
 
+def test_who_is_refused_takes_nobodys_place() -> None:
+    """Carol is idle and the server full: bob, at his quota, is told no, and carol stays; dave takes her place. A client over a quota that was lowered
+    loses none of its sessions by asking in vain."""
+    host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1)), sessions=2, idle=100.0)
+    for peer in ("carol", "bob"):
+        connect(made("gpt2"), InProcess(host, peer)).close()
+    (carols, carol), (_, bob) = host.sessions.items()
+    carol.seen -= 200.0
+    with pytest.raises(RefusedError, match="bob has 1 sessions, and may have 1"):
+        connect(made("gpt2"), InProcess(host, "bob"))
+    assert [s.peer for s in host.sessions.values()] == ["carol", "bob"]
+    connect(made("gpt2"), InProcess(host, "dave")).close()
+    assert [s.peer for s in host.sessions.values()] == ["bob", "dave"]
+    assert carols not in host.sessions
+    with pytest.raises(RefusedError, match="the server has 2 sessions"):
+        connect(made("gpt2"), InProcess(host, "erin"))
+    host.quotas, host.most = Quotas(), 8
+    connect(made("gpt2"), InProcess(host, "bob")).close()
+    host.quotas = Quotas(Quota(sessions=1))
+    bob.seen -= 200.0
+    with pytest.raises(RefusedError, match="bob has 2 sessions, and may have 1"):
+        connect(made("gpt2"), InProcess(host, "bob"))
+    assert sorted(s.peer for s in host.sessions.values()) == ["bob", "bob", "dave"]
+    for session in host.sessions.values():
+        session.seen -= 200.0
+    connect(made("gpt2"), InProcess(host, "bob")).close()
+    assert sorted(s.peer for s in host.sessions.values()) == ["bob", "dave"]
+
+
 # Memory
 
 
@@ -295,10 +326,34 @@ def test_sgds_moments_are_no_others(tmp_path: Path) -> None:
         train("gpt2", mine, optimizer_of(mine), range(1))
     (tmp_path / ".split.safetensors.partial-0123456789ab").write_bytes(b"half")
     host.keep()
-    with pytest.raises(CheckpointError, match="holds a training with sgd"):
+    with pytest.raises(CheckpointError, match="holds a training with sgd, and this one is with adamw"):
+        Host(made("gpt2"), ADAMW, folder=tmp_path)
+    without_a_trainer(tmp_path / "split.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds a training with sgd$"):  # by its moments, then
         Host(made("gpt2"), ADAMW, folder=tmp_path)
     assert Host(made("gpt2"), host.training, folder=tmp_path).step == 1
     assert [p.name for p in tmp_path.iterdir()] == ["split.safetensors"]  # and what a killed process had begun is gone
+
+
+def without_a_trainer(path: Path) -> None:
+    """A checkpoint as it was before it named its optimizer."""
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    about = json.loads(metadata["about"])
+    del about["trainer"]
+    save_file(load_file(path), path, {**metadata, "about": json.dumps(about)})
+
+
+def test_a_training_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
+    Host(made("gpt2"), ADAMW, folder=tmp_path).keep()
+    for other in (Training("sgd", 0.1), Training("adam", 1e-2)):
+        with pytest.raises(CheckpointError, match=f"holds a training with adamw, and this one is with {other.optimizer}") as caught:
+            Host(made("gpt2"), other, folder=tmp_path)
+        assert "--optimizer adamw" in (caught.value.hint or "")
+    assert Host(made("gpt2"), Training("adamw", 0.5), folder=tmp_path).step == 0  # at any rate
+    assert Host(made("gpt2"), folder=tmp_path).step == 0  # it only serves
+    without_a_trainer(tmp_path / "split.safetensors")
+    assert Host(made("gpt2"), Training("sgd", 0.1), folder=tmp_path).step == 0
 
 
 @pytest.mark.parametrize("address", ["localhost", "7000", "localhost:", "localhost:http", "127.0.0.1:99999"])

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("grpc")
 
+from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, TransportError, connect
 from regauge.split.certs import make_certificates
 from regauge.split.channel import Tls, is_loopback
@@ -71,6 +72,31 @@ def test_large_frames_cross_in_chunks_and_nonsense_is_answered() -> None:
         with Grpc(f"127.0.0.1:{server.port}") as network:
             for _ in range(2):  # on one stream
                 assert decode(network.exchange(encode(large))).values["code"] == "session"
+
+
+def test_certificates_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    """gRPC says the same of a bad file and of a port that is taken."""
+    from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
+
+    tls = make_certificates(tmp_path)
+    good, host = tls["server"], Host(made("gpt2"))
+    (bad := tmp_path / "bad.pem").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    secret = load_pem_private_key(good.key.read_bytes(), None).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"x"))
+    (closed := tmp_path / "closed.key").write_bytes(secret)
+    for files, words in (
+        (Tls(bad, good.certificate, good.key), "bad.pem is no certificate"),
+        (Tls(good.authority, bad, good.key), "bad.pem is no certificate"),
+        (Tls(good.authority, good.key, good.key), "server.key is no certificate"),
+        (Tls(good.authority, good.certificate, bad), "bad.pem is no private key"),
+        (Tls(good.authority, good.certificate, closed), "closed.key is a private key with a passphrase"),
+        (Tls(good.authority, good.certificate, tls["client"].key), r"client.key is not the key of .*server.pem"),
+        (Tls(good.authority, good.certificate, tmp_path / "none.key"), "none.key cannot be read"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            Server(host, tls=files)
+        with pytest.raises(CheckpointError, match=words), Grpc("127.0.0.1:1", tls=files) as network:
+            connect(made("gpt2"), network, patience=0.1)
+    Server(host, tls=good).stop()
 
 
 def test_strangers_and_expired_certificates_are_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import time
@@ -471,10 +472,21 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [({"rate": -0.1}, "rate is -0.1"), ({"rate": 0.1, "clip": -1.0}, "clip is -1"), ({"rate": 0.1, "accumulate": 0}, "accumulate is 0")],
+    [
+        ({"rate": -0.1}, "rate is -0.1"),
+        ({"rate": math.nan}, "rate is nan"),
+        ({"rate": math.inf}, "rate is inf"),
+        ({"decay": -1.0}, "decay is -1"),
+        ({"momentum": -1.0}, "momentum is -1"),
+        ({"clip": -1.0}, "clip is -1"),
+        ({"clip": math.nan}, "clip is nan"),
+        ({"warmup": -5}, "warmup is -5"),
+        ({"steps": -5}, "steps is -5"),
+        ({"accumulate": 0}, "accumulate is 0"),
+    ],
 )
 def test_a_training_that_cannot_be_names_what_is_wrong(given: dict[str, Any], words: str) -> None:
     with pytest.raises(TrainingError, match=words) as caught:
-        Training("sgd", **given)
+        Training("sgd", **{"rate": 0.1, **given})
     assert "or more" in (caught.value.hint or "")
     assert Training("sgd", rate=0.0, clip=0.0, accumulate=1).rate == 0.0

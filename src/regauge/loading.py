@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import tempfile
 from collections.abc import Iterator
@@ -28,6 +29,22 @@ def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> tor
     model, report = _loaded(checkpoint, dtype)
     _require_whole(checkpoint, type(model).__name__, report)
     return model
+
+
+def drawn_anew(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+    """Another model of this one's class and config, with weights drawn from a seed, as before any training. The process's own random numbers stay as
+    they are. For classes of the transformers library."""
+    import torch
+
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(model, "post_init"):
+        raise UnknownModelError(
+            f"{type(model).__name__} has no config to be made anew from", hint="draw its weights with the library that made it, and save them"
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        new: torch.nn.Module = type(model)(copy.deepcopy(config))
+    return new
 
 
 def load_empty(source: str | Path | Checkpoint) -> torch.nn.Module:

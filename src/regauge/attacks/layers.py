@@ -59,10 +59,16 @@ def inner_of(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     return (model.model, "model.") if isinstance(model, MaskedJigsaw) else (model, "")
 
 
+def patch_embedding(model: torch.nn.Module) -> str | None:
+    """The name of the convolution that makes patches: the first whose stride is its kernel. One over single pixels makes none."""
+    found = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Conv2d))
+    return next((n for n, m in found if m.kernel_size == m.stride and max(m.stride) > 1), None)
+
+
 def layers_of(model: torch.nn.Module, shape: tuple[int, ...]) -> Layers:
     """Read off the model; what is missing is named."""
     inner, lead = inner_of(model)
-    name = next((n for n, m in inner.named_modules() if isinstance(m, torch.nn.Conv2d) and m.kernel_size == m.stride and max(m.stride) > 1), None)
+    name = patch_embedding(inner)
     if name is None:
         raise UpdateError(f"{type(inner).__name__} has no patch embedding (a convolution whose stride is its kernel)", hint="ViT, DeiT and the like")
     layer: Any = inner.get_submodule(name)

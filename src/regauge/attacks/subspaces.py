@@ -26,14 +26,14 @@ MOST = 4096  # sequences that are tried whole
 
 @dataclass(frozen=True, eq=False)
 class TextLayers:
-    """Where a language model has what the search reads. `readers` are, by layer, the names of query, key and value weights (fused in GPT-2)."""
+    """Where a language model has what the search reads. `readers` are, by layer, the names of query, key and value weights. Where
+    `is_causal` (GPT-2) tokens read those before them, and the three are one weight, [in, out]."""
 
     words: str
     positions: str
     kinds: str | None
     norm: torch.nn.Module
     readers: tuple[tuple[str, ...], ...]
-    is_conv1d: bool
     is_causal: bool
     offset: int = 0
 
@@ -66,7 +66,7 @@ def text_layers(model: torch.nn.Module) -> TextLayers:
     table: Any = model.get_submodule(positions.rpartition(".")[0])
     pad = getattr(table, "padding_idx", None)
     kinds = one("token_type_embeddings.weight")
-    return TextLayers(words, positions, kinds, norm, tuple(tuple(layers[i]) for i in sorted(layers)), causal, causal, 0 if pad is None else pad + 1)
+    return TextLayers(words, positions, kinds, norm, tuple(tuple(layers[i]) for i in sorted(layers)), causal, 0 if pad is None else pad + 1)
 
 
 def token_membership(view: SentUpdate) -> Tensor:
@@ -215,7 +215,7 @@ class _Seen(Exception):  # noqa: N818 (no error: it only ends a pass)
 
 def _span(view: SentUpdate, layers: TextLayers, layer: int) -> Span:
     slopes = [view.slope(n, "the gradient by the first attention layers") for n in layers.readers[layer]]
-    if layers.is_conv1d:
+    if layers.is_causal:
         slopes = [part for s in slopes for part in s.T.chunk(3)]
     tokens = None if view.granted.batch is None or view.granted.length is None else view.granted.batch * view.granted.length
     span = span_of(slopes)

@@ -14,7 +14,7 @@ from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
 from regauge.cli.gradients import gradients
 from regauge.cli.leaking import split
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import check_outputs, deliver, facts_of_run, read_counts, set_threads
 
 if TYPE_CHECKING:
     from regauge.audit import LockCase
@@ -51,7 +51,7 @@ def lock(
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Steps that a thief trains.")] = 300,
     rates: Annotated[str, typer.Option("--rates", metavar="R,R", help="At these rates; the best counts.")] = "3e-4,3e-3",
     fail_above: options.FailAbove = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of samples and trainings.")] = 0,
+    seed: Annotated[int, options.seed("The seed of samples and trainings.")] = 0,
     passphrase_file: options.PassphraseFile = None,
     json: options.JsonFile = None,
     report: options.Report = None,
@@ -61,7 +61,9 @@ def lock(
     """What is this lock worth? Attacks it with what an adversary would have: a public base, a few labels, features that it sees."""
     started = time.monotonic()
     check_outputs(json, report)
-    counts, tried = _counts(labels), _rates(rates)
+    counts, tried = read_counts(labels, "--labels", "50,200"), _rates(rates)
+    if not counts:
+        raise typer.BadParameter("say how many, as in 50,200", param_hint="--labels")
     from regauge.attacks.theft import Budget
     from regauge.audit import audit_lock
     from regauge.cli.keygen import read_key
@@ -79,13 +81,6 @@ def lock(
 
 app.command("split")(split)
 app.command("gradients")(gradients)
-
-
-def _counts(text: str) -> list[int]:
-    parts = [p.strip() for p in text.split(",") if p.strip()]
-    if not parts or not all(p.isdigit() and int(p) > 0 for p in parts):
-        raise typer.BadParameter(f"{text!r} are no numbers of labels, as in 50,200", param_hint="--labels")
-    return sorted({int(p) for p in parts})
 
 
 def _rates(text: str) -> tuple[float, ...]:

@@ -40,7 +40,7 @@ def barrier(
     batch: options.Batch = 16,
     json: options.JsonFile = None,
     report: options.Report = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed that draws the samples.")] = 0,
+    seed: Annotated[int, options.seed("The seed that draws the samples.")] = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from regauge.checkpoint import Checkpoint
     from regauge.split import Link, Training
+    from regauge.split.defences import Defence
     from regauge.tasks import Examples
 
 VERSION = 1
@@ -51,9 +52,11 @@ KeyOption = Annotated[Path | None, typer.Option("-k", "--key", metavar="KEY", he
 RowsOption = Annotated[Rows | None, typer.Option("--rows", help="Shuffle the tokens afresh for every batch, or for every sample.")]
 DefenceOption = Annotated[
     list[str] | None,
-    typer.Option("--defence", metavar="NAME=N", help="noise=0.5, low-pass=0.05, ...: what is done to what leaves (docs/split.md). May be repeated."),
+    typer.Option(
+        "--defence", metavar="D[+D]", help="noise=0.5, low-pass=0.05+rows, ...: what is done to what leaves (docs/split.md). May be repeated."
+    ),
 ]
-KeepCls = Annotated[bool, typer.Option("--keep-cls", help="Leave the first token in its place.")]
+KeepCls = Annotated[bool, typer.Option("--keep-cls", help="With --rows: leave the first token in its place.")]
 CodecOption = Annotated[Codec | None, typer.Option("--codec", help="Features in half the bytes, or a quarter. It rounds.")]
 Dtype = Annotated[str, typer.Option("--dtype", metavar="D", help="Of the weights in memory; the server's must be the same.")]
 Patience = Annotated[float, typer.Option("--patience", min=1.0, metavar="S", help="Seconds to go on trying while the server does not answer.")]
@@ -86,7 +89,7 @@ def train(
     clip: Clip = None,
     decay: Decay = None,
     momentum: Momentum = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The order of the examples, and dropout here.")] = 0,
+    seed: Annotated[int, options.seed("The order of the examples, and dropout here.")] = 0,
     field: sample.Field = None,
     split: sample.Split = "train",
     tokenizer: sample.Tokenizer = None,
@@ -108,18 +111,17 @@ def train(
     if resume and journal is None:
         raise typer.BadParameter("it needs the --journal DIR of the run", param_hint="--resume")
     from regauge.planning import check_new
-    from regauge.split.defences import ordered
     from regauge.split.parts import write_part
     from regauge.split.training import CLIENT, Run
     from regauge.split.training import train as trained
 
     check_new(out)
     _require_journal(journal, resume)
-    ordered(defence or ())
+    defences = _defences(rows, keep_cls, defence)
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
-    case = _case(model, source, key, passphrase_file, rows, device, dtype, threads)
+    case = _case(model, source, key, passphrase_file, defences, device, dtype, threads)
     alone = nullcontext() if journal is None else only_one(journal, "run")
-    linked = _linked(case, server, read_tls(tls, name), insecure, rows, keep_cls, defence, codec, journal, patience)
+    linked = _linked(case, server, read_tls(tls, name), insecure, defences, codec, journal, patience)
     with alone, linked as link, signals("stops after this step; once more stops at once") as stop:
         told = _checked(link.told)
         losses_of_a_step = told["accumulate"] if told.get("trains") else 1
@@ -181,15 +183,14 @@ def predict(
     verbose: options.Verbose = 0,
 ) -> int:
     """Run the model over data that stay here, and measure: loss and accuracy, or loss and perplexity of a language model."""
-    from regauge.split.defences import ordered
     from regauge.split.training import measure
 
-    ordered(defence or ())
+    defences = _defences(rows, keep_cls, defence)
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
-    case = _case(model, source, key, passphrase_file, rows, device, dtype, threads)
+    case = _case(model, source, key, passphrase_file, defences, device, dtype, threads)
     examples = case.examples if samples is None else case.examples.only(range(min(samples, len(case.examples))))
     with (
-        _linked(case, server, read_tls(tls, name), insecure, rows, keep_cls, defence, codec, None, patience) as link,
+        _linked(case, server, read_tls(tls, name), insecure, defences, codec, None, patience) as link,
         step_bar("predict") as progress,
     ):
         ticker = _Ticker(progress, len(examples))
@@ -201,6 +202,16 @@ def predict(
     else:
         _say_found(found)
     return 0
+
+
+def _defences(rows: Rows | None, keep_cls: bool, given: Sequence[str] | None) -> tuple[Defence, ...]:
+    """What is done to what leaves, in its order. `--rows` is short for the defence of that name."""
+    from regauge.split.defences import Rows as Shuffled
+    from regauge.split.defences import ordered
+
+    if keep_cls and rows is None:
+        raise typer.BadParameter("it belongs to --rows; a defence says it itself: rows=batch,keep_cls", param_hint="--keep-cls")
+    return ordered([*(given or ()), *([] if rows is None else [Shuffled(rows.value, keep_cls)])])
 
 
 def _say_found(found: dict[str, float]) -> None:
@@ -225,7 +236,7 @@ def _case(
     source: sample.Sample,
     key: Path | None,
     passphrase_file: Path | None,
-    rows: Rows | None,
+    defences: Sequence[Defence],
     device: str,
     dtype: str,
     threads: int | None,
@@ -239,6 +250,7 @@ def _case(
     from regauge.loading import load_part
     from regauge.locking import locked_element, record_of
     from regauge.sources import spec_of
+    from regauge.split.defences import Rows as Shuffled
 
     set_threads(threads)
     check_device(device)
@@ -260,7 +272,7 @@ def _case(
     config = getattr(module, "config", None)
     if config is not None:
         config.use_cache = False
-    if rows is not None and hasattr(module, "set_attn_implementation"):
+    if any(isinstance(d, Shuffled) for d in defences) and hasattr(module, "set_attn_implementation"):
         module.set_attn_implementation("eager")  # type: ignore[operator]  # masks that a kernel makes by itself do not follow the rows
     examples, _ = source.read(module, checkpoint)
     return _Case(checkpoint, module, examples, element, "" if record is None else record.key)
@@ -272,9 +284,7 @@ def _linked(
     server: str,
     tls: Any,
     insecure: bool,
-    rows: Rows | None,
-    keep_cls: bool,
-    defences: Sequence[str] | None,
+    defences: Sequence[Defence],
     codec: Codec | None,
     journal: Path | None,
     patience: float,
@@ -290,9 +300,7 @@ def _linked(
             case.module,
             _Talking(network, server, patience),
             element=case.element,
-            rows=None if rows is None else rows.value,
-            keep_cls=keep_cls,
-            defences=defences or (),
+            defences=defences,
             codec="" if codec is None else codec.value.upper(),
             journal=journal,
             key=case.key,

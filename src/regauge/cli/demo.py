@@ -16,10 +16,10 @@ from regauge.cli.console import data, say, step_bar
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="Keep the models and the images here, in a new folder, by the names that the README uses."),
+        typer.Option("-o", "--out", metavar="DIR", help="Keep the models and the images here, in a new folder, by the names that the README uses."),
     ] = None,
     report: Annotated[Path, typer.Option("--report", metavar="page.html", help="Write the page here.")] = Path("regauge-demo.html"),
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the models and elements.")] = 0,
+    seed: Annotated[int, options.seed("The seed of the models and elements.")] = 0,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:

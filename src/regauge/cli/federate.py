@@ -104,7 +104,7 @@ def federate(
     length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of all draws.")] = 0,
+    seed: Annotated[int, options.seed("The seed of all draws.")] = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.JsonFile = None,

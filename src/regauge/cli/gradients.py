@@ -93,7 +93,7 @@ def gradients(
     lpips: Annotated[Path | None, typer.Option("--lpips", metavar="FILE", help="AlexNet with the heads of LPIPS.")] = None,
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of samples, draws and attacks.")] = 0,
+    seed: Annotated[int, options.seed("The seed of samples, draws and attacks.")] = 0,
     json: options.JsonFile = None,
     report: options.PageOfImages = None,
     device: options.Device = "cpu",

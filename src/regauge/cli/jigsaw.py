@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from enum import StrEnum
@@ -39,7 +40,7 @@ class Schedule(StrEnum):
 
 
 Data = Annotated[str, typer.Option("--data", metavar="URI", help="npz, parquet, a folder of images or a hub id: images and labels.")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", help="The seed of all draws.")]
+Seed = Annotated[int, options.seed("The seed of all draws.")]
 Ratios = Annotated[str, typer.Option("--ratios", metavar="R,R", help="Shares of patches that are shuffled at inference.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Images at a time.")]
 
@@ -97,10 +98,13 @@ def train(
     from regauge.experiments.training import descend
     from regauge.jigsaw.masks import JigsawError, check_ratio
     from regauge.jigsaw.saving import save_wrapped
-    from regauge.loading import load_model
+    from regauge.loading import drawn_anew, load_model
     from regauge.planning import check_new
 
     check_ratio(ratio)
+    for name, value in (("--rate", rate), ("--decay", decay)):
+        if not 0 <= value < math.inf:
+            raise typer.BadParameter(f"{value:g} is not 0 or more, and finite", param_hint=name)
     check_new(out)
     set_threads(threads)
     checkpoint = open_checkpoint(model)
@@ -108,7 +112,7 @@ def train(
     if getattr(live, "main_input_name", "pixel_values") != "pixel_values":
         raise JigsawError(f"{type(live).__name__} is no model of images", hint="puzzles of texts are in Python: regauge.jigsaw.TextJigsaw")
     if fresh:
-        live = _anew(live, seed)
+        live = drawn_anew(live, seed)
     examples, task = sample.Sample(data, field, split, None, None, mean, std).read(live, checkpoint)
     total = max(1, len(examples) // batch) * epochs
     given: dict[str, Any] = {"variant": variant, "ratio": ratio, "per": per.value, "probability": probability, "warmup": warmup, "weight": weight}
@@ -257,17 +261,3 @@ def _text(results: Results) -> str:
     from regauge.cli.reproduce import text_of
 
     return text_of(results).partition("  finding")[0].rstrip()
-
-
-def _anew(model: Any, seed: int) -> Any:
-    """The same class and config, with weights drawn from a seed."""
-    import torch
-
-    from regauge.jigsaw.masks import JigsawError
-
-    config = getattr(model, "config", None)
-    if config is None:
-        raise JigsawError(f"{type(model).__name__} has no config to be made anew from", hint="make it with timm, save it, and leave out --fresh")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return type(model)(config)

@@ -13,6 +13,7 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import data_json, say
+from regauge.cli.run import lies_in
 from regauge.errors import KeyFileError, PassphraseError
 
 if TYPE_CHECKING:
@@ -68,11 +69,9 @@ def read_key(path: Path, purpose: Purposes, passphrase_file: Path | None) -> Key
 
 def keep_apart(key: Path, *places: Path) -> None:
     """A key must not lie in what is given away, nor where something is written."""
-    here = key.resolve()
-    for place in places:
-        beside = [place.resolve(), place.resolve().with_name(f".{place.name}.partial")]
-        if any(here.is_relative_to(p) for p in beside):
-            raise KeyFileError(f"the key {key} lies in {place}, and would be given away with it", hint="keep keys in a folder of their own")
+    place = lies_in(key, *places)
+    if place is not None:
+        raise KeyFileError(f"the key {key} lies in {place}, and would be given away with it", hint="keep keys in a folder of their own")
 
 
 def _asked(path: Path, passphrase_file: Path | None) -> str:

@@ -47,7 +47,9 @@ def split(
     ] = None,
     noises: Annotated[str, typer.Option("--noises", metavar="S,S", help="Levels of the default's noise on the stream.")] = "0.3,1",
     radii: Annotated[str, typer.Option("--radii", metavar="R,R", help="Radii of the default's low-pass filter.")] = "0.1,0.2",
-    attacks: Annotated[str | None, typer.Option("--attacks", metavar="A,A", help="Some of the attacks, by name. Default: all.")] = None,
+    attacks: Annotated[
+        str | None, typer.Option("--attacks", metavar="A,A", help="Some of the attacks, by name, or all, which is the default.")
+    ] = None,
     is_random: Annotated[bool, typer.Option("--random-weights", help="Start from random weights and not from the model's.")] = False,
     field: sample.Field = None,
     attributes: Annotated[
@@ -70,7 +72,7 @@ def split(
     lpips: Annotated[Path | None, typer.Option("--lpips", metavar="FILE", help="AlexNet with the heads of LPIPS, for LPIPS and F-SIM.")] = None,
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of samples, trainings and draws.")] = 0,
+    seed: Annotated[int, options.seed("The seed of samples, trainings and draws.")] = 0,
     json: options.JsonFile = None,
     report: options.PageOfImages = None,
     device: options.Device = "cpu",
@@ -156,17 +158,17 @@ def _attacks(text: str | None, reads: bool | None = None) -> Any:
 
     known: Sequence[Any] = [*ATTACKS, *TEXT_ATTACKS] if reads is None else TEXT_ATTACKS if reads else ATTACKS
     names = [part.strip() for part in (text or "").split(",") if part.strip()]
-    unknown = [n for n in names if n not in {a.name for a in known}]
+    unknown = [n for n in names if n not in {"all", *(a.name for a in known)}]
     if unknown:
-        raise typer.BadParameter(f'there is no attack "{unknown[0]}"; there are: {", ".join(a.name for a in known)}', param_hint="--attacks")
-    return tuple(a for a in known if not names or a.name in names)
+        raise typer.BadParameter(f'there is no attack "{unknown[0]}"; there are: {", ".join(a.name for a in known)}, or all', param_hint="--attacks")
+    return tuple(a for a in known if not names or "all" in names or a.name in names)
 
 
 def _budget(text: str) -> Any:
     from regauge.leakage.attacking import Budget
 
     given = text.split(",")
-    if len(given) != 3 or not all(p.strip().isdigit() and int(p) > 0 for p in given):
+    if len(given) != 3 or not all(p.strip().isdecimal() and int(p) > 0 for p in given):
         raise typer.BadParameter(f"{text!r} is not WIDTH,DEPTH,EPOCHS, as in 128,2,200", param_hint="--attacker")
     hidden, depth, epochs = map(int, given)
     return Budget(hidden, depth, epochs)
@@ -176,7 +178,7 @@ def open_plain(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module,
     """The model as client and server start from it."""
     from regauge.checkpoint import open_checkpoint
     from regauge.errors import LockError
-    from regauge.loading import load_model
+    from regauge.loading import drawn_anew, load_model
     from regauge.locking import record_of
 
     checkpoint = open_checkpoint(model)
@@ -184,16 +186,7 @@ def open_plain(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module,
     if record is not None:
         raise LockError(f"{model} is locked by the key {record.key}", hint="audit the plain model: columns under one key hide little (audit lock)")
     module = load_model(checkpoint, "float32")
-    if is_random:
-        import torch
-
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            fresh = getattr(type(module), "_from_config", None)
-            if fresh is None:
-                raise typer.BadParameter(f"random weights are for classes of the transformers library, not {type(module).__name__}")
-            module = fresh(module.config)
-    return module, checkpoint
+    return drawn_anew(module, seed) if is_random else module, checkpoint
 
 
 def require_size(source: sample.Sample, module: torch.nn.Module) -> None:

@@ -74,7 +74,7 @@ def match(
     length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed that draws the sample.")] = 0,
+    seed: Annotated[int, options.seed("The seed that draws the sample.")] = 0,
     refine: Annotated[
         str | None,
         typer.Option(
@@ -303,7 +303,7 @@ def compare(
     sweeps: Sweeps = 3,
     shared_tokens: SharedTokens = False,
     spec: options.SpecFile = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of the control.")] = 0,
+    seed: Annotated[int, options.seed("The seed of the control.")] = 0,
     json: options.JsonFile = None,
     report: options.Report = None,
     threads: options.Threads = None,

@@ -47,7 +47,7 @@ def merge(
     mean: sample.Mean = None,
     std: sample.Std = None,
     force: Annotated[bool, typer.Option("--force", help="Merge models that share no basis, or of different kinds, as they are.")] = False,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of methods that draw.")] = 0,
+    seed: Annotated[int, options.seed("The seed of methods that draw.")] = 0,
     shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="The size of a file of the output, at most: 500MB, 2GB.")] = "2GB",
     resume: Annotated[bool, typer.Option("--resume/--anew", help="Go on with what an interrupted run of the same merge has written.")] = True,
     dry_run: options.DryRun = False,

@@ -11,7 +11,7 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import data_json, say, warn
-from regauge.cli.run import set_threads
+from regauge.cli.run import lies_in, set_threads
 from regauge.errors import ElementError, RegaugeError
 
 if TYPE_CHECKING:
@@ -126,11 +126,7 @@ def move(
 
 def keep_apart(element: Path, out: Path, source: Path) -> None:
     """An element is a secret: it must not lie in what is published, nor where the output is written."""
-    here, taken = (
-        element.resolve(),
-        [out.resolve(), out.resolve().with_name(f"{out.stem}.config.json"), out.resolve().with_name(f".{out.name}.partial")],
-    )
-    if any(here.is_relative_to(place) for place in (*taken, source.resolve())):
+    if lies_in(element, out, source) is not None:
         raise ElementError(
             f"{element} lies in the model or in the output, and would be published with it", hint="keep the element in a folder of its own"
         )

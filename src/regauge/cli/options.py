@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,6 +22,11 @@ class Part(StrEnum):
     head = "head"
 
 
+def seed(words: str) -> Any:
+    """`--seed N`; the command says what it draws. numpy takes no seed below 0, scikit-learn none beyond 32 bits."""
+    return typer.Option("--seed", min=0, max=2**32 - 1, metavar="N", help=words)
+
+
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a .safetensors file, or a hub id (owner/name).")]
 LockedModel = Annotated[str, typer.Argument(metavar="LOCKED", help="A locked folder or .safetensors file.")]
 Out = Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")]
@@ -29,6 +34,7 @@ SpecFile = Annotated[Path | None, typer.Option("--spec", metavar="FILE", help="A
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")]
 Report = Annotated[Path | None, typer.Option("--report", metavar="page.html", help="Write one self-contained page.")]
+# Of an element, not of numbers: any whole number will do.
 Seed = Annotated[int | None, typer.Option("--seed", metavar="N", help="A public seed, for experiments. Without it: the system's randomness.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
 Threads = Annotated[

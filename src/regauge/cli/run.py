@@ -49,6 +49,25 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
+def lies_in(file: Path, *places: Path) -> Path | None:
+    """The first of some models or outputs that a file lies in, or in whose way it is; None if it is apart from all."""
+    here = file.resolve()
+    for place in places:
+        whole = place.resolve()
+        taken = (whole, whole.with_name(f"{whole.stem}.config.json"), whole.with_name(f".{whole.name}.partial"))
+        if any(here.is_relative_to(p) for p in taken):
+            return place
+    return None
+
+
+def read_counts(text: str, name: str, like: str) -> list[int]:
+    """Whole numbers from 1, with commas between them: each once, in order. `like` is an example. There may be none."""
+    parts = [p.strip() for p in text.split(",") if p.strip()]
+    if not all(p.isdecimal() and int(p) > 0 for p in parts):
+        raise typer.BadParameter(f"{text!r} are no whole numbers from 1, as in {like}", param_hint=name)
+    return sorted({int(p) for p in parts})
+
+
 def check_outputs(json: Path | None, report: Path | None) -> None:
     """Refuse what could not be written, before the work that it is for."""
     if report is not None:

@@ -1,4 +1,4 @@
-"""A sample of data on the command line, as a model reads it: what `barrier` and `match` have in common."""
+"""A sample of data on the command line, as a model reads it: the options of every command that takes data, and what reads them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Field = Annotated[list[str] | None, typer.Option("--field", metavar="NAME=THEIRS", help="text, image or label as the data call it. May be repeated.")]
 Split = Annotated[str, typer.Option("--split", metavar="S", help="The split of a data set of the hub.")]
-Tokenizer = Annotated[str | None, typer.Option("--tokenizer", metavar="FILE", help="For texts. Default: the one beside A.")]
+Tokenizer = Annotated[str | None, typer.Option("--tokenizer", metavar="FILE", help="For texts. Default: the one beside the (first) model.")]
 Length = Annotated[int | None, typer.Option("--length", min=2, metavar="N", help="Tokens of a window or text. Default: 256.")]
 Mean = Annotated[str | None, typer.Option("--mean", metavar="X[,X,X]", help="Of pixels in 0..1. Default: preprocessor_config.json.")]
 Std = Annotated[str | None, typer.Option("--std", metavar="X[,X,X]", help="Likewise.")]

@@ -75,7 +75,7 @@ def serve(
     insecure: Insecure = False,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", metavar="DIR", help="Keep everything here, and go on from here.")] = None,
     every: Annotated[int, typer.Option("--every", min=1, metavar="N", help="Steps between two checkpoints.")] = 100,
-    out: Annotated[Path | None, typer.Option("--out", metavar="OUT", help="Write the trained backbone here when the server stops.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="Write the trained backbone here when the server stops.")] = None,
     rate: Annotated[
         float | None, typer.Option("--rate", min=0.0, metavar="R", help="Train the backbone at this rate. Without it, it only serves.")
     ] = None,
@@ -93,7 +93,7 @@ def serve(
     precision: Annotated[Precision | None, typer.Option("--precision", help="Compute in fewer bits, over weights in float32.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the blocks with torch.compile.")] = False,
     dtype: Annotated[str, typer.Option("--dtype", metavar="D", help="Of the weights in memory; the clients' must be the same.")] = "float32",
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="What dropout is drawn from.")] = 0,
+    seed: Annotated[int, options.seed("What dropout is drawn from.")] = 0,
     metrics: Annotated[str | None, typer.Option("--metrics", metavar="ADDR", help="Prometheus metrics over HTTP, as in 127.0.0.1:9100.")] = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,

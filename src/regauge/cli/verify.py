@@ -48,7 +48,7 @@ def verify(
     spec: options.SpecFile = None,
     json: options.JsonFile = None,
     report: options.Report = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The seed of inputs, targets and elements.")] = 0,
+    seed: Annotated[int, options.seed("The seed of inputs, targets and elements.")] = 0,
     device: options.Device = "cpu",
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, max=256, metavar="N", help="Threads that compute. Default: torch's own, one for small models.")

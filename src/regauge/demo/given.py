@@ -48,13 +48,11 @@ def given(stage: Stage) -> Results:
 
 def _vit(seed: int) -> Any:
     """The ViT of the other chapters with two layers, wide enough for its patches, as real ones are."""
-    import torch
+    from regauge.loading import drawn_anew
 
     model = vit(seed).float()
     model.config.num_hidden_layers, model.config.hidden_size, model.config.initializer_range = 2, 64, 0.05
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return type(model)(model.config)
+    return drawn_anew(model, seed)
 
 
 def _claims(found: Results) -> tuple[Finding, ...]:

@@ -62,14 +62,12 @@ def watched(stage: Stage) -> Results:
 
 def _vit(seed: int) -> Any:
     """The ViT of the other chapters with half of its layers, and weights to begin with that learn in a few epochs."""
-    import torch
+    from regauge.loading import drawn_anew
 
     model = vit(seed).float()
     model.config.num_hidden_layers = 2
     model.config.initializer_range = 0.1
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return type(model)(model.config)
+    return drawn_anew(model, seed)
 
 
 def _claims(found: Results) -> tuple[Finding, ...]:

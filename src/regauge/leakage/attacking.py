@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 
 from regauge.attacks.inversion import Inverted, decoder, in_order, probe, public_patches
+from regauge.attacks.layers import patch_embedding
 from regauge.attacks.linear import ridge
 from regauge.attacks.served import averaged, regrouped
 from regauge.attacks.views import PairedImages, PublicPatches
@@ -229,11 +230,17 @@ def views_of(pair: Pair, own: Tensor, images: Tensor, batch: int, seed: int) -> 
     return Views(PairedImages(seen, features, own, patch), PairedImages(seen, placed, own, patch), public, often if again else None)
 
 
+def _patches(model: torch.nn.Module) -> torch.nn.Conv2d | None:
+    name = patch_embedding(model)
+    found = None if name is None else model.get_submodule(name)
+    return found if isinstance(found, torch.nn.Conv2d) else None
+
+
 def patch_of(model: torch.nn.Module, images: Tensor) -> int:
     """The side of a model's patches."""
     from regauge.leakage.scoring import LeakageError
 
-    layer = next((m for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.kernel_size == m.stride), None)
+    layer = _patches(model)
     if layer is None or layer.kernel_size[0] != layer.kernel_size[1] or images.shape[-1] % int(layer.kernel_size[0]):
         raise LeakageError(f"a {type(model).__name__} has no embedding of square patches", hint="the audit of images is for ViT, DeiT and the like")
     return int(layer.kernel_size[0])
@@ -241,7 +248,9 @@ def patch_of(model: torch.nn.Module, images: Tensor) -> int:
 
 def _public_view(model: torch.nn.Module, seen: Tensor, own: Tensor, combination: str, batch: int) -> PublicPatches | None:
     """The embedding as its owner has it: a convolution, a table of positions, perhaps a first token. None where it is not that alone."""
-    layer = next(m for m in model.modules() if isinstance(m, torch.nn.Conv2d) and m.kernel_size == m.stride)
+    layer = _patches(model)
+    if layer is None:
+        return None
     named = {name.rpartition(".")[2]: p.detach() for name, p in model.named_parameters()}
     table = next((named[n] for n in ("position_embeddings", "pos_embed") if n in named), None)
     patches = (own.shape[-1] // int(layer.kernel_size[0])) ** 2

@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from regauge.attacks.views import Served
 from regauge.split import Host, InProcess, Link, Training, connect
-from regauge.split.defences import BatchShuffle, Defence, Rows, ordered
+from regauge.split.defences import BatchShuffle, Defence, Rows, ordered, parts_of
 from regauge.split.frames import Frame, Kind
 from regauge.split.training import Run, measure, train
 from regauge.tasks import Examples, logits_of
@@ -33,7 +31,7 @@ Tick = Callable[[int, float], None]
 
 def defences_of(combination: str) -> tuple[Defence, ...]:
     """The defences of a combination, in the order in which they act."""
-    return () if combination == NONE else ordered(re.split(r"\+(?=[a-z])", combination))
+    return () if combination == NONE else ordered([combination])
 
 
 def is_shuffled(combination: str) -> bool:
@@ -133,18 +131,16 @@ def batches_of(images: Tensor, batch: int) -> list[Tensor]:
     return [*found[:-2], torch.cat(found[-2:])] if len(found) > 1 and len(found[-1]) == 1 else found
 
 
-def stand(
-    model: torch.nn.Module, combination: str, training: Training | None = None, *, seed: int = 0, config: Mapping[str, Any] | None = None
-) -> Pair:
+def stand(model: torch.nn.Module, combination: str, training: Training | None = None, *, seed: int = 0) -> Pair:
     """A client with this model, which is used and trained in place, and a server with a copy of its backbone. Drawn from the seed."""
     server = Watched(Host(copy.deepcopy(model), training))
-    link = connect(model, InProcess(server), defences=defences_of(combination), secret=seed, config=config)  # type: ignore[arg-type]
+    link = connect(model, InProcess(server), defences=defences_of(combination), secret=seed)  # type: ignore[arg-type]
     return Pair(model, server, link, combination, training)
 
 
 def unshuffled(combination: str) -> str:
     """The same combination with all tokens in their places."""
-    kept = [text for text in re.split(r"\+(?=[a-z])", combination) if text.partition("=")[0] not in ("rows", "batch-shuffle")]
+    kept = [text for text in parts_of(combination) if text.partition("=")[0] not in ("rows", "batch-shuffle")]
     return "+".join(kept) or NONE
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regauge.errors import CheckpointError
 from regauge.files import reading
 from regauge.split.frames import CHUNK, PIECE, chunks
 from regauge.split.transport import TransportError
@@ -50,12 +51,24 @@ class Tls:
     key: Path
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        with reading(self.authority):
-            authority = Path(self.authority).read_bytes()
-        with reading(self.certificate):
-            certificate = Path(self.certificate).read_bytes()
-        with reading(self.key):
-            return authority, certificate, Path(self.key).read_bytes()
+        """The bytes of the three. Looked into, because gRPC does not say what is wrong with which of them."""
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+        from cryptography.x509 import load_pem_x509_certificates
+
+        found, made = [], []
+        for path, what in ((self.authority, "certificate"), (self.certificate, "certificate"), (self.key, "private key")):
+            with reading(path):
+                found.append(Path(path).read_bytes())
+            try:
+                made.append(load_pem_x509_certificates(found[-1])[0] if what == "certificate" else load_pem_private_key(found[-1], None))
+            except TypeError as error:
+                raise CheckpointError(f"{path} is a private key with a passphrase, and gRPC asks for none", hint="name the key without it") from error
+            except (ValueError, UnsupportedAlgorithm) as error:
+                raise CheckpointError(f"{path} is no {what} in PEM", hint="regauge split certs --to FOLDER makes all three") from error
+        if made[1].public_key() != made[2].public_key():
+            raise CheckpointError(f"{self.key} is not the key of {self.certificate}", hint="name the two that were made together")
+        return found[0], found[1], found[2]
 
 
 class Loop:

@@ -18,6 +18,7 @@ the request, so that a run that is repeated after a crash sends the same bytes. 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -85,6 +86,11 @@ def _same(z: Tensor) -> Tensor:
     return z
 
 
+def is_whole(value: float, least: int, most: float = math.inf) -> bool:
+    """Is it a whole number in this range? An infinite one is none."""
+    return least <= value <= most and math.isfinite(value) and value == int(value)
+
+
 def require(holds: bool, message: str, hint: str) -> None:
     if not holds:
         raise DefenceError(message, hint=hint)
@@ -135,8 +141,7 @@ class Bottleneck(_OnStream):
     stage = 1
 
     def __post_init__(self) -> None:
-        whole = self.channels >= 1 and self.channels == int(self.channels)
-        require(whole, f"{self.channels} channels are no bottleneck", "give a whole number: 4 keeps four channels of each token")
+        require(is_whole(self.channels, 1), f"{self.channels} channels are no bottleneck", "give a whole number: 4 keeps four channels of each token")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
@@ -193,8 +198,7 @@ class Round(_OnStream):
     stage = 4
 
     def __post_init__(self) -> None:
-        whole = 1 <= self.bits <= 8 and self.bits == int(self.bits)
-        require(whole, f"{self.bits} bits cannot be", "give a whole number from 1 to 8")
+        require(is_whole(self.bits, 1, 8), f"{self.bits} bits cannot be", "give a whole number from 1 to 8")
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
@@ -383,7 +387,18 @@ def read_named(text: str, known: Mapping[str, type]) -> Any:
     try:
         return known[name](*given, **named)
     except TypeError as error:
-        raise DefenceError(f'"{text}" cannot be read: {error}', hint=(known[name].__doc__ or "").split("\n")[0]) from error
+        word = next((v for v in (*given, *named.values()) if isinstance(v, str)), None)
+        why = f'"{word}" is no number' if word is not None and "not supported between" in str(error) else error
+        raise DefenceError(f'"{text}" cannot be read: {why}', hint=_first_sentence(known[name])) from error
+
+
+def parts_of(combination: str) -> list[str]:
+    """The defences of a combination: "noise=0.5+rows" is two, "noise=1e+1" one."""
+    return re.split(r"\+(?=[a-z])", combination)
+
+
+def _first_sentence(kind: type) -> str:
+    return re.split(r"\.(?=\s|$)", " ".join((kind.__doc__ or "").split()))[0]
 
 
 def _value(text: str) -> Any:
@@ -396,8 +411,9 @@ def _value(text: str) -> Any:
 
 
 def ordered(defences: Sequence[Defence | str]) -> tuple[Defence, ...]:
-    """Defences in the order in which they act. None of a kind is there twice."""
-    return in_turn([read_defence(d) if isinstance(d, str) else d for d in defences])
+    """Defences in the order in which they act; a text may be several, "noise=0.5+rows". None of a kind is there twice."""
+    made = [[read_defence(part) for part in parts_of(d)] if isinstance(d, str) else [d] for d in defences]
+    return in_turn([d for some in made for d in some])
 
 
 def in_turn(made: Sequence[Any], often: type | None = None) -> tuple[Any, ...]:

@@ -37,7 +37,7 @@ from regauge.split.generating import predicted
 from regauge.split.learning import Learner
 from regauge.split.optimizing import Training
 from regauge.split.passing import PROTOCOL, described
-from regauge.split.quotas import Quotas, require_room
+from regauge.split.quotas import Quotas
 from regauge.split.replies import bytes_of, refusal, reply
 from regauge.split.rounds import Rounds
 from regauge.split.running import Runner
@@ -170,7 +170,6 @@ class Host:
             most = self.quotas.of(peer).sessions or (max(1, self.most // 4) if peer else 0)  # where clients are known, none takes all places
             for one in silent(self.sessions, peer, most, self.most, self.idle):
                 self._leave(one)
-            require_room(peer, sum(s.peer == peer for s in self.sessions.values()), most)
             session = self.sessions[name] = Session(peer, codec, limits)
         elif session.peer != peer:
             raise FrameError("session", "the session is another client's")
@@ -296,9 +295,8 @@ class Host:
         frames |= {f"{name}/{n}": bytes_of(o.request) for name, s in self.sessions.items() for n, o in s.open.items()}
         digest = str(self.about["digest"])
         copies = {name: _copied(s.learner) for name, s in self.sessions.items() if s.learner is not None}
-        keeping.save(
-            self.folder, keeping.Kept(digest, self.step, _copied(self.main), copies, dict(self.rounds.left), sessions, frames, tuple(self.gone))
-        )
+        left, gone, trainer = dict(self.rounds.left), tuple(self.gone), self.training.optimizer if self.training else ""
+        keeping.save(self.folder, keeping.Kept(digest, self.step, _copied(self.main), copies, left, sessions, frames, gone, trainer))
         self.kept_at = self.step
         for session in self.sessions.values():
             session.saved = session.done
@@ -309,6 +307,11 @@ class Host:
         if (kept.copies or kept.left) and not self.rounds.average:
             raise CheckpointError(
                 f"{self.folder} holds a training of copies that are averaged", hint="go on with average set, or name another folder"
+            )
+        if self.training is not None and kept.trainer not in ("", self.training.optimizer):
+            raise CheckpointError(
+                f"{self.folder} holds a training with {kept.trainer}, and this one is with {self.training.optimizer}",
+                hint=f"go on with --optimizer {kept.trainer}, or name another folder",
             )
         self._give(self.main, kept.main)
         self.step = self.kept_at = kept.step

@@ -30,7 +30,7 @@ class Copy:
     """Weights, and what trains them."""
 
     step: int
-    waiting: int  # backward passes since the last step
+    waiting: int  # losses since the last step
     since: int  # steps since the last average
     weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Tensor]]  # by parameter, then by name
@@ -53,6 +53,7 @@ class Kept:
     sessions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what is no tensor
     frames: Mapping[str, bytes] = field(default_factory=dict)  # session/reply: to its last request; session/number: requests whose pass is open
     gone: tuple[str, ...] = ()  # sessions that have ended
+    trainer: str = ""  # the optimizer's name; of a server that only serves, and in older files, ""
 
 
 def save(folder: Path, kept: Kept) -> None:
@@ -69,6 +70,7 @@ def save(folder: Path, kept: Kept) -> None:
         "left": {name: n for name, (n, _) in kept.left.items()},
         "sessions": {k: dict(v) for k, v in kept.sessions.items()},
         "gone": list(kept.gone),
+        "trainer": kept.trainer,
     }
     metadata = {"regauge": "split", "version": str(VERSION), "about": json.dumps(about)}
     write_tensors(folder / FILE, tensors, metadata, mode=0o600)  # it holds what crossed
@@ -95,8 +97,8 @@ def load(folder: Path) -> Kept | None:
         frames = {place: tensor.numpy().tobytes() for place, tensor in groups["frame"].items()}
         copies = {name: _nested(_inside(groups["copy"], name), found) for name, found in about["copies"].items()}
         left = {name: (n, _inside(groups["left"], name)) for name, n in about["left"].items()}
-        gone = tuple(about.get("gone", ()))
-        return Kept(about["digest"], about["step"], _nested(tensors, about["main"]), copies, left, about["sessions"], frames, gone)
+        gone, trainer = tuple(about.get("gone", ())), about.get("trainer", "")
+        return Kept(about["digest"], about["step"], _nested(tensors, about["main"]), copies, left, about["sessions"], frames, gone, trainer)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read as a checkpoint of a split server: {error}", hint="restore it from a copy") from error
 

@@ -12,7 +12,7 @@ import torch
 from regauge.cutting import Cut
 from regauge.errors import CheckpointError
 from regauge.families import Boundary
-from regauge.split.optimizing import Training
+from regauge.split.optimizing import Training, give_moments, moments_of
 from regauge.split.passing import blocks_of
 
 Tensor = torch.Tensor
@@ -62,9 +62,7 @@ class Learner:
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state by parameter and name."""
-        if self.optimizer is None:
-            return {}
-        return {n: {k: v for k, v in self.optimizer.state.get(p, {}).items() if isinstance(v, Tensor)} for n, p in self.trained.items()}
+        return {} if self.optimizer is None else moments_of(self.optimizer, self.trained)
 
     def gradients(self) -> dict[str, Tensor]:
         return {n: p.grad for n, p in self.trained.items() if p.grad is not None}
@@ -83,7 +81,7 @@ class Learner:
             if self.optimizer is not None and moments.get(name):
                 if not isinstance(self.optimizer, torch.optim.SGD) and "exp_avg" not in moments[name]:
                     raise CheckpointError(f"{where} holds a training with sgd", hint="go on with --optimizer sgd, or name another folder")
-                self.optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in moments[name].items()}
+                give_moments(self.optimizer, p, moments[name])
 
 
 def mean(parts: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:

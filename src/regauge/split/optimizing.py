@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +23,7 @@ class Training:
     """The server's options. They are its own: clients are told, and not asked.
 
     `rate` is multiplied by the schedule: from 0 up in `warmup` steps, then constant, or down to 0 at `steps` along a line or a cosine. `clip` bounds
-    the norm of the backbone's gradient (the client's own parameters are not in it). A step is taken every `accumulate` backward passes.
+    the norm of the backbone's gradient (the client's own parameters are not in it). A step is taken after every `accumulate` losses.
     """
 
     optimizer: str = "adamw"
@@ -43,11 +43,12 @@ class Training:
             raise TrainingError(f'there is no optimizer "{self.optimizer}" here', hint=f"choose from {', '.join(OPTIMIZERS)}")
         if self.schedule not in SCHEDULES:
             raise TrainingError(f'there is no schedule "{self.schedule}"', hint=f"choose from {', '.join(SCHEDULES)}")
+        for name in ("rate", "decay", "momentum", "clip", "warmup", "steps", "accumulate"):
+            value, least = getattr(self, name), int(name == "accumulate")
+            if not least <= value < math.inf:
+                raise TrainingError(f"{name} is {value:g}", hint=f"it is {least} or more, and finite")
         if self.schedule != "constant" and self.steps <= self.warmup:
             raise TrainingError(f"a {self.schedule} schedule ends after its warm-up", hint="set steps to the number of all steps")
-        for name, value, least in (("rate", self.rate, 0), ("clip", self.clip, 0), ("accumulate", self.accumulate, 1)):
-            if value < least:
-                raise TrainingError(f"{name} is {value:g}", hint=f"it is {least} or more")
 
     def rate_at(self, step: int) -> float:
         """The rate of a step, the first of which is 0. It needs no state, so that none has to be kept."""
@@ -65,6 +66,17 @@ class Training:
         """For the handshake, so that a client can train its own parts likewise."""
         shown = ("optimizer", "rate", "decay", "momentum", "schedule", "warmup", "steps", "clip", "accumulate")
         return {name: getattr(self, name) for name in shown}
+
+
+def moments_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, dict[str, torch.Tensor]]:
+    """What an optimizer holds, by parameter and name."""
+    return {n: {k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)} for n, p in parameters.items()}
+
+
+def give_moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, moments: Mapping[str, torch.Tensor]) -> None:
+    """Give an optimizer what one held for a parameter, if it held anything. Its count of steps stays on the CPU, where torch has it."""
+    if moments:
+        optimizer.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in moments.items()}
 
 
 def _sgd(parameters: list[torch.nn.Parameter], o: Training) -> torch.optim.Optimizer:

@@ -48,7 +48,7 @@ class Runner:
     def run(self, crossing: Crossing, frame: Frame, label: str) -> Tensor:
         for block in crossing.blocks:
             block.train(frame.values.get("training") is True)
-        with _drawing(f"{self.seed}/{label}"), autocast(self.device, self.precision):
+        with drawn_by(f"{self.seed}/{label}"), autocast(self.device, self.precision):
             z = crossing.run()
         if not isinstance(z, Tensor) or z.dim() != crossing.stream.dim():
             raise FrameError("failed", "the blocks did not return a stream")
@@ -138,7 +138,7 @@ def _is_usable(gradient: Tensor) -> bool:
 
 
 @contextmanager
-def _drawing(label: str) -> Iterator[None]:
+def drawn_by(label: str) -> Iterator[None]:
     """Random numbers that are a function of the label, whatever was drawn before. The process's own stay as they are."""
     seed = int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "little") >> 1
     with torch.random.fork_rng():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from regauge.split.frames import CODECS, Frame, FrameError, Limits, Value
 from regauge.split.learning import Learner
 from regauge.split.passing import PROTOCOL
+from regauge.split.quotas import require_room
 
 Tensor = torch.Tensor
 
@@ -93,15 +94,17 @@ def session_of(sessions: Mapping[str, Session], frame: Frame, peer: str) -> Sess
     return session
 
 
-def silent(sessions: Mapping[str, Session], peer: str, own: int, most: int, idle: float) -> Iterator[str]:
-    """Whose place a new session takes, if there are too many: the one that was silent for longest, of this client's, then of all. Whoever is told
-    lets it go before it asks for the next."""
+def silent(sessions: Mapping[str, Session], peer: str, own: int, most: int, idle: float) -> list[str]:
+    """Whose places a new session takes, if there are too many: of those that are idle, the ones that were silent for longest, of this client's, then
+    of all. Where that is not enough the client is refused, and nobody is to go."""
+    out: list[str] = []
+    now = time.monotonic()
     for mine, bound in ((True, own), (False, most)):
-        among = {n: s for n, s in sessions.items() if not mine or s.peer == peer}
-        if not bound or len(among) < bound:
-            continue
-        name, oldest = min(among.items(), key=lambda item: item[1].seen)
-        if time.monotonic() - oldest.seen >= idle:
-            yield name
-        elif not mine:
+        among = sorted((s.seen, n) for n, s in sessions.items() if n not in out and (not mine or s.peer == peer))
+        last = among[: max(0, len(among) + 1 - bound)] if bound else []
+        if any(now - seen < idle for seen, _ in last):
+            if mine:
+                require_room(peer, len(among), own)
             raise FrameError("full", f"the server has {most} sessions, and takes no more", hint="end one, or come back later")
+        out += [name for _, name in last]
+    return out

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ from regauge.errors import RegaugeError
 from regauge.keys import canonical
 from regauge.split import keeping
 from regauge.split.client import Link
-from regauge.split.optimizing import Training
+from regauge.split.optimizing import Training, give_moments, moments_of
+from regauge.split.running import drawn_by
 from regauge.tasks import Examples, logits_of, loss_of
 
 Tick = Callable[[int, float], None]  # after a step: how many are done, and its loss
@@ -80,10 +81,8 @@ def train(
 
     def save(step: int) -> None:
         if folder is not None:
-            moments = {n: {k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)} for n, p in trained.items()}
-            keeping.save(
-                folder / CLIENT, keeping.Kept(digest, step, keeping.Copy(step, 0, 0, trained, moments, {}), sessions={"link": link.state_dict()})
-            )
+            copy = keeping.Copy(step, 0, 0, trained, moments_of(optimizer, trained), {})
+            keeping.save(folder / CLIENT, keeping.Kept(digest, step, copy, sessions={"link": link.state_dict()}))
             link.saved()
 
     for step in range(begin, run.steps):
@@ -152,13 +151,9 @@ def _restore(trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Opti
     with torch.no_grad():
         for name, p in trained.items():
             p.copy_(kept.main.weights[name])
-            if kept.main.optimizer.get(name):
-                optimizer.state[p] = {k: v if k == "step" else v.to(p.device) for k, v in kept.main.optimizer[name].items()}
+            give_moments(optimizer, p, kept.main.optimizer.get(name, {}))
 
 
-@contextmanager
-def drawing(seed: int, n: int) -> Iterator[None]:
+def drawing(seed: int, n: int) -> AbstractContextManager[None]:
     """Random numbers that are a function of the seed and the batch's number: a step that is repeated draws the same."""
-    with torch.random.fork_rng():
-        torch.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{n}".encode()).digest()[:8], "little") >> 1)
-        yield
+    return drawn_by(f"{seed}/{n}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from regauge.errors import RegaugeError
-from regauge.split.frames import Assembler, Bytes, FrameError, Limits, chunks
+from regauge.split.frames import Assembler, Bytes, FrameError, chunks
 from regauge.split.host import Host
 from regauge.split.replies import refusal
 
@@ -33,9 +33,9 @@ class InProcess:
         return deliver(self.host, chunks(request), self.peer)
 
 
-def deliver(host: Host, pieces: object, peer: str = "", limits: Limits | None = None) -> bytes:
+def deliver(host: Host, pieces: object, peer: str = "") -> bytes:
     """Give a server the chunks of one request. Bytes that are no frame are answered by a refusal; half a frame never."""
-    assembler = Assembler(limits or host.limits)
+    assembler = Assembler(host.limits)
     try:
         for piece in pieces:  # type: ignore[attr-defined]
             for frame in assembler.feed(piece):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from regauge.adapted import open_adapted
 from regauge.elementfiles import save_element
 from regauge.elements import element
 from regauge.errors import RegaugeError
+from regauge.loading import load_model
 from regauge.sources import spec_of
 from regauge.testing import outputs
 from test_adapters import ALPHA, CASES, RANK, adapted, saved
 from test_cli import Run, run
+from test_cli_merge_data import reader
 from test_cut import distance
 
 __all__ = ["run"]  # a fixture
@@ -28,6 +31,7 @@ __all__ = ["run"]  # a fixture
 def stored(folder: Path, name: str, adapter: dict[str, torch.Tensor], **config: Any) -> str:
     """The pico's folder, and its adapter's beside it: "model+adapter"."""
     model = build(name)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder / "model")
     state = {n: t for n, t in model.state_dict().items() if not (name == "gpt2" and n == "lm_head.weight")}  # which is tied
     save_file(state, folder / "model" / "model.safetensors", {"format": "pt"})
@@ -88,6 +92,33 @@ def test_it_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
     assert (found.bits[name] == found[name].view(torch.uint64).numpy()).all()
     assert not torch.equal(found[name], found.model[name])
     assert found[name].dtype == found.model[name].dtype
+
+
+def test_it_is_loaded_with_its_adapter(tmp_path: Path) -> None:
+    found = open_adapted(stored(tmp_path, "llama", saved(adapted(build("llama"), "q_proj"))))
+    live, alone = load_model(found).state_dict(), load_model(found.path).state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(live[name], found[name])
+    assert not torch.equal(live[name], alone[name])
+    assert torch.equal(live["model.norm.weight"], alone["model.norm.weight"])
+
+
+@pytest.mark.parametrize("method", ["fisher", "regmean"])
+def test_statistics_of_a_merge_are_those_of_the_sum(method: str, run: Run, tmp_path: Path) -> None:
+    """A merge with model+adapter is the merge with the two written out as one model."""
+    source = stored(tmp_path, "llama", {n: 0.1 * t for n, t in saved(adapted(build("llama"), *CASES["llama"])).items()})
+    model, whole = reader(tmp_path / "model", build("llama").config.vocab_size), tmp_path / "whole"
+    shutil.copytree(model, whole)
+    found = open_adapted(source)
+    save_file({n: found[n] for n in found}, whole / "model.safetensors", {"format": "pt"})
+    (tmp_path / "text.txt").write_text(" ".join(f"t{i * i % 23}" for i in range(200)))
+    how = ["--method", method, "--data", tmp_path / "text.txt", "--samples", 6, "--length", 16]
+    for other, out in ((source, "out"), (whole, "wanted")):
+        said = run("merge", model, other, *how, "-o", tmp_path / out)
+        assert said.code == 0, said.err
+    out, wanted, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "wanted", "model"))
+    assert all(torch.allclose(out[n], wanted[n], atol=1e-6) for n in wanted)
+    assert not all(torch.allclose(out[n], (plain[n] + found[n]) / 2, atol=1e-4) for n in plain)  # it was weighed
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,8 @@ class Change:
 class Adapted(Checkpoint):
     """A checkpoint whose tensors are read with the adapter's changes."""
 
+    as_stored = False
+
     def __init__(self, model: Checkpoint, adapter: Checkpoint) -> None:
         super().__init__(model.path, model.files.values(), model.config, model.config_path, model.index)
         self.model, self.adapter = model, adapter

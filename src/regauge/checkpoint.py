@@ -56,6 +56,8 @@ class Checkpoint(Mapping[str, "Tensor"]):
     `path` is what was opened, a folder or a file; `index` the index file's contents for sharded folders; `entries` dtype and shape by name.
     """
 
+    as_stored = True  # are its tensors those that lie at `path`, so that another library may read them there?
+
     def __init__(
         self, path: Path, shards: Iterable[Shard], config: Mapping[str, Any] | None, config_path: Path | None, index: Mapping[str, Any] | None = None
     ) -> None:

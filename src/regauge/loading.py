@@ -184,13 +184,19 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
-    """The folder that the library loads from: the checkpoint's own, or one with links to a file and its config."""
-    if checkpoint.is_folder:
+    """The folder that the library loads from: the checkpoint's own, or one with links to a file and its config. What is not stored as it is read (a
+    model with its adapter) is written there first."""
+    if checkpoint.is_folder and checkpoint.as_stored:
         yield checkpoint.path
         return
     with tempfile.TemporaryDirectory(prefix="regauge-") as temporary:
         folder = Path(temporary)
-        (folder / "model.safetensors").symlink_to(checkpoint.path.resolve())
+        if checkpoint.as_stored:
+            (folder / "model.safetensors").symlink_to(checkpoint.path.resolve())
+        else:
+            from safetensors.torch import save_file
+
+            save_file({name: checkpoint[name].contiguous().clone() for name in checkpoint}, folder / "model.safetensors", {"format": "pt"})
         if checkpoint.config_path is not None:
             (folder / "config.json").symlink_to(checkpoint.config_path.resolve())
         yield folder

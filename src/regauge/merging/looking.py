@@ -129,7 +129,7 @@ def computed(
 @contextmanager
 def _alive(model: Model, state: Mapping[str, Any], out: Path) -> Iterator[torch.nn.Module]:
     """The model, loaded with this state: the library reads it from a folder beside the output, as it would from the checkpoint."""
-    if state is model.checkpoint:
+    if state is model.checkpoint and model.checkpoint.as_stored:
         yield load_model(model.checkpoint, "float32")
         return
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.live-", dir=out.absolute().parent) as temporary:

@@ -65,6 +65,24 @@ def test_an_embedding_and_whole_tensors(tmp_path: Path) -> None:
     assert torch.equal(found["transformer.ln_f.bias"].double(), whole.to(found["transformer.ln_f.bias"].dtype).double())
 
 
+def test_an_embedding_with_magnitudes_is_what_peft_makes_of_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    live = peft.get_peft_model(build("gpt2"), peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["wte"], use_dora=True))
+    with torch.no_grad():
+        for name, p in live.named_parameters():
+            if "lora_" in name:
+                p.copy_(torch.rand_like(p) + 0.5)
+    adapter = {n: t.double() for n, t in peft.get_peft_model_state_dict(live).items()}
+    assert any("magnitude" in n for n in adapter)
+    found = open_adapted(stored(tmp_path, "gpt2", adapter))["transformer.wte.weight"]
+    (tmp_path / "plain").mkdir()
+    without = open_adapted(stored(tmp_path / "plain", "gpt2", {n: t for n, t in adapter.items() if "magnitude" not in n}))["transformer.wte.weight"]
+    wanted = live.merge_and_unload().transformer.wte.weight
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert not torch.allclose(without, wanted, atol=0.1)
+
+
 def test_scales(tmp_path: Path) -> None:
     adapter = saved(adapted(build("llama"), "q_proj"))
     plain = build("llama").state_dict()
@@ -126,6 +144,9 @@ def test_statistics_of_a_merge_are_those_of_the_sum(method: str, run: Run, tmp_p
     [
         (lambda state, config: state.pop(next(n for n in state if "lora_A" in n)), "only one of lora_A and lora_B"),
         (lambda state, config: config.pop("lora_alpha"), '"lora_alpha"'),
+        (lambda state, config: config.update(lora_alpha=None), 'gives no number for "model.layers.0.mlp.up_proj"'),
+        (lambda state, config: config.update(alpha_pattern={"(": 3}), 'gives no number for "model.layers.0.mlp.up_proj"'),
+        (lambda state, config: config.update(alpha_pattern=["up_proj"]), "gives no number"),
         (lambda state, config: config.update(fan_in_fan_out=True), "changes"),
         (lambda state, config: state.update({"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(3, 3)}), "no such layer"),
         (lambda state, config: config.update(peft_type="LOHA"), "LOHA"),
@@ -141,6 +162,14 @@ def test_what_does_not_fit_is_refused(spoil: Any, says: str, tmp_path: Path) -> 
     with pytest.raises(RegaugeError) as error:
         open_adapted(source)
     assert says in str(error.value)
+
+
+def test_a_lone_bias_is_refused(tmp_path: Path) -> None:
+    state = saved(adapted(build("bert-classifier"), "query", bias=True))
+    layer = next(n for n in state if n.endswith("lora_B.bias")).removesuffix(".lora_B.bias")
+    source = stored(tmp_path, "bert-classifier", {n: t for n, t in state.items() if not n.startswith(layer) or n.endswith("bias")})
+    with pytest.raises(RegaugeError, match=r'"base_model.*query.lora_B.bias", and no A and B of that layer'):
+        open_adapted(source)
 
 
 def test_in_a_recipe(run: Run, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -214,14 +214,19 @@ def _of_timm(checkpoint: Checkpoint, config: Any, dtype: str | None) -> tuple[to
 
 
 def _made_by_timm(checkpoint: Checkpoint, config: Any) -> torch.nn.Module:
+    with _of_these_weights(checkpoint, config):
+        return build_timm(config)
+
+
+def build_timm(config: Mapping[str, Any]) -> torch.nn.Module:
+    """The module of timm that a config describes, with weights of its own making. Whatever timm runs into is raised as it is."""
     need("timm", "timm")
     import timm
 
-    arguments = {**config.get("model_args", {})}
+    arguments = dict(config.get("model_args") or {})
     if config.get("num_classes") is not None:
         arguments.setdefault("num_classes", config["num_classes"])
-    with _of_these_weights(checkpoint, config):
-        model: torch.nn.Module = timm.create_model(config["architecture"], pretrained=False, **arguments)
+    model: torch.nn.Module = timm.create_model(config["architecture"], pretrained=False, **arguments)
     return model.eval()
 
 

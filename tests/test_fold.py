@@ -12,6 +12,7 @@ from picos import PICOS, build, spec_of
 from regauge.errors import SpecError
 from regauge.fold import fold_lazily, fold_norms
 from regauge.groups import Orthogonal, OrthogonalFixingOnes, Permutation, SignedPermutation
+from regauge.headers import Entry
 from regauge.spec import Norm, Scale, Space, Spec, check
 from regauge.testing import outputs
 
@@ -245,3 +246,12 @@ def test_experts_that_are_stored_one_by_one_take_up_what_each_reads() -> None:
     assert bool((folded["scale"] == 1).all())
     assert not folded["norm.bias"].any()
     assert not torch.allclose(folded["e.1.up.bias"], state["e.1.up.bias"])
+
+
+def test_a_folded_spec_is_held_against_shapes_alone() -> None:
+    model = build("llama")
+    spec, state = fold_norms(spec_of(model), model.state_dict())
+    shapes = {n: Entry("F64", tuple(t.shape), 0, 0) for n, t in state.items()}
+    assert check(spec, shapes) == []
+    assert check(spec, {n: e for n, e in shapes.items() if n != "lm_head.weight"})
+    assert check(spec, {**state, "model.norm.weight": 2 * state["model.norm.weight"]})  # values, where they are there

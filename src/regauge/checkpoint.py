@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,11 @@ class Lazy(Mapping[str, Any]):
     def __init__(self, names: Collection[str], read: Callable[[str], Any]) -> None:
         self.names, self.read = names, read
 
+    @classmethod
+    def of(cls, thunks: Mapping[str, Callable[[], Any]]) -> Lazy:
+        """The state whose tensors these thunks make."""
+        return cls(thunks, partial(_made, thunks))
+
     def __getitem__(self, name: str) -> Any:
         return self.read(name)
 
@@ -48,6 +54,10 @@ class Lazy(Mapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
+
+
+def _made(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
+    return thunks[name]()
 
 
 class Checkpoint(Mapping[str, "Tensor"]):

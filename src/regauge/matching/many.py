@@ -6,7 +6,7 @@ the mean of all, each in its place, is what the next round matches to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -82,8 +82,7 @@ def mean(states: Sequence[State]) -> State:
 
 def moved(g: Element, state: State) -> State:
     """A state moved by an element, tensor by tensor as each is asked for."""
-    thunks: Mapping[str, Callable[[], Any]] = apply_lazily(g, state)
-    return Lazy(thunks, partial(_call, thunks))
+    return Lazy.of(apply_lazily(g, state))
 
 
 def _mean_of(states: Sequence[State], name: str) -> torch.Tensor:
@@ -97,10 +96,6 @@ def _mean_of(states: Sequence[State], name: str) -> torch.Tensor:
     for other in states[1:]:
         total += other[name].to(work)
     return total / len(states)
-
-
-def _call(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
-    return thunks[name]()
 
 
 def _require_alike(first: State, other: State, number: int) -> None:

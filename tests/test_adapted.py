@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from regauge.adapted import open_adapted
 from regauge.elementfiles import save_element
 from regauge.elements import element
 from regauge.errors import RegaugeError
+from regauge.loading import load_model
 from regauge.sources import spec_of
 from regauge.testing import outputs
 from test_adapters import ALPHA, CASES, RANK, adapted, saved
 from test_cli import Run, run
+from test_cli_merge_data import reader
 from test_cut import distance
 
 __all__ = ["run"]  # a fixture
@@ -28,6 +31,7 @@ __all__ = ["run"]  # a fixture
 def stored(folder: Path, name: str, adapter: dict[str, torch.Tensor], **config: Any) -> str:
     """The pico's folder, and its adapter's beside it: "model+adapter"."""
     model = build(name)
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder / "model")
     state = {n: t for n, t in model.state_dict().items() if not (name == "gpt2" and n == "lm_head.weight")}  # which is tied
     save_file(state, folder / "model" / "model.safetensors", {"format": "pt"})
@@ -61,6 +65,24 @@ def test_an_embedding_and_whole_tensors(tmp_path: Path) -> None:
     assert torch.equal(found["transformer.ln_f.bias"].double(), whole.to(found["transformer.ln_f.bias"].dtype).double())
 
 
+def test_an_embedding_with_magnitudes_is_what_peft_makes_of_it(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    live = peft.get_peft_model(build("gpt2"), peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["wte"], use_dora=True))
+    with torch.no_grad():
+        for name, p in live.named_parameters():
+            if "lora_" in name:
+                p.copy_(torch.rand_like(p) + 0.5)
+    adapter = {n: t.double() for n, t in peft.get_peft_model_state_dict(live).items()}
+    assert any("magnitude" in n for n in adapter)
+    found = open_adapted(stored(tmp_path, "gpt2", adapter))["transformer.wte.weight"]
+    (tmp_path / "plain").mkdir()
+    without = open_adapted(stored(tmp_path / "plain", "gpt2", {n: t for n, t in adapter.items() if "magnitude" not in n}))["transformer.wte.weight"]
+    wanted = live.merge_and_unload().transformer.wte.weight
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert not torch.allclose(without, wanted, atol=0.1)
+
+
 def test_scales(tmp_path: Path) -> None:
     adapter = saved(adapted(build("llama"), "q_proj"))
     plain = build("llama").state_dict()
@@ -90,11 +112,41 @@ def test_it_is_a_checkpoint_like_any_other(tmp_path: Path) -> None:
     assert found[name].dtype == found.model[name].dtype
 
 
+def test_it_is_loaded_with_its_adapter(tmp_path: Path) -> None:
+    found = open_adapted(stored(tmp_path, "llama", saved(adapted(build("llama"), "q_proj"))))
+    live, alone = load_model(found).state_dict(), load_model(found.path).state_dict()
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(live[name], found[name])
+    assert not torch.equal(live[name], alone[name])
+    assert torch.equal(live["model.norm.weight"], alone["model.norm.weight"])
+
+
+@pytest.mark.parametrize("method", ["fisher", "regmean"])
+def test_statistics_of_a_merge_are_those_of_the_sum(method: str, run: Run, tmp_path: Path) -> None:
+    """A merge with model+adapter is the merge with the two written out as one model."""
+    source = stored(tmp_path, "llama", {n: 0.1 * t for n, t in saved(adapted(build("llama"), *CASES["llama"])).items()})
+    model, whole = reader(tmp_path / "model", build("llama").config.vocab_size), tmp_path / "whole"
+    shutil.copytree(model, whole)
+    found = open_adapted(source)
+    save_file({n: found[n] for n in found}, whole / "model.safetensors", {"format": "pt"})
+    (tmp_path / "text.txt").write_text(" ".join(f"t{i * i % 23}" for i in range(200)))
+    how = ["--method", method, "--data", tmp_path / "text.txt", "--samples", 6, "--length", 16]
+    for other, out in ((source, "out"), (whole, "wanted")):
+        said = run("merge", model, other, *how, "-o", tmp_path / out)
+        assert said.code == 0, said.err
+    out, wanted, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "wanted", "model"))
+    assert all(torch.allclose(out[n], wanted[n], atol=1e-6) for n in wanted)
+    assert not all(torch.allclose(out[n], (plain[n] + found[n]) / 2, atol=1e-4) for n in plain)  # it was weighed
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
         (lambda state, config: state.pop(next(n for n in state if "lora_A" in n)), "only one of lora_A and lora_B"),
         (lambda state, config: config.pop("lora_alpha"), '"lora_alpha"'),
+        (lambda state, config: config.update(lora_alpha=None), 'gives no number for "model.layers.0.mlp.up_proj"'),
+        (lambda state, config: config.update(alpha_pattern={"(": 3}), 'gives no number for "model.layers.0.mlp.up_proj"'),
+        (lambda state, config: config.update(alpha_pattern=["up_proj"]), "gives no number"),
         (lambda state, config: config.update(fan_in_fan_out=True), "changes"),
         (lambda state, config: state.update({"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(3, 3)}), "no such layer"),
         (lambda state, config: config.update(peft_type="LOHA"), "LOHA"),
@@ -110,6 +162,14 @@ def test_what_does_not_fit_is_refused(spoil: Any, says: str, tmp_path: Path) -> 
     with pytest.raises(RegaugeError) as error:
         open_adapted(source)
     assert says in str(error.value)
+
+
+def test_a_lone_bias_is_refused(tmp_path: Path) -> None:
+    state = saved(adapted(build("bert-classifier"), "query", bias=True))
+    layer = next(n for n in state if n.endswith("lora_B.bias")).removesuffix(".lora_B.bias")
+    source = stored(tmp_path, "bert-classifier", {n: t for n, t in state.items() if not n.startswith(layer) or n.endswith("bias")})
+    with pytest.raises(RegaugeError, match=r'"base_model.*query.lora_B.bias", and no A and B of that layer'):
+        open_adapted(source)
 
 
 def test_in_a_recipe(run: Run, tmp_path: Path) -> None:

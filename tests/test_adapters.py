@@ -37,6 +37,8 @@ class Lora(torch.nn.Module):
         if self.table:
             self.lora_embedding_A = torch.nn.ParameterDict({"default": torch.randn(RANK, n, dtype=torch.float64)})
             self.lora_embedding_B = torch.nn.ParameterDict({"default": torch.randn(m, RANK, dtype=torch.float64)})
+            if dora:
+                self.lora_magnitude_vector = torch.nn.ParameterDict({"default": torch.rand(m, dtype=torch.float64) + 0.5})
             return
         out, into = (m, n) if self.turned else (n, m)
         self.lora_A = torch.nn.ModuleDict({"default": torch.nn.Linear(into, RANK, bias=False, dtype=torch.float64)})
@@ -47,7 +49,10 @@ class Lora(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.table:
             a, b = self.lora_embedding_A["default"], self.lora_embedding_B["default"]
-            return self.base_layer(x) + torch.nn.functional.embedding(x, a.T) @ b.T * self.scaling
+            whole = self.base_layer.weight + (b @ a).T * self.scaling
+            if hasattr(self, "lora_magnitude_vector"):
+                whole = self.lora_magnitude_vector["default"] * whole / whole.norm(dim=0)
+            return torch.nn.functional.embedding(x, whole)
         a, b = self.lora_A["default"], self.lora_B["default"]
         if not hasattr(self, "lora_magnitude_vector"):
             return self.base_layer(x) + b(a(x)) * self.scaling
@@ -162,6 +167,22 @@ def test_magnitudes_of_dora_follow_signed_permutations() -> None:
     stretched = element(spec_of(llama), 3, spaces=["ffn"])
     with pytest.raises(ElementError, match="input follow rotations only"):
         move_adapter(stretched, saved(adapted(llama, "down_proj", dora=True)))
+
+
+def test_magnitudes_of_an_embedding_are_those_of_its_width() -> None:
+    model = build("gpt2")
+    spec = spec_of(model)
+    g = element(spec, 3, within="signed")
+    plain = adapted(model, "wte", dora=True)
+    moved = copy.deepcopy(model)
+    moved.load_state_dict(apply(g, model.state_dict()))
+    twin = adapted(moved, "wte", seed=6, dora=True)
+    loaded(twin, move_adapter(g, saved(plain)))
+    assert distance(outputs(twin, IDS), outputs(plain, IDS)) < 1e-9
+    assert distance(outputs(loaded(twin, saved(plain)), IDS), outputs(plain, IDS)) > 1e-3
+    folded, _ = fold_norms(spec, model.state_dict())
+    with pytest.raises(ElementError, match=r"lora_magnitude_vector.*output follow signed permutations only"):
+        move_adapter(element(folded, 3), saved(plain))
 
 
 def test_names_may_be_those_of_a_live_model_or_without_prefix() -> None:

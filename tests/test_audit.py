@@ -70,6 +70,20 @@ def test_without_anything_to_try_an_audit_is_refused() -> None:
     assert [f.id for f in only.findings] == ["lock/public edges"]
 
 
+def test_one_example_is_too_few_to_take_apart() -> None:
+    spec, state = model_of("gpt2")
+    model = build("gpt2").float()
+    g = element(spec, 5, within="permutation")
+    case = LockCase(spec, apply(g, state, "backbone"), "permutation", truth=g, model=model, test=readings(spoken(model)).only(np.arange(1)))
+    results = audit_lock(case)
+    assert {n for n in ("known inputs", "seen features", "vocabulary") if f"{n}: fewer than two examples were given" in results.unchecked} == {
+        "known inputs",
+        "seen features",
+        "vocabulary",
+    }
+    assert not any("fewer" in line for line in audit_lock(replace(case, test=readings(spoken(model)).only(np.arange(2)))).unchecked)
+
+
 def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
     model = build("vit").float()
     spec, plain = spec_of(model), {n: v.clone() for n, v in model.state_dict().items()}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from picos import build
+from picos import PICOS, build
 from regauge.action import apply
 from regauge.barriers import Curve, PathError, _temperature, along, interpolate, plane, require_joined, score
 from regauge.barriers import Path as Walked
@@ -402,3 +402,35 @@ def test_a_masked_model_predicts_what_is_hidden(tmp_path: Path) -> None:
     plain.write_text((tmp_path / "tokenizer.json").read_text().replace("[MASK]", "[HIDE]"))
     with pytest.raises(DataError, match="has no mask"):
         prepare(task, said, plain)
+
+
+def test_what_is_cut_keeps_the_mark_of_its_end(tmp_path: Path) -> None:
+    said = Data("d", {"text": ["w3 w4 w5 w6", "w7", "w8 w9"], "label": np.array([0, 1, 0])}, "")
+    task, reader = task_of(build("bert-classifier"), said, tokenizer=words(tmp_path), length=4)
+    assert prepare(task, said, reader).batch(np.arange(3))[0]["input_ids"].tolist() == [[1, 3, 4, 2], [1, 7, 2, 0], [1, 8, 9, 2]]
+    plain = prepare({**task, "special": False}, said, reader).batch(np.arange(3))[0]["input_ids"]
+    assert plain.tolist() == [[3, 4, 5, 6], [7, 0, 0, 0], [8, 9, 0, 0]]
+    unmasked = tmp_path / "plain.json"  # a tokenizer without a mask has an end too
+    unmasked.write_text((tmp_path / "tokenizer.json").read_text().replace("[MASK]", "[HIDE]"))
+    assert prepare(task, said, unmasked).batch(np.arange(1))[0]["input_ids"].tolist() == [[1, 3, 4, 2]]
+
+
+def test_places_behind_the_padding_token_are_counted(tmp_path: Path) -> None:
+    """RoBERTa's first place is that behind its padding token: a text as long as its table would reach over the end."""
+    said = Data("d", {"text": [" ".join(WORDS[3 + i % 20] for i in range(100))]}, "")
+    for name, offset in (("roberta", True), ("bert", False)):
+        model = build(name)
+        rows = model.config.max_position_embeddings
+        task, reader = task_of(model, said, tokenizer=words(tmp_path), length=1000)
+        assert task["length"] == rows - (model.config.pad_token_id + 1 if offset else 0)
+        with torch.no_grad():
+            model(**prepare(task, said, reader).batch(np.arange(1))[0])
+
+
+def test_several_answers_to_each_example_have_no_path() -> None:
+    model = build("vit")
+    inputs = PICOS["vit"].inputs["pixel_values"]
+    several = Examples(2, 5, lambda rows: ({"pixel_values": inputs[rows]}, torch.ones(len(rows), 5)), multi=True)
+    with pytest.raises(PathError, match="several answers"):
+        score(model, model.state_dict(), several)
+    assert score(model, model.state_dict(), labelled(model, 4)).accuracy == 1

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
 import regauge.writing as writing_module
-from regauge.checkpoint import Checkpoint, open_checkpoint
+from regauge.checkpoint import Checkpoint, Lazy, open_checkpoint
 from regauge.errors import CheckpointError
 from regauge.files import write_bytes
 from regauge.headers import read_header
@@ -468,3 +468,13 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match="huggingface_hub is not installed") as caught:
         open_checkpoint("owner/name")
     assert "regauge[hub]" in str(caught.value.hint)
+
+
+def test_a_state_of_thunks_makes_each_tensor_anew() -> None:
+    made: list[str] = []
+    state = Lazy.of({"a": lambda: made.append("a"), "b": lambda: made.append("b")})
+    assert (list(state), len(state), "a" in state, "c" in state, made) == (["a", "b"], 2, True, False, [])
+    _ = state["b"], state["b"]
+    assert made == ["b", "b"]
+    with pytest.raises(KeyError):
+        _ = state["c"]

@@ -101,6 +101,30 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
         open_data(tmp_path)["image"][0]
 
 
+def test_a_folder_without_images_is_no_class(tmp_path: Path) -> None:
+    from PIL import Image
+
+    def put(name: str) -> None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.new("L", (4, 4)).save(tmp_path / name)
+
+    put("x.png")
+    (tmp_path / "aside").mkdir()
+    assert set(open_data(tmp_path)) == {"image", "name"}  # loose images, beside an empty folder
+    for name in (".ipynb_checkpoints/x.png", "cat/x.png", "dog/y.png"):
+        put(name)
+    data = open_data(tmp_path)
+    assert data["label"].tolist() == [0, 1]
+    assert data["class"] == ["cat", "dog"]
+
+
+def test_lines_of_json_end_where_lines_end(tmp_path: Path) -> None:
+    texts = ["one\u2028two", "three\u0085four", "five"]
+    lines = "\r\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts)
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    assert open_data(tmp_path / "a.jsonl")["text"] == texts
+
+
 def test_digits_are_embedded_and_the_test_is_apart() -> None:
     train, test = open_data("digits"), open_data("digits", split="test")
     assert train["image"].shape[1:] == (8, 8)

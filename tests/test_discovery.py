@@ -417,6 +417,8 @@ def test_a_large_model_is_discovered_without_memory_and_verified_on_a_twin(tmp_p
     assert key_of(Hidden(F.gelu), {"x": ROWS}) is None
     other = build({**config.to_dict(), "hidden_act": "relu", "architectures": ["Starcoder2ForCausalLM"]}, "meta")
     assert key_of(other, inputs) != key_of(module, inputs)
+    assert key_of(module, {**inputs, "use_cache": True}) == key_of(module, {**inputs, "use_cache": True})
+    assert key_of(module, {**inputs, "use_cache": True}) != key_of(module, {**inputs, "use_cache": False})
 
 
 WITHOUT_MEMORY = {
@@ -466,3 +468,11 @@ def test_a_discovered_spec_is_an_ordinary_one() -> None:
     assert parse_spec(dump_spec(spec)) == spec
     assert_symmetry(model, spec, element(spec, 3), PICOS["gpt2"].inputs)
     assert set(spec.spaces) == {"stream", *(f"{n}.{i}" for n in ("head", "qk", "vo", "ffn") for i in range(2))}
+
+
+def test_what_timm_cannot_build_is_told() -> None:
+    from regauge.discovery.models import build
+
+    with pytest.raises(DiscoveryError, match="timm cannot build a vit_of_no_kind"):
+        build({"architecture": "vit_of_no_kind"}, "meta")
+    assert build({"architecture": "vit_tiny_patch16_224", "model_args": None, "num_classes": 3}, "meta").num_classes == 3

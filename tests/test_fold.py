@@ -11,8 +11,9 @@ import regauge
 from picos import PICOS, build, spec_of
 from regauge.errors import SpecError
 from regauge.fold import fold_lazily, fold_norms
-from regauge.groups import Orthogonal, OrthogonalFixingOnes, SignedPermutation
-from regauge.spec import Norm, Space, Spec, check
+from regauge.groups import Orthogonal, OrthogonalFixingOnes, Permutation, SignedPermutation
+from regauge.headers import Entry
+from regauge.spec import Norm, Scale, Space, Spec, check
 from regauge.testing import outputs
 
 
@@ -219,3 +220,38 @@ def test_a_bias_that_cannot_take_the_norms_up_is_named() -> None:
     state = {"norm.weight": torch.ones(4), "norm.bias": torch.ones(4), "conv.weight": torch.ones(3, 4, 2), "conv.bias": torch.ones(4)}
     with pytest.raises(SpecError, match=r'"conv.weight" of shape \[3, 4, 2\] reads a norm'):
         fold_norms(spec, state)
+
+
+def test_experts_that_are_stored_one_by_one_take_up_what_each_reads() -> None:
+    """With biases, and with a LayerScale behind them: each folds into its own."""
+    spaces = {"stream": Space(4, SignedPermutation(), folded=Orthogonal()), "expert": Space(2, Permutation())}
+    tensors = {"norm.weight": "|stream|", "norm.bias": "stream", "scale": "|stream|"}
+    tensors |= {"e.{expert}.up.weight": "expert _ stream*", "e.{expert}.up.bias": "expert _"}
+    tensors |= {"e.{expert}.down.weight": "expert stream _", "e.{expert}.down.bias": "expert stream"}
+    norm = Norm("norm.weight", "norm.bias", (("e.{expert}.up.weight", "e.{expert}.up.bias"),))
+    spec = Spec("experts", spaces, tensors, norms=(norm,), scales=(Scale("scale", (("e.{expert}.down.weight", "e.{expert}.down.bias"),)),))
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"norm.weight": (4,), "norm.bias": (4,), "scale": (4,)}
+    for i in range(2):
+        shapes |= {f"e.{i}.up.weight": (3, 4), f"e.{i}.up.bias": (3,), f"e.{i}.down.weight": (4, 3), f"e.{i}.down.bias": (4,)}
+    state = {n: torch.randn(s, generator=draw, dtype=torch.float64) for n, s in shapes.items()}
+    x = torch.randn(5, 4, generator=draw, dtype=torch.float64)
+
+    def run(s: dict[str, torch.Tensor], i: int) -> torch.Tensor:
+        z = (x * s["norm.weight"] + s["norm.bias"]) @ s[f"e.{i}.up.weight"].T + s[f"e.{i}.up.bias"]
+        return (z @ s[f"e.{i}.down.weight"].T + s[f"e.{i}.down.bias"]) * s["scale"]
+
+    _, folded = fold_norms(spec, state)
+    assert all(torch.allclose(run(folded, i), run(state, i)) for i in range(2))
+    assert bool((folded["scale"] == 1).all())
+    assert not folded["norm.bias"].any()
+    assert not torch.allclose(folded["e.1.up.bias"], state["e.1.up.bias"])
+
+
+def test_a_folded_spec_is_held_against_shapes_alone() -> None:
+    model = build("llama")
+    spec, state = fold_norms(spec_of(model), model.state_dict())
+    shapes = {n: Entry("F64", tuple(t.shape), 0, 0) for n, t in state.items()}
+    assert check(spec, shapes) == []
+    assert check(spec, {n: e for n, e in shapes.items() if n != "lm_head.weight"})
+    assert check(spec, {**state, "model.norm.weight": 2 * state["model.norm.weight"]})  # values, where they are there

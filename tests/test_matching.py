@@ -20,6 +20,7 @@ from regauge.groups import GROUPS, Rotary
 from regauge.invariance import invariant_distance, invariants
 from regauge.matching import MatchError, chosen_groups, layers_of, match
 from regauge.matching.blocks import blocks
+from regauge.matching.comparing import compare
 from regauge.matching.costs import Costs
 from regauge.matching.finding import Search
 from regauge.matching.forms import overlap, plane_overlap, procrustes, rescaling, two_level
@@ -344,6 +345,19 @@ def test_many_models_go_to_one_of_them_or_to_their_mean() -> None:
         match_many(spec, states, to=5)
     with pytest.raises(MatchError, match="at least two"):
         match_many(spec, states[:1])
+    with pytest.raises(MatchError, match='no "meen" to match to'):
+        match_many(spec, states, to="meen")  # type: ignore[arg-type]
+    with pytest.raises(MatchError, match=r'"lm_head.weight" is \[\d+, \d+\] in model 0 and \[3, \d+\] in model 1'):
+        match_many(spec, [a, {**a, "lm_head.weight": a["lm_head.weight"][:3]}])
+    with pytest.raises(MatchError, match=r'model 1 has no "lm_head\.weight"'):
+        match_many(spec, [a, {n: t for n, t in a.items() if n != "lm_head.weight"}])
+
+
+def test_models_with_a_single_number_are_compared() -> None:
+    spec, a = state_of("clip")  # whose logit_scale has no axes
+    found = compare(spec, a, apply(element(spec, 3), a), sweeps=1)
+    assert found.verdict == "another description"
+    assert compare(spec, a, state_of("clip", 1)[1], sweeps=0).verdict == "unrelated"
 
 
 @pytest.mark.parametrize("folded", [False, True])

@@ -316,6 +316,9 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         (lambda: merge_tensors("ties", [a, b], weight=1), "needs a base"),
         (lambda: merge_tensors("linear", [a, b[:3]], weight=1, name="x"), "different shapes"),
         (lambda: merge([{"w": a}, {}], weight=1), 'state 1 has no "w"'),
+        (lambda: merge([{"w": a}, {"w": b, "v": b}], weight=1), 'state 1 has "v", and state 0 has not'),
+        (lambda: merge([{"w": a, "v": b}], "task_arithmetic", base={"w": a}, weight=1), 'state 0 has "v", and the base has not'),
+        (lambda: merge([]), "no states"),
     ):
         with pytest.raises(MergeError, match=words):
             call()

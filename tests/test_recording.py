@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -73,6 +75,17 @@ def test_what_was_not_seen_on_the_same_inputs_is_refused() -> None:
     with pytest.raises(MatchError, match="different inputs"):
         match(spec, a, b, seen=(one, other))
     assert issubclass(RecordError, RegaugeError)
+
+
+def test_blocks_whose_stream_is_not_described_are_not_watched() -> None:
+    model = picos.build("gpt2")
+    spec = picos.spec_of(model)
+    renamed = {n: text.replace("stream", "other") for n, text in spec.tensors.items()}
+    aside = replace(spec, spaces={("other" if n == "stream" else n): s for n, s in spec.spaces.items()}, tensors=renamed)
+    with pytest.raises(RecordError, match="not seen at work"):
+        record(model, None, aside, [picos.PICOS["gpt2"].inputs])
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert record(model, None, spec, [picos.PICOS["gpt2"].inputs]).streams
 
 
 def test_sweeps_go_on_from_what_was_seen_to_the_nearest_weights() -> None:

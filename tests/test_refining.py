@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -255,6 +256,17 @@ def test_text_that_the_models_write_serves_as_data() -> None:
     batches = written(models, count=8, length=8, batch=2)
     found = refine(spec, a, b, g, models[0], batches, steps=20, every=10, rates=Rates(1e-3, 1e-3))
     assert found.loss < 0.8 * found.start
+
+
+def test_an_element_over_the_stored_form_is_that_over_the_live_one() -> None:
+    spec, a, b, _, g = planted("gpt2-untied", 0.02)
+    aside = replace(spec, tensors={f"file.{n}": text for n, text in spec.tensors.items()}, ties={}, parts={}, fixed={})
+    how = {"steps": 4, "every": 2, "both": True}
+    model, batches = build("gpt2-untied"), [PICOS["gpt2-untied"].inputs]
+    one = refine(spec, a, b, g, model, batches, **how)
+    other = refine(spec, a, b, replace(g, spec=aside), model, batches, h=identity(aside), **how)
+    assert other.loss == one.loss
+    assert other.g.spec == spec
 
 
 def test_what_is_held_out_is_not_learnt_from() -> None:

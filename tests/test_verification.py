@@ -17,9 +17,10 @@ from regauge.errors import CutError, RegaugeError, SpecError
 from regauge.families import family_of
 from regauge.families.pieces import Config, Names
 from regauge.findings import Finding
+from regauge.guarding import PERMUTED
 from regauge.permuting import Permuted
 from regauge.verification import _settled
-from regauge.verification.checks import MARGIN, _Found, _measured, moved_copy, prepare
+from regauge.verification.checks import MARGIN, _Found, _measured, _worse, moved_copy, prepare
 from regauge.verification.faults import first_fault
 from regauge.verification.inputs import example_inputs
 from regauge.verification.subject import Subject, Way
@@ -550,3 +551,26 @@ def test_a_tensor_that_half_precision_drowns_is_named_and_not_judged(dtype: torc
     found = _measured(None, own, dict.fromkeys(own, 0.01), dict.fromkeys(own, 1e6), "", dtype).finding("x", "", "")  # type: ignore[arg-type]
     assert found.holds is holds
     assert ("not judged: t0 (bfloat16 gets 60% of it wrong)" in found.sentence) == (holds is True)
+
+
+def test_of_two_draws_the_one_that_fails_is_told() -> None:
+    holds, larger, untold, fails = (Finding("x", "", h, v) for h, v in ((True, 1e-9), (True, 1e-8), (None, None), (False, 1e-10)))
+    for one, other, worse in ((holds, larger, larger), (holds, untold, untold), (untold, fails, fails), (larger, fails, fails)):
+        assert _worse(one, other) is worse
+        assert _worse(other, one) is worse
+
+
+def test_a_model_whose_config_names_no_size_of_images() -> None:
+    config = T.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1])
+    assert example_inputs(T.ResNetForImageClassification(config))["pixel_values"].shape == (3, 3, 224, 224)
+    config.image_size = 32
+    assert example_inputs(T.ResNetForImageClassification(config))["pixel_values"].shape == (3, 3, 32, 32)
+
+
+def test_a_wrapper_that_is_refused_leaves_no_mark() -> None:
+    model = build("vit")
+    with pytest.raises(RegaugeError):
+        Permuted(model, columns=element(spec_of(build("gpt2")), 5))
+    assert not hasattr(model, PERMUTED)
+    Permuted(model, columns=6)
+    assert hasattr(model, PERMUTED)

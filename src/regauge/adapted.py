@@ -38,6 +38,8 @@ class Change:
 class Adapted(Checkpoint):
     """A checkpoint whose tensors are read with the adapter's changes."""
 
+    as_stored = False
+
     def __init__(self, model: Checkpoint, adapter: Checkpoint) -> None:
         super().__init__(model.path, model.files.values(), model.config, model.config_path, model.index)
         self.model, self.adapter = model, adapter
@@ -100,7 +102,12 @@ def _changes(model: Checkpoint, adapter: Checkpoint) -> tuple[dict[str, Change],
         _require_whole(model, adapter, name, change, bool(config.get("fan_in_fan_out")))
     for name, change in out.items():  # a bias is scaled as its layer is
         if "lora_B.bias" in change.names:
-            change.scale = out[f"{name.removesuffix('.bias')}.weight"].scale
+            weight = out.get(f"{name.removesuffix('.bias')}.weight")
+            if weight is None or "lora_A" not in weight.names:
+                raise CheckpointError(
+                    f'{adapter.path} has "{change.names["lora_B.bias"]}", and no A and B of that layer', hint="fetch the whole adapter"
+                )
+            change.scale = weight.scale
     return out, bool(config.get("fan_in_fan_out"))
 
 
@@ -109,8 +116,13 @@ def _scale(config: Mapping[str, Any], path: Path, layer: str, rank: int) -> floa
         raise CheckpointError(
             f'{path} does not say "lora_alpha", so that the adapter\'s scale is not known', hint="copy adapter_config.json beside it"
         )
-    alpha = _by_pattern(config.get("alpha_pattern") or {}, layer, config["lora_alpha"])
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    try:
+        alpha = float(_by_pattern(config.get("alpha_pattern") or {}, layer, config["lora_alpha"]))
+    except (TypeError, ValueError, AttributeError, re.error) as error:  # null, a word, no mapping, no pattern
+        raise CheckpointError(
+            f'the "lora_alpha" or "alpha_pattern" of {path} gives no number for "{layer}": {error}', hint="copy the adapter's own adapter_config.json"
+        ) from error
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _by_pattern(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
@@ -150,7 +162,8 @@ def _changed(plain: Tensor, change: Change, adapter: Checkpoint, transposed: boo
     if "lora_B.bias" in own:
         return weight + change.scale * own["lora_B.bias"]
     if "lora_embedding_A" in own:
-        return weight + change.scale * (own["lora_embedding_B"] @ own["lora_embedding_A"]).T
+        weight = weight + change.scale * (own["lora_embedding_B"] @ own["lora_embedding_A"]).T
+        return weight * own["lora_magnitude_vector"] / weight.norm(dim=0) if "lora_magnitude_vector" in own else weight  # columns of this length
     if "lora_A" not in own:
         return weight
     a, b = own["lora_A"], own["lora_B"]

@@ -11,7 +11,8 @@ What is moved: `lora_A`, `lora_B` with or without a bias, `lora_embedding_A` and
 (`modules_to_save`, trained biases). Prefixes ("base_model.model.") and names of adapters ("lora_A.default.weight") may be there or not. Other kinds
 of adapters are refused by name.
 
-DoRA normalises the rows of a weight: its magnitudes follow permutations and signs of the layer's output, and every rotation of its input.
+DoRA normalises the rows of a weight (of an embedding's table, the columns): its magnitudes follow permutations and signs of the layer's output, and
+every rotation of its input.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ class Layer(NamedTuple):
     out: ax.Term
     into: ax.Term
     rest: tuple[ax.Term, ...]
+
+    @property
+    def is_table(self) -> bool:
+        """Is this an embedding, [rows, width], neither of which is contracted?"""
+        return any(ax.leaves(self.into)) and not _is_input(self.into)
 
 
 def adapter_spec(spec: Spec, names: Iterable[str]) -> Spec:
@@ -150,7 +156,7 @@ def _terms(layer: Layer, kind: str, what: str | None, name: str) -> tuple[ax.Ter
         case "lora_embedding_B", None:
             return (layer.into, _HOLE)
         case "lora_magnitude_vector", _ if not layer.rest and not layer.stack:
-            return ax.parse(ax.bar(str(ax.Axes((layer.out,))))).terms
+            return ax.parse(ax.bar(str(ax.Axes((layer.into if layer.is_table else layer.out,))))).terms
     raise SpecError(f'"{name}" is no tensor of a LoRA adapter that can be moved')
 
 
@@ -190,11 +196,14 @@ def _require_magnitudes(g: Element, names: Iterable[str]) -> None:
         if found is None or found["kind"] != "lora_magnitude_vector":
             continue
         layer = _layer(g.spec, known, name, unwrapped(found["layer"]))
-        for term, group, allowed in ((layer.out, SignedPermutation(), "signed permutations"), (layer.into, Orthogonal(), "rotations")):
+        written, read = (layer.into, layer.out) if layer.is_table else (layer.out, layer.into)
+        for side, term, group, allowed in (
+            ("output", written, SignedPermutation(), "signed permutations"),
+            ("input", read, Orthogonal(), "rotations"),
+        ):
             for leaf in ax.leaves(term):
                 member = g.members.get(leaf.space)
                 if member is not None and group.fault(member):
-                    side = "output" if term is layer.out else "input"
                     raise ElementError(
                         f'"{name}" holds the norms of rows, which on the layer\'s {side} follow {allowed} only; '
                         f'the element does more on "{leaf.space}"',

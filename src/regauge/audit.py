@@ -182,9 +182,9 @@ def _missing(case: LockCase, name: str) -> str:
         cut(case.model)
     except CutError as error:
         return str(error)
-    if name == "vocabulary":
-        return "" if case.test.causal else "it is no language model"
-    return ""
+    if name == "vocabulary" and not case.test.causal:
+        return "it is no language model"
+    return "fewer than two examples were given" if len(case.test) < 2 else ""  # what is known and what is sought are halves of them
 
 
 def _public_edges(case: LockCase) -> Iterator[tuple[Finding, float]]:

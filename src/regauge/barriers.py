@@ -269,6 +269,8 @@ def _grid(values: Sequence[float], points: int, margin: float) -> tuple[float, .
 
 def _rows(module: torch.nn.Module, state: State, examples: Examples, batch: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits [rows, classes] and labels, batch by batch: a row for each example, pixel or next token that counts."""
+    if examples.multi:
+        raise PathError("the examples have several answers each, and losses on a path are of one answer", hint="give data with one label each")
     dtype = next(x.dtype for x in state.values() if x.is_floating_point())
     whole = _With(module, state)
     for start in range(0, len(examples), batch):

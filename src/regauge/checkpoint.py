@@ -14,6 +14,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,11 @@ class Lazy(Mapping[str, Any]):
     def __init__(self, names: Collection[str], read: Callable[[str], Any]) -> None:
         self.names, self.read = names, read
 
+    @classmethod
+    def of(cls, thunks: Mapping[str, Callable[[], Any]]) -> Lazy:
+        """The state whose tensors these thunks make."""
+        return cls(thunks, partial(_made, thunks))
+
     def __getitem__(self, name: str) -> Any:
         return self.read(name)
 
@@ -50,11 +56,17 @@ class Lazy(Mapping[str, Any]):
         return name in self.names
 
 
+def _made(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
+    return thunks[name]()
+
+
 class Checkpoint(Mapping[str, "Tensor"]):
     """A checkpoint's tensors by name, read when touched. `config` is its config.json, or None.
 
     `path` is what was opened, a folder or a file; `index` the index file's contents for sharded folders; `entries` dtype and shape by name.
     """
+
+    as_stored = True  # are its tensors those that lie at `path`, so that another library may read them there?
 
     def __init__(
         self, path: Path, shards: Iterable[Shard], config: Mapping[str, Any] | None, config_path: Path | None, index: Mapping[str, Any] | None = None

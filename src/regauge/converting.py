@@ -6,7 +6,6 @@ against the zip's directory: else a damaged or repacked file is read as garbage,
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import zipfile
@@ -21,7 +20,7 @@ from regauge.checkpoint import INDEX, PICKLES, WEIGHTS, read_index, read_json, r
 from regauge.errors import CheckpointError
 from regauge.files import require_file
 from regauge.headers import DTYPE_NAMES
-from regauge.planning import File, Plan, is_file_name, nbytes, other_files
+from regauge.planning import File, Plan, index_of, is_file_name, other_files
 
 if TYPE_CHECKING:
     import torch
@@ -240,17 +239,10 @@ def plan_conversion(out: Path, pickles: Pickles) -> tuple[Plan, dict[str, Callab
         files.append(File(name, tuple(described), {"format": "pt"}))
     small: dict[str, bytes] = {}
     if not single:
-        small[INDEX] = _index(files, pickles.metadata)
+        small[INDEX] = index_of(files, {"metadata": pickles.metadata.get("metadata")})
     copies, left = other_files(pickles.path, {*small, *pickles.files}) if pickles.path.is_dir() and not is_file_name(out) else ({}, ())
     return Plan(tuple(files), small, copies, left), thunks
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _index(files: list[File], index: Mapping[str, Any]) -> bytes:
-    where = {name: file.name for file in files for name, _, _ in file.tensors}
-    total = sum(nbytes(dtype, shape) for file in files for _, dtype, shape in file.tensors)
-    metadata = index.get("metadata") if isinstance(index.get("metadata"), dict) else {}
-    return (json.dumps({"metadata": {**(metadata or {}), "total_size": total}, "weight_map": where}, indent=2) + "\n").encode()

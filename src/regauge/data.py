@@ -162,7 +162,7 @@ def _table(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
 
 
 def _jsonl(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
-    rows = [json.loads(line) for line in raw.decode().splitlines() if line.strip()]
+    rows = [json.loads(line) for line in raw.decode("utf-8-sig").split("\n") if line.strip()]  # splitlines also cuts at U+2028, inside of a text
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or row.keys() != rows[0].keys():
             raise ValueError(f"object {number} has other fields than the first")
@@ -204,7 +204,7 @@ def _reader(path: Path) -> Callable[[bytes, Path, int | None], dict[str, Any]]:
 
 def _folder(path: Path, size: int | None) -> tuple[dict[str, Any], str]:
     """A folder per class, or images alone (then their names are a field, by which label maps find their images)."""
-    classes = sorted(p for p in path.iterdir() if p.is_dir())
+    classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and _images(p))  # .ipynb_checkpoints is no class
     found = [(p, i) for i, folder in enumerate(classes) for p in _images(folder)] or [(p, 0) for p in _images(path)]
     if not found:
         raise DataError(f"{path} holds no images", hint=f"a folder per class, or images alone; known endings are {', '.join(IMAGES)}")

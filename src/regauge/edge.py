@@ -31,7 +31,7 @@ from regauge.elements import Element
 from regauge.errors import CutError, EdgeError
 from regauge.families import Boundary
 from regauge.gathering import permute
-from regauge.guarding import Edge, release
+from regauge.guarding import PERMUTED, Edge, release
 from regauge.members import Member, Monomial
 from regauge.spec import check, require
 
@@ -236,7 +236,7 @@ def authorized(
     """
     if is_authorized(model):
         raise EdgeError(f"this {type(model).__name__} is authorised already", hint="call regauge.edge.deauthorize(model) first")
-    if getattr(model, "_regauge_permuted", False):
+    if getattr(model, PERMUTED, False):
         raise EdgeError(f"the backbone of this {type(model).__name__} is permuted by a wrapper", hint="unwrap it first")
     drops = next((name for name, m in model.named_modules() if getattr(m, "layerdrop", 0)), None)
     if drops is not None:

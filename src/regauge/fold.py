@@ -117,7 +117,7 @@ class _Folding:
                 self.edit(name, partial(_scaled, by=gain, dim=dim))
                 if shift is not None and taken:
                     assert bias is not None
-                    self.edit(bias, partial(self._shifted, name=name, dim=dim, shift=shift))
+                    self.edit(_beside(bias, entry), partial(self._shifted, name=name, dim=dim, shift=shift))
         if norm.bias is not None and shift is not None:
             if taken:
                 self.constants[norm.bias] = 0.0
@@ -143,9 +143,10 @@ class _Folding:
     def fold_back(self, scale: Scale) -> None:
         gain = in_work(self.state[scale.gain])
         for weight, bias in scale.writers:
-            for name in [weight] if bias is None else [weight, bias]:
-                dim = _writing_axis(self.stored[name], ax.parse(self.spec.tensors[scale.gain]).terms[-1])
-                self.edit(name, partial(_scaled, by=gain, dim=dim))
+            for pattern in [weight] if bias is None else [weight, bias]:
+                for name, entry in self.each(pattern).items():
+                    dim = _writing_axis(entry, ax.parse(self.spec.tensors[scale.gain]).terms[-1])
+                    self.edit(name, partial(_scaled, by=gain, dim=dim))
         self.constants[scale.gain] = 1.0
 
     def thunks(self, rounded: bool) -> dict[str, Callable[[], Tensor]]:
@@ -179,6 +180,11 @@ def _scaled(w: Tensor, by: Tensor, dim: int) -> Tensor:
     shape = [1] * w.dim()
     shape[dim] = -1
     return w * by.repeat(w.shape[dim] // by.shape[0]).to(w.dtype).view(shape)
+
+
+def _beside(bias: str, entry: Stored) -> str:
+    """The bias of a weight: of one of a stack that is stored apart, that of the same place."""
+    return bias if entry.parent is None else bias.replace(f"{{{entry.parent}}}", str(entry.place))
 
 
 def _reading_axis(entry: Stored, gain: ax.Term) -> int:

@@ -23,6 +23,7 @@ from regauge.spec import stored
 
 Module = torch.nn.Module
 Fault = tuple[str, str]
+PERMUTED = "_regauge_permuted"  # the attribute of a model whose backbone a wrapper keeps permuted
 
 
 class Edge:

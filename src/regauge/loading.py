@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -201,13 +201,19 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
-    """The folder that the library loads from: the checkpoint's own, or one with links to a file and its config."""
-    if checkpoint.is_folder:
+    """The folder that the library loads from: the checkpoint's own, or one with links to a file and its config. What is not stored as it is read (a
+    model with its adapter) is written there first."""
+    if checkpoint.is_folder and checkpoint.as_stored:
         yield checkpoint.path
         return
     with tempfile.TemporaryDirectory(prefix="regauge-") as temporary:
         folder = Path(temporary)
-        (folder / "model.safetensors").symlink_to(checkpoint.path.resolve())
+        if checkpoint.as_stored:
+            (folder / "model.safetensors").symlink_to(checkpoint.path.resolve())
+        else:
+            from safetensors.torch import save_file
+
+            save_file({name: checkpoint[name].contiguous().clone() for name in checkpoint}, folder / "model.safetensors", {"format": "pt"})
         if checkpoint.config_path is not None:
             (folder / "config.json").symlink_to(checkpoint.config_path.resolve())
         yield folder
@@ -225,14 +231,19 @@ def _of_timm(checkpoint: Checkpoint, config: Any, dtype: str | None) -> tuple[to
 
 
 def _made_by_timm(checkpoint: Checkpoint, config: Any) -> torch.nn.Module:
+    with _of_these_weights(checkpoint, config):
+        return build_timm(config)
+
+
+def build_timm(config: Mapping[str, Any]) -> torch.nn.Module:
+    """The module of timm that a config describes, with weights of its own making. Whatever timm runs into is raised as it is."""
     need("timm", "timm")
     import timm
 
-    arguments = {**config.get("model_args", {})}
+    arguments = dict(config.get("model_args") or {})
     if config.get("num_classes") is not None:
         arguments.setdefault("num_classes", config["num_classes"])
-    with _of_these_weights(checkpoint, config):
-        model: torch.nn.Module = timm.create_model(config["architecture"], pretrained=False, **arguments)
+    model: torch.nn.Module = timm.create_model(config["architecture"], pretrained=False, **arguments)
     return model.eval()
 
 

@@ -68,12 +68,12 @@ def moving(checkpoint: Checkpoint, spec: Spec, fold: bool, fix: Sequence[str] = 
     described = spec
     if fold:
         described, folded = fold_lazily(spec, checkpoint, rounded=False)
-        state = Lazy(folded, partial(_made, folded))
+        state = Lazy.of(folded)
     if fix:
         from regauge.matching.gauges import fix_lazily
 
         fixed = fix_lazily(described, state, fix)
-        state = Lazy(fixed, partial(_made, fixed))
+        state = Lazy.of(fixed)
     return Moving(checkpoint, spec, described, state, (*(["fold"] if fold else []), *fix))
 
 
@@ -102,10 +102,6 @@ def recipe_of(g: Element, unfolded: Spec, prepared: Sequence[str], part: str | N
             if value is not None:
                 whole.update(key.encode() + (value.encode() if isinstance(value, str) else value.tobytes()))
     return whole.digest()
-
-
-def _made(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
-    return thunks[name]()
 
 
 def _rounded(make: Callable[[], Any], dtype: Any) -> Any:

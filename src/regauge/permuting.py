@@ -20,6 +20,7 @@ from regauge.edge import is_authorized
 from regauge.elements import Element, element, secret_of
 from regauge.errors import CutError
 from regauge.groups import Permutation
+from regauge.guarding import PERMUTED
 from regauge.live import apply_
 from regauge.sources import spec_of
 from regauge.spec import Space, Spec
@@ -43,9 +44,6 @@ def passage(crossing: Crossing, *, columns: Element | None = None, shuffle: Elem
     return z
 
 
-_MARK = "_regauge_permuted"
-
-
 class Permuted(torch.nn.Module):
     """A model whose backbone only ever sees permuted features.
 
@@ -62,13 +60,13 @@ class Permuted(torch.nn.Module):
         given = columns
         self._columns = given if given is None or isinstance(given, Element) else element(spec_of(model), given, within="permutation")
         self._rows, self._key, self.passes = rows, secret_of(key), 0  # a run that is resumed sets `passes` to what it was
-        if getattr(model, _MARK, False):
+        if getattr(model, PERMUTED, False):
             raise CutError(f"this {type(model).__name__} is wrapped already", hint="unwrap it first: its backbone is moved, and would be moved twice")
         if is_authorized(model):
             raise CutError(f"this {type(model).__name__} is authorised: its backbone is locked", hint="unlock it first, or deauthorize it")
-        setattr(model, _MARK, True)
         if self._columns is not None:
             apply_(self._columns, model, part="backbone")
+        setattr(model, PERMUTED, True)
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -84,8 +82,8 @@ class Permuted(torch.nn.Module):
         if self._columns is not None:
             apply_(~self._columns, self.model, part="backbone")
         self._columns, self._rows = None, False
-        if hasattr(self.model, _MARK):
-            delattr(self.model, _MARK)
+        if hasattr(self.model, PERMUTED):
+            delattr(self.model, PERMUTED)
         return self.model
 
     def _cross(self, crossing: Crossing) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoint import INDEX, PICKLES, WEIGHTS, Checkpoint
@@ -172,7 +173,7 @@ def _plan(out: Path, source: Checkpoint, thunks: Thunks, changes: dict[str, Any]
     small = {} if config is None else {"config.json": config}
     if source.is_folder:
         if source.index is not None:
-            small[INDEX] = _index(source.index, files)
+            small[INDEX] = index_of(files, source.index)
         copies, left = other_files(source.path, {*small, *source.files})
         return Plan(tuple(files), small, copies, left, recipe)
     return Plan((File(WEIGHTS, files[0].tensors, files[0].metadata),), small, recipe=recipe)
@@ -194,10 +195,11 @@ def _config(source: Checkpoint, changes: Mapping[str, Any]) -> bytes | None:
     return (json.dumps({**source.config, **changes}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _index(index: Mapping[str, Any], files: Sequence[File]) -> bytes:
+def index_of(files: Sequence[File], index: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    """The index of these files: their own, or an older one with what changed, in its order."""
     where = {name: file.name for file in files for name, _, _ in file.tensors}
     total = sum(nbytes(dtype, shape) for file in files for _, dtype, shape in file.tensors)
-    ordered = {name: where[name] for name in [*index["weight_map"], *where] if name in where}
+    ordered = {name: where[name] for name in [*index.get("weight_map", ()), *where] if name in where}
     metadata = index.get("metadata") if isinstance(index.get("metadata"), Mapping) else {}
     changed = {**index, "metadata": {**(metadata or {}), "total_size": total}, "weight_map": ordered}
     return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()

@@ -155,7 +155,8 @@ class Fault:
 def check(spec: Spec, state: Mapping[str, Shaped], *, whole: bool = True) -> list[Fault]:
     """Every misfit between a spec and a state (anything with shapes) at once, or an empty list.
 
-    Values are read only where the spec demands them: folded gains must be constant. Not `whole`: the spec may have spaces that no tensor has.
+    Values are read only where the spec demands them, and where there are any: folded gains must be constant. Not `whole`: the spec may have spaces
+    that no tensor has.
     """
     itself = check_spec(spec, whole=whole)  # a spec that makes no sense fits nothing
     return itself or [*_check_names(spec, state), *_check_shapes(spec, state), *check_fixed(spec, state)]
@@ -311,5 +312,6 @@ def _fits(term: ax.Term, n: int, sizes: Mapping[str, int]) -> bool:
 
 def check_fixed(spec: Spec, state: Mapping[str, Any]) -> list[Fault]:
     """The tensors that the spec says are constant, and are not."""
-    wrong = [(name, value) for name, value in spec.fixed.items() if name in state and not bool((state[name] == value).all())]
+    known = {name: state[name] for name in spec.fixed if name in state and hasattr(state[name], "all")}  # a header has shapes alone
+    wrong = [(name, spec.fixed[name]) for name, x in known.items() if not bool((x == spec.fixed[name]).all())]
     return [Fault(name, f'"{name}" was folded and must be {value:g} everywhere, but is not') for name, value in wrong]

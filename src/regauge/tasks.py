@@ -18,9 +18,9 @@ import torch
 from torch.nn import functional as F
 
 from regauge.data import Data, DataError, Pictures, text_of
+from regauge.tokenizing import around, marks
 from regauge.tokenizing import decode as decode
 from regauge.tokenizing import encode as encode
-from regauge.tokenizing import marks
 
 Tensor = torch.Tensor
 Parameters = Mapping[str, Any]
@@ -157,15 +157,19 @@ def _maps(task: Parameters, data: Data) -> Examples:
 
 def _reviews(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
     """Texts and one label each, padded to the longest of the batch. `first` is a token put in front (BERT reads its place), `pad` fills up. Two
-    texts (`premise` and `hypothesis`) follow each other with `pad` between; with `special` the tokenizer puts its own marks. Rows whose label is
-    negative are left out, as SNLI's own page asks. Where the task is not `labelled`, labels are not read."""
+    texts (`premise` and `hypothesis`) follow each other with `pad` between; with `special` the tokenizer puts its own marks, and what is cut to
+    `length` keeps that of the end (BART reads its answer there). Rows whose label is negative are left out, as SNLI's own page asks. Where the task
+    is not `labelled`, labels are not read."""
     given = data["label"] if task.get("labelled", True) else [0] * len(data)
     keep = [i for i in _part(task, len(data)) if int(given[i]) >= 0]
     texts = [data["text"]] if "text" in data.fields else [data["premise"], data["hypothesis"]]
     parts = [encode(tokenizer, [field[i] for i in keep], special=bool(task.get("special"))) for field in texts]
     first = [] if task.get("first") is None else [task["first"]]
     pad, length = task["pad"], task["length"]
-    ids = [(first + _with(pad, row))[:length] for row in zip(*parts, strict=True)]
+    ids = [first + _with(pad, row) for row in zip(*parts, strict=True)]
+    long = next((i for i, row in enumerate(ids) if len(row) > length), None)
+    end = around(tokenizer, texts[-1][keep[long]])[1] if task.get("special") and long is not None else []
+    ids = [row if len(row) <= length else row[: max(length - len(end), 0)] + end for row in ids]
     labels = torch.tensor([int(given[i]) for i in keep])
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
@@ -311,8 +315,7 @@ def task_of(
     if tokenizer is None:
         raise DataError(f"{name} reads tokens, and there is no tokenizer beside it", hint="--tokenizer FILE (a tokenizer.json), a folder or a hub id")
     assert config is not None
-    longest = getattr(config, "max_position_embeddings", None) or 512
-    length = min(length or 256, int(longest))
+    length = min(length or 256, _places(config))
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         _require(data, name, "text")
         return {"kind": "text", "classes": int(config.vocab_size), "length": length}, tokenizer
@@ -327,6 +330,18 @@ def task_of(
         reads = {"kind": "reviews", "classes": int(config.num_labels), "length": length, "pad": int(pad), "special": True}
         return reads | ({} if labelled else {"labelled": False}), tokenizer
     raise DataError(f"there is no loss for a {name} here", hint="known are language models, and classifiers of texts and of images")
+
+
+# Kinds of models that count places from behind the padding token's: that many rows of their tables are no places.
+_BEHIND_PADDING = frozenset(
+    ("camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+)
+
+
+def _places(config: Any) -> int:
+    """How many tokens a model has places for."""
+    rows = int(getattr(config, "max_position_embeddings", None) or 512)
+    return rows - (config.pad_token_id or 0) - 1 if getattr(config, "model_type", None) in _BEHIND_PADDING else rows
 
 
 def read_examples(module: torch.nn.Module, data: Data, **how: Any) -> tuple[Examples, dict[str, Any]]:

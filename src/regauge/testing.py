@@ -70,10 +70,15 @@ def outputs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, torc
             result = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
     finally:
         model.train(was_training)
+    return named(result)
+
+
+def named(result: Any) -> dict[str, torch.Tensor]:
+    """The floating-point tensors that a module returned, by name: one alone is called logits, those of a tuple are numbered."""
     if isinstance(result, torch.Tensor):
         return {"logits": result}
-    named = dict(result.items()) if hasattr(result, "items") else {str(i): r for i, r in enumerate(result)}
-    return {name: value for name, value in named.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    items = dict(result.items()) if hasattr(result, "items") else {str(i): r for i, r in enumerate(result)}
+    return {name: value for name, value in items.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
 
 
 def declared(spec: Spec, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

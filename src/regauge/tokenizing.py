@@ -35,11 +35,17 @@ def decode(tokenizer: Source, ids: list[int]) -> str:
     return str(known.decode(ids, skip_special_tokens=False))
 
 
+def around(tokenizer: Source | None, text: str = "a") -> tuple[list[int], list[int]]:
+    """What a tokenizer puts before and behind a text."""
+    plain, marked = (encode(tokenizer, [text], special=special)[0] for special in (False, True))
+    at = next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)
+    return marked[:at], marked[at + len(plain) :]
+
+
 def marks(tokenizer: Source | None) -> tuple[list[int], list[int], int]:
     """What a tokenizer puts before and behind a text, and its mask."""
     tokenizer = _required(tokenizer)
-    plain, marked = (encode(tokenizer, ["a"], special=special)[0] for special in (False, True))
-    at = next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)
+    before, after = around(tokenizer)
     if _is_file(tokenizer):
         added = json.loads(Path(tokenizer).read_text()).get("added_tokens", [])
         mask = next((int(t["id"]) for t in added if t["content"].strip("[]<>").lower() == "mask"), None)
@@ -47,7 +53,7 @@ def marks(tokenizer: Source | None) -> tuple[list[int], list[int], int]:
         mask = _from_library(tokenizer).mask_token_id
     if mask is None:
         raise DataError(f"{tokenizer} has no mask, so that nothing can be hidden", hint="give the tokenizer that the masked model was trained with")
-    return marked[:at], marked[at + len(plain) :], mask
+    return before, after, mask
 
 
 def _required(tokenizer: Source | None) -> Source:

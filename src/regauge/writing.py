@@ -319,6 +319,3 @@ def _pieces(made: Any, name: str, dtype: str) -> Iterator[Any]:
     if DTYPE_NAMES.get(str(made.dtype).removeprefix("torch.")) != dtype:
         raise CheckpointError(f'"{name}" became {made.dtype}, but {dtype} was announced')
     yield from made.make() if isinstance(made, Blocks) else (bits_of(made),)
-
-
-# The first bit pattern that is not finite, by dtype.

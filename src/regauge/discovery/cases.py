@@ -138,7 +138,7 @@ def apart(w: Walk, x: Value, new: tuple[int, ...], dim: int, sizes: Sequence[int
     outer = [Axis(atom(n)) for n in new[start:dim]]
     inner = [[Axis(atom(n)) for n in (k, *new[dim + 1 : at])] for k in sizes]
     blocks = Sum(tuple(Product(tuple(a.term for a in one)) for one in inner))
-    unify(axis.term, Product((*(a.term for a in outer), blocks)), w._misfit)
+    unify(axis.term, Product((*(a.term for a in outer), blocks)), w.misfit)
     w.relations.append(Relation("same", (axis,), (*outer, *(a for one in inner for a in one))))
     cases = tuple(Value((*ahead, *outer, *one, *after), weights=x.weights) for one in inner)
     return Value((), weights=x.weights, dim=dim, cases=cases)

@@ -71,12 +71,6 @@ def folds(w: Walk, ends: Sequence[fx.Node]) -> tuple[list[Norm], list[Scale]]:
     return norms, scales
 
 
-def _plain(node: Any) -> Any:
-    while isinstance(node, fx.Node) and node.op == "call_function" and operator(node) in ("view", "reshape", "to", "dropout", "contiguous", "clone"):
-        node = node.args[0]
-    return node
-
-
 def _layer(w: Walk, node: Node) -> Layer | None:
     """The weight and bias of a linear layer."""
     order = _LINEAR.get(operator(node)) if node.op == "call_function" else None

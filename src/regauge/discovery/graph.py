@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from regauge.errors import RegaugeError
+from regauge.testing import named
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
 _PREFIX = "module."
@@ -33,14 +34,6 @@ class _Named(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
         return named(self.module(*args, **kwargs))
-
-
-def named(result: Any) -> dict[str, torch.Tensor]:
-    """What a module returned, by name, as `regauge.testing.outputs` has it."""
-    if isinstance(result, torch.Tensor):
-        return {"logits": result}
-    items = dict(result.items()) if hasattr(result, "items") else {str(i): r for i, r in enumerate(result)}
-    return {name: value for name, value in items.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
 
 
 @dataclass(frozen=True, eq=False)

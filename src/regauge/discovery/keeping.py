@@ -52,7 +52,7 @@ def key_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> str | None:
     from regauge.environment import versions
 
     shapes = {k: [list(v.shape), str(v.dtype)] for k, v in inputs.items() if isinstance(v, torch.Tensor)}
-    others = sorted(k for k, v in inputs.items() if not isinstance(v, torch.Tensor))
+    others = sorted((k, repr(v)) for k, v in inputs.items() if not isinstance(v, torch.Tensor))
     kernels = str(getattr(config, "_attn_implementation", ""))
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
     said = {k: v for k, v in config.to_dict().items() if k not in _ASIDE}

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from regauge.discovery.graph import DiscoveryError
-from regauge.errors import UnknownModelError, need
+from regauge.errors import RegaugeError, UnknownModelError, need
+from regauge.loading import build_timm, quiet
 
 # A verification holds about four copies in float64: five gigabytes at this many parameters.
 LARGEST = 150_000_000
@@ -47,15 +48,16 @@ _EMBED = ("word_embed_proj_dim", "embedding_size")  # of words, before they are 
 def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
     """The module that a config describes, with weights of its own making, or with none (`meta`)."""
     if "model_type" not in config and "architecture" in config:
-        need("timm", "timm")
-        import timm
-
-        given = dict(config.get("model_args") or {})
-        if config.get("num_classes") is not None:
-            given.setdefault("num_classes", config["num_classes"])
-        with torch.device(device):
-            made: torch.nn.Module = timm.create_model(config["architecture"], pretrained=False, **given)
-        return made.eval()
+        try:
+            with torch.device(device):
+                return build_timm(config)
+        except RegaugeError:
+            raise
+        except Exception as error:  # timm raises whatever its layers run into
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DiscoveryError(
+                f"timm cannot build a {config['architecture']} from the config: {first}", hint="compare it with the original config.json"
+            ) from error
     need("transformers", "models")
     import transformers
 
@@ -66,11 +68,9 @@ def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
             f"the transformers library has no class {names[0]}, so there is nothing to discover",
             hint='"architectures" in config.json names the class; for a module of your own call regauge.discover in Python',
         )
-    from regauge.loading import quiet
-
     try:
         with quiet(), torch.device(device):
-            made = kind(transformers.AutoConfig.for_model(**{k: v for k, v in config.items() if k != "architectures"}))
+            made: torch.nn.Module = kind(transformers.AutoConfig.for_model(**{k: v for k, v in config.items() if k != "architectures"}))
     except Exception as error:  # transformers raises whatever its layers run into
         raise DiscoveryError(
             f"transformers cannot build a {names[0]} from the config: {error}", hint="compare it with the original config.json"

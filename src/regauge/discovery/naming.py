@@ -60,7 +60,7 @@ def label(names: Sequence[str]) -> str:
 
 
 def _numbers(name: str) -> list[str]:
-    """The numbers of a name's modules, without those of small sequences inside a layer (net.0, net.2)."""
+    """The numbers of a name's modules, from the outside in: `label` keeps those that all names share."""
     return re.findall(r"(?<=\.)\d+(?=\.)", f".{name}")
 
 

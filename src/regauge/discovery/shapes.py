@@ -161,7 +161,7 @@ def cat(w: Walk, node: Node) -> Value:
 def _aligned(w: Walk, axis: Axis, out: Axis) -> None:
     if axis.uniform:
         w.restrict(out, "shift")
-        unify(axis.term, out.term, w._misfit)
+        unify(axis.term, out.term, w.misfit)
     else:
         w.same([axis], [out])
 

@@ -152,16 +152,16 @@ class Walk:
     # The five words.
 
     def same(self, left: Sequence[Axis], right: Sequence[Axis], kind: str = "same") -> None:
-        unify(_joined(left), _joined(right), self._misfit)
+        unify(_joined(left), _joined(right), self.misfit)
         self.relations.append(Relation(kind, tuple(left), tuple(right)))
 
     def contract(self, a: Axis, b: Axis) -> None:
-        unify(a.term, b.term, self._misfit)
+        unify(a.term, b.term, self.misfit)
         self.relations.append(Relation("contract", (a,), (b,)))
 
     def times(self, a: Axis, b: Axis, out: Axis, sign: int = 1) -> None:
-        unify(a.term, b.term, self._misfit)
-        unify(a.term, out.term, self._misfit)
+        unify(a.term, b.term, self.misfit)
+        unify(a.term, out.term, self.misfit)
         self.relations.append(Relation("times", (a,), (b,), out, sign))
 
     def restrict(self, axis: Axis, kind: str, detail: str = "") -> None:
@@ -170,7 +170,7 @@ class Walk:
     def freeze(self, axis: Axis, why: str) -> None:
         self.restrict(axis, "frozen", why)
 
-    def _misfit(self, term: Term) -> None:
+    def misfit(self, term: Term) -> None:
         self.freeze(Axis(term), "its shapes are taken apart in ways that do not fit together")
 
     # Axes made from others.
@@ -197,7 +197,7 @@ class Walk:
                 self.freeze(axis, why)
                 two = (atom(n), atom(rest.size - n))
                 for t in two:
-                    self._misfit(t)
+                    self.misfit(t)
             first, rest = two
             out.append(Axis(first, axis.uniform))
         self.relations.append(Relation("same", (axis,), tuple(out)))

@@ -71,7 +71,7 @@ class Shuffled(Mapping[str, Any]):
         value = self.state[name]
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ self.seed)
         # Rows, then columns, each in its own order, and turned along the diagonals: no axis keeps its meaning, at the cost of two gathers.
-        flat = value.reshape(value.shape[0], -1)
+        flat = value.reshape(len(value) if value.dim() else 1, -1)
         flat = flat[torch.randperm(flat.shape[0], generator=random)][:, torch.randperm(flat.shape[1], generator=random)]
         turn = torch.randint(flat.shape[1], (flat.shape[0], 1), generator=random)
         return flat.gather(1, (torch.arange(flat.shape[1]) + turn) % flat.shape[1]).view(value.shape)

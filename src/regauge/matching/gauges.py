@@ -60,7 +60,7 @@ def fix_lazily(spec: Spec, state: State, what: Iterable[str] = FIXES) -> Thunks:
         unseen = _places(spec, "unseen", star=True)
         made |= {name: partial(_without, spec, name, made[name], unseen) for name in made if _has(spec, name, unseen)}
     if "balance" in what:
-        now = Lazy(made, partial(_made, dict(made)))
+        now = Lazy.of(dict(made))
         made = apply_lazily(balance(spec, now), now)
     return made
 
@@ -187,7 +187,3 @@ def _taken(spec: Spec, state: State, make: Callable[[], Tensor], reader: str, bi
                     come = np.einsum(f"{''.join(letters.values())},{own}->{written}", weight.values, bias.values)
                     total += come.reshape(total.shape).astype(total.dtype)
     return torch.from_numpy(total)
-
-
-def _made(thunks: Thunks, name: str) -> Tensor:
-    return thunks[name]()

@@ -6,7 +6,7 @@ the mean of all, each in its place, is what the next round matches to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +36,10 @@ def match_many(spec: Spec, states: Sequence[State], *, to: int | Literal["neares
     """Match k models: to one of them by its number, to the one nearest the mean, or to a common mean in some rounds. `options` are `match`'s."""
     if len(states) < 2:
         raise MatchError(f"matching needs at least two models, and here {'is one' if states else 'are none'}")
+    if not isinstance(to, int) and to not in ("nearest", "mean"):
+        raise MatchError(f'there is no "{to}" to match to', hint='give the number of a model, "nearest" or "mean"')
+    for i, state in enumerate(states[1:], 1):
+        _require_alike(states[0], state, i)
     anchor = to if isinstance(to, int) else nearest_to_mean(states)
     if not 0 <= anchor < len(states):
         raise MatchError(f"there is no model {anchor}", hint=f"models are counted from 0 to {len(states) - 1}")
@@ -78,8 +82,7 @@ def mean(states: Sequence[State]) -> State:
 
 def moved(g: Element, state: State) -> State:
     """A state moved by an element, tensor by tensor as each is asked for."""
-    thunks: Mapping[str, Callable[[], Any]] = apply_lazily(g, state)
-    return Lazy(thunks, partial(_call, thunks))
+    return Lazy.of(apply_lazily(g, state))
 
 
 def _mean_of(states: Sequence[State], name: str) -> torch.Tensor:
@@ -95,8 +98,13 @@ def _mean_of(states: Sequence[State], name: str) -> torch.Tensor:
     return total / len(states)
 
 
-def _call(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
-    return thunks[name]()
+def _require_alike(first: State, other: State, number: int) -> None:
+    for name in first:
+        if name not in other:
+            raise MatchError(f'model {number} has no "{name}", which model 0 has', hint="give models of one class and one config")
+        here, there = (list(state[name].shape) for state in (first, other))
+        if here != there:
+            raise MatchError(f'"{name}" is {here} in model 0 and {there} in model {number}', hint="give models of one class and one config")
 
 
 def _floating(state: State) -> list[str]:

@@ -90,12 +90,14 @@ def _watch_blocks(model: torch.nn.Module, boundary: Boundary, spec: Spec, stream
     found = model.get_submodule(boundary.blocks)
     blocks: Sequence[torch.nn.Module] = list(found) if isinstance(found, torch.nn.ModuleList | torch.nn.Sequential) else [found]
     enter, leave = (text.split()[-1] for text in (boundary.enter[boundary.stream], boundary.leave))
+    if not {enter, leave} <= spec.spaces.keys():
+        return []
     handles = []
     for i, block in enumerate(blocks):
         if i == 0 or enter == leave:
             handles.append(block.register_forward_pre_hook(_entering(f"seen.{boundary.name}.{i}", enter, boundary.stream, stream), with_kwargs=True))
     handles.append(blocks[-1].register_forward_hook(_leaving(f"seen.{boundary.name}.last", leave, stream)))
-    return handles if {enter, leave} <= spec.spaces.keys() else []
+    return handles
 
 
 def _entering(name: str, text: str, argument: str, stream: Any) -> Any:

@@ -127,6 +127,7 @@ def refine(
     train, test = _parted(batches, held)
     for one in (g, h):
         _require_element(one, spec)
+    g, h = g.to(spec), h.to(spec)  # the spec of a file may name tensors otherwise
     chosen = set(spec.spaces) if spaces is None else match_spaces(spec, spaces)
     rates = rates or Rates()
     ends = [_End(spec, g, path.a, chosen, rates), _End(spec, h, path.b, chosen if both else set(), rates)]

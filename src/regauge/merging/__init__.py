@@ -43,6 +43,8 @@ def merge(
     """
     from regauge.merging.methods import METHODS, MergeError
 
+    if not states:
+        raise MergeError("there are no states to merge", hint="give at least one")
     how = METHODS.get(method)
     if how is not None and how.statistic and (statistics is None or len(statistics) != len(states)):
         raise MergeError(
@@ -52,7 +54,11 @@ def merge(
     if how is not None and how.transport:
         states, parameters = _transported(method, states, spec, statistics, parameters)
         method, statistics = "linear", None
-    root = base if base is not None else states[0]
+    root, called = (states[0], "state 0") if base is None else (base, "the base")
+    for i, state in enumerate(states):
+        extra = next((name for name in state if name not in root), None)
+        if extra is not None:
+            raise MergeError(f'state {i} has "{extra}", and {called} has not', hint="states that are merged have the same names")
     out = {}
     for name, value in root.items():
         absent = next((i for i, state in enumerate(states) if name not in state), None)

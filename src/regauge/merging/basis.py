@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -219,23 +219,17 @@ def _moved(ready: _Ready, g: Element | None) -> Model:
     from regauge.action import apply_lazily
 
     g = identity(ready.described) if g is None else g
-    thunks: Mapping[str, Callable[[], Any]] = apply_lazily(g, Lazy(list(ready.state), partial(floats_of, ready.state)))
+    thunks = apply_lazily(g, Lazy(list(ready.state), partial(floats_of, ready.state)))
     shapes = {n: model.shapes[n] if n in model.shapes else tuple(ready.state[n].shape) for n in thunks}
-    state = Lazy(thunks, partial(made_by, thunks))
     spec = replace(ready.described, config={})
     digest = recipe_of(g, ready.described, ready.prepared, None)
-    return replace(model, spec=spec, state=state, shapes=shapes, config=dict(ready.described.config), element=digest)
+    return replace(model, spec=spec, state=Lazy.of(thunks), shapes=shapes, config=dict(ready.described.config), element=digest)
 
 
 def floats_of(state: Mapping[str, Any], name: str) -> Any:
     """A tensor of a state, in float32 where it is stored in less."""
     value = state[name]
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-
-
-def made_by(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
-    """The tensor that a thunk makes."""
-    return thunks[name]()
 
 
 class Kept:

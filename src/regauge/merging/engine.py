@@ -26,7 +26,7 @@ from regauge.merging.layout import Model, Place, lay_out, sliced_config, stacks
 from regauge.merging.methods import METHODS, Given, Made, MergeError
 from regauge.merging.recipes import Recipe
 from regauge.merging.tokens import FILES, Tables, tables_of
-from regauge.planning import File, Plan, check_target, is_file_name, nbytes, other_files
+from regauge.planning import File, Plan, check_target, index_of, is_file_name, nbytes, other_files
 from regauge.sources import spec_of
 from regauge.spec import check
 
@@ -129,7 +129,7 @@ def plan_merge(merge: Merge, out: Path, *, shard: int = SHARD) -> tuple[Plan, di
     files = _packed(tensors, shard)
     small = {"config.json": _config(merge)} if merge.donor.checkpoint.config is not None else {}
     if len(files) > 1:
-        small[INDEX] = _index(files)
+        small[INDEX] = index_of(files)
     small[RECIPE] = merge.recipe.text.encode()
     small["README.md"] = model_card(merge, out.name).encode()
     copies: dict[str, Path] = {}
@@ -207,12 +207,6 @@ def _packed(tensors: Sequence[tuple[str, str, tuple[int, ...]]], shard: int) -> 
     if len(groups) == 1:
         return [File(WEIGHTS, tuple(groups[0]), {"format": "pt"})]
     return [File(f"model-{i + 1:05}-of-{len(groups):05}.safetensors", tuple(group), {"format": "pt"}) for i, group in enumerate(groups)]
-
-
-def _index(files: Sequence[File]) -> bytes:
-    total = sum(nbytes(dtype, shape) for file in files for _, dtype, shape in file.tensors)
-    where = {name: file.name for file in files for name, _, _ in file.tensors}
-    return (json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n").encode()
 
 
 def _config(merge: Merge) -> bytes:

@@ -7,9 +7,8 @@ model's statistics are in memory at a time, and a merge that was killed looks at
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,13 +24,14 @@ from regauge.data import Data, open_data
 from regauge.loading import load_model
 from regauge.matching import Progress
 from regauge.members import Soft
-from regauge.merging.basis import Kept, floats_of, made_by, shared_rows
+from regauge.merging.basis import Kept, floats_of, shared_rows
 from regauge.merging.layout import Model
 from regauge.merging.methods import METHODS, MergeError
 from regauge.merging.recipes import Sampled
 from regauge.merging.statistics import Gram, activations, fisher, grams
 from regauge.moved import recipe_of
 from regauge.tasks import Examples, batches_of, read_examples
+from regauge.tensorfiles import write_tensors
 
 if TYPE_CHECKING:
     from regauge.merging.engine import Merge
@@ -129,7 +129,7 @@ def computed(
 @contextmanager
 def _alive(model: Model, state: Mapping[str, Any], out: Path) -> Iterator[torch.nn.Module]:
     """The model, loaded with this state: the library reads it from a folder beside the output, as it would from the checkpoint."""
-    if state is model.checkpoint:
+    if state is model.checkpoint and model.checkpoint.as_stored:
         yield load_model(model.checkpoint, "float32")
         return
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.live-", dir=out.absolute().parent) as temporary:
@@ -172,9 +172,9 @@ def _transported(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Merge:
             )
         pair = (seen[key], seen[anchor.key]) if method.statistic else None
         g = transported(model.spec, model.state, anchor.state, soft=soft, seen=pair, rows=shared_rows(model, anchor))
-        thunks: Mapping[str, Callable[[], Any]] = apply_lazily(g, Lazy(list(model.state), partial(floats_of, model.state)), force=True)
+        thunks = apply_lazily(g, Lazy(list(model.state), partial(floats_of, model.state)), force=True)
         digest = recipe_of(g, model.spec, (model.element.hex(),), None)
-        models[key] = replace(model, state=Lazy(thunks, partial(made_by, thunks)), element=digest)
+        models[key] = replace(model, state=Lazy.of(thunks), element=digest)
         by = "activations" if method.statistic else "weights"
         mixes = any(isinstance(m, Soft) for m in g.members.values())  # the stream's map is a mean, and soft even if its plans are exact
         note = f"transported next to {anchor.key} by {by}, {'softly' if soft else 'exactly'}{', which makes it another function' if mixes else ''}"
@@ -184,10 +184,7 @@ def _transported(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Merge:
 
 def _save(found: Mapping[str, Any], path: Path) -> None:
     """Whole or not at all. A Gram matrix has the number of its axis before its name."""
-    tensors = {f"{v.dim} {n}" if isinstance(v, Gram) else n: (v.values if isinstance(v, Gram) else v).detach().contiguous() for n, v in found.items()}
-    partial_path = path.with_name(f".{path.name}.partial-new")
-    save_file(tensors, partial_path)
-    shutil.move(partial_path, path)
+    write_tensors(path, {f"{v.dim} {n}" if isinstance(v, Gram) else n: v.values if isinstance(v, Gram) else v for n, v in found.items()}, {})
 
 
 def _load(path: Path) -> Mapping[str, Any]:

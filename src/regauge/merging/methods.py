@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -415,8 +415,6 @@ METHODS: dict[str, Method] = {
 
 # Methods of mergekit that are not here yet, to be refused by name and not as a typo.
 ELSEWHERE = ("nuslerp", "multislerp", "breadcrumbs", "breadcrumbs_ties", "sce", "nearswap", "arcee_fusion", "ram", "ramplus_tl")
-
-Kind = Literal["shared", "each"]
 
 
 def parameter_names() -> frozenset[str]:

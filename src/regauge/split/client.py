@@ -25,7 +25,7 @@ from regauge.edge import is_authorized
 from regauge.elements import Element, secret_of
 from regauge.errors import CutError, RegaugeError
 from regauge.families import Boundary
-from regauge.guarding import member_kind
+from regauge.guarding import PERMUTED, member_kind
 from regauge.split.defences import BatchShuffle, Defence, DefenceError, Draw, Rows, leave, ordered
 from regauge.split.frames import CODECS, Frame, FrameError, Kind, Limits, Value
 from regauge.split.journal import Folder, Journal, Memory
@@ -86,7 +86,7 @@ class Link:
     ) -> None:
         if codec not in CODECS:
             raise FrameError("codec", f"there is no codec {codec!r}", hint=f"choose from {', '.join(c or '(none)' for c in CODECS)}")
-        if is_authorized(model) or getattr(model, "_regauge_permuted", False):
+        if is_authorized(model) or getattr(model, PERMUTED, False):
             raise CutError(
                 f"this {type(model).__name__} is authorised or permuted on this machine", hint="undo that first: the link has its own element"
             )

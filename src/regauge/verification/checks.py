@@ -166,8 +166,9 @@ def column_forward(c: Case) -> list[Finding]:
 
 
 def _worse(a: Finding, b: Finding) -> Finding:
-    """The one that fails, or whose error is larger."""
-    return b if a.holds and (not b.holds or (b.value or 0) > (a.value or 0)) else a
+    """The one that fails, else the one that is not judged, else that with the larger error."""
+    badness = {True: 0, None: 1, False: 2}
+    return max(a, b, key=lambda f: (badness[f.holds], f.value or 0))
 
 
 def column_heads(c: Case) -> list[Finding]:

@@ -39,7 +39,8 @@ def example_inputs(model: torch.nn.Module, seed: int = 0) -> dict[str, Any]:
 
 def _images(model: torch.nn.Module, config: Any, draw: torch.Generator, first: torch.Tensor) -> dict[str, Any]:
     c = getattr(config, "vision_config", config)
-    height, width = (c.image_size, c.image_size) if isinstance(c.image_size, int) else c.image_size
+    side = getattr(c, "image_size", 224)  # a ResNet's config names none
+    height, width = (side, side) if isinstance(side, int) else side
     batch = BATCH if height * width <= LARGE else 1
     out: dict[str, Any] = {"pixel_values": torch.randn(batch, c.num_channels, height, width, generator=draw).to(first.device, first.dtype)}
     if "MaskedImage" in type(model).__name__:

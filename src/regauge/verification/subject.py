@@ -24,7 +24,7 @@ from regauge.errors import SpecError
 from regauge.permuting import rows
 from regauge.spec import Spec, stored
 from regauge.streams import Stream, seed_key
-from regauge.testing import strict_float64
+from regauge.testing import named, strict_float64
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -245,10 +245,7 @@ def loss(outs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor:
 
 
 def _floats(result: Any) -> Tensors:
-    if isinstance(result, Tensor):
-        return {"logits": result}
-    named = dict(result.items()) if hasattr(result, "items") else {f"output {i}": r for i, r in enumerate(result)}
-    out = {name: value for name, value in named.items() if isinstance(value, Tensor) and value.is_floating_point()}
+    out = named(result)
     if not out:
         raise SpecError("the model returned no floating-point output to compare", hint="give inputs that make it return logits or hidden states")
     return out

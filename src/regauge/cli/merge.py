@@ -71,9 +71,9 @@ def merge(
     from regauge.cli.run import set_threads
     from regauge.files import amount
     from regauge.memory import reuse_memory
-    from regauge.merging.basis import Kept
     from regauge.merging.engine import align as moved_by
     from regauge.merging.engine import open_merge, plan_merge, require_basis, stamps
+    from regauge.merging.keeping import Unfinished
     from regauge.merging.methods import METHODS
     from regauge.merging.reading import read_recipe
     from regauge.merging.recipes import Align
@@ -96,7 +96,7 @@ def merge(
 
         opened_data = open_samples(opened)
         opened = replace(opened, digests=tuple(found.digest for _, found in opened_data.values()))
-    kept = None if dry_run else Kept(out, stamps(opened))
+    kept = None if dry_run else Unfinished(out, stamps(opened))
     with step_bar("basis") as progress:
         opened = require_basis(opened, kept, progress)
     _tell(opened)

@@ -20,8 +20,9 @@ from regauge.checkpoint import INDEX, WEIGHTS
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
 from regauge.headers import DTYPE_NAMES, DTYPES
 from regauge.matching import Progress
-from regauge.merging.basis import Kept, Verdict, aligned, ask, require_shared
+from regauge.merging.basis import Verdict, aligned, ask, require_shared
 from regauge.merging.card import model_card
+from regauge.merging.keeping import Unfinished
 from regauge.merging.layout import Model, Place, lay_out, sliced_config, stacks
 from regauge.merging.methods import METHODS, Given, Made, MergeError
 from regauge.merging.recipes import Recipe
@@ -82,22 +83,22 @@ def _open(key: str) -> Model:
     return Model(key, checkpoint, spec if fits else None, checkpoint, checkpoint.shapes)
 
 
-def require_basis(merge: Merge, kept: Kept | None = None, progress: Progress | None = None) -> Merge:
+def require_basis(merge: Merge, kept: Unfinished | None = None, progress: Progress | None = None) -> Merge:
     """The merge with its verdicts. Models that share no basis are refused, unless they are to be aligned, or by force."""
     verdicts = {}
     for key, model in merge.models.items():
         if key == merge.anchor.key:
             continue
         known = kept.verdict(key) if kept else None
-        verdicts[key] = known or ask(model, merge.anchor, closer=not merge.force, progress=progress)
+        verdicts[key] = Verdict(**known) if known else ask(model, merge.anchor, closer=not merge.force, progress=progress)
         if kept and known is None and merge.recipe.align is not None:
-            kept.told(key, verdicts[key])
+            kept.told(key, verdicts[key].as_dict())
     if merge.recipe.align is None and not merge.force and not METHODS[merge.recipe.method].transport:
         require_shared(verdicts)
     return replace(merge, verdicts=verdicts)
 
 
-def align(merge: Merge, kept: Kept | None = None, progress: Progress | None = None) -> Merge:
+def align(merge: Merge, kept: Unfinished | None = None, progress: Progress | None = None) -> Merge:
     """The merge with its models moved, if the recipe asks for it."""
     how = merge.recipe.align
     if how is None:

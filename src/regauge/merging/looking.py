@@ -24,7 +24,8 @@ from regauge.data import Data, open_data
 from regauge.loading import load_model
 from regauge.matching import Progress
 from regauge.members import Soft
-from regauge.merging.basis import Kept, floats_of, shared_rows
+from regauge.merging.basis import floats_of, shared_rows
+from regauge.merging.keeping import Unfinished
 from regauge.merging.layout import Model
 from regauge.merging.methods import METHODS, MergeError
 from regauge.merging.recipes import Sampled
@@ -63,7 +64,7 @@ def open_samples(merge: Merge) -> Opened:
     return out
 
 
-def look(merge: Merge, opened: Opened, out: Path, kept: Kept, progress: Progress | None = None) -> Merge:
+def look(merge: Merge, opened: Opened, out: Path, kept: Unfinished, progress: Progress | None = None) -> Merge:
     """The merge with what its method needs to know of each model; and for methods of transport, with its models transported."""
     method = METHODS[merge.recipe.method]
     found: dict[str, Mapping[str, Any]] = {}

@@ -326,3 +326,21 @@ def test_what_takes_long_may_be_timed_less_often() -> None:
 
     assert median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
     assert median_ratio([3.0, 6.0, 4.0], [2.0]) == 2.0
+
+
+def test_data_are_read_before_the_clock_runs_and_once_in_a_merge(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read, timed = [], []
+    right = ways.prepare
+    monkeypatch.setattr(ways, "prepare", lambda *given: (read.append(len(timed)), right(*given))[1])
+    monkeypatch.setattr(ways.time, "process_time", lambda: float(timed.append(0) or len(timed)))
+    Bench(Lab("pico", cache=tmp_path, assets=tmp_path), trained).clock()
+    assert read == [0]
+    assert timed
+    opened: list[int] = []
+    module, spec, state = build(trained.about.model, 0).eval(), spec_of_pair(trained), trained.a.tensors
+    examples = pairs.examples(lab, "vit", "train")
+    given = ways.Merging(module, spec, state, state, lambda: (opened.append(1), examples)[1], 8)
+    METHODS["OT-WTS"](given)
+    assert not opened
+    METHODS["RegMean"](given)
+    assert len(opened) == 1

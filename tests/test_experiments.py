@@ -422,6 +422,22 @@ def test_the_page_is_made_of_the_results() -> None:
         if path.stem in ("000-table6", "000-figure7"):
             assert not any(f.kind == "images" for f in results.figures)  # they would show people
         elif path.stem.startswith("000"):
-            assert results.facts["seeds"] == 3
+            counted = results.facts["seeds"]
+            run = set(counted.values()) if isinstance(counted, dict) else {counted}
+            keys = {2: {2, 6}, 3: {3, 9}}  # what is lost without a key is told over three keys for each trial
+            assert {f.trials for f in results.findings} <= {n for seeds in run for n in keys[seeds]}
         assert all(f.id.startswith(("goal/", "claim/")) for f in results.failed)  # a goal may be missed, a claim refuted, and is then shown so
         assert not any(root in text for root in ('"/', " /", "=/", ":\\"))  # no path of the machine that it ran on
+
+
+def test_facts_tell_the_seeds_of_each_subject_where_they_differ(tmp_path: Path) -> None:
+    lab = Lab("pico", cache=tmp_path, assets=tmp_path)
+    assert lab.facts("a", {"ViT": 3, "GPT-2": 2})["seeds"] == {"ViT": 3, "GPT-2": 2}
+    assert lab.facts("a", {"ViT": 3, "GPT-2": 3}, keys=1)["seeds"] == 3
+    assert lab.facts("a", 3, keys=1)["keys"] == 1
+
+
+def test_make_runs_every_experiment() -> None:
+    listed = re.search(r"^EXPERIMENTS := ((?:.*\\\n)*.*)", (DOCS.parent / "Makefile").read_text(), re.M)
+    assert listed is not None
+    assert sorted(listed[1].replace("\\", " ").split()) == sorted(EXPERIMENTS)

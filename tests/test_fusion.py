@@ -189,6 +189,8 @@ def test_the_benchmark_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: p
     assert found["vit/data-free"].trials == 2
     assert found["goal/vit/data-free"].holds is None
     assert results.facts["pairs"] == {"vit": 2}
+    assert results.facts["seeds"] == "all finished pairs"
+    assert {f.trials for f in results.findings} == {2}
     (row,) = (row for row in results.tables[0].rows if str(row[1]).startswith("data-free:"))
     assert row[2:5] == (2, pytest.approx(0, abs=1e-4), pytest.approx(0, abs=1e-9))
 
@@ -205,7 +207,11 @@ def test_layers_and_times_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch
         ("last k", 1): True,
     }
     pair = replace(pair, b=Outcome({}, {n: t + 0.01 * torch.sin(torch.arange(t.numel())).view_as(t) for n, t in pair.b.tensors.items()}))
-    assert not run_on("003/table3", lab, pair, monkeypatch).failed
+    monkeypatch.setitem(ways.EFFORT, "pico", {**ways.EFFORT["pico"], "runs": 2})
+    times = run_on("003/table3", lab, pair, monkeypatch)
+    assert not times.failed
+    trials = {f.id: f.trials for f in times.findings}
+    assert (trials["vit/seconds"], trials["vit/Fisher/share"]) == (2, 1)  # what takes long is timed once
     right = rotations.matched
     monkeypatch.setattr(rotations, "matched", lambda one, two: right(one, two, rescale=False))
     assert {f.id for f in run_on("003/table3", Lab("pico", cache=tmp_path, assets=tmp_path), pair, monkeypatch).failed} == {"vit/distance"}

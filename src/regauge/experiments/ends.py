@@ -107,6 +107,7 @@ class Ends:
 
     ready: list[Ready] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
+    most: int | None = None  # pairs of a kind that were asked for: all
 
     @property
     def kinds(self) -> list[str]:
@@ -123,7 +124,7 @@ class Ends:
 
 def look(lab: Lab, kinds: Sequence[str], most: int | None = None) -> Ends:
     """The pairs of these kinds, at most so many of each. `--seeds N` restricts them to those of the first N seeds. Asking does not train."""
-    found, subjects, placed = Ends(), PAIRS[lab.preset_name](), PLACED[lab.preset_name]
+    found, subjects, placed = Ends(most=most), PAIRS[lab.preset_name](), PLACED[lab.preset_name]
     for kind in kinds:
         try:
             ready = _placed(lab, kind, placed[kind]) if kind in placed else _trained(lab, kind, subjects[kind]) if kind in subjects else []

@@ -184,7 +184,7 @@ def training(lab: Lab) -> Results:
         "lines",
         {"x": list(range(1, len(first["accuracy"]) + 1)), "y": curves, "xlabel": "round", "ylabel": "accuracy", "log": False},
     )
-    facts = _facts(lab, "federated/training", len(trials), TRAINING[lab.preset_name])
+    facts = lab.facts("federated/training", len(trials), settings=TRAINING[lab.preset_name])
     return Results(
         "Federated training, and what it gives away", tuple(findings), (Table("Accuracy and leakage", columns, tuple(rows), note),), (figure,), facts
     )
@@ -291,7 +291,7 @@ def fusion(lab: Lab) -> Results:
     plain = statistics.fmean(at("as they stand", 0))
     findings = [f for way in list(FUSED)[1:] for f in _fusions(lab, way, at(way, 0), at("as they stand", 0), alone)]
     told = {"clients alone": alone, "as they stand": plain}
-    facts = _facts(lab, "federated/fusion", len(trials), FUSION[lab.preset_name]) | told
+    facts = lab.facts("federated/fusion", len(trials), settings=FUSION[lab.preset_name]) | told
     return Results("Clients that begin apart", tuple(findings), (Table("Accuracy after each round", columns, tuple(rows), note),), (), facts)
 
 
@@ -326,12 +326,6 @@ def _fusions(lab: Lab, way: str, matched: Sequence[float], plain: Sequence[float
             **more,
         ),
     ]
-
-
-def _facts(lab: Lab, name: str, seeds: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    versions = {library: ", ".join(sorted(found)) for library, found in sorted(lab.made.items())}
-    told = {"experiment": name, "preset": lab.preset_name, "seeds": seeds, "settings": dict(settings), "device": lab.device}
-    return {**told, "minutes of computing": round(lab.seconds / 60, 1), "versions": versions}
 
 
 def _fused(lab: Lab, way: str, trial: int) -> Mapping[str, Any]:

@@ -118,17 +118,19 @@ def _better(lab: Lab, shown: Rows, kind: str, method: str) -> Finding:
     said = f"{method}: the merged {shown.name(kind)} is better after our matching than after the paper's"
     told = "on models this small it means nothing" if lab.preset_name == "pico" else f"the paper's has {paper:.4g} nats"
     told_only = lab.preset_name == "pico" or method != "Simple"  # what other methods make of a matching is measured, and no claim of ours
-    return Finding(f"{kind}/{method}/loss", said, None if told_only else ours < paper, ours, None, none, told, measure="nats")
+    holds = None if told_only else ours < paper
+    return Finding(f"{kind}/{method}/loss", said, holds, ours, None, none, told, measure="nats", trials=shown.trials(kind))
 
 
 def _distances_fall(shown: Rows, kind: str, method: str, name: str) -> list[Finding]:
     """Each part of the paper's matcher minimises its own part of the distance, so that leaving one out cannot bring the models nearer."""
     share = {way: shown.mean(kind, (method, way))("share") for way in ABLATION}
     out = []
+    more: dict[str, Any] = {"source": "003 Fig. 3, 4", "measure": "share", "trials": shown.trials(kind)}
     for way in ("none", "without rescaling", "without FFN", "without attention"):
         said = f"The paper's matching brings the {name}s at least as near as {SAID[way]}"
         nearer = share["paper"] <= share[way] * (1 + EXACT)
-        out.append(Finding(f"{kind}/distance/{_slug(way)}", said, nearer, share["paper"], 0.0, share[way], source="003 Fig. 3, 4", measure="share"))
+        out.append(Finding(f"{kind}/distance/{_slug(way)}", said, nearer, share["paper"], 0.0, share[way], **more))
     return out
 
 
@@ -190,18 +192,20 @@ def _order(shown: Rows, kind: str, name: str) -> list[Finding]:
         ("paper", "without rescaling", "The paper's matching"),
         ("paper", "none", "The paper's matching"),
     )
-    out = []
+    out, trials = [], shown.trials(kind)
+    more: dict[str, Any] = {"source": "003 Fig. 4", "measure": "distance", "trials": trials}
     for near, far, who in claims:
         said = f"{who} brings the {name}s at least as near as {SAID[far]}"
         holds = at[near] <= at[far] * (1 + EXACT)
-        out.append(Finding(f"{kind}/{_slug(near)}/{_slug(far)}", said, holds, at[near], 0.0, at[far], source="003 Fig. 4", measure="distance"))
+        out.append(Finding(f"{kind}/{_slug(near)}/{_slug(far)}", said, holds, at[near], 0.0, at[far], **more))
     share = shown.mean(kind, "ours")("share")
     said = f"Our matching of the {name}s with folded norms, as a share of the distance before"
-    out.append(Finding(f"{kind}/ours", said, None, share, 0.0, 1.0, "a number: weight distance is no measure of a merge", measure="share"))
+    told = "a number: weight distance is no measure of a merge"
+    out.append(Finding(f"{kind}/ours", said, None, share, 0.0, 1.0, told, measure="share", trials=trials))
     broken = shown.mean(kind, "soft transport")("broken")
     told = "no element, so that its distance is none between two descriptions of the ends"
     said = f"What Sinkhorn's map alone does to the loss of the {name}"
-    out.append(Finding(f"{kind}/soft/function", said, None, broken, 0.0, None, told, measure="change of the loss, in nats"))
+    out.append(Finding(f"{kind}/soft/function", said, None, broken, 0.0, None, told, measure="change of the loss, in nats", trials=trials))
     return out
 
 
@@ -227,12 +231,12 @@ def figure5(lab: Lab) -> Results:
                 unchecked.append(f"{bench.pair.label}: the plane of {SAID[way]}: {error}")
     rows, findings = [], []
     for kind in ends.kinds:
-        name, plain = shown.name(kind), shown.mean(kind, "none")("barrier")
+        name, plain, trials = shown.name(kind), shown.mean(kind, "none")("barrier"), shown.trials(kind)
         for way in PATHS:
             mean = shown.mean(kind, way)
             share = mean("barrier") / plain if plain > 0 else None
             columns = tuple(mean(c) for c in ("calibrated", "rise", "span", "midpoint", "accuracy", "first", "second"))
-            rows.append((name, SAID[way], mean("barrier"), share, *columns, shown.trials(kind)))
+            rows.append((name, SAID[way], mean("barrier"), share, *columns, trials))
             said = f"The barrier between the {name}s, {SAID[way]}"
             spread = shown.spread(kind, way, "barrier")
             told = "a number" if share is None else f"{share:.3g} of that of the models as they stand"
@@ -248,19 +252,17 @@ def figure5(lab: Lab) -> Results:
                     "003 Fig. 5",
                     "nats",
                     spread=spread,
-                    trials=shown.trials(kind),
+                    trials=trials,
                 )
             )
         change = max(v["change"] for way in PATHS for v in shown.values(kind, way))
         said = f"The ends of every path between the {name}s compute what A and B compute"
-        findings.append(Finding(f"{kind}/ends", said, change <= SAME, change, SAME, measure="change of the loss, in nats"))
+        findings.append(Finding(f"{kind}/ends", said, change <= SAME, change, SAME, measure="change of the loss, in nats", trials=trials))
         least = min(PATHS[:4], key=lambda way: shown.mean(kind, way)("rise"))
         said = f"Of the paper's four matchings the complete one has the lowest barrier between the {name}s"
         told = f"the lowest is that of: {SAID[least]}"
-        rise = shown.mean(kind, "paper")("rise")
-        findings.append(
-            Finding(f"{kind}/complete", said, None, rise, 0.0, shown.mean(kind, "none")("rise"), told, "003 Fig. 5", "nats (the paper's wording)")
-        )
+        rise, plain = (shown.mean(kind, way)("rise") for way in ("paper", "none"))
+        findings.append(Finding(f"{kind}/complete", said, None, rise, 0.0, plain, told, "003 Fig. 5", "nats (the paper's wording)", trials=trials))
     heads = (
         "models",
         "matching",
@@ -363,14 +365,15 @@ def _more_layers(shown: Rows, kind: str, name: str, plan: Mapping[str, list[list
     shares = {label: [shown.mean(kind, tuple(layers))("share") for layers in plan[label]] for label in ("first k", "last k")}
     worst = max(later - earlier for s in shares.values() for earlier, later in pairwise(s))
     said = f"Each further layer that is matched brings the {name}s nearer, or leaves them"
-    nearer = Finding(f"{kind}/distance", said, worst <= EXACT, worst, EXACT, source="003 Fig. 6", measure="largest rise of the share")
+    trials = shown.trials(kind)
+    nearer = Finding(f"{kind}/distance", said, worst <= EXACT, worst, EXACT, source="003 Fig. 6", measure="largest rise of the share", trials=trials)
     half = max(1, depth // 2)
     first, last = (shown.mean(kind, tuple(plan[label][half]))("loss") for label in ("first k", "last k"))
     none = shown.mean(kind, ())("loss")
     more = "neither matters" if first == last else f"the {'first' if first < last else 'last'} layers matter"
     told = f"the last {half}: {last:.4g} nats; {more} more here"
     said = f"The average of the {name}s after the first {half} of {depth} layers were matched"
-    return [nearer, Finding(f"{kind}/first", said, None, first, None, none, told, "003 Fig. 6", "nats")]
+    return [nearer, Finding(f"{kind}/first", said, None, first, None, none, told, "003 Fig. 6", "nats", trials=trials)]
 
 
 def table3(lab: Lab) -> Results:
@@ -392,11 +395,12 @@ def table3(lab: Lab) -> Results:
             told = "measured in turn on this machine; the median ratio"
             findings.append(Finding(f"{kind}/seconds", said, None, ratio, None, 1.0, told, "003 Tab. 3", "ratio of seconds", trials=len(base)))
             for method in ("Fisher", "RegMean"):
-                share = median_ratio(seconds[PAPERS], seconds[f"merge: {method}"])
+                times = seconds[f"merge: {method}"]
+                share, trials = median_ratio(seconds[PAPERS], times), min(len(seconds[PAPERS]), len(times))
                 said = f"CPU seconds of the paper's matching of the {bench.pair.about.name}s over those of a merge by {method}"
                 told = "the paper says under 0.05, on an A100 and with 1000 steps"
                 findings.append(
-                    Finding(f"{kind}/{method}/share", said, None, share, None, 1.0, told, "003 Tab. 3", "ratio of seconds", trials=len(base))
+                    Finding(f"{kind}/{method}/share", said, None, share, None, 1.0, told, "003 Tab. 3", "ratio of seconds", trials=trials)
                 )
             ours, theirs = found["distance"]["ours"], found["distance"][PLAIN]
             off = abs(ours - theirs) / theirs if theirs else abs(ours)
@@ -454,16 +458,8 @@ def _slug(way: str) -> str:
 
 def facts(lab: Lab, name: str, ends: Ends) -> dict[str, Any]:
     """What an experiment on pairs says of itself."""
-    return {
-        "experiment": f"003/{name}",
-        "preset": lab.preset_name,
-        "seeds": lab.seeds or "all finished",
-        "pairs": {kind: sum(r.kind == kind for r in ends.ready) for kind in ends.kinds},
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {library: ", ".join(sorted(found)) for library, found in sorted(lab.made.items())},
-    }
+    which = "all finished pairs" if ends.most is None else f"of finished pairs, at most {ends.most} of a kind"
+    return lab.facts(f"003/{name}", lab.seeds or which, pairs={kind: sum(r.kind == kind for r in ends.ready) for kind in ends.kinds})
 
 
 def results(

@@ -113,6 +113,7 @@ def table2(lab: Lab) -> Results:
             f"{100 * sure:.2f} %; the order in which numbers are added may decide a tie",
             "002 Tab. 2",
             "consistency",
+            trials=len(found["B"]),
         ),
         better("goal/variants/J", "trained with the whole method", found["J"], found["A"]),
         *(versus(f"variants/{a}-{b}/{m}", text, found[a], found[b], m, lab) for a, b, m, text in CLAIMS),
@@ -309,7 +310,16 @@ def said(holds: bool, numbers: str) -> str:
 def shorter(key: str, name: str, scores: Scores, base: Scores) -> Finding:
     a, b = mean(scores, "norm"), mean(base, "norm")
     return Finding(
-        key, f"Puzzles in training make the difference norm of {name} smaller.", None, a, None, b, said(a < b, f"{a:.2f}, was {b:.2f}"), "002", "norm"
+        key,
+        f"Puzzles in training make the difference norm of {name} smaller.",
+        None,
+        a,
+        None,
+        b,
+        said(a < b, f"{a:.2f}, was {b:.2f}"),
+        "002",
+        "norm",
+        trials=len(scores),
     )
 
 
@@ -337,13 +347,4 @@ def lines(title: str, x: Sequence[float], y: Mapping[str, Sequence[float | None]
 def results(
     lab: Lab, name: str, title: str, findings: Sequence[Finding], tables: Sequence[Table], figures: Sequence[Figure], unchecked: Sequence[str] = ()
 ) -> Results:
-    facts = {
-        "experiment": name,
-        "preset": lab.preset_name,
-        "seeds": trials_of(lab),
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {library: ", ".join(sorted(found)) for library, found in sorted(lab.made.items())},
-    }
-    return Results(title, tuple(findings), tuple(tables), tuple(figures), facts, tuple(unchecked))
+    return Results(title, tuple(findings), tuple(tables), tuple(figures), lab.facts(name, trials_of(lab)), tuple(unchecked))

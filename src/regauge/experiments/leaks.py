@@ -54,14 +54,7 @@ def leaks(lab: Lab) -> Results:
         found = [lab.run(TEXT, {"tokens": 32, "seed": t}, {"source": lab.source(text)}, f"read {text}, seed {t}").values["found"] for t in trials]
         findings += [_finding(f"{text}/{what}", found, what) for what in found[0]]
     rows = [(f.id, f.floor, f.value, f.ceiling) for f in findings]
-    facts = {
-        "experiment": "split/leaks",
-        "preset": lab.preset_name,
-        "seeds": len(trials),
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
-    }
+    facts = lab.facts("split/leaks", len(trials))
     note = "Shares, between what a guess gets and all of it."
     missing = [f"{s.name} ({s.data.uri} is not in the assets)" for s in SCENES[lab.preset_name] if s not in scenes]
     missing += [f"texts of {t} (it is not in the assets)" for t in TEXTS[lab.preset_name] if t not in texts]

@@ -97,5 +97,5 @@ def _best(shown: Rows, kind: str, name: str) -> Finding:
     """The best of all merges, and what it needs."""
     method, way = max(((m, w) for m in METHODS for w in MATCHINGS), key=lambda case: shown.mean(kind, case)("accuracy"))
     mean = shown.mean(kind, (method, way))
-    said = f"The best merge of the {name}s: {method}, {SAID[way]}"
-    return Finding(f"{kind}/best", said, None, mean("accuracy"), mean("guess"), mean("end"), f"loss {mean('loss'):.4g} nats", "", "accuracy")
+    said, told = f"The best merge of the {name}s: {method}, {SAID[way]}", f"loss {mean('loss'):.4g} nats"
+    return Finding(f"{kind}/best", said, None, mean("accuracy"), mean("guess"), mean("end"), told, "", "accuracy", trials=shown.trials(kind))

@@ -253,15 +253,7 @@ def trained_pairs(lab: Lab) -> Results:
     heads = ("model", "ends", "parameters", "steps", "minutes each", "loss, least", "loss, mean", "loss, most", "accuracy")
     table = Table("The ends", heads, tuple(rows), "Losses in nats, on the test data.")
     figures = tuple(_curve(subjects[name], found) for name, found in trained.items())
-    facts = {
-        "experiment": "003/pairs",
-        "preset": lab.preset_name,
-        "seeds": counts,
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
-    }
+    facts = lab.facts("003/pairs", counts)
     return Results("Pairs of models, trained from different seeds", findings, (table,), figures, facts)
 
 

@@ -54,7 +54,8 @@ def real(lab: Lab) -> Results:
             rows.append(_row(told, combination, found))
             curve[combination].append(None if found["best"] is None else found["best"] - found["floor"])
     texts: tuple[Table, ...] = ()
-    least, floor = min(r[2] for r in rows if r[1] == "none"), rows[0][3]
+    worst, floor = min((r for r in rows if r[1] == "none"), key=lambda r: r[2]), rows[0][3]
+    least = worst[2]
     findings = [
         Finding(
             "real/training",
@@ -65,6 +66,7 @@ def real(lab: Lab) -> Results:
             100.0,
             f"at least {least:.1f} dB",
             measure=LEAK,
+            trials=worst[-1],
         )
     ]
     if preset == "small":

@@ -129,15 +129,7 @@ def recipes(lab: Lab) -> Results:
         found = {recipe: [_ran(lab, scene, recipe, trial) for trial in trials] for recipe in scene.recipes}
         findings += [*_measured(scene, found), *_best(scene, found)]
         tables.append(_table(scene, found))
-    facts = {
-        "experiment": "split/recipes",
-        "preset": lab.preset_name,
-        "seeds": len(trials),
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
-    }
+    facts = lab.facts("split/recipes", len(trials))
     missing = tuple(f"{s.name} ({s.data.uri} is not in the assets)" for s in SCENES[lab.preset_name] if s not in scenes)
     if lab.preset_name == "small":
         missing += ("CIFAR-10, a decoder beside least squares, blocks kept by the client, mixed samples (--preset paper)",)

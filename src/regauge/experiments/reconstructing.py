@@ -262,10 +262,16 @@ def _paper_table(case: Case, bare: Bare) -> Table:
     return Table(f"Table 6: {case.name}, the paper's attacker", heads, tuple(rows), note)
 
 
+def seeds_of(case: Case) -> int:
+    """How many victims stand behind each row."""
+    return max(1, len(case.rows[0].accuracies))
+
+
 def _claims(case: Case) -> list[Finding]:
     """The paper's claim, with its own attacker; and what is left of it under the others."""
     out = []
     pairs = [(row, case.row(telling.without_rows(row.combination) or "")) for row in case.rows if telling.without_rows(row.combination)]
+    seeds = seeds_of(case)
     for row, before in pairs:
         base = before.combination
         judged = base != NONE and not base.startswith("batch-shuffle")  # what the paper claims it for
@@ -284,6 +290,7 @@ def _claims(case: Case) -> list[Finding]:
                 told,
                 "000 Tab. 6",
                 "SSIM",
+                trials=seeds,
             )
         )
         gap = abs(row.accuracy - before.accuracy)
@@ -298,6 +305,7 @@ def _claims(case: Case) -> list[Finding]:
                 f"{before.accuracy:.3f} without, {row.accuracy:.3f} with; equal to rounding before training amplifies it",
                 "000 Tab. 6",
                 "accuracy",
+                trials=seeds,
             )
         )
         (_, was), (name, now) = telling.best(before), telling.best(row)
@@ -312,6 +320,7 @@ def _claims(case: Case) -> list[Finding]:
                 was,
                 f"SSIM {was:.3f} to {now:.3f} ({name}); the paper's decoder alone {weak[0]:.3f} to {weak[1]:.3f}",
                 measure="SSIM",
+                trials=seeds,
             )
         )
     return out
@@ -361,6 +370,7 @@ def _curve_claims(case: Case) -> list[Finding]:
                 f"{below} of {len(pairs)} points; the mean SSIM over them",
                 "000 Fig. 7",
                 "SSIM",
+                trials=seeds_of(case),
             )
         )
     return out
@@ -371,14 +381,4 @@ def _left(lab: Lab) -> tuple[str, ...]:
 
 
 def _facts(lab: Lab, table: str, attacks: Sequence[Attack], found: Results) -> dict[str, Any]:
-    return {
-        "experiment": f"000/{table}",
-        "preset": lab.preset_name,
-        "seeds": lab.seeds or 1,
-        "attacks": [a.title for a in attacks],
-        "verdict": found.facts["verdict"],
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(v)) for name, v in sorted(lab.made.items())},
-    }
+    return lab.facts(f"000/{table}", lab.seeds or 1, attacks=[a.title for a in attacks], verdict=found.facts["verdict"])

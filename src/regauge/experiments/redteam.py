@@ -108,16 +108,7 @@ def attacks(lab: Lab) -> Results:
     ]
     of_bases = [_bases_table(base, drifts), *([_real_table(tuned_name, real)] if real else [])]
     tables = (*of_bases, _edges_table(alone), _features_table(seen), _theft_table(stolen))
-    facts = {
-        "experiment": "lock/attacks",
-        "preset": lab.preset_name,
-        "seeds": len(trials),
-        "keys": len(keys),
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
-    }
+    facts = lab.facts("lock/attacks", len(trials), keys=len(keys))
     missing = [] if has_llama else [f"a Llama with grouped queries ({LLAMA} is not in the assets)"]
     if not real:
         missing.append(f"a real fine-tune and its base ({tuned} and {root} are not in the assets)")

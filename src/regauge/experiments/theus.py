@@ -144,11 +144,21 @@ def _findings(lab: Lab, kind: str, name: str, by: Mapping[str, Sequence[Mapping[
     learned = None if lab.preset_name == "pico" else worst < floor[1]
     told = "the ends must know something before anything can be lost between them"
     out.append(
-        Finding(f"{kind}/ends", f"The worst end of the {name}s is better than {floor[0]}", learned, worst, None, floor[1], told, measure="nats")
+        Finding(
+            f"{kind}/ends",
+            f"The worst end of the {name}s is better than {floor[0]}",
+            learned,
+            worst,
+            None,
+            floor[1],
+            told,
+            measure="nats",
+            trials=trials,
+        )
     )
     change = max(f["change"] for found in by.values() for f in found)
     said = f"Whatever moves or folds the {name}s, the ends compute what they computed"
-    out.append(Finding(f"{kind}/function", said, change <= SAME, change, SAME, measure="change of the loss, in nats"))
+    out.append(Finding(f"{kind}/function", said, change <= SAME, change, SAME, measure="change of the loss, in nats", trials=trials))
     for variant, found in by.items():
         values = [f["barrier"] for f in found]
         half, share = interval(values), _share(by, variant)

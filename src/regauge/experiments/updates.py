@@ -92,7 +92,7 @@ def table5(lab: Lab) -> Results:
         "where the paper has ViT-S. (a) to (c) are against what the model read, (d) against the original. FFT2D is the cosine distance done right, "
     )
     note += "which is that of the pixels. Empty: the attack had nothing to work with."
-    findings = _findings(cells, floor)
+    findings = _findings(cells, floor, count)
     lab.pictures.append(_gallery(cells))
     found_all = results(lab, "002/table5", "Table 5: what gradients leak", findings, (Table("Gradients", heads, tuple(rows), note),), ())
     return replace(found_all, facts={**found_all.facts, "seeds": 1})
@@ -108,7 +108,7 @@ def _attacked_part(lab: Lab, item: tuple[str, str, str, int]) -> None:
     _attacked(lab, subject, kind, plan, attack, images, count)
 
 
-def _findings(cells: Mapping[tuple[str, str, str], Outcome], floor: Mapping[str, Any]) -> list[Finding]:
+def _findings(cells: Mapping[tuple[str, str, str], Outcome], floor: Mapping[str, Any], count: int) -> list[Finding]:
     low = mean(dict(floor), LEAK)
 
     def psnr(kind: str, plan: str, attack: str = "least squares", side: str = "read") -> float:
@@ -120,7 +120,7 @@ def _findings(cells: Mapping[tuple[str, str, str], Outcome], floor: Mapping[str,
     two = abs(psnr("J", f"mjp={RATIO}", "april") - psnr("J", f"mjp={RATIO},unknown=false", "april"))
 
     def found(key: str, statement: str, holds: bool | None, value: float, sentence: str) -> Finding:
-        return Finding(f"table5/{key}", statement, holds, value, low, plain, sentence, "002 Tab. 5", "PSNR")
+        return Finding(f"table5/{key}", statement, holds, value, low, plain, sentence, "002 Tab. 5", "PSNR", trials=count)
 
     return [
         found(

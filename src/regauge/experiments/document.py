@@ -58,7 +58,8 @@ ABOUT = {
     "acts in the test and on what the attacker sees too. Victims are trained in float64: rows then cost nothing at all. The paper's code "
     "attacks features that have no positions in them (here: the column that says so); what a client sends has, and there its own decoder sorts the "
     "tokens by itself when it is trained to the end. Three seeds (`--seeds 3`), with which all attacks are run on both; with the preset's one, "
-    "CIFAR-10 has three attacks only, and its best attack is a lower bound. The column without positions is of one seed. The galleries are in the report.",
+    "CIFAR-10 has three attacks only, and its best attack is a lower bound. The column without positions is of one seed. The galleries "
+    "are in the report.",
     "000-figure7": "The same faces, over the radius of the filter and over noise on the stream, each with and without row permutation.",
     "000-table7": "Pre-trained models are locked, get a new head and are fine-tuned: the ViT of Table 2 (MNIST) on scikit-learn's digits, BERT and "
     "GPT-2 of Table 4 on 2,000 sentences of SST-2 that they had not seen. With the key this is plain fine-tuning, step by step. Without it, it is "

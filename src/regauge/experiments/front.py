@@ -25,7 +25,7 @@ from regauge.experiments.lab import Lab
 from regauge.experiments.presets import From, Subject
 from regauge.experiments.puzzles import accuracy, how, model_of, parameters_with, trained
 from regauge.experiments.updates import gradient_subjects
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.findings import Figure, Finding, Results, Table, spread_of
 from regauge.gradients.attacking import QUICK, Attack, Budget, named
 from regauge.gradients.auditing import GradientCase, row_of
 from regauge.gradients.clients import on, prepared, puzzle_of, slopes_of
@@ -87,8 +87,8 @@ def front(lab: Lab) -> Results:
     for recipe, size in pairs:
         reached, leak = runs[recipe, _trained_at(lab, recipe, size)], leaks[recipe, size]
         plain = runs[NONE, _trained_at(lab, NONE, size)]
-        level, spread = statistics.fmean(reached), statistics.stdev(reached) if seeds > 1 else 0.0
-        keeps = level >= statistics.fmean(plain) - max(spread, statistics.stdev(plain) if seeds > 1 else 0.0)
+        level, spread = statistics.fmean(reached), spread_of(reached)
+        keeps = level >= statistics.fmean(plain) - max(spread or 0.0, spread_of(plain) or 0.0)
         hides = is_hidden(leak)
         if keeps and hides and lab.preset_name != "pico":  # of many that were tried some would pass by chance: it must hold on other images too
             lab.total += 1
@@ -98,7 +98,16 @@ def front(lab: Lab) -> Results:
                 f"{recipe} at {size}: {again['above']:.2f} dB (to {again['upper']:.2f}), AUC {again['auc']:.3f} (to {again['auc upper']:.3f})"
             )
             (safe if hides else refuted).append((recipe, size))
-        told = [size, 100 * level, 100 * spread, leak["best"], leak["above"], leak["upper"], leak["auc"], leak["auc upper"]]
+        told = [
+            size,
+            100 * level,
+            None if spread is None else 100 * spread,
+            leak["best"],
+            leak["above"],
+            leak["upper"],
+            leak["auc"],
+            leak["auc upper"],
+        ]
         rows.append((recipe, *told, leak["labels"], epsilons[recipe], _answer(keeps), _answer(hides)))
         points.setdefault(f"{size} image{'s' if size > 1 else ''}", []).append([max(leak["above"] or 0.0, 0.0), 100 * level, recipe])
     rows.append(("no training at all", None, 100 * start, *[None] * 10))

@@ -24,7 +24,7 @@ from regauge.experiments.defended import pictures_of
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.recipes import CIFAR, FACES, PICO, Scene
-from regauge.findings import Finding, Results, Table
+from regauge.findings import Finding, Results, Table, spread_of
 from regauge.groups import Kind
 from regauge.loading import load_model
 from regauge.members import Member
@@ -66,7 +66,7 @@ def _finding(name: str, found: Sequence[Mapping[str, Any]], what: str) -> Findin
     values = [float(one[what][1]) for one in found]
     mean, floor = float(np.mean(values)), float(found[0][what][0])
     said = f"{mean:.1%}, where a guess gets {floor:.1%}"
-    return Finding(f"leak/{name}", f"{what} leak", None, mean, floor, 1.0, said, measure="share", spread=float(np.std(values)), trials=len(found))
+    return Finding(f"leak/{name}", f"{what} leak", None, mean, floor, 1.0, said, measure="share", spread=spread_of(values), trials=len(found))
 
 
 def _recorded(lab: Lab, scene: Scene, trial: int) -> Mapping[str, Any]:

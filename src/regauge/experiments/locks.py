@@ -19,7 +19,7 @@ from regauge.experiments.claims import KNOWS, KNOWS_TEXT, SAME, TOLERANCE, Colum
 from regauge.experiments.lab import Lab
 from regauge.experiments.presets import Subject
 from regauge.experiments.tuning import WAYS
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.findings import Figure, Finding, Results, Table, spread_of
 
 NAMES = {
     "plain": "normal",
@@ -239,7 +239,7 @@ def _validated(subject: Subject, trained: Scores) -> list[Finding]:
             told or "pre-training gives nothing over a fresh model here",
             "000 Fig. 5",
             "validation loss",
-            spread=statistics.stdev(least["unauthorized"]) if len(least["unauthorized"]) > 1 else None,
+            spread=spread_of(least["unauthorized"]),
             trials=len(ends["plain"]),
         ),
         Finding(

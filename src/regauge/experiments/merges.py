@@ -9,7 +9,7 @@ from typing import Any
 from regauge.experiments.fusion import PAPER_ACCURACY, Rows, open_pairs, results
 from regauge.experiments.lab import Lab
 from regauge.experiments.ways import METHODS, SAID, WAYS
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.findings import Figure, Finding, Results, Table, spread_of
 
 MATCHINGS = ("none", "paper", "ours", "refined")
 HARM = 0.005  # the share of accuracy by which a merge may be worse after matching, and still not be harmed: 10 of 2,000 test examples
@@ -88,7 +88,7 @@ def _helps(lab: Lab, shown: Rows, kind: str, method: str, way: str) -> Finding:
         told,
         "003 Tab. 2",
         "gain of accuracy",
-        spread=statistics.stdev(x["accuracy"] - y["accuracy"] for x, y in pairs) if len(pairs) > 1 else None,
+        spread=spread_of([x["accuracy"] - y["accuracy"] for x, y in pairs]),
         trials=len(pairs),
     )
 

@@ -8,7 +8,6 @@ positive; and there are attackers who expect shuffles. Cells: a victim, trained 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.presets import Subject
 from regauge.experiments.training import parameters_of, uri_of
-from regauge.findings import Finding, Results, Table
+from regauge.findings import Finding, Results, Table, spread_of
 from regauge.leakage import telling
 from regauge.leakage.attacking import ATTACKS, Attack, Budget, Setting, attempt, named, patch_of, views_of
 from regauge.leakage.auditing import chance, in_unit
@@ -242,7 +241,7 @@ def _paper_table(case: Case, bare: Bare) -> Table:
         name = telling.best(row)[0]
         pairs = [cell for a, b in zip(ours, theirs, strict=True) for cell in (a, b)]
         means = row.attacked[name].by_seed("SSIM")
-        spread = (statistics.stdev(means),) if len(means) > 1 else ()
+        spread = (spread_of(means),) if len(means) > 1 else ()
         rows.append((row.combination, *pairs, bare.get(row.combination, {}).get("SSIM"), row.value(name, "SSIM"), *spread, name))
     several = len(case.rows[0].accuracies) > 1
     heads = (*heads[:-1], "spread over seeds", heads[-1]) if several else heads

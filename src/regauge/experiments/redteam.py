@@ -23,7 +23,7 @@ from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.pairs import PAIRS
 from regauge.experiments.presets import Subject
-from regauge.findings import Finding, Results, Table
+from regauge.findings import Finding, Results, Table, spread_of
 from regauge.fold import fold_norms
 from regauge.loading import load_model
 from regauge.sources import spec_of
@@ -222,8 +222,8 @@ def _mean(found: Sequence[Mapping[str, Any]], attack: str, place: int = 1) -> fl
     return float(statistics.fmean(values)) if values else math.nan
 
 
-def _spread(found: Sequence[Mapping[str, Any]], attack: str) -> float:
-    return float(statistics.pstdev([f[attack][1] for f in found if attack in f]))
+def _spread(found: Sequence[Mapping[str, Any]], attack: str) -> float | None:
+    return spread_of([f[attack][1] for f in found if attack in f])
 
 
 def _finding(

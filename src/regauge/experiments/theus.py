@@ -20,7 +20,7 @@ from regauge.experiments.fusion import SAME, facts, numbers
 from regauge.experiments.lab import Lab
 from regauge.experiments.pairs import bigram, examples_of
 from regauge.experiments.ways import SAID, WAYS, Bench
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.findings import Figure, Finding, Results, Table, spread_of
 
 KINDS = {"small": ("gpt2", "llama", "vit"), "paper": ("gpt2", "llama", "vit"), "pico": ("gpt2", "llama", "vit", "bert")}
 # The ways that are compared: what the benchmark calls them, and the entry of `ways.WAYS`.
@@ -164,10 +164,22 @@ def _findings(lab: Lab, kind: str, name: str, by: Mapping[str, Sequence[Mapping[
         half, share = interval(values), _share(by, variant)
         told = "one pair: no interval" if half is None else f"{statistics.fmean(values) - half:.4g} to {statistics.fmean(values) + half:.4g} (95 %)"
         told += f"; {share:.3g} of vanilla" if share is not None else ""
-        spread = statistics.stdev(values) if len(values) > 1 else None
         said = f"The barrier between the {name}s, {variant}"
         out.append(
-            Finding(f"{kind}/{variant}", said, None, statistics.fmean(values), 0.0, vanilla, told, "Theus et al. Tab. 2", "nats", "", spread, trials)
+            Finding(
+                f"{kind}/{variant}",
+                said,
+                None,
+                statistics.fmean(values),
+                0.0,
+                vanilla,
+                told,
+                "Theus et al. Tab. 2",
+                "nats",
+                "",
+                spread_of(values),
+                trials,
+            )
         )
         if (kind, variant) in GOALS:
             out.append(_goal(lab, kind, name, variant, by))

@@ -21,7 +21,7 @@ import torch
 from regauge import tasks
 from regauge.barriers import score
 from regauge.cli import main
-from regauge.experiments import EXPERIMENTS, locks, models, pairs, training, tuning
+from regauge.experiments import EXPERIMENTS, jigsaws, locks, models, pairs, positions, training, tuning
 from regauge.experiments.cells import Work
 from regauge.experiments.claims import distance, outputs_of
 from regauge.experiments.document import ABOUT, document
@@ -441,3 +441,27 @@ def test_make_runs_every_experiment() -> None:
     listed = re.search(r"^EXPERIMENTS := ((?:.*\\\n)*.*)", (DOCS.parent / "Makefile").read_text(), re.M)
     assert listed is not None
     assert sorted(listed[1].replace("\\", " ").split()) == sorted(EXPERIMENTS)
+
+
+@pytest.mark.parametrize(
+    ("values", "base", "sign", "told"),
+    [
+        ([0.5], [0.4], 1, "holds here: n"),
+        ([0.4], [0.5], 1, "does not hold here: n"),
+        ([0.4], [0.5], -1, "holds here: n"),
+        ([16.634], [16.629], 1, "no difference to speak of here: n"),  # one seed: a share of the base
+        ([0.50, 0.60], [0.45, 0.55], 1, "no difference to speak of here: n"),  # the seeds' spread
+        ([0.50, 0.51], [0.40, 0.41], 1, "holds here: n"),
+    ],
+)
+def test_a_trend_is_told_beyond_the_seeds_spread(values: list[float], base: list[float], sign: int, told: str) -> None:
+    assert jigsaws.said(jigsaws.above(values, base, sign), "n") == told
+
+
+def test_places_are_read_where_it_is_done_better_than_by_a_guess() -> None:
+    assert positions.guess_of((8, 8)) == 16.0
+    worse, better = (positions._told("a", "b", [error], [69.0], -1, "", "error", 16.0) for error in (57.0, 9.0))
+    assert worse.sentence == "neither reads places: a guess has 16.0; 57, against 69"
+    assert better.sentence == "holds here: 9, against 69"
+    assert (better.value, better.floor, better.ceiling) == (9.0, 16.0, 69.0)
+    assert positions._needed([0.5, 0.8, 0.9, 1.0]) == 3

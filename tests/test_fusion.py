@@ -224,6 +224,24 @@ def test_plans_of_layers() -> None:
     assert plans["last k"] == [[], [2], [1, 2], [0, 1, 2]]
 
 
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ({(): 1.0, (0,): 0.7, (1,): 0.9, (0, 1): 0.6}, "the first layers matter more here"),
+        ({(): 1.0, (0,): 0.9, (1,): 0.7, (0, 1): 0.6}, "the last layers matter more here"),
+        ({(): 1.0, (0,): 0.81, (1,): 0.8, (0, 1): 0.6}, "no difference to speak of here"),
+        ({(): 0.43995, (0,): 0.43995, (1,): 0.43993, (0, 1): 0.43993}, "no difference to speak of here"),
+    ],
+)
+def test_layers_are_told_apart_beyond_a_share_of_what_all_do(trained: Pair, losses: dict[tuple[int, ...], float], told: str) -> None:
+    shown = fusion.Rows()
+    for chosen, loss in losses.items():
+        shown.add(trained, chosen, {"loss": loss, "share": 1.0 - 0.1 * len(chosen)})
+    nearer, first = fusion._more_layers(shown, "vit", "ViT", fusion._layer_plans(2), 2)
+    assert nearer.holds
+    assert first.sentence.endswith(f"; {told}")
+
+
 def test_the_interval_of_a_mean() -> None:
     assert theus.interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / 3**0.5, rel=1e-5)
     assert theus.interval([1.0]) is None

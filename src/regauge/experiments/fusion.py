@@ -15,7 +15,7 @@ from regauge.experiments.ends import Ends, Pair, load, look
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.ways import METHODS, PAPER, PAPERS, PLAIN, SAID, WAYS, WHOLE, Bench, median_ratio
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.findings import Figure, Finding, Results, Table, spread_of
 from regauge.matching import layers_of
 from regauge.sources import spec_of
 
@@ -41,6 +41,7 @@ RIVALS = (
 )
 PATHS = ("none", "without attention", "without FFN", "paper", "ours")
 SAME = 1e-3  # nats by which a moved end may differ from itself: rounding in float32 stays far below
+TIE = 0.1  # of what matching all layers does to the loss: less is no difference between layers
 EXACT = 1e-6  # the share by which two computations of one distance may differ
 # What the paper prints: accuracies of its ViT in percent, by method; distances.
 _ABLATED = ("paper", "without rescaling", "without FFN", "without attention")
@@ -369,9 +370,11 @@ def _more_layers(shown: Rows, kind: str, name: str, plan: Mapping[str, list[list
     nearer = Finding(f"{kind}/distance", said, worst <= EXACT, worst, EXACT, source="003 Fig. 6", measure="largest rise of the share", trials=trials)
     half = max(1, depth // 2)
     first, last = (shown.mean(kind, tuple(plan[label][half]))("loss") for label in ("first k", "last k"))
-    none = shown.mean(kind, ())("loss")
-    more = "neither matters" if first == last else f"the {'first' if first < last else 'last'} layers matter"
-    told = f"the last {half}: {last:.4g} nats; {more} more here"
+    none, full = (shown.mean(kind, tuple(plan["first k"][k]))("loss") for k in (0, depth))
+    more = f"the {'first' if first < last else 'last'} layers matter more here"
+    if abs(first - last) <= max(SAME, TIE * abs(none - full)):
+        more = "no difference to speak of here"
+    told = f"the last {half}: {last:.4g} nats, all: {full:.4g}; {more}"
     said = f"The average of the {name}s after the first {half} of {depth} layers were matched"
     return [nearer, Finding(f"{kind}/first", said, None, first, None, none, told, "003 Fig. 6", "nats", trials=trials)]
 
@@ -438,8 +441,7 @@ class Rows:
         return lambda column: statistics.fmean(v[column] for v in self._found[kind][case])
 
     def spread(self, kind: str, case: Any, column: str) -> float | None:
-        found = [v[column] for v in self._found[kind][case]]
-        return statistics.stdev(found) if len(found) > 1 else None
+        return spread_of([v[column] for v in self._found[kind][case]])
 
     def trials(self, kind: str) -> int:
         return len(next(iter(self._found[kind].values())))

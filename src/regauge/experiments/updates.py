@@ -18,7 +18,7 @@ from regauge.attacks.april import april_model
 from regauge.data import Data
 from regauge.errors import RegaugeError
 from regauge.experiments.cells import Cell, Outcome, Work
-from regauge.experiments.jigsaws import results, said
+from regauge.experiments.jigsaws import above, results, said
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.presets import From, Subject
@@ -144,8 +144,20 @@ def _findings(cells: Mapping[tuple[str, str, str], Outcome], floor: Mapping[str,
             bare,
             f"{bare:.1f} dB without, {shuffled:.1f} dB with it",
         ),
-        found("paper/a", "MJP lowers what APRIL gets in setting (a).", None, weak[2], said(weak[2] < weak[0], f"{weak[0]:.1f} to {weak[2]:.1f} dB")),
-        found("paper/positions", "Without positions APRIL gets more.", None, weak[1], said(weak[1] > weak[0], f"{weak[0]:.1f} to {weak[1]:.1f} dB")),
+        found(
+            "paper/a",
+            "MJP lowers what APRIL gets in setting (a).",
+            None,
+            weak[2],
+            said(above([weak[2]], [weak[0]], -1), f"{weak[0]:.1f} to {weak[2]:.1f} dB"),
+        ),
+        found(
+            "paper/positions",
+            "Without positions APRIL gets more.",
+            None,
+            weak[1],
+            said(above([weak[1]], [weak[0]]), f"{weak[0]:.1f} to {weak[1]:.1f} dB"),
+        ),
         found(
             "paper/b-c",
             "With and without the unknown embedding APRIL gets the same.",

@@ -81,7 +81,8 @@ ABOUT = {
     "002-table5": "Images from the gradients of one image, by APRIL on a block changed as the paper's library changes it, and by least squares on "
     "the embedding of models as they are, which the paper did not try ([gradients](gradients.md)). Settings (a) to (d) are the paper's.",
     "gradients-front": "Which defences leave attacks nothing, and what they cost in accuracy. Attackers practise on updates of their own, made with "
-    "the same defence ([gradients](gradients.md)).",
+    "the same defence ([gradients](gradients.md)). The ViT was trained on 4,000 images of CIFAR-10 and is trained on with 40,000 of the same set, of "
+    "which 3,188 are among the first; what is attacked and tested on is neither.",
     "gradients-real": "Updates of DINOv2-small on ImageNet's images, of a ViT on faces before, early and late in its training, and of MiniLM on "
     "sentences.",
     "002-table7": "How many directions a table of positions needs.",

@@ -283,6 +283,10 @@ def test_without_pairs_nothing_is_trained_and_they_are_asked_for(tmp_path: Path)
 def test_the_papers_own_models_are_named(tmp_path: Path) -> None:
     with pytest.raises(NoPairsError) as caught:
         EXPERIMENTS["003/figure3"](Lab("paper", cache=tmp_path, assets=tmp_path))
+    assert (caught.value.hint or "").startswith("put the folders that are named above into the assets")
+    with pytest.raises(NoPairsError) as caught_of_theus:
+        EXPERIMENTS["003/barriers"](Lab("paper", cache=tmp_path, assets=tmp_path))
+    assert (caught_of_theus.value.hint or "").startswith("regauge reproduce 003/pairs --preset paper trains them")
     for part in ("imfeld/vit_a is not in the assets", "graldij/transformer-fusion", "roberta-base/dailydialog", "deberta-v3-large", "20 epochs"):
         assert part in str(caught.value)
 

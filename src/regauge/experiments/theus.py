@@ -1,8 +1,7 @@
 """The benchmark of Theus et al. (2506.22712): whole-model barriers between independently trained models, as nats and as a share of the vanilla one.
 
-The mean is over pairs, with the 95 % interval of Student's t. Vanilla is the straight line between the models as they were trained. Folding alone
-changes that line (the ends are the same functions, the points between are not), so it stands beside it: a share of the folded barrier is stricter.
-Everything stays in the class and the head size of the ends; folding unties a head.
+The mean is over pairs, with the 95 % interval of Student's t. Vanilla is the straight line between the models as they were trained. Everything stays
+in the class and the head size of the ends; folding unties a head.
 """
 
 from __future__ import annotations
@@ -131,9 +130,7 @@ def _rows(kind: str, name: str, by: Mapping[str, Sequence[Mapping[str, float]]])
         shares = [f["share"] for f in found if "share" in f]
         values = (_mean(found, "barrier"), interval([f["barrier"] for f in found]), _share(by, variant), interval(shares))
         rest = tuple(_mean(found, column) for column in ("calibrated", "midpoint", "accuracy"))
-        way = variants(kind).get(variant)
-        said = f"{variant}: {SAID[way]}" if way else variant
-        rows.append((name, said, len(found), *values, *rest, PUBLISHED.get(kind, {}).get(variant)))
+        rows.append((name, f"{variant}: {SAID[variants(kind)[variant]]}", len(found), *values, *rest, PUBLISHED.get(kind, {}).get(variant)))
     return rows
 
 

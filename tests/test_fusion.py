@@ -13,12 +13,13 @@ import torch
 from regauge.action import apply
 from regauge.elementfiles import element_of, load_element, save_element
 from regauge.elements import Element, element
-from regauge.experiments import EXPERIMENTS, ends, fusion, merges, pairs, rotations, theus, ways
+from regauge.experiments import EXPERIMENTS, clocking, ends, fusion, layers, merges, paired, pairs, rotations, theus, trying, ways
 from regauge.experiments.cells import Outcome
 from regauge.experiments.ends import Ends, NoPairsError, Pair, Ready, look
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
-from regauge.experiments.ways import METHODS, WAYS, Bench
+from regauge.experiments.trying import METHODS, Bench
+from regauge.experiments.ways import WAYS
 from regauge.findings import Results
 from regauge.fold import fold_norms
 from regauge.members import Dense, Monomial, Soft
@@ -147,8 +148,9 @@ def test_the_six_merges_of_the_paper(lab: Lab, trained: Pair) -> None:
 def run_on(name: str, lab: Lab, pair: Pair, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Results:
     """An experiment on one pair, so many times over."""
     found = Ends([Ready(pair.kind, None, pair.about, 0)] * count)
-    for module in (fusion, theus):
+    for module in (paired, layers, theus):
         monkeypatch.setattr(module, "look", lambda *given: found)
+    for module in (paired, theus):
         monkeypatch.setattr(module, "load", lambda lab, ready: pair)
     return EXPERIMENTS[name](lab)
 
@@ -169,13 +171,13 @@ def test_the_order_of_distances_and_a_matcher_that_breaks_it(lab: Lab, trained: 
 def test_a_moved_end_that_is_another_function_is_noticed(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pair, _ = planted(trained)
     assert not run_on("003/figure5", lab, pair, monkeypatch).failed
-    right = ways.apply
+    right = trying.apply
 
     def wrong(g: Element, state: Any, **more: Any) -> Any:
         out = right(g, state, **more)
         return {n: 1.5 * t if "fc1.weight" in n and g.members else t for n, t in out.items()}
 
-    monkeypatch.setattr(ways, "apply", wrong)
+    monkeypatch.setattr(trying, "apply", wrong)
     other = Lab("pico", cache=tmp_path, assets=tmp_path)
     assert {f.id for f in run_on("003/figure5", other, pair, monkeypatch).failed} == {"vit/ends"}
     assert "vit/function" in {f.id for f in run_on("003/barriers", other, pair, monkeypatch).failed}
@@ -197,9 +199,9 @@ def test_the_benchmark_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: p
 
 def test_layers_and_times_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pair, _ = planted(trained, within="orthogonal", spaces=["qk", "vo", "ffn"])
-    layers = run_on("003/figure6", lab, pair, monkeypatch)
-    assert not layers.failed
-    assert {(row[1], row[2]): row[3] < 1e-5 for row in layers.tables[0].rows} == {
+    found = run_on("003/figure6", lab, pair, monkeypatch)
+    assert not found.failed
+    assert {(row[1], row[2]): row[3] < 1e-5 for row in found.tables[0].rows} == {
         ("only layer", 0): True,
         ("first k", 0): False,
         ("first k", 1): True,
@@ -207,7 +209,7 @@ def test_layers_and_times_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch
         ("last k", 1): True,
     }
     pair = replace(pair, b=Outcome({}, {n: t + 0.01 * torch.sin(torch.arange(t.numel())).view_as(t) for n, t in pair.b.tensors.items()}))
-    monkeypatch.setitem(ways.EFFORT, "pico", {**ways.EFFORT["pico"], "runs": 2})
+    monkeypatch.setitem(trying.EFFORT, "pico", {**trying.EFFORT["pico"], "runs": 2})
     times = run_on("003/table3", lab, pair, monkeypatch)
     assert not times.failed
     trials = {f.id: f.trials for f in times.findings}
@@ -218,7 +220,7 @@ def test_layers_and_times_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch
 
 
 def test_plans_of_layers() -> None:
-    plans = fusion._layer_plans(3)
+    plans = layers.layer_plans(3)
     assert plans["only layer"] == [[0], [1], [2]]
     assert plans["first k"] == [[], [0], [0, 1], [0, 1, 2]]
     assert plans["last k"] == [[], [2], [1, 2], [0, 1, 2]]
@@ -234,10 +236,10 @@ def test_plans_of_layers() -> None:
     ],
 )
 def test_layers_are_told_apart_beyond_a_share_of_what_all_do(trained: Pair, losses: dict[tuple[int, ...], float], told: str) -> None:
-    shown = fusion.Rows()
+    shown = paired.Rows()
     for chosen, loss in losses.items():
         shown.add(trained, chosen, {"loss": loss, "share": 1.0 - 0.1 * len(chosen)})
-    nearer, first = fusion._more_layers(shown, "vit", "ViT", fusion._layer_plans(2), 2)
+    nearer, first = layers._more_layers(shown, "vit", "ViT", layers.layer_plans(2), 2)
     assert nearer.holds
     assert first.sentence.endswith(f"; {told}")
 
@@ -350,24 +352,22 @@ def test_six_merges_of_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: pyte
 
 
 def test_what_takes_long_may_be_timed_less_often() -> None:
-    from regauge.experiments.ways import median_ratio
-
-    assert median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
-    assert median_ratio([3.0, 6.0, 4.0], [2.0]) == 2.0
+    assert clocking.median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
+    assert clocking.median_ratio([3.0, 6.0, 4.0], [2.0]) == 2.0
 
 
 def test_data_are_read_before_the_clock_runs_and_once_in_a_merge(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     read, timed = [], []
-    right = ways.prepare
-    monkeypatch.setattr(ways, "prepare", lambda *given: (read.append(len(timed)), right(*given))[1])
-    monkeypatch.setattr(ways.time, "process_time", lambda: float(timed.append(0) or len(timed)))
-    Bench(Lab("pico", cache=tmp_path, assets=tmp_path), trained).clock()
+    right = trying.prepare
+    monkeypatch.setattr(trying, "prepare", lambda *given: (read.append(len(timed)), right(*given))[1])
+    monkeypatch.setattr(clocking.time, "process_time", lambda: float(timed.append(0) or len(timed)))
+    clocking.clocked(Bench(Lab("pico", cache=tmp_path, assets=tmp_path), trained))
     assert read == [0]
     assert timed
     opened: list[int] = []
     module, spec, state = build(trained.about.model, 0).eval(), spec_of_pair(trained), trained.a.tensors
     examples = pairs.examples(lab, "vit", "train")
-    given = ways.Merging(module, spec, state, state, lambda: (opened.append(1), examples)[1], 8)
+    given = trying.Merging(module, spec, state, state, lambda: (opened.append(1), examples)[1], 8)
     METHODS["OT-WTS"](given)
     assert not opened
     METHODS["RegMean"](given)

@@ -6,9 +6,11 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from regauge.experiments.fusion import PAPER_ACCURACY, Rows, open_pairs, results
+from regauge.experiments.clocking import clocked
 from regauge.experiments.lab import Lab
-from regauge.experiments.ways import METHODS, SAID, WAYS
+from regauge.experiments.paired import PAPER_ACCURACY, Rows, open_pairs, results
+from regauge.experiments.trying import METHODS
+from regauge.experiments.ways import SAID, WAYS
 from regauge.findings import Figure, Finding, Results, Table, spread_of
 
 MATCHINGS = ("none", "paper", "ours", "refined")
@@ -21,7 +23,7 @@ def table2(lab: Lab) -> Results:
     shown = Rows()
     for bench in benches:
         better = max((bench.merge(WAYS["none"], end) for end in ("A", "B")), key=lambda s: s["accuracy"])
-        seconds = bench.clock()["cpu"]
+        seconds = clocked(bench)["cpu"]
         plain = bench.walk(WAYS["none"]).barrier
         for way in MATCHINGS:
             found, path = bench.match(WAYS[way]).values, bench.walk(WAYS[way])

@@ -15,10 +15,11 @@ import numpy as np
 from scipy import stats
 
 from regauge.experiments.ends import Ends, load, look
-from regauge.experiments.fusion import SAME, facts, numbers
 from regauge.experiments.lab import Lab
+from regauge.experiments.paired import SAME, facts, numbers
 from regauge.experiments.pairs import bigram, examples_of
-from regauge.experiments.ways import SAID, WAYS, Bench
+from regauge.experiments.trying import Bench
+from regauge.experiments.ways import SAID, WAYS
 from regauge.findings import Figure, Finding, Results, Table, spread_of
 
 KINDS = {"small": ("gpt2", "llama", "vit"), "paper": ("gpt2", "llama", "vit"), "pico": ("gpt2", "llama", "vit", "bert")}

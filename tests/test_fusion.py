@@ -192,6 +192,8 @@ def test_the_benchmark_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: p
     assert found["goal/vit/data-free"].holds is None
     assert results.facts["pairs"] == {"vit": 2}
     assert results.facts["seeds"] == "all finished pairs"
+    assert "before learning" in results.facts["notes"]["ViT, planted"]["refined"][0]
+    assert "vanilla" not in results.facts["notes"]["ViT, planted"]
     assert {f.trials for f in results.findings} == {2}
     (row,) = (row for row in results.tables[0].rows if str(row[1]).startswith("data-free:"))
     assert row[2:5] == (2, pytest.approx(0, abs=1e-4), pytest.approx(0, abs=1e-9))
@@ -217,6 +219,15 @@ def test_layers_and_times_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch
     right = rotations.matched
     monkeypatch.setattr(rotations, "matched", lambda one, two: right(one, two, rescale=False))
     assert {f.id for f in run_on("003/table3", Lab("pico", cache=tmp_path, assets=tmp_path), pair, monkeypatch).failed} == {"vit/distance"}
+
+
+def test_the_transcription_reads_in_the_precision_that_is_asked_for(trained: Pair) -> None:
+    state = trained.a.tensors
+    heads = trained.about.model["config"]["num_attention_heads"]
+    (fine,), (rough,) = (rotations.read(state, "vit", heads, dtype) or [] for dtype in (np.float64, np.float32))
+    assert {part.dtype for part in fine.parts()} == {np.dtype(np.float64)}
+    assert {part.dtype for part in rotations.matched(rough, rough).parts()} == {np.dtype(np.float32)}
+    assert rotations.squared(rotations.matched(rough, rough, rescale=False), fine) < 1e-6 * rotations.squared(fine, replace(fine, q=0 * fine.q))
 
 
 def test_plans_of_layers() -> None:

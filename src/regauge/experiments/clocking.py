@@ -56,7 +56,7 @@ def clock(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
             if run:  # the first round warms up
                 wall[name].append(time.perf_counter() - started[0])
                 cpu[name].append(time.process_time() - started[1])
-    values: dict[str, Any] = {"wall": wall, "cpu": cpu, "layers": len(transcribed or ()), "distance": {}}
+    values: dict[str, Any] = {"wall": wall, "cpu": cpu, "distance": {}}
     if transcribed is not None:
         costs = Costs(spec, a, b)
         rest = sum(d for d, _ in costs.distances(identity(spec)).values())

@@ -19,15 +19,14 @@ HARM = 0.005  # the share of accuracy by which a merge may be worse after matchi
 
 def table2(lab: Lab) -> Results:
     """Simple, Fisher, RegMean and the three optimal-transport merges of two models: not matched, matched as in the paper, and matched by ours."""
-    ends, benches = open_pairs(lab, lambda ends: len(ends.ready) * (len(MATCHINGS) * (2 + len(METHODS)) + 4))
+    ends, benches = open_pairs(lab, lambda ends: len(ends.ready) * (len(MATCHINGS) * (2 + len(METHODS)) + 3))
     shown = Rows()
     for bench in benches:
         better = max((bench.merge(WAYS["none"], end) for end in ("A", "B")), key=lambda s: s["accuracy"])
         seconds = clocked(bench)["cpu"]
-        plain = bench.walk(WAYS["none"]).barrier
         for way in MATCHINGS:
             found, path = bench.match(WAYS[way]).values, bench.walk(WAYS[way])
-            of_way = {"distance": found["after"], "share": found["after"] / found["before"], "barrier": path.barrier, "plain": plain}
+            of_way = {"share": found["after"] / found["before"], "barrier": path.barrier}
             for method in METHODS:
                 score = bench.merge(WAYS[way], method)
                 more = {"guess": 1 / score["classes"], "end": better["accuracy"], "seconds": statistics.median(seconds[f"merge: {method}"])}

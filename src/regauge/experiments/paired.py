@@ -36,7 +36,7 @@ def numbers(path: Path) -> dict[str, float]:
     """A path in a few numbers."""
     assert path.calibrated is not None
     ends = {"first": path.losses[0], "second": path.losses[-1]}
-    measured = {"barrier": path.barrier, "at": path.at, "rise": path.rise, "span": path.span, "midpoint": path.midpoint, "accuracy": path.of_accuracy}
+    measured = {"barrier": path.barrier, "rise": path.rise, "span": path.span, "midpoint": path.midpoint, "accuracy": path.of_accuracy}
     return {**measured, "calibrated": path.calibrated.barrier, **ends}
 
 

@@ -74,6 +74,7 @@ def barriers(lab: Lab) -> Results:
     names: dict[str, str] = {}
     curves: dict[str, dict[str, list[tuple[float, ...]]]] = {}
     floors: dict[str, tuple[str, float]] = {}
+    notes: dict[str, dict[str, list[str]]] = {}  # what was said of a search, by pair
     for ready in ends.ready:
         bench = Bench(lab, load(lab, ready))
         kind, about = ready.kind, bench.pair.about
@@ -81,6 +82,9 @@ def barriers(lab: Lab) -> Results:
         if kind not in floors:
             floors[kind] = _floor(lab, bench)
         paths = {variant: bench.walk(WAYS[way]) for variant, way in variants(kind).items()}
+        told = {variant: said for variant, way in variants(kind).items() if (said := bench.match(WAYS[way]).values["notes"])}
+        if told:
+            notes[bench.pair.label] = told
         plain = paths["vanilla"]
         for variant, path in paths.items():
             change = max(abs(path.losses[i] - plain.losses[i]) for i in (0, -1))
@@ -102,7 +106,7 @@ def barriers(lab: Lab) -> Results:
     title = "Barriers between independently trained models"
     tables = (Table(title, heads, tuple(rows), note), _table_of_ends(ends, names, found, floors))
     own = () if lab.preset_name == "paper" else ("the sizes and data of Theus et al. (--preset paper)",)
-    return Results(title, tuple(findings), tables, tuple(figures), facts(lab, "barriers", ends), (*own, *ends.told()))
+    return Results(title, tuple(findings), tables, tuple(figures), {**facts(lab, "barriers", ends), "notes": notes}, (*own, *ends.told()))
 
 
 def _floor(lab: Lab, bench: Bench) -> tuple[str, float]:

@@ -86,12 +86,10 @@ def table5(lab: Lab) -> Results:
     rows.append(("floor: the mean image", "", "", None, *(mean(floor, m) for m in COLUMNS), max(floor[LEAK]), *[None] * 6))
     heads = ("model", "setting", "attack", "accuracy", *COLUMNS, "worst PSNR", *(f"paper: {c}" for c in (*COLUMNS, "accuracy")))
     note = (
-        f"{count} images of {lab.open(images).name}; puzzles of ratio {RATIO:g}; batch 1, float32 but where it says otherwise. Random weights stand "
+        f"{count} images of {lab.open(images).name}; puzzles of ratio {RATIO:g}, models of MJP trained with {how('J')['ratio']:g}; batch 1, float32 "
+        "but where it says otherwise. Random weights stand where the paper has ViT-S. (a) to (c) are against what the model read, (d) against the "
+        "original. FFT2D is the cosine distance done right, which is that of the pixels. Empty: the attack had nothing to work with."
     )
-    note += (
-        "where the paper has ViT-S. (a) to (c) are against what the model read, (d) against the original. FFT2D is the cosine distance done right, "
-    )
-    note += "which is that of the pixels. Empty: the attack had nothing to work with."
     findings = _findings(cells, floor, count)
     lab.pictures.append(_gallery(cells))
     found_all = results(lab, "002/table5", "Table 5: what gradients leak", findings, (Table("Gradients", heads, tuple(rows), note),), ())

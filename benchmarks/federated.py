@@ -48,7 +48,7 @@ def main() -> int:
     from benchmarks.permuted import interval
     from regauge.federated import Settings, aggregate, flower, state_of
     from regauge.federated.aggregating import Memory
-    from regauge.federated.rounds import _answers
+    from regauge.federated.rounds import answers
     from regauge.federated.running import Source
     from regauge.federated.states import digest_of, layout_of
 
@@ -66,7 +66,7 @@ def main() -> int:
 
     @client.train("plain")
     def plain(message: Message, context: Context) -> Message:
-        net, part = flower._part(source, settings, int(context.node_config["partition-id"]), False)  # the same data, loaded as ours are
+        net, part = flower.part_of(source, settings, int(context.node_config["partition-id"]), False)  # the same data, loaded as ours are
         net.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=True)
         net.train()
         optimizer = torch.optim.SGD(net.parameters(), 0.01)
@@ -89,7 +89,7 @@ def main() -> int:
         digest = digest_of(layout_of(states["ours"]))
 
         def ours(number: int) -> None:
-            sent, absent = _answers(engine, number, (0, 1), states["ours"], digest)
+            sent, absent = answers(engine, number, (0, 1), states["ours"], digest)
             assert not absent, absent
             states["ours"] = aggregate(states["ours"], sent, Memory(), settings)[0]
 

@@ -16,7 +16,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from benchmarks.move import Shape, _clean, _interleaved, _shell, make
+from benchmarks.move import Shape, clean, interleaved, make, shell
 
 GOALS = {"lock": 3.0, "lock, signed": 3.0, "unlock": 4.0, "unlock, signed": 4.0}
 
@@ -36,13 +36,13 @@ def main() -> int:
     save_key(Key(seed_key(1)), key)
     locked = {group: cache / f"locked-{group}" for group in ("permutation", "signed")}
     for group, folder in locked.items():
-        _clean(folder)
+        clean(folder)
         _run("lock", model, key, folder, "--group", group)
     size = sum(p.stat().st_size for p in model.iterdir())
     print(f"{size / 1e9:.2f} GB in {len(list(model.glob('*.safetensors')))} shards, {os.cpu_count()} cores")
-    times = _interleaved(
+    times = interleaved(
         {
-            "cp + sync": partial(_shell, f"cp -r '{model}' '{out}' && sync"),
+            "cp + sync": partial(shell, f"cp -r '{model}' '{out}' && sync"),
             "lock": partial(_run, "lock", model, key, out, "--group", "permutation"),
             "lock, signed": partial(_run, "lock", model, key, out, "--group", "signed"),
             "unlock": partial(_run, "unlock", locked["permutation"], key, out),
@@ -51,7 +51,7 @@ def main() -> int:
         out,
     )
     for folder in (out, *locked.values()):
-        _clean(folder)
+        clean(folder)
     base, met = statistics.median(times["cp + sync"]), True
     print(f"{'':16}  {'median':>8}  {'least':>7}  {'most':>7}  {'ratio':>6}  {'goal':>6}")
     for name, seconds in times.items():

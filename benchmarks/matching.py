@@ -1,7 +1,8 @@
 """How long matching takes: beside a plain transcription of paper 003's formulas on the same pair, and a whole sweep of a TinyLlama shape.
 
 1. GPT-2 small (12 layers, d 768, FFN 3072), two sets of random weights: rotations of QK and VO and the assignment of FFN neurons, by the
-   transcription below (numpy, as the paper's code does it) and by `match`. Interleaved, medians. Goal: not slower, in CPU seconds (wall beside).
+   transcription of `regauge.experiments.rotations` (numpy, float32, as the paper's code does it; its layers are read before the clock starts) and
+   by `match`. Interleaved, medians. Goal: not slower, in CPU seconds (wall beside).
 2. TinyLlama's shape (22 layers, d 2048, FFN 5632, 32 heads over 4 key-value heads), bf16 on disk, B a planted A: one whole search over the full
    group, in one process and in two: wall seconds, CPU seconds, peak memory of the largest process.
 """
@@ -40,27 +41,12 @@ def gpt2(seed: int) -> dict[str, Any]:
     return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
 
 
-def transcribed(a: dict[str, Any], b: dict[str, Any]) -> None:
-    """Paper 003, head by head and layer by layer: two SVDs for each head, one assignment for each layer."""
-    from scipy.optimize import linear_sum_assignment
+def transcribed(layers: list[list[Any]]) -> None:
+    """Paper 003, head by head and layer by layer: two SVDs for each head, one assignment for each layer. Its layers are read before."""
+    from regauge.experiments import rotations
 
-    size = WIDTH // HEADS
-    for i in range(LAYERS):
-        at = f"transformer.h.{i}."
-        w1, w2, c1, c2, o1, o2 = (s[at + n].numpy() for n in ("attn.c_attn.weight", "attn.c_attn.bias", "attn.c_proj.weight") for s in (b, a))
-        for h in range(HEADS):
-            q, k, v = (slice(j * WIDTH + h * size, j * WIDTH + (h + 1) * size) for j in range(3))
-            m = w1[:, q].T @ w2[:, q] + w1[:, k].T @ w2[:, k] + np.outer(c1[q], c2[q]) + np.outer(c1[k], c2[k])
-            u, _, vt = np.linalg.svd(m)
-            r = u @ vt
-            _ = (w2[:, q] @ r.T, w2[:, k] @ r.T)
-            m = w1[:, v].T @ w2[:, v] + o1[q] @ o2[q].T + np.outer(c1[v], c2[v])
-            u, _, vt = np.linalg.svd(m)
-            r = u @ vt
-            _ = (w2[:, v] @ r.T, r @ o2[q])
-        f1, f2, b1, b2, p1, p2 = (s[at + n].numpy() for n in ("mlp.c_fc.weight", "mlp.c_fc.bias", "mlp.c_proj.weight") for s in (b, a))
-        order = linear_sum_assignment(f1.T @ f2 + np.outer(b1, b2) + p1 @ p2.T, maximize=True)[1]
-        _ = (f2[:, order], b2[order], p2[order])
+    for one, two in zip(*layers, strict=True):
+        rotations.matched(one, two, rescale=False)
 
 
 def ours(spec: Any, a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -73,14 +59,16 @@ def beside() -> bool:
     import torch
 
     from regauge import spec_of
+    from regauge.experiments import rotations
 
     config = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "vocab_size": 1024}
     spec = spec_of({**config, "architectures": ["GPT2Model"], "bos_token_id": 0, "eos_token_id": 0})
     a, b = ({n.removeprefix("transformer."): t for n, t in gpt2(seed).items()} for seed in (0, 1))
-    whole = {name: {f"transformer.{n}": t for n, t in state.items()} for name, state in (("a", a), ("b", b))}
+    whole = [{f"transformer.{n}": t for n, t in state.items()} for state in (a, b)]
+    layers = [rotations.read(state, "gpt2", HEADS, np.float32) or [] for state in whole]
     times: dict[str, list[tuple[float, float]]] = {"transcription": [], "match": []}
     for _ in range(ROUNDS):
-        for name, run in (("transcription", lambda: transcribed(whole["a"], whole["b"])), ("match", lambda: ours(spec, a, b))):
+        for name, run in (("transcription", lambda: transcribed(layers)), ("match", lambda: ours(spec, a, b))):
             cpu, wall = time.process_time(), time.perf_counter()
             run()
             times[name].append((time.process_time() - cpu, time.perf_counter() - wall))

@@ -40,18 +40,18 @@ def main() -> int:
         print(f"making {model}", file=sys.stderr)
         make(model)
     out = cache / "out"
-    copy = partial(_shell, f"cp -r '{model}' '{out}' && sync")
+    copy = partial(shell, f"cp -r '{model}' '{out}' && sync")
     size = sum(p.stat().st_size for p in model.iterdir())
     print(f"{size / 1e9:.2f} GB in {len(list(model.glob('*.safetensors')))} shards, largest tensor {LARGEST / 1e6:.0f} MB, {os.cpu_count()} cores")
-    times = _interleaved({"cp + sync": copy, "permutation": partial(_move, model, out, MOVES["permutation"])}, out)
+    times = interleaved({"cp + sync": copy, "permutation": partial(_move, model, out, MOVES["permutation"])}, out)
     memory: dict[str, float] = {}
     for name, options in MOVES.items():
-        _clean(out)
+        clean(out)
         alone = _move(model, out, options, sample=True)
         memory[name] = alone.pop("private")
         for key, seconds in alone.items():
             times.setdefault(f"{name}{key}", [seconds])
-    _clean(out)
+    clean(out)
     base = statistics.median(times["cp + sync"])
     print(f"{'':26}  {'median':>8}  {'least':>7}  {'most':>7}  {'ratio':>6}  {'private memory':>14}")
     for name, seconds in times.items():
@@ -134,24 +134,24 @@ def make(folder: Path, seed: int = 0, shape_: Shape = Shape()) -> None:
     write_plan(folder, Plan(tuple(files), small), thunks)
 
 
-def _interleaved(subjects: dict[str, Callable[[], dict[str, float]]], out: Path) -> dict[str, list[float]]:
+def interleaved(subjects: dict[str, Callable[[], dict[str, float]]], out: Path) -> dict[str, list[float]]:
     """Wall times, one subject after the other, after one round that only warms the cache."""
     times: dict[str, list[float]] = {}
     for turn in range(RUNS + 1):
         for name, run in subjects.items():
-            _clean(out)
+            clean(out)
             for key, seconds in run().items():
                 if turn:
                     times.setdefault(f"{name}{key}", []).append(seconds)
     return times
 
 
-def _clean(out: Path) -> None:
+def clean(out: Path) -> None:
     shutil.rmtree(out, ignore_errors=True)
     os.sync()
 
 
-def _shell(command: str) -> dict[str, float]:
+def shell(command: str) -> dict[str, float]:
     start = time.perf_counter()
     subprocess.run(command, shell=True, check=True)
     return {"": time.perf_counter() - start}

@@ -10,7 +10,7 @@ import regauge
 
 
 class Block(nn.Module):
-    """Attention with one query for all heads' keys, a gate, and a convolution over time: nothing that a family knows."""
+    """Attention behind a norm, and a gated FFN without one: nothing that a family knows."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

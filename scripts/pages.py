@@ -162,7 +162,7 @@ def commands() -> str:
     """Every command with its options, and its example."""
     import typer
 
-    from regauge.cli.app import _app
+    from regauge.cli.app import build_app
     from regauge.cli.menu import EXAMPLES, PANELS
 
     found: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def commands() -> str:
             else:
                 found[full] = below
 
-    walk("", typer.main.get_command(_app([])))
+    walk("", typer.main.get_command(build_app([])))
     lines = [MADE, "# Commands", "", "What all of them do alike, and exit codes: [the command line](cli.md).", ""]
     for panel, names in PANELS.items():
         lines += [f"## {panel}", ""]
@@ -236,7 +236,7 @@ def reference() -> str:
     for title, names in groups.items():
         lines += [f"## {title}", ""]
         for name in names:
-            lines += [f"::: regauge.{regauge._HOME[name]}.{name}", ""]
+            lines += [f"::: {getattr(regauge, name).__module__}.{name}", ""]
     lines += ["## For your own tests", "", "::: regauge.testing.symmetry_error", "", "::: regauge.testing.assert_symmetry", ""]
     lines += ["## Masked jigsaw puzzles", "", "::: regauge.jigsaw.wrapping.MaskedJigsaw", "", "## Data", "", "::: regauge.data.open_data", ""]
     return "\n".join(lines)

@@ -26,7 +26,6 @@ LONG = (
     "fusion",
     "action",
     "barriers",
-    "demo",
     "cli_lock",
     "cli_merge",
     "cut",

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from picos import IDS, IMAGES, PICOS, build, config_of, spec_of
+from picos import IDS, IMAGES, PICOS, build, spec_of
 from regauge.action import apply
 from regauge.elements import Element, element
-from regauge.split import Host, InProcess, Training, TransportError, connect
-from regauge.split.frames import CHUNK, chunks
+from regauge.split import Host, Training, TransportError
+from regauge.split.frames import chunks
 from regauge.split.transport import deliver
 from regauge.testing import strict_float64
 
@@ -51,7 +51,7 @@ def made(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> torch.nn
 
 
 def locked(model: torch.nn.Module, g: Element | None) -> torch.nn.Module:
-    """The server's copy: its backbone moved, its embedding and head gone."""
+    """The server's copy: its backbone moved, if there is a key."""
     twin = copy.deepcopy(model)
     if g is not None:
         twin.load_state_dict(apply(g, model.state_dict(), part="backbone"))
@@ -147,21 +147,3 @@ class Faulty:
 
 
 KINDS = ("lost", "truncated", "garbled", "repeated", "reordered", "reply lost", "reply truncated", "another reply")
-__all__ = [
-    "ADAMW",
-    "CHUNK",
-    "KINDS",
-    "NAMES",
-    "Faulty",
-    "InProcess",
-    "batch",
-    "columns",
-    "config_of",
-    "connect",
-    "distance",
-    "locked",
-    "made",
-    "same",
-    "train",
-    "whole",
-]

@@ -32,7 +32,7 @@ def commands() -> Iterator[tuple[str, Any]]:
             full = f"{prefix} {name}".strip()
             yield from walk(full, below) if hasattr(below, "commands") else [(full, below)]
 
-    yield from walk("", typer.main.get_command(cli._app([])))
+    yield from walk("", typer.main.get_command(cli.build_app([])))
 
 
 ALL = dict(commands())

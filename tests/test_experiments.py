@@ -21,7 +21,7 @@ import torch
 from regauge import tasks
 from regauge.barriers import score
 from regauge.cli import main
-from regauge.experiments import EXPERIMENTS, locks, models, pairs, training, tuning
+from regauge.experiments import EXPERIMENTS, jigsaws, locks, models, pairs, positions, training, tuning
 from regauge.experiments.cells import Work
 from regauge.experiments.claims import distance, outputs_of
 from regauge.experiments.document import ABOUT, document
@@ -422,6 +422,46 @@ def test_the_page_is_made_of_the_results() -> None:
         if path.stem in ("000-table6", "000-figure7"):
             assert not any(f.kind == "images" for f in results.figures)  # they would show people
         elif path.stem.startswith("000"):
-            assert results.facts["seeds"] == 3
+            counted = results.facts["seeds"]
+            run = set(counted.values()) if isinstance(counted, dict) else {counted}
+            keys = {2: {2, 6}, 3: {3, 9}}  # what is lost without a key is told over three keys for each trial
+            assert {f.trials for f in results.findings} <= {n for seeds in run for n in keys[seeds]}
         assert all(f.id.startswith(("goal/", "claim/")) for f in results.failed)  # a goal may be missed, a claim refuted, and is then shown so
         assert not any(root in text for root in ('"/', " /", "=/", ":\\"))  # no path of the machine that it ran on
+
+
+def test_facts_tell_the_seeds_of_each_subject_where_they_differ(tmp_path: Path) -> None:
+    lab = Lab("pico", cache=tmp_path, assets=tmp_path)
+    assert lab.facts("a", {"ViT": 3, "GPT-2": 2})["seeds"] == {"ViT": 3, "GPT-2": 2}
+    assert lab.facts("a", {"ViT": 3, "GPT-2": 3}, keys=1)["seeds"] == 3
+    assert lab.facts("a", 3, keys=1)["keys"] == 1
+
+
+def test_make_runs_every_experiment() -> None:
+    listed = re.search(r"^EXPERIMENTS := ((?:.*\\\n)*.*)", (DOCS.parent / "Makefile").read_text(), re.M)
+    assert listed is not None
+    assert sorted(listed[1].replace("\\", " ").split()) == sorted(EXPERIMENTS)
+
+
+@pytest.mark.parametrize(
+    ("values", "base", "sign", "told"),
+    [
+        ([0.5], [0.4], 1, "holds here: n"),
+        ([0.4], [0.5], 1, "does not hold here: n"),
+        ([0.4], [0.5], -1, "holds here: n"),
+        ([16.634], [16.629], 1, "no difference to speak of here: n"),  # one seed: a share of the base
+        ([0.50, 0.60], [0.45, 0.55], 1, "no difference to speak of here: n"),  # the seeds' spread
+        ([0.50, 0.51], [0.40, 0.41], 1, "holds here: n"),
+    ],
+)
+def test_a_trend_is_told_beyond_the_seeds_spread(values: list[float], base: list[float], sign: int, told: str) -> None:
+    assert jigsaws.said(jigsaws.above(values, base, sign), "n") == told
+
+
+def test_places_are_read_where_it_is_done_better_than_by_a_guess() -> None:
+    assert positions.guess_of((8, 8)) == 16.0
+    worse, better = (positions._told("a", "b", [error], [69.0], -1, "", "error", 16.0) for error in (57.0, 9.0))
+    assert worse.sentence == "neither reads places: a guess has 16.0; 57, against 69"
+    assert better.sentence == "holds here: 9, against 69"
+    assert (better.value, better.floor, better.ceiling) == (9.0, 16.0, 69.0)
+    assert positions._needed([0.5, 0.8, 0.9, 1.0]) == 3

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from regauge.errors import FindingsError
-from regauge.findings import Figure, Finding, Results, Table, from_json, load_results, to_json
+from regauge.findings import Figure, Finding, Results, Table, from_json, load_results, spread_of, to_json
 
 RESULTS = Results(
     "a title",
@@ -50,3 +50,9 @@ def test_what_is_no_results_is_refused(text, says):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(FindingsError, match="cannot be read: No such file"):
         load_results(tmp_path / "none.json")
+
+
+def test_one_trial_has_no_spread():
+    assert spread_of([1.0, 3.0]) == pytest.approx(math.sqrt(2))  # of a sample, not of a population: that would be 1
+    assert spread_of([1.0, 1.0]) == 0.0
+    assert spread_of([1.0]) is None

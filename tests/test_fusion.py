@@ -13,12 +13,13 @@ import torch
 from regauge.action import apply
 from regauge.elementfiles import element_of, load_element, save_element
 from regauge.elements import Element, element
-from regauge.experiments import EXPERIMENTS, ends, fusion, merges, pairs, rotations, theus, ways
+from regauge.experiments import EXPERIMENTS, clocking, ends, fusion, layers, merges, paired, pairs, rotations, theus, trying, ways
 from regauge.experiments.cells import Outcome
 from regauge.experiments.ends import Ends, NoPairsError, Pair, Ready, look
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
-from regauge.experiments.ways import METHODS, WAYS, Bench
+from regauge.experiments.trying import METHODS, Bench
+from regauge.experiments.ways import WAYS
 from regauge.findings import Results
 from regauge.fold import fold_norms
 from regauge.members import Dense, Monomial, Soft
@@ -147,8 +148,9 @@ def test_the_six_merges_of_the_paper(lab: Lab, trained: Pair) -> None:
 def run_on(name: str, lab: Lab, pair: Pair, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Results:
     """An experiment on one pair, so many times over."""
     found = Ends([Ready(pair.kind, None, pair.about, 0)] * count)
-    for module in (fusion, theus):
+    for module in (paired, layers, theus):
         monkeypatch.setattr(module, "look", lambda *given: found)
+    for module in (paired, theus):
         monkeypatch.setattr(module, "load", lambda lab, ready: pair)
     return EXPERIMENTS[name](lab)
 
@@ -169,13 +171,13 @@ def test_the_order_of_distances_and_a_matcher_that_breaks_it(lab: Lab, trained: 
 def test_a_moved_end_that_is_another_function_is_noticed(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pair, _ = planted(trained)
     assert not run_on("003/figure5", lab, pair, monkeypatch).failed
-    right = ways.apply
+    right = trying.apply
 
     def wrong(g: Element, state: Any, **more: Any) -> Any:
         out = right(g, state, **more)
         return {n: 1.5 * t if "fc1.weight" in n and g.members else t for n, t in out.items()}
 
-    monkeypatch.setattr(ways, "apply", wrong)
+    monkeypatch.setattr(trying, "apply", wrong)
     other = Lab("pico", cache=tmp_path, assets=tmp_path)
     assert {f.id for f in run_on("003/figure5", other, pair, monkeypatch).failed} == {"vit/ends"}
     assert "vit/function" in {f.id for f in run_on("003/barriers", other, pair, monkeypatch).failed}
@@ -189,15 +191,19 @@ def test_the_benchmark_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: p
     assert found["vit/data-free"].trials == 2
     assert found["goal/vit/data-free"].holds is None
     assert results.facts["pairs"] == {"vit": 2}
+    assert results.facts["seeds"] == "all finished pairs"
+    assert "before learning" in results.facts["notes"]["ViT, planted"]["refined"][0]
+    assert "vanilla" not in results.facts["notes"]["ViT, planted"]
+    assert {f.trials for f in results.findings} == {2}
     (row,) = (row for row in results.tables[0].rows if str(row[1]).startswith("data-free:"))
     assert row[2:5] == (2, pytest.approx(0, abs=1e-4), pytest.approx(0, abs=1e-9))
 
 
 def test_layers_and_times_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pair, _ = planted(trained, within="orthogonal", spaces=["qk", "vo", "ffn"])
-    layers = run_on("003/figure6", lab, pair, monkeypatch)
-    assert not layers.failed
-    assert {(row[1], row[2]): row[3] < 1e-5 for row in layers.tables[0].rows} == {
+    found = run_on("003/figure6", lab, pair, monkeypatch)
+    assert not found.failed
+    assert {(row[1], row[2]): row[3] < 1e-5 for row in found.tables[0].rows} == {
         ("only layer", 0): True,
         ("first k", 0): False,
         ("first k", 1): True,
@@ -205,17 +211,48 @@ def test_layers_and_times_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch
         ("last k", 1): True,
     }
     pair = replace(pair, b=Outcome({}, {n: t + 0.01 * torch.sin(torch.arange(t.numel())).view_as(t) for n, t in pair.b.tensors.items()}))
-    assert not run_on("003/table3", lab, pair, monkeypatch).failed
+    monkeypatch.setitem(trying.EFFORT, "pico", {**trying.EFFORT["pico"], "runs": 2})
+    times = run_on("003/table3", lab, pair, monkeypatch)
+    assert not times.failed
+    trials = {f.id: f.trials for f in times.findings}
+    assert (trials["vit/seconds"], trials["vit/Fisher/share"]) == (2, 1)  # what takes long is timed once
     right = rotations.matched
     monkeypatch.setattr(rotations, "matched", lambda one, two: right(one, two, rescale=False))
     assert {f.id for f in run_on("003/table3", Lab("pico", cache=tmp_path, assets=tmp_path), pair, monkeypatch).failed} == {"vit/distance"}
 
 
+def test_the_transcription_reads_in_the_precision_that_is_asked_for(trained: Pair) -> None:
+    state = trained.a.tensors
+    heads = trained.about.model["config"]["num_attention_heads"]
+    (fine,), (rough,) = (rotations.read(state, "vit", heads, dtype) or [] for dtype in (np.float64, np.float32))
+    assert {part.dtype for part in fine.parts()} == {np.dtype(np.float64)}
+    assert {part.dtype for part in rotations.matched(rough, rough).parts()} == {np.dtype(np.float32)}
+    assert rotations.squared(rotations.matched(rough, rough, rescale=False), fine) < 1e-6 * rotations.squared(fine, replace(fine, q=0 * fine.q))
+
+
 def test_plans_of_layers() -> None:
-    plans = fusion._layer_plans(3)
+    plans = layers.layer_plans(3)
     assert plans["only layer"] == [[0], [1], [2]]
     assert plans["first k"] == [[], [0], [0, 1], [0, 1, 2]]
     assert plans["last k"] == [[], [2], [1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("losses", "told"),
+    [
+        ({(): 1.0, (0,): 0.7, (1,): 0.9, (0, 1): 0.6}, "the first layers matter more here"),
+        ({(): 1.0, (0,): 0.9, (1,): 0.7, (0, 1): 0.6}, "the last layers matter more here"),
+        ({(): 1.0, (0,): 0.81, (1,): 0.8, (0, 1): 0.6}, "no difference to speak of here"),
+        ({(): 0.43995, (0,): 0.43995, (1,): 0.43993, (0, 1): 0.43993}, "no difference to speak of here"),
+    ],
+)
+def test_layers_are_told_apart_beyond_a_share_of_what_all_do(trained: Pair, losses: dict[tuple[int, ...], float], told: str) -> None:
+    shown = paired.Rows()
+    for chosen, loss in losses.items():
+        shown.add(trained, chosen, {"loss": loss, "share": 1.0 - 0.1 * len(chosen)})
+    nearer, first = layers._more_layers(shown, "vit", "ViT", layers.layer_plans(2), 2)
+    assert nearer.holds
+    assert first.sentence.endswith(f"; {told}")
 
 
 def test_the_interval_of_a_mean() -> None:
@@ -259,6 +296,10 @@ def test_without_pairs_nothing_is_trained_and_they_are_asked_for(tmp_path: Path)
 def test_the_papers_own_models_are_named(tmp_path: Path) -> None:
     with pytest.raises(NoPairsError) as caught:
         EXPERIMENTS["003/figure3"](Lab("paper", cache=tmp_path, assets=tmp_path))
+    assert (caught.value.hint or "").startswith("put the folders that are named above into the assets")
+    with pytest.raises(NoPairsError) as caught_of_theus:
+        EXPERIMENTS["003/barriers"](Lab("paper", cache=tmp_path, assets=tmp_path))
+    assert (caught_of_theus.value.hint or "").startswith("regauge reproduce 003/pairs --preset paper trains them")
     for part in ("imfeld/vit_a is not in the assets", "graldij/transformer-fusion", "roberta-base/dailydialog", "deberta-v3-large", "20 epochs"):
         assert part in str(caught.value)
 
@@ -322,7 +363,23 @@ def test_six_merges_of_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: pyte
 
 
 def test_what_takes_long_may_be_timed_less_often() -> None:
-    from regauge.experiments.ways import median_ratio
+    assert clocking.median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
+    assert clocking.median_ratio([3.0, 6.0, 4.0], [2.0]) == 2.0
 
-    assert median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
-    assert median_ratio([3.0, 6.0, 4.0], [2.0]) == 2.0
+
+def test_data_are_read_before_the_clock_runs_and_once_in_a_merge(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read, timed = [], []
+    right = trying.prepare
+    monkeypatch.setattr(trying, "prepare", lambda *given: (read.append(len(timed)), right(*given))[1])
+    monkeypatch.setattr(clocking.time, "process_time", lambda: float(timed.append(0) or len(timed)))
+    clocking.clocked(Bench(Lab("pico", cache=tmp_path, assets=tmp_path), trained))
+    assert read == [0]
+    assert timed
+    opened: list[int] = []
+    module, spec, state = build(trained.about.model, 0).eval(), spec_of_pair(trained), trained.a.tensors
+    examples = pairs.examples(lab, "vit", "train")
+    given = trying.Merging(module, spec, state, state, lambda: (opened.append(1), examples)[1], 8)
+    METHODS["OT-WTS"](given)
+    assert not opened
+    METHODS["RegMean"](given)
+    assert len(opened) == 1

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,11 @@ class Results:
     def untold(self) -> tuple[Finding, ...]:
         """The findings whose statement should hold, where the measurement sees too little to say so."""
         return tuple(f for f in self.findings if f.holds is None and f.sentence.startswith(UNTOLD))
+
+
+def spread_of(values: Sequence[float]) -> float | None:
+    """The standard deviation over trials, as `Finding.spread` tells it. One trial has none: a 0 would be a measurement."""
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def judged(f: Finding, most: float | None) -> Finding:

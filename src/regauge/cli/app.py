@@ -65,7 +65,7 @@ class _Group(TyperGroup):
         return _bare(super().get_params(ctx))
 
 
-def _app(arguments: list[str]) -> typer.Typer:
+def build_app(arguments: list[str]) -> typer.Typer:
     """The command that is called for, or all of them: building one takes typer a few hundredths of a second."""
     app = typer.Typer(
         name="regauge",
@@ -128,7 +128,7 @@ def run(arguments: list[str]) -> int:
 
 def _run(arguments: list[str]) -> int:
     try:
-        code = int(_app(arguments)(args=arguments, prog_name="regauge", standalone_mode=False) or 0)
+        code = int(build_app(arguments)(args=arguments, prog_name="regauge", standalone_mode=False) or 0)
         return _interrupted(arguments) if code == INTERRUPTED else code  # typer makes this code of an interrupt
     except RegaugeError as error:
         if _debugging(arguments):

@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from regauge.experiments import corrupted, federating, jigsaws, positions
+from regauge.experiments.clocking import table3 as times
 from regauge.experiments.front import front
-from regauge.experiments.fusion import figure3, figure4, figure5, figure6
-from regauge.experiments.fusion import table3 as times
+from regauge.experiments.fusion import figure3, figure4, figure5
 from regauge.experiments.lab import Lab
+from regauge.experiments.layers import figure6
 from regauge.experiments.leaks import leaks as seen_by_a_server
 from regauge.experiments.locks import figure5 as convergence
 from regauge.experiments.locks import figure6 as writing

@@ -10,7 +10,7 @@ from typing import Any
 
 from regauge.experiments.cells import Outcome
 from regauge.experiments.presets import Subject
-from regauge.findings import Finding
+from regauge.findings import Finding, spread_of
 
 Scores = dict[str, list[Outcome]]  # by way, one for each trial (and key)
 
@@ -39,8 +39,7 @@ class Column:
         return math.exp(statistics.fmean(map(math.log, found))) if self.measure == "perplexity" else statistics.fmean(found)
 
     def spread(self, way: str) -> float | None:
-        found = self.values(way)
-        return statistics.stdev(found) if len(found) > 1 else None
+        return spread_of(self.values(way))
 
     @property
     def chance(self) -> float:

@@ -107,6 +107,7 @@ class Ends:
 
     ready: list[Ready] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
+    most: int | None = None  # pairs of a kind that were asked for: all
 
     @property
     def kinds(self) -> list[str]:
@@ -123,7 +124,7 @@ class Ends:
 
 def look(lab: Lab, kinds: Sequence[str], most: int | None = None) -> Ends:
     """The pairs of these kinds, at most so many of each. `--seeds N` restricts them to those of the first N seeds. Asking does not train."""
-    found, subjects, placed = Ends(), PAIRS[lab.preset_name](), PLACED[lab.preset_name]
+    found, subjects, placed = Ends(most=most), PAIRS[lab.preset_name](), PLACED[lab.preset_name]
     for kind in kinds:
         try:
             ready = _placed(lab, kind, placed[kind]) if kind in placed else _trained(lab, kind, subjects[kind]) if kind in subjects else []
@@ -135,8 +136,11 @@ def look(lab: Lab, kinds: Sequence[str], most: int | None = None) -> Ends:
             found.absent[kind] = "no pair is finished in this cache" if kind in subjects else "this preset has no such pair"
     if not found.ready:
         told = "\n".join(f"  {line}" for line in found.told())
-        hint = "regauge reproduce 003/pairs trains them, one pair of each kind first; it may be interrupted, and goes on where it was"
-        raise NoPairsError(f"there is no pair of models to measure on\n{told}", hint=hint if lab.preset_name != "paper" else "name what is missing")
+        hint = "put the folders that are named above into the assets (--assets DIR or REGAUGE_ASSETS)"
+        if any(kind in subjects for kind in found.absent):
+            preset = "" if lab.preset_name == "small" else f" --preset {lab.preset_name}"
+            hint = f"regauge reproduce 003/pairs{preset} trains them, one pair of each kind first; it may be interrupted, and goes on where it was"
+        raise NoPairsError(f"there is no pair of models to measure on\n{told}", hint=hint)
     return found
 
 

@@ -34,7 +34,7 @@ from regauge.federated.settings import read_settings
 from regauge.federated.spying import Seen
 from regauge.federated.states import Contribution
 from regauge.federated.withholding import Own
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.findings import Figure, Finding, Results, Table, spread_of
 from regauge.gradients.attacking import QUICK, Budget
 from regauge.gradients.auditing import shared_out
 from regauge.streams import seed_key
@@ -184,7 +184,7 @@ def training(lab: Lab) -> Results:
         "lines",
         {"x": list(range(1, len(first["accuracy"]) + 1)), "y": curves, "xlabel": "round", "ylabel": "accuracy", "log": False},
     )
-    facts = _facts(lab, "federated/training", len(trials), TRAINING[lab.preset_name])
+    facts = lab.facts("federated/training", len(trials), settings=TRAINING[lab.preset_name])
     return Results(
         "Federated training, and what it gives away", tuple(findings), (Table("Accuracy and leakage", columns, tuple(rows), note),), (figure,), facts
     )
@@ -214,7 +214,7 @@ def _row(many: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     last = [one["accuracy"][-1] for one in many]
     return (
         statistics.fmean(last),
-        statistics.stdev(last) if len(last) > 1 else 0.0,
+        spread_of(last),
         _leak(many, "one image", "leak", 0),
         _leak(many, "one image", "leak", -1),
         _leak(many, "one image", "floor", -1),
@@ -223,10 +223,6 @@ def _row(many: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
         _leak(many, "as sent", "AUC", -1),
         _leak(many, "as sent", "labels", -1),
     )
-
-
-def _spread(values: Sequence[float]) -> float | None:
-    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials: int) -> list[Finding]:
@@ -245,7 +241,7 @@ def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials:
                 base,
                 "the ceiling is FedAvg as it is",
                 measure="accuracy",
-                spread=_spread(last),
+                spread=spread_of(last),
                 trials=trials,
             )
         )
@@ -264,7 +260,7 @@ def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials:
                     ceiling,
                     told,
                     measure="PSNR, dB",
-                    spread=_spread([a for one in many if (a := _leak([one], "one image", "leak", 0)) is not None]),
+                    spread=spread_of([a for one in many if (a := _leak([one], "one image", "leak", 0)) is not None]),
                     trials=trials,
                 )
             )
@@ -282,16 +278,13 @@ def fusion(lab: Lab) -> Results:
     def at(way: str, n: int) -> list[float]:
         return [one["accuracy"][n] for one in found[way]]
 
-    def spread(way: str) -> float:
-        return _spread(at(way, 0)) or 0.0
-
-    rows: list[tuple[Any, ...]] = [(way, *(statistics.fmean(at(way, n)) for n in range(rounds)), spread(way)) for way in FUSED]
+    rows: list[tuple[Any, ...]] = [(way, *(statistics.fmean(at(way, n)) for n in range(rounds)), spread_of(at(way, 0))) for way in FUSED]
     columns = ("clients that begin apart, averaged", *(f"round {n + 1}" for n in range(rounds)), "spread of round 1")
     note = f"Accuracy on half of the server's examples, means over seeds; the clients themselves have {100 * alone:.1f} %. Inputs are the other half."
     plain = statistics.fmean(at("as they stand", 0))
     findings = [f for way in list(FUSED)[1:] for f in _fusions(lab, way, at(way, 0), at("as they stand", 0), alone)]
     told = {"clients alone": alone, "as they stand": plain}
-    facts = _facts(lab, "federated/fusion", len(trials), FUSION[lab.preset_name]) | told
+    facts = lab.facts("federated/fusion", len(trials), settings=FUSION[lab.preset_name]) | told
     return Results("Clients that begin apart", tuple(findings), (Table("Accuracy after each round", columns, tuple(rows), note),), (), facts)
 
 
@@ -302,7 +295,7 @@ def _fusions(lab: Lab, way: str, matched: Sequence[float], plain: Sequence[float
     better = min(m - p for m, p in zip(matched, plain, strict=True)) > 0
     works = base < 2 * CHANCE and mean > CHANCE + (alone - CHANCE) / 2
     judged = lab.preset_name != "pico"  # which trains too little for either
-    more: dict[str, Any] = {"measure": "accuracy", "spread": _spread(matched), "trials": len(matched)}
+    more: dict[str, Any] = {"measure": "accuracy", "spread": spread_of(matched), "trials": len(matched)}
     what = f"Averaged {way}: "
     return [
         Finding(
@@ -326,12 +319,6 @@ def _fusions(lab: Lab, way: str, matched: Sequence[float], plain: Sequence[float
             **more,
         ),
     ]
-
-
-def _facts(lab: Lab, name: str, seeds: int, settings: Mapping[str, Any]) -> dict[str, Any]:
-    versions = {library: ", ".join(sorted(found)) for library, found in sorted(lab.made.items())}
-    told = {"experiment": name, "preset": lab.preset_name, "seeds": seeds, "settings": dict(settings), "device": lab.device}
-    return {**told, "minutes of computing": round(lab.seconds / 60, 1), "versions": versions}
 
 
 def _fused(lab: Lab, way: str, trial: int) -> Mapping[str, Any]:

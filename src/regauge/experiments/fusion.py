@@ -1,30 +1,20 @@
-"""Figures 3 to 6 and Table 3 of paper 003: what its matcher does for the average of two models, which part of it does it, and what it costs.
+"""Figures 3 to 5 of paper 003: what its matcher does for the average of two models, and which part of it does it.
 
 Every figure is measured on the pairs that are there (`ends.look`), in the ways of `ways.WAYS`: the paper's own, its rivals, and ours.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Mapping
 from typing import Any
 
 from regauge.barriers import Path, PathError
-from regauge.experiments.ends import Ends, Pair, load, look
 from regauge.experiments.lab import Lab
-from regauge.experiments.models import build
-from regauge.experiments.ways import METHODS, PAPER, PAPERS, PLAIN, SAID, WAYS, WHOLE, Bench, median_ratio
+from regauge.experiments.paired import EXACT, PAPER_ACCURACY, SAME, Rows, numbers, open_pairs, results, slug
+from regauge.experiments.trying import METHODS
+from regauge.experiments.ways import SAID, WAYS
 from regauge.findings import Figure, Finding, Results, Table
-from regauge.matching import layers_of
-from regauge.sources import spec_of
 
-KINDS = {
-    "small": ("vit", "bert", "minilm", "gpt2", "asset"),
-    "paper": ("imfeld", "roberta", "deberta"),
-    "pico": ("vit", "bert", "gpt2"),
-}
-MOST = 2  # pairs of a kind in the figures; `003/barriers` takes all
 ABLATION = ("none", "paper", "without rescaling", "without FFN", "without attention", "with heads", "with stream", "ours")
 RIVALS = (
     "none",
@@ -40,18 +30,7 @@ RIVALS = (
     "ours",
 )
 PATHS = ("none", "without attention", "without FFN", "paper", "ours")
-SAME = 1e-3  # nats by which a moved end may differ from itself: rounding in float32 stays far below
-EXACT = 1e-6  # the share by which two computations of one distance may differ
-# What the paper prints: accuracies of its ViT in percent, by method; distances.
-_ABLATED = ("paper", "without rescaling", "without FFN", "without attention")
-PAPER_ACCURACY = {
-    "Simple": dict(zip(_ABLATED, (10.19, 10.22, 11.15, 10.45), strict=True)),
-    "Fisher": dict(zip(_ABLATED, (18.58, 18.61, 20.21, 12.21), strict=True)),
-    "RegMean": dict(zip(_ABLATED, (15.35, 15.31, 12.94, 11.89), strict=True)),
-    "OT-ACTS-EMD": dict(zip(_ABLATED, (32.53, 32.50, 28.66, 32.08), strict=True)),
-    "OT-ACTS": dict(zip(_ABLATED, (61.25, 61.23, 60.07, 61.15), strict=True)),
-    "OT-WTS": dict(zip(_ABLATED, (57.17, 57.16, 56.16, 57.11), strict=True)),
-}
+# What the paper prints.
 PAPER_DISTANCE = {"none": 651.57, "neurons": 625.73, "transport": 626.16, "without FFN": 639.96, "without rescaling": 613.68, "paper": 613.63}
 
 
@@ -78,7 +57,7 @@ def figure3(lab: Lab) -> Results:
                 rows.append((name, method, SAID[way], 100 * mean("accuracy"), paper, mean("loss"), mean("share"), shown.trials(kind)))
                 findings.append(
                     Finding(
-                        f"{kind}/{method}/{_slug(way)}",
+                        f"{kind}/{method}/{slug(way)}",
                         f"The accuracy of the merged {name}, {SAID[way]}",
                         None,
                         mean("accuracy"),
@@ -118,17 +97,19 @@ def _better(lab: Lab, shown: Rows, kind: str, method: str) -> Finding:
     said = f"{method}: the merged {shown.name(kind)} is better after our matching than after the paper's"
     told = "on models this small it means nothing" if lab.preset_name == "pico" else f"the paper's has {paper:.4g} nats"
     told_only = lab.preset_name == "pico" or method != "Simple"  # what other methods make of a matching is measured, and no claim of ours
-    return Finding(f"{kind}/{method}/loss", said, None if told_only else ours < paper, ours, None, none, told, measure="nats")
+    holds = None if told_only else ours < paper
+    return Finding(f"{kind}/{method}/loss", said, holds, ours, None, none, told, measure="nats", trials=shown.trials(kind))
 
 
 def _distances_fall(shown: Rows, kind: str, method: str, name: str) -> list[Finding]:
     """Each part of the paper's matcher minimises its own part of the distance, so that leaving one out cannot bring the models nearer."""
     share = {way: shown.mean(kind, (method, way))("share") for way in ABLATION}
     out = []
+    more: dict[str, Any] = {"source": "003 Fig. 3, 4", "measure": "share", "trials": shown.trials(kind)}
     for way in ("none", "without rescaling", "without FFN", "without attention"):
         said = f"The paper's matching brings the {name}s at least as near as {SAID[way]}"
         nearer = share["paper"] <= share[way] * (1 + EXACT)
-        out.append(Finding(f"{kind}/distance/{_slug(way)}", said, nearer, share["paper"], 0.0, share[way], source="003 Fig. 3, 4", measure="share"))
+        out.append(Finding(f"{kind}/distance/{slug(way)}", said, nearer, share["paper"], 0.0, share[way], **more))
     return out
 
 
@@ -190,18 +171,20 @@ def _order(shown: Rows, kind: str, name: str) -> list[Finding]:
         ("paper", "without rescaling", "The paper's matching"),
         ("paper", "none", "The paper's matching"),
     )
-    out = []
+    out, trials = [], shown.trials(kind)
+    more: dict[str, Any] = {"source": "003 Fig. 4", "measure": "distance", "trials": trials}
     for near, far, who in claims:
         said = f"{who} brings the {name}s at least as near as {SAID[far]}"
         holds = at[near] <= at[far] * (1 + EXACT)
-        out.append(Finding(f"{kind}/{_slug(near)}/{_slug(far)}", said, holds, at[near], 0.0, at[far], source="003 Fig. 4", measure="distance"))
+        out.append(Finding(f"{kind}/{slug(near)}/{slug(far)}", said, holds, at[near], 0.0, at[far], **more))
     share = shown.mean(kind, "ours")("share")
     said = f"Our matching of the {name}s with folded norms, as a share of the distance before"
-    out.append(Finding(f"{kind}/ours", said, None, share, 0.0, 1.0, "a number: weight distance is no measure of a merge", measure="share"))
+    told = "a number: weight distance is no measure of a merge"
+    out.append(Finding(f"{kind}/ours", said, None, share, 0.0, 1.0, told, measure="share", trials=trials))
     broken = shown.mean(kind, "soft transport")("broken")
     told = "no element, so that its distance is none between two descriptions of the ends"
     said = f"What Sinkhorn's map alone does to the loss of the {name}"
-    out.append(Finding(f"{kind}/soft/function", said, None, broken, 0.0, None, told, measure="change of the loss, in nats"))
+    out.append(Finding(f"{kind}/soft/function", said, None, broken, 0.0, None, told, measure="change of the loss, in nats", trials=trials))
     return out
 
 
@@ -227,18 +210,18 @@ def figure5(lab: Lab) -> Results:
                 unchecked.append(f"{bench.pair.label}: the plane of {SAID[way]}: {error}")
     rows, findings = [], []
     for kind in ends.kinds:
-        name, plain = shown.name(kind), shown.mean(kind, "none")("barrier")
+        name, plain, trials = shown.name(kind), shown.mean(kind, "none")("barrier"), shown.trials(kind)
         for way in PATHS:
             mean = shown.mean(kind, way)
             share = mean("barrier") / plain if plain > 0 else None
             columns = tuple(mean(c) for c in ("calibrated", "rise", "span", "midpoint", "accuracy", "first", "second"))
-            rows.append((name, SAID[way], mean("barrier"), share, *columns, shown.trials(kind)))
+            rows.append((name, SAID[way], mean("barrier"), share, *columns, trials))
             said = f"The barrier between the {name}s, {SAID[way]}"
             spread = shown.spread(kind, way, "barrier")
             told = "a number" if share is None else f"{share:.3g} of that of the models as they stand"
             findings.append(
                 Finding(
-                    f"{kind}/{_slug(way)}",
+                    f"{kind}/{slug(way)}",
                     said,
                     None,
                     mean("barrier"),
@@ -248,19 +231,17 @@ def figure5(lab: Lab) -> Results:
                     "003 Fig. 5",
                     "nats",
                     spread=spread,
-                    trials=shown.trials(kind),
+                    trials=trials,
                 )
             )
         change = max(v["change"] for way in PATHS for v in shown.values(kind, way))
         said = f"The ends of every path between the {name}s compute what A and B compute"
-        findings.append(Finding(f"{kind}/ends", said, change <= SAME, change, SAME, measure="change of the loss, in nats"))
+        findings.append(Finding(f"{kind}/ends", said, change <= SAME, change, SAME, measure="change of the loss, in nats", trials=trials))
         least = min(PATHS[:4], key=lambda way: shown.mean(kind, way)("rise"))
         said = f"Of the paper's four matchings the complete one has the lowest barrier between the {name}s"
         told = f"the lowest is that of: {SAID[least]}"
-        rise = shown.mean(kind, "paper")("rise")
-        findings.append(
-            Finding(f"{kind}/complete", said, None, rise, 0.0, shown.mean(kind, "none")("rise"), told, "003 Fig. 5", "nats (the paper's wording)")
-        )
+        rise, plain = (shown.mean(kind, way)("rise") for way in ("paper", "none"))
+        findings.append(Finding(f"{kind}/complete", said, None, rise, 0.0, plain, told, "003 Fig. 5", "nats (the paper's wording)", trials=trials))
     heads = (
         "models",
         "matching",
@@ -284,14 +265,6 @@ def figure5(lab: Lab) -> Results:
     return results(lab, "figure5", title, findings, Table(title, heads, tuple(rows), note), figures, ends, *unchecked)
 
 
-def numbers(path: Path) -> dict[str, float]:
-    """A path in a few numbers."""
-    assert path.calibrated is not None
-    ends = {"first": path.losses[0], "second": path.losses[-1]}
-    measured = {"barrier": path.barrier, "at": path.at, "rise": path.rise, "span": path.span, "midpoint": path.midpoint, "accuracy": path.of_accuracy}
-    return {**measured, "calibrated": path.calibrated.barrier, **ends}
-
-
 def _curves(label: str, paths: Mapping[str, Path]) -> Figure:
     y = {SAID[way]: list(path.losses) for way, path in paths.items()}
     data = {"x": list(paths["none"].ts), "y": y, "xlabel": "t (0 is A, 1 is B)", "ylabel": "nats", "log": False}
@@ -302,172 +275,3 @@ def _plane(label: str, way: str, found: Mapping[str, Any]) -> Figure:
     data = {"x": found["x"], "y": found["y"], "values": found["losses"], "points": found["points"], "joined": [["B", "A"], ["B", "A, moved"]]}
     data |= {"xlabel": "distance of weights, from B towards A", "ylabel": "across it", "unit": "nats"}
     return Figure(f"{label}: the loss around A, B and the moved A ({SAID[way]})", "plane", data, "Lines join what is walked between.")
-
-
-def figure6(lab: Lab) -> Results:
-    """Layer study: the average of two models when the paper's matcher is let at one layer, at the first k, at the last k."""
-    found = look(lab, KINDS[lab.preset_name], MOST)
-    depth = {kind: _depth(lab, kind, found) for kind in found.kinds}
-    plans = {kind: _layer_plans(n) for kind, n in depth.items()}
-    ends, benches = open_pairs(lab, lambda ends: sum(2 * len({tuple(c) for s in plans[r.kind].values() for c in s}) for r in ends.ready))
-    shown = Rows()
-    for bench in benches:
-        for chosen in sorted({tuple(c) for sets in plans[bench.pair.kind].values() for c in sets}):
-            how = {**PAPER, "layers": list(chosen)} if chosen else WAYS["none"]
-            share = bench.match(how).values
-            score = bench.merge(how, "Simple")
-            shown.add(bench.pair, chosen, {**score, "share": share["after"] / share["before"]})
-    rows, figures, findings = [], [], []
-    for kind in ends.kinds:
-        name, plan = shown.name(kind), plans[kind]
-        for label, sets in plan.items():
-            for k, layers in enumerate(sets):
-                mean = shown.mean(kind, tuple(layers))
-                at = k if label == "only layer" else len(layers)
-                rows.append((name, label, at, mean("share"), mean("loss"), 100 * mean("accuracy"), shown.trials(kind)))
-        for column, unit in (("loss", "nats"), ("accuracy", "accuracy")):
-            y = {label: [shown.mean(kind, tuple(layers))(column) for layers in sets] for label, sets in plan.items() if label != "only layer"}
-            data = {"x": list(range(depth[kind] + 1)), "y": y, "xlabel": "layers that are matched", "ylabel": unit, "log": False}
-            figures.append(Figure(f"{name}: the average after matching k layers ({column})", "lines", data))
-        findings += _more_layers(shown, kind, name, plan, depth[kind])
-    heads = ("models", "which", "k", "of the distance before", "loss of the average", "accuracy, %", "pairs")
-    note = (
-        "The paper's matcher, at some layers only; layers are counted from 0. k = 0 is no matching. The paper finds on its DeBERTa "
-        "(CoLA and STS-B, fine-tuned from one base) that the first five matter most; it prints no numbers, and chooses the layers of "
-        "its Table 2 on validation data."
-    )
-    title = "Figure 6: which layers to match"
-    return results(lab, "figure6", title, findings, Table(title, heads, tuple(rows), note), figures, ends)
-
-
-def _depth(lab: Lab, kind: str, ends: Ends) -> int:
-    from regauge.experiments.pairs import PAIRS
-
-    about = next(r for r in ends.ready if r.kind == kind).about or PAIRS[lab.preset_name]()[kind]
-    source = lab.sources(about, 0).get("source")
-    spec = spec_of(build(about.model, 0, None if source is None or about.recipe is None else source.uri))
-    return max(layers_of(spec).values()) + 1
-
-
-def _layer_plans(depth: int) -> dict[str, list[list[int]]]:
-    whole = list(range(depth))
-    return {
-        "only layer": [[i] for i in whole],
-        "first k": [whole[:k] for k in range(depth + 1)],
-        "last k": [whole[depth - k :] for k in range(depth + 1)],
-    }
-
-
-def _more_layers(shown: Rows, kind: str, name: str, plan: Mapping[str, list[list[int]]], depth: int) -> list[Finding]:
-    """Layers are matched one by one and do not touch each other: more of them never part the models."""
-    shares = {label: [shown.mean(kind, tuple(layers))("share") for layers in plan[label]] for label in ("first k", "last k")}
-    worst = max(later - earlier for s in shares.values() for earlier, later in pairwise(s))
-    said = f"Each further layer that is matched brings the {name}s nearer, or leaves them"
-    nearer = Finding(f"{kind}/distance", said, worst <= EXACT, worst, EXACT, source="003 Fig. 6", measure="largest rise of the share")
-    half = max(1, depth // 2)
-    first, last = (shown.mean(kind, tuple(plan[label][half]))("loss") for label in ("first k", "last k"))
-    none = shown.mean(kind, ())("loss")
-    more = "neither matters" if first == last else f"the {'first' if first < last else 'last'} layers matter"
-    told = f"the last {half}: {last:.4g} nats; {more} more here"
-    said = f"The average of the {name}s after the first {half} of {depth} layers were matched"
-    return [nearer, Finding(f"{kind}/first", said, None, first, None, none, told, "003 Fig. 6", "nats")]
-
-
-def table3(lab: Lab) -> Results:
-    """What matching costs in seconds, beside a plain transcription of the paper's formulas and beside the merges themselves."""
-    ends, benches = open_pairs(lab, lambda ends: len(ends.ready), most=1)
-    rows, findings = [], []
-    for bench in benches:
-        found = bench.clock()
-        seconds, kind = found["cpu"], bench.pair.kind
-        base = seconds.get(PLAIN)
-        for what in (w for w in (PLAIN, PAPERS, WHOLE, *(f"merge: {m}" for m in METHODS)) if w in seconds):
-            times = seconds[what]
-            ratio = median_ratio(times, base) if base else None
-            wall = statistics.median(found["wall"][what])
-            rows.append((bench.pair.about.name, what, statistics.median(times), min(times), max(times), ratio, wall, len(times)))
-        if base:
-            ratio = median_ratio(seconds[PAPERS], base)
-            said = f"CPU seconds of our matcher on the {bench.pair.about.name}s, as the paper's, over those of its plain transcription"
-            told = "measured in turn on this machine; the median ratio"
-            findings.append(Finding(f"{kind}/seconds", said, None, ratio, None, 1.0, told, "003 Tab. 3", "ratio of seconds", trials=len(base)))
-            for method in ("Fisher", "RegMean"):
-                share = median_ratio(seconds[PAPERS], seconds[f"merge: {method}"])
-                said = f"CPU seconds of the paper's matching of the {bench.pair.about.name}s over those of a merge by {method}"
-                told = "the paper says under 0.05, on an A100 and with 1000 steps"
-                findings.append(
-                    Finding(f"{kind}/{method}/share", said, None, share, None, 1.0, told, "003 Tab. 3", "ratio of seconds", trials=len(base))
-                )
-            ours, theirs = found["distance"]["ours"], found["distance"][PLAIN]
-            off = abs(ours - theirs) / theirs if theirs else abs(ours)
-            said = f"Our matcher brings the {bench.pair.about.name}s as near as the transcription does"
-            told = f"{ours:.6g} and {theirs:.6g}"
-            findings.append(Finding(f"{kind}/distance", said, off <= EXACT, off, EXACT, sentence=told, source="003 Thm 4.1"))
-    heads = ("models", "what", "CPU seconds, median", "least", "most", "over plain numpy", "wall seconds, median", "runs")
-    note = (
-        "Measured in turn; ratios are medians over runs, of CPU seconds. The transcription computes in float64 and checks nothing. The "
-        "paper's (an A100, three models): matching 1.59, 1.71, 3.48; simple averaging .13, .09, .22; Fisher 197, 70, 84; RegMean 138, "
-        "36, 71."
-    )
-    title = "Table 3: what matching costs"
-    return results(lab, "table3", title, findings, Table(title, heads, tuple(rows), note), [], ends)
-
-
-class Rows:
-    """Numbers by kind and case, one dict for each pair."""
-
-    def __init__(self) -> None:
-        self._found: dict[str, dict[Any, list[Mapping[str, Any]]]] = {}
-        self._names: dict[str, str] = {}
-
-    def add(self, pair: Pair, case: Any, values: Mapping[str, Any]) -> None:
-        self._names[pair.kind] = pair.about.name
-        self._found.setdefault(pair.kind, {}).setdefault(case, []).append(values)
-
-    def name(self, kind: str) -> str:
-        return self._names[kind]
-
-    def values(self, kind: str, case: Any) -> list[Mapping[str, Any]]:
-        return self._found[kind][case]
-
-    def mean(self, kind: str, case: Any) -> Callable[[str], float]:
-        return lambda column: statistics.fmean(v[column] for v in self._found[kind][case])
-
-    def spread(self, kind: str, case: Any, column: str) -> float | None:
-        found = [v[column] for v in self._found[kind][case]]
-        return statistics.stdev(found) if len(found) > 1 else None
-
-    def trials(self, kind: str) -> int:
-        return len(next(iter(self._found[kind].values())))
-
-
-def open_pairs(lab: Lab, cells: Callable[[Ends], int], most: int | None = MOST) -> tuple[Ends, list[Bench]]:
-    """The pairs, each on its bench, and how many cells are to come."""
-    ends = look(lab, KINDS[lab.preset_name], most)
-    lab.total = ends.steps + cells(ends)
-    return ends, [Bench(lab, load(lab, ready)) for ready in ends.ready]
-
-
-def _slug(way: str) -> str:
-    return way.replace(" ", "-")
-
-
-def facts(lab: Lab, name: str, ends: Ends) -> dict[str, Any]:
-    """What an experiment on pairs says of itself."""
-    return {
-        "experiment": f"003/{name}",
-        "preset": lab.preset_name,
-        "seeds": lab.seeds or "all finished",
-        "pairs": {kind: sum(r.kind == kind for r in ends.ready) for kind in ends.kinds},
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {library: ", ".join(sorted(found)) for library, found in sorted(lab.made.items())},
-    }
-
-
-def results(
-    lab: Lab, name: str, title: str, findings: Sequence[Finding], table: Table, figures: Sequence[Figure], ends: Ends, *unchecked: str
-) -> Results:
-    own = () if lab.preset_name == "paper" else ("the paper's own models and data (--preset paper)",)
-    return Results(title, tuple(findings), (table,), tuple(figures), facts(lab, name, ends), (*own, *ends.told(), *unchecked))

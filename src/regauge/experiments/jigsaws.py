@@ -9,7 +9,7 @@ from typing import Any
 
 from regauge.experiments.lab import Lab
 from regauge.experiments.puzzles import RATIOS, TRAINED, How, how, model_of, score_of, subjects_of, told
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.findings import Figure, Finding, Results, Table, spread_of
 from regauge.jigsaw.metrics import RATIO
 from regauge.jigsaw.variants import VARIANTS
 
@@ -50,8 +50,7 @@ def mean(scores: Scores, measure: str, ratio: float = RATIO) -> float:
 
 
 def spread(scores: Scores, measure: str) -> float | None:
-    found = [value(one, measure) for one in scores]
-    return statistics.stdev(found) if len(found) > 1 else None
+    return spread_of([value(one, measure) for one in scores])
 
 
 def table1(lab: Lab) -> Results:
@@ -113,6 +112,7 @@ def table2(lab: Lab) -> Results:
             f"{100 * sure:.2f} %; the order in which numbers are added may decide a tie",
             "002 Tab. 2",
             "consistency",
+            trials=len(found["B"]),
         ),
         better("goal/variants/J", "trained with the whole method", found["J"], found["A"]),
         *(versus(f"variants/{a}-{b}/{m}", text, found[a], found[b], m, lab) for a, b, m, text in CLAIMS),
@@ -138,6 +138,8 @@ KEPT = (
     'carry the unknown embedding, as in the paper; "unwrapped" is the consistency of the plain checkpoint, which is not told.'
 )
 TIES = 1e-3
+TIE = 0.01  # of a number: less is no difference to speak of
+SAID = {True: "holds", False: "does not hold", None: "no difference to speak of"}
 
 
 def table3(lab: Lab) -> Results:
@@ -219,7 +221,7 @@ def figure6(lab: Lab) -> Results:
         statistics.fmean(areas["MJP"]),
         statistics.fmean(areas["plain"]),
         None,
-        said(gain > 0, f"{100 * gain:+.2f} points in the mean over the training"),
+        said(above(areas["MJP"], areas["plain"]), f"{100 * gain:+.2f} points in the mean over the training"),
         "002 Fig. 6",
         "mean accuracy on the way",
         trials=trials_of(lab),
@@ -301,22 +303,42 @@ def better(key: str, what: str, scores: Scores, base: Scores, *, judged: bool = 
     )
 
 
-def said(holds: bool, numbers: str) -> str:
+def said(holds: bool | None, numbers: str) -> str:
     """A trend of the paper's: whether it is there at this size is told, and is no fault of the library's."""
-    return f"{'holds' if holds else 'does not hold'} here: {numbers}"
+    return f"{SAID[holds]} here: {numbers}"
+
+
+def above(values: Sequence[float], base: Sequence[float], sign: int = 1) -> bool | None:
+    """Are the values above the base in the mean (or, with sign -1, below it)? None where they are neither by more than the seeds' spread, and of
+    one seed by more than a share of the base."""
+    one, other = statistics.fmean(values), statistics.fmean(base)
+    margin = max(TIE * abs(other), spread_of(values) or 0.0, spread_of(base) or 0.0)
+    return None if abs(one - other) <= margin else sign * (one - other) > 0
 
 
 def shorter(key: str, name: str, scores: Scores, base: Scores) -> Finding:
-    a, b = mean(scores, "norm"), mean(base, "norm")
+    norms, before = ([value(one, "norm") for one in some] for some in (scores, base))
+    a, b = statistics.fmean(norms), statistics.fmean(before)
     return Finding(
-        key, f"Puzzles in training make the difference norm of {name} smaller.", None, a, None, b, said(a < b, f"{a:.2f}, was {b:.2f}"), "002", "norm"
+        key,
+        f"Puzzles in training make the difference norm of {name} smaller.",
+        None,
+        a,
+        None,
+        b,
+        said(above(norms, before, -1), f"{a:.2f}, was {b:.2f}"),
+        "002",
+        "norm",
+        trials=len(scores),
     )
 
 
 def versus(key: str, statement: str, scores: Scores, base: Scores, measure: str, lab: Lab, ratio: float = RATIO) -> Finding:
     """One is more than the other, in the mean over seeds."""
-    a, b = mean(scores, measure, ratio), mean(base, measure, ratio)
-    return Finding(key, statement, None, a, b, 1.0, said(a > b, f"{100 * (a - b):+.1f} points"), "002", measure, trials=trials_of(lab))
+    found, before = ([value(one, measure, ratio) for one in some] for some in (scores, base))
+    a, b = statistics.fmean(found), statistics.fmean(before)
+    told = said(above(found, before), f"{100 * (a - b):+.1f} points")
+    return Finding(key, statement, None, a, b, 1.0, told, "002", measure, trials=trials_of(lab))
 
 
 def trend(key: str, statement: str, x: Sequence[float], y: Sequence[float], sign: int, lab: Lab) -> Finding:
@@ -337,13 +359,4 @@ def lines(title: str, x: Sequence[float], y: Mapping[str, Sequence[float | None]
 def results(
     lab: Lab, name: str, title: str, findings: Sequence[Finding], tables: Sequence[Table], figures: Sequence[Figure], unchecked: Sequence[str] = ()
 ) -> Results:
-    facts = {
-        "experiment": name,
-        "preset": lab.preset_name,
-        "seeds": trials_of(lab),
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {library: ", ".join(sorted(found)) for library, found in sorted(lab.made.items())},
-    }
-    return Results(title, tuple(findings), tuple(tables), tuple(figures), facts, tuple(unchecked))
+    return Results(title, tuple(findings), tuple(tables), tuple(figures), lab.facts(name, trials_of(lab)), tuple(unchecked))

@@ -204,6 +204,14 @@ class Lab:
             raise DataError(f"{path} is not here", hint="--assets DIR or REGAUGE_ASSETS names the folder that holds it")
         return source_of(path if path.exists() else uri)
 
+    def facts(self, name: str, seeds: Any, **more: Any) -> dict[str, Any]:
+        """What a run says of itself. `seeds` is how many were run: a number, or where subjects differ, one for each."""
+        if isinstance(seeds, Mapping) and len(set(seeds.values())) == 1:
+            seeds = next(iter(seeds.values()))
+        told = {"experiment": name, "preset": self.preset_name, "seeds": seeds, **more, "models": self.sizes, "device": self.device}
+        versions = {library: ", ".join(sorted(found)) for library, found in sorted(self.made.items())}
+        return {**told, "minutes of computing": round(self.seconds / 60, 1), "versions": versions}
+
     def _note(self, subject: Subject, outcome: Outcome, what: str) -> None:
         about = self.sizes.setdefault(subject.name, {"parameters": outcome.values["parameters"]})
         about[what] = f"{outcome.values['examples']:,} of {self.open(subject.train if what == 'trained on' and subject.train else subject.test).name}"

@@ -24,7 +24,7 @@ from regauge.experiments.defended import pictures_of
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.recipes import CIFAR, FACES, PICO, Scene
-from regauge.findings import Finding, Results, Table
+from regauge.findings import Finding, Results, Table, spread_of
 from regauge.groups import Kind
 from regauge.loading import load_model
 from regauge.members import Member
@@ -54,14 +54,7 @@ def leaks(lab: Lab) -> Results:
         found = [lab.run(TEXT, {"tokens": 32, "seed": t}, {"source": lab.source(text)}, f"read {text}, seed {t}").values["found"] for t in trials]
         findings += [_finding(f"{text}/{what}", found, what) for what in found[0]]
     rows = [(f.id, f.floor, f.value, f.ceiling) for f in findings]
-    facts = {
-        "experiment": "split/leaks",
-        "preset": lab.preset_name,
-        "seeds": len(trials),
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
-    }
+    facts = lab.facts("split/leaks", len(trials))
     note = "Shares, between what a guess gets and all of it."
     missing = [f"{s.name} ({s.data.uri} is not in the assets)" for s in SCENES[lab.preset_name] if s not in scenes]
     missing += [f"texts of {t} (it is not in the assets)" for t in TEXTS[lab.preset_name] if t not in texts]
@@ -73,7 +66,7 @@ def _finding(name: str, found: Sequence[Mapping[str, Any]], what: str) -> Findin
     values = [float(one[what][1]) for one in found]
     mean, floor = float(np.mean(values)), float(found[0][what][0])
     said = f"{mean:.1%}, where a guess gets {floor:.1%}"
-    return Finding(f"leak/{name}", f"{what} leak", None, mean, floor, 1.0, said, measure="share", spread=float(np.std(values)), trials=len(found))
+    return Finding(f"leak/{name}", f"{what} leak", None, mean, floor, 1.0, said, measure="share", spread=spread_of(values), trials=len(found))
 
 
 def _recorded(lab: Lab, scene: Scene, trial: int) -> Mapping[str, Any]:

@@ -18,9 +18,8 @@ from regauge.experiments.cells import Outcome
 from regauge.experiments.claims import KNOWS, KNOWS_TEXT, SAME, TOLERANCE, Column, Scores, columns_of, distance
 from regauge.experiments.lab import Lab
 from regauge.experiments.presets import Subject
-from regauge.experiments.tables import facts_of
 from regauge.experiments.tuning import WAYS
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.findings import Figure, Finding, Results, Table, spread_of
 
 NAMES = {
     "plain": "normal",
@@ -52,7 +51,7 @@ def table7(lab: Lab) -> Results:
         findings += _claims(column, trained, "000 Tab. 7")
         figures.append(_curves(subject, trained, "000 Fig. 4"))
     title = "Table 7: fine-tuning locked models, with the key and without"
-    return Results(title, tuple(findings), (_table(title, columns, WAYS),), tuple(figures), facts_of(lab, "table7"), _unchecked(lab))
+    return Results(title, tuple(findings), (_table(title, columns, WAYS),), tuple(figures), _facts(lab, "table7"), _unchecked(lab))
 
 
 def figure5(lab: Lab) -> Results:
@@ -64,7 +63,7 @@ def figure5(lab: Lab) -> Results:
     title = "Figure 5: fine-tuning a locked ViT to convergence"
     figures = (_seen(subject, trained), _curves(subject, trained, "000 Fig. 5"))
     tables = (_table(title, [column], FOUR, paper=False), _losses(trained))
-    return Results(title, tuple(findings), tables, figures, facts_of(lab, "figure5"), _unchecked(lab))
+    return Results(title, tuple(findings), tables, figures, _facts(lab, "figure5"), _unchecked(lab))
 
 
 def figure6(lab: Lab) -> Results:
@@ -82,11 +81,15 @@ def figure6(lab: Lab) -> Results:
     findings = [*_spoken(writer, said), *_claims(column, trained, "000 Fig. 6")]
     figures = (_curves(reader, trained, "000 Fig. 6"), _seen(reader, trained))
     tables = (_samples(said), _table(title, [column], WAYS, paper=False))
-    return Results(title, tuple(findings), tables, figures, facts_of(lab, "figure6"), _unchecked(lab))
+    return Results(title, tuple(findings), tables, figures, _facts(lab, "figure6"), _unchecked(lab))
 
 
 def _trials(lab: Lab, subject: Subject) -> int:
     return lab.seeds or len(subject.sources) or lab.trials
+
+
+def _facts(lab: Lab, table: str) -> dict[str, Any]:
+    return lab.facts(f"000/{table}", {s.name: _trials(lab, s) for s in lab.preset.tables[table].values()})
 
 
 def _cells(lab: Lab, subject: Subject, ways: Sequence[str]) -> int:
@@ -236,7 +239,7 @@ def _validated(subject: Subject, trained: Scores) -> list[Finding]:
             told or "pre-training gives nothing over a fresh model here",
             "000 Fig. 5",
             "validation loss",
-            spread=statistics.stdev(least["unauthorized"]) if len(least["unauthorized"]) > 1 else None,
+            spread=spread_of(least["unauthorized"]),
             trials=len(ends["plain"]),
         ),
         Finding(

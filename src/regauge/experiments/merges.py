@@ -6,10 +6,12 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
-from regauge.experiments.fusion import PAPER_ACCURACY, Rows, open_pairs, results
+from regauge.experiments.clocking import clocked
 from regauge.experiments.lab import Lab
-from regauge.experiments.ways import METHODS, SAID, WAYS
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.experiments.paired import PAPER_ACCURACY, Rows, open_pairs, results
+from regauge.experiments.trying import METHODS
+from regauge.experiments.ways import SAID, WAYS
+from regauge.findings import Figure, Finding, Results, Table, spread_of
 
 MATCHINGS = ("none", "paper", "ours", "refined")
 HARM = 0.005  # the share of accuracy by which a merge may be worse after matching, and still not be harmed: 10 of 2,000 test examples
@@ -17,15 +19,14 @@ HARM = 0.005  # the share of accuracy by which a merge may be worse after matchi
 
 def table2(lab: Lab) -> Results:
     """Simple, Fisher, RegMean and the three optimal-transport merges of two models: not matched, matched as in the paper, and matched by ours."""
-    ends, benches = open_pairs(lab, lambda ends: len(ends.ready) * (len(MATCHINGS) * (2 + len(METHODS)) + 4))
+    ends, benches = open_pairs(lab, lambda ends: len(ends.ready) * (len(MATCHINGS) * (2 + len(METHODS)) + 3))
     shown = Rows()
     for bench in benches:
         better = max((bench.merge(WAYS["none"], end) for end in ("A", "B")), key=lambda s: s["accuracy"])
-        seconds = bench.clock()["cpu"]
-        plain = bench.walk(WAYS["none"]).barrier
+        seconds = clocked(bench)["cpu"]
         for way in MATCHINGS:
             found, path = bench.match(WAYS[way]).values, bench.walk(WAYS[way])
-            of_way = {"distance": found["after"], "share": found["after"] / found["before"], "barrier": path.barrier, "plain": plain}
+            of_way = {"share": found["after"] / found["before"], "barrier": path.barrier}
             for method in METHODS:
                 score = bench.merge(WAYS[way], method)
                 more = {"guess": 1 / score["classes"], "end": better["accuracy"], "seconds": statistics.median(seconds[f"merge: {method}"])}
@@ -88,7 +89,7 @@ def _helps(lab: Lab, shown: Rows, kind: str, method: str, way: str) -> Finding:
         told,
         "003 Tab. 2",
         "gain of accuracy",
-        spread=statistics.stdev(x["accuracy"] - y["accuracy"] for x, y in pairs) if len(pairs) > 1 else None,
+        spread=spread_of([x["accuracy"] - y["accuracy"] for x, y in pairs]),
         trials=len(pairs),
     )
 
@@ -97,5 +98,5 @@ def _best(shown: Rows, kind: str, name: str) -> Finding:
     """The best of all merges, and what it needs."""
     method, way = max(((m, w) for m in METHODS for w in MATCHINGS), key=lambda case: shown.mean(kind, case)("accuracy"))
     mean = shown.mean(kind, (method, way))
-    said = f"The best merge of the {name}s: {method}, {SAID[way]}"
-    return Finding(f"{kind}/best", said, None, mean("accuracy"), mean("guess"), mean("end"), f"loss {mean('loss'):.4g} nats", "", "accuracy")
+    said, told = f"The best merge of the {name}s: {method}, {SAID[way]}", f"loss {mean('loss'):.4g} nats"
+    return Finding(f"{kind}/best", said, None, mean("accuracy"), mean("guess"), mean("end"), told, "", "accuracy", trials=shown.trials(kind))

@@ -24,7 +24,7 @@ from regauge.experiments.cells import Outcome
 from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.presets import From, Subject
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.findings import Figure, Finding, Results, Table, spread_of
 from regauge.tasks import Examples, loss_of, prepare
 
 Tensor = torch.Tensor
@@ -253,15 +253,7 @@ def trained_pairs(lab: Lab) -> Results:
     heads = ("model", "ends", "parameters", "steps", "minutes each", "loss, least", "loss, mean", "loss, most", "accuracy")
     table = Table("The ends", heads, tuple(rows), "Losses in nats, on the test data.")
     figures = tuple(_curve(subjects[name], found) for name, found in trained.items())
-    facts = {
-        "experiment": "003/pairs",
-        "preset": lab.preset_name,
-        "seeds": counts,
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
-    }
+    facts = lab.facts("003/pairs", counts)
     return Results("Pairs of models, trained from different seeds", findings, (table,), figures, facts)
 
 
@@ -282,13 +274,13 @@ def _finding(lab: Lab, name: str, about: Subject, found: Sequence[Mapping[str, f
         holds = max(losses) <= floor - margin
         said = f"The worst end of {about.name} is at least {margin} nats better than a bigram"
         return Finding(
-            f"goal/ends/{name}", said, holds, max(losses), floor, spread=float(np.std(losses)), trials=len(losses), measure="nats of a next token"
+            f"goal/ends/{name}", said, holds, max(losses), floor, spread=spread_of(losses), trials=len(losses), measure="nats of a next token"
         )
     shares = [f["accuracy"] for f in found]
     floor = 1 / examples(lab, name).classes
     holds = min(shares) >= floor + CLEARLY
     said = f"The worst end of {about.name} is right at least {CLEARLY:.0%} oftener than a guess"
-    return Finding(f"goal/ends/{name}", said, holds, min(shares), floor, 1.0, spread=float(np.std(shares)), trials=len(shares), measure="accuracy")
+    return Finding(f"goal/ends/{name}", said, holds, min(shares), floor, 1.0, spread=spread_of(shares), trials=len(shares), measure="accuracy")
 
 
 def _range(values: Sequence[float]) -> tuple[float, float, float]:

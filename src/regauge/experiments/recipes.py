@@ -15,7 +15,7 @@ from typing import Any
 from regauge.experiments.defended import RECIPE
 from regauge.experiments.lab import Lab
 from regauge.experiments.presets import From
-from regauge.findings import Finding, Results, Table
+from regauge.findings import Finding, Results, Table, spread_of
 
 
 @dataclass(frozen=True)
@@ -129,15 +129,7 @@ def recipes(lab: Lab) -> Results:
         found = {recipe: [_ran(lab, scene, recipe, trial) for trial in trials] for recipe in scene.recipes}
         findings += [*_measured(scene, found), *_best(scene, found)]
         tables.append(_table(scene, found))
-    facts = {
-        "experiment": "split/recipes",
-        "preset": lab.preset_name,
-        "seeds": len(trials),
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
-    }
+    facts = lab.facts("split/recipes", len(trials))
     missing = tuple(f"{s.name} ({s.data.uri} is not in the assets)" for s in SCENES[lab.preset_name] if s not in scenes)
     if lab.preset_name == "small":
         missing += ("CIFAR-10, a decoder beside least squares, blocks kept by the client, mixed samples (--preset paper)",)
@@ -177,7 +169,7 @@ def _measured(scene: Scene, found: Found) -> list[Finding]:
     for one, trials in found.items():
         accuracy, share, alike = _told(trials)
         name = f"{scene.name}/{one.name}"
-        spread = [statistics.pstdev(v) for v in ([o["accuracy"] for o in trials], [_strongest(o)[1] for o in trials])]
+        spread = [spread_of(v) for v in ([o["accuracy"] for o in trials], [_strongest(o)[1] for o in trials])]
         floor = 1 / scene.attack["targets"]
         said = f"accuracy {accuracy:.3f}; {share:.1%} of images identified, SSIM {alike:.3f} ({_strongest(trials[0])[0]})"
         statement = f"What {one.name} costs on {scene.name}"
@@ -230,7 +222,7 @@ def _table(scene: Scene, found: Found) -> Table:
         by = {name: _mean([o["attacks"][name][3] for o in trials]) for name in trials[0]["attacks"]}
         once = max((v for name, v in by.items() if "averaged" not in name), default=None)
         often = next((v for name, v in by.items() if "averaged" in name), None)
-        rows.append((one.name, accuracy, statistics.pstdev([o["accuracy"] for o in trials]), once, often, share, alike, _strongest(trials[0])[0]))
+        rows.append((one.name, accuracy, spread_of([o["accuracy"] for o in trials]), once, often, share, alike, _strongest(trials[0])[0]))
     floor = _mean([o["floor"][0] for trials in found.values() for o in trials])
     note = (
         f"Accuracy on {scene.parts[2]} images with the defences on; share of {scene.attack['targets']} images whose reconstruction is nearest to its "

@@ -8,7 +8,6 @@ positive; and there are attackers who expect shuffles. Cells: a victim, trained 
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.presets import Subject
 from regauge.experiments.training import parameters_of, uri_of
-from regauge.findings import Finding, Results, Table
+from regauge.findings import Finding, Results, Table, spread_of
 from regauge.leakage import telling
 from regauge.leakage.attacking import ATTACKS, Attack, Budget, Setting, attempt, named, patch_of, views_of
 from regauge.leakage.auditing import chance, in_unit
@@ -242,7 +241,7 @@ def _paper_table(case: Case, bare: Bare) -> Table:
         name = telling.best(row)[0]
         pairs = [cell for a, b in zip(ours, theirs, strict=True) for cell in (a, b)]
         means = row.attacked[name].by_seed("SSIM")
-        spread = (statistics.stdev(means),) if len(means) > 1 else ()
+        spread = (spread_of(means),) if len(means) > 1 else ()
         rows.append((row.combination, *pairs, bare.get(row.combination, {}).get("SSIM"), row.value(name, "SSIM"), *spread, name))
     several = len(case.rows[0].accuracies) > 1
     heads = (*heads[:-1], "spread over seeds", heads[-1]) if several else heads
@@ -262,10 +261,16 @@ def _paper_table(case: Case, bare: Bare) -> Table:
     return Table(f"Table 6: {case.name}, the paper's attacker", heads, tuple(rows), note)
 
 
+def seeds_of(case: Case) -> int:
+    """How many victims stand behind each row."""
+    return max(1, len(case.rows[0].accuracies))
+
+
 def _claims(case: Case) -> list[Finding]:
     """The paper's claim, with its own attacker; and what is left of it under the others."""
     out = []
     pairs = [(row, case.row(telling.without_rows(row.combination) or "")) for row in case.rows if telling.without_rows(row.combination)]
+    seeds = seeds_of(case)
     for row, before in pairs:
         base = before.combination
         judged = base != NONE and not base.startswith("batch-shuffle")  # what the paper claims it for
@@ -284,6 +289,7 @@ def _claims(case: Case) -> list[Finding]:
                 told,
                 "000 Tab. 6",
                 "SSIM",
+                trials=seeds,
             )
         )
         gap = abs(row.accuracy - before.accuracy)
@@ -298,6 +304,7 @@ def _claims(case: Case) -> list[Finding]:
                 f"{before.accuracy:.3f} without, {row.accuracy:.3f} with; equal to rounding before training amplifies it",
                 "000 Tab. 6",
                 "accuracy",
+                trials=seeds,
             )
         )
         (_, was), (name, now) = telling.best(before), telling.best(row)
@@ -312,6 +319,7 @@ def _claims(case: Case) -> list[Finding]:
                 was,
                 f"SSIM {was:.3f} to {now:.3f} ({name}); the paper's decoder alone {weak[0]:.3f} to {weak[1]:.3f}",
                 measure="SSIM",
+                trials=seeds,
             )
         )
     return out
@@ -361,6 +369,7 @@ def _curve_claims(case: Case) -> list[Finding]:
                 f"{below} of {len(pairs)} points; the mean SSIM over them",
                 "000 Fig. 7",
                 "SSIM",
+                trials=seeds_of(case),
             )
         )
     return out
@@ -371,14 +380,4 @@ def _left(lab: Lab) -> tuple[str, ...]:
 
 
 def _facts(lab: Lab, table: str, attacks: Sequence[Attack], found: Results) -> dict[str, Any]:
-    return {
-        "experiment": f"000/{table}",
-        "preset": lab.preset_name,
-        "seeds": lab.seeds or 1,
-        "attacks": [a.title for a in attacks],
-        "verdict": found.facts["verdict"],
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(v)) for name, v in sorted(lab.made.items())},
-    }
+    return lab.facts(f"000/{table}", lab.seeds or 1, attacks=[a.title for a in attacks], verdict=found.facts["verdict"])

@@ -23,7 +23,7 @@ from regauge.experiments.lab import Lab
 from regauge.experiments.models import build
 from regauge.experiments.pairs import PAIRS
 from regauge.experiments.presets import Subject
-from regauge.findings import Finding, Results, Table
+from regauge.findings import Finding, Results, Table, spread_of
 from regauge.fold import fold_norms
 from regauge.loading import load_model
 from regauge.sources import spec_of
@@ -108,16 +108,7 @@ def attacks(lab: Lab) -> Results:
     ]
     of_bases = [_bases_table(base, drifts), *([_real_table(tuned_name, real)] if real else [])]
     tables = (*of_bases, _edges_table(alone), _features_table(seen), _theft_table(stolen))
-    facts = {
-        "experiment": "lock/attacks",
-        "preset": lab.preset_name,
-        "seeds": len(trials),
-        "keys": len(keys),
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
-    }
+    facts = lab.facts("lock/attacks", len(trials), keys=len(keys))
     missing = [] if has_llama else [f"a Llama with grouped queries ({LLAMA} is not in the assets)"]
     if not real:
         missing.append(f"a real fine-tune and its base ({tuned} and {root} are not in the assets)")
@@ -231,8 +222,8 @@ def _mean(found: Sequence[Mapping[str, Any]], attack: str, place: int = 1) -> fl
     return float(statistics.fmean(values)) if values else math.nan
 
 
-def _spread(found: Sequence[Mapping[str, Any]], attack: str) -> float:
-    return float(statistics.pstdev([f[attack][1] for f in found if attack in f]))
+def _spread(found: Sequence[Mapping[str, Any]], attack: str) -> float | None:
+    return spread_of([f[attack][1] for f in found if attack in f])
 
 
 def _finding(

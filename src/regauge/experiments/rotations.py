@@ -43,9 +43,9 @@ NAMES = {
 }
 
 
-def read(state: Mapping[str, Any], family: str, heads: int) -> list[Layer] | None:
+def read(state: Mapping[str, Any], family: str, heads: int, dtype: Any = np.float64) -> list[Layer] | None:
     """The layers of a state, or None for a family that the formulas do not fit, or whose names are not known here."""
-    arrays = {name: t.detach().double().numpy() for name, t in state.items() if t.is_floating_point()}
+    arrays = {name: t.detach().double().numpy().astype(dtype, copy=False) for name, t in state.items() if t.is_floating_point()}
     if family == "gpt2":
         return _read_gpt2(arrays, heads)
     if family not in NAMES:

@@ -47,15 +47,7 @@ def equality(lab: Lab) -> Results:
         rows.append((subject.name, one["steps"], one["first"], one["last"], one["bytes"] / 1e6, one["budget"] / 1e6, one["bytes"] / one["budget"]))
     columns = ("model", "steps", "first loss", "last loss", "MB a step", "four streams, MB", "share")
     note = "A step moves the stream up and its output down, the output's gradient up and the stream's down; masks and tables are the rest."
-    facts = {
-        "experiment": "split/equality",
-        "preset": lab.preset_name,
-        "seeds": len(trials),
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
-    }
+    facts = lab.facts("split/equality", len(trials))
     return Results("Split training is local training", tuple(findings), (Table("Traffic", columns, tuple(rows), note),), (), facts)
 
 

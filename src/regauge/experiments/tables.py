@@ -81,7 +81,8 @@ def _inference(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results
     bars = {"labels": [TEST[w] for w in shown], "y": {_head(c): [round(c.shown(w), 3) for w in shown] for c in percent}, "ylabel": "percent"}
     figures = (Figure("With the key nothing changes; without it a guess is left", "bars", bars, "Means over trials."),)
     unchecked = ("the paper's own models and data (--preset paper)",) if lab.preset_name != "paper" else ()
-    return Results(f"{title}", tuple(findings), (_table(title, table, columns, TEST, shown, note),), figures, facts_of(lab, table), unchecked)
+    facts = lab.facts(f"000/{table}", {s.name: lab.trials_of(s) for s in subjects.values()})
+    return Results(title, tuple(findings), (_table(title, table, columns, TEST, shown, note),), figures, facts, unchecked)
 
 
 def _tested(lab: Lab, subject: Subject, ways: Sequence[str]) -> Scores:
@@ -126,7 +127,7 @@ def _training(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results:
         tuple(findings),
         (_table(title, table, columns, TRAINED, ("plain", *ways), note),),
         tuple(figures),
-        facts_of(lab, table),
+        lab.facts(f"000/{table}", lab.trials),
         tuple(unchecked),
     )
 
@@ -159,15 +160,3 @@ def _table(title: str, table: str, columns: Sequence[Column], names: Mapping[str
 
 def _head(c: Column) -> str:
     return f"{c.subject.name}, {c.measure}"
-
-
-def facts_of(lab: Lab, table: str) -> dict[str, Any]:
-    return {
-        "experiment": f"000/{table}",
-        "preset": lab.preset_name,
-        "seeds": lab.trials,
-        "models": lab.sizes,
-        "device": lab.device,
-        "minutes of computing": round(lab.seconds / 60, 1),
-        "versions": {name: ", ".join(sorted(found)) for name, found in sorted(lab.made.items())},
-    }

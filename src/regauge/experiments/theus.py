@@ -1,8 +1,7 @@
 """The benchmark of Theus et al. (2506.22712): whole-model barriers between independently trained models, as nats and as a share of the vanilla one.
 
-The mean is over pairs, with the 95 % interval of Student's t. Vanilla is the straight line between the models as they were trained. Folding alone
-changes that line (the ends are the same functions, the points between are not), so it stands beside it: a share of the folded barrier is stricter.
-Everything stays in the class and the head size of the ends; folding unties a head.
+The mean is over pairs, with the 95 % interval of Student's t. Vanilla is the straight line between the models as they were trained. Everything stays
+in the class and the head size of the ends; folding unties a head.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ import numpy as np
 from scipy import stats
 
 from regauge.experiments.ends import Ends, load, look
-from regauge.experiments.fusion import SAME, facts, numbers
 from regauge.experiments.lab import Lab
+from regauge.experiments.paired import SAME, facts, numbers
 from regauge.experiments.pairs import bigram, examples_of
-from regauge.experiments.ways import SAID, WAYS, Bench
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.experiments.trying import Bench
+from regauge.experiments.ways import SAID, WAYS
+from regauge.findings import Figure, Finding, Results, Table, spread_of
 
 KINDS = {"small": ("gpt2", "llama", "vit"), "paper": ("gpt2", "llama", "vit"), "pico": ("gpt2", "llama", "vit", "bert")}
 # The ways that are compared: what the benchmark calls them, and the entry of `ways.WAYS`.
@@ -74,6 +74,7 @@ def barriers(lab: Lab) -> Results:
     names: dict[str, str] = {}
     curves: dict[str, dict[str, list[tuple[float, ...]]]] = {}
     floors: dict[str, tuple[str, float]] = {}
+    notes: dict[str, dict[str, list[str]]] = {}  # what was said of a search, by pair
     for ready in ends.ready:
         bench = Bench(lab, load(lab, ready))
         kind, about = ready.kind, bench.pair.about
@@ -81,6 +82,9 @@ def barriers(lab: Lab) -> Results:
         if kind not in floors:
             floors[kind] = _floor(lab, bench)
         paths = {variant: bench.walk(WAYS[way]) for variant, way in variants(kind).items()}
+        told = {variant: said for variant, way in variants(kind).items() if (said := bench.match(WAYS[way]).values["notes"])}
+        if told:
+            notes[bench.pair.label] = told
         plain = paths["vanilla"]
         for variant, path in paths.items():
             change = max(abs(path.losses[i] - plain.losses[i]) for i in (0, -1))
@@ -102,7 +106,7 @@ def barriers(lab: Lab) -> Results:
     title = "Barriers between independently trained models"
     tables = (Table(title, heads, tuple(rows), note), _table_of_ends(ends, names, found, floors))
     own = () if lab.preset_name == "paper" else ("the sizes and data of Theus et al. (--preset paper)",)
-    return Results(title, tuple(findings), tables, tuple(figures), facts(lab, "barriers", ends), (*own, *ends.told()))
+    return Results(title, tuple(findings), tables, tuple(figures), {**facts(lab, "barriers", ends), "notes": notes}, (*own, *ends.told()))
 
 
 def _floor(lab: Lab, bench: Bench) -> tuple[str, float]:
@@ -131,9 +135,7 @@ def _rows(kind: str, name: str, by: Mapping[str, Sequence[Mapping[str, float]]])
         shares = [f["share"] for f in found if "share" in f]
         values = (_mean(found, "barrier"), interval([f["barrier"] for f in found]), _share(by, variant), interval(shares))
         rest = tuple(_mean(found, column) for column in ("calibrated", "midpoint", "accuracy"))
-        way = variants(kind).get(variant)
-        said = f"{variant}: {SAID[way]}" if way else variant
-        rows.append((name, said, len(found), *values, *rest, PUBLISHED.get(kind, {}).get(variant)))
+        rows.append((name, f"{variant}: {SAID[variants(kind)[variant]]}", len(found), *values, *rest, PUBLISHED.get(kind, {}).get(variant)))
     return rows
 
 
@@ -144,20 +146,42 @@ def _findings(lab: Lab, kind: str, name: str, by: Mapping[str, Sequence[Mapping[
     learned = None if lab.preset_name == "pico" else worst < floor[1]
     told = "the ends must know something before anything can be lost between them"
     out.append(
-        Finding(f"{kind}/ends", f"The worst end of the {name}s is better than {floor[0]}", learned, worst, None, floor[1], told, measure="nats")
+        Finding(
+            f"{kind}/ends",
+            f"The worst end of the {name}s is better than {floor[0]}",
+            learned,
+            worst,
+            None,
+            floor[1],
+            told,
+            measure="nats",
+            trials=trials,
+        )
     )
     change = max(f["change"] for found in by.values() for f in found)
     said = f"Whatever moves or folds the {name}s, the ends compute what they computed"
-    out.append(Finding(f"{kind}/function", said, change <= SAME, change, SAME, measure="change of the loss, in nats"))
+    out.append(Finding(f"{kind}/function", said, change <= SAME, change, SAME, measure="change of the loss, in nats", trials=trials))
     for variant, found in by.items():
         values = [f["barrier"] for f in found]
         half, share = interval(values), _share(by, variant)
         told = "one pair: no interval" if half is None else f"{statistics.fmean(values) - half:.4g} to {statistics.fmean(values) + half:.4g} (95 %)"
         told += f"; {share:.3g} of vanilla" if share is not None else ""
-        spread = statistics.stdev(values) if len(values) > 1 else None
         said = f"The barrier between the {name}s, {variant}"
         out.append(
-            Finding(f"{kind}/{variant}", said, None, statistics.fmean(values), 0.0, vanilla, told, "Theus et al. Tab. 2", "nats", "", spread, trials)
+            Finding(
+                f"{kind}/{variant}",
+                said,
+                None,
+                statistics.fmean(values),
+                0.0,
+                vanilla,
+                told,
+                "Theus et al. Tab. 2",
+                "nats",
+                "",
+                spread_of(values),
+                trials,
+            )
         )
         if (kind, variant) in GOALS:
             out.append(_goal(lab, kind, name, variant, by))

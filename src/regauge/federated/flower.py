@@ -188,7 +188,7 @@ def client_app(source: Source | None = None, mods: Sequence[Mod] = (), own: Path
             if config["regauge"] != VERSION:
                 raise FederatedError(f"the server's regauge speaks version {config['regauge']}, this one {VERSION}")
             settings = read_settings(json.loads(str(config["settings"])))
-            model, part = _part(source or source_of(context.node_config), settings, client, "data" in context.node_config)
+            model, part = part_of(source or source_of(context.node_config), settings, client, "data" in context.node_config)
             chosen, state = defences_of(settings, context), from_arrays(message.content["arrays"])
             still, hidden = frozen(model, chosen), withheld(model, chosen)
             place = Own(own or folder_of(context.node_config, str(config.get("run", "")))) if hidden else Own()
@@ -221,7 +221,7 @@ def defending(source: Source | None = None) -> Mod:
                 return reply
             sent = from_reply(reply, client)
             assert isinstance(sent, Contribution)  # our own client made it
-            model, _ = _part(source or source_of(context.node_config), settings, client, "data" in context.node_config)
+            model, _ = part_of(source or source_of(context.node_config), settings, client, "data" in context.node_config)
             secret = seed_key(settings.seed) if source else os.urandom(32)
             reply.content["arrays"] = to_arrays(defended(sent, model, chosen, secret).tensors)
             return reply
@@ -288,7 +288,7 @@ def source_of(config: Mapping[str, Any]) -> Source:
     return Source(str(config["model"]), str(config.get("data", config.get("shared-data"))), **given, **numbers, **length, **fields)  # type: ignore[arg-type]
 
 
-def _part(source: Source, settings: Settings, client: int, alone: bool) -> tuple[torch.nn.Module, Examples]:
+def part_of(source: Source, settings: Settings, client: int, alone: bool) -> tuple[torch.nn.Module, Examples]:
     model, shared, parts = _loaded(json.dumps(source.told(), sort_keys=True), json.dumps(settings.told(), sort_keys=True), alone)
     if not alone and client >= settings.clients:
         raise FederatedError(f"this node is client {client}, and the run has {settings.clients}")

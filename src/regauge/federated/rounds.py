@@ -102,7 +102,7 @@ def run(
     voids = 0
     while (number := len(done(kept.history))) < settings.rounds and not (stop and stop()):
         started = time.monotonic()
-        sent, absent = _answers(engine, number, asked(settings, number), kept.state, digest)
+        sent, absent = answers(engine, number, asked(settings, number), kept.state, digest)
         if len(sent) < settings.least:
             void = Round(number, tuple(c.client for c in sent), absent, seconds=round(time.monotonic() - started, 3), void=True)
             kept = Kept(kept.state, kept.memory, (*kept.history, void))
@@ -135,7 +135,7 @@ def done(history: Sequence[Round]) -> list[Round]:
     return [r for r in history if not r.void]
 
 
-def _answers(engine: Engine, number: int, clients: Sequence[int], state: State, digest: str) -> tuple[list[Contribution], dict[str, str]]:
+def answers(engine: Engine, number: int, clients: Sequence[int], state: State, digest: str) -> tuple[list[Contribution], dict[str, str]]:
     """Contributions that fit, sorted by client, and why the others are absent."""
     sent: dict[int, Contribution] = {}
     absent: dict[str, str] = {}

@@ -149,6 +149,19 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert "sent. The update has no" in table.note
     assert main(["audit", "gradients", "--from", str(start)]) == 1
     assert "is no run" in capsys.readouterr().err
+    for more, named in (
+        (["--fail-above", "0.1"], "--fail-above: a run has no undefended updates"),
+        (
+            ["--defence", "rows", "--batch", "2", "--steps", "2", "--device", "cpu"],
+            "--defence, --batch, --steps, --device: the run that --from names",
+        ),
+        ([str(start)], "MODEL: the run that --from names"),
+    ):
+        assert main(["audit", "gradients", "--from", str(run), *more]) == 2
+        assert named in " ".join(capsys.readouterr().err.split())
+    assert main(["audit", "gradients", str(start), "--data", "digits", "--rounds", "1"]) == 2
+    assert "--rounds: rounds are of --from RUN" in " ".join(capsys.readouterr().err.split())
+    assert main(["audit", "gradients", "--from", str(run), "--rounds", "1", "--attacks", "labels", "--gallery", "0", "--threads", "1"]) == 0
     assert json.loads((run / "run.json").read_text())["version"] == 1
 
 
@@ -211,6 +224,8 @@ def test_an_audit_reads_the_texts_that_were_sent(tmp_path: Path, jigsaw: float, 
     assert "Leakage over rounds" in (tmp_path / "p.html").read_text()
     assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 1
     assert 'no attack "least squares" on texts' in capsys.readouterr().err
+    assert main(["audit", "gradients", "--from", str(run), "--gallery", "2"]) == 2
+    assert "--gallery: it is for runs on images" in " ".join(capsys.readouterr().err.split())
     many = tmp_path / "many"
     federated(source, Settings(clients=2, rounds=1, batch=8, steps=1, rate=0.1), many, spy=True)
     table = audit_run(many).tables[0]

@@ -13,6 +13,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
+from regauge.cli.given import given_of, refuse
 from regauge.cli.leaking import open_plain, require_size, text_of
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
@@ -45,9 +46,13 @@ DEFAULT = (
 
 
 TEXTS = ("dropout", "batch=4", "clients=4", "steps=4", "prune=0.9", "noise=0.1", "private=1.0", "freeze=embedding", "freeze=embedding,first")
+OF_IMAGES = ("batches", "stages", "budget", "practice", "lpips", "gallery", "resize", "mean", "std")
+OF_TEXTS = ("tokenizer", "length")
+OF_RUNS = ("run", "only", "attacks", "budget", "practice", "gallery", "seed", "json", "report", "threads", "verbose")
 
 
 def gradients(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The folder that clients train: ViT or DeiT (transformers, timm), BERT and its like, GPT-2.")
     ] = None,
@@ -107,12 +112,17 @@ def gradients(
     from regauge.errors import need
 
     need("torchmetrics", "audit")
+    given = given_of(context)
     if run is not None:
         from regauge.cli.recorded import audit_recorded
 
+        refuse(given, ["fail_above"], "a run has no undefended updates that a share of the way could be measured to; audit its MODEL")
+        refuse(given, [name for name in given if name not in OF_RUNS], "the run that --from names says it")
         names = None if attacks is None else [p.strip() for p in attacks.split(",") if p.strip()]
         spend = replace(_budget(budget, seed), practice=practice)
-        return audit_recorded(run, _counts(only, "--rounds"), names, spend, gallery, json, report)
+        set_threads(threads)
+        return audit_recorded(run, _counts(only, "--rounds"), names, spend, gallery, json, report, given)
+    refuse(given, ["only"], "rounds are of --from RUN")
     if model is None or data is None:
         raise typer.BadParameter("give MODEL and --data, or --from RUN")
     from regauge.gradients.defences import plan_of
@@ -133,6 +143,7 @@ def gradients(
     module, checkpoint = open_plain(model, is_random, seed)
     source = sample.Sample(data, field, data_split, tokenizer, length, mean, std)
     is_text = "input_ids" in inspect.signature(module.forward).parameters
+    refuse(given, OF_IMAGES if is_text else OF_TEXTS, f"it is for models of {'images' if is_text else 'texts'}, and {model} reads others")
     if not resize and not is_text:
         require_size(source, module)
     examples, task = source.read(module, checkpoint)
@@ -149,6 +160,7 @@ def gradients(
             steps,
             rate,
             optimised,
+            fail_above,
             seed,
             model,
             data,
@@ -206,6 +218,7 @@ def _texts(
     steps: int,
     rate: float,
     optimised: int,
+    fail_above: float | None,
     seed: int,
     model: str,
     data: str,
@@ -225,7 +238,7 @@ def _texts(
     say(f"{len(victims)} texts of the clients', {len(own)} of others; {updates} updates are attacked under each combination")
     case = TextCase(module, victims, own, updates, batch, steps, rate, seed, Path(str(data)).stem)
     with step_bar("audit") as progress:
-        found = audit_texts(case, combinations, attacks=chosen, optimised=optimised, progress=progress)
+        found = audit_texts(case, combinations, attacks=chosen, optimised=optimised, most=fail_above, progress=progress)
     about: dict[str, Any] = {"model": model, "data": data, "updates": updates, "batch": batch, "steps": steps, "seed": seed}
     facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
     results = replace(found, facts=facts)

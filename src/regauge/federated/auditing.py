@@ -213,11 +213,16 @@ def audit_run(
 ) -> Results:
     """Attack what was sent in these rounds by these clients (by default all that was recorded), by attacks of these names (by default all that take
     no descent): accuracy and leakage over rounds, on one page."""
+    return audit_recorded(open_run(folder, rounds, clients), attacks=attacks, budget=budget, pictures=pictures, progress=progress)
+
+
+def audit_recorded(
+    run: Recorded, *, attacks: Sequence[str] | None = None, budget: Budget | None = None, pictures: int = 4, progress: Tell | None = None
+) -> Results:
+    """The same, of a run that is open."""
     from regauge.federated.reading import audit_texts
     from regauge.federated.seeing import audit_images
 
-    run = open_run(folder, rounds, clients)
-    spend = budget or Budget(seed=run.settings.seed)
     if run.task["kind"] == "images":
-        return audit_images(run, attacks, spend, pictures, progress)
+        return audit_images(run, attacks, budget or Budget(seed=run.settings.seed), pictures, progress)
     return audit_texts(run, attacks, progress)

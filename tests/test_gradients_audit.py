@@ -56,6 +56,20 @@ def test_the_audit_says_which_defence_hides_what(tmp_path: Path, capsys: pytest.
     assert main([*given[:5], "--updates", "2", "--defence", "private=1", *short]) == 0
 
 
+def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = saved(tmp_path)
+    given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz"), "--updates", "1", "--attacks", "labels", "--batches", ""]
+    assert main([*given, "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "not measured: private=1.0: it is for gradients of one batch, and updates have 2 steps" in said
+    assert "prune=0.9" in said
+    assert main([*given, "--steps", "2", "--defence", "private=1.0"]) == 1  # whoever names it is told
+    assert "leave out steps" in capsys.readouterr().err
+    assert main(given) == 0
+    assert "not measured: private" not in (said := capsys.readouterr().out)
+    assert "private=1.0" in said
+
+
 def test_what_cannot_be_audited_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = saved(tmp_path)
     given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz")]

@@ -210,3 +210,5 @@ def test_the_audit_of_texts_tells_what_is_given_away(tmp_path: Path, capsys: pyt
     for option, value in (("--batches", "1"), ("--train", "2"), ("--budget", "3,1"), ("--practice", "20"), ("--gallery", "2")):
         assert main([*given, option, value]) == 2
         assert f"{option}: it is for models of images" in " ".join(capsys.readouterr().err.split())
+    assert main([*given, "--attacks", "words", "--steps", "2"]) == 0
+    assert "not measured: private=1.0: it is for gradients of one batch" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -127,13 +128,13 @@ def gradients(
         raise typer.BadParameter("give MODEL and --data, or --from RUN")
     from regauge.gradients.defences import plan_of
 
-    combinations = list(defence or DEFAULT)
-    for combination in combinations:
-        plan_of(combination)
-    sizes, marks = _counts(batches, "--batches"), _counts(stages, "--train")
-    spend = replace(_budget(budget, seed), practice=practice)
     if not 0 < rate < math.inf:
         raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
+    combinations, skipped = (list(defence), []) if defence else default(DEFAULT, steps)
+    for combination in combinations:
+        plan_of(combination, batch, steps, rate)
+    sizes, marks = _counts(batches, "--batches"), _counts(stages, "--train")
+    spend = replace(_budget(budget, seed), practice=practice)
     check_device(device)
     from regauge.gradients import GradientCase, audit_gradients
     from regauge.metrics import Lpips
@@ -143,17 +144,21 @@ def gradients(
     module, checkpoint = open_plain(model, is_random, seed)
     source = sample.Sample(data, field, data_split, tokenizer, length, mean, std)
     is_text = "input_ids" in inspect.signature(module.forward).parameters
-    refuse(given, OF_IMAGES if is_text else OF_TEXTS, f"it is for models of {'images' if is_text else 'texts'}, and {model} reads others")
+    reads, other, strange = ("texts", "images", OF_IMAGES) if is_text else ("images", "texts", OF_TEXTS)
+    refuse(given, strange, f"it is for models of {other}, and {model} reads {reads}")
     if not resize and not is_text:
         require_size(source, module)
     examples, task = source.read(module, checkpoint)
     own, victims = parts(examples, samples, seed)
     if is_text:
+        if not defence:
+            combinations, skipped = default(TEXTS, steps)
         return _texts(
             module.to(device),
             victims,
             own,
-            combinations if defence else list(TEXTS),
+            combinations,
+            skipped,
             attacks,
             updates,
             batch,
@@ -203,7 +208,7 @@ def gradients(
     about |= {"attacker's images": len(own), "updates": updates, "batch": batch, "steps": steps, "rate": rate, "seed": seed}
     about |= {"granted": {a.title: a.threat.told() for a in chosen}}
     facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
-    results = replace(found, facts=facts)
+    results = replace(found, facts=facts, unchecked=(*found.unchecked, *skipped))
     return deliver(results, text_of(results, 2), json, report)
 
 
@@ -212,6 +217,7 @@ def _texts(
     victims: Examples,
     own: Examples,
     combinations: list[str],
+    skipped: list[str],
     attacks: str | None,
     updates: int,
     batch: int,
@@ -241,8 +247,14 @@ def _texts(
         found = audit_texts(case, combinations, attacks=chosen, optimised=optimised, most=fail_above, progress=progress)
     about: dict[str, Any] = {"model": model, "data": data, "updates": updates, "batch": batch, "steps": steps, "seed": seed}
     facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
-    results = replace(found, facts=facts)
+    results = replace(found, facts=facts, unchecked=(*found.unchecked, *skipped))
     return deliver(results, text_of(results), json, report)
+
+
+def default(combinations: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
+    """What is audited where no combination is named, and what is left out of it, and why: `private` is for gradients of one batch."""
+    out = [c for c in combinations if steps > 1 and c.startswith("private")]
+    return [c for c in combinations if c not in out], [f"{c}: it is for gradients of one batch, and updates have {steps} steps" for c in out]
 
 
 def parts(examples: Examples, samples: int | None, seed: int) -> tuple[Examples, Examples]:

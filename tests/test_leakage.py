@@ -310,6 +310,8 @@ def test_an_audit_fails_where_it_is_told_to(folder: Path, capsys: pytest.Capture
         (("--model", "swin", "--data", "colours.npz", "--defence", "rows"), "the rows of a SwinForImageClassification cannot move"),
         (("--data", "colours.npz"), "are 16 x 16, and the model reads 8 x 8"),
         (("--attacks", "magic"), 'there is no attack "magic"'),
+        (("--attacks", "places,sets", "--defence", "rows"), "none of these attacks can try an undefended victim"),
+        (("--attacks", "averaged", "--defence", "noise=1"), "hint: add least squares or decoder"),
         (("--attacker", "big"), "is not WIDTH,DEPTH,EPOCHS"),
         (("--rate", "-1"), "is no rate"),
         (("--lpips", "nothing.safetensors"), "nothing.safetensors"),

@@ -210,6 +210,15 @@ def test_combinations_are_read_and_refused() -> None:
         contribute(vit(), plan_of("batch=4"), examples(2), *examples(2).batch([0, 1]))
 
 
+def test_what_is_withheld_is_trained_in_local_steps_and_what_is_frozen_is_not() -> None:
+    both, kept, still = (sent(vit(), f"steps=3,0.5{more}")[0].update.tensors for more in ("", "+withhold=embedding", "+freeze=embedding"))
+    assert kept.keys() == still.keys() == both.keys() - names_of(vit(), "embedding")
+    assert all(torch.equal(kept[n], both[n]) for n in kept)  # it is not sent, and all else is as if it were
+    assert not torch.equal(still["classifier.weight"], both["classifier.weight"])
+    plan = plan_of("withhold=positions+freeze=head")
+    assert (sorted(plan.withheld), plan.frozen) == (["head", "positions"], ("head",))
+
+
 def test_parts_are_what_they_are_called() -> None:
     model = vit()
     assert names_of(model, "positions") == {NAMES[0]}

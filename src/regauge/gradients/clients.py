@@ -130,7 +130,7 @@ def on(model: torch.nn.Module, inputs: Inputs) -> dict[str, Tensor]:
 def _of_one(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: Inputs, labels: Tensor, label: str) -> tuple[Update, Truth]:
     own = copy.deepcopy(model).train()
     inner_of(own)[0].train(plan.dropout)
-    frozen = {name for part in plan.withheld for name in names_of(model, part)} if plan.leaving else set()
+    frozen = {name for part in plan.frozen for name in names_of(model, part)}
     parameters = {name: p for name, p in own.named_parameters() if p.requires_grad}
     count = int(plan.steps.count) if plan.steps is not None else 1
     fresh = plan.steps is not None and plan.steps.fresh

@@ -263,7 +263,13 @@ class Plan:
 
     @property
     def withheld(self) -> tuple[str, ...]:
+        """The parts that are not sent: those that nobody trains are among them."""
         return tuple(w for d in self.leaving if isinstance(d, Withhold) for w in d.what)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The parts that nobody trains."""
+        return tuple(w for d in self.leaving if isinstance(d, Freeze) for w in d.what)
 
 
 def plan_of(combination: str, batch: int = 1, steps: int = 1, rate: float = 0.01) -> Plan:

@@ -51,6 +51,9 @@ def test_the_audit_says_which_defence_hides_what(tmp_path: Path, capsys: pytest.
         "what the server sees", "leakage against batch size", "patches and labels against batch size", "leakage against training"
     }  # fmt: skip
     assert "<img" in page.read_text()
+    metrics = next(t for t in found.tables if t.title.startswith("Every metric"))
+    at = metrics.columns.index("FFT2D")
+    assert all(isinstance(row[at], float) for row in metrics.rows)  # of every attack, and of the mean image
     short = ["--attacks", "least squares", "--batches", "", "--fail-above", "0.5"]
     assert main([*given[:5], "--updates", "2", "--defence", "rows", *short]) == 3
     assert main([*given[:5], "--updates", "2", "--defence", "private=1", *short]) == 0

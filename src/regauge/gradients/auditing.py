@@ -19,7 +19,7 @@ from regauge.gradients.clients import Truth, contribute, on, practice, prepared,
 from regauge.gradients.defences import NONE, Plan, plan_of
 from regauge.gradients.scoring import LEAK, Case, Row, Scored, assigned, auc, patches_of, score, told_labels
 from regauge.leakage.auditing import in_unit
-from regauge.leakage.scoring import LeakageError, Scores, mean, scored
+from regauge.leakage.scoring import LeakageError, Scores, mean
 from regauge.metrics import Lpips
 from regauge.tasks import Examples
 
@@ -235,7 +235,7 @@ def floors(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
 def _mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Scores:
     true = pixels(case, _first(case, count))
     own = pixels(case, case.own).mean(0, keepdim=True).expand_as(true)
-    return scored(own, true, lpips) if len(true) > 1 else score(own, true, lpips)
+    return score(own, true, lpips)
 
 
 def pixels(case: GradientCase, examples: Examples) -> Tensor:

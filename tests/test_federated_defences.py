@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -163,6 +164,18 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--rounds: rounds are of --from RUN" in " ".join(capsys.readouterr().err.split())
     assert main(["audit", "gradients", "--from", str(run), "--rounds", "1", "--attacks", "labels", "--gallery", "0", "--threads", "1"]) == 0
     assert json.loads((run / "run.json").read_text())["version"] == 1
+
+
+def test_a_run_on_images_with_several_answers_is_attacked_by_what_needs_no_labels(tmp_path: Path) -> None:
+    fed.vit().save_pretrained(tmp_path / "start")  # type: ignore[operator]
+    x = fed.bars(40).batch(np.arange(40))[0]["pixel_values"]
+    pixels = ((x - x.min()) / (x.max() - x.min()) * 255).byte().permute(0, 2, 3, 1).numpy()
+    np.savez(tmp_path / "data.npz", image=pixels, label=np.random.default_rng(0).integers(0, 2, (40, 4)))
+    source = Source(str(tmp_path / "start"), str(tmp_path / "data.npz"), mean=[0.3], std=[0.38])
+    federated(source, Settings(clients=2, rounds=1, batch=1, steps=1, rate=0.1), tmp_path / "run", spy=True)
+    found = audit_run(tmp_path / "run", attacks=["least squares", "labels"])
+    assert found.tables[0].rows[0][2] is not None
+    assert found.unchecked == ("labels and counts: it is for one answer to each image, and these have several",)
 
 
 def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:

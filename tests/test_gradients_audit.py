@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from regauge.attacks.updates import UpdateError
 from regauge.cli import main
 from regauge.errors import RegaugeError
 from regauge.experiments import EXPERIMENTS, Lab
@@ -18,6 +20,7 @@ from regauge.gradients import GradientCase, audit_gradients
 from regauge.gradients.attacking import ATTACKS, Budget, named
 from regauge.gradients.scoring import assigned, auc, told_labels
 from regauge.leakage import LeakageError
+from regauge.tasks import Examples
 from updates import examples, pictures, vit
 
 
@@ -71,6 +74,27 @@ def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so
     assert main(given) == 0
     assert "not measured: private" not in (said := capsys.readouterr().out)
     assert "private=1.0" in said
+
+
+def several(count: int, seed: int = 0) -> Examples:
+    """Images with five answers each, yes or no."""
+    x, y = pictures(count, seed), (torch.rand(count, 5, generator=torch.Generator().manual_seed(seed)) > 0.5).float()
+    return Examples(count, 5, lambda i: ({"pixel_values": x[i]}, y[i]), multi=True)
+
+
+def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> None:
+    case = GradientCase(vit(), several(8), several(12, 1), [0.5] * 3, [0.5] * 3, updates=2)
+    found = audit_gradients(case, ["batch=2"], attacks=named(["least squares", "labels", "idlg"]), pictures=0)
+    assert {f.id for f in found.findings} >= {"gradients/none/least squares", "gradients/batch=2/least squares"}
+    assert not any("idlg" in f.id or "labels" in f.id for f in found.findings)
+    assert "labels and counts: it is for one answer to each image, and these have several" in found.unchecked
+    assert "iDLG: it is for one answer to each image, and these have several" in found.unchecked
+    one = audit_gradients(replace(case, victims=examples(8), own=examples(12, 1)), [], attacks=named(["least squares", "labels"]), pictures=0)
+    assert any("abels" in c for t in one.tables for c in t.columns)
+    assert not any("abels" in c for t in found.tables for c in t.columns)
+    assert not any("one answer" in line for line in one.unchecked)
+    with pytest.raises(UpdateError, match="labels and counts is for one"):
+        audit_gradients(case, [], attacks=named(["labels"]), pictures=0)
 
 
 def test_what_cannot_be_audited_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from regauge.federated.settings import Settings
 from regauge.federated.spying import Seen
 from regauge.federated.states import load_state
 from regauge.findings import Figure, Results
-from regauge.gradients.attacking import ATTACKS, QUICK, Attack, Budget, attempt
+from regauge.gradients.attacking import ATTACKS, QUICK, Attack, Budget, attempt, fitting
 from regauge.gradients.auditing import REHEARSALS, asked_of, shared_out
 from regauge.gradients.clients import Truth, on
 from regauge.gradients.scoring import assigned, auc, average, score, told_labels
@@ -66,7 +66,7 @@ def practising(model: torch.nn.Module, seen: Seen, own: Examples, settings: Sett
 
 
 def audit_images(run: Recorded, names: Sequence[str] | None, budget: Budget, pictures: int, progress: Tell | None) -> Results:
-    attacks = chosen(names, ATTACKS, QUICK, "images")
+    attacks, unfit = fitting(chosen(names, ATTACKS, QUICK, "images"), run.test)
     units: Units = (run.task["mean"], run.task["std"])
     mine, apart = shared_out(run.test.only(np.arange(min(OWN, len(run.test)))))
     images = mine.batch(np.arange(len(mine)))[0]["pixel_values"]
@@ -90,7 +90,7 @@ def audit_images(run: Recorded, names: Sequence[str] | None, budget: Budget, pic
         figures.append(Figure("Was this patch in the batch?", "lines", {**lines, "log": False}))
     if gallery:
         figures.append(Figure("First and last", "images", {"columns": ["" for _ in gallery[0]["images"]], "rows": gallery}))
-    return told(run, rows, IMAGES, attacks, figures)
+    return replace(told(run, rows, IMAGES, attacks, figures), unchecked=tuple(unfit))
 
 
 def attacked(

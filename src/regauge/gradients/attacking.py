@@ -21,6 +21,7 @@ from regauge.attacks.membership import Practised, practise, practised_membership
 from regauge.attacks.regression import Learned, learn_regression, regressed, resemblance
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Rehearsal, SentUpdate, Threat, UpdateError
+from regauge.tasks import Examples
 
 Tensor = torch.Tensor
 Kind = Literal["images", "patches", "mask", "labels"]
@@ -218,6 +219,18 @@ ATTACKS: tuple[Attack, ...] = (
     ),
 )
 QUICK = tuple(a for a in ATTACKS if not a.is_slow and a.name != "april")  # what an audit tries where nothing else is said
+
+
+def fitting(attacks: Sequence[Attack], examples: Examples) -> tuple[tuple[Attack, ...], list[str]]:
+    """The attacks that can be tried on examples of a kind, and why others are not: classes are counted, and descents go by the loss, of one answer
+    to each image."""
+    out = [a for a in attacks if examples.multi and (a.kind == "labels" or a.is_slow)]
+    kept = tuple(a for a in attacks if a not in out)
+    if out and not kept:
+        raise UpdateError(
+            f"each image has several answers, and {out[0].title} is for one", hint="choose other attacks: least squares, span, regression"
+        )
+    return kept, [f"{a.title}: it is for one answer to each image, and these have several" for a in out]
 
 
 def named(names: Sequence[str]) -> tuple[Attack, ...]:

@@ -14,7 +14,7 @@ from regauge.attacks.layers import Layers, layers_of
 from regauge.attacks.updates import SentUpdate, UpdateError
 from regauge.findings import Results, judged
 from regauge.gradients import telling
-from regauge.gradients.attacking import QUICK, Attack, Attempt, Budget, attempt
+from regauge.gradients.attacking import QUICK, Attack, Attempt, Budget, attempt, fitting
 from regauge.gradients.clients import Truth, contribute, on, practice, prepared, rehearse, view_of
 from regauge.gradients.defences import NONE, Plan, plan_of
 from regauge.gradients.scoring import LEAK, Case, Row, Scored, assigned, auc, patches_of, score, told_labels
@@ -69,6 +69,8 @@ def audit_gradients(
     budget = budget or Budget(seed=case.seed)
     combinations = list(dict.fromkeys((NONE, *combinations)))
     check(case, [*combinations, *(f"batch={b}" for b in batches)])
+    wanted = attacks
+    attacks, unfit = fitting(wanted, case.victims)
     closed = [a for a in attacks if not a.is_slow]  # what curves are drawn by
     total = len(combinations) * len(attacks) + len(batches) * len(closed) + len(case.stages) * len(combinations) * len(closed)
     done = 0
@@ -86,7 +88,8 @@ def audit_gradients(
         progress(total, total, "")
     measured = Case(case.name, rows, floors(case, lpips), pixels(case, _first(case, pictures)) if pictures else None, sizes, stages)
     unchecked = [] if lpips is not None else ["LPIPS: the weights of AlexNet were not given (--lpips)"]
-    if not any(a.is_slow for a in attacks):
+    unchecked += unfit
+    if not any(a.is_slow for a in wanted):
         unchecked.append("attacks by descent: none was chosen (--attacks inverting, or all)")
     found = telling.results("What updates give away", [measured], attacks, unchecked)
     return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else judged(f, most) for f in found.findings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import federations as fed
 from regauge import apply, element, fold_norms
 from regauge.attacks.updates import Update
 from regauge.cli import main
+from regauge.errors import MissingExtraError
 from regauge.federated import Contribution, FederatedError, Settings, contribute, fusing, keeping, parts_of, prepared, state_of
 from regauge.federated.auditing import audit_run, rehearsed
 from regauge.federated.defences import defended, epsilon, frozen, read_defences
@@ -118,6 +120,17 @@ def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Pa
     assert not any(p.suffix == ".json" for p in sent)
     with pytest.raises(FederatedError, match="nothing that the server saw"):
         seen_rounds(tmp_path)
+
+
+def test_the_accountant_is_asked_for_before_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    fed.vit(num_labels=10).save_pretrained(tmp_path / "start")  # type: ignore[operator]
+    source = Source(str(tmp_path / "start"), "digits", mean=[0.3], std=[0.38], test="digits")
+    settings = Settings(clients=2, rounds=1, batch=4, steps=1)
+    with pytest.raises(MissingExtraError, match='"privacy"'):
+        federated(source, replace(settings, defences=("private=1",)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    federated(source, replace(settings, defences=("clip=1",)), tmp_path / "run")
 
 
 def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from regauge.attacks.updates import UpdateError
 from regauge.cli import main
-from regauge.errors import RegaugeError
+from regauge.errors import MissingExtraError, RegaugeError
 from regauge.experiments import EXPERIMENTS, Lab
 from regauge.findings import load_results
 from regauge.gradients import GradientCase, audit_gradients
@@ -74,6 +75,16 @@ def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so
     assert main(given) == 0
     assert "not measured: private" not in (said := capsys.readouterr().out)
     assert "private=1.0" in said
+
+
+def test_the_accountant_is_asked_for_before_anything_is_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    case = GradientCase(vit(), examples(8), examples(12, 1), [0.5] * 3, [0.5] * 3, updates=1)
+    done: list[str] = []
+    with pytest.raises(MissingExtraError, match='"privacy"'):
+        audit_gradients(case, ["private=1"], attacks=named(["least squares"]), progress=lambda n, of, what: done.append(what))
+    assert not done
+    assert audit_gradients(case, ["noise=1"], attacks=named(["least squares"])).findings  # who tells no epsilon needs none
 
 
 def several(count: int, seed: int = 0) -> Examples:

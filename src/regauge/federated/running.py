@@ -110,6 +110,7 @@ def federated(
     about: Mapping[str, Any] | None = None,
 ) -> Found:
     """Train on an engine, or in this process. A folder that holds this run goes on where it stood; with `spy` it keeps what the server sees."""
+    epsilon(read_defences(settings.defences), 0)  # what was spent is told at the end: the accountant is asked for now
     model = source.live(settings)
     shared, test = source.read(model)
     test, inputs = fusing.parted(test) if settings.independent else (test, ())

@@ -12,6 +12,7 @@ import torch
 
 from regauge.attacks.layers import Layers, layers_of
 from regauge.attacks.updates import SentUpdate, UpdateError
+from regauge.errors import need
 from regauge.findings import Results, judged
 from regauge.gradients import telling
 from regauge.gradients.attacking import QUICK, Attack, Attempt, Budget, attempt, fitting
@@ -100,6 +101,8 @@ def check(case: GradientCase, combinations: Sequence[str]) -> None:
     if len(case.own) < 2:
         raise LeakageError(f"an attacker with {len(case.own)} images of its own has no mean image to compare with", hint="give more data")
     layers_of(case.model, tuple(_inputs(case.own.only([0])).shape[1:]))
+    if any(_plan(case, c).private for c in combinations):
+        need("dp_accounting", "privacy")  # an epsilon is told at the end
     for combination in combinations:
         plan = _plan(case, combination)
         needed = plan.samples * plan.clients

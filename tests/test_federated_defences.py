@@ -173,6 +173,8 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     ):
         assert main(["audit", "gradients", "--from", str(run), *more]) == 2
         assert named in " ".join(capsys.readouterr().err.split())
+    assert main(["audit", "gradients", "--from", str(run), "--rounds", "7"]) == 1
+    assert "recorded: rounds 1, 2" in capsys.readouterr().err  # counted as --rounds counts
     assert main(["audit", "gradients", str(start), "--data", "digits", "--rounds", "1"]) == 2
     assert "--rounds: rounds are of --from RUN" in " ".join(capsys.readouterr().err.split())
     assert main(["audit", "gradients", "--from", str(run), "--rounds", "1", "--attacks", "labels", "--gallery", "0", "--threads", "1"]) == 0

@@ -17,7 +17,7 @@ from regauge.attacks.updates import Update
 from regauge.cli import main
 from regauge.errors import MissingExtraError
 from regauge.federated import Contribution, FederatedError, Settings, contribute, fusing, keeping, parts_of, prepared, state_of
-from regauge.federated.auditing import audit_run, rehearsed
+from regauge.federated.auditing import audit_run, open_run, rehearsed
 from regauge.federated.defences import defended, epsilon, frozen, read_defences
 from regauge.federated.fusing import average, parted
 from regauge.federated.running import Source, federated
@@ -181,6 +181,18 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads((run / "run.json").read_text())["version"] == 1
 
 
+def test_a_run_of_a_model_from_the_hub_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    there = tmp_path / "cache"
+    fed.vit(num_labels=10).save_pretrained(there)  # type: ignore[operator]
+    (there / "preprocessor_config.json").write_text(json.dumps({"do_normalize": True, "image_mean": [0.25], "image_std": [0.5]}))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(there))
+    federated(Source("owner/name", "digits", test="digits"), Settings(clients=2, rounds=1, batch=1, steps=1), tmp_path / "run", spy=True)
+    run = open_run(tmp_path / "run")
+    assert (run.task["kind"], list(run.task["mean"]), list(run.task["std"])) == ("images", [0.25], [0.5])
+
+
 def test_a_run_on_images_with_several_answers_is_attacked_by_what_needs_no_labels(tmp_path: Path) -> None:
     fed.vit().save_pretrained(tmp_path / "start")  # type: ignore[operator]
     x = fed.bars(40).batch(np.arange(40))[0]["pixel_values"]
@@ -296,7 +308,7 @@ def test_a_server_of_texts_matches_by_half_of_its_own_and_measures_on_the_other(
     settings = Settings(clients=2, rounds=1, batch=8, steps=2, independent=True, strategy="matched")
     found = federated(source, settings, tmp_path / "run")
     assert found.kept.history[0].contributed == (0, 1)
-    _, test = source.read(source.live(settings))
+    _, test, _ = source.read(source.live(settings))
     rest, inputs = parted(test)
     assert len(rest) == found.kept.history[0].measures["examples"] == len(test) - sum(len(one["input_ids"]) for one in inputs)
     plain = federated(source, replace(settings, strategy="fedavg"), tmp_path / "plain")

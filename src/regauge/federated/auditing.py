@@ -18,7 +18,7 @@ import torch
 
 from regauge.attacks.updates import Rehearsal, Update, added
 from regauge.federated import keeping
-from regauge.federated.clients import aim, contribute, plain
+from regauge.federated.clients import aim, contribute
 from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.partitions import parts_of
 from regauge.federated.rounds import done
@@ -32,7 +32,7 @@ from regauge.gradients.reading import TextAttack
 from regauge.gradients.scoring import average
 from regauge.jigsaw import MaskedJigsaw
 from regauge.streams import seed_key
-from regauge.tasks import Examples, task_of
+from regauge.tasks import Examples
 
 Tensor = torch.Tensor
 Tell = Callable[[int, int, str], None]
@@ -88,12 +88,12 @@ def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = 
     found = keeping.about_of(folder)
     settings, source = read_settings(found["settings"]), Source(**found["about"]["source"])
     model = source.live(settings)
-    shared, test = source.read(model)
+    shared, test, task = source.read(model)
     recorded = {n: [c for c in who if not clients or c in clients] for n, who in seen_rounds(folder).items() if not rounds or n in rounds}
     todo = [(n, group) for n, who in recorded.items() for group in ([tuple(who)] if settings.secure and who else [(c,) for c in who])]
     if not todo:
         raise FederatedError("nothing of these rounds and clients was recorded", hint=f"recorded: rounds {', '.join(str(n + 1) for n in sorted(seen_rounds(folder)))}")
-    return Recorded(folder, settings, source, model, parts_of(shared, settings), test, todo, _task(source, model))
+    return Recorded(folder, settings, source, model, parts_of(shared, settings), test, todo, task)
 
 
 def truth_of(model: torch.nn.Module, examples: Examples, rows: Sequence[Sequence[int]], settings: Settings, number: int, client: int) -> Truth:
@@ -141,15 +141,6 @@ def chosen(names: Sequence[str] | None, table: Sequence[A], usual: Sequence[A], 
     if unknown:
         raise FederatedError(f'there is no attack "{unknown[0]}" on {what}', hint=f"there are: {', '.join(known)}")
     return tuple(a for a in table if "all" in names or a.name in names)
-
-
-def _task(source: Source, model: torch.nn.Module) -> dict[str, Any]:
-    from regauge.data import open_data
-
-    beside = Path(source.model) if Path(source.model).is_dir() else Path(source.model).parent
-    data = open_data(source.data, fields=source.fields, split=source.split)
-    how: dict[str, Any] = {"tokenizer": source.tokenizer, "length": source.length, "mean": source.mean, "std": source.std}
-    return dict(task_of(plain(model), data, beside=beside, **how)[0])
 
 
 def told(

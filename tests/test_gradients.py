@@ -155,6 +155,17 @@ def test_labels_are_told_without_the_bias_and_not_without_the_head() -> None:
     assert shared_out(torch.tensor([0.2, 1.4, 1.4]), 3).tolist() == [0, 2, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_labels_are_told_by_a_head_without_a_bias(dtype: torch.dtype) -> None:
+    """Their slopes add up to 0 in float64 too: the sign is that of the one number which is below."""
+    for label in range(5):
+        model = vit(seed=label)
+        model.classifier = torch.nn.Linear(48, 5, bias=False)
+        view, truth = sent(model, first=label, dtype=dtype)
+        assert int(truth.labels) == label
+        assert int(label_counts(view).argmax()) == label
+
+
 def test_updates_that_are_none_are_refused_by_name() -> None:
     view, _ = sent(vit())
     model, tensors = view.model, dict(view.update.tensors)

@@ -92,7 +92,9 @@ def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = 
     recorded = {n: [c for c in who if not clients or c in clients] for n, who in seen_rounds(folder).items() if not rounds or n in rounds}
     todo = [(n, group) for n, who in recorded.items() for group in ([tuple(who)] if settings.secure and who else [(c,) for c in who])]
     if not todo:
-        raise FederatedError("nothing of these rounds and clients was recorded", hint=f"recorded: rounds {', '.join(str(n + 1) for n in sorted(seen_rounds(folder)))}")
+        raise FederatedError(
+            "nothing of these rounds and clients was recorded", hint=f"recorded: rounds {', '.join(str(n + 1) for n in sorted(seen_rounds(folder)))}"
+        )
     return Recorded(folder, settings, source, model, parts_of(shared, settings), test, todo, task)
 
 

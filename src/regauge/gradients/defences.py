@@ -354,4 +354,4 @@ def clipped(tensors: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
 
 
 def _whole(value: float, what: str) -> None:
-    require(value >= 1 and value == int(value), f"{value:g} {what} cannot be", "give a whole number from 1")
+    require(1 <= value < math.inf and value == int(value), f"{value:g} {what} cannot be", "give a whole number from 1")

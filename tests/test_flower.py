@@ -261,6 +261,7 @@ def test_a_server_cannot_weaken_what_a_node_insists_on() -> None:
         return [repr(d) for d in flower.defences_of(replace(SETTINGS, defences=texts), context)]
 
     assert chosen({"defences": "clip=0.1+round=8"}, "clip=100") == ["Clip(norm=0.1)", "Round(bits=8.0)"]
+    assert chosen({"defences": "clip=1e+1+round=8"}) == ["Clip(norm=10.0)", "Round(bits=8.0)"]
     assert chosen({}, "clip=100") == ["Clip(norm=100.0)"]
 
 

@@ -16,10 +16,10 @@ from regauge.attacks.passes import slopes_by, twice
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Update, UpdateError, check_update
 from regauge.gradients.clients import contribute, prepared, rehearse
-from regauge.gradients.defences import Private, clipped, names_of, plan_of
+from regauge.gradients.defences import Clip, Private, clipped, names_of, plan_of
 from regauge.gradients.scoring import auc, patches_of
 from regauge.metrics import spectral
-from regauge.split.defences import DefenceError
+from regauge.split.defences import DefenceError, parts_of
 from updates import changed, examples, pictures, psnr, sent, timm_vit, vit
 
 MODELS = {"transformers": vit, "timm": timm_vit, "timm DeiT, distilled": lambda: timm_vit("deit_small_distilled_patch16_224")}
@@ -203,6 +203,8 @@ def test_combinations_are_read_and_refused() -> None:
     assert (plan.batch, plan.withheld, [type(d).__name__ for d in plan.leaving]) == (4, ("positions", "head"), ["Withhold", "Noise"])
     assert plan_of("steps=3,fresh=true", batch=2).samples == 6
     assert plan_of("none", batch=3, steps=2).steps is not None
+    assert parts_of("clip=1e+1+noise=0.1,head+rows") == ["clip=1e+1", "noise=0.1,head", "rows"]
+    assert isinstance(plan_of("clip=1e+1+noise=0.1").leaving[0], Clip)
     for text, said in (
         ("fog", "fog"),
         ("mjp=0.5+no-positions", "no-positions"),

@@ -14,8 +14,7 @@ of them is a proof but `private`: `regauge audit gradients` says what they buy.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -26,7 +25,7 @@ from regauge.attacks.layers import inner_of
 from regauge.errors import RegaugeError
 from regauge.jigsaw.masks import check_ratio
 from regauge.jigsaw.places import place_of
-from regauge.split.defences import DefenceError, Draw, in_turn, read_named, require, spent
+from regauge.split.defences import DefenceError, Draw, in_turn, parts_of, read_named, require, spent
 
 Tensor = torch.Tensor
 NONE = "none"
@@ -274,7 +273,7 @@ class Plan:
 
 def plan_of(combination: str, batch: int = 1, steps: int = 1, rate: float = 0.01) -> Plan:
     """Read a combination. `batch` and `steps` are what it does not say itself."""
-    texts: Sequence[str] = () if combination == NONE else re.split(r"\+(?=[a-z])", combination)
+    texts = [] if combination == NONE else parts_of(combination)
     made = in_turn([read_named(text, DEFENCES) for text in texts], often=Noise)
     changed = [d for d in made if isinstance(d, NoPositions | Mjp)]
     require(len(changed) < 2, "MJP needs the positions that no-positions takes away", "choose one of the two")

@@ -18,6 +18,7 @@ the request, so that a run that is repeated after a crash sends the same bytes. 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -384,6 +385,11 @@ def read_named(text: str, known: Mapping[str, type]) -> Any:
         return known[name](*given, **named)
     except TypeError as error:
         raise DefenceError(f'"{text}" cannot be read: {error}', hint=(known[name].__doc__ or "").split("\n")[0]) from error
+
+
+def parts_of(combination: str) -> list[str]:
+    """The defences of a combination, "clip=1e+1+noise=0.1", each as its text: a plus stands between two where a letter follows."""
+    return re.split(r"\+(?=[a-z])", combination)
 
 
 def _value(text: str) -> Any:

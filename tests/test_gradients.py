@@ -12,12 +12,13 @@ from regauge.attacks.april import april, april_model, is_april
 from regauge.attacks.classes import label_counts, labels_from, shared_out
 from regauge.attacks.descents import How, april_descent, dlg, gradvit, idlg, inverting_gradients
 from regauge.attacks.embeddings import embedding_least_squares
+from regauge.attacks.membership import auc
 from regauge.attacks.passes import slopes_by, twice
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Update, UpdateError, check_update
 from regauge.gradients.clients import contribute, prepared, rehearse
 from regauge.gradients.defences import Clip, Private, clipped, names_of, plan_of
-from regauge.gradients.scoring import auc, patches_of
+from regauge.gradients.scoring import patches_of
 from regauge.metrics import spectral
 from regauge.split.defences import DefenceError, parts_of
 from updates import changed, examples, pictures, psnr, sent, timm_vit, vit

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from regauge.attacks.membership import auc
 from regauge.attacks.updates import UpdateError
 from regauge.cli import main
 from regauge.errors import MissingExtraError, RegaugeError
@@ -19,7 +20,7 @@ from regauge.experiments import EXPERIMENTS, Lab
 from regauge.findings import load_results
 from regauge.gradients import GradientCase, audit_gradients
 from regauge.gradients.attacking import ATTACKS, Budget, named
-from regauge.gradients.scoring import assigned, auc, told_labels
+from regauge.gradients.scoring import assigned, told_labels
 from regauge.leakage import LeakageError
 from regauge.tasks import Examples
 from updates import examples, pictures, vit

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from regauge.attacks.membership import auc
 from regauge.attacks.updates import Granted, Rehearsal, SentUpdate, UpdateError
 from regauge.federated.auditing import Leak, Recorded, Row, Tell, chosen, rehearsed, told
 from regauge.federated.settings import Settings
@@ -19,7 +20,7 @@ from regauge.findings import Figure, Results
 from regauge.gradients.attacking import ATTACKS, QUICK, Attack, Budget, attempt, fitting
 from regauge.gradients.auditing import REHEARSALS, asked_of, shared_out
 from regauge.gradients.clients import Truth, on
-from regauge.gradients.scoring import assigned, auc, average, score, told_labels
+from regauge.gradients.scoring import assigned, average, score, told_labels
 from regauge.leakage.auditing import in_unit
 from regauge.leakage.scoring import mean as mean_of
 from regauge.tasks import Examples

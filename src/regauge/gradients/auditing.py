@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from regauge.attacks.layers import Layers, layers_of
+from regauge.attacks.membership import auc
 from regauge.attacks.updates import SentUpdate, UpdateError
 from regauge.errors import need
 from regauge.findings import Results, judged
@@ -18,7 +19,7 @@ from regauge.gradients import telling
 from regauge.gradients.attacking import QUICK, Attack, Attempt, Budget, attempt, fitting
 from regauge.gradients.clients import Truth, contribute, on, practice, prepared, rehearse, view_of
 from regauge.gradients.defences import NONE, Plan, plan_of
-from regauge.gradients.scoring import LEAK, Case, Row, Scored, assigned, auc, patches_of, score, told_labels
+from regauge.gradients.scoring import LEAK, Case, Row, Scored, assigned, patches_of, score, told_labels
 from regauge.leakage.auditing import in_unit
 from regauge.leakage.scoring import LeakageError, Scores, mean
 from regauge.metrics import Lpips

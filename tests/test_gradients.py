@@ -320,7 +320,7 @@ def test_descents_lower_their_objective_and_know_the_truth_when_they_see_it(atta
     again = attack(view, replace(how, steps=12))
     assert torch.equal(found.images, again.images)
     if attack is inverting_gradients:
-        at = attack(view, replace(how, steps=1, start="given"), start=truth.read["pixel_values"])
+        at = attack(view, replace(how, steps=1), start=truth.read["pixel_values"])
         assert at.objective < 1e-5 < found.objective
 
 

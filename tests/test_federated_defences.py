@@ -13,7 +13,7 @@ import torch
 
 import federations as fed
 from regauge import apply, element, fold_norms
-from regauge.attacks.updates import Update
+from regauge.attacks.updates import Update, UpdateError
 from regauge.cli import main
 from regauge.errors import MissingExtraError
 from regauge.federated import Contribution, FederatedError, Settings, contribute, fusing, keeping, parts_of, prepared, state_of
@@ -220,7 +220,7 @@ def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
     assert leak >= floor - 0.1  # no less than the mean image
     assert patches > 0.6
     assert labels == 1.0
-    with pytest.raises(FederatedError, match='no attack "search" on images'):
+    with pytest.raises(UpdateError, match='no attack "search" on images'):
         audit_run(run, attacks=["search"])
 
 

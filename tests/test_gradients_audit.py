@@ -18,8 +18,8 @@ from regauge.cli import main
 from regauge.errors import MissingExtraError, RegaugeError
 from regauge.experiments import EXPERIMENTS, Lab
 from regauge.findings import load_results
-from regauge.gradients import GradientCase, audit_gradients
-from regauge.gradients.attacking import ATTACKS, Budget, named
+from regauge.gradients import GradientCase, audit_gradients, reading
+from regauge.gradients.attacking import ATTACKS, QUICK, Budget, chosen, named
 from regauge.gradients.scoring import assigned, told_labels
 from regauge.leakage import LeakageError
 from regauge.tasks import Examples
@@ -139,6 +139,16 @@ def test_scores_are_of_what_they_are_named_for() -> None:
     assert [a.name for a in named(["span", "least squares"])] == ["least squares", "span"]
     assert len({a.name for a in ATTACKS}) == len(ATTACKS)
     assert Budget().steps > 0
+
+
+def test_attacks_are_chosen_by_name_on_images_and_on_texts_alike() -> None:
+    for table, usual, name in ((ATTACKS, QUICK, "span"), (reading.ATTACKS, reading.ATTACKS[:1], "words")):
+        assert chosen(None, table, usual, "these") == chosen([], table, usual, "these") == tuple(usual)
+        assert [a.name for a in chosen([name], table, usual, "these")] == [name]
+        assert chosen(["all"], table, usual, "these") == chosen([name, "all"], table, usual, "these") == table
+        with pytest.raises(UpdateError, match='no attack "fog" on these') as caught:
+            chosen([name, "fog"], table, usual, "these")
+        assert name in str(caught.value.hint)
 
 
 def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:

@@ -119,10 +119,9 @@ def gradients(
 
         refuse(given, ["fail_above"], "a run has no undefended updates that a share of the way could be measured to; audit its MODEL")
         refuse(given, [name for name in given if name not in OF_RUNS], "the run that --from names says it")
-        names = None if attacks is None else [p.strip() for p in attacks.split(",") if p.strip()]
         spend = replace(_budget(budget, seed), practice=practice)
         set_threads(threads)
-        return audit_recorded(run, _counts(only, "--rounds"), names, spend, gallery, json, report, given)
+        return audit_recorded(run, _counts(only, "--rounds"), _names(attacks), spend, gallery, json, report, given)
     refuse(given, ["only"], "rounds are of --from RUN")
     if model is None or data is None:
         raise typer.BadParameter("give MODEL and --data, or --from RUN")
@@ -173,7 +172,7 @@ def gradients(
             json,
             report,
         )
-    chosen = _attacks(attacks)
+    chosen = _attacks(attacks, False)
     say(f"{len(victims)} images of the clients', {len(own)} of the attacker's; {updates} updates are attacked under each combination")
     module = module.to(device)
     later = trained(module, victims, marks, seed) if marks else {}
@@ -233,14 +232,9 @@ def _texts(
     report: Path | None,
 ) -> int:
     """The audit of a model of texts."""
-    from regauge.gradients.reading import ATTACKS, TextCase, audit_texts
+    from regauge.gradients.reading import TextCase, audit_texts
 
-    names = [p.strip() for p in (attacks or "").split(",") if p.strip()]
-    known = [a.name for a in ATTACKS]
-    unknown = [n for n in names if n not in (*known, "all")]
-    if unknown:
-        raise typer.BadParameter(f'there is no attack "{unknown[0]}" on texts; there are: {", ".join(known)}', param_hint="--attacks")
-    chosen = [a for a in ATTACKS if (a.name in names or "all" in names if names else not a.is_slow)]
+    chosen = _attacks(attacks, True)
     say(f"{len(victims)} texts of the clients', {len(own)} of others; {updates} updates are attacked under each combination")
     case = TextCase(module, victims, own, updates, batch, steps, rate, seed, Path(str(data)).stem)
     with step_bar("audit") as progress:
@@ -297,19 +291,19 @@ def _counts(text: str, name: str) -> list[int]:
     return sorted({int(p) for p in given})
 
 
-def _attacks(text: str | None) -> Any:
-    from regauge.gradients.attacking import ATTACKS, QUICK
+def _names(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
-    if text is None:
-        return QUICK
-    if text == "all":
-        return ATTACKS
-    names = [part.strip() for part in (text or "").split(",") if part.strip()]
-    unknown = [n for n in names if n not in {a.name for a in ATTACKS}]
-    if unknown:
-        known = ", ".join(a.name for a in ATTACKS)
-        raise typer.BadParameter(f'there is no attack "{unknown[0]}"; there are: {known}', param_hint="--attacks")
-    return tuple(a for a in ATTACKS if not names or a.name in names)
+
+def _attacks(text: str | None, is_text: bool) -> Any:
+    from regauge.attacks.updates import UpdateError
+    from regauge.gradients import attacking, reading
+
+    on_texts: Any = (reading.ATTACKS, [a for a in reading.ATTACKS if not a.is_slow], "texts")
+    try:
+        return attacking.chosen(_names(text), *(on_texts if is_text else (attacking.ATTACKS, attacking.QUICK, "images")))
+    except UpdateError as error:
+        raise typer.BadParameter(f"{error}; {error.hint}", param_hint="--attacks") from error
 
 
 def _budget(text: str, seed: int) -> Any:

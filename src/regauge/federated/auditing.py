@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from regauge.tasks import Examples
 
 Tensor = torch.Tensor
 Tell = Callable[[int, int, str], None]
-A = TypeVar("A", Attack, TextAttack)
 Row = dict[str, Any]  # of one update: "round", "client", "leak", "floor", what else was told, and "why ..." an attack could not try
 
 
@@ -132,17 +131,6 @@ def rehearsed(model: torch.nn.Module, seen: Seen, own: Examples, settings: Setti
             truths.append(truth_of(model, mine, sent.rows, like, seen.round, client))
             made.append(Update(defended(sent, model, defences, seed_key(like.seed)).tensors, "change", sent.steps, sent.rate))
         yield rehearsal_of(made[0] if clients == 1 else added(made), truths[0] if clients == 1 else joined(truths))
-
-
-def chosen(names: Sequence[str] | None, table: Sequence[A], usual: Sequence[A], what: str) -> tuple[A, ...]:
-    """Attacks of a table by their names; None: the usual ones; "all"."""
-    if names is None:
-        return tuple(usual)
-    known: list[str] = [a.name for a in table]
-    unknown = [n for n in names if n not in (*known, "all")]
-    if unknown:
-        raise FederatedError(f'there is no attack "{unknown[0]}" on {what}', hint=f"there are: {', '.join(known)}")
-    return tuple(a for a in table if "all" in names or a.name in names)
 
 
 def told(

@@ -12,12 +12,12 @@ import torch
 
 from regauge.attacks.membership import auc
 from regauge.attacks.updates import Granted, Rehearsal, SentUpdate, UpdateError
-from regauge.federated.auditing import Leak, Recorded, Row, Tell, chosen, rehearsed, told
+from regauge.federated.auditing import Leak, Recorded, Row, Tell, rehearsed, told
 from regauge.federated.settings import Settings
 from regauge.federated.spying import Seen
 from regauge.federated.states import load_state
 from regauge.findings import Figure, Results
-from regauge.gradients.attacking import ATTACKS, QUICK, Attack, Budget, attempt, fitting
+from regauge.gradients.attacking import ATTACKS, QUICK, Attack, Budget, attempt, chosen, fitting
 from regauge.gradients.auditing import REHEARSALS, asked_of, shared_out
 from regauge.gradients.clients import Truth, on
 from regauge.gradients.scoring import assigned, average, score, told_labels

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -25,7 +25,15 @@ from regauge.tasks import Examples
 
 Tensor = torch.Tensor
 Kind = Literal["images", "patches", "mask", "labels"]
+A = TypeVar("A", bound="Named")
 Practice = Callable[[int], Iterable[Rehearsal]]  # so many updates of the adversary's own, made by the client's code
+
+
+class Named(Protocol):
+    """What has a name, as attacks on images and on texts have."""
+
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -231,6 +239,15 @@ def fitting(attacks: Sequence[Attack], examples: Examples) -> tuple[tuple[Attack
             f"each image has several answers, and {out[0].title} is for one", hint="choose other attacks: least squares, span, regression"
         )
     return kept, [f"{a.title}: it is for one answer to each image, and these have several" for a in out]
+
+
+def chosen(names: Sequence[str] | None, table: Sequence[A], usual: Sequence[A], what: str) -> tuple[A, ...]:
+    """Attacks of a table by their names, in the table's order; "all", alone or among others, is all of them; no name: the usual ones."""
+    known = [a.name for a in table]
+    unknown = [n for n in names or () if n not in (*known, "all")]
+    if unknown:
+        raise UpdateError(f'there is no attack "{unknown[0]}" on {what}', hint=f"there are: {', '.join(known)}; or all")
+    return tuple(a for a in table if "all" in names or a.name in names) if names else tuple(usual)
 
 
 def named(names: Sequence[str]) -> tuple[Attack, ...]:

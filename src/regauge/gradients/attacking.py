@@ -254,6 +254,20 @@ def named(names: Sequence[str]) -> tuple[Attack, ...]:
     return tuple(a for a in ATTACKS if a.name in names)
 
 
+def lesson(kept: dict[Any, Any], attack: Attack, view: SentUpdate, budget: Budget, practice: Practice) -> Any:
+    """What an attack learns; it is `kept`, and attacks that learn the same share it. Raises where there is nothing to learn."""
+    assert attack.learn is not None
+    if attack.learn not in kept:
+        try:
+            kept[attack.learn] = attack.learn(view, budget, practice)
+        except UpdateError as error:
+            kept[attack.learn] = error
+    found = kept[attack.learn]
+    if isinstance(found, UpdateError):
+        raise found
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Attempt:
     """What one attack made of one update, or why it could not try."""

@@ -16,7 +16,7 @@ from regauge.attacks.updates import SentUpdate, UpdateError
 from regauge.errors import need
 from regauge.findings import Results, judged
 from regauge.gradients import telling
-from regauge.gradients.attacking import QUICK, Attack, Attempt, Budget, attempt, fitting
+from regauge.gradients.attacking import QUICK, Attack, Attempt, Budget, attempt, fitting, lesson
 from regauge.gradients.clients import Truth, contribute, on, practice, prepared, rehearse, view_of
 from regauge.gradients.defences import NONE, Plan, plan_of
 from regauge.gradients.scoring import LEAK, Case, Row, Scored, assigned, patches_of, score, told_labels
@@ -136,23 +136,17 @@ def row_of(
     why: dict[str, str] = {}
     lessons: dict[Any, Any] = {}
 
-    def lesson(attack: Attack) -> Any:
-        """What an attack learns, once for all updates; attacks that learn the same share it."""
-        assert attack.learn is not None
-        if attack.learn not in lessons:
-            seen = view_of(made[0][0], plan, made[0][1], made[0][2], attack.threat, own, rehearsals)
-            try:
-                lessons[attack.learn] = attack.learn(seen, budget, lambda n: practice(made[0][0], plan, mine, n, case.seed * 1000 + 700))
-            except UpdateError as error:
-                lessons[attack.learn] = error
-        return lessons[attack.learn]
+    def learned_by(attack: Attack) -> Any:
+        seen = view_of(made[0][0], plan, made[0][1], made[0][2], attack.threat, own, rehearsals)
+        return lesson(lessons, attack, seen, budget, lambda n: practice(made[0][0], plan, mine, n, case.seed * 1000 + 700))
 
     for attack in attacks:
         tell(f"{combination}: {attack.title}")
         tried: list[tuple[Attempt, Truth]] = []
-        learned = None if attack.learn is None else lesson(attack)
-        if isinstance(learned, UpdateError):
-            why[attack.name] = str(learned)
+        try:
+            learned = None if attack.learn is None else learned_by(attack)
+        except UpdateError as error:
+            why[attack.name] = str(error)
             continue
         for n, (sent_model, update, truth) in enumerate(made[:optimised] if attack.is_slow else made):
             view = view_of(sent_model, plan, update, truth, attack.threat, own, rehearsals)

@@ -51,6 +51,10 @@ def test_a_run_its_model_and_going_on(start: Path, tmp_path: Path, capsys: pytes
         (["--clients", "2", "--rounds", "1", "--strategy", "fedprox"], "fedprox without a mu"),
         (["--clients", "2000", "--rounds", "1"], "2000 clients cannot share 1440 examples"),
         (["--clients", "2", "--rounds", "1", "--jigsaw", "1.5"], "a ratio of 1.5"),
+        (["--clients", "2", "--rounds", "1", "--momentum", "-1"], "momentum"),
+        (["--clients", "2", "--rounds", "1", "--decay", "-1"], "decay"),
+        (["--clients", "2", "--rounds", "1", "--optimizer", "adamw", "--decay", "-1"], "decay"),
+        (["--clients", "2", "--rounds", "1", "--clip", "-1"], "clip is -1"),
     ],
 )
 def test_bad_input_is_named_and_leaves_nothing(given: list[str], said: str, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,7 +222,7 @@ def test_a_bert_learns_from_texts_with_and_without_puzzles(tmp_path: Path) -> No
         ({"tensors": {"w": torch.ones(4)}}, '"w" is [4] in what it sent and [3] in the model'),
         ({"tensors": {"u": torch.ones(3)}}, 'it sent "u", which the model has not'),
         ({"tensors": {}}, "it sent no tensors"),
-        ({"round": 7}, "it answers round 7, and this is round 0"),
+        ({"round": 7}, "it answers round 8, and this is round 1"),
         ({"examples": 0}, "it has no examples"),
         ({"client": 9}, "it was not asked"),
     ],
@@ -254,7 +254,7 @@ def test_a_run_without_clients_stops_by_name_and_goes_on_later(tmp_path: Path) -
     settings = Settings(clients=2, rounds=2)
     folder = tmp_path / "run"
     keeping.begin(folder, settings, "l", {})
-    with pytest.raises(FederatedError, match=f"round 1 had too few contributions {PATIENCE} times.*client 0: gone"):
+    with pytest.raises(FederatedError, match=f"round 2 had too few contributions {PATIENCE} times.*client 0: gone"):
         went(Scripted([sent(0)], *[[Absence(0, "gone")]] * PATIENCE), settings, folder)
     kept = went(Scripted([sent(1, 2.0, number=1)]), settings, folder)
     assert kept.state["w"].tolist() == [3.0] * 3

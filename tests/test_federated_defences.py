@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import federations as fed
 from regauge import apply, element, fold_norms
-from regauge.attacks.updates import Update
+from regauge.attacks.updates import Update, UpdateError
 from regauge.cli import main
+from regauge.errors import MissingExtraError
 from regauge.federated import Contribution, FederatedError, Settings, contribute, fusing, keeping, parts_of, prepared, state_of
-from regauge.federated.auditing import audit_run, rehearsed
+from regauge.federated.auditing import audit_run, open_run, rehearsed
 from regauge.federated.defences import defended, epsilon, frozen, read_defences
 from regauge.federated.fusing import average, parted
 from regauge.federated.running import Source, federated
@@ -119,6 +122,17 @@ def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Pa
         seen_rounds(tmp_path)
 
 
+def test_the_accountant_is_asked_for_before_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    fed.vit(num_labels=10).save_pretrained(tmp_path / "start")  # type: ignore[operator]
+    source = Source(str(tmp_path / "start"), "digits", mean=[0.3], std=[0.38], test="digits")
+    settings = Settings(clients=2, rounds=1, batch=4, steps=1)
+    with pytest.raises(MissingExtraError, match='"privacy"'):
+        federated(source, replace(settings, defences=("private=1",)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    federated(source, replace(settings, defences=("clip=1",)), tmp_path / "run")
+
+
 def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start, run = tmp_path / "start", tmp_path / "run"
     fed.vit(num_labels=10).save_pretrained(start)  # type: ignore[operator]
@@ -149,7 +163,46 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert "sent. The update has no" in table.note
     assert main(["audit", "gradients", "--from", str(start)]) == 1
     assert "is no run" in capsys.readouterr().err
+    for more, named in (
+        (["--fail-above", "0.1"], "--fail-above: a run has no undefended updates"),
+        (
+            ["--defence", "rows", "--batch", "2", "--steps", "2", "--device", "cpu"],
+            "--defence, --batch, --steps, --device: the run that --from names",
+        ),
+        ([str(start)], "MODEL: the run that --from names"),
+    ):
+        assert main(["audit", "gradients", "--from", str(run), *more]) == 2
+        assert named in " ".join(capsys.readouterr().err.split())
+    assert main(["audit", "gradients", "--from", str(run), "--rounds", "7"]) == 1
+    assert "recorded: rounds 1, 2" in capsys.readouterr().err  # counted as --rounds counts
+    assert main(["audit", "gradients", str(start), "--data", "digits", "--rounds", "1"]) == 2
+    assert "--rounds: rounds are of --from RUN" in " ".join(capsys.readouterr().err.split())
+    assert main(["audit", "gradients", "--from", str(run), "--rounds", "1", "--attacks", "labels", "--gallery", "0", "--threads", "1"]) == 0
     assert json.loads((run / "run.json").read_text())["version"] == 1
+
+
+def test_a_run_of_a_model_from_the_hub_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    there = tmp_path / "cache"
+    fed.vit(num_labels=10).save_pretrained(there)  # type: ignore[operator]
+    (there / "preprocessor_config.json").write_text(json.dumps({"do_normalize": True, "image_mean": [0.25], "image_std": [0.5]}))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(there))
+    federated(Source("owner/name", "digits", test="digits"), Settings(clients=2, rounds=1, batch=1, steps=1), tmp_path / "run", spy=True)
+    run = open_run(tmp_path / "run")
+    assert (run.task["kind"], list(run.task["mean"]), list(run.task["std"])) == ("images", [0.25], [0.5])
+
+
+def test_a_run_on_images_with_several_answers_is_attacked_by_what_needs_no_labels(tmp_path: Path) -> None:
+    fed.vit().save_pretrained(tmp_path / "start")  # type: ignore[operator]
+    x = fed.bars(40).batch(np.arange(40))[0]["pixel_values"]
+    pixels = ((x - x.min()) / (x.max() - x.min()) * 255).byte().permute(0, 2, 3, 1).numpy()
+    np.savez(tmp_path / "data.npz", image=pixels, label=np.random.default_rng(0).integers(0, 2, (40, 4)))
+    source = Source(str(tmp_path / "start"), str(tmp_path / "data.npz"), mean=[0.3], std=[0.38])
+    federated(source, Settings(clients=2, rounds=1, batch=1, steps=1, rate=0.1), tmp_path / "run", spy=True)
+    found = audit_run(tmp_path / "run", attacks=["least squares", "labels"])
+    assert found.tables[0].rows[0][2] is not None
+    assert found.unchecked == ("labels and counts: it is for one answer to each image, and these have several",)
 
 
 def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
@@ -167,7 +220,7 @@ def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
     assert leak >= floor - 0.1  # no less than the mean image
     assert patches > 0.6
     assert labels == 1.0
-    with pytest.raises(FederatedError, match='no attack "search" on images'):
+    with pytest.raises(UpdateError, match='no attack "search" on images'):
         audit_run(run, attacks=["search"])
 
 
@@ -211,6 +264,8 @@ def test_an_audit_reads_the_texts_that_were_sent(tmp_path: Path, jigsaw: float, 
     assert "Leakage over rounds" in (tmp_path / "p.html").read_text()
     assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 1
     assert 'no attack "least squares" on texts' in capsys.readouterr().err
+    assert main(["audit", "gradients", "--from", str(run), "--gallery", "2"]) == 2
+    assert "--gallery: it is for runs on images" in " ".join(capsys.readouterr().err.split())
     many = tmp_path / "many"
     federated(source, Settings(clients=2, rounds=1, batch=8, steps=1, rate=0.1), many, spy=True)
     table = audit_run(many).tables[0]
@@ -253,7 +308,7 @@ def test_a_server_of_texts_matches_by_half_of_its_own_and_measures_on_the_other(
     settings = Settings(clients=2, rounds=1, batch=8, steps=2, independent=True, strategy="matched")
     found = federated(source, settings, tmp_path / "run")
     assert found.kept.history[0].contributed == (0, 1)
-    _, test = source.read(source.live(settings))
+    _, test, _ = source.read(source.live(settings))
     rest, inputs = parted(test)
     assert len(rest) == found.kept.history[0].measures["examples"] == len(test) - sum(len(one["input_ids"]) for one in inputs)
     plain = federated(source, replace(settings, strategy="fedavg"), tmp_path / "plain")

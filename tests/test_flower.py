@@ -210,7 +210,7 @@ def test_without_nodes_a_run_stops_by_name_and_goes_on_when_they_come(source: So
     whole = served(source, tmp_path / "whole")
     served(source, tmp_path / "run", replace(SETTINGS, rounds=1))
     nobody = Nodes(source, 0)
-    with pytest.raises(FederatedError, match=r"round 1 had too few contributions 3 times.*no node is connected"):
+    with pytest.raises(FederatedError, match=r"round 2 had too few contributions 3 times.*no node is connected"):
         flower.serve(nobody, source, SETTINGS, tmp_path / "run", gather=0.0)  # type: ignore[arg-type]
     again = served(source, tmp_path / "run")
     assert [(r.number, r.void) for r in again.kept.history] == [(0, False), (1, True), (1, True), (1, True), (1, False)]
@@ -261,6 +261,7 @@ def test_a_server_cannot_weaken_what_a_node_insists_on() -> None:
         return [repr(d) for d in flower.defences_of(replace(SETTINGS, defences=texts), context)]
 
     assert chosen({"defences": "clip=0.1+round=8"}, "clip=100") == ["Clip(norm=0.1)", "Round(bits=8.0)"]
+    assert chosen({"defences": "clip=1e+1+round=8"}) == ["Clip(norm=10.0)", "Round(bits=8.0)"]
     assert chosen({}, "clip=100") == ["Clip(norm=100.0)"]
 
 

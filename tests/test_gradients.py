@@ -12,14 +12,15 @@ from regauge.attacks.april import april, april_model, is_april
 from regauge.attacks.classes import label_counts, labels_from, shared_out
 from regauge.attacks.descents import How, april_descent, dlg, gradvit, idlg, inverting_gradients
 from regauge.attacks.embeddings import embedding_least_squares
+from regauge.attacks.membership import auc
 from regauge.attacks.passes import slopes_by, twice
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Update, UpdateError, check_update
 from regauge.gradients.clients import contribute, prepared, rehearse
-from regauge.gradients.defences import Private, clipped, names_of, plan_of
-from regauge.gradients.scoring import auc, patches_of
+from regauge.gradients.defences import Clip, Private, clipped, names_of, plan_of
+from regauge.gradients.scoring import patches_of
 from regauge.metrics import spectral
-from regauge.split.defences import DefenceError
+from regauge.split.defences import DefenceError, parts_of
 from updates import changed, examples, pictures, psnr, sent, timm_vit, vit
 
 MODELS = {"transformers": vit, "timm": timm_vit, "timm DeiT, distilled": lambda: timm_vit("deit_small_distilled_patch16_224")}
@@ -155,6 +156,17 @@ def test_labels_are_told_without_the_bias_and_not_without_the_head() -> None:
     assert shared_out(torch.tensor([0.2, 1.4, 1.4]), 3).tolist() == [0, 2, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_labels_are_told_by_a_head_without_a_bias(dtype: torch.dtype) -> None:
+    """Their slopes add up to 0 in float64 too: the sign is that of the one number which is below."""
+    for label in range(5):
+        model = vit(seed=label)
+        model.classifier = torch.nn.Linear(48, 5, bias=False)
+        view, truth = sent(model, first=label, dtype=dtype)
+        assert int(truth.labels) == label
+        assert int(label_counts(view).argmax()) == label
+
+
 def test_updates_that_are_none_are_refused_by_name() -> None:
     view, _ = sent(vit())
     model, tensors = view.model, dict(view.update.tensors)
@@ -192,11 +204,17 @@ def test_combinations_are_read_and_refused() -> None:
     assert (plan.batch, plan.withheld, [type(d).__name__ for d in plan.leaving]) == (4, ("positions", "head"), ["Withhold", "Noise"])
     assert plan_of("steps=3,fresh=true", batch=2).samples == 6
     assert plan_of("none", batch=3, steps=2).steps is not None
+    assert parts_of("clip=1e+1+noise=0.1,head+rows") == ["clip=1e+1", "noise=0.1,head", "rows"]
+    assert isinstance(plan_of("clip=1e+1+noise=0.1").leaving[0], Clip)
     for text, said in (
         ("fog", "fog"),
         ("mjp=0.5+no-positions", "no-positions"),
         ("withhold=tail", "tail"),
         ("batch=0", "0 samples"),
+        ("batch=2.5", "2.5 samples"),
+        ("steps=inf", "inf steps"),
+        ("clients=inf", "inf clients"),
+        ("batch=nan", "nan samples"),
         ("noise=0", "none"),
         ("clip=1+clip=2", "twice"),
         ("private=1+steps=3", "local steps"),
@@ -208,6 +226,15 @@ def test_combinations_are_read_and_refused() -> None:
             plan_of(text)
     with pytest.raises(UpdateError, match="made of 4 samples"):
         contribute(vit(), plan_of("batch=4"), examples(2), *examples(2).batch([0, 1]))
+
+
+def test_what_is_withheld_is_trained_in_local_steps_and_what_is_frozen_is_not() -> None:
+    both, kept, still = (sent(vit(), f"steps=3,0.5{more}")[0].update.tensors for more in ("", "+withhold=embedding", "+freeze=embedding"))
+    assert kept.keys() == still.keys() == both.keys() - names_of(vit(), "embedding")
+    assert all(torch.equal(kept[n], both[n]) for n in kept)  # it is not sent, and all else is as if it were
+    assert not torch.equal(still["classifier.weight"], both["classifier.weight"])
+    plan = plan_of("withhold=positions+freeze=head")
+    assert (sorted(plan.withheld), plan.frozen) == (["head", "positions"], ("head",))
 
 
 def test_parts_are_what_they_are_called() -> None:
@@ -293,7 +320,7 @@ def test_descents_lower_their_objective_and_know_the_truth_when_they_see_it(atta
     again = attack(view, replace(how, steps=12))
     assert torch.equal(found.images, again.images)
     if attack is inverting_gradients:
-        at = attack(view, replace(how, steps=1, start="given"), start=truth.read["pixel_values"])
+        at = attack(view, replace(how, steps=1), start=truth.read["pixel_values"])
         assert at.objective < 1e-5 < found.objective
 
 

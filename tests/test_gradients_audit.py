@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,17 @@ import numpy as np
 import pytest
 import torch
 
+from regauge.attacks.membership import auc
+from regauge.attacks.updates import UpdateError
 from regauge.cli import main
-from regauge.errors import RegaugeError
+from regauge.errors import MissingExtraError, RegaugeError
 from regauge.experiments import EXPERIMENTS, Lab
 from regauge.findings import load_results
-from regauge.gradients import GradientCase, audit_gradients
-from regauge.gradients.attacking import ATTACKS, Budget, named
-from regauge.gradients.scoring import assigned, auc, told_labels
+from regauge.gradients import GradientCase, audit_gradients, reading
+from regauge.gradients.attacking import ATTACKS, QUICK, Budget, chosen, named
+from regauge.gradients.scoring import assigned, told_labels
 from regauge.leakage import LeakageError
+from regauge.tasks import Examples
 from updates import examples, pictures, vit
 
 
@@ -51,9 +56,57 @@ def test_the_audit_says_which_defence_hides_what(tmp_path: Path, capsys: pytest.
         "what the server sees", "leakage against batch size", "patches and labels against batch size", "leakage against training"
     }  # fmt: skip
     assert "<img" in page.read_text()
+    metrics = next(t for t in found.tables if t.title.startswith("Every metric"))
+    at = metrics.columns.index("FFT2D")
+    assert all(isinstance(row[at], float) for row in metrics.rows)  # of every attack, and of the mean image
     short = ["--attacks", "least squares", "--batches", "", "--fail-above", "0.5"]
     assert main([*given[:5], "--updates", "2", "--defence", "rows", *short]) == 3
     assert main([*given[:5], "--updates", "2", "--defence", "private=1", *short]) == 0
+
+
+def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = saved(tmp_path)
+    given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz"), "--updates", "1", "--attacks", "labels", "--batches", ""]
+    assert main([*given, "--steps", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "not measured: private=1.0: it is for gradients of one batch, and updates have 2 steps" in said
+    assert "prune=0.9" in said
+    assert main([*given, "--steps", "2", "--defence", "private=1.0"]) == 1  # whoever names it is told
+    assert "leave out steps" in capsys.readouterr().err
+    assert main(given) == 0
+    assert "not measured: private" not in (said := capsys.readouterr().out)
+    assert "private=1.0" in said
+
+
+def test_the_accountant_is_asked_for_before_anything_is_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    case = GradientCase(vit(), examples(8), examples(12, 1), [0.5] * 3, [0.5] * 3, updates=1)
+    done: list[str] = []
+    with pytest.raises(MissingExtraError, match='"privacy"'):
+        audit_gradients(case, ["private=1"], attacks=named(["least squares"]), progress=lambda n, of, what: done.append(what))
+    assert not done
+    assert audit_gradients(case, ["noise=1"], attacks=named(["least squares"])).findings  # who tells no epsilon needs none
+
+
+def several(count: int, seed: int = 0) -> Examples:
+    """Images with five answers each, yes or no."""
+    x, y = pictures(count, seed), (torch.rand(count, 5, generator=torch.Generator().manual_seed(seed)) > 0.5).float()
+    return Examples(count, 5, lambda i: ({"pixel_values": x[i]}, y[i]), multi=True)
+
+
+def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> None:
+    case = GradientCase(vit(), several(8), several(12, 1), [0.5] * 3, [0.5] * 3, updates=2)
+    found = audit_gradients(case, ["batch=2"], attacks=named(["least squares", "labels", "idlg"]), pictures=0)
+    assert {f.id for f in found.findings} >= {"gradients/none/least squares", "gradients/batch=2/least squares"}
+    assert not any("idlg" in f.id or "labels" in f.id for f in found.findings)
+    assert "labels and counts: it is for one answer to each image, and these have several" in found.unchecked
+    assert "iDLG: it is for one answer to each image, and these have several" in found.unchecked
+    one = audit_gradients(replace(case, victims=examples(8), own=examples(12, 1)), [], attacks=named(["least squares", "labels"]), pictures=0)
+    assert any("abels" in c for t in one.tables for c in t.columns)
+    assert not any("abels" in c for t in found.tables for c in t.columns)
+    assert not any("one answer" in line for line in one.unchecked)
+    with pytest.raises(UpdateError, match="labels and counts is for one"):
+        audit_gradients(case, [], attacks=named(["labels"]), pictures=0)
 
 
 def test_what_cannot_be_audited_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +139,16 @@ def test_scores_are_of_what_they_are_named_for() -> None:
     assert [a.name for a in named(["span", "least squares"])] == ["least squares", "span"]
     assert len({a.name for a in ATTACKS}) == len(ATTACKS)
     assert Budget().steps > 0
+
+
+def test_attacks_are_chosen_by_name_on_images_and_on_texts_alike() -> None:
+    for table, usual, name in ((ATTACKS, QUICK, "span"), (reading.ATTACKS, reading.ATTACKS[:1], "words")):
+        assert chosen(None, table, usual, "these") == chosen([], table, usual, "these") == tuple(usual)
+        assert [a.name for a in chosen([name], table, usual, "these")] == [name]
+        assert chosen(["all"], table, usual, "these") == chosen([name, "all"], table, usual, "these") == table
+        with pytest.raises(UpdateError, match='no attack "fog" on these') as caught:
+            chosen([name, "fog"], table, usual, "these")
+        assert name in str(caught.value.hint)
 
 
 def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from regauge.attacks.classes import label_counts
 from regauge.attacks.layers import layers_of
-from regauge.attacks.membership import asked_layers, practise, practised_membership
+from regauge.attacks.membership import asked_layers, auc, practise, practised_membership
 from regauge.attacks.regression import features_of, learn_regression, regressed, resemblance
 from regauge.attacks.spans import span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Threat, UpdateError
@@ -16,7 +16,7 @@ from regauge.gradients.attacking import Budget, attempt, named
 from regauge.gradients.auditing import GradientCase, row_of, shared_out
 from regauge.gradients.clients import contribute, practice, prepared, rehearse, view_of
 from regauge.gradients.defences import names_of, plan_of
-from regauge.gradients.scoring import auc, patches_of
+from regauge.gradients.scoring import patches_of
 from updates import examples, psnr, vit
 
 

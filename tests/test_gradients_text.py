@@ -203,3 +203,12 @@ def test_the_audit_of_texts_tells_what_is_given_away(tmp_path: Path, capsys: pyt
     assert by["dropout/search"] < 1
     assert "100% of the texts exactly" in capsys.readouterr().out
     assert main([*given, "--attacks", "fog"]) == 2
+    tables = [*given, "--attacks", "tables", "--fail-above", "0.1"]
+    assert main([*tables, "--defence", "dropout"]) == 3  # a gate that fails where words come back, and passes where they do not
+    assert "FAILS  data/dropout/tables: ROUGE-L" in capsys.readouterr().out
+    assert main([*tables, "--defence", "private=1"]) == 0
+    for option, value in (("--batches", "1"), ("--train", "2"), ("--budget", "3,1"), ("--practice", "20"), ("--gallery", "2")):
+        assert main([*given, option, value]) == 2
+        assert f"{option}: it is for models of images" in " ".join(capsys.readouterr().err.split())
+    assert main([*given, "--attacks", "words", "--steps", "2"]) == 0
+    assert "not measured: private=1.0: it is for gradients of one batch" in capsys.readouterr().out

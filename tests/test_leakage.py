@@ -349,6 +349,8 @@ def test_attacks_are_named_or_all_of_them() -> None:
         (("--data", "colours.npz"), "are 16 x 16, and the model reads 8 x 8"),
         (("--attacks", "magic"), 'there is no attack "magic"'),
         (("--attacks", "all,magic"), 'there is no attack "magic"'),
+        (("--attacks", "places,sets", "--defence", "rows"), "none of these attacks can try an undefended victim"),
+        (("--attacks", "averaged", "--defence", "noise=1"), "hint: add least squares or decoder"),
         (("--attacker", "big"), "is not WIDTH,DEPTH,EPOCHS"),
         (("--rate", "-1"), "is no rate"),
         (("--lpips", "nothing.safetensors"), "nothing.safetensors"),

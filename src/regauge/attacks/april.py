@@ -45,7 +45,7 @@ def is_april(model: torch.nn.Module) -> bool:
     return any(hasattr(type(m), MARK) for m in model.modules())
 
 
-def april(view: SentUpdate, *, trusted: float | None = None) -> tuple[Tensor, Solved]:
+def april(view: SentUpdate) -> tuple[Tensor, Solved]:
     """The image that an update was made of, [1, channels, height, width], on a model whose first block is APRIL's.
 
     Sees: the gradients by the table of positions and by the first block's query, key and value weights; batch size 1. Recovers: the tokens, and from
@@ -53,7 +53,7 @@ def april(view: SentUpdate, *, trusted: float | None = None) -> tuple[Tensor, So
     W_q^T dW_q + W_k^T dW_k + W_v^T dW_v = (dL/dz)^T z, and dL/dz is the gradient by the positions (002 Eq. 2, 3). What stops it: a norm before the
     attention or a residual past it (every model in use); batches; float32, where the system is too ill-conditioned; MJP's shared embedding. Floor:
     the mean image. Ceiling: exact in float64. References: Lu et al., APRIL (2112.14087); 002 Sec. 4. Cost: one least squares of as many rows as
-    tokens. `trusted` is the smallest singular value that counts, next to the largest; by default rounding of the update's dtype, as LAPACK takes it.
+    tokens. Singular values count down to the rounding of the update's dtype, as LAPACK takes it.
     """
     layers, readers = layers_of(view.model, view.shape), readers_of(view.model)
     if layers.positions is None:
@@ -70,7 +70,7 @@ def april(view: SentUpdate, *, trusted: float | None = None) -> tuple[Tensor, So
         slope = view.slope(name, "the gradient by the first attention").detach().double().cpu()
         b += state[name].T @ slope
     left, s, right = torch.linalg.svd(a.T, full_matrices=False)
-    least = torch.finfo(table.dtype).eps * max(a.shape) if trusted is None else trusted
+    least = torch.finfo(table.dtype).eps * max(a.shape)
     kept = s > least * s[0]
     z = right.T @ (torch.where(kept, 1 / s.clamp(min=1e-300), torch.zeros_like(s))[:, None] * (left.T @ b))
     tokens = (z - state[layers.positions][0])[layers.prefix :]

@@ -8,8 +8,8 @@ One engine serves them all: an objective on gradients, priors on images, a sched
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -23,15 +23,14 @@ from regauge.jigsaw.wrapping import MaskedJigsaw
 
 Tensor = torch.Tensor
 Objective = Literal["euclidean", "cosine", "layers", "april"]
-Features = Callable[[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True)
 class How:
     """How a descent goes. `objective` compares gradients: "euclidean" (all as one vector), "cosine" (likewise), "layers" (cosine of each tensor, in
     the mean), "april" (euclidean, and the cosine of the positions' gradients). `smooth` weighs total variation, `seams` the edges between patches,
-    `near` the distance to the mean of restarts, `statistics` those of features. With `signed` only the sign of the gradient by the image counts.
-    `schedule`: the rate falls by steps, along a cosine, or not. `learned` labels are optimised too."""
+    `near` the distance to the mean of restarts. With `signed` only the sign of the gradient by the image counts. `schedule`: the rate falls by steps,
+    along a cosine, or not. `learned` labels are optimised too."""
 
     steps: int = 300
     restarts: int = 1
@@ -40,11 +39,9 @@ class How:
     smooth: float = 0.0
     seams: float = 0.0
     near: float = 0.0
-    statistics: float = 0.0
     signed: bool = True
     schedule: Literal["steps", "cosine", "none"] = "steps"
     learned: bool = False
-    start: Literal["normal", "grey", "given"] = "normal"
     seed: int = 0
 
 
@@ -57,10 +54,9 @@ class Descended:
     labels: Tensor
     objective: float
     curve: tuple[float, ...] = ()
-    all: Tensor | None = field(default=None, repr=False)
 
 
-def descend(view: SentUpdate, how: How, *, start: Tensor | None = None, features: Features | None = None) -> Descended:
+def descend(view: SentUpdate, how: How, *, start: Tensor | None = None) -> Descended:
     """The engine. `start` are images to begin with [batch, channels, height, width]."""
     batch = view.granted.batch
     if batch is None:
@@ -70,8 +66,7 @@ def descend(view: SentUpdate, how: How, *, start: Tensor | None = None, features
     draw = torch.Generator().manual_seed(how.seed)
     slopes = slopes_by(view, _mask(view))
     shape = (how.restarts, batch, *view.shape)
-    x = torch.randn(shape, generator=draw).to(like) if how.start == "normal" else torch.zeros(shape).to(like)
-    x = x if start is None else start.to(like).expand(shape).clone() + 0 * x
+    x = torch.randn(shape, generator=draw).to(like) if start is None else start.to(like).expand(shape).clone()
     low, high = _range(view, like)
     labels = None if how.learned else _labels(view, batch).to(like.device)
     answers = 0.1 * torch.randn(how.restarts, batch, _classes(view), generator=draw).to(like) if how.learned else None
@@ -79,7 +74,6 @@ def descend(view: SentUpdate, how: How, *, start: Tensor | None = None, features
     optimizer = torch.optim.Adam(held, how.rate)
     best, worth, curve = x.detach().clone(), torch.full((how.restarts,), math.inf, dtype=torch.float64), []
     names, grid = list(target), layers_of(view.model, view.shape) if how.seams or how.objective == "april" else None
-    known = None if features is None or view.granted.images is None else _moments(features, view.granted.images.to(like))
     with twice():
         for step in range(how.steps):
             for group in optimizer.param_groups:
@@ -94,8 +88,6 @@ def descend(view: SentUpdate, how: How, *, start: Tensor | None = None, features
                 total = total + how.seams * seams(x, grid.patch)
             if how.near and how.restarts > 1:
                 total = total + how.near * (x - x.detach().mean(0)).square().flatten(1).mean(1)
-            if how.statistics and known is not None and features is not None:
-                total = total + how.statistics * _unlike(features, x, known)
             gradients = torch.autograd.grad(total.sum(), held)
             with torch.no_grad():
                 better = matched.double().cpu() < worth
@@ -110,7 +102,7 @@ def descend(view: SentUpdate, how: How, *, start: Tensor | None = None, features
                 x.clamp_(low, high)
     chosen = int(worth.argmin())
     told = labels if labels is not None else answers[chosen].argmax(-1)  # type: ignore[index]
-    return Descended(best[chosen], told, float(worth[chosen]), tuple(curve), best)
+    return Descended(best[chosen], told, float(worth[chosen]), tuple(curve))
 
 
 def compared(found: Mapping[str, Tensor], target: Mapping[str, Tensor], names: list[str], objective: Objective, positions: str | None) -> Tensor:
@@ -176,16 +168,15 @@ def inverting_gradients(view: SentUpdate, how: How | None = None, *, start: Tens
     return descend(view, how or How(objective="cosine", smooth=0.2), start=start)
 
 
-def gradvit(view: SentUpdate, how: How | None = None, *, features: Features | None = None) -> Descended:
-    """Images by gradients layer by layer, with priors for patches and for images.
+def gradvit(view: SentUpdate, how: How | None = None) -> Descended:
+    """Images by gradients layer by layer, with priors for patches.
 
-    Sees: model, update, batch size; features' statistics of other images, where `features` are given. Recovers: images of ViTs. Why it works: every
-    layer's gradient counts alike; patches must continue each other; restarts pull each other to their mean; images must look like images to a
-    network. What stops it: as above. **Not the paper's**: its image prior is the batch norms of a ResNet that was trained on ImageNet, which is not
-    here, and the AlexNet that is (of LPIPS) has none: `features` of any network will do, whose moments over the granted images stand for them.
-    Floor: the mean image. Ceiling: exact. References: Hatamizadeh et al. 2022 (GradViT, 2203.11894). Cost: as above.
+    Sees: model, update, batch size. Recovers: images of ViTs. Why it works: every layer's gradient counts alike; patches must continue each other;
+    restarts pull each other to their mean. What stops it: as above. **Not the paper's**: its image prior is the batch norms of a ResNet that was
+    trained on ImageNet, which is not here. Floor: the mean image. Ceiling: exact. References: Hatamizadeh et al. 2022 (GradViT, 2203.11894). Cost: as
+    above.
     """
-    return descend(view, how or How(objective="layers", smooth=0.05, seams=0.1, near=0.01, statistics=0.05, schedule="cosine"), features=features)
+    return descend(view, how or How(objective="layers", smooth=0.05, seams=0.1, near=0.01, schedule="cosine"))
 
 
 def april_descent(view: SentUpdate, how: How | None = None) -> Descended:
@@ -200,8 +191,7 @@ def april_descent(view: SentUpdate, how: How | None = None) -> Descended:
 
 def refined(view: SentUpdate, start: Tensor, how: How | None = None) -> Descended:
     """Inverting gradients from where a closed form ended."""
-    how = how or How(rate=0.02, smooth=0.05)
-    return inverting_gradients(view, replace(how, start="given"), start=start)
+    return inverting_gradients(view, how or How(rate=0.02, smooth=0.05), start=start)
 
 
 def _mask(view: SentUpdate) -> Tensor | None:
@@ -241,17 +231,3 @@ def _falling(schedule: str, along: float) -> float:
     if schedule == "steps":
         return 0.1 ** sum(along >= mark for mark in (3 / 8, 5 / 8, 7 / 8))
     return 0.5 * (1 + math.cos(math.pi * along)) if schedule == "cosine" else 1.0
-
-
-def _moments(features: Features, images: Tensor) -> list[tuple[Tensor, Tensor]]:
-    with torch.no_grad():
-        return [(f.mean((0, 2, 3)), f.std((0, 2, 3))) for f in features(images)]
-
-
-def _unlike(features: Features, x: Tensor, known: list[tuple[Tensor, Tensor]]) -> Tensor:
-    out = []
-    for guess in x:
-        told = [((f.mean((0, 2, 3)) - m) / (s + 1e-3)).square().mean() + ((f.std((0, 2, 3)) - s) / (s + 1e-3)).square().mean()
-                for f, (m, s) in zip(features(guess), known, strict=True)]  # fmt: skip
-        out.append(torch.stack(told).mean())
-    return torch.stack(out)

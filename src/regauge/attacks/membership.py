@@ -79,7 +79,7 @@ def practise(view: SentUpdate) -> Practised:
             plain, beside = _scores(view, layers, name, torch.cat([inside, apart.to(inside)]), contexts, moments[n], rest)
             for level in range(len(LEVELS)):
                 for compared, scores in ((False, plain[level]), (True, beside[level])):
-                    told.setdefault((level, compared), []).append(_auc(scores[: len(inside)], scores[len(inside) :]))
+                    told.setdefault((level, compared), []).append(auc(scores[: len(inside)], scores[len(inside) :]))
         for (level, compared), values in told.items():
             mean = sum(values) / len(values)
             if best is None or mean > best.auc:
@@ -219,6 +219,10 @@ def _name_of(model: torch.nn.Module, module: torch.nn.Module | None) -> str:
     return name
 
 
-def _auc(inside: Tensor, outside: Tensor) -> float:
-    above = (inside[:, None] > outside[None]).double() + 0.5 * (inside[:, None] == outside[None]).double()
-    return float(above.mean())
+def auc(inside: Tensor, outside: Tensor) -> float:
+    """How often something inside has the higher score than something outside; a tie is half."""
+    from scipy.stats import rankdata
+
+    ranks = rankdata(torch.cat([inside, outside]).double().numpy())
+    n, m = len(inside), len(outside)
+    return float((ranks[:n].sum() - n * (n + 1) / 2) / (n * m))

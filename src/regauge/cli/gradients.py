@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +14,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
+from regauge.cli.given import given_of, refuse
 from regauge.cli.leaking import open_plain, require_size, text_of
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
@@ -45,9 +47,13 @@ DEFAULT = (
 
 
 TEXTS = ("dropout", "batch=4", "clients=4", "steps=4", "prune=0.9", "noise=0.1", "private=1.0", "freeze=embedding", "freeze=embedding,first")
+OF_IMAGES = ("batches", "stages", "budget", "practice", "lpips", "gallery", "resize", "mean", "std")
+OF_TEXTS = ("tokenizer", "length")
+OF_RUNS = ("run", "only", "attacks", "budget", "practice", "gallery", "seed", "json", "report", "threads", "verbose")
 
 
 def gradients(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The folder that clients train: ViT or DeiT (transformers, timm), BERT and its like, GPT-2.")
     ] = None,
@@ -107,23 +113,27 @@ def gradients(
     from regauge.errors import need
 
     need("torchmetrics", "audit")
+    given = given_of(context)
     if run is not None:
         from regauge.cli.recorded import audit_recorded
 
-        names = None if attacks is None else [p.strip() for p in attacks.split(",") if p.strip()]
+        refuse(given, ["fail_above"], "a run has no undefended updates that a share of the way could be measured to; audit its MODEL")
+        refuse(given, [name for name in given if name not in OF_RUNS], "the run that --from names says it")
         spend = replace(_budget(budget, seed), practice=practice)
-        return audit_recorded(run, _counts(only, "--rounds"), names, spend, gallery, json, report)
+        set_threads(threads)
+        return audit_recorded(run, _counts(only, "--rounds"), _names(attacks), spend, gallery, json, report, given)
+    refuse(given, ["only"], "rounds are of --from RUN")
     if model is None or data is None:
         raise typer.BadParameter("give MODEL and --data, or --from RUN")
     from regauge.gradients.defences import plan_of
 
-    combinations = list(defence or DEFAULT)
-    for combination in combinations:
-        plan_of(combination)
-    sizes, marks = _counts(batches, "--batches"), _counts(stages, "--train")
-    spend = replace(_budget(budget, seed), practice=practice)
     if not 0 < rate < math.inf:
         raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
+    combinations, skipped = (list(defence), []) if defence else default(DEFAULT, steps)
+    for combination in combinations:
+        plan_of(combination, batch, steps, rate)
+    sizes, marks = _counts(batches, "--batches"), _counts(stages, "--train")
+    spend = replace(_budget(budget, seed), practice=practice)
     check_device(device)
     from regauge.gradients import GradientCase, audit_gradients
     from regauge.metrics import Lpips
@@ -133,22 +143,28 @@ def gradients(
     module, checkpoint = open_plain(model, is_random, seed)
     source = sample.Sample(data, field, data_split, tokenizer, length, mean, std)
     is_text = "input_ids" in inspect.signature(module.forward).parameters
+    reads, other, strange = ("texts", "images", OF_IMAGES) if is_text else ("images", "texts", OF_TEXTS)
+    refuse(given, strange, f"it is for models of {other}, and {model} reads {reads}")
     if not resize and not is_text:
         require_size(source, module)
     examples, task = source.read(module, checkpoint)
     own, victims = parts(examples, samples, seed)
     if is_text:
+        if not defence:
+            combinations, skipped = default(TEXTS, steps)
         return _texts(
             module.to(device),
             victims,
             own,
-            combinations if defence else list(TEXTS),
+            combinations,
+            skipped,
             attacks,
             updates,
             batch,
             steps,
             rate,
             optimised,
+            fail_above,
             seed,
             model,
             data,
@@ -156,7 +172,7 @@ def gradients(
             json,
             report,
         )
-    chosen = _attacks(attacks)
+    chosen = _attacks(attacks, False)
     say(f"{len(victims)} images of the clients', {len(own)} of the attacker's; {updates} updates are attacked under each combination")
     module = module.to(device)
     later = trained(module, victims, marks, seed) if marks else {}
@@ -191,7 +207,7 @@ def gradients(
     about |= {"attacker's images": len(own), "updates": updates, "batch": batch, "steps": steps, "rate": rate, "seed": seed}
     about |= {"granted": {a.title: a.threat.told() for a in chosen}}
     facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
-    results = replace(found, facts=facts)
+    results = replace(found, facts=facts, unchecked=(*found.unchecked, *skipped))
     return deliver(results, text_of(results, 2), json, report)
 
 
@@ -200,12 +216,14 @@ def _texts(
     victims: Examples,
     own: Examples,
     combinations: list[str],
+    skipped: list[str],
     attacks: str | None,
     updates: int,
     batch: int,
     steps: int,
     rate: float,
     optimised: int,
+    fail_above: float | None,
     seed: int,
     model: str,
     data: str,
@@ -214,22 +232,23 @@ def _texts(
     report: Path | None,
 ) -> int:
     """The audit of a model of texts."""
-    from regauge.gradients.reading import ATTACKS, TextCase, audit_texts
+    from regauge.gradients.reading import TextCase, audit_texts
 
-    names = [p.strip() for p in (attacks or "").split(",") if p.strip()]
-    known = [a.name for a in ATTACKS]
-    unknown = [n for n in names if n not in (*known, "all")]
-    if unknown:
-        raise typer.BadParameter(f'there is no attack "{unknown[0]}" on texts; there are: {", ".join(known)}', param_hint="--attacks")
-    chosen = [a for a in ATTACKS if (a.name in names or "all" in names if names else not a.is_slow)]
+    chosen = _attacks(attacks, True)
     say(f"{len(victims)} texts of the clients', {len(own)} of others; {updates} updates are attacked under each combination")
     case = TextCase(module, victims, own, updates, batch, steps, rate, seed, Path(str(data)).stem)
     with step_bar("audit") as progress:
-        found = audit_texts(case, combinations, attacks=chosen, optimised=optimised, progress=progress)
+        found = audit_texts(case, combinations, attacks=chosen, optimised=optimised, most=fail_above, progress=progress)
     about: dict[str, Any] = {"model": model, "data": data, "updates": updates, "batch": batch, "steps": steps, "seed": seed}
     facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
-    results = replace(found, facts=facts)
+    results = replace(found, facts=facts, unchecked=(*found.unchecked, *skipped))
     return deliver(results, text_of(results), json, report)
+
+
+def default(combinations: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
+    """What is audited where no combination is named, and what is left out of it, and why: `private` is for gradients of one batch."""
+    out = [c for c in combinations if steps > 1 and c.startswith("private")]
+    return [c for c in combinations if c not in out], [f"{c}: it is for gradients of one batch, and updates have {steps} steps" for c in out]
 
 
 def parts(examples: Examples, samples: int | None, seed: int) -> tuple[Examples, Examples]:
@@ -272,19 +291,19 @@ def _counts(text: str, name: str) -> list[int]:
     return sorted({int(p) for p in given})
 
 
-def _attacks(text: str | None) -> Any:
-    from regauge.gradients.attacking import ATTACKS, QUICK
+def _names(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
-    if text is None:
-        return QUICK
-    if text == "all":
-        return ATTACKS
-    names = [part.strip() for part in (text or "").split(",") if part.strip()]
-    unknown = [n for n in names if n not in {a.name for a in ATTACKS}]
-    if unknown:
-        known = ", ".join(a.name for a in ATTACKS)
-        raise typer.BadParameter(f'there is no attack "{unknown[0]}"; there are: {known}', param_hint="--attacks")
-    return tuple(a for a in ATTACKS if not names or a.name in names)
+
+def _attacks(text: str | None, is_text: bool) -> Any:
+    from regauge.attacks.updates import UpdateError
+    from regauge.gradients import attacking, reading
+
+    on_texts: Any = (reading.ATTACKS, [a for a in reading.ATTACKS if not a.is_slow], "texts")
+    try:
+        return attacking.chosen(_names(text), *(on_texts if is_text else (attacking.ATTACKS, attacking.QUICK, "images")))
+    except UpdateError as error:
+        raise typer.BadParameter(f"{error}; {error.hint}", param_hint="--attacks") from error
 
 
 def _budget(text: str, seed: int) -> Any:

@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from regauge.cli.console import step_bar
+from regauge.cli.given import refuse
 from regauge.cli.leaking import text_of
 from regauge.cli.run import deliver, facts_of_run
 
+OF_IMAGES = ("budget", "practice", "gallery", "seed")
+
 
 def audit_recorded(
-    run: Path, rounds: Sequence[int], attacks: Sequence[str] | None, budget: Any, gallery: int, json: Path | None, report: Path | None
+    run: Path,
+    rounds: Sequence[int],
+    attacks: Sequence[str] | None,
+    budget: Any,
+    gallery: int,
+    json: Path | None,
+    report: Path | None,
+    given: Mapping[str, str],
 ) -> int:
-    """Attack the rounds of a run, counted from 1, and tell accuracy and leakage side by side."""
-    from regauge.federated.auditing import audit_run
+    """Attack the rounds of a run, counted from 1, and tell accuracy and leakage side by side. `given` are the options that were."""
+    from regauge.federated import auditing
 
     started = time.monotonic()
+    opened = auditing.open_run(run, [n - 1 for n in rounds])
+    if opened.task["kind"] != "images":
+        refuse(given, OF_IMAGES, f"it is for runs on images, and that in {run} is on texts")
     with step_bar("audit") as progress:
-        found = audit_run(run, rounds=[n - 1 for n in rounds], attacks=attacks, budget=budget, pictures=gallery, progress=progress)
+        found = auditing.audit_recorded(opened, attacks=attacks, budget=budget, pictures=gallery, progress=progress)
     results = replace(found, facts={**facts_of_run(), **found.facts, "seconds": round(time.monotonic() - started, 1)})
     return deliver(results, text_of(results), json, report)

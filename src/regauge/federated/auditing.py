@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 
 from regauge.attacks.updates import Rehearsal, Update, added
 from regauge.federated import keeping
-from regauge.federated.clients import aim, contribute, plain
+from regauge.federated.clients import aim, contribute
 from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.partitions import parts_of
 from regauge.federated.rounds import done
@@ -32,11 +32,10 @@ from regauge.gradients.reading import TextAttack
 from regauge.gradients.scoring import average
 from regauge.jigsaw import MaskedJigsaw
 from regauge.streams import seed_key
-from regauge.tasks import Examples, task_of
+from regauge.tasks import Examples
 
 Tensor = torch.Tensor
 Tell = Callable[[int, int, str], None]
-A = TypeVar("A", Attack, TextAttack)
 Row = dict[str, Any]  # of one update: "round", "client", "leak", "floor", what else was told, and "why ..." an attack could not try
 
 
@@ -88,12 +87,14 @@ def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = 
     found = keeping.about_of(folder)
     settings, source = read_settings(found["settings"]), Source(**found["about"]["source"])
     model = source.live(settings)
-    shared, test = source.read(model)
+    shared, test, task = source.read(model)
     recorded = {n: [c for c in who if not clients or c in clients] for n, who in seen_rounds(folder).items() if not rounds or n in rounds}
     todo = [(n, group) for n, who in recorded.items() for group in ([tuple(who)] if settings.secure and who else [(c,) for c in who])]
     if not todo:
-        raise FederatedError("nothing of these rounds and clients was recorded", hint=f"recorded: rounds {sorted(seen_rounds(folder))}")
-    return Recorded(folder, settings, source, model, parts_of(shared, settings), test, todo, _task(source, model))
+        raise FederatedError(
+            "nothing of these rounds and clients was recorded", hint=f"recorded: rounds {', '.join(str(n + 1) for n in sorted(seen_rounds(folder)))}"
+        )
+    return Recorded(folder, settings, source, model, parts_of(shared, settings), test, todo, task)
 
 
 def truth_of(model: torch.nn.Module, examples: Examples, rows: Sequence[Sequence[int]], settings: Settings, number: int, client: int) -> Truth:
@@ -130,26 +131,6 @@ def rehearsed(model: torch.nn.Module, seen: Seen, own: Examples, settings: Setti
             truths.append(truth_of(model, mine, sent.rows, like, seen.round, client))
             made.append(Update(defended(sent, model, defences, seed_key(like.seed)).tensors, "change", sent.steps, sent.rate))
         yield rehearsal_of(made[0] if clients == 1 else added(made), truths[0] if clients == 1 else joined(truths))
-
-
-def chosen(names: Sequence[str] | None, table: Sequence[A], usual: Sequence[A], what: str) -> tuple[A, ...]:
-    """Attacks of a table by their names; None: the usual ones; "all"."""
-    if names is None:
-        return tuple(usual)
-    known: list[str] = [a.name for a in table]
-    unknown = [n for n in names if n not in (*known, "all")]
-    if unknown:
-        raise FederatedError(f'there is no attack "{unknown[0]}" on {what}', hint=f"there are: {', '.join(known)}")
-    return tuple(a for a in table if "all" in names or a.name in names)
-
-
-def _task(source: Source, model: torch.nn.Module) -> dict[str, Any]:
-    from regauge.data import open_data
-
-    beside = Path(source.model) if Path(source.model).is_dir() else Path(source.model).parent
-    data = open_data(source.data, fields=source.fields, split=source.split)
-    how: dict[str, Any] = {"tokenizer": source.tokenizer, "length": source.length, "mean": source.mean, "std": source.std}
-    return dict(task_of(plain(model), data, beside=beside, **how)[0])
 
 
 def told(
@@ -213,11 +194,16 @@ def audit_run(
 ) -> Results:
     """Attack what was sent in these rounds by these clients (by default all that was recorded), by attacks of these names (by default all that take
     no descent): accuracy and leakage over rounds, on one page."""
+    return audit_recorded(open_run(folder, rounds, clients), attacks=attacks, budget=budget, pictures=pictures, progress=progress)
+
+
+def audit_recorded(
+    run: Recorded, *, attacks: Sequence[str] | None = None, budget: Budget | None = None, pictures: int = 4, progress: Tell | None = None
+) -> Results:
+    """The same, of a run that is open."""
     from regauge.federated.reading import audit_texts
     from regauge.federated.seeing import audit_images
 
-    run = open_run(folder, rounds, clients)
-    spend = budget or Budget(seed=run.settings.seed)
     if run.task["kind"] == "images":
-        return audit_images(run, attacks, spend, pictures, progress)
+        return audit_images(run, attacks, budget or Budget(seed=run.settings.seed), pictures, progress)
     return audit_texts(run, attacks, progress)

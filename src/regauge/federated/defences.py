@@ -23,7 +23,7 @@ import torch
 from regauge.federated.settings import FederatedError
 from regauge.federated.states import Contribution
 from regauge.gradients.defences import Clip, Freeze, Noise, Prune, Round, Withhold, clipped, names_of
-from regauge.split.defences import DefenceError, Draw, in_turn, read_named, spent
+from regauge.split.defences import DefenceError, Draw, in_turn, parts_of, read_named, spent
 
 Tensor = torch.Tensor
 DELTA = 1e-5
@@ -65,7 +65,7 @@ DEFENCES: Mapping[str, type] = {
 
 def read_defences(texts: Sequence[str]) -> tuple[Any, ...]:
     """Defences as the command line names them, in the order in which they act; none of a kind twice."""
-    made = in_turn([read_named(text, DEFENCES) for text in texts])
+    made = in_turn([read_named(part, DEFENCES) for text in texts for part in parts_of(text)])
     if {Clip, Private} <= {type(d) for d in made}:
         raise DefenceError("private clips by itself", hint="leave out clip; private=1.0,norm=0.5 says the norm")
     return made

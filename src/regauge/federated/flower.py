@@ -1,7 +1,7 @@
 """Flower, and all that regauge knows of it: messages, a ClientApp, a ServerApp, mods, a simulation. Nothing else imports flwr.
 
     simulate(source, settings, folder)            # Ray, in this machine's memory
-    app = client_app(), server_app()              # what `apps` writes into a bundle for SuperLink and SuperNodes (`deploying`)
+    app = client_app(), server_app()              # what a bundle has for SuperLink and SuperNodes (`deploying`)
 
 The rounds are ours (`rounds.run`), with a `GridEngine` in place of `InProcess`: what is checked, averaged, kept and told is the same on every engine.
 Telemetry (of Flower, and of Ray) and the check for updates are switched off before flwr is imported, unless the environment says otherwise.
@@ -47,6 +47,7 @@ from regauge.federated.states import Absence, Contribution, State  # noqa: E402
 from regauge.federated.withholding import Own, after, withheld  # noqa: E402
 from regauge.gradients.defences import Withhold  # noqa: E402
 from regauge.split.defences import Draw  # noqa: E402
+from regauge.split.defences import parts_of as texts_of  # noqa: E402
 from regauge.streams import seed_key  # noqa: E402
 from regauge.tasks import Examples  # noqa: E402
 
@@ -235,7 +236,7 @@ def defending(source: Source | None = None) -> Mod:
 
 def defences_of(settings: Settings, context: Context) -> tuple[Any, ...]:
     """The run's defences, and the node's own. The node's come in place of the run's of the same kind: a server cannot weaken them."""
-    own = [text for text in str(context.node_config.get("defences", "")).split("+") if text]
+    own = [text for text in texts_of(str(context.node_config.get("defences", ""))) if text]
     kinds = {text.partition("=")[0] for text in own}
     return read_defences([*own, *(text for text in settings.defences if text.partition("=")[0] not in kinds)])
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,3 @@ def load(folder: Path) -> Kept | None:
         return Kept(groups["state"], Memory(groups["memory"], int(metadata["rounds"])), history)
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read as the state of a run: {error!r}", hint="restore it from a copy") from error
-
-
-def told(history: Sequence[Round]) -> list[dict[str, Any]]:
-    return [asdict(r) for r in history]

@@ -10,11 +10,12 @@ import torch
 
 from regauge.attacks.classes import label_counts
 from regauge.attacks.updates import Granted, SentUpdate, UpdateError
-from regauge.federated.auditing import Leak, Recorded, Row, Tell, chosen, told
+from regauge.federated.auditing import Leak, Recorded, Row, Tell, told
 from regauge.federated.clients import plain
 from regauge.federated.spying import Seen
 from regauge.federated.states import load_state
 from regauge.findings import Results
+from regauge.gradients.attacking import chosen
 from regauge.gradients.clients import Truth
 from regauge.gradients.reading import ATTACKS, TextAttack, words_of
 from regauge.gradients.scoring import told_labels

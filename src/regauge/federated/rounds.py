@@ -124,7 +124,7 @@ def run(
         if voids >= PATIENCE:
             reasons = "; ".join(f"client {c}: {why}" for c, why in list(kept.history[-1].absent.items())[:3]) or "no client is there"
             raise FederatedError(
-                f"round {number} had too few contributions {PATIENCE} times ({settings.least} are needed): {reasons}",
+                f"round {number + 1} had too few contributions {PATIENCE} times ({settings.least} are needed): {reasons}",
                 hint="nothing is lost: the same command goes on from the last round" if folder else "fewer may be enough: --least",
             )
     return kept

@@ -71,20 +71,20 @@ class Source:
                 model = type(model)(config)
         return prepared(model, settings).to(self.device)
 
-    def read(self, model: torch.nn.Module) -> tuple[Examples, Examples]:
-        """What clients share, and what the server measures on."""
+    def read(self, model: torch.nn.Module) -> tuple[Examples, Examples, dict[str, Any]]:
+        """What clients share, what the server measures on, and the task of both: how the model reads them."""
+        whole, task = self._examples(model, self.data, self.split)
         if self.test is not None:
-            return self._examples(model, self.data, self.split), self._examples(model, self.test, self.test_split)
-        whole = self._examples(model, self.data, self.split)
+            return whole, self._examples(model, self.test, self.test_split)[0], task
         order = np.random.default_rng(109).permutation(len(whole))
         held = max(1, round(HELD * len(whole)))
-        return whole.only(np.sort(order[held:])), whole.only(np.sort(order[:held]))
+        return whole.only(np.sort(order[held:])), whole.only(np.sort(order[:held])), task
 
-    def _examples(self, model: torch.nn.Module, uri: str, split: str) -> Examples:
+    def _examples(self, model: torch.nn.Module, uri: str, split: str) -> tuple[Examples, dict[str, Any]]:
         checkpoint = open_checkpoint(self.model)
         beside = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
         how: dict[str, Any] = {"beside": beside, "tokenizer": self.tokenizer, "length": self.length, "mean": self.mean, "std": self.std}
-        return read_examples(plain(model), open_data(uri, fields=self.fields, split=split), **how)[0]
+        return read_examples(plain(model), open_data(uri, fields=self.fields, split=split), **how)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +110,9 @@ def federated(
     about: Mapping[str, Any] | None = None,
 ) -> Found:
     """Train on an engine, or in this process. A folder that holds this run goes on where it stood; with `spy` it keeps what the server sees."""
+    epsilon(read_defences(settings.defences), 0)  # what was spent is told at the end: the accountant is asked for now
     model = source.live(settings)
-    shared, test = source.read(model)
+    shared, test, _ = source.read(model)
     test, inputs = fusing.parted(test) if settings.independent else (test, ())
     own = Own(folder / OWN)
     here = None if engine else InProcess(model, parts_of(shared, settings), settings, own)  # what cannot be is refused before a folder is made

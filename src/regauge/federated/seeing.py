@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from regauge.attacks.updates import Granted, Rehearsal, SentUpdate, UpdateError
-from regauge.federated.auditing import Leak, Recorded, Row, Tell, chosen, rehearsed, told
+from regauge.attacks.membership import auc
+from regauge.attacks.updates import Rehearsal, SentUpdate, UpdateError
+from regauge.federated.auditing import Leak, Recorded, Row, Tell, rehearsed, told
 from regauge.federated.settings import Settings
 from regauge.federated.spying import Seen
 from regauge.federated.states import load_state
 from regauge.findings import Figure, Results
-from regauge.gradients.attacking import ATTACKS, QUICK, Attack, Budget, attempt
+from regauge.gradients.attacking import ATTACKS, QUICK, Attack, Budget, attempt, chosen, fitting, lesson
 from regauge.gradients.auditing import REHEARSALS, asked_of, shared_out
-from regauge.gradients.clients import Truth, on
-from regauge.gradients.scoring import assigned, auc, average, score, told_labels
+from regauge.gradients.clients import Truth, shown
+from regauge.gradients.scoring import assigned, average, score, told_labels
 from regauge.leakage.auditing import in_unit
 from regauge.leakage.scoring import mean as mean_of
 from regauge.tasks import Examples
@@ -43,17 +44,8 @@ class Practice:
         return self.first
 
     def lesson(self, attack: Attack, view: SentUpdate, budget: Budget) -> Any:
-        """What an attack learns of this round; attacks that learn the same share it. Raises where there is nothing to learn."""
-        assert attack.learn is not None
-        if attack.learn not in self.lessons:
-            try:
-                self.lessons[attack.learn] = attack.learn(view, budget, lambda n: self.make(n, 700))
-            except UpdateError as error:
-                self.lessons[attack.learn] = error
-        found = self.lessons[attack.learn]
-        if isinstance(found, UpdateError):
-            raise found
-        return found
+        """What an attack learns of this round."""
+        return lesson(self.lessons, attack, view, budget, lambda n: self.make(n, 700))
 
 
 def practising(model: torch.nn.Module, seen: Seen, own: Examples, settings: Settings, clients: int = 1) -> Practice:
@@ -66,7 +58,7 @@ def practising(model: torch.nn.Module, seen: Seen, own: Examples, settings: Sett
 
 
 def audit_images(run: Recorded, names: Sequence[str] | None, budget: Budget, pictures: int, progress: Tell | None) -> Results:
-    attacks = chosen(names, ATTACKS, QUICK, "images")
+    attacks, unfit = fitting(chosen(names, ATTACKS, QUICK, "images"), run.test)
     units: Units = (run.task["mean"], run.task["std"])
     mine, apart = shared_out(run.test.only(np.arange(min(OWN, len(run.test)))))
     images = mine.batch(np.arange(len(mine)))[0]["pixel_values"]
@@ -90,7 +82,7 @@ def audit_images(run: Recorded, names: Sequence[str] | None, budget: Budget, pic
         figures.append(Figure("Was this patch in the batch?", "lines", {**lines, "log": False}))
     if gallery:
         figures.append(Figure("First and last", "images", {"columns": ["" for _ in gallery[0]["images"]], "rows": gallery}))
-    return told(run, rows, IMAGES, attacks, figures)
+    return replace(told(run, rows, IMAGES, attacks, figures), unchecked=tuple(unfit))
 
 
 def attacked(
@@ -115,7 +107,7 @@ def attacked(
     for attack in attacks:
         try:
             rehearsals = practice.rehearsals() if practice is not None and attack.learn is not None else ()
-            view = _view(model, seen, truth, attack, images, rehearsals)
+            view = shown(model, seen.update, truth, attack.threat, images, rehearsals)
             learned = practice.lesson(attack, view, budget) if practice is not None and attack.learn is not None else None
             asked, inside = asked_of(view, truth, apart, seen.round) if attack.kind == "patches" else (None, 0)
             one = attempt(attack, view, budget, asked, learned)
@@ -136,19 +128,6 @@ def attacked(
         elif attack.kind == "mask" and truth.puzzle is not None:
             row["mask"] = float((one.found == truth.puzzle.mask[0]).double().mean())
     return row, true, best
-
-
-def _view(model: torch.nn.Module, seen: Seen, truth: Truth, attack: Attack, images: Tensor, rehearsals: tuple[Rehearsal, ...]) -> SentUpdate:
-    threat = attack.threat
-    pixels = on(model, truth.read)["pixel_values"]
-    granted = Granted(
-        batch=len(truth.labels) if threat.batch else None,
-        labels=truth.labels if threat.labels else None,
-        mask=truth.puzzle.mask if threat.mask and truth.puzzle is not None else None,
-        images=images if threat.images else None,
-        rehearsals=rehearsals if threat.images else (),
-    )
-    return SentUpdate(model, seen.update, tuple(pixels.shape[1:]), granted)
 
 
 def _verdict(of: Callable[[str], float | None]) -> str:

@@ -13,9 +13,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+import torch
+
 from regauge.errors import RegaugeError
 from regauge.keys import canonical
-from regauge.split.optimizing import Training
+from regauge.split.optimizing import Training, TrainingError
 
 VERSION = 1  # of settings, messages and run folders
 STRATEGIES = ("fedavg", "fedprox", "fedadam", "matched")
@@ -68,6 +70,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         faults = [text for wrong, text in self._faults() if wrong]
+        if not faults:
+            try:
+                self.training.build([torch.nn.Parameter(torch.zeros(1))])  # its rules are its own: it is asked before a run's folder is made
+            except (ValueError, TrainingError) as error:
+                faults.append(str(error))
         if faults:
             raise FederatedError("these settings cannot be:\n" + "\n".join(f"  {text}" for text in faults), hint="regauge federate --help")
 

@@ -70,7 +70,7 @@ def load_seen(folder: Path, number: int, client: int) -> Seen:
     tensors, metadata = read_tensors(there / f"client-{client:05}.safetensors", "federated update", VERSION)
     about: dict[str, Any] = json.loads(metadata["about"])
     if about["kind"] != "change":
-        raise FederatedError(f"client {client} sent whole weights in round {number}: there is no update in them", hint="choose a later round")
+        raise FederatedError(f"client {client} sent whole weights in round {number + 1}: there is no update in them", hint="choose a later round")
     update = Update(tensors, "change", int(about["steps"]), float(about["rate"]))
     return Seen(number, client, state, update, int(about["batch"]), int(about["examples"]))
 

@@ -90,7 +90,7 @@ def fault_of(sent: Contribution, state: State, layout: str, number: int) -> str 
     if sent.layout != layout:
         return "it trained another version of the model"
     if sent.round != number:
-        return f"it answers round {sent.round}, and this is round {number}"
+        return f"it answers round {sent.round + 1}, and this is round {number + 1}"
     if sent.examples < 1:
         return "it has no examples"
     if not math.isfinite(sent.loss):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -21,10 +21,19 @@ from regauge.attacks.membership import Practised, practise, practised_membership
 from regauge.attacks.regression import Learned, learn_regression, regressed, resemblance
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Rehearsal, SentUpdate, Threat, UpdateError
+from regauge.tasks import Examples
 
 Tensor = torch.Tensor
 Kind = Literal["images", "patches", "mask", "labels"]
+A = TypeVar("A", bound="Named")
 Practice = Callable[[int], Iterable[Rehearsal]]  # so many updates of the adversary's own, made by the client's code
+
+
+class Named(Protocol):
+    """What has a name, as attacks on images and on texts have."""
+
+    @property
+    def name(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -220,8 +229,43 @@ ATTACKS: tuple[Attack, ...] = (
 QUICK = tuple(a for a in ATTACKS if not a.is_slow and a.name != "april")  # what an audit tries where nothing else is said
 
 
+def fitting(attacks: Sequence[Attack], examples: Examples) -> tuple[tuple[Attack, ...], list[str]]:
+    """The attacks that can be tried on examples of a kind, and why others are not: classes are counted, and descents go by the loss, of one answer
+    to each image."""
+    out = [a for a in attacks if examples.multi and (a.kind == "labels" or a.is_slow)]
+    kept = tuple(a for a in attacks if a not in out)
+    if out and not kept:
+        raise UpdateError(
+            f"each image has several answers, and {out[0].title} is for one", hint="choose other attacks: least squares, span, regression"
+        )
+    return kept, [f"{a.title}: it is for one answer to each image, and these have several" for a in out]
+
+
+def chosen(names: Sequence[str] | None, table: Sequence[A], usual: Sequence[A], what: str) -> tuple[A, ...]:
+    """Attacks of a table by their names, in the table's order; "all", alone or among others, is all of them; no name: the usual ones."""
+    known = [a.name for a in table]
+    unknown = [n for n in names or () if n not in (*known, "all")]
+    if unknown:
+        raise UpdateError(f'there is no attack "{unknown[0]}" on {what}', hint=f"there are: {', '.join(known)}; or all")
+    return tuple(a for a in table if "all" in names or a.name in names) if names else tuple(usual)
+
+
 def named(names: Sequence[str]) -> tuple[Attack, ...]:
     return tuple(a for a in ATTACKS if a.name in names)
+
+
+def lesson(kept: dict[Any, Any], attack: Attack, view: SentUpdate, budget: Budget, practice: Practice) -> Any:
+    """What an attack learns; it is `kept`, and attacks that learn the same share it. Raises where there is nothing to learn."""
+    assert attack.learn is not None
+    if attack.learn not in kept:
+        try:
+            kept[attack.learn] = attack.learn(view, budget, practice)
+        except UpdateError as error:
+            kept[attack.learn] = error
+    found = kept[attack.learn]
+    if isinstance(found, UpdateError):
+        raise found
+    return found
 
 
 @dataclass(frozen=True, eq=False)

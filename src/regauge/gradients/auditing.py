@@ -11,15 +11,17 @@ import numpy as np
 import torch
 
 from regauge.attacks.layers import Layers, layers_of
+from regauge.attacks.membership import auc
 from regauge.attacks.updates import SentUpdate, UpdateError
+from regauge.errors import need
 from regauge.findings import Results, judged
 from regauge.gradients import telling
-from regauge.gradients.attacking import QUICK, Attack, Attempt, Budget, attempt
+from regauge.gradients.attacking import QUICK, Attack, Attempt, Budget, attempt, fitting, lesson
 from regauge.gradients.clients import Truth, contribute, on, practice, prepared, rehearse, view_of
 from regauge.gradients.defences import NONE, Plan, plan_of
-from regauge.gradients.scoring import LEAK, Case, Row, Scored, assigned, auc, patches_of, score, told_labels
+from regauge.gradients.scoring import LEAK, Case, Row, Scored, assigned, patches_of, score, told_labels
 from regauge.leakage.auditing import in_unit
-from regauge.leakage.scoring import LeakageError, Scores, mean, scored
+from regauge.leakage.scoring import LeakageError, Scores, mean
 from regauge.metrics import Lpips
 from regauge.tasks import Examples
 
@@ -69,6 +71,8 @@ def audit_gradients(
     budget = budget or Budget(seed=case.seed)
     combinations = list(dict.fromkeys((NONE, *combinations)))
     check(case, [*combinations, *(f"batch={b}" for b in batches)])
+    wanted = attacks
+    attacks, unfit = fitting(wanted, case.victims)
     closed = [a for a in attacks if not a.is_slow]  # what curves are drawn by
     total = len(combinations) * len(attacks) + len(batches) * len(closed) + len(case.stages) * len(combinations) * len(closed)
     done = 0
@@ -86,7 +90,8 @@ def audit_gradients(
         progress(total, total, "")
     measured = Case(case.name, rows, floors(case, lpips), pixels(case, _first(case, pictures)) if pictures else None, sizes, stages)
     unchecked = [] if lpips is not None else ["LPIPS: the weights of AlexNet were not given (--lpips)"]
-    if not any(a.is_slow for a in attacks):
+    unchecked += unfit
+    if not any(a.is_slow for a in wanted):
         unchecked.append("attacks by descent: none was chosen (--attacks inverting, or all)")
     found = telling.results("What updates give away", [measured], attacks, unchecked)
     return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else judged(f, most) for f in found.findings))
@@ -97,6 +102,8 @@ def check(case: GradientCase, combinations: Sequence[str]) -> None:
     if len(case.own) < 2:
         raise LeakageError(f"an attacker with {len(case.own)} images of its own has no mean image to compare with", hint="give more data")
     layers_of(case.model, tuple(_inputs(case.own.only([0])).shape[1:]))
+    if any(_plan(case, c).private for c in combinations):
+        need("dp_accounting", "privacy")  # an epsilon is told at the end
     for combination in combinations:
         plan = _plan(case, combination)
         needed = plan.samples * plan.clients
@@ -129,23 +136,17 @@ def row_of(
     why: dict[str, str] = {}
     lessons: dict[Any, Any] = {}
 
-    def lesson(attack: Attack) -> Any:
-        """What an attack learns, once for all updates; attacks that learn the same share it."""
-        assert attack.learn is not None
-        if attack.learn not in lessons:
-            seen = view_of(made[0][0], plan, made[0][1], made[0][2], attack.threat, own, rehearsals)
-            try:
-                lessons[attack.learn] = attack.learn(seen, budget, lambda n: practice(made[0][0], plan, mine, n, case.seed * 1000 + 700))
-            except UpdateError as error:
-                lessons[attack.learn] = error
-        return lessons[attack.learn]
+    def learned_by(attack: Attack) -> Any:
+        seen = view_of(made[0][0], plan, made[0][1], made[0][2], attack.threat, own, rehearsals)
+        return lesson(lessons, attack, seen, budget, lambda n: practice(made[0][0], plan, mine, n, case.seed * 1000 + 700))
 
     for attack in attacks:
         tell(f"{combination}: {attack.title}")
         tried: list[tuple[Attempt, Truth]] = []
-        learned = None if attack.learn is None else lesson(attack)
-        if isinstance(learned, UpdateError):
-            why[attack.name] = str(learned)
+        try:
+            learned = None if attack.learn is None else learned_by(attack)
+        except UpdateError as error:
+            why[attack.name] = str(error)
             continue
         for n, (sent_model, update, truth) in enumerate(made[:optimised] if attack.is_slow else made):
             view = view_of(sent_model, plan, update, truth, attack.threat, own, rehearsals)
@@ -235,7 +236,7 @@ def floors(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
 def _mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Scores:
     true = pixels(case, _first(case, count))
     own = pixels(case, case.own).mean(0, keepdim=True).expand_as(true)
-    return scored(own, true, lpips) if len(true) > 1 else score(own, true, lpips)
+    return score(own, true, lpips)
 
 
 def pixels(case: GradientCase, examples: Examples) -> Tensor:

@@ -83,9 +83,18 @@ def view_of(
     rehearsals: Sequence[Rehearsal] = (),
 ) -> SentUpdate:
     """What the server has: model and update, and of the truth what the threat grants and no more."""
+    if len(truth.labels) != plan.samples * plan.clients:
+        raise UpdateError(f'an update under "{plan.text}" is made of {plan.samples * plan.clients} samples, and the truth has {len(truth.labels)}')
+    return shown(model, update, truth, threat, images, rehearsals)
+
+
+def shown(
+    model: torch.nn.Module, update: Update, truth: Truth, threat: Threat, images: Tensor | None = None, rehearsals: Sequence[Rehearsal] = ()
+) -> SentUpdate:
+    """The same, of an update that was made by no plan: one that was recorded."""
     pixels = truth.read.get("pixel_values")
     granted = Granted(
-        batch=plan.samples * plan.clients if threat.batch else None,
+        batch=len(truth.labels) if threat.batch else None,
         labels=truth.labels if threat.labels else None,
         mask=truth.puzzle.mask if threat.mask and truth.puzzle is not None else None,
         images=images if threat.images else None,
@@ -130,7 +139,7 @@ def on(model: torch.nn.Module, inputs: Inputs) -> dict[str, Tensor]:
 def _of_one(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: Inputs, labels: Tensor, label: str) -> tuple[Update, Truth]:
     own = copy.deepcopy(model).train()
     inner_of(own)[0].train(plan.dropout)
-    frozen = {name for part in plan.withheld for name in names_of(model, part)} if plan.leaving else set()
+    frozen = {name for part in plan.frozen for name in names_of(model, part)}
     parameters = {name: p for name, p in own.named_parameters() if p.requires_grad}
     count = int(plan.steps.count) if plan.steps is not None else 1
     fresh = plan.steps is not None and plan.steps.fresh

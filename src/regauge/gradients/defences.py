@@ -14,8 +14,7 @@ of them is a proof but `private`: `regauge audit gradients` says what they buy.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -26,7 +25,7 @@ from regauge.attacks.layers import inner_of
 from regauge.errors import RegaugeError
 from regauge.jigsaw.masks import check_ratio
 from regauge.jigsaw.places import place_of
-from regauge.split.defences import DefenceError, Draw, in_turn, read_named, require, spent
+from regauge.split.defences import DefenceError, Draw, in_turn, parts_of, read_named, require, spent
 
 Tensor = torch.Tensor
 NONE = "none"
@@ -263,12 +262,18 @@ class Plan:
 
     @property
     def withheld(self) -> tuple[str, ...]:
+        """The parts that are not sent: those that nobody trains are among them."""
         return tuple(w for d in self.leaving if isinstance(d, Withhold) for w in d.what)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """The parts that nobody trains."""
+        return tuple(w for d in self.leaving if isinstance(d, Freeze) for w in d.what)
 
 
 def plan_of(combination: str, batch: int = 1, steps: int = 1, rate: float = 0.01) -> Plan:
     """Read a combination. `batch` and `steps` are what it does not say itself."""
-    texts: Sequence[str] = () if combination == NONE else re.split(r"\+(?=[a-z])", combination)
+    texts = [] if combination == NONE else parts_of(combination)
     made = in_turn([read_named(text, DEFENCES) for text in texts], often=Noise)
     changed = [d for d in made if isinstance(d, NoPositions | Mjp)]
     require(len(changed) < 2, "MJP needs the positions that no-positions takes away", "choose one of the two")
@@ -348,4 +353,4 @@ def clipped(tensors: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
 
 
 def _whole(value: float, what: str) -> None:
-    require(value >= 1 and value == int(value), f"{value:g} {what} cannot be", "give a whole number from 1")
+    require(1 <= value < math.inf and value == int(value), f"{value:g} {what} cannot be", "give a whole number from 1")

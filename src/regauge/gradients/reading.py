@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from regauge.attacks.classes import label_counts
 from regauge.attacks.subspaces import exact_search, tag, text_layers, token_membership
 from regauge.attacks.tables import words_in_places
 from regauge.attacks.updates import SentUpdate, Threat, UpdateError
-from regauge.findings import Finding, Results, Table
+from regauge.findings import Finding, Results, Table, judged
 from regauge.gradients.clients import Truth, contribute, on, prepared, view_of
 from regauge.gradients.defences import NONE, plan_of
 from regauge.gradients.scoring import told_labels
@@ -71,9 +71,16 @@ class TextRow:
 
 
 def audit_texts(
-    case: TextCase, combinations: Sequence[str], *, attacks: Sequence[TextAttack] = ATTACKS, optimised: int = 1, progress: Tell | None = None
+    case: TextCase,
+    combinations: Sequence[str],
+    *,
+    attacks: Sequence[TextAttack] = ATTACKS,
+    optimised: int = 1,
+    most: float | None = None,
+    progress: Tell | None = None,
 ) -> Results:
-    """What updates give away of texts, under each combination ("none" is the ceiling, and always there)."""
+    """What updates give away of texts, under each combination ("none" is the ceiling, and always there). `most`: findings on defended updates fail
+    where an attack gets more than this share of the way from its floor to its ceiling."""
     text_layers(case.model)
     combinations = list(dict.fromkeys((NONE, *combinations)))
     for c in combinations:
@@ -89,8 +96,8 @@ def audit_texts(
         rows.append(_row(case, c, attacks, optimised))
     if progress:
         progress(len(combinations), len(combinations), "")
-    floor = _floor(case)
-    return _told(case, rows, floor, attacks)
+    found = _told(case, rows, _floor(case), attacks)
+    return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else judged(f, most) for f in found.findings))
 
 
 def _row(case: TextCase, combination: str, attacks: Sequence[TextAttack], optimised: int) -> TextRow:

@@ -94,16 +94,6 @@ def score(found: Tensor, true: Tensor, lpips: Lpips | None) -> Scores:
     return scored(found, true, lpips, chosen)
 
 
-def auc(inside: Tensor, outside: Tensor) -> float:
-    """How often something inside has the higher score than something outside; a tie is half."""
-    order = torch.cat([inside, outside]).double().numpy()
-    from scipy.stats import rankdata
-
-    ranks = rankdata(order)
-    n, m = len(inside), len(outside)
-    return float((ranks[:n].sum() - n * (n + 1) / 2) / (n * m))
-
-
 def told_labels(counts: Tensor, labels: Tensor) -> float:
     """The share of a batch's labels that the counts have: the overlap of two bags."""
     true = torch.bincount(labels.cpu(), minlength=len(counts))

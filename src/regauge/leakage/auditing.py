@@ -61,7 +61,7 @@ def audit_split(
     where an attack gets more than this share of the way from its floor to its ceiling."""
     budget = budget or Budget()
     combinations = list(dict.fromkeys((NONE, *combinations)))
-    check(case, combinations)
+    check(case, combinations, attacks)
     total = len(combinations) * (1 + len(attacks))
     done = 0
 
@@ -87,8 +87,13 @@ def audit_split(
     return replace(found, findings=judgements)
 
 
-def check(case: SplitCase, combinations: Sequence[str]) -> None:
+def check(case: SplitCase, combinations: Sequence[str], attacks: Sequence[Attack] = ATTACKS) -> None:
     """Refuse what cannot be, before anything is trained: each combination on the model, with two images."""
+    if not any(a.fits(NONE) for a in attacks):
+        raise LeakageError(
+            f"none of these attacks can try an undefended victim, which is the ceiling: {', '.join(a.name for a in attacks) or 'there is none'}",
+            hint="add least squares or decoder",
+        )
     if len(case.own) < 20:
         raise LeakageError(f"an attacker with {len(case.own)} images learns nothing", hint="give more data, or a larger share of it to the attacker")
     if _attacked(case) < 2:

@@ -5,7 +5,6 @@ Leaked is told as SSIM: of the mean image (floor), of the attack on this combina
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from regauge.findings import Figure, Finding, Results, Table
 from regauge.leakage.attacking import Attack
 from regauge.leakage.scoring import METRICS, OTHERS, Case, Row, mean, worst
 from regauge.leakage.victims import NONE
-from regauge.split.defences import DEFENCES
+from regauge.split.defences import DEFENCES, parts_of
 
 LEAK = "SSIM"
 TOLD_APART = 0.5  # a server that can tell half of the images from all others has them
@@ -125,7 +124,7 @@ class Told(Protocol):
 
 def meanings_of(combinations: Sequence[str], attacks: Sequence[Told]) -> Table:
     """What the names in the other tables mean."""
-    parts = dict.fromkeys(p.partition("=")[0] for combination in combinations for p in re.split(r"\+(?=[a-z])", combination))
+    parts = dict.fromkeys(p.partition("=")[0] for combination in combinations for p in parts_of(combination))
     rows = [(name, " ".join((DEFENCES[name].__doc__ or "").split("\n\n")[0].split())) for name in parts if name != NONE]
     rows += [(a.title, a.about) for a in attacks]
     return Table("What was tried: defences, then attacks", ("name", "what it is"), tuple(rows), "a+b is both; none is split learning as it is.")
@@ -153,7 +152,7 @@ def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
 
 def kind_of(combination: str) -> tuple[str, str]:
     """The curve that a combination is a point of, and the name of the point: ("low-pass, rows", "0.1")."""
-    parts = re.split(r"\+(?=[a-z])", combination)
+    parts = parts_of(combination)
     level = next((p.partition("=")[2] for p in parts if "=" in p and not p.startswith("rows")), "")
     return ", ".join(p.partition("=")[0] for p in parts), level
 
@@ -268,7 +267,7 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
 
 def without_rows(combination: str) -> str | None:
     """The same combination without its row permutation, or None where it has none."""
-    parts = re.split(r"\+(?=[a-z])", combination)
+    parts = parts_of(combination)
     rest = [p for p in parts if p.partition("=")[0] != "rows"]
     return None if len(rest) == len(parts) else "+".join(rest) or NONE
 

@@ -57,6 +57,51 @@ def test_training_lowers_the_loss_and_says_so(start: Path, tmp_path: Path, capsy
     assert "exists already" in capsys.readouterr().err
 
 
+def test_a_training_goes_on_with_its_own_state_and_no_other(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from regauge.experiments import cells, training
+
+    def command(out: str, *more: str) -> list[str]:
+        return ["jigsaw", "train", str(start), *HOW, "--epochs", "2", "--rate", "1e-2", *more, "-o", str(tmp_path / out)]
+
+    def stopping(model: object, optimizer: object, step: int, *rest: object) -> None:
+        keep(model, optimizer, step, *rest)  # type: ignore[arg-type]
+        if step == 20:
+            raise KeyboardInterrupt
+
+    assert main(command("whole", "--ratio", "0.5")) == 0
+    keep = training._keep
+    monkeypatch.setattr(training, "_keep", stopping)
+    monkeypatch.setattr(cells, "KEEP_EVERY", 0.0)
+    assert main(command("out", "--ratio", "0.5")) == 130
+    monkeypatch.setattr(training, "_keep", keep)
+    assert ".out.training" in capsys.readouterr().err
+    for other in (["--ratio", "0.3"], ["--ratio", "0.5", "--seed", "1"], ["--ratio", "0.5", "--variant", "A"], ["--ratio", "0.5", "--batch", "32"]):
+        assert main(command("out", *other)) == 1
+        assert ".out.training is of other work that was interrupted" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+    assert main(command("out", "--ratio", "0.5")) == 0
+    assert "train 21/" in capsys.readouterr().err, "it went on"
+    whole, out = (load_wrapped(tmp_path / name).state_dict() for name in ("whole", "out"))
+    assert all(torch.equal(whole[name], out[name]) for name in whole)
+    assert [p.name for p in tmp_path.glob(".*")] == []
+
+
+def test_what_is_not_finite_is_refused(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = transformers.ViTForImageClassification.from_pretrained(start)
+    with torch.no_grad():
+        model.classifier.weight[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "broken")
+    assert main(["jigsaw", "train", str(tmp_path / "broken"), *HOW, "-o", str(tmp_path / "out")]) == 1
+    assert '"classifier.weight" of' in capsys.readouterr().err
+    assert main(["jigsaw", "evaluate", str(tmp_path / "broken"), *HOW]) == 1
+    assert "answers are not finite" in capsys.readouterr().err
+    assert main(["jigsaw", "train", str(start), *HOW, "--rate", "1e30", "-o", str(tmp_path / "out")]) == 1
+    assert "the loss of step" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_strong_recipe_trains_too(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["jigsaw", "train", str(start), *HOW, "--strong", "--rate", "1e-2", "--fresh", "-o", str(tmp_path / "out")]) == 0
     words = capsys.readouterr().out.split()

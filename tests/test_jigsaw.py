@@ -453,6 +453,25 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     assert again.passes == 8
 
 
+@pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}], ids=["checkpointing", "smoothing"])
+def test_what_trainer_asks_of_a_model_is_passed_on(more: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    data = [{"pixel_values": torch.randn(3, 16, 16), "labels": i % 5} for i in range(8)]
+    wrapped = MaskedJigsaw(vit(), 0.5)
+    arguments = transformers.TrainingArguments(
+        tmp_path, per_device_train_batch_size=4, num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no", **more
+    )
+    transformers.Trainer(wrapped, arguments, train_dataset=data).train()
+    assert wrapped.passes == 2
+    assert wrapped.is_gradient_checkpointing == ("gradient_checkpointing" in more)
+    assert wrapped.config is wrapped.model.config
+    with pytest.raises(AttributeError, match="nonsense"):
+        wrapped.nonsense  # noqa: B018
+    bare = MaskedJigsaw(Mnist(), 0.5, patch=7)
+    assert not hasattr(bare, "config")
+    assert copy.deepcopy(wrapped).config is not wrapped.config
+
+
 def test_two_processes_learn_one_model(tmp_path: Path) -> None:
     """DDP under torchrun: every process has its own puzzles, and all have the same weights in the end."""
     script = tmp_path / "ddp.py"

@@ -6,6 +6,8 @@ import math
 import time
 import warnings
 from enum import StrEnum
+from functools import partial
+from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,6 +68,9 @@ def train(
     ] = 1 / 15,
     weight: Annotated[float, typer.Option("--lambda", min=0.0, metavar="L", help="The weight of the regression of positions.")] = 0.01,
     schedule: Annotated[Schedule, typer.Option("--schedule", help="Lambda as in the paper's text, or as in its code.")] = Schedule.constant,
+    until: Annotated[
+        float | None, typer.Option("--until", min=0.0, max=1.0, metavar="X", help="Puzzles in this share of the steps only, and then none.")
+    ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Draw all weights anew: train from scratch.")] = False,
     epochs: Annotated[int, typer.Option("--epochs", min=1, metavar="N", help="Times through the data.")] = 1,
     batch: Batch = 64,
@@ -97,7 +102,7 @@ def train(
     from regauge.experiments.puzzles import wrap
     from regauge.experiments.training import descend
     from regauge.jigsaw.masks import JigsawError, check_ratio
-    from regauge.jigsaw.saving import save_wrapped
+    from regauge.jigsaw.saving import FOLDER, save_wrapped
     from regauge.loading import drawn_anew, load_model
     from regauge.planning import check_new
 
@@ -111,13 +116,19 @@ def train(
     live = load_model(checkpoint, "float32")
     if getattr(live, "main_input_name", "pixel_values") != "pixel_values":
         raise JigsawError(f"{type(live).__name__} is no model of images", hint="puzzles of texts are in Python: regauge.jigsaw.TextJigsaw")
+    if (checkpoint.path / FOLDER).is_dir():
+        say(f"{model} was trained with puzzles: it goes on as a plain model, with an unknown embedding of its own")
     if fresh:
         live = drawn_anew(live, seed)
+    broken = next((name for name, t in live.state_dict().items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
+    if broken is not None:
+        raise JigsawError(f'"{broken}" of {model} is not finite', hint="restore it from a copy, or train from scratch: --fresh")
     examples, task = sample.Sample(data, field, split, None, None, mean, std).read(live, checkpoint)
     total = max(1, len(examples) // batch) * epochs
     given: dict[str, Any] = {"variant": variant, "ratio": ratio, "per": per.value, "probability": probability, "warmup": warmup, "weight": weight}
     given |= {"schedule": "reference"} if schedule is Schedule.reference else {}
     given |= {"patch": patch} if patch is not None else {}
+    given |= {"until": until} if until is not None else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says what is left of MJP, as does the next line
         wrapped = wrap(live.to(device), given, total, seed)
@@ -129,8 +140,10 @@ def train(
         change |= {**STRONG, "mean": task["mean"], "std": task["std"]}
     augment = {"augment": change} if change else {}
     recipe = {"optimizer": "adamw", "rate": rate, "more": {"weight_decay": decay}, "batch": batch, "epochs": epochs, "dtype": "float32", "clip": 5.0}
-    work = Work(out.with_name(f".{out.name}.training"), KEEP_EVERY, device)
-    losses, _ = descend(wrapped, examples, {**recipe, "warmup": warmup, **augment}, seed, work)
+    recipe |= {"warmup": warmup, **augment}
+    work = Work(out.with_name(f".{out.name}.training"), KEEP_EVERY, device, _digest(wrapped, examples, recipe, given, seed))
+    with step_bar("train") as bar:
+        losses, _ = descend(wrapped, examples, recipe, seed, work, tell=partial(_told, bar))
     save_wrapped(wrapped, out, checkpoint.path if checkpoint.is_folder else checkpoint.path.parent)
     work.path.unlink(missing_ok=True)
     last = losses[-max(1, total // 10) :]
@@ -141,6 +154,29 @@ def train(
     else:
         out_data(f"{out}: {wrapped.variant.name}, {total} steps, loss {first_loss:.4f} at first, {last_loss:.4f} at last")
     return 0
+
+
+def _told(bar: Any, step: int, total: int, loss: float) -> None:
+    """A step of a training: about fifty of them are shown, and one whose loss is no number ends it."""
+    from regauge.jigsaw.masks import JigsawError
+
+    if not math.isfinite(loss):
+        raise JigsawError(f"the loss of step {step} is {loss}", hint="a smaller --rate, or look at --mean, --std and the labels")
+    if step % max(1, total // 50) == 0 or step == total:
+        bar(step - 1, total, f"loss {loss:.4f}")
+
+
+def _digest(wrapped: Any, examples: Any, *settings: Any) -> str:
+    """What a training is known by, so that it goes on with no other's state: the weights that it begins with, some of its data, all settings."""
+    import hashlib
+
+    import numpy as np
+
+    found = hashlib.sha256(dumps([len(examples), *settings], sort_keys=True).encode())
+    inputs, labels = examples.batch(np.unique(np.linspace(0, len(examples) - 1, 64).astype(int)))
+    for t in (*wrapped.state_dict().values(), *inputs.values(), labels):
+        found.update(t.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 @app.command()

@@ -62,18 +62,25 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Work:
-    """Where a long cell keeps its state while it works. `device` is where it computes: no parameter, since it should not matter."""
+    """Where a long cell keeps its state while it works. `device` is where it computes: no parameter, since it should not matter. `of` says what
+    work it is, where the path does not."""
 
     path: Path
     every: float = KEEP_EVERY
     device: str = "cpu"
+    of: str = ""
 
     def load(self) -> Outcome | None:
-        """The state that an interrupted run left, if there is one and it is whole."""
-        return _read(self.path)
+        """The state that an interrupted run left, if there is one and it is whole. That of other work is refused: it would be gone on with."""
+        found = _read(self.path)
+        if found is not None and found.values.get("of", "") != self.of:
+            raise CacheError(
+                f"{self.path} is of other work that was interrupted", hint="finish that by the command it was begun with, or remove the file"
+            )
+        return found
 
     def save(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-        _write(self.path, Outcome(values, tensors))
+        _write(self.path, Outcome({**values, "of": self.of}, tensors))
 
 
 @dataclass(frozen=True)

@@ -61,12 +61,20 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
 
 
 Look = Callable[[], float]
+Tell = Callable[[int, int, float], None]
 
 
 def descend(
-    model: torch.nn.Module, examples: Examples, recipe: Parameters, seed: int, work: Work, look: Look | None = None
+    model: torch.nn.Module,
+    examples: Examples,
+    recipe: Parameters,
+    seed: int,
+    work: Work,
+    look: Look | None = None,
+    tell: Tell | None = None,
 ) -> tuple[list[float], list[list[float]]]:
-    """Follow a recipe, in place: the loss of every step, and (step, what `look` saw), before the first step and `looks` times after it."""
+    """Follow a recipe, in place: the loss of every step, and (step, what `look` saw), before the first step and `looks` times after it. `tell` is
+    told of every step: its number, how many there are, and its loss."""
     model.train()
     dtype = getattr(torch, recipe["dtype"])
     optimizer = OPTIMIZERS[recipe["optimizer"]](model.parameters(), lr=recipe["rate"], **recipe.get("more", {}))
@@ -106,6 +114,8 @@ def descend(
             optimizer.step()
             losses.append(float(loss.detach()))
             step += 1
+            if tell is not None:
+                tell(step, total, losses[-1])
             if time.monotonic() - saved >= work.every:
                 _keep(model, optimizer, step, {"losses": losses, "seen": seen}, work)
                 saved = time.monotonic()

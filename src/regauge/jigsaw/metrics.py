@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.jigsaw.masks import Grid, Puzzle, check_size, draw_puzzle
+from regauge.jigsaw.masks import Grid, JigsawError, Puzzle, check_size, draw_puzzle
 from regauge.jigsaw.wrapping import MaskedJigsaw
 from regauge.tasks import Examples
 
@@ -48,7 +48,10 @@ class Evaluation:
 
     @property
     def at_half(self) -> Sensitivity:
-        return next(s for s in self.shuffled if s.ratio == RATIO)
+        found = next((s for s in self.shuffled if s.ratio == RATIO), None)
+        if found is None:
+            raise JigsawError(f"puzzles of ratio {RATIO:g} were not measured", hint=f"evaluate with {RATIO:g} among the ratios")
+        return found
 
 
 def evaluate(
@@ -61,8 +64,10 @@ def evaluate(
     device: str = "cpu",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Evaluation:
-    """Top-1, and for each ratio top-1, consistency and the norm of the difference. A plain model is wrapped as variant A."""
+    """Top-1, and for each ratio top-1, consistency and the norm of the difference. The model is left in evaluation mode."""
     wrapped.eval()
+    if not len(examples):
+        raise JigsawError("there are no images to measure on", hint="give some")
     right = 0
     sums = np.zeros((len(ratios), 4))
     with torch.no_grad(), features_of(wrapped.model) as features:
@@ -70,7 +75,12 @@ def evaluate(
             rows = np.arange(start, min(start + batch, len(examples)))
             inputs, labels = examples.batch(rows)
             pixels, labels = inputs["pixel_values"].to(device), labels.to(device)
-            plain = wrapped(pixels).logits.argmax(-1)
+            answers = wrapped(pixels).logits
+            if not bool(answers.isfinite().all()):
+                raise JigsawError(
+                    "the model's answers are not finite, so that nothing can be said of them", hint="are its weights, --mean and --std?"
+                )
+            plain = answers.argmax(-1)
             seen = features()
             right += int((plain == labels).sum())
             for i, ratio in enumerate(ratios):

@@ -13,6 +13,7 @@ As in the reference, a pass is shuffled with probability 0.5, and none of the fi
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -52,6 +53,8 @@ class MaskedJigsaw(torch.nn.Module):
     """
 
     accepts_loss_kwargs = False  # what transformers' Trainer asks: its losses are means over the batch
+    # and what else it asks, of the model itself
+    PASSED_ON = ("config", "main_input_name", "is_gradient_checkpointing", "gradient_checkpointing_enable", "gradient_checkpointing_disable")
 
     def __init__(
         self,
@@ -75,6 +78,10 @@ class MaskedJigsaw(torch.nn.Module):
         if per not in ("batch", "sample"):
             raise JigsawError(f'puzzles are drawn per "batch" or per "sample", not per "{per}"')
         check_probability(probability)
+        if warmup < 0:
+            raise JigsawError(f"a warm-up of {warmup} passes is none", hint="0 or more")
+        if not callable(weight) and not 0 <= weight < math.inf:
+            raise JigsawError(f"a weight of {weight:g} is not 0 or more, and finite", hint=f"{LAMBDA} in the paper")
         self.ratio, self.per, self.probability, self.warmup = check_ratio(ratio), per, probability, warmup
         self.weight, self.schedule, self.seed = weight, schedule, seed
         self.place = place_of(model, table=table, patch=patch, grid=grid)
@@ -86,6 +93,14 @@ class MaskedJigsaw(torch.nn.Module):
         self.localizer: Localizer | None = None
         if self.place.table is not None:
             self._extend(model.get_parameter(self.place.table))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in self.PASSED_ON and "model" in self.__dict__.get("_modules", {}):
+                return getattr(self.model, name)
+            raise
 
     def _allowed(self, given: str | Variant | None) -> Variant:
         if self.place.table is not None:

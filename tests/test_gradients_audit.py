@@ -20,8 +20,10 @@ from regauge.experiments import EXPERIMENTS, Lab
 from regauge.findings import load_results
 from regauge.gradients import GradientCase, audit_gradients, reading
 from regauge.gradients.attacking import ATTACKS, QUICK, Budget, chosen, named
+from regauge.gradients.auditing import floors
 from regauge.gradients.scoring import assigned, told_labels
 from regauge.leakage import LeakageError
+from regauge.leakage.scoring import OTHERS, mean
 from regauge.tasks import Examples
 from updates import examples, pictures, vit
 
@@ -127,6 +129,13 @@ def test_what_cannot_be_audited_is_refused_by_name(tmp_path: Path, capsys: pytes
         audit_gradients(GradientCase(plain, examples(4), examples(4), [0.5] * 3, [0.5] * 3), [])
     with pytest.raises(LeakageError, match="images of its own"):
         audit_gradients(GradientCase(vit(), examples(4), examples(1), [0.5] * 3, [0.5] * 3), [])
+
+
+def test_of_several_images_in_an_update_the_floor_is_what_a_best_naming_gives_to_others() -> None:
+    case = GradientCase(vit().double(), examples(40, 1), examples(40, 2), [0.5], [0.5], batch=4, updates=2)
+    free, alone = floors(case, None), floors(replace(case, batch=1), None)
+    assert list(alone) == ["the mean image"]
+    assert (mean(free[OTHERS], "identified") or 0) > (mean(free["the mean image"], "identified") or 0), "of any images some fit"
 
 
 def test_scores_are_of_what_they_are_named_for() -> None:

@@ -21,7 +21,7 @@ from regauge.gradients.clients import Truth, contribute, on, practice, prepared,
 from regauge.gradients.defences import NONE, Plan, plan_of
 from regauge.gradients.scoring import LEAK, Case, Row, Scored, assigned, patches_of, score, told_labels
 from regauge.leakage.auditing import in_unit
-from regauge.leakage.scoring import LeakageError, Scores, mean
+from regauge.leakage.scoring import OTHERS, LeakageError, Scores, mean
 from regauge.metrics import Lpips
 from regauge.tasks import Examples
 
@@ -229,8 +229,15 @@ def asked_of(view: SentUpdate, truth: Truth, own: Tensor, seed: int) -> tuple[Te
 
 
 def floors(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
-    """What costs an attacker nothing: the mean of its own images, against the victims that "none" attacks."""
-    return {"the mean image": _mean_image(case, case.updates * case.batch, lpips)}
+    """What costs an attacker nothing, against the victims that "none" attacks: the mean of its own images; and where an update is of several images,
+    so that nobody says which is which, images of its own by the best naming."""
+    found = {"the mean image": _mean_image(case, case.updates * case.batch, lpips)}
+    if case.batch > 1:
+        true, own = pixels(case, _first(case, case.updates * case.batch)), pixels(case, case.own)
+        own = own.repeat(-(-len(true) // len(own)), 1, 1, 1)[: len(true)]
+        pairs = zip(torch.split(own, case.batch), torch.split(true, case.batch), strict=True)
+        found[OTHERS] = score(torch.cat([assigned(a, b) for a, b in pairs]), true, lpips)
+    return found
 
 
 def _mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Scores:

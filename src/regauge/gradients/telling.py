@@ -13,7 +13,7 @@ from regauge.findings import Figure, Finding, Results, Table
 from regauge.gradients.attacking import Attack
 from regauge.gradients.defences import NONE
 from regauge.gradients.scoring import LEAK, METRICS, Case, Row, average
-from regauge.leakage.scoring import mean, worst
+from regauge.leakage.scoring import OTHERS, mean, worst
 from regauge.leakage.telling import pictures_of
 
 NEAR, SOME = 0.5, 3.0  # dB above the mean image: nothing was learned; something was
@@ -119,12 +119,15 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
         told += [average(getattr(row, what)) for what in has if has[what]]
         rows.append(tuple(round(v, 3) if isinstance(v, float) else v for v in [*told, *([row.epsilon] if private else [])]))
     free: list[Any] = ["floor: the mean image", *([None] if tested else []), None, case.floor(), worst(case.floors["the mean image"], LEAK)]
-    free += [mean(case.floors["the mean image"], m) for m in ("SSIM", "identified")] + [case.floor() for _ in used]
+    others = case.floors.get(OTHERS, case.floors["the mean image"])
+    free += [mean(case.floors["the mean image"], "SSIM"), mean(others, "identified"), *(case.floor() for _ in used)]
     free += [{"patches": 0.5}.get(what) for what in has if has[what]] + ([None] if private else [])
     rows.append(tuple(round(v, 3) if isinstance(v, float) else v for v in free))
     note = "PSNR in dB, of pixels in 0..1, mean over the images; worst is of the image that leaked most. Best PSNR, worst, SSIM and told apart are "
     note += "against the images as they were or as a puzzle left them, whichever is nearer; each attack's own column is against the images as they "
     note += "were. Images: how many one update was made of. An empty field: the attack had nothing to work with."
+    if OTHERS in case.floors:
+        note += " Which image of an update is which nobody says: the best naming counts, and the floor of told apart is that of other images."
     return Table(f"What updates give away: {case.name}", tuple(heads), tuple(rows), note)
 
 

@@ -13,12 +13,14 @@ encoded images as `Pictures`, which are decoded when they are looked at. The dig
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +38,12 @@ class DataError(RegaugeError):
 
 @dataclass(frozen=True)
 class Pictures(Sequence[Any]):
-    """Encoded images: bytes, or paths of files. Looking at one decodes it, to `size` pixels on a side if that is given."""
+    """Encoded images: bytes, or paths of files. Looking at one decodes it, to `size` pixels on a side and a `colour` (L or RGB) if given."""
 
     sources: tuple[bytes | Path, ...]
     size: int | None = None
     nearest: bool = False  # for label maps, whose values must not be mixed
+    colour: str | None = None
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -55,6 +58,8 @@ class Pictures(Sequence[Any]):
         try:
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
                 image: Image.Image = opened if self.nearest else opened.convert("L" if opened.mode in ("1", "L", "LA", "I;16") else "RGB")
+                if self.colour is not None and image.mode != self.colour:
+                    image = image.convert(self.colour)
                 if self.size is not None and image.size != (self.size, self.size):
                     image = image.resize((self.size, self.size), Image.Resampling.NEAREST if self.nearest else Image.Resampling.BILINEAR)
                 return np.asarray(image)
@@ -64,11 +69,27 @@ class Pictures(Sequence[Any]):
             ) from error
 
     def array(self, rows: Sequence[int] | None = None) -> Any:
-        """Those rows, or all, as one array [n, height, width(, channels)]."""
+        """Those rows, or all, as one array [n, height, width(, channels)]. Grey ones among others are given three channels."""
         found = [self[i] for i in (range(len(self)) if rows is None else rows)]
-        if len({f.shape for f in found}) > 1:
-            raise DataError("the images have different sizes or colours", hint="give open_data a size")
+        if len({f.ndim for f in found}) > 1:
+            found = [f if f.ndim == 3 else np.repeat(f[..., None], 3, -1) for f in found]
+        sizes = sorted({f.shape[:2] for f in found})
+        if len(sizes) > 1:
+            told = " and ".join(f"{h} x {w}" for h, w in (sizes[0], sizes[-1]))
+            raise DataError(f"the images have different sizes, {told} among them", hint="make them one size, or give open_data a size")
         return np.stack(found)
+
+    @cached_property
+    def sizes(self) -> frozenset[tuple[int, int]]:
+        """Every (height, width) that the files have, by their headers. What cannot be read is no matter here: looking at it says so."""
+        need("PIL", "data")
+        from PIL import Image
+
+        found = set()
+        for source in self.sources:
+            with contextlib.suppress(OSError), Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+                found.add((opened.height, opened.width))
+        return frozenset(found)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ labels of its logits.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -68,11 +69,38 @@ def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -
     raise DataError(f'there is no task "{task["kind"]}"', hint="images, scenes, maps, reviews, text or masked")
 
 
+def fitted(task: Parameters, data: Data) -> Data:
+    """The data with images of one colour, where the task has a mean for each of three, and of one size, where the task has one and they differ:
+    they are still decoded when they are looked at."""
+    held = data["image"]
+    if not isinstance(held, Pictures):
+        return data
+    if held.colour is None and len(task["mean"]) == 3:
+        held = replace(held, colour="RGB")
+    if held.size is None and task.get("size") is not None and len(held.sizes) > 1:
+        held = replace(held, size=task["size"])
+    return replace(data, fields={**data.fields, "image": held})
+
+
+def coloured(module: torch.nn.Module, data: Data) -> Data:
+    """The data with images of as many channels as the model reads, if it says so: grey ones as RGB, and RGB as grey."""
+    held, channels = data.fields.get("image"), channels_of(module)
+    if held is None or channels not in (1, 3):
+        return data
+    if isinstance(held, Pictures):
+        held = replace(held, colour="L" if channels == 1 else "RGB")
+    elif isinstance(held, np.ndarray) and held.ndim == 3 and channels == 3:
+        held = np.broadcast_to(held[..., None], (*held.shape, 3))  # a view: nothing is copied before it is looked at
+    elif isinstance(held, np.ndarray) and held.ndim == 4 and held.shape[-1] == 3 and channels == 1:
+        held = np.round(held @ np.array([0.299, 0.587, 0.114], np.float32)).astype(np.uint8)  # ITU-R 601, as PIL has it
+    return replace(data, fields={**data.fields, "image": held})
+
+
 def _images(task: Parameters, data: Data) -> Examples:
     """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` makes every image that large. Labels that are words are
     numbered by their place in `names`. `attributes` are fields that say yes or no (1, or 0 or -1): each image then has all of them for a label, as
     it has where the labels are rows of such numbers."""
-    pictures = data["image"]
+    pictures = fitted(task, data)["image"]
     found = _labels(task, data) if task.get("labelled", True) else np.zeros(len(data), np.int64)
     multi = found.ndim == 2
     labels = torch.from_numpy(found > 0).float() if multi else torch.from_numpy(found)
@@ -146,7 +174,7 @@ def _scenes(task: Parameters, data: Data) -> Examples:
 
 def _maps(task: Parameters, data: Data) -> Examples:
     """Images and label maps of the same size (ADE20k): fields "image" and "map"; the map's 0 is no class and counts nowhere."""
-    pictures, maps = data["image"], data["map"]
+    pictures, maps = fitted(task, data)["image"], data["map"]
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
         labels = torch.from_numpy(maps.array(rows).astype(np.int64)) - 1
@@ -291,14 +319,14 @@ def task_of(
     preprocessor_config.json are used where nothing else is given. `length` is in tokens. `attributes` are fields with several answers to each image.
     """
     config, name = getattr(module, "config", None), type(module).__name__
-    images = "pixel_values" in inspect.signature(module.forward).parameters or config is None
-    if images:
+    if reads_images(module):
         classes = getattr(module, "num_classes", None) if config is None else config.num_labels
         if labelled and (not classes or (config is not None and not name.endswith("ForImageClassification"))):
             raise DataError(f"{name} gives no classes of images, so that there is no loss to measure", hint="give a model ...ForImageClassification")
         _require(data, name, "image", *(attributes or ["label"] if labelled else []))
         mean, std = _normalisation(beside, mean, std, module)
-        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": side_of(module)}
+        size = side_of(module) or _size_beside(beside, data)
+        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": size}
         if labelled and attributes:
             if len(attributes) != classes:
                 raise DataError(f"{len(attributes)} attributes are named, and the model answers {classes}", hint="is it this model's data?")
@@ -346,6 +374,8 @@ def _places(config: Any) -> int:
 
 def read_examples(module: torch.nn.Module, data: Data, **how: Any) -> tuple[Examples, dict[str, Any]]:
     """Data as a model reads them, and its task: `task_of`, which says what may be given, and `prepare`."""
+    if reads_images(module):
+        data = coloured(module, data)
     task, reader = task_of(module, data, **how)
     return prepare(task, data, reader), task
 
@@ -403,3 +433,31 @@ def side_of(module: torch.nn.Module) -> int | None:
     """How wide the images are that a model reads, if it says so."""
     size = getattr(getattr(module, "config", None), "image_size", None) or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
     return int(size[-1] if isinstance(size, list | tuple) else size) if size else None
+
+
+def _size_beside(beside: Path | None, data: Data) -> int | None:
+    """What preprocessor_config.json makes of images of different sizes, for a model that takes any; None where they have one."""
+    held = data["image"]
+    if not isinstance(held, Pictures) or held.size is not None or len(held.sizes) < 2:
+        return None
+    path = None if beside is None else beside / "preprocessor_config.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        about = json.loads(path.read_text()) if path is not None else {}
+        size: Any = about.get("crop_size") or about.get("size")
+        return int(size.get("shortest_edge") or size["height"] if isinstance(size, dict) else size)
+    told = " and ".join(f"{h} x {w}" for h, w in (min(held.sizes), max(held.sizes)))
+    raise DataError(
+        f"the images of {data.name} have different sizes ({told}), and the model does not say which it reads",
+        hint='make them one size, or put preprocessor_config.json with "size" beside the model',
+    )
+
+
+def reads_images(module: torch.nn.Module) -> bool:
+    """Whether a model reads images: timm's, which have no config, all do."""
+    return getattr(module, "config", None) is None or "pixel_values" in inspect.signature(module.forward).parameters
+
+
+def channels_of(module: torch.nn.Module) -> int | None:
+    """How many channels the images have that a model reads, if it says so: its config, or the first convolution."""
+    said = getattr(getattr(module, "config", None), "num_channels", None)
+    return int(said) if said else next((m.in_channels for m in module.modules() if isinstance(m, torch.nn.Conv2d)), None)

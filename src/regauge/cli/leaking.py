@@ -202,11 +202,11 @@ def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
     if side is None or "image" not in pictures.fields:
         return
     held = pictures["image"]
-    shape = (held.array([0]) if isinstance(held, Pictures) else np.asarray(held))[:1].shape[1:3]
-    if tuple(shape) != (side, side):
-        raise DataError(
-            f"the images of {pictures.name} are {' x '.join(map(str, shape))}, and the model reads {side} x {side}", hint="--resize makes them fit"
-        )
+    shapes = held.sizes if isinstance(held, Pictures) else {np.asarray(held).shape[1:3]}
+    other = sorted(shapes - {(side, side)})
+    if other:
+        told = f"some images of {pictures.name}" if len(shapes) > 1 else f"the images of {pictures.name}"
+        raise DataError(f"{told} are {' x '.join(map(str, other[0]))}, and the model reads {side} x {side}", hint="--resize makes them fit")
 
 
 def text_of(results: Results, tables: int = 1) -> str:

@@ -1,0 +1,115 @@
+"""Images of any size and colour, read as a model reads them: by the command line and by tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+from regauge.cli import main
+from regauge.data import Data, DataError, open_data
+from regauge.tasks import channels_of, prepare, read_examples
+
+HALF: dict[str, Any] = {"mean": [0.5], "std": [0.5]}
+HOW = ["--mean", "0.5", "--std", "0.5"]
+
+
+def vit(**more: Any) -> transformers.ViTForImageClassification:
+    torch.manual_seed(0)
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "image_size": 8, "patch_size": 4}
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**size | {"num_labels": 2} | more)).eval()
+
+
+def photos(folder: Path, *kinds: tuple[str, int, int]) -> Path:
+    """A folder of two classes: colour, height and width of each image, in turn in one and the other."""
+    draw = np.random.default_rng(0)
+    for i, (mode, height, width) in enumerate(kinds):
+        path = folder / "ab"[i % 2] / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = draw.integers(0, 256, (height, width, 3) if mode == "RGB" else (height, width), np.uint8)
+        Image.fromarray(pixels).save(path)
+    return folder
+
+
+MIXED = (("RGB", 8, 8), ("L", 8, 8), ("RGB", 12, 9), ("L", 5, 20))
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+def test_sizes_and_colours_may_differ_on_the_command_line(channels: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = photos(tmp_path / "photos", *MIXED)
+    vit(num_channels=channels).save_pretrained(tmp_path / "model")
+    assert main(["jigsaw", "train", str(tmp_path / "model"), "--data", str(data), *HOW, "-o", str(tmp_path / "out")]) == 0
+    assert main(["jigsaw", "evaluate", str(tmp_path / "out"), "--data", str(data), *HOW, "--ratios", "0.5"]) == 0
+    assert main(["barrier", str(tmp_path / "model"), str(tmp_path / "out"), "--data", str(data), *HOW, "--no-calibrate"]) == 0
+    capsys.readouterr()
+
+
+def test_an_image_does_not_depend_on_its_batch(tmp_path: Path) -> None:
+    examples, task = read_examples(vit(), open_data(photos(tmp_path, *MIXED)), **HALF)
+    assert task["size"] == 8
+    whole = examples.batch(np.arange(4))[0]["pixel_values"]
+    assert whole.shape == (4, 3, 8, 8)
+    for i in range(4):
+        assert torch.equal(examples.batch(np.array([i]))[0]["pixel_values"][0], whole[i])
+
+
+def test_what_has_one_size_and_colour_is_read_as_before(tmp_path: Path) -> None:
+    data = open_data(photos(tmp_path, ("RGB", 16, 16), ("RGB", 16, 16)))
+    read = read_examples(vit(), data, **HALF)[0].batch(np.arange(2))[0]["pixel_values"]
+    pixels = (torch.from_numpy(data["image"].array()).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+    assert torch.equal(read, torch.nn.functional.interpolate(pixels, (8, 8), mode="bilinear", align_corners=False))
+    grey = open_data(photos(tmp_path / "grey", ("L", 8, 8), ("L", 8, 8)))
+    for one in (grey, Data("d", {"image": grey["image"].array(), "label": grey["label"]}, "")):
+        read = read_examples(vit(), one, **HALF)[0].batch(np.arange(2))[0]["pixel_values"]
+        assert torch.equal(read, (torch.from_numpy(grey["image"].array())[:, None].expand(-1, 3, -1, -1).float() / 255 - 0.5) / 0.5)
+
+
+def test_a_grey_model_reads_colours_of_files_and_of_arrays_alike(tmp_path: Path) -> None:
+    data = open_data(photos(tmp_path, ("RGB", 8, 8), ("RGB", 8, 8)))
+    array = Data("d", {"image": data["image"].array(), "label": data["label"]}, "")
+    one, other = (read_examples(vit(num_channels=1), d, **HALF)[0].batch(np.arange(2))[0]["pixel_values"] for d in (data, array))
+    assert one.shape == (2, 1, 8, 8)
+    assert float((one - other).abs().max()) < 2.1 / 255 / 0.5  # PIL's sum is of whole numbers
+
+
+def test_experiments_read_grey_among_colours(tmp_path: Path) -> None:
+    task = {"kind": "images", "classes": 2, "size": 8, "mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+    examples = prepare(task, open_data(photos(tmp_path, *MIXED), size=8))
+    assert examples.batch(np.arange(4))[0]["pixel_values"].shape == (4, 3, 8, 8)
+    assert examples.batch(np.array([1]))[0]["pixel_values"].shape == (1, 3, 8, 8)
+
+
+def test_a_model_of_any_size_needs_to_be_told(tmp_path: Path) -> None:
+    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], num_labels=2)
+    model, data = transformers.ResNetForImageClassification(config).eval(), open_data(photos(tmp_path / "photos", *MIXED))
+    with pytest.raises(DataError, match=r"different sizes \(5 x 20 and 12 x 9\), and the model does not say") as refused:
+        read_examples(model, data, beside=tmp_path, **HALF)
+    assert "preprocessor_config.json" in str(refused.value.hint)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": {"shortest_edge": 16}}))
+    examples, task = read_examples(model, data, beside=tmp_path, **HALF)
+    assert examples.batch(np.arange(4))[0]["pixel_values"].shape == (4, 3, 16, 16)
+    same = open_data(photos(tmp_path / "same", ("RGB", 9, 9), ("RGB", 9, 9)))
+    examples, task = read_examples(model, same, beside=tmp_path, **HALF)
+    assert task["size"] is None  # one size is taken as it is
+    assert examples.batch(np.arange(2))[0]["pixel_values"].shape == (2, 3, 9, 9)
+
+
+def test_an_audit_resizes_only_where_it_is_asked_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = photos(tmp_path / "photos", *MIXED)
+    vit().save_pretrained(tmp_path / "model")
+    assert main(["audit", "split", str(tmp_path / "model"), "--data", str(data), *HOW]) == 1
+    said = capsys.readouterr().err
+    assert "some images of photos are 5 x 20, and the model reads 8 x 8" in said
+    assert "--resize makes them fit" in said
+
+
+def test_channels_are_read_off_the_model() -> None:
+    assert channels_of(vit(num_channels=1)) == 1
+    assert channels_of(torch.nn.Sequential(torch.nn.Conv2d(4, 2, 1), torch.nn.Conv2d(2, 2, 1))) == 4
+    assert channels_of(torch.nn.Linear(2, 2)) is None

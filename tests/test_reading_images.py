@@ -14,7 +14,7 @@ from PIL import Image
 
 from regauge.cli import main
 from regauge.data import Data, DataError, open_data
-from regauge.tasks import channels_of, prepare, read_examples
+from regauge.tasks import channels_of, prepare, read_examples, size_of
 
 HALF: dict[str, Any] = {"mean": [0.5], "std": [0.5]}
 HOW = ["--mean", "0.5", "--std", "0.5"]
@@ -107,6 +107,39 @@ def test_an_audit_resizes_only_where_it_is_asked_to(tmp_path: Path, capsys: pyte
     said = capsys.readouterr().err
     assert "some images of photos are 5 x 20, and the model reads 8 x 8" in said
     assert "--resize makes them fit" in said
+
+
+@pytest.mark.parametrize("kinds", [MIXED, (("RGB", 48, 48), ("RGB", 48, 48)), (("RGB", 32, 32), ("L", 32, 32))])
+def test_a_model_need_not_be_square(kinds: Any, tmp_path: Path) -> None:
+    model = vit(image_size=[32, 48])
+    examples, task = read_examples(model, open_data(photos(tmp_path, *kinds)), **HALF)
+    assert task["size"] == [32, 48]
+    pixels = examples.batch(np.arange(2))[0]["pixel_values"]
+    assert pixels.shape == (2, 3, 32, 48)
+    model(pixels)
+
+
+def test_images_need_not_be_square(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Height counts too: 4 x 8 has the width that the model reads."""
+    data = photos(tmp_path / "photos", ("RGB", 4, 8), ("RGB", 4, 8))
+    model = vit(image_size=[8, 8])
+    examples, task = read_examples(model, open_data(data), **HALF)
+    assert task["size"] == 8  # one number for a square: experiments are cached by it
+    assert examples.batch(np.arange(2))[0]["pixel_values"].shape == (2, 3, 8, 8)
+    vit(image_size=[4, 8]).save_pretrained(tmp_path / "flat")
+    assert main(["jigsaw", "evaluate", str(tmp_path / "flat"), "--data", str(data), *HOW, "--ratios", "0.5"]) == 0
+    model.save_pretrained(tmp_path / "model")
+    assert main(["audit", "split", str(tmp_path / "model"), "--data", str(data), *HOW]) == 1
+    assert "the images of photos are 4 x 8, and the model reads 8 x 8" in capsys.readouterr().err
+
+
+def test_pictures_are_made_as_high_and_as_wide_as_is_said(tmp_path: Path) -> None:
+    data = open_data(photos(tmp_path, *MIXED), size=(6, 10))
+    assert data["image"].array().shape == (4, 6, 10, 3)
+    assert data.digest != open_data(tmp_path, size=(10, 6)).digest
+    assert size_of(vit(image_size=[32, 48])) == (32, 48)
+    assert size_of(vit()) == (8, 8)
+    assert size_of(torch.nn.Linear(2, 2)) is None
 
 
 def test_channels_are_read_off_the_model() -> None:

@@ -28,6 +28,7 @@ import numpy as np
 
 from regauge.errors import RegaugeError, need
 
+Size = int | tuple[int, int]  # of both sides, or height and width
 USUAL = ("text", "image", "label")
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 
@@ -38,10 +39,11 @@ class DataError(RegaugeError):
 
 @dataclass(frozen=True)
 class Pictures(Sequence[Any]):
-    """Encoded images: bytes, or paths of files. Looking at one decodes it, to `size` pixels on a side and a `colour` (L or RGB) if given."""
+    """Encoded images: bytes, or paths of files. Looking at one decodes it, to a `size` and a `colour` (L or RGB) if given. A size is
+    one number of pixels for both sides, or height and width."""
 
     sources: tuple[bytes | Path, ...]
-    size: int | None = None
+    size: Size | None = None
     nearest: bool = False  # for label maps, whose values must not be mixed
     colour: str | None = None
 
@@ -60,8 +62,9 @@ class Pictures(Sequence[Any]):
                 image: Image.Image = opened if self.nearest else opened.convert("L" if opened.mode in ("1", "L", "LA", "I;16") else "RGB")
                 if self.colour is not None and image.mode != self.colour:
                     image = image.convert(self.colour)
-                if self.size is not None and image.size != (self.size, self.size):
-                    image = image.resize((self.size, self.size), Image.Resampling.NEAREST if self.nearest else Image.Resampling.BILINEAR)
+                height, width = (self.size, self.size) if isinstance(self.size, int) else self.size or (image.height, image.width)
+                if image.size != (width, height):
+                    image = image.resize((width, height), Image.Resampling.NEAREST if self.nearest else Image.Resampling.BILINEAR)
                 return np.asarray(image)
         except OSError as error:
             raise DataError(
@@ -123,7 +126,7 @@ class Data:
 
 
 def open_data(
-    uri: str | Path, *, fields: Mapping[str, str] | None = None, split: str = "train", config: str | None = None, size: int | None = None
+    uri: str | Path, *, fields: Mapping[str, str] | None = None, split: str = "train", config: str | None = None, size: Size | None = None
 ) -> Data:
     """The data at a path, or of the hub (`owner/name`, with its `config` and `split`). `size` is for images of different sizes."""
     path = Path(uri).expanduser()
@@ -158,12 +161,12 @@ def text_of(data: Data, field: str = "text") -> str:
     return "\n".join(data[field])
 
 
-def _npz(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+def _npz(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     with np.load(io.BytesIO(raw), allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
 
 
-def _parquet(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+def _parquet(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     need("pyarrow", "data")
     import pyarrow.parquet as pq
 
@@ -171,7 +174,7 @@ def _parquet(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
     return {name: _column(table[name].to_pylist(), size) for name in table.column_names}
 
 
-def _table(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+def _table(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     """With a line of names first. Tabs need no quotes, so that quotes in a .tsv are text."""
     lines = io.StringIO(raw.decode("utf-8-sig"), newline="")
     reader = csv.reader(lines) if path.suffix == ".csv" else csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -182,7 +185,7 @@ def _table(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
     return {name: _typed([row[i] for row in rows]) for i, name in enumerate(names)}
 
 
-def _jsonl(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+def _jsonl(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     rows = [json.loads(line) for line in raw.decode("utf-8-sig").split("\n") if line.strip()]  # splitlines also cuts at U+2028, inside of a text
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or row.keys() != rows[0].keys():
@@ -190,11 +193,11 @@ def _jsonl(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
     return {name: _column([row[name] for row in rows], size) for name in (rows[0] if rows else ())}
 
 
-def _txt(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+def _txt(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     return {"text": raw.decode().split("\n")}
 
 
-READERS: dict[str, Callable[[bytes, Path, int | None], dict[str, Any]]] = {
+READERS: dict[str, Callable[[bytes, Path, Size | None], dict[str, Any]]] = {
     ".npz": _npz,
     ".parquet": _parquet,
     ".csv": _table,
@@ -204,12 +207,12 @@ READERS: dict[str, Callable[[bytes, Path, int | None], dict[str, Any]]] = {
 }
 
 
-def _reader(path: Path) -> Callable[[bytes, Path, int | None], dict[str, Any]]:
+def _reader(path: Path) -> Callable[[bytes, Path, Size | None], dict[str, Any]]:
     read = READERS.get(path.suffix)
     if read is None:
         raise DataError(f"{path} has an ending that is not known here", hint=f"known are {', '.join(READERS)}, and folders of images")
 
-    def named(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+    def named(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
         try:
             return read(raw, path, size)
         except RegaugeError:
@@ -223,7 +226,7 @@ def _reader(path: Path) -> Callable[[bytes, Path, int | None], dict[str, Any]]:
     return named
 
 
-def _folder(path: Path, size: int | None) -> tuple[dict[str, Any], str]:
+def _folder(path: Path, size: Size | None) -> tuple[dict[str, Any], str]:
     """A folder per class, or images alone (then their names are a field, by which label maps find their images)."""
     classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and _images(p))  # .ipynb_checkpoints is no class
     found = [(p, i) for i, folder in enumerate(classes) for p in _images(folder)] or [(p, 0) for p in _images(path)]
@@ -255,7 +258,7 @@ def _digits(split: str) -> tuple[dict[str, Any], str]:
     return {"image": images, "label": labels}, _digest(images.tobytes(), labels.tobytes())
 
 
-def _hub(uri: str, config: str | None, split: str, size: int | None) -> tuple[dict[str, Any], str]:
+def _hub(uri: str, config: str | None, split: str, size: Size | None) -> tuple[dict[str, Any], str]:
     """The hub keeps every public data set as parquet too, in its own branch: `config/split/0000.parquet`, and so on."""
     need("huggingface_hub", "hub")
     import huggingface_hub as hub
@@ -283,7 +286,7 @@ def _hub(uri: str, config: str | None, split: str, size: int | None) -> tuple[di
     return {name: _joined([part[name] for part in parts]) for name in parts[0]}, _digest(*raws)
 
 
-def _column(values: list[Any], size: int | None) -> Any:
+def _column(values: list[Any], size: Size | None) -> Any:
     """A column as what it is: numbers, encoded images, or texts."""
     if values and all(isinstance(v, Mapping) and isinstance(v.get("bytes"), bytes) for v in values):  # how the hub stores images
         values = [v["bytes"] for v in values]

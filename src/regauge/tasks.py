@@ -78,7 +78,7 @@ def fitted(task: Parameters, data: Data) -> Data:
     if held.colour is None and len(task["mean"]) == 3:
         held = replace(held, colour="RGB")
     if held.size is None and task.get("size") is not None and len(held.sizes) > 1:
-        held = replace(held, size=task["size"])
+        held = replace(held, size=pair_of(task["size"]))
     return replace(data, fields={**data.fields, "image": held})
 
 
@@ -97,9 +97,9 @@ def coloured(module: torch.nn.Module, data: Data) -> Data:
 
 
 def _images(task: Parameters, data: Data) -> Examples:
-    """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` makes every image that large. Labels that are words are
-    numbered by their place in `names`. `attributes` are fields that say yes or no (1, or 0 or -1): each image then has all of them for a label, as
-    it has where the labels are rows of such numbers."""
+    """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` (one number, or height and width) makes every image that
+    large. Labels that are words are numbered by their place in `names`. `attributes` are fields that say yes or no (1, or 0 or -1): each image then
+    has all of them for a label, as it has where the labels are rows of such numbers."""
     pictures = fitted(task, data)["image"]
     found = _labels(task, data) if task.get("labelled", True) else np.zeros(len(data), np.int64)
     multi = found.ndim == 2
@@ -143,8 +143,8 @@ def _normal(pixels: Any, task: Parameters) -> Tensor:
         x = x.expand(-1, 3, -1, -1)
     mean, std = (torch.tensor(task[name]).view(1, -1, 1, 1) for name in ("mean", "std"))
     x = (x - mean) / std
-    size = task.get("size")
-    return x if size in (None, x.shape[-1]) else F.interpolate(x, (size, size), mode="bilinear", align_corners=False)
+    size = x.shape[-2:] if task.get("size") is None else pair_of(task["size"])
+    return x if size == x.shape[-2:] else F.interpolate(x, size, mode="bilinear", align_corners=False)
 
 
 def _scenes(task: Parameters, data: Data) -> Examples:
@@ -325,8 +325,9 @@ def task_of(
             raise DataError(f"{name} gives no classes of images, so that there is no loss to measure", hint="give a model ...ForImageClassification")
         _require(data, name, "image", *(attributes or ["label"] if labelled else []))
         mean, std = _normalisation(beside, mean, std, module)
-        size = side_of(module) or _size_beside(beside, data)
-        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": size}
+        size = size_of(module) or _size_beside(beside, data)
+        side = size if size is None else size[0] if size[0] == size[1] else list(size)
+        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": side}
         if labelled and attributes:
             if len(attributes) != classes:
                 raise DataError(f"{len(attributes)} attributes are named, and the model answers {classes}", hint="is it this model's data?")
@@ -429,13 +430,19 @@ def _normalisation(beside: Path | None, mean: Any, std: Any, module: torch.nn.Mo
     return found["mean"], found["std"]
 
 
-def side_of(module: torch.nn.Module) -> int | None:
-    """How wide the images are that a model reads, if it says so."""
+def size_of(module: torch.nn.Module) -> tuple[int, int] | None:
+    """Height and width of the images that a model reads, if it says so."""
     size = getattr(getattr(module, "config", None), "image_size", None) or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
-    return int(size[-1] if isinstance(size, list | tuple) else size) if size else None
+    return pair_of(size) if size else None
 
 
-def _size_beside(beside: Path | None, data: Data) -> int | None:
+def pair_of(size: int | Sequence[int]) -> tuple[int, int]:
+    """Height and width, of one number for both or of a list that ends in them."""
+    height, width = size[-2:] if isinstance(size, Sequence) else (size, size)
+    return int(height), int(width)
+
+
+def _size_beside(beside: Path | None, data: Data) -> tuple[int, int] | None:
     """What preprocessor_config.json makes of images of different sizes, for a model that takes any; None where they have one."""
     held = data["image"]
     if not isinstance(held, Pictures) or held.size is not None or len(held.sizes) < 2:
@@ -444,7 +451,7 @@ def _size_beside(beside: Path | None, data: Data) -> int | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         about = json.loads(path.read_text()) if path is not None else {}
         size: Any = about.get("crop_size") or about.get("size")
-        return int(size.get("shortest_edge") or size["height"] if isinstance(size, dict) else size)
+        return pair_of((size["height"], size["width"]) if "height" in size else size["shortest_edge"]) if isinstance(size, dict) else pair_of(size)
     told = " and ".join(f"{h} x {w}" for h, w in (min(held.sizes), max(held.sizes)))
     raise DataError(
         f"the images of {data.name} have different sizes ({told}), and the model does not say which it reads",

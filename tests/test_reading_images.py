@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from safetensors.torch import save_file
 
 from regauge.cli import main
 from regauge.data import Data, DataError, open_data
@@ -140,6 +141,24 @@ def test_pictures_are_made_as_high_and_as_wide_as_is_said(tmp_path: Path) -> Non
     assert size_of(vit(image_size=[32, 48])) == (32, 48)
     assert size_of(vit()) == (8, 8)
     assert size_of(torch.nn.Linear(2, 2)) is None
+
+
+SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 12, "depths": (1, 1), "num_heads": (2, 2)}
+VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 1, "num_heads": 2}
+
+
+@pytest.mark.parametrize(("name", "given"), [("vit_tiny_patch16_224", VIT), ("swin_tiny_patch4_window7_224", SWIN)])
+def test_a_timm_model_reads_what_it_was_made_for(name: str, given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(name, num_classes=2, **given).eval()
+    assert size_of(model) == (32, 32)
+    assert model.pretrained_cfg["input_size"] == (3, 224, 224)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": name, "num_classes": 2, "model_args": given}))
+    data = photos(tmp_path / "photos", *MIXED)
+    assert main(["barrier", str(tmp_path), str(tmp_path), "--data", str(data), "--no-calibrate"]) == 0
+    capsys.readouterr()
+    assert size_of(timm.create_model("resnet18")) == (224, 224)  # takes any: what it was trained on
 
 
 def test_channels_are_read_off_the_model() -> None:

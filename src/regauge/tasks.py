@@ -431,8 +431,10 @@ def _normalisation(beside: Path | None, mean: Any, std: Any, module: torch.nn.Mo
 
 
 def size_of(module: torch.nn.Module) -> tuple[int, int] | None:
-    """Height and width of the images that a model reads, if it says so."""
-    size = getattr(getattr(module, "config", None), "image_size", None) or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
+    """Height and width of the images that a model reads, if it says so. timm's pretrained_cfg tells of the weights that it once loaded: what the
+    model itself was made for goes before."""
+    said = getattr(getattr(module, "config", None), "image_size", None) or getattr(getattr(module, "patch_embed", None), "img_size", None)
+    size = said or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
     return pair_of(size) if size else None
 
 

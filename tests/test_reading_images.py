@@ -161,6 +161,19 @@ def test_a_timm_model_reads_what_it_was_made_for(name: str, given: dict[str, Any
     assert size_of(timm.create_model("resnet18")) == (224, 224)  # takes any: what it was trained on
 
 
+def test_rows_without_a_label_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vit().save_pretrained(tmp_path / "model")
+    images = np.zeros((4, 8, 8, 3), np.uint8)
+    np.savez(tmp_path / "d.npz", image=images, label=np.array([0, 1, -1, -1]))
+    for line in (["train", str(tmp_path / "model"), "-o", str(tmp_path / "out")], ["evaluate", str(tmp_path / "model")]):
+        assert main(["jigsaw", *line, "--data", str(tmp_path / "d.npz"), *HOW]) == 1
+        said = capsys.readouterr().err
+        assert "2 of 4 rows of d.npz have the label -1, row 2 the first, and there is no such class" in said
+        assert "hint: leave these rows out" in said
+    for labelled, label in ((False, [0, 1, -1, -1]), (True, [[1, -1], [-1, 1], [1, 1], [-1, -1]])):  # unread, or a no
+        read_examples(vit(), Data("d", {"image": images, "label": np.array(label)}, ""), labelled=labelled, **HALF)
+
+
 def test_channels_are_read_off_the_model() -> None:
     assert channels_of(vit(num_channels=1)) == 1
     assert channels_of(torch.nn.Sequential(torch.nn.Conv2d(4, 2, 1), torch.nn.Conv2d(2, 2, 1))) == 4

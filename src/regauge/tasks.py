@@ -337,6 +337,7 @@ def task_of(
             return task | {"names": [str(named[i]) for i in sorted(named)]}, None
         if labelled:
             _require_labels(data, int(classes or 0))
+            _require_all_labels(data)
         return task | ({} if labelled else {"labelled": False}), None
     if tokenizer is None:
         found = [] if beside is None else [beside / "tokenizer.json", beside / "tokenizer_config.json"]
@@ -408,6 +409,17 @@ def _require_labels(data: Data, classes: int) -> None:
     if labels.size and ((labels.ndim == 1 and labels.max() >= classes) or labels.min() < -1):
         raise DataError(
             f"{data.name} has the labels {labels.min()} to {labels.max()}, and the model {classes} classes", hint="is it this model's data?"
+        )
+
+
+def _require_all_labels(data: Data) -> None:
+    """No -1, by which data sets mark what has no label. Of texts such rows are left out (`_reviews`); in rows of answers it says no."""
+    labels = np.asarray(data["label"]).astype(np.int64)
+    without = np.flatnonzero(labels == -1) if labels.ndim == 1 else labels[:0]
+    if len(without):
+        raise DataError(
+            f"{len(without)} of {len(labels)} rows of {data.name} have the label -1, row {without[0]} the first, and there is no such class",
+            hint="leave these rows out",
         )
 
 

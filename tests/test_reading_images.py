@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from regauge.cli import main
 from regauge.data import Data, DataError, open_data
-from regauge.tasks import channels_of, prepare, read_examples, size_of
+from regauge.tasks import channels_of, prepare, read_examples, size_of, task_of
 
 HALF: dict[str, Any] = {"mean": [0.5], "std": [0.5]}
 HOW = ["--mean", "0.5", "--std", "0.5"]
@@ -66,6 +66,12 @@ def test_what_has_one_size_and_colour_is_read_as_before(tmp_path: Path) -> None:
     pixels = (torch.from_numpy(data["image"].array()).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
     assert torch.equal(read, torch.nn.functional.interpolate(pixels, (8, 8), mode="bilinear", align_corners=False))
     grey = open_data(photos(tmp_path / "grey", ("L", 8, 8), ("L", 8, 8)))
+    read = read_examples(vit(), grey, mean=[0.5] * 3, std=[0.5] * 3)[0].batch(np.arange(2))[0]["pixel_values"]
+    assert torch.equal(read, (torch.from_numpy(grey["image"].array())[:, None].expand(-1, 3, -1, -1).float() / 255 - 0.5) / 0.5)
+
+
+def test_a_model_of_colours_reads_grey(tmp_path: Path) -> None:
+    grey = open_data(photos(tmp_path, ("L", 8, 8), ("L", 8, 8)))
     for one in (grey, Data("d", {"image": grey["image"].array(), "label": grey["label"]}, "")):
         read = read_examples(vit(), one, **HALF)[0].batch(np.arange(2))[0]["pixel_values"]
         assert torch.equal(read, (torch.from_numpy(grey["image"].array())[:, None].expand(-1, 3, -1, -1).float() / 255 - 0.5) / 0.5)
@@ -174,7 +180,43 @@ def test_rows_without_a_label_are_refused(tmp_path: Path, capsys: pytest.Capture
         read_examples(vit(), Data("d", {"image": images, "label": np.array(label)}, ""), labelled=labelled, **HALF)
 
 
+@pytest.mark.parametrize(
+    ("mean", "std", "said"),
+    [
+        ("0.5,0.5", "0.5", "--mean has 2 numbers, and the model reads 3 channels"),
+        ("0.5", "0.5,0.5", "--std has 2 numbers, and the model reads 3 channels"),
+        ("0.5", "0", "--std is 0.0, and pixels are divided by it"),
+        ("0.5", "0.5,-1,0.5", "--std is 0.5, -1.0, 0.5, and pixels are divided by it"),
+        ("0.5", "inf", "--std is inf, which is not finite"),
+        ("nan", "0.5", "--mean is nan, which is not finite"),
+    ],
+)
+def test_mean_and_std_fit_the_channels(mean: str, std: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vit().save_pretrained(tmp_path / "model")
+    data = photos(tmp_path / "photos", ("RGB", 8, 8), ("L", 8, 8))
+    assert main(["jigsaw", "evaluate", str(tmp_path / "model"), "--data", str(data), "--mean", mean, "--std", std]) == 1
+    told = capsys.readouterr().err
+    assert said in told
+    assert "fault in regauge" not in told
+
+
+def test_mean_and_std_come_one_by_one(tmp_path: Path) -> None:
+    data = open_data(photos(tmp_path / "photos", ("RGB", 8, 8), ("RGB", 8, 8)))
+    with pytest.raises(DataError, match="nothing says how"):
+        task_of(vit(), data, beside=tmp_path, mean=[0.3])
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5] * 3}))
+    task, _ = task_of(vit(), data, beside=tmp_path, mean=[0.3])
+    assert (task["mean"], task["std"]) == ([0.3] * 3, [0.5] * 3)
+    (tmp_path / "scalar").mkdir()
+    (tmp_path / "scalar" / "preprocessor_config.json").write_text(json.dumps({"image_mean": 0.5, "image_std": 0.25}))
+    assert task_of(vit(), data, beside=tmp_path / "scalar")[0]["std"] == [0.25]
+    with pytest.raises(DataError, match=r"the image_mean of .*preprocessor_config.json has 3 numbers, and the model reads 1 channel$"):
+        task_of(vit(num_channels=1), data, beside=tmp_path)
+    assert task_of(vit(num_channels=1), data, beside=tmp_path, **HALF)[0]["std"] == [0.5]
+
+
 def test_channels_are_read_off_the_model() -> None:
     assert channels_of(vit(num_channels=1)) == 1
     assert channels_of(torch.nn.Sequential(torch.nn.Conv2d(4, 2, 1), torch.nn.Conv2d(2, 2, 1))) == 4
+    assert channels_of(torch.nn.Conv2d(48, 2, 1)) is None  # of what was made of pixels
     assert channels_of(torch.nn.Linear(2, 2)) is None

@@ -423,23 +423,38 @@ def _require_all_labels(data: Data) -> None:
         )
 
 
-def _normalisation(beside: Path | None, mean: Any, std: Any, module: torch.nn.Module) -> tuple[Sequence[float], Sequence[float]]:
-    if mean and std:
-        return mean, std
+def _normalisation(beside: Path | None, mean: Any, std: Any, module: torch.nn.Module) -> list[list[float]]:
+    """Mean and std as given; what is not, from the file beside the model, or from timm's pretrained_cfg."""
     timm = getattr(module, "pretrained_cfg", None)
-    found = dict(timm) if timm else {}
+    found, where = dict(timm) if timm else {}, "the {} in the model's pretrained_cfg"
     path = None if beside is None else beside / "preprocessor_config.json"
-    if path is not None and path.exists():
+    if path is not None and path.exists() and not (mean and std):
         try:
             about = json.loads(path.read_text())
             found = {"mean": about["image_mean"], "std": about["image_std"]} if about.get("do_normalize", True) else {"mean": [0.0], "std": [1.0]}
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} does not say how images are normalised: {error!r}", hint="--mean and --std say it") from error
-    if not found.get("mean"):
+        where = f"the image_{{}} of {path}"
+    names = ["--mean" if mean else where.format("mean"), "--std" if std else where.format("std")]
+    mean, std = (given or found.get(name) for given, name in ((mean, "mean"), (std, "std")))
+    if mean is None or std is None:
         raise DataError(
             "nothing says how the model's images are normalised", hint="--mean 0.5 --std 0.5, say; or put preprocessor_config.json beside it"
         )
-    return found["mean"], found["std"]
+    mean, std = ([x] if isinstance(x, int | float) else list(x) for x in (mean, std))
+    channels = channels_of(module)
+    for name, numbers in zip(names, (mean, std), strict=True):
+        if channels is not None and len(numbers) not in (1, channels):
+            raise DataError(
+                f"{name} has {len(numbers)} numbers, and the model reads {channels} channel{'s' * (channels > 1)}",
+                hint="--mean and --std take one number, or one for each channel",
+            )
+        if not np.isfinite(numbers).all():
+            raise DataError(f"{name} is {', '.join(map(str, numbers))}, which is not finite", hint="pixels are 0 to 1: --mean 0.5 --std 0.5, say")
+    if min(std) <= 0:
+        raise DataError(f"{names[1]} is {', '.join(map(str, std))}, and pixels are divided by it", hint="give numbers above 0: --std 0.5, say")
+    longest = max(len(mean), len(std))
+    return [x * longest if len(x) == 1 and longest > 1 else x for x in (mean, std)]
 
 
 def size_of(module: torch.nn.Module) -> tuple[int, int] | None:
@@ -479,6 +494,10 @@ def reads_images(module: torch.nn.Module) -> bool:
 
 
 def channels_of(module: torch.nn.Module) -> int | None:
-    """How many channels the images have that a model reads, if it says so: its config, or the first convolution."""
+    """How many channels the images have that a model reads, if it says so: its config, or the first convolution, unless that reads more than images
+    have (TResNet's reads whole blocks of pixels)."""
     said = getattr(getattr(module, "config", None), "num_channels", None)
-    return int(said) if said else next((m.in_channels for m in module.modules() if isinstance(m, torch.nn.Conv2d)), None)
+    if said:
+        return int(said)
+    first = next((m.in_channels for m in module.modules() if isinstance(m, torch.nn.Conv2d)), None)
+    return first if first is None or first <= 4 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,34 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert open_data(tmp_path).digest != data.digest
     with pytest.raises(DataError, match="cannot be read as an image"):
         open_data(tmp_path)["image"][0]
+
+
+def test_grey_among_colours_is_given_three_channels(tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (4, 4), (10, 20, 30)).save(tmp_path / "a.png")
+    Image.new("L", (4, 4), 40).save(tmp_path / "b.png")
+    pictures = open_data(tmp_path)["image"]
+    assert pictures.array()[:, 0, 0].tolist() == [[10, 20, 30], [40, 40, 40]]
+    assert pictures.array([1]).shape == (1, 4, 4)  # alone it is what it is
+    assert replace(pictures, colour="RGB").array([1]).shape == (1, 4, 4, 3)
+    assert replace(pictures, colour="L").array()[:, 0, 0].tolist() == [18, 40]
+    assert pictures.sizes == Pictures(tuple(p.read_bytes() for p in pictures.sources)).sizes == {(4, 4)}
+    Image.new("L", (6, 5)).save(tmp_path / "c.png")
+    (tmp_path / "d.png").write_bytes(b"no image")  # looking at it says so, and only then
+    pictures = open_data(tmp_path)["image"]
+    assert pictures.sizes == {(4, 4), (5, 6)}
+    with pytest.raises(DataError, match="different sizes, 4 x 4 and 5 x 6 among them"):
+        pictures.array([1, 2])
+
+
+def test_digests_stay_what_they_were(tmp_path: Path) -> None:
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "x.png").write_bytes(b"no image")
+    assert open_data(tmp_path).digest == "cdbfc59f5c4bd5a48f0925fb77f0bf8f8932abaf94279f281addc96900a5e277"
+    assert (
+        open_data(tmp_path, size=4).digest == "1b3edc71bd399e0d86d11520bbe271b81e88a3ca6d276ba2c07c6149f42dfe00"
+    )  # cached experiments are found by it
 
 
 def test_a_folder_without_images_is_no_class(tmp_path: Path) -> None:

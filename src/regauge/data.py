@@ -13,12 +13,14 @@ encoded images as `Pictures`, which are decoded when they are looked at. The dig
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import numpy as np
 
 from regauge.errors import RegaugeError, need
 
+Size = int | tuple[int, int]  # of both sides, or height and width
 USUAL = ("text", "image", "label")
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 
@@ -36,11 +39,13 @@ class DataError(RegaugeError):
 
 @dataclass(frozen=True)
 class Pictures(Sequence[Any]):
-    """Encoded images: bytes, or paths of files. Looking at one decodes it, to `size` pixels on a side if that is given."""
+    """Encoded images: bytes, or paths of files. Looking at one decodes it, to a `size` and a `colour` (L or RGB) if given. A size is
+    one number of pixels for both sides, or height and width."""
 
     sources: tuple[bytes | Path, ...]
-    size: int | None = None
+    size: Size | None = None
     nearest: bool = False  # for label maps, whose values must not be mixed
+    colour: str | None = None
 
     def __len__(self) -> int:
         return len(self.sources)
@@ -55,8 +60,11 @@ class Pictures(Sequence[Any]):
         try:
             with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
                 image: Image.Image = opened if self.nearest else opened.convert("L" if opened.mode in ("1", "L", "LA", "I;16") else "RGB")
-                if self.size is not None and image.size != (self.size, self.size):
-                    image = image.resize((self.size, self.size), Image.Resampling.NEAREST if self.nearest else Image.Resampling.BILINEAR)
+                if self.colour is not None and image.mode != self.colour:
+                    image = image.convert(self.colour)
+                height, width = (self.size, self.size) if isinstance(self.size, int) else self.size or (image.height, image.width)
+                if image.size != (width, height):
+                    image = image.resize((width, height), Image.Resampling.NEAREST if self.nearest else Image.Resampling.BILINEAR)
                 return np.asarray(image)
         except OSError as error:
             raise DataError(
@@ -64,11 +72,27 @@ class Pictures(Sequence[Any]):
             ) from error
 
     def array(self, rows: Sequence[int] | None = None) -> Any:
-        """Those rows, or all, as one array [n, height, width(, channels)]."""
+        """Those rows, or all, as one array [n, height, width(, channels)]. Grey ones among others are given three channels."""
         found = [self[i] for i in (range(len(self)) if rows is None else rows)]
-        if len({f.shape for f in found}) > 1:
-            raise DataError("the images have different sizes or colours", hint="give open_data a size")
+        if len({f.ndim for f in found}) > 1:
+            found = [f if f.ndim == 3 else np.repeat(f[..., None], 3, -1) for f in found]
+        sizes = sorted({f.shape[:2] for f in found})
+        if len(sizes) > 1:
+            told = " and ".join(f"{h} x {w}" for h, w in (sizes[0], sizes[-1]))
+            raise DataError(f"the images have different sizes, {told} among them", hint="make them one size, or give open_data a size")
         return np.stack(found)
+
+    @cached_property
+    def sizes(self) -> frozenset[tuple[int, int]]:
+        """Every (height, width) that the files have, by their headers. What cannot be read is no matter here: looking at it says so."""
+        need("PIL", "data")
+        from PIL import Image
+
+        found = set()
+        for source in self.sources:
+            with contextlib.suppress(OSError), Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+                found.add((opened.height, opened.width))
+        return frozenset(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +126,7 @@ class Data:
 
 
 def open_data(
-    uri: str | Path, *, fields: Mapping[str, str] | None = None, split: str = "train", config: str | None = None, size: int | None = None
+    uri: str | Path, *, fields: Mapping[str, str] | None = None, split: str = "train", config: str | None = None, size: Size | None = None
 ) -> Data:
     """The data at a path, or of the hub (`owner/name`, with its `config` and `split`). `size` is for images of different sizes."""
     path = Path(uri).expanduser()
@@ -137,12 +161,12 @@ def text_of(data: Data, field: str = "text") -> str:
     return "\n".join(data[field])
 
 
-def _npz(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+def _npz(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     with np.load(io.BytesIO(raw), allow_pickle=False) as arrays:
         return {name: arrays[name] for name in arrays.files}
 
 
-def _parquet(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+def _parquet(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     need("pyarrow", "data")
     import pyarrow.parquet as pq
 
@@ -150,7 +174,7 @@ def _parquet(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
     return {name: _column(table[name].to_pylist(), size) for name in table.column_names}
 
 
-def _table(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+def _table(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     """With a line of names first. Tabs need no quotes, so that quotes in a .tsv are text."""
     lines = io.StringIO(raw.decode("utf-8-sig"), newline="")
     reader = csv.reader(lines) if path.suffix == ".csv" else csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
@@ -161,7 +185,7 @@ def _table(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
     return {name: _typed([row[i] for row in rows]) for i, name in enumerate(names)}
 
 
-def _jsonl(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+def _jsonl(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     rows = [json.loads(line) for line in raw.decode("utf-8-sig").split("\n") if line.strip()]  # splitlines also cuts at U+2028, inside of a text
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or row.keys() != rows[0].keys():
@@ -169,11 +193,11 @@ def _jsonl(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
     return {name: _column([row[name] for row in rows], size) for name in (rows[0] if rows else ())}
 
 
-def _txt(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+def _txt(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     return {"text": raw.decode().split("\n")}
 
 
-READERS: dict[str, Callable[[bytes, Path, int | None], dict[str, Any]]] = {
+READERS: dict[str, Callable[[bytes, Path, Size | None], dict[str, Any]]] = {
     ".npz": _npz,
     ".parquet": _parquet,
     ".csv": _table,
@@ -183,12 +207,12 @@ READERS: dict[str, Callable[[bytes, Path, int | None], dict[str, Any]]] = {
 }
 
 
-def _reader(path: Path) -> Callable[[bytes, Path, int | None], dict[str, Any]]:
+def _reader(path: Path) -> Callable[[bytes, Path, Size | None], dict[str, Any]]:
     read = READERS.get(path.suffix)
     if read is None:
         raise DataError(f"{path} has an ending that is not known here", hint=f"known are {', '.join(READERS)}, and folders of images")
 
-    def named(raw: bytes, path: Path, size: int | None) -> dict[str, Any]:
+    def named(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
         try:
             return read(raw, path, size)
         except RegaugeError:
@@ -202,7 +226,7 @@ def _reader(path: Path) -> Callable[[bytes, Path, int | None], dict[str, Any]]:
     return named
 
 
-def _folder(path: Path, size: int | None) -> tuple[dict[str, Any], str]:
+def _folder(path: Path, size: Size | None) -> tuple[dict[str, Any], str]:
     """A folder per class, or images alone (then their names are a field, by which label maps find their images)."""
     classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and _images(p))  # .ipynb_checkpoints is no class
     found = [(p, i) for i, folder in enumerate(classes) for p in _images(folder)] or [(p, 0) for p in _images(path)]
@@ -234,7 +258,7 @@ def _digits(split: str) -> tuple[dict[str, Any], str]:
     return {"image": images, "label": labels}, _digest(images.tobytes(), labels.tobytes())
 
 
-def _hub(uri: str, config: str | None, split: str, size: int | None) -> tuple[dict[str, Any], str]:
+def _hub(uri: str, config: str | None, split: str, size: Size | None) -> tuple[dict[str, Any], str]:
     """The hub keeps every public data set as parquet too, in its own branch: `config/split/0000.parquet`, and so on."""
     need("huggingface_hub", "hub")
     import huggingface_hub as hub
@@ -262,7 +286,7 @@ def _hub(uri: str, config: str | None, split: str, size: int | None) -> tuple[di
     return {name: _joined([part[name] for part in parts]) for name in parts[0]}, _digest(*raws)
 
 
-def _column(values: list[Any], size: int | None) -> Any:
+def _column(values: list[Any], size: Size | None) -> Any:
     """A column as what it is: numbers, encoded images, or texts."""
     if values and all(isinstance(v, Mapping) and isinstance(v.get("bytes"), bytes) for v in values):  # how the hub stores images
         values = [v["bytes"] for v in values]

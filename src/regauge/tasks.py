@@ -6,6 +6,7 @@ labels of its logits.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -68,11 +69,38 @@ def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -
     raise DataError(f'there is no task "{task["kind"]}"', hint="images, scenes, maps, reviews, text or masked")
 
 
+def fitted(task: Parameters, data: Data) -> Data:
+    """The data with images of one colour, where the task has a mean for each of three, and of one size, where the task has one and they differ:
+    they are still decoded when they are looked at."""
+    held = data["image"]
+    if not isinstance(held, Pictures):
+        return data
+    if held.colour is None and len(task["mean"]) == 3:
+        held = replace(held, colour="RGB")
+    if held.size is None and task.get("size") is not None and len(held.sizes) > 1:
+        held = replace(held, size=pair_of(task["size"]))
+    return replace(data, fields={**data.fields, "image": held})
+
+
+def coloured(module: torch.nn.Module, data: Data) -> Data:
+    """The data with images of as many channels as the model reads, if it says so: grey ones as RGB, and RGB as grey."""
+    held, channels = data.fields.get("image"), channels_of(module)
+    if held is None or channels not in (1, 3):
+        return data
+    if isinstance(held, Pictures):
+        held = replace(held, colour="L" if channels == 1 else "RGB")
+    elif isinstance(held, np.ndarray) and held.ndim == 3 and channels == 3:
+        held = np.broadcast_to(held[..., None], (*held.shape, 3))  # a view: nothing is copied before it is looked at
+    elif isinstance(held, np.ndarray) and held.ndim == 4 and held.shape[-1] == 3 and channels == 1:
+        held = np.round(held @ np.array([0.299, 0.587, 0.114], np.float32)).astype(np.uint8)  # ITU-R 601, as PIL has it
+    return replace(data, fields={**data.fields, "image": held})
+
+
 def _images(task: Parameters, data: Data) -> Examples:
-    """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` makes every image that large. Labels that are words are
-    numbered by their place in `names`. `attributes` are fields that say yes or no (1, or 0 or -1): each image then has all of them for a label, as
-    it has where the labels are rows of such numbers."""
-    pictures = data["image"]
+    """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` (one number, or height and width) makes every image that
+    large. Labels that are words are numbered by their place in `names`. `attributes` are fields that say yes or no (1, or 0 or -1): each image then
+    has all of them for a label, as it has where the labels are rows of such numbers."""
+    pictures = fitted(task, data)["image"]
     found = _labels(task, data) if task.get("labelled", True) else np.zeros(len(data), np.int64)
     multi = found.ndim == 2
     labels = torch.from_numpy(found > 0).float() if multi else torch.from_numpy(found)
@@ -115,8 +143,8 @@ def _normal(pixels: Any, task: Parameters) -> Tensor:
         x = x.expand(-1, 3, -1, -1)
     mean, std = (torch.tensor(task[name]).view(1, -1, 1, 1) for name in ("mean", "std"))
     x = (x - mean) / std
-    size = task.get("size")
-    return x if size in (None, x.shape[-1]) else F.interpolate(x, (size, size), mode="bilinear", align_corners=False)
+    size = x.shape[-2:] if task.get("size") is None else pair_of(task["size"])
+    return x if size == x.shape[-2:] else F.interpolate(x, size, mode="bilinear", align_corners=False)
 
 
 def _scenes(task: Parameters, data: Data) -> Examples:
@@ -146,7 +174,7 @@ def _scenes(task: Parameters, data: Data) -> Examples:
 
 def _maps(task: Parameters, data: Data) -> Examples:
     """Images and label maps of the same size (ADE20k): fields "image" and "map"; the map's 0 is no class and counts nowhere."""
-    pictures, maps = data["image"], data["map"]
+    pictures, maps = fitted(task, data)["image"], data["map"]
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
         labels = torch.from_numpy(maps.array(rows).astype(np.int64)) - 1
@@ -291,14 +319,15 @@ def task_of(
     preprocessor_config.json are used where nothing else is given. `length` is in tokens. `attributes` are fields with several answers to each image.
     """
     config, name = getattr(module, "config", None), type(module).__name__
-    images = "pixel_values" in inspect.signature(module.forward).parameters or config is None
-    if images:
+    if reads_images(module):
         classes = getattr(module, "num_classes", None) if config is None else config.num_labels
         if labelled and (not classes or (config is not None and not name.endswith("ForImageClassification"))):
             raise DataError(f"{name} gives no classes of images, so that there is no loss to measure", hint="give a model ...ForImageClassification")
         _require(data, name, "image", *(attributes or ["label"] if labelled else []))
         mean, std = _normalisation(beside, mean, std, module)
-        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": side_of(module)}
+        size = size_of(module) or _size_beside(beside, data)
+        side = size if size is None else size[0] if size[0] == size[1] else list(size)
+        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": side}
         if labelled and attributes:
             if len(attributes) != classes:
                 raise DataError(f"{len(attributes)} attributes are named, and the model answers {classes}", hint="is it this model's data?")
@@ -308,6 +337,7 @@ def task_of(
             return task | {"names": [str(named[i]) for i in sorted(named)]}, None
         if labelled:
             _require_labels(data, int(classes or 0))
+            _require_all_labels(data)
         return task | ({} if labelled else {"labelled": False}), None
     if tokenizer is None:
         found = [] if beside is None else [beside / "tokenizer.json", beside / "tokenizer_config.json"]
@@ -346,6 +376,8 @@ def _places(config: Any) -> int:
 
 def read_examples(module: torch.nn.Module, data: Data, **how: Any) -> tuple[Examples, dict[str, Any]]:
     """Data as a model reads them, and its task: `task_of`, which says what may be given, and `prepare`."""
+    if reads_images(module):
+        data = coloured(module, data)
     task, reader = task_of(module, data, **how)
     return prepare(task, data, reader), task
 
@@ -380,26 +412,92 @@ def _require_labels(data: Data, classes: int) -> None:
         )
 
 
-def _normalisation(beside: Path | None, mean: Any, std: Any, module: torch.nn.Module) -> tuple[Sequence[float], Sequence[float]]:
-    if mean and std:
-        return mean, std
+def _require_all_labels(data: Data) -> None:
+    """No -1, by which data sets mark what has no label. Of texts such rows are left out (`_reviews`); in rows of answers it says no."""
+    labels = np.asarray(data["label"]).astype(np.int64)
+    without = np.flatnonzero(labels == -1) if labels.ndim == 1 else labels[:0]
+    if len(without):
+        raise DataError(
+            f"{len(without)} of {len(labels)} rows of {data.name} have the label -1, row {without[0]} the first, and there is no such class",
+            hint="leave these rows out",
+        )
+
+
+def _normalisation(beside: Path | None, mean: Any, std: Any, module: torch.nn.Module) -> list[list[float]]:
+    """Mean and std as given; what is not, from the file beside the model, or from timm's pretrained_cfg."""
     timm = getattr(module, "pretrained_cfg", None)
-    found = dict(timm) if timm else {}
+    found, where = dict(timm) if timm else {}, "the {} in the model's pretrained_cfg"
     path = None if beside is None else beside / "preprocessor_config.json"
-    if path is not None and path.exists():
+    if path is not None and path.exists() and not (mean and std):
         try:
             about = json.loads(path.read_text())
             found = {"mean": about["image_mean"], "std": about["image_std"]} if about.get("do_normalize", True) else {"mean": [0.0], "std": [1.0]}
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} does not say how images are normalised: {error!r}", hint="--mean and --std say it") from error
-    if not found.get("mean"):
+        where = f"the image_{{}} of {path}"
+    names = ["--mean" if mean else where.format("mean"), "--std" if std else where.format("std")]
+    mean, std = (given or found.get(name) for given, name in ((mean, "mean"), (std, "std")))
+    if mean is None or std is None:
         raise DataError(
             "nothing says how the model's images are normalised", hint="--mean 0.5 --std 0.5, say; or put preprocessor_config.json beside it"
         )
-    return found["mean"], found["std"]
+    mean, std = ([x] if isinstance(x, int | float) else list(x) for x in (mean, std))
+    channels = channels_of(module)
+    for name, numbers in zip(names, (mean, std), strict=True):
+        if channels is not None and len(numbers) not in (1, channels):
+            raise DataError(
+                f"{name} has {len(numbers)} numbers, and the model reads {channels} channel{'s' * (channels > 1)}",
+                hint="--mean and --std take one number, or one for each channel",
+            )
+        if not np.isfinite(numbers).all():
+            raise DataError(f"{name} is {', '.join(map(str, numbers))}, which is not finite", hint="pixels are 0 to 1: --mean 0.5 --std 0.5, say")
+    if min(std) <= 0:
+        raise DataError(f"{names[1]} is {', '.join(map(str, std))}, and pixels are divided by it", hint="give numbers above 0: --std 0.5, say")
+    longest = max(len(mean), len(std))
+    return [x * longest if len(x) == 1 and longest > 1 else x for x in (mean, std)]
 
 
-def side_of(module: torch.nn.Module) -> int | None:
-    """How wide the images are that a model reads, if it says so."""
-    size = getattr(getattr(module, "config", None), "image_size", None) or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
-    return int(size[-1] if isinstance(size, list | tuple) else size) if size else None
+def size_of(module: torch.nn.Module) -> tuple[int, int] | None:
+    """Height and width of the images that a model reads, if it says so. timm's pretrained_cfg tells of the weights that it once loaded: what the
+    model itself was made for goes before."""
+    said = getattr(getattr(module, "config", None), "image_size", None) or getattr(getattr(module, "patch_embed", None), "img_size", None)
+    size = said or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
+    return pair_of(size) if size else None
+
+
+def pair_of(size: int | Sequence[int]) -> tuple[int, int]:
+    """Height and width, of one number for both or of a list that ends in them."""
+    height, width = size[-2:] if isinstance(size, Sequence) else (size, size)
+    return int(height), int(width)
+
+
+def _size_beside(beside: Path | None, data: Data) -> tuple[int, int] | None:
+    """What preprocessor_config.json makes of images of different sizes, for a model that takes any; None where they have one."""
+    held = data["image"]
+    if not isinstance(held, Pictures) or held.size is not None or len(held.sizes) < 2:
+        return None
+    path = None if beside is None else beside / "preprocessor_config.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        about = json.loads(path.read_text()) if path is not None else {}
+        size: Any = about.get("crop_size") or about.get("size")
+        return pair_of((size["height"], size["width"]) if "height" in size else size["shortest_edge"]) if isinstance(size, dict) else pair_of(size)
+    told = " and ".join(f"{h} x {w}" for h, w in (min(held.sizes), max(held.sizes)))
+    raise DataError(
+        f"the images of {data.name} have different sizes ({told}), and the model does not say which it reads",
+        hint='make them one size, or put preprocessor_config.json with "size" beside the model',
+    )
+
+
+def reads_images(module: torch.nn.Module) -> bool:
+    """Whether a model reads images: timm's, which have no config, all do."""
+    return getattr(module, "config", None) is None or "pixel_values" in inspect.signature(module.forward).parameters
+
+
+def channels_of(module: torch.nn.Module) -> int | None:
+    """How many channels the images have that a model reads, if it says so: its config, or the first convolution, unless that reads more than images
+    have (TResNet's reads whole blocks of pixels)."""
+    said = getattr(getattr(module, "config", None), "num_channels", None)
+    if said:
+        return int(said)
+    first = next((m.in_channels for m in module.modules() if isinstance(m, torch.nn.Conv2d)), None)
+    return first if first is None or first <= 4 else None

@@ -194,19 +194,19 @@ def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
     import numpy as np
 
     from regauge.data import DataError, Pictures, open_data
-    from regauge.tasks import side_of
+    from regauge.tasks import size_of
 
     fields = sample.read_fields(source.field)
     pictures = open_data(source.uri, fields=None if fields is None else {k: v for k, v in fields.items() if k == "image"} or None, split=source.split)
-    side = side_of(module)
-    if side is None or "image" not in pictures.fields:
+    size = size_of(module)
+    if size is None or "image" not in pictures.fields:
         return
     held = pictures["image"]
-    shape = (held.array([0]) if isinstance(held, Pictures) else np.asarray(held))[:1].shape[1:3]
-    if tuple(shape) != (side, side):
-        raise DataError(
-            f"the images of {pictures.name} are {' x '.join(map(str, shape))}, and the model reads {side} x {side}", hint="--resize makes them fit"
-        )
+    shapes = held.sizes if isinstance(held, Pictures) else {np.asarray(held).shape[1:3]}
+    other = sorted(shapes - {size})
+    if other:
+        told = f"some images of {pictures.name}" if len(shapes) > 1 else f"the images of {pictures.name}"
+        raise DataError(f"{told} are {' x '.join(map(str, other[0]))}, and the model reads {size[0]} x {size[1]}", hint="--resize makes them fit")
 
 
 def text_of(results: Results, tables: int = 1) -> str:

@@ -11,8 +11,9 @@ import transformers
 
 from regauge.cli import main
 from regauge.findings import load_results
-from regauge.jigsaw import VARIANTS
-from regauge.jigsaw.saving import load_wrapped
+from regauge.jigsaw import VARIANTS, MaskedJigsaw
+from regauge.jigsaw.saving import load_wrapped, save_wrapped
+from regauge.loading import load_model
 
 HOW = ["--data", "digits", "--mean", "0.3", "--std", "0.38"]
 
@@ -73,6 +74,36 @@ def test_evaluate(start: Path, trained: Path, tmp_path: Path, capsys: pytest.Cap
     assert rows[3][2] > rows[0][2] + 20  # it has learned
     assert all(row[5] > 0 and row[5] != row[4] for row in rows if row[1])
     assert "Consistency under puzzles" in (tmp_path / "page.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def net(start: Path) -> Path:
+    """A ResNet: neither patches nor positions of its own."""
+    torch.manual_seed(0)
+    size = {"num_channels": 1, "embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic", "num_labels": 10}
+    transformers.ResNetForImageClassification(transformers.ResNetConfig(**size)).save_pretrained(start.parent / "net")
+    return start.parent / "net"
+
+
+def test_models_of_one_call_are_given_the_same_puzzles(start: Path, net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A ResNet has the patches of the ViT beside it, or those that the other ResNet was trained with; what differs still is refused."""
+    few = [*HOW, "--ratios", "0.5", "--samples", "20"]
+    assert main(["jigsaw", "evaluate", str(net), str(start), *few, "--json", str(tmp_path / "r.json")]) == 0
+    table = load_results(tmp_path / "r.json").tables[0]
+    assert {row[table.columns.index("patch") :] for row in table.rows} == {("2 x 2", "4 x 4")}
+    for patch in ("2", "4"):
+        save_wrapped(MaskedJigsaw(load_model(net), 0.3, variant="E", patch=int(patch)), tmp_path / patch)
+    assert main(["jigsaw", "evaluate", str(net), str(tmp_path / "4"), *few, "--json", str(tmp_path / "r.json")]) == 0
+    assert {row[-2:] for row in load_results(tmp_path / "r.json").tables[0].rows} == {("4 x 4", "2 x 2")}
+    capsys.readouterr()
+    assert main(["jigsaw", "evaluate", str(net), str(tmp_path / "4"), str(tmp_path / "2"), *few]) == 1
+    assert f"{net}: 4 x 4 patches of 2 x 2 pixels" in capsys.readouterr().err
+    assert main(["jigsaw", "evaluate", str(start), str(tmp_path / "4"), *few]) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path / '4'}: 2 x 2 patches of 4 x 4 pixels" in said
+    assert "--patch 2 puts the same puzzles to all" in said
+    assert main(["jigsaw", "evaluate", str(start), str(tmp_path / "4"), *few, "--patch", "2", "--json", str(tmp_path / "r.json")]) == 0
+    assert {row[-2:] for row in load_results(tmp_path / "r.json").tables[0].rows} == {("2 x 2", "4 x 4")}
 
 
 def test_study(start: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,7 +149,9 @@ def evaluate(
     data: Data,
     ratios: Ratios = "0.1,0.3,0.5,0.7,0.9",
     samples: Annotated[int | None, typer.Option("--samples", min=1, metavar="N", help="Measure on this many images. Default: all.")] = None,
-    patch: Annotated[int | None, typer.Option("--patch", min=1, metavar="N", help="For models without patches of their own. Default: 16.")] = None,
+    patch: Annotated[
+        int | None, typer.Option("--patch", min=1, metavar="N", help="For models without patches of their own. Default: the others', or 16.")
+    ] = None,
     batch: Batch = 100,
     field: sample.Field = None,
     split: sample.Split = "test",
@@ -172,23 +174,31 @@ def evaluate(
 
     from regauge.checkpoint import open_checkpoint
     from regauge.findings import Results
-    from regauge.jigsaw.masks import check_ratio
+    from regauge.jigsaw.masks import check_ratio, check_size
     from regauge.jigsaw.metrics import evaluate as measure
-    from regauge.jigsaw.reporting import evaluated
-    from regauge.jigsaw.saving import load_wrapped
+    from regauge.jigsaw.reporting import Cut, check_cuts, evaluated
+    from regauge.jigsaw.saving import load_together
 
     for share in shares:
         check_ratio(share)
     source = sample.Sample(data, field, split, None, None, mean, std)
-    found = {}
-    for name in models:
-        wrapped = load_wrapped(name, **({} if patch is None else {"patch": patch})).to(device)
+    loaded = load_together(models, patch)
+    read, cuts = {}, {}
+    for name, wrapped in loaded.items():
         examples, _ = source.read(wrapped.model, open_checkpoint(name))
         if samples is not None and samples < len(examples):
             examples = examples.only(np.sort(np.random.default_rng(seed).permutation(len(examples))[:samples]))
+        read[name] = examples
+        height, width = examples.batch(np.arange(1))[0]["pixel_values"].shape[-2:]
+        cuts[name] = Cut(wrapped.place.patch, check_size((height, width), wrapped.place.patch), wrapped.place.table is not None)
+    if patch is None:
+        check_cuts(cuts)
+    found = {}
+    for name, wrapped in loaded.items():
         with step_bar(Path(name).name) as progress:
-            found[name] = measure(wrapped, examples, shares, seed=seed, batch=batch, device=device, progress=progress)
-    tables, figures = evaluated(found)
+            found[name] = measure(wrapped.to(device), read[name], shares, seed=seed, batch=batch, device=device, progress=progress)
+        wrapped.to("cpu")  # the next one may need the room
+    tables, figures = evaluated(found, cuts)
     facts = {**facts_of_run(), "models": list(models), "data": data, "images": len(examples), "seconds": round(time.monotonic() - started, 1)}
     results = Results("Puzzles at inference", (), tables, figures, facts)
     return deliver(results, _text(results), json, report)

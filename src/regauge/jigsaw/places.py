@@ -19,7 +19,7 @@ PREFIXES = (1, 0, 2)  # tokens before the patches, where nothing says how many
 @dataclass(frozen=True)
 class Place:
     """`table` is a parameter [1, prefix + cells, width], or None where positions are not absolute. `stretches`: the model stretches it over images of
-    other sizes, by itself."""
+    other sizes, by itself. `assumed`: nothing says how large a patch is, so that any other will do."""
 
     table: str | None
     patch: Grid
@@ -27,6 +27,7 @@ class Place:
     prefix: int = 0
     note: str = ""
     stretches: bool = False
+    assumed: bool = False
 
 
 def place_of(
@@ -40,7 +41,7 @@ def place_of(
             f"{type(model).__name__} has no absolute position embedding: of MJP the shuffle of patches is left (variant E); "
             "the unknown embedding and the regression of positions have nothing to act on"
         )
-        return Place(None, size or (PATCH, PATCH), None, 0, note)
+        return Place(None, size or (PATCH, PATCH), None, 0, note, assumed=size is None)
     if size is None:
         raise JigsawError(f"nothing in {type(model).__name__} says how large its patches are", hint="give patch=16, say")
     own = _patch(model)

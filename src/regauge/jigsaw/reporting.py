@@ -3,22 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from regauge.findings import Figure, Table
+from regauge.jigsaw.masks import Grid, JigsawError
 from regauge.jigsaw.metrics import Evaluation
 from regauge.jigsaw.robustness import Errors, mean_corruption_error, mean_error
 
 
-def evaluated(found: Mapping[str, Evaluation]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
+@dataclass(frozen=True)
+class Cut:
+    """How a model's images are cut for puzzles: patches in pixels, and their grid. `fixed`: its positions are of that patch."""
+
+    patch: Grid
+    grid: Grid
+    fixed: bool = False
+
+
+def check_cuts(cuts: Mapping[str, Cut]) -> None:
+    """Refuse models whose puzzles differ: their numbers could not be compared."""
+    if len({cut.grid for cut in cuts.values()}) <= 1:
+        return
+    told = "; ".join(f"{name}: {_times(cut.grid)} patches of {_times(cut.patch)} pixels" for name, cut in cuts.items())
+    fixed = {cut.patch for cut in cuts.values() if cut.fixed}
+    sides = {cut.grid[0] * cut.patch[0] for cut in cuts.values()}
+    if len(fixed) > 1 or len(sides) > 1:
+        hint = "give them in calls of their own"
+    else:
+        hint = f"--patch {min(fixed or {cut.patch for cut in cuts.values()})[0]} puts the same puzzles to all"
+    raise JigsawError(f"these models would be given different puzzles, and their numbers could not be compared: {told}", hint=hint)
+
+
+def _times(pair: Grid) -> str:
+    return f"{pair[0]} x {pair[1]}"
+
+
+def evaluated(found: Mapping[str, Evaluation], cuts: Mapping[str, Cut]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
     """What puzzles do to some models: a table of all, and a curve of each over the ratios."""
-    columns = ("model", "ratio", "accuracy", "consistency", "difference norm", "squared")
+    columns = ("model", "ratio", "accuracy", "consistency", "difference norm", "squared", "patch", "grid")
     rows: list[tuple[Any, ...]] = []
     for name, one in found.items():
-        rows.append((name, 0.0, 100 * one.accuracy, 100.0, 0.0, 0.0))
-        rows += [(name, s.ratio, 100 * s.accuracy, 100 * s.consistency, s.norm, s.squared) for s in one.shuffled]
+        cut = (_times(cuts[name].patch), _times(cuts[name].grid))
+        rows.append((name, 0.0, 100 * one.accuracy, 100.0, 0.0, 0.0, *cut))
+        rows += [(name, s.ratio, 100 * s.accuracy, 100 * s.consistency, s.norm, s.squared, *cut) for s in one.shuffled]
     note = "Ratio: the share of patches that a puzzle shuffles, a puzzle for each image. Percent; norms of what the last linear layer is given."
     x = [0.0, *(s.ratio for s in next(iter(found.values())).shuffled)]
     series: dict[str, dict[str, list[float]]] = {

@@ -117,6 +117,28 @@ def test_study(start: Path, trained: Path, tmp_path: Path, capsys: pytest.Captur
     assert row[1] == pytest.approx(100)
 
 
+def test_study_leaves_out_what_a_model_lacks(start: Path, net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A ResNet is the reference of mCE, and a Swin has errors too, though neither has a table of positions or CLS."""
+    size = {"image_size": 8, "patch_size": 1, "num_channels": 1, "embed_dim": 8, "depths": [1], "num_heads": [1], "window_size": 2, "num_labels": 10}
+    transformers.SwinForImageClassification(transformers.SwinConfig(**size)).save_pretrained(tmp_path / "swin")
+    swin = str(tmp_path / "swin")
+    given = ["--corruptions", "--samples", "2", "--report", str(tmp_path / "page.html"), "--json", str(tmp_path / "r.json")]
+    assert main(["jigsaw", "study", str(net), swin, str(start), *HOW, *given]) == 0
+    said, found = capsys.readouterr().out, load_results(tmp_path / "r.json")
+    for name, model in ((str(net), "ResNet"), (swin, "Swin")):
+        for what, lacks in (("positions", "no table of absolute positions"), ("attention", "no token that looks at all patches")):
+            (told,) = (text for text in found.unchecked if text.startswith(f"{what} of {name}: {model}"))
+            assert lacks in told
+            assert f"not checked: {told}" in said
+    assert not any(str(start) in text for text in found.unchecked)
+    assert [row[0] for row in found.tables[0].rows] == [str(start)]
+    assert found.tables[-1].columns == ("corruption", str(net), swin, str(start))
+    assert str(found.tables[-1].rows[-1][0]).startswith("mCE")
+    assert "no table of absolute positions" in (tmp_path / "page.html").read_text()
+    assert main(["jigsaw", "study", str(net)]) == 1  # nothing is left
+    assert "no table of absolute positions" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -11,6 +11,7 @@ import transformers
 
 from regauge.jigsaw import JigsawError, MaskedJigsaw
 from regauge.jigsaw.corruptions import CORRUPTIONS, corrupt
+from regauge.jigsaw.reporting import corrupted
 from regauge.jigsaw.robustness import aupr, aurra, corruption_errors, mean_corruption_error, mean_error
 from regauge.jigsaw.studies import (
     accumulated_eigenvalues,
@@ -157,6 +158,16 @@ def test_what_is_no_corruption_is_refused() -> None:
         corrupt(pictures(32, 32) / 255, "fog", 1)
 
 
+def test_errors_are_told_where_the_reference_has_none() -> None:
+    some, none = {"fog": [0.5]}, {"fog": [0.0]}
+    (table,), _, missing = corrupted({"first": none, "second": some})
+    assert [row[0] for row in table.rows] == ["fog", "mean"]
+    assert "no error under fog" in missing[0]
+    (table,), _, missing = corrupted({"first": some, "second": none})
+    assert table.rows[-1] == ("mCE, relative to the first", 100.0, 0.0)
+    assert not missing
+
+
 def test_numbers_of_robustness_by_hand() -> None:
     mine, reference = {"fog": [0.2, 0.4], "snow": [0.5, 0.5]}, {"fog": [0.4, 0.8], "snow": [0.25, 0.25]}
     assert corruption_errors(mine, reference) == {"fog": pytest.approx(0.5), "snow": pytest.approx(2.0)}
@@ -165,6 +176,9 @@ def test_numbers_of_robustness_by_hand() -> None:
     assert mean_error(mine) == pytest.approx(0.4)
     with pytest.raises(JigsawError, match="fog"):
         corruption_errors(mine, {"snow": [1.0, 1.0]})
+    with pytest.raises(JigsawError, match="no error under fog: nothing is relative to that"):
+        mean_corruption_error(mine, {**reference, "fog": [0.0, 0.0]})
+    assert mean_corruption_error(mine, {**reference, "fog": [0.0, 0.3]}) == pytest.approx(2.0)  # one severity with errors will do
     assert aurra([0.9, 0.8, 0.1], [1, 1, 0]) == pytest.approx((1 + 1 + 2 / 3) / 3)
     assert aurra([0.1, 0.8, 0.9], [1, 1, 0]) == pytest.approx((0 + 1 / 2 + 2 / 3) / 3)
     assert aupr([0.9, 0.8], [0.1, 0.2]) == pytest.approx(1.0)

@@ -233,41 +233,54 @@ def study(
     from regauge.checkpoint import open_checkpoint
     from regauge.findings import Results
     from regauge.jigsaw import reporting
+    from regauge.jigsaw.masks import JigsawError
     from regauge.jigsaw.saving import load_wrapped
     from regauge.jigsaw.studies import attention_maps
     from regauge.jigsaw.studies import study as look
 
     wrapped = {name: load_wrapped(name) for name in models}
+    found: dict[str, Any] = {}
+    unchecked: list[str] = []  # what a model lacks is no reason to leave the others, nor the rest of it
     with step_bar("study") as progress:
-        found = {}
         for i, (name, one) in enumerate(wrapped.items()):
             progress(i, len(wrapped), Path(name).name)
-            found[name] = look(one, seed=seed, umap=umap)
+            try:
+                found[name] = look(one, seed=seed, umap=umap)
+            except JigsawError as error:
+                unchecked.append(f"positions of {name}: {error}")
     tables, figures = reporting.studied(found)
     if data is not None:
         source = sample.Sample(data, field, split, None, None, mean, std)
         read = {name: source.read(one.model, open_checkpoint(name), labelled=corruptions) for name, one in wrapped.items()}
-        examples, task = next(iter(read.values()))
-        shown = examples.batch(range(min(6, len(examples))))[0]["pixel_values"]
-        maps = {
-            name: attention_maps(one, read[name][0].batch(range(len(shown)))[0]["pixel_values"]).mean(1).tolist() for name, one in wrapped.items()
-        }
-        figures = (*figures, reporting.attended(shown, task, maps))
+        maps: dict[str, Any] = {}
+        for name, one in wrapped.items():
+            examples = read[name][0]
+            images = examples.batch(range(min(6, len(examples))))[0]["pixel_values"]
+            try:
+                maps[name] = attention_maps(one, images).mean(1).tolist()
+            except JigsawError as error:
+                unchecked.append(f"attention of {name}: {error}")
+        if maps:
+            examples, task = read[next(iter(maps))]
+            figures = (*figures, reporting.attended(examples.batch(range(min(6, len(examples))))[0]["pixel_values"], task, maps))
         if corruptions:
             from regauge.data import open_data
             from regauge.jigsaw.robustness import errors_of
 
             some = open_data(data, fields=sample.read_fields(field), split=split).take(samples, seed=seed)
             with step_bar("corruptions") as progress:
-                errors = {name: errors_of(one, some, read[name][1], progress=progress) for name, one in wrapped.items()}
-            more, drawn = reporting.corrupted(errors)
-            tables, figures = (*tables, *more), (*figures, *drawn)
+                errors = {name: errors_of(one.unwrap(), some, read[name][1], progress=progress) for name, one in wrapped.items()}
+            more, drawn, missing = reporting.corrupted(errors)
+            tables, figures, unchecked = (*tables, *more), (*figures, *drawn), [*unchecked, *missing]
+    if not tables and not figures:
+        raise JigsawError("\n".join(unchecked), hint="give a model with CLS or absolute positions (ViT, DeiT), or --data with --corruptions")
     facts = {**facts_of_run(), "models": list(models), "data": data, "seconds": round(time.monotonic() - started, 1)}
-    results = Results("Positions", (), tables, figures, facts)
+    results = Results("Positions", (), tables, figures, facts, tuple(unchecked))
     return deliver(results, _text(results), json, report)
 
 
 def _text(results: Results) -> str:
     from regauge.cli.reproduce import text_of
 
-    return text_of(results).partition("  finding")[0].rstrip()
+    shown = text_of(results).partition("  finding")[0].rstrip()
+    return "\n".join([shown, *([""] if results.unchecked else []), *(f"not checked: {text}" for text in results.unchecked)]).lstrip()

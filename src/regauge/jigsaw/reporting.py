@@ -89,7 +89,9 @@ def attended(images: Any, task: Mapping[str, Any], maps: Mapping[str, Any]) -> F
 
 
 def studied(found: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
-    """The tables of positions of some models: variance, regression, eigenvalues, projections."""
+    """The tables of positions of some models, or of none: variance, regression, eigenvalues, projections."""
+    if not found:
+        return (), ()
     dimensions: Sequence[int] = tuple(next(iter(found.values()))["explained"])
     variance = tuple((name, *(100 * v for v in one["explained"].values())) for name, one in found.items())
     places = tuple((name, *one["regression"]["1-D"], *one["regression"]["2-D"]) for name, one in found.items())
@@ -108,13 +110,18 @@ def studied(found: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[Table, ...], 
     return tables, (Figure("Accumulated eigenvalues", "lines", data), *(f for name, one in found.items() for f in projected(name, one)))
 
 
-def corrupted(found: Mapping[str, Errors]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
-    """Errors under corruptions, and mCE relative to the first model."""
+def corrupted(found: Mapping[str, Errors]) -> tuple[tuple[Table, ...], tuple[Figure, ...], tuple[str, ...]]:
+    """Errors under corruptions, and mCE relative to the first model; or why there is none."""
     first = next(iter(found.values()))
     means = {name: {c: 100 * float(np.mean(values)) for c, values in errors.items()} for name, errors in found.items()}
     rows: list[tuple[Any, ...]] = [(c, *(means[name][c] for name in found)) for c in first]
     rows.append(("mean", *(100 * mean_error(errors) for errors in found.values())))
-    rows.append(("mCE, relative to the first", *(100 * mean_corruption_error(errors, first) for errors in found.values())))
+    missing: tuple[str, ...] = ()
+    try:
+        rows.append(("mCE, relative to the first", *(100 * mean_corruption_error(errors, first) for errors in found.values())))
+    except JigsawError as error:
+        missing = (f"mCE: {error}; {error.hint}",)
     note = "Percent, the mean over five severities. Frost and snow are made from noise, where ImageNet-C has photographs."
     data = {"labels": list(first), "y": {name: list(values.values()) for name, values in means.items()}, "ylabel": "error, percent"}
-    return (Table("Errors under corruptions", ("corruption", *found), tuple(rows), note),), (Figure("Errors under corruptions", "bars", data),)
+    table = Table("Errors under corruptions", ("corruption", *found), tuple(rows), note)
+    return (table,), (Figure("Errors under corruptions", "bars", data),), missing

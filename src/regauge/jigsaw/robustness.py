@@ -22,7 +22,13 @@ def corruption_errors(errors: Errors, reference: Errors) -> dict[str, float]:
     missing = [name for name in errors if name not in reference]
     if missing:
         raise JigsawError(f"the reference model has no errors for {', '.join(missing)}")
-    return {name: float(np.sum(values) / max(np.sum(reference[name]), 1e-300)) for name, values in errors.items()}
+    faultless = [name for name in errors if np.sum(reference[name]) == 0]
+    if faultless:
+        raise JigsawError(
+            f"the reference model makes no error under {', '.join(faultless)}: nothing is relative to that",
+            hint="take more images, or a weaker model as the reference",
+        )
+    return {name: float(np.sum(values) / np.sum(reference[name])) for name, values in errors.items()}
 
 
 def mean_corruption_error(errors: Errors, reference: Errors) -> float:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from regauge.cli import main
+from regauge.data import open_data
 from regauge.findings import load_results
 from regauge.jigsaw import VARIANTS, MaskedJigsaw
+from regauge.jigsaw.robustness import aupr, aurra
 from regauge.jigsaw.saving import load_wrapped, save_wrapped
 from regauge.loading import load_model
 
@@ -139,6 +143,40 @@ def test_study_leaves_out_what_a_model_lacks(start: Path, net: Path, tmp_path: P
     assert "no table of absolute positions" in capsys.readouterr().err
 
 
+def test_study_of_hard_images_and_of_images_of_no_class(
+    start: Path, trained: Path, net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the definitions: accuracy and AURRA of one data set, AUPR of another against the first."""
+    digits = open_data("digits", split="test")
+    pixels, labels = np.asarray(digits["image"]), np.asarray(digits["label"])
+    np.savez(tmp_path / "hard.npz", image=pixels[:50], label=labels[:50])
+    np.savez(tmp_path / "none.npz", image=np.random.default_rng(0).permuted(pixels[:90].reshape(90, -1), axis=1).reshape(90, 8, 8))
+    given = ["--hard", str(tmp_path / "hard.npz"), "--outside", str(tmp_path / "none.npz"), "--batch", "32", "--device", "cpu"]
+    outputs = ["--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "page.html")]
+    assert main(["jigsaw", "study", str(trained), str(net), *HOW, *given, *outputs]) == 0
+    assert "AURRA" in capsys.readouterr().out
+    assert "AUPR" in (tmp_path / "page.html").read_text()
+    tables = {table.title: table for table in load_results(tmp_path / "r.json").tables}
+
+    def sure(images: Any) -> tuple[Any, Any]:
+        top = load_wrapped(trained)(((torch.from_numpy(images).float() / 255 - 0.3) / 0.38)[:, None]).logits.softmax(-1).max(-1)
+        return top.values.detach().numpy(), top.indices.numpy()
+
+    confidence, said = sure(pixels[:50])
+    name, accuracy, area, count = tables["Hard images"].rows[0]
+    assert (name, count) == (str(trained), 50)
+    assert accuracy == pytest.approx(100 * (said == labels[:50]).mean())
+    assert area == pytest.approx(100 * aurra(confidence, said == labels[:50]), abs=1e-3)
+    scrambled = np.load(tmp_path / "none.npz")["image"]
+    name, area, guess, some, none = tables["Images of no class"].rows[0]
+    assert (some, none) == (len(pixels), 90)
+    assert area == pytest.approx(100 * aupr(sure(pixels)[0], sure(scrambled)[0]), abs=1e-3)
+    assert guess == pytest.approx(100 * 90 / (90 + len(pixels)))
+    assert [row[0] for row in tables["Hard images"].rows] == [str(trained), str(net)]
+    assert main(["jigsaw", "study", str(start), "--hard", str(tmp_path / "none.npz"), *HOW[2:]]) == 1
+    assert "label" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -148,6 +186,10 @@ def test_study_leaves_out_what_a_model_lacks(start: Path, net: Path, tmp_path: P
         (["train", "START", *HOW, "--rate", "-1", "-o", "OUT"], "--rate"),
         (["train", "START", *HOW, "--decay", "nan", "-o", "OUT"], "--decay"),
         (["study", "START", "--corruptions"], "--data"),
+        (["study", "START", "--outside", "digits"], "--data"),
+        (["study", "START", *HOW, "--outside", "nowhere.npz"], "nowhere.npz"),
+        (["study", "START", *HOW, "--device", "nowhere"], "nowhere"),
+        (["study", "START", *HOW, "--patch", "3"], "patches of 3 x 3 pixels are not the model's"),
         (["evaluate", "NOWHERE", *HOW], "NOWHERE"),
     ],
 )

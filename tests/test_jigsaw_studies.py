@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import transformers
 from regauge.jigsaw import JigsawError, MaskedJigsaw
 from regauge.jigsaw.corruptions import CORRUPTIONS, corrupt
 from regauge.jigsaw.reporting import corrupted
-from regauge.jigsaw.robustness import aupr, aurra, corruption_errors, mean_corruption_error, mean_error
+from regauge.jigsaw.robustness import answers, aupr, aurra, corruption_errors, mean_corruption_error, mean_error
 from regauge.jigsaw.studies import (
     accumulated_eigenvalues,
     attention_maps,
@@ -24,6 +25,7 @@ from regauge.jigsaw.studies import (
     study,
     table_of,
 )
+from regauge.tasks import Examples
 
 DRAW = np.random.default_rng(0)
 PLACES = np.stack(np.divmod(np.arange(30), 6), 1).astype(float)  # 5 x 6
@@ -166,6 +168,16 @@ def test_errors_are_told_where_the_reference_has_none() -> None:
     (table,), _, missing = corrupted({"first": some, "second": none})
     assert table.rows[-1] == ("mCE, relative to the first", 100.0, 0.0)
     assert not missing
+
+
+def test_answers_are_of_classifiers_and_of_one_label() -> None:
+    examples = Examples(2, 3, lambda rows: ({"pixel_values": torch.zeros(len(rows), 3, 20, 24)}, torch.zeros(len(rows), dtype=torch.long)))
+    sure, right = answers(vit(), examples)
+    assert sure.shape == right.shape == (2,)
+    with pytest.raises(JigsawError, match="ViTModel gives no classes"):
+        answers(vit().vit, examples)
+    with pytest.raises(JigsawError, match="several labels each"):
+        answers(vit(), replace(examples, multi=True))
 
 
 def test_numbers_of_robustness_by_hand() -> None:

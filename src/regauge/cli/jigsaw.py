@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,6 +44,9 @@ Data = Annotated[str, typer.Option("--data", metavar="URI", help="npz, parquet, 
 Seed = Annotated[int, options.seed("The seed of all draws.")]
 Ratios = Annotated[str, typer.Option("--ratios", metavar="R,R", help="Shares of patches that are shuffled at inference.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Images at a time.")]
+Patch = Annotated[
+    int | None, typer.Option("--patch", min=1, metavar="N", help="For models without patches of their own. Default: the others', or 16.")
+]
 
 
 @app.callback()
@@ -149,9 +153,7 @@ def evaluate(
     data: Data,
     ratios: Ratios = "0.1,0.3,0.5,0.7,0.9",
     samples: Annotated[int | None, typer.Option("--samples", min=1, metavar="N", help="Measure on this many images. Default: all.")] = None,
-    patch: Annotated[
-        int | None, typer.Option("--patch", min=1, metavar="N", help="For models without patches of their own. Default: the others', or 16.")
-    ] = None,
+    patch: Patch = None,
     batch: Batch = 100,
     field: sample.Field = None,
     split: sample.Split = "test",
@@ -211,8 +213,16 @@ def study(
     corruptions: Annotated[
         bool, typer.Option("--corruptions", help="Also errors under the corruptions of ImageNet-C; mCE relative to the first.")
     ] = False,
+    hard: Annotated[
+        str | None, typer.Option("--hard", metavar="URI", help="Images that are hard to tell, with labels: accuracy and AURRA, as of ImageNet-A.")
+    ] = None,
+    outside: Annotated[
+        str | None, typer.Option("--outside", metavar="URI", help="Images of none of the classes: AUPR against --data, as of ImageNet-O.")
+    ] = None,
     umap: Annotated[bool, typer.Option("--umap", help="Also lay positions out by UMAP.")] = False,
     samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Images that are corrupted.")] = 100,
+    patch: Patch = None,
+    batch: Batch = 100,
     field: sample.Field = None,
     split: sample.Split = "test",
     mean: sample.Mean = None,
@@ -220,25 +230,30 @@ def study(
     json: options.JsonFile = None,
     report: options.Report = None,
     seed: Seed = 0,
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
     """What the position embeddings of models hold: explained variance, eigenvalues, projections, how well places can be read off them. With data also
-    where CLS looks in the last layer, and errors under corruptions."""
+    where CLS looks in the last layer, errors under corruptions, and how a model does on hard images and on images that show none of its classes."""
     started = time.monotonic()
     check_outputs(json, report)
+    check_device(device)
     set_threads(threads)
     if corruptions and data is None:
         raise typer.BadParameter("corruptions need images and labels: --data")
+    if outside is not None and data is None:
+        raise typer.BadParameter("images of no class are told from those of --data, which is missing", param_hint="--outside")
     from regauge.checkpoint import open_checkpoint
     from regauge.findings import Results
     from regauge.jigsaw import reporting
     from regauge.jigsaw.masks import JigsawError
-    from regauge.jigsaw.saving import load_wrapped
+    from regauge.jigsaw.robustness import answers, aupr, aurra, errors_of
+    from regauge.jigsaw.saving import load_together
     from regauge.jigsaw.studies import attention_maps
     from regauge.jigsaw.studies import study as look
 
-    wrapped = {name: load_wrapped(name) for name in models}
+    wrapped = {name: one.to(device) for name, one in load_together(models, patch).items()}
     found: dict[str, Any] = {}
     unchecked: list[str] = []  # what a model lacks is no reason to leave the others, nor the rest of it
     with step_bar("study") as progress:
@@ -257,7 +272,7 @@ def study(
             examples = read[name][0]
             images = examples.batch(range(min(6, len(examples))))[0]["pixel_values"]
             try:
-                maps[name] = attention_maps(one, images).mean(1).tolist()
+                maps[name] = attention_maps(one, images.to(device)).mean(1).tolist()
             except JigsawError as error:
                 unchecked.append(f"attention of {name}: {error}")
         if maps:
@@ -265,16 +280,39 @@ def study(
             figures = (*figures, reporting.attended(examples.batch(range(min(6, len(examples))))[0]["pixel_values"], task, maps))
         if corruptions:
             from regauge.data import open_data
-            from regauge.jigsaw.robustness import errors_of
 
             some = open_data(data, fields=sample.read_fields(field), split=split).take(samples, seed=seed)
-            with step_bar("corruptions") as progress:
-                errors = {name: errors_of(one.unwrap(), some, read[name][1], progress=progress) for name, one in wrapped.items()}
+            errors = {}
+            for name, one in wrapped.items():
+                with step_bar(f"corruptions, {Path(name).name}") as progress:
+                    errors[name] = errors_of(one.unwrap(), some, read[name][1], batch=batch, device=device, progress=progress)
             more, drawn, missing = reporting.corrupted(errors)
             tables, figures, unchecked = (*tables, *more), (*figures, *drawn), [*unchecked, *missing]
+        if outside is not None:
+            strange = replace(source, uri=outside)
+            areas = {}
+            for name, one in wrapped.items():
+                others, _ = strange.read(one.model, open_checkpoint(name), labelled=False)
+                sure, unsure = (answers(one.unwrap(), some, batch, device)[0] for some in (read[name][0], others))
+                areas[name] = (aupr(sure, unsure), len(sure), len(unsure))
+            tables = (*tables, reporting.outside(areas))
+    if hard is not None:
+        told = {}
+        for name, one in wrapped.items():
+            examples, _ = sample.Sample(hard, field, split, None, None, mean, std).read(one.model, open_checkpoint(name))
+            sure, right = answers(one.unwrap(), examples, batch, device)
+            told[name] = (float(right.mean()), aurra(sure, right), len(right))
+        tables = (*tables, reporting.hard(told))
     if not tables and not figures:
         raise JigsawError("\n".join(unchecked), hint="give a model with CLS or absolute positions (ViT, DeiT), or --data with --corruptions")
-    facts = {**facts_of_run(), "models": list(models), "data": data, "seconds": round(time.monotonic() - started, 1)}
+    facts = {
+        **facts_of_run(),
+        "models": list(models),
+        "data": data,
+        "hard": hard,
+        "outside": outside,
+        "seconds": round(time.monotonic() - started, 1),
+    }
     results = Results("Positions", (), tables, figures, facts, tuple(unchecked))
     return deliver(results, _text(results), json, report)
 

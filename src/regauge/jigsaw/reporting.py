@@ -125,3 +125,17 @@ def corrupted(found: Mapping[str, Errors]) -> tuple[tuple[Table, ...], tuple[Fig
     data = {"labels": list(first), "y": {name: list(values.values()) for name, values in means.items()}, "ylabel": "error, percent"}
     table = Table("Errors under corruptions", ("corruption", *found), tuple(rows), note)
     return (table,), (Figure("Errors under corruptions", "bars", data),), missing
+
+
+def hard(found: Mapping[str, tuple[float, float, int]]) -> Table:
+    """Accuracy, AURRA and the number of images, of images that are hard to tell."""
+    rows = tuple((name, 100 * accuracy, 100 * area, count) for name, (accuracy, area, count) in found.items())
+    note = "Percent. AURRA: the accuracy over the surest answers, averaged over how many are given. It is the accuracy where sureness says nothing."
+    return Table("Hard images", ("model", "accuracy", "AURRA", "images"), rows, note)
+
+
+def outside(found: Mapping[str, tuple[float, int, int]]) -> Table:
+    """AUPR and the numbers of images of a class and of none."""
+    rows = tuple((name, 100 * area, 100 * none / (some + none), some, none) for name, (area, some, none) in found.items())
+    note = "Percent. AUPR: precision over recall in finding the images of no class by how unsure the model is; a guess has their share of all images."
+    return Table("Images of no class", ("model", "AUPR", "a guess", "of a class", "of none"), rows, note)

@@ -83,11 +83,19 @@ def errors_of(
 
 def answers(model: torch.nn.Module, examples: Examples, batch: int = 100, device: str = "cpu") -> tuple[Any, Any]:
     """The largest probability of each example, and whether it is that of its label."""
+    if examples.multi or len(examples) == 0:
+        fault = "have several labels each" if examples.multi else "are none"
+        raise JigsawError(f"the images {fault}: there is no answer to be right or wrong", hint="give images with one label each")
     sure, right = [], []
+    model.eval()
     with torch.no_grad():
         for start in range(0, len(examples), batch):
             inputs, labels = examples.batch(np.arange(start, min(start + batch, len(examples))))
-            top = logits_of(model, {k: v.to(device) for k, v in inputs.items()}).softmax(-1).max(-1)
+            try:
+                logits = logits_of(model, {k: v.to(device) for k, v in inputs.items()})
+            except AttributeError as error:  # the output of a model without a classifier has no logits
+                raise JigsawError(f"{type(model).__name__} gives no classes of images", hint="give a model ...ForImageClassification") from error
+            top = logits.softmax(-1).max(-1)
             sure.append(top.values.double().cpu().numpy())
             right.append((top.indices.cpu() == labels).double().numpy())
     return np.concatenate(sure), np.concatenate(right)

@@ -72,11 +72,22 @@ def test_the_strong_recipe_trains_too(start: Path, tmp_path: Path, capsys: pytes
 def test_evaluate(start: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--ratios", "0.5,0.9", "--samples", "60", "--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "page.html")]
     assert main(["jigsaw", "evaluate", str(start), str(trained), *HOW, *given]) == 0
-    assert "consistency" in capsys.readouterr().out
-    rows = load_results(tmp_path / "r.json").tables[0].rows
+    captured = capsys.readouterr()
+    assert "consistency" in captured.out
+    assert f"told which patches were shuffled, by the unknown embedding: {trained};" in captured.err
+    table = load_results(tmp_path / "r.json").tables[0]
+    rows = table.rows
     assert [row[1] for row in rows] == [0, 0.5, 0.9] * 2
     assert rows[3][2] > rows[0][2] + 20  # it has learned
-    assert all(row[5] > 0 and row[5] != row[4] for row in rows if row[1])
+    norm, squared, bare = (table.columns.index(name) for name in ("difference norm", "squared", "unwrapped"))
+    assert all(row[squared] > 0 and row[squared] != row[norm] for row in rows if row[1])
+    assert [row[bare] for row in rows[:3]] == [None] * 3  # nobody tells a plain model anything
+    assert "is told which patches were shuffled" in table.note
+    alone = tmp_path / "alone"
+    transformers.ViTForImageClassification.from_pretrained(trained).save_pretrained(alone)
+    assert main(["jigsaw", "evaluate", str(alone), *HOW, *given[:4], "--json", str(tmp_path / "alone.json")]) == 0
+    assert [row[3] for row in load_results(tmp_path / "alone.json").tables[0].rows] == [row[bare] for row in rows[3:]]
+    assert [row[3] for row in rows[3:]] != [row[bare] for row in rows[3:]]
     assert "Consistency under puzzles" in (tmp_path / "page.html").read_text()
 
 
@@ -98,7 +109,10 @@ def test_models_of_one_call_are_given_the_same_puzzles(start: Path, net: Path, t
     for patch in ("2", "4"):
         save_wrapped(MaskedJigsaw(load_model(net), 0.3, variant="E", patch=int(patch)), tmp_path / patch)
     assert main(["jigsaw", "evaluate", str(net), str(tmp_path / "4"), *few, "--json", str(tmp_path / "r.json")]) == 0
-    assert {row[-2:] for row in load_results(tmp_path / "r.json").tables[0].rows} == {("4 x 4", "2 x 2")}
+    table = load_results(tmp_path / "r.json").tables[0]
+    assert {row[-2:] for row in table.rows} == {("4 x 4", "2 x 2")}
+    assert table.rows[1][4] is None
+    assert table.rows[3][4] == table.rows[3][3]  # of the shuffle alone nothing is told
     capsys.readouterr()
     assert main(["jigsaw", "evaluate", str(net), str(tmp_path / "4"), str(tmp_path / "2"), *few]) == 1
     assert f"{net}: 4 x 4 patches of 2 x 2 pixels" in capsys.readouterr().err

@@ -179,7 +179,8 @@ def evaluate(
     from regauge.jigsaw.masks import check_ratio, check_size
     from regauge.jigsaw.metrics import evaluate as measure
     from regauge.jigsaw.reporting import Cut, check_cuts, evaluated
-    from regauge.jigsaw.saving import load_together
+    from regauge.jigsaw.saving import bare_of, load_together
+    from regauge.jigsaw.variants import variant_of
 
     for share in shares:
         check_ratio(share)
@@ -195,12 +196,21 @@ def evaluate(
         cuts[name] = Cut(wrapped.place.patch, check_size((height, width), wrapped.place.patch), wrapped.place.table is not None)
     if patch is None:
         check_cuts(cuts)
-    found = {}
+    found, bare = {}, {}
+    told = [name for name, wrapped in loaded.items() if wrapped.unknown is not None]
     for name, wrapped in loaded.items():
         with step_bar(Path(name).name) as progress:
             found[name] = measure(wrapped.to(device), read[name], shares, seed=seed, batch=batch, device=device, progress=progress)
+        if name in told:
+            plain = bare_of(wrapped)
+            with step_bar(f"{Path(name).name}, unwrapped") as progress:
+                bare[name] = measure(plain, read[name], shares, seed=seed, batch=batch, device=device, progress=progress)
+        elif wrapped.variant != variant_of("A"):
+            bare[name] = found[name]  # nothing marks what was shuffled
         wrapped.to("cpu")  # the next one may need the room
-    tables, figures = evaluated(found, cuts)
+    if told:
+        say(f"told which patches were shuffled, by the unknown embedding: {', '.join(told)}; the plain checkpoint is not: unwrapped")
+    tables, figures = evaluated(found, cuts, bare)
     facts = {**facts_of_run(), "models": list(models), "data": data, "images": len(examples), "seconds": round(time.monotonic() - started, 1)}
     results = Results("Puzzles at inference", (), tables, figures, facts)
     return deliver(results, _text(results), json, report)

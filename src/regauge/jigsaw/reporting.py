@@ -41,20 +41,30 @@ def _times(pair: Grid) -> str:
     return f"{pair[0]} x {pair[1]}"
 
 
-def evaluated(found: Mapping[str, Evaluation], cuts: Mapping[str, Cut]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
-    """What puzzles do to some models: a table of all, and a curve of each over the ratios."""
-    columns = ("model", "ratio", "accuracy", "consistency", "difference norm", "squared", "patch", "grid")
+def evaluated(
+    found: Mapping[str, Evaluation], cuts: Mapping[str, Cut], bare: Mapping[str, Evaluation]
+) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
+    """What puzzles do to some models: a table of all, and a curve of each over the ratios. `bare` are the plain checkpoints of those that were
+    trained with puzzles."""
+    columns = ("model", "ratio", "accuracy", "consistency", "unwrapped", "difference norm", "squared", "patch", "grid")
     rows: list[tuple[Any, ...]] = []
     for name, one in found.items():
         cut = (_times(cuts[name].patch), _times(cuts[name].grid))
-        rows.append((name, 0.0, 100 * one.accuracy, 100.0, 0.0, 0.0, *cut))
-        rows += [(name, s.ratio, 100 * s.accuracy, 100 * s.consistency, s.norm, s.squared, *cut) for s in one.shuffled]
-    note = "Ratio: the share of patches that a puzzle shuffles, a puzzle for each image. Percent; norms of what the last linear layer is given."
+        plain = [100 * s.consistency for s in bare[name].shuffled] if name in bare else [None] * len(one.shuffled)
+        rows.append((name, 0.0, 100 * one.accuracy, 100.0, 100.0 if name in bare else None, 0.0, 0.0, *cut))
+        rows += [(name, s.ratio, 100 * s.accuracy, 100 * s.consistency, b, s.norm, s.squared, *cut) for s, b in zip(one.shuffled, plain, strict=True)]
+    note = (
+        "Ratio: the share of patches that a puzzle shuffles, a puzzle for each image. Percent; norms of what the last linear layer is given. A model "
+        "that was trained with the unknown embedding is told which patches were shuffled, since these carry it. Unwrapped: the consistency of its "
+        "plain checkpoint, which is not told, as no plain model is."
+    )
     x = [0.0, *(s.ratio for s in next(iter(found.values())).shuffled)]
     series: dict[str, dict[str, list[float]]] = {
         "Accuracy": {name: [one.accuracy, *(s.accuracy for s in one.shuffled)] for name, one in found.items()},
         "Consistency": {name: [1.0, *(s.consistency for s in one.shuffled)] for name, one in found.items()},
     }
+    told = {name: one for name, one in bare.items() if one is not found[name]}
+    series["Consistency"] |= {f"{name}, unwrapped": [1.0, *(s.consistency for s in one.shuffled)] for name, one in told.items()}
     figures = [
         Figure(f"{what} under puzzles", "lines", {"x": x, "y": y, "xlabel": "ratio at inference", "ylabel": what.lower()})
         for what, y in series.items()

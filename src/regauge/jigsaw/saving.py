@@ -88,6 +88,12 @@ def load_together(folders: Iterable[str], patch: int | None = None) -> dict[str,
     return found
 
 
+def bare_of(wrapped: MaskedJigsaw) -> MaskedJigsaw:
+    """The plain model of a wrapped one, which nobody tells where patches were shuffled, for the same puzzles: wrapped as variant A. It unwraps."""
+    place = wrapped.place
+    return MaskedJigsaw(wrapped.unwrap(), 0.0, variant="A", table=place.table, patch=place.patch, grid=place.grid).eval()
+
+
 def settings_of(wrapped: MaskedJigsaw) -> dict[str, Any]:
     """What `MaskedJigsaw` was given, as plain JSON; schedules are of a training and end with it."""
     weight = LAMBDA if callable(wrapped.weight) else wrapped.weight

@@ -116,6 +116,40 @@ def test_attention_maps_of_timm() -> None:
     assert model.blocks[-1].attn.fused_attn
 
 
+@pytest.mark.parametrize("registers", [0, 4])
+def test_attention_maps_of_other_sizes_and_registers(registers: int) -> None:
+    """DINOv2 stretches its positions over images of another size; registers stand between CLS and the patches."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 20, "patch_size": 4, "num_labels": 3}
+    if registers:
+        config: Any = transformers.Dinov2WithRegistersConfig(**size, num_register_tokens=registers)
+        model: Any = transformers.Dinov2WithRegistersForImageClassification(config)
+    else:
+        model = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**size))
+    images = torch.randn(2, 3, 12, 16)
+    found = attention_maps(MaskedJigsaw(model), images)
+    model.eval().set_attn_implementation("eager")
+    expected = model(images, output_attentions=True).attentions[-1][:, :, 0, 1 + registers :]
+    assert found.shape == (2, 2, 3, 4)
+    assert np.allclose(found.reshape(2, 2, 12), expected.detach().numpy(), atol=1e-6)
+    with pytest.raises(JigsawError, match="no multiple of the patch"):
+        attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 13, 16))
+
+
+def test_attention_maps_of_timm_without_a_position_of_cls() -> None:
+    """DeiT-III adds positions to patches alone. A register is no CLS, though it has a row in the table."""
+    timm = pytest.importorskip("timm")
+    size = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+    model = timm.create_model("deit3_small_patch16_224", **size).eval()
+    kept: list[Any] = []
+    model.blocks[-1].attn.attn_drop.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+    found = attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 16, 16))
+    assert np.allclose(found.reshape(2, 2, 16), kept[-1][:, :, 0, 1:].detach().numpy(), atol=1e-6)
+    bare = timm.create_model("vit_small_patch16_224", **size, class_token=False, reg_tokens=1, global_pool="avg")
+    with pytest.raises(JigsawError, match="no token that looks at all"):
+        attention_maps(MaskedJigsaw(bare), torch.randn(2, 3, 16, 16))
+
+
 def pictures(h: int, w: int, channels: int = 3) -> Any:
     """Smooth images with edges: something that every corruption changes."""
     y, x = np.mgrid[:h, :w]

@@ -12,6 +12,7 @@ import transformers
 
 from regauge.jigsaw import JigsawError, MaskedJigsaw
 from regauge.jigsaw.corruptions import CORRUPTIONS, corrupt
+from regauge.jigsaw.places import place_of
 from regauge.jigsaw.reporting import corrupted
 from regauge.jigsaw.robustness import answers, aupr, aurra, corruption_errors, mean_corruption_error, mean_error
 from regauge.jigsaw.studies import (
@@ -92,6 +93,24 @@ def test_the_table_is_of_patches_alone() -> None:
         table_of(bare)
     with pytest.raises(JigsawError, match="no token that looks at all"):
         attention_maps(bare, torch.zeros(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize("name", ["CLIP", "Siglip"])
+def test_positions_that_are_looked_up_are_not_said_to_be_missing(name: str) -> None:
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "image_size": 16, "patch_size": 4}
+    config = getattr(transformers, f"{name}Config")(vision_config=size, num_labels=3)
+    model = getattr(transformers, f"{name}ForImageClassification")(config)
+    place = place_of(model)
+    assert place.patch == (4, 4)
+    assert "that is known here" in place.note
+    assert "embeddings.position_embedding," in place.note
+    bare = transformers.ResNetForImageClassification(transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic"))
+    assert "has no absolute position embedding: of MJP" in place_of(bare).note
+    if name == "CLIP":
+        assert attention_maps(MaskedJigsaw(model, variant="A"), torch.randn(1, 3, 16, 16)).shape == (1, 2, 4, 4)
+    else:
+        with pytest.raises(JigsawError, match="no token that looks at all"):
+            attention_maps(MaskedJigsaw(model, variant="A"), torch.randn(1, 3, 16, 16))
 
 
 def test_attention_maps_are_those_of_the_library() -> None:

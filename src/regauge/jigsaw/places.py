@@ -38,7 +38,7 @@ def place_of(
     size = _pair(patch) or _patch(model)
     if name is None:
         note = (
-            f"{type(model).__name__} has no absolute position embedding: of MJP the shuffle of patches is left (variant E); "
+            f"{type(model).__name__} has no absolute position embedding{_unknown(model)}: of MJP the shuffle of patches is left (variant E); "
             "the unknown embedding and the regression of positions have nothing to act on"
         )
         return Place(None, size or (PATCH, PATCH), None, 0, note, assumed=size is None)
@@ -79,6 +79,12 @@ def _table(model: torch.nn.Module, given: str | None) -> str | None:
     if len(found) > 1:
         raise JigsawError(f"{type(model).__name__} has several tables of positions: {', '.join(found)}", hint="give table=")
     return found[0] if found else None
+
+
+def _unknown(model: torch.nn.Module) -> str:
+    """What is said of positions that are looked up by number (CLIP, SigLIP): they are there, but are no parameter of [1, tokens, width]."""
+    kept = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Embedding) and n.rpartition(".")[2].startswith("position_embedding")]
+    return f" that is known here (it looks them up in {', '.join(kept)}, and known are parameters of [1, tokens, width])" if kept else ""
 
 
 def _patch(model: torch.nn.Module) -> Grid | None:

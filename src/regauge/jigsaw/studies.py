@@ -39,7 +39,7 @@ def table_of(wrapped: MaskedJigsaw) -> tuple[Any, Grid]:
     """The positions of a model's patches, [cells, width], and their grid."""
     place = wrapped.place
     if place.table is None or place.grid is None:
-        raise JigsawError(f"{type(wrapped.model).__name__} has no table of absolute positions to study", hint="a ViT or DeiT has one")
+        raise JigsawError(f"{type(wrapped.model).__name__} has no table of absolute positions that is known here", hint="a ViT or DeiT has one")
     table = wrapped.model.get_parameter(place.table).detach()[0, place.prefix :]
     if wrapped.index is not None:
         table = table + wrapped.index.detach()[0, place.prefix :]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 from regauge.cli import main
+from regauge.data import open_data
 from regauge.findings import load_results
-from regauge.jigsaw import VARIANTS
-from regauge.jigsaw.saving import load_wrapped
+from regauge.jigsaw import VARIANTS, MaskedJigsaw
+from regauge.jigsaw.robustness import aupr, aurra
+from regauge.jigsaw.saving import load_wrapped, save_wrapped
+from regauge.loading import load_model
 
 HOW = ["--data", "digits", "--mean", "0.3", "--std", "0.38"]
 
@@ -112,12 +117,56 @@ def test_the_strong_recipe_trains_too(start: Path, tmp_path: Path, capsys: pytes
 def test_evaluate(start: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--ratios", "0.5,0.9", "--samples", "60", "--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "page.html")]
     assert main(["jigsaw", "evaluate", str(start), str(trained), *HOW, *given]) == 0
-    assert "consistency" in capsys.readouterr().out
-    rows = load_results(tmp_path / "r.json").tables[0].rows
+    captured = capsys.readouterr()
+    assert "consistency" in captured.out
+    assert f"told which patches were shuffled, by the unknown embedding: {trained};" in captured.err
+    table = load_results(tmp_path / "r.json").tables[0]
+    rows = table.rows
     assert [row[1] for row in rows] == [0, 0.5, 0.9] * 2
     assert rows[3][2] > rows[0][2] + 20  # it has learned
-    assert all(row[5] > 0 and row[5] != row[4] for row in rows if row[1])
+    norm, squared, bare = (table.columns.index(name) for name in ("difference norm", "squared", "unwrapped"))
+    assert all(row[squared] > 0 and row[squared] != row[norm] for row in rows if row[1])
+    assert [row[bare] for row in rows[:3]] == [None] * 3  # nobody tells a plain model anything
+    assert "is told which patches were shuffled" in table.note
+    alone = tmp_path / "alone"
+    transformers.ViTForImageClassification.from_pretrained(trained).save_pretrained(alone)
+    assert main(["jigsaw", "evaluate", str(alone), *HOW, *given[:4], "--json", str(tmp_path / "alone.json")]) == 0
+    assert [row[3] for row in load_results(tmp_path / "alone.json").tables[0].rows] == [row[bare] for row in rows[3:]]
+    assert [row[3] for row in rows[3:]] != [row[bare] for row in rows[3:]]
     assert "Consistency under puzzles" in (tmp_path / "page.html").read_text()
+
+
+@pytest.fixture(scope="module")
+def net(start: Path) -> Path:
+    """A ResNet: neither patches nor positions of its own."""
+    torch.manual_seed(0)
+    size = {"num_channels": 1, "embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic", "num_labels": 10}
+    transformers.ResNetForImageClassification(transformers.ResNetConfig(**size)).save_pretrained(start.parent / "net")
+    return start.parent / "net"
+
+
+def test_models_of_one_call_are_given_the_same_puzzles(start: Path, net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A ResNet has the patches of the ViT beside it, or those that the other ResNet was trained with; what differs still is refused."""
+    few = [*HOW, "--ratios", "0.5", "--samples", "20"]
+    assert main(["jigsaw", "evaluate", str(net), str(start), *few, "--json", str(tmp_path / "r.json")]) == 0
+    table = load_results(tmp_path / "r.json").tables[0]
+    assert {row[table.columns.index("patch") :] for row in table.rows} == {("2 x 2", "4 x 4")}
+    for patch in ("2", "4"):
+        save_wrapped(MaskedJigsaw(load_model(net), 0.3, variant="E", patch=int(patch)), tmp_path / patch)
+    assert main(["jigsaw", "evaluate", str(net), str(tmp_path / "4"), *few, "--json", str(tmp_path / "r.json")]) == 0
+    table = load_results(tmp_path / "r.json").tables[0]
+    assert {row[-2:] for row in table.rows} == {("4 x 4", "2 x 2")}
+    assert table.rows[1][4] is None
+    assert table.rows[3][4] == table.rows[3][3]  # of the shuffle alone nothing is told
+    capsys.readouterr()
+    assert main(["jigsaw", "evaluate", str(net), str(tmp_path / "4"), str(tmp_path / "2"), *few]) == 1
+    assert f"{net}: 4 x 4 patches of 2 x 2 pixels" in capsys.readouterr().err
+    assert main(["jigsaw", "evaluate", str(start), str(tmp_path / "4"), *few]) == 1
+    said = capsys.readouterr().err
+    assert f"{tmp_path / '4'}: 2 x 2 patches of 4 x 4 pixels" in said
+    assert "--patch 2 puts the same puzzles to all" in said
+    assert main(["jigsaw", "evaluate", str(start), str(tmp_path / "4"), *few, "--patch", "2", "--json", str(tmp_path / "r.json")]) == 0
+    assert {row[-2:] for row in load_results(tmp_path / "r.json").tables[0].rows} == {("2 x 2", "4 x 4")}
 
 
 def test_study(start: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,6 +180,62 @@ def test_study(start: Path, trained: Path, tmp_path: Path, capsys: pytest.Captur
     assert row[1] == pytest.approx(100)
 
 
+def test_study_leaves_out_what_a_model_lacks(start: Path, net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A ResNet is the reference of mCE, and a Swin has errors too, though neither has a table of positions or CLS."""
+    size = {"image_size": 8, "patch_size": 1, "num_channels": 1, "embed_dim": 8, "depths": [1], "num_heads": [1], "window_size": 2, "num_labels": 10}
+    transformers.SwinForImageClassification(transformers.SwinConfig(**size)).save_pretrained(tmp_path / "swin")
+    swin = str(tmp_path / "swin")
+    given = ["--corruptions", "--samples", "2", "--report", str(tmp_path / "page.html"), "--json", str(tmp_path / "r.json")]
+    assert main(["jigsaw", "study", str(net), swin, str(start), *HOW, *given]) == 0
+    said, found = capsys.readouterr().out, load_results(tmp_path / "r.json")
+    for name, model in ((str(net), "ResNet"), (swin, "Swin")):
+        for what, lacks in (("positions", "no table of absolute positions"), ("attention", "no token that looks at all patches")):
+            (told,) = (text for text in found.unchecked if text.startswith(f"{what} of {name}: {model}"))
+            assert lacks in told
+            assert f"not checked: {told}" in said
+    assert not any(str(start) in text for text in found.unchecked)
+    assert [row[0] for row in found.tables[0].rows] == [str(start)]
+    assert found.tables[-1].columns == ("corruption", str(net), swin, str(start))
+    assert str(found.tables[-1].rows[-1][0]).startswith("mCE")
+    assert "no table of absolute positions" in (tmp_path / "page.html").read_text()
+    assert main(["jigsaw", "study", str(net)]) == 1  # nothing is left
+    assert "no table of absolute positions" in capsys.readouterr().err
+
+
+def test_study_of_hard_images_and_of_images_of_no_class(
+    start: Path, trained: Path, net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the definitions: accuracy and AURRA of one data set, AUPR of another against the first."""
+    digits = open_data("digits", split="test")
+    pixels, labels = np.asarray(digits["image"]), np.asarray(digits["label"])
+    np.savez(tmp_path / "hard.npz", image=pixels[:50], label=labels[:50])
+    np.savez(tmp_path / "none.npz", image=np.random.default_rng(0).permuted(pixels[:90].reshape(90, -1), axis=1).reshape(90, 8, 8))
+    given = ["--hard", str(tmp_path / "hard.npz"), "--outside", str(tmp_path / "none.npz"), "--batch", "32", "--device", "cpu"]
+    outputs = ["--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "page.html")]
+    assert main(["jigsaw", "study", str(trained), str(net), *HOW, *given, *outputs]) == 0
+    assert "AURRA" in capsys.readouterr().out
+    assert "AUPR" in (tmp_path / "page.html").read_text()
+    tables = {table.title: table for table in load_results(tmp_path / "r.json").tables}
+
+    def sure(images: Any) -> tuple[Any, Any]:
+        top = load_wrapped(trained)(((torch.from_numpy(images).float() / 255 - 0.3) / 0.38)[:, None]).logits.softmax(-1).max(-1)
+        return top.values.detach().numpy(), top.indices.numpy()
+
+    confidence, said = sure(pixels[:50])
+    name, accuracy, area, count = tables["Hard images"].rows[0]
+    assert (name, count) == (str(trained), 50)
+    assert accuracy == pytest.approx(100 * (said == labels[:50]).mean())
+    assert area == pytest.approx(100 * aurra(confidence, said == labels[:50]), abs=1e-3)
+    scrambled = np.load(tmp_path / "none.npz")["image"]
+    name, area, guess, some, none = tables["Images of no class"].rows[0]
+    assert (some, none) == (len(pixels), 90)
+    assert area == pytest.approx(100 * aupr(sure(pixels)[0], sure(scrambled)[0]), abs=1e-3)
+    assert guess == pytest.approx(100 * 90 / (90 + len(pixels)))
+    assert [row[0] for row in tables["Hard images"].rows] == [str(trained), str(net)]
+    assert main(["jigsaw", "study", str(start), "--hard", str(tmp_path / "none.npz"), *HOW[2:]]) == 1
+    assert "label" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -140,6 +245,10 @@ def test_study(start: Path, trained: Path, tmp_path: Path, capsys: pytest.Captur
         (["train", "START", *HOW, "--rate", "-1", "-o", "OUT"], "--rate"),
         (["train", "START", *HOW, "--decay", "nan", "-o", "OUT"], "--decay"),
         (["study", "START", "--corruptions"], "--data"),
+        (["study", "START", "--outside", "digits"], "--data"),
+        (["study", "START", *HOW, "--outside", "nowhere.npz"], "nowhere.npz"),
+        (["study", "START", *HOW, "--device", "nowhere"], "nowhere"),
+        (["study", "START", *HOW, "--patch", "3"], "patches of 3 x 3 pixels are not the model's"),
         (["evaluate", "NOWHERE", *HOW], "NOWHERE"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import transformers
 
 from regauge.jigsaw import JigsawError, MaskedJigsaw
 from regauge.jigsaw.corruptions import CORRUPTIONS, corrupt
-from regauge.jigsaw.robustness import aupr, aurra, corruption_errors, mean_corruption_error, mean_error
+from regauge.jigsaw.places import place_of
+from regauge.jigsaw.reporting import corrupted
+from regauge.jigsaw.robustness import answers, aupr, aurra, corruption_errors, mean_corruption_error, mean_error
 from regauge.jigsaw.studies import (
     accumulated_eigenvalues,
     attention_maps,
@@ -23,6 +26,7 @@ from regauge.jigsaw.studies import (
     study,
     table_of,
 )
+from regauge.tasks import Examples
 
 DRAW = np.random.default_rng(0)
 PLACES = np.stack(np.divmod(np.arange(30), 6), 1).astype(float)  # 5 x 6
@@ -91,6 +95,24 @@ def test_the_table_is_of_patches_alone() -> None:
         attention_maps(bare, torch.zeros(1, 3, 32, 32))
 
 
+@pytest.mark.parametrize("name", ["CLIP", "Siglip"])
+def test_positions_that_are_looked_up_are_not_said_to_be_missing(name: str) -> None:
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "image_size": 16, "patch_size": 4}
+    config = getattr(transformers, f"{name}Config")(vision_config=size, num_labels=3)
+    model = getattr(transformers, f"{name}ForImageClassification")(config)
+    place = place_of(model)
+    assert place.patch == (4, 4)
+    assert "that is known here" in place.note
+    assert "embeddings.position_embedding," in place.note
+    bare = transformers.ResNetForImageClassification(transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic"))
+    assert "has no absolute position embedding: of MJP" in place_of(bare).note
+    if name == "CLIP":
+        assert attention_maps(MaskedJigsaw(model, variant="A"), torch.randn(1, 3, 16, 16)).shape == (1, 2, 4, 4)
+    else:
+        with pytest.raises(JigsawError, match="no token that looks at all"):
+            attention_maps(MaskedJigsaw(model, variant="A"), torch.randn(1, 3, 16, 16))
+
+
 def test_attention_maps_are_those_of_the_library() -> None:
     model = vit().eval()
     images = torch.randn(2, 3, 20, 24)
@@ -111,6 +133,40 @@ def test_attention_maps_of_timm() -> None:
     assert found.shape == (2, 2, 4, 4)
     assert 0 < found.sum() < 4.01
     assert model.blocks[-1].attn.fused_attn
+
+
+@pytest.mark.parametrize("registers", [0, 4])
+def test_attention_maps_of_other_sizes_and_registers(registers: int) -> None:
+    """DINOv2 stretches its positions over images of another size; registers stand between CLS and the patches."""
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 20, "patch_size": 4, "num_labels": 3}
+    if registers:
+        config: Any = transformers.Dinov2WithRegistersConfig(**size, num_register_tokens=registers)
+        model: Any = transformers.Dinov2WithRegistersForImageClassification(config)
+    else:
+        model = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**size))
+    images = torch.randn(2, 3, 12, 16)
+    found = attention_maps(MaskedJigsaw(model), images)
+    model.eval().set_attn_implementation("eager")
+    expected = model(images, output_attentions=True).attentions[-1][:, :, 0, 1 + registers :]
+    assert found.shape == (2, 2, 3, 4)
+    assert np.allclose(found.reshape(2, 2, 12), expected.detach().numpy(), atol=1e-6)
+    with pytest.raises(JigsawError, match="no multiple of the patch"):
+        attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 13, 16))
+
+
+def test_attention_maps_of_timm_without_a_position_of_cls() -> None:
+    """DeiT-III adds positions to patches alone. A register is no CLS, though it has a row in the table."""
+    timm = pytest.importorskip("timm")
+    size = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+    model = timm.create_model("deit3_small_patch16_224", **size).eval()
+    kept: list[Any] = []
+    model.blocks[-1].attn.attn_drop.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+    found = attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 16, 16))
+    assert np.allclose(found.reshape(2, 2, 16), kept[-1][:, :, 0, 1:].detach().numpy(), atol=1e-6)
+    bare = timm.create_model("vit_small_patch16_224", **size, class_token=False, reg_tokens=1, global_pool="avg")
+    with pytest.raises(JigsawError, match="no token that looks at all"):
+        attention_maps(MaskedJigsaw(bare), torch.randn(2, 3, 16, 16))
 
 
 def pictures(h: int, w: int, channels: int = 3) -> Any:
@@ -157,6 +213,26 @@ def test_what_is_no_corruption_is_refused() -> None:
         corrupt(pictures(32, 32) / 255, "fog", 1)
 
 
+def test_errors_are_told_where_the_reference_has_none() -> None:
+    some, none = {"fog": [0.5]}, {"fog": [0.0]}
+    (table,), _, missing = corrupted({"first": none, "second": some})
+    assert [row[0] for row in table.rows] == ["fog", "mean"]
+    assert "no error under fog" in missing[0]
+    (table,), _, missing = corrupted({"first": some, "second": none})
+    assert table.rows[-1] == ("mCE, relative to the first", 100.0, 0.0)
+    assert not missing
+
+
+def test_answers_are_of_classifiers_and_of_one_label() -> None:
+    examples = Examples(2, 3, lambda rows: ({"pixel_values": torch.zeros(len(rows), 3, 20, 24)}, torch.zeros(len(rows), dtype=torch.long)))
+    sure, right = answers(vit(), examples)
+    assert sure.shape == right.shape == (2,)
+    with pytest.raises(JigsawError, match="ViTModel gives no classes"):
+        answers(vit().vit, examples)
+    with pytest.raises(JigsawError, match="several labels each"):
+        answers(vit(), replace(examples, multi=True))
+
+
 def test_numbers_of_robustness_by_hand() -> None:
     mine, reference = {"fog": [0.2, 0.4], "snow": [0.5, 0.5]}, {"fog": [0.4, 0.8], "snow": [0.25, 0.25]}
     assert corruption_errors(mine, reference) == {"fog": pytest.approx(0.5), "snow": pytest.approx(2.0)}
@@ -165,6 +241,9 @@ def test_numbers_of_robustness_by_hand() -> None:
     assert mean_error(mine) == pytest.approx(0.4)
     with pytest.raises(JigsawError, match="fog"):
         corruption_errors(mine, {"snow": [1.0, 1.0]})
+    with pytest.raises(JigsawError, match="no error under fog: nothing is relative to that"):
+        mean_corruption_error(mine, {**reference, "fog": [0.0, 0.0]})
+    assert mean_corruption_error(mine, {**reference, "fog": [0.0, 0.3]}) == pytest.approx(2.0)  # one severity with errors will do
     assert aurra([0.9, 0.8, 0.1], [1, 1, 0]) == pytest.approx((1 + 1 + 2 / 3) / 3)
     assert aurra([0.1, 0.8, 0.9], [1, 1, 0]) == pytest.approx((0 + 1 / 2 + 2 / 3) / 3)
     assert aupr([0.9, 0.8], [0.1, 0.2]) == pytest.approx(1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from dataclasses import replace
 from enum import StrEnum
 from functools import partial
 from json import dumps
@@ -45,6 +46,9 @@ Data = Annotated[str, typer.Option("--data", metavar="URI", help="npz, parquet, 
 Seed = Annotated[int, options.seed("The seed of all draws.")]
 Ratios = Annotated[str, typer.Option("--ratios", metavar="R,R", help="Shares of patches that are shuffled at inference.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Images at a time.")]
+Patch = Annotated[
+    int | None, typer.Option("--patch", min=1, metavar="N", help="For models without patches of their own. Default: the others', or 16.")
+]
 
 
 @app.callback()
@@ -185,7 +189,7 @@ def evaluate(
     data: Data,
     ratios: Ratios = "0.1,0.3,0.5,0.7,0.9",
     samples: Annotated[int | None, typer.Option("--samples", min=1, metavar="N", help="Measure on this many images. Default: all.")] = None,
-    patch: Annotated[int | None, typer.Option("--patch", min=1, metavar="N", help="For models without patches of their own. Default: 16.")] = None,
+    patch: Patch = None,
     batch: Batch = 100,
     field: sample.Field = None,
     split: sample.Split = "test",
@@ -208,23 +212,41 @@ def evaluate(
 
     from regauge.checkpoint import open_checkpoint
     from regauge.findings import Results
-    from regauge.jigsaw.masks import check_ratio
+    from regauge.jigsaw.masks import check_ratio, check_size
     from regauge.jigsaw.metrics import evaluate as measure
-    from regauge.jigsaw.reporting import evaluated
-    from regauge.jigsaw.saving import load_wrapped
+    from regauge.jigsaw.reporting import Cut, check_cuts, evaluated
+    from regauge.jigsaw.saving import bare_of, load_together
+    from regauge.jigsaw.variants import variant_of
 
     for share in shares:
         check_ratio(share)
     source = sample.Sample(data, field, split, None, None, mean, std)
-    found = {}
-    for name in models:
-        wrapped = load_wrapped(name, **({} if patch is None else {"patch": patch})).to(device)
+    loaded = load_together(models, patch)
+    read, cuts = {}, {}
+    for name, wrapped in loaded.items():
         examples, _ = source.read(wrapped.model, open_checkpoint(name))
         if samples is not None and samples < len(examples):
             examples = examples.only(np.sort(np.random.default_rng(seed).permutation(len(examples))[:samples]))
+        read[name] = examples
+        height, width = examples.batch(np.arange(1))[0]["pixel_values"].shape[-2:]
+        cuts[name] = Cut(wrapped.place.patch, check_size((height, width), wrapped.place.patch), wrapped.place.table is not None)
+    if patch is None:
+        check_cuts(cuts)
+    found, bare = {}, {}
+    told = [name for name, wrapped in loaded.items() if wrapped.unknown is not None]
+    for name, wrapped in loaded.items():
         with step_bar(Path(name).name) as progress:
-            found[name] = measure(wrapped, examples, shares, seed=seed, batch=batch, device=device, progress=progress)
-    tables, figures = evaluated(found)
+            found[name] = measure(wrapped.to(device), read[name], shares, seed=seed, batch=batch, device=device, progress=progress)
+        if name in told:
+            plain = bare_of(wrapped)
+            with step_bar(f"{Path(name).name}, unwrapped") as progress:
+                bare[name] = measure(plain, read[name], shares, seed=seed, batch=batch, device=device, progress=progress)
+        elif wrapped.variant != variant_of("A"):
+            bare[name] = found[name]  # nothing marks what was shuffled
+        wrapped.to("cpu")  # the next one may need the room
+    if told:
+        say(f"told which patches were shuffled, by the unknown embedding: {', '.join(told)}; the plain checkpoint is not: unwrapped")
+    tables, figures = evaluated(found, cuts, bare)
     facts = {**facts_of_run(), "models": list(models), "data": data, "images": len(examples), "seconds": round(time.monotonic() - started, 1)}
     results = Results("Puzzles at inference", (), tables, figures, facts)
     return deliver(results, _text(results), json, report)
@@ -237,8 +259,16 @@ def study(
     corruptions: Annotated[
         bool, typer.Option("--corruptions", help="Also errors under the corruptions of ImageNet-C; mCE relative to the first.")
     ] = False,
+    hard: Annotated[
+        str | None, typer.Option("--hard", metavar="URI", help="Images that are hard to tell, with labels: accuracy and AURRA, as of ImageNet-A.")
+    ] = None,
+    outside: Annotated[
+        str | None, typer.Option("--outside", metavar="URI", help="Images of none of the classes: AUPR against --data, as of ImageNet-O.")
+    ] = None,
     umap: Annotated[bool, typer.Option("--umap", help="Also lay positions out by UMAP.")] = False,
     samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Images that are corrupted.")] = 100,
+    patch: Patch = None,
+    batch: Batch = 100,
     field: sample.Field = None,
     split: sample.Split = "test",
     mean: sample.Mean = None,
@@ -246,54 +276,95 @@ def study(
     json: options.JsonFile = None,
     report: options.Report = None,
     seed: Seed = 0,
+    device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
     """What the position embeddings of models hold: explained variance, eigenvalues, projections, how well places can be read off them. With data also
-    where CLS looks in the last layer, and errors under corruptions."""
+    where CLS looks in the last layer, errors under corruptions, and how a model does on hard images and on images that show none of its classes."""
     started = time.monotonic()
     check_outputs(json, report)
+    check_device(device)
     set_threads(threads)
     if corruptions and data is None:
         raise typer.BadParameter("corruptions need images and labels: --data")
+    if outside is not None and data is None:
+        raise typer.BadParameter("images of no class are told from those of --data, which is missing", param_hint="--outside")
     from regauge.checkpoint import open_checkpoint
     from regauge.findings import Results
     from regauge.jigsaw import reporting
-    from regauge.jigsaw.saving import load_wrapped
+    from regauge.jigsaw.masks import JigsawError
+    from regauge.jigsaw.robustness import answers, aupr, aurra, errors_of
+    from regauge.jigsaw.saving import load_together
     from regauge.jigsaw.studies import attention_maps
     from regauge.jigsaw.studies import study as look
 
-    wrapped = {name: load_wrapped(name) for name in models}
+    wrapped = {name: one.to(device) for name, one in load_together(models, patch).items()}
+    found: dict[str, Any] = {}
+    unchecked: list[str] = []  # what a model lacks is no reason to leave the others, nor the rest of it
     with step_bar("study") as progress:
-        found = {}
         for i, (name, one) in enumerate(wrapped.items()):
             progress(i, len(wrapped), Path(name).name)
-            found[name] = look(one, seed=seed, umap=umap)
+            try:
+                found[name] = look(one, seed=seed, umap=umap)
+            except JigsawError as error:
+                unchecked.append(f"positions of {name}: {error}")
     tables, figures = reporting.studied(found)
     if data is not None:
         source = sample.Sample(data, field, split, None, None, mean, std)
         read = {name: source.read(one.model, open_checkpoint(name), labelled=corruptions) for name, one in wrapped.items()}
-        examples, task = next(iter(read.values()))
-        shown = examples.batch(range(min(6, len(examples))))[0]["pixel_values"]
-        maps = {
-            name: attention_maps(one, read[name][0].batch(range(len(shown)))[0]["pixel_values"]).mean(1).tolist() for name, one in wrapped.items()
-        }
-        figures = (*figures, reporting.attended(shown, task, maps))
+        maps: dict[str, Any] = {}
+        for name, one in wrapped.items():
+            examples = read[name][0]
+            images = examples.batch(range(min(6, len(examples))))[0]["pixel_values"]
+            try:
+                maps[name] = attention_maps(one, images.to(device)).mean(1).tolist()
+            except JigsawError as error:
+                unchecked.append(f"attention of {name}: {error}")
+        if maps:
+            examples, task = read[next(iter(maps))]
+            figures = (*figures, reporting.attended(examples.batch(range(min(6, len(examples))))[0]["pixel_values"], task, maps))
         if corruptions:
             from regauge.data import open_data
-            from regauge.jigsaw.robustness import errors_of
 
             some = open_data(data, fields=sample.read_fields(field), split=split).take(samples, seed=seed)
-            with step_bar("corruptions") as progress:
-                errors = {name: errors_of(one, some, read[name][1], progress=progress) for name, one in wrapped.items()}
-            more, drawn = reporting.corrupted(errors)
-            tables, figures = (*tables, *more), (*figures, *drawn)
-    facts = {**facts_of_run(), "models": list(models), "data": data, "seconds": round(time.monotonic() - started, 1)}
-    results = Results("Positions", (), tables, figures, facts)
+            errors = {}
+            for name, one in wrapped.items():
+                with step_bar(f"corruptions, {Path(name).name}") as progress:
+                    errors[name] = errors_of(one.unwrap(), some, read[name][1], batch=batch, device=device, progress=progress)
+            more, drawn, missing = reporting.corrupted(errors)
+            tables, figures, unchecked = (*tables, *more), (*figures, *drawn), [*unchecked, *missing]
+        if outside is not None:
+            strange = replace(source, uri=outside)
+            areas = {}
+            for name, one in wrapped.items():
+                others, _ = strange.read(one.model, open_checkpoint(name), labelled=False)
+                sure, unsure = (answers(one.unwrap(), some, batch, device)[0] for some in (read[name][0], others))
+                areas[name] = (aupr(sure, unsure), len(sure), len(unsure))
+            tables = (*tables, reporting.outside(areas))
+    if hard is not None:
+        told = {}
+        for name, one in wrapped.items():
+            examples, _ = sample.Sample(hard, field, split, None, None, mean, std).read(one.model, open_checkpoint(name))
+            sure, right = answers(one.unwrap(), examples, batch, device)
+            told[name] = (float(right.mean()), aurra(sure, right), len(right))
+        tables = (*tables, reporting.hard(told))
+    if not tables and not figures:
+        raise JigsawError("\n".join(unchecked), hint="give a model with CLS or absolute positions (ViT, DeiT), or --data with --corruptions")
+    facts = {
+        **facts_of_run(),
+        "models": list(models),
+        "data": data,
+        "hard": hard,
+        "outside": outside,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    results = Results("Positions", (), tables, figures, facts, tuple(unchecked))
     return deliver(results, _text(results), json, report)
 
 
 def _text(results: Results) -> str:
     from regauge.cli.reproduce import text_of
 
-    return text_of(results).partition("  finding")[0].rstrip()
+    shown = text_of(results).partition("  finding")[0].rstrip()
+    return "\n".join([shown, *([""] if results.unchecked else []), *(f"not checked: {text}" for text in results.unchecked)]).lstrip()

@@ -19,7 +19,7 @@ PREFIXES = (1, 0, 2)  # tokens before the patches, where nothing says how many
 @dataclass(frozen=True)
 class Place:
     """`table` is a parameter [1, prefix + cells, width], or None where positions are not absolute. `stretches`: the model stretches it over images of
-    other sizes, by itself."""
+    other sizes, by itself. `assumed`: nothing says how large a patch is, so that any other will do."""
 
     table: str | None
     patch: Grid
@@ -27,6 +27,7 @@ class Place:
     prefix: int = 0
     note: str = ""
     stretches: bool = False
+    assumed: bool = False
 
 
 def place_of(
@@ -37,10 +38,10 @@ def place_of(
     size = _pair(patch) or _patch(model)
     if name is None:
         note = (
-            f"{type(model).__name__} has no absolute position embedding: of MJP the shuffle of patches is left (variant E); "
+            f"{type(model).__name__} has no absolute position embedding{_unknown(model)}: of MJP the shuffle of patches is left (variant E); "
             "the unknown embedding and the regression of positions have nothing to act on"
         )
-        return Place(None, size or (PATCH, PATCH), None, 0, note)
+        return Place(None, size or (PATCH, PATCH), None, 0, note, assumed=size is None)
     if size is None:
         raise JigsawError(f"nothing in {type(model).__name__} says how large its patches are", hint="give patch=16, say")
     own = _patch(model)
@@ -78,6 +79,12 @@ def _table(model: torch.nn.Module, given: str | None) -> str | None:
     if len(found) > 1:
         raise JigsawError(f"{type(model).__name__} has several tables of positions: {', '.join(found)}", hint="give table=")
     return found[0] if found else None
+
+
+def _unknown(model: torch.nn.Module) -> str:
+    """What is said of positions that are looked up by number (CLIP, SigLIP): they are there, but are no parameter of [1, tokens, width]."""
+    kept = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Embedding) and n.rpartition(".")[2].startswith("position_embedding")]
+    return f" that is known here (it looks them up in {', '.join(kept)}, and known are parameters of [1, tokens, width])" if kept else ""
 
 
 def _patch(model: torch.nn.Module) -> Grid | None:

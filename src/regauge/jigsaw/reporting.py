@@ -3,28 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from regauge.findings import Figure, Table
+from regauge.jigsaw.masks import Grid, JigsawError
 from regauge.jigsaw.metrics import Evaluation
 from regauge.jigsaw.robustness import Errors, mean_corruption_error, mean_error
 
 
-def evaluated(found: Mapping[str, Evaluation]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
-    """What puzzles do to some models: a table of all, and a curve of each over the ratios."""
-    columns = ("model", "ratio", "accuracy", "consistency", "difference norm", "squared")
+@dataclass(frozen=True)
+class Cut:
+    """How a model's images are cut for puzzles: patches in pixels, and their grid. `fixed`: its positions are of that patch."""
+
+    patch: Grid
+    grid: Grid
+    fixed: bool = False
+
+
+def check_cuts(cuts: Mapping[str, Cut]) -> None:
+    """Refuse models whose puzzles differ: their numbers could not be compared."""
+    if len({cut.grid for cut in cuts.values()}) <= 1:
+        return
+    told = "; ".join(f"{name}: {_times(cut.grid)} patches of {_times(cut.patch)} pixels" for name, cut in cuts.items())
+    fixed = {cut.patch for cut in cuts.values() if cut.fixed}
+    sides = {cut.grid[0] * cut.patch[0] for cut in cuts.values()}
+    if len(fixed) > 1 or len(sides) > 1:
+        hint = "give them in calls of their own"
+    else:
+        hint = f"--patch {min(fixed or {cut.patch for cut in cuts.values()})[0]} puts the same puzzles to all"
+    raise JigsawError(f"these models would be given different puzzles, and their numbers could not be compared: {told}", hint=hint)
+
+
+def _times(pair: Grid) -> str:
+    return f"{pair[0]} x {pair[1]}"
+
+
+def evaluated(
+    found: Mapping[str, Evaluation], cuts: Mapping[str, Cut], bare: Mapping[str, Evaluation]
+) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
+    """What puzzles do to some models: a table of all, and a curve of each over the ratios. `bare` are the plain checkpoints of those that were
+    trained with puzzles."""
+    columns = ("model", "ratio", "accuracy", "consistency", "unwrapped", "difference norm", "squared", "patch", "grid")
     rows: list[tuple[Any, ...]] = []
     for name, one in found.items():
-        rows.append((name, 0.0, 100 * one.accuracy, 100.0, 0.0, 0.0))
-        rows += [(name, s.ratio, 100 * s.accuracy, 100 * s.consistency, s.norm, s.squared) for s in one.shuffled]
-    note = "Ratio: the share of patches that a puzzle shuffles, a puzzle for each image. Percent; norms of what the last linear layer is given."
+        cut = (_times(cuts[name].patch), _times(cuts[name].grid))
+        plain = [100 * s.consistency for s in bare[name].shuffled] if name in bare else [None] * len(one.shuffled)
+        rows.append((name, 0.0, 100 * one.accuracy, 100.0, 100.0 if name in bare else None, 0.0, 0.0, *cut))
+        rows += [(name, s.ratio, 100 * s.accuracy, 100 * s.consistency, b, s.norm, s.squared, *cut) for s, b in zip(one.shuffled, plain, strict=True)]
+    note = (
+        "Ratio: the share of patches that a puzzle shuffles, a puzzle for each image. Percent; norms of what the last linear layer is given. A model "
+        "that was trained with the unknown embedding is told which patches were shuffled, since these carry it. Unwrapped: the consistency of its "
+        "plain checkpoint, which is not told, as no plain model is."
+    )
     x = [0.0, *(s.ratio for s in next(iter(found.values())).shuffled)]
     series: dict[str, dict[str, list[float]]] = {
         "Accuracy": {name: [one.accuracy, *(s.accuracy for s in one.shuffled)] for name, one in found.items()},
         "Consistency": {name: [1.0, *(s.consistency for s in one.shuffled)] for name, one in found.items()},
     }
+    told = {name: one for name, one in bare.items() if one is not found[name]}
+    series["Consistency"] |= {f"{name}, unwrapped": [1.0, *(s.consistency for s in one.shuffled)] for name, one in told.items()}
     figures = [
         Figure(f"{what} under puzzles", "lines", {"x": x, "y": y, "xlabel": "ratio at inference", "ylabel": what.lower()})
         for what, y in series.items()
@@ -59,7 +99,9 @@ def attended(images: Any, task: Mapping[str, Any], maps: Mapping[str, Any]) -> F
 
 
 def studied(found: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
-    """The tables of positions of some models: variance, regression, eigenvalues, projections."""
+    """The tables of positions of some models, or of none: variance, regression, eigenvalues, projections."""
+    if not found:
+        return (), ()
     dimensions: Sequence[int] = tuple(next(iter(found.values()))["explained"])
     variance = tuple((name, *(100 * v for v in one["explained"].values())) for name, one in found.items())
     places = tuple((name, *one["regression"]["1-D"], *one["regression"]["2-D"]) for name, one in found.items())
@@ -78,13 +120,32 @@ def studied(found: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[Table, ...], 
     return tables, (Figure("Accumulated eigenvalues", "lines", data), *(f for name, one in found.items() for f in projected(name, one)))
 
 
-def corrupted(found: Mapping[str, Errors]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
-    """Errors under corruptions, and mCE relative to the first model."""
+def corrupted(found: Mapping[str, Errors]) -> tuple[tuple[Table, ...], tuple[Figure, ...], tuple[str, ...]]:
+    """Errors under corruptions, and mCE relative to the first model; or why there is none."""
     first = next(iter(found.values()))
     means = {name: {c: 100 * float(np.mean(values)) for c, values in errors.items()} for name, errors in found.items()}
     rows: list[tuple[Any, ...]] = [(c, *(means[name][c] for name in found)) for c in first]
     rows.append(("mean", *(100 * mean_error(errors) for errors in found.values())))
-    rows.append(("mCE, relative to the first", *(100 * mean_corruption_error(errors, first) for errors in found.values())))
+    missing: tuple[str, ...] = ()
+    try:
+        rows.append(("mCE, relative to the first", *(100 * mean_corruption_error(errors, first) for errors in found.values())))
+    except JigsawError as error:
+        missing = (f"mCE: {error}; {error.hint}",)
     note = "Percent, the mean over five severities. Frost and snow are made from noise, where ImageNet-C has photographs."
     data = {"labels": list(first), "y": {name: list(values.values()) for name, values in means.items()}, "ylabel": "error, percent"}
-    return (Table("Errors under corruptions", ("corruption", *found), tuple(rows), note),), (Figure("Errors under corruptions", "bars", data),)
+    table = Table("Errors under corruptions", ("corruption", *found), tuple(rows), note)
+    return (table,), (Figure("Errors under corruptions", "bars", data),), missing
+
+
+def hard(found: Mapping[str, tuple[float, float, int]]) -> Table:
+    """Accuracy, AURRA and the number of images, of images that are hard to tell."""
+    rows = tuple((name, 100 * accuracy, 100 * area, count) for name, (accuracy, area, count) in found.items())
+    note = "Percent. AURRA: the accuracy over the surest answers, averaged over how many are given. It is the accuracy where sureness says nothing."
+    return Table("Hard images", ("model", "accuracy", "AURRA", "images"), rows, note)
+
+
+def outside(found: Mapping[str, tuple[float, int, int]]) -> Table:
+    """AUPR and the numbers of images of a class and of none."""
+    rows = tuple((name, 100 * area, 100 * none / (some + none), some, none) for name, (area, some, none) in found.items())
+    note = "Percent. AUPR: precision over recall in finding the images of no class by how unsure the model is; a guess has their share of all images."
+    return Table("Images of no class", ("model", "AUPR", "a guess", "of a class", "of none"), rows, note)

@@ -22,7 +22,13 @@ def corruption_errors(errors: Errors, reference: Errors) -> dict[str, float]:
     missing = [name for name in errors if name not in reference]
     if missing:
         raise JigsawError(f"the reference model has no errors for {', '.join(missing)}")
-    return {name: float(np.sum(values) / max(np.sum(reference[name]), 1e-300)) for name, values in errors.items()}
+    faultless = [name for name in errors if np.sum(reference[name]) == 0]
+    if faultless:
+        raise JigsawError(
+            f"the reference model makes no error under {', '.join(faultless)}: nothing is relative to that",
+            hint="take more images, or a weaker model as the reference",
+        )
+    return {name: float(np.sum(values) / np.sum(reference[name])) for name, values in errors.items()}
 
 
 def mean_corruption_error(errors: Errors, reference: Errors) -> float:
@@ -77,11 +83,19 @@ def errors_of(
 
 def answers(model: torch.nn.Module, examples: Examples, batch: int = 100, device: str = "cpu") -> tuple[Any, Any]:
     """The largest probability of each example, and whether it is that of its label."""
+    if examples.multi or len(examples) == 0:
+        fault = "have several labels each" if examples.multi else "are none"
+        raise JigsawError(f"the images {fault}: there is no answer to be right or wrong", hint="give images with one label each")
     sure, right = [], []
+    model.eval()
     with torch.no_grad():
         for start in range(0, len(examples), batch):
             inputs, labels = examples.batch(np.arange(start, min(start + batch, len(examples))))
-            top = logits_of(model, {k: v.to(device) for k, v in inputs.items()}).softmax(-1).max(-1)
+            try:
+                logits = logits_of(model, {k: v.to(device) for k, v in inputs.items()})
+            except AttributeError as error:  # the output of a model without a classifier has no logits
+                raise JigsawError(f"{type(model).__name__} gives no classes of images", hint="give a model ...ForImageClassification") from error
+            top = logits.softmax(-1).max(-1)
             sure.append(top.values.double().cpu().numpy())
             right.append((top.indices.cpu() == labels).double().numpy())
     return np.concatenate(sure), np.concatenate(right)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict
+from collections.abc import Iterable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,22 @@ def load_wrapped(folder: Path | str, **instead: Any) -> MaskedJigsaw:
             f"{path} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}", hint="train again, or remove it"
         ) from error
     return wrapped.eval()
+
+
+def load_together(folders: Iterable[str], patch: int | None = None) -> dict[str, MaskedJigsaw]:
+    """Models to be compared, by folder. Those that say nothing of patches have the (smallest) patch of the others: their puzzles are the same."""
+    found = {folder: load_wrapped(folder, **({} if patch is None else {"patch": patch})) for folder in folders}
+    known = {one.place.patch for one in found.values() if not one.place.assumed}
+    for one in found.values():
+        if known and one.place.assumed:
+            one.place = replace(one.place, patch=min(known), assumed=False)
+    return found
+
+
+def bare_of(wrapped: MaskedJigsaw) -> MaskedJigsaw:
+    """The plain model of a wrapped one, which nobody tells where patches were shuffled, for the same puzzles: wrapped as variant A. It unwraps."""
+    place = wrapped.place
+    return MaskedJigsaw(wrapped.unwrap(), 0.0, variant="A", table=place.table, patch=place.patch, grid=place.grid).eval()
 
 
 def settings_of(wrapped: MaskedJigsaw) -> dict[str, Any]:

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 
 from regauge.errors import need
-from regauge.jigsaw.masks import Grid, JigsawError
+from regauge.jigsaw.masks import Grid, JigsawError, check_size
 from regauge.jigsaw.wrapping import MaskedJigsaw
 
 Tensor = torch.Tensor
 DIMENSIONS = (3, 4, 5, 6, 7)  # of the paper's Table 7
 FOLDS, REPEATS = 5, 5
+CLS = ("cls_token", "class_token", "class_embedding")  # what libraries call it
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def table_of(wrapped: MaskedJigsaw) -> tuple[Any, Grid]:
     """The positions of a model's patches, [cells, width], and their grid."""
     place = wrapped.place
     if place.table is None or place.grid is None:
-        raise JigsawError(f"{type(wrapped.model).__name__} has no table of absolute positions to study", hint="a ViT or DeiT has one")
+        raise JigsawError(f"{type(wrapped.model).__name__} has no table of absolute positions that is known here", hint="a ViT or DeiT has one")
     table = wrapped.model.get_parameter(place.table).detach()[0, place.prefix :]
     if wrapped.index is not None:
         table = table + wrapped.index.detach()[0, place.prefix :]
@@ -95,14 +96,30 @@ def project_umap(table: Any, dimensions: int = 2, *, neighbours: int = 15, seed:
 
 
 def attention_maps(wrapped: MaskedJigsaw, images: Tensor) -> Any:
-    """How CLS attends to the patches in the last layer, [images, heads, rows, columns]; of a ViT or DeiT, of transformers or timm."""
-    place = wrapped.place
-    if place.grid is None or place.prefix < 1:
-        raise JigsawError(f"{type(wrapped.model).__name__} has no token that looks at all patches", hint="a ViT or DeiT has CLS")
-    with torch.no_grad(), _seen(wrapped.model.eval()) as attentions:
-        wrapped.model(images)
+    """How CLS attends to the patches in the last layer, [images, heads, rows, columns]; of a ViT, DeiT or DINOv2, of transformers or timm. The
+    grid is that of the images: models that stretch their positions take other sizes than their own."""
+    model, place = wrapped.model, wrapped.place
+    if place.assumed or not any(name.rpartition(".")[2] in CLS for name, _ in model.named_parameters()):
+        raise JigsawError(f"{type(model).__name__} has no token that looks at all patches", hint="a ViT or DeiT has CLS")
+    grid = check_size((int(images.shape[-2]), int(images.shape[-1])), place.patch)
+    with torch.no_grad(), _seen(model.eval()) as attentions:
+        model(images)
         found = attentions()
-    return found[:, :, 0, place.prefix :].unflatten(-1, place.grid).double().cpu().numpy()
+    before, tokens = _before(wrapped), found.shape[-1]
+    if tokens != before + grid[0] * grid[1]:
+        raise JigsawError(
+            f"the last layer of {type(model).__name__} has {tokens} tokens, which are no {grid[0]} x {grid[1]} patches and {before} before them",
+            hint="known are ViT and DeiT of transformers and timm",
+        )
+    return found[:, :, 0, before:].unflatten(-1, grid).double().cpu().numpy()
+
+
+def _before(wrapped: MaskedJigsaw) -> int:
+    """The tokens before the patches. Not all of them are in the table: registers never are in transformers, and CLS is not in timm's DeiT-III."""
+    timm = getattr(wrapped.model, "num_prefix_tokens", None)
+    if isinstance(timm, int):
+        return timm
+    return max(wrapped.place.prefix, 1) + int(getattr(getattr(wrapped.model, "config", None), "num_register_tokens", 0))
 
 
 @contextmanager
@@ -122,15 +139,22 @@ def _seen(model: torch.nn.Module) -> Iterator[Any]:
         return
     config = getattr(model, "config", None)
     layer = [m for m in model.modules() if type(m).__name__.endswith(("Attention", "SelfAttention")) and hasattr(m, "config")]
+    unseen = JigsawError(f"the attention of {type(model).__name__} cannot be seen", hint="known are ViT and DeiT of transformers and timm")
     if config is None or not layer or not hasattr(model, "set_attn_implementation"):
-        raise JigsawError(f"the attention of {type(model).__name__} cannot be seen", hint="known are ViT and DeiT of transformers and timm")
+        raise unseen
     before = config._attn_implementation
     model.set_attn_implementation("eager")  # type: ignore[operator]
     hooks = [
         m.register_forward_hook(lambda _, __, out: kept.append(out[1]) if isinstance(out, tuple) and out[1] is not None else None) for m in layer
     ]
+
+    def last() -> Tensor:
+        if not kept:
+            raise unseen
+        return kept[-1]
+
     try:
-        yield lambda: kept[-1]
+        yield last
     finally:
         model.set_attn_implementation(before)  # type: ignore[operator]
         for h in hooks:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -69,6 +71,58 @@ def test_the_ends_of_a_text_stay(told: bool) -> None:
         assert not row[0]
         assert not row[length - 1 :].any()
         assert row[1 : length - 1].all(), "all others are"
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop"]
+MARKS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+PAIR = torch.tensor([[2, 5, 6, 4, 7, 3, 8, 4, 9, 10, 1, 3, 0, 0]])  # two texts, a mask in each
+TYPES = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0]])
+
+
+def tokenizer_of(kind: str, folder: Path) -> Any:
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    plain.add_special_tokens(list(MARKS.values()))
+    full = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **MARKS)
+    full.save_pretrained(folder)
+    return {"transformers": full, "tokenizers": plain, "file": folder / "tokenizer.json", "folder": str(folder)}[kind]
+
+
+def ever_taken(wrapped: TextJigsaw, types: torch.Tensor | None = None) -> list[int]:
+    masks = [wrapped.draw(PAIR, None, seed, 0.9, token_type_ids=types)[0][0] for seed in range(100)]
+    return torch.stack(masks).any(0).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", ["transformers", "tokenizers", "file", "folder"])
+def test_all_special_tokens_of_a_tokenizer_stay(kind: str, tmp_path: Path) -> None:
+    wrapped = TextJigsaw(bert(), tokenizer=tokenizer_of(kind, tmp_path))
+    assert wrapped.special == (0, 1, 2, 3, 4)
+    assert ever_taken(wrapped) == ever_taken(wrapped, TYPES) == [1, 2, 4, 6, 8, 9]
+
+
+def test_without_a_tokenizer_a_pair_keeps_what_parts_it() -> None:
+    wrapped = TextJigsaw(bert())
+    assert ever_taken(wrapped, TYPES) == [1, 2, 3, 4, 6, 7, 8, 9, 10], "the mask is not known"
+    assert ever_taken(wrapped) == ever_taken(wrapped, torch.zeros_like(TYPES)) == list(range(1, 11)), "nor the SEP, where nothing tells of two texts"
+    wrapped = TextJigsaw(bert(), 0.9, probability=1.0, seed=3).train()
+    seen: list[torch.Tensor] = []
+    wrapped.model.bert.embeddings.word_embeddings.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    for _ in range(20):
+        wrapped(PAIR, token_type_ids=TYPES)
+    assert all(ids[0, 5] == 3 for ids in seen), "in training too"
+    assert not all(ids[0, 6] == 8 for ids in seen)
+
+
+def test_ids_by_hand_join_the_tokenizers(tmp_path: Path) -> None:
+    assert TextJigsaw(bert(), special=[7]).special == (7,)
+    assert TextJigsaw(bert(), special=[7], tokenizer=tokenizer_of("tokenizers", tmp_path)).special == (0, 1, 2, 3, 4, 7)
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JigsawError, match="int is no tokenizer"):
+        TextJigsaw(bert(), tokenizer=3)
+    for name in ("none", "none.json"):
+        with pytest.raises(JigsawError, match=f"there is no tokenizer .*{name} here"):
+            TextJigsaw(bert(), tokenizer=tmp_path / name)
 
 
 def test_what_is_no_probability_is_refused() -> None:

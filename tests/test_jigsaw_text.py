@@ -163,6 +163,38 @@ def test_only_shuffled_places_are_unknown(name: str) -> None:
     assert wrapped.unknown.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("head", ["BertForTokenClassification", "BertForMaskedLM"])
+def test_labels_of_tokens_go_with_their_tokens(head: str) -> None:
+    torch.manual_seed(0)
+    model = getattr(transformers, head)(transformers.BertConfig(**SIZE, **STILL, pad_token_id=0, max_position_embeddings=24))
+    wrapped = TextJigsaw(model, 0.5).eval()
+    ids, mask = texts(0)
+    labels = torch.where(mask.bool(), ids % 2 if "Token" in head else ids, -100)
+    labels[:, ::3] = -100
+    kept = labels.clone()
+    chosen, order = wrapped.draw(ids, mask, 3)
+    found = wrapped(ids, mask, labels=labels, puzzle=(chosen, order))
+    by_hand = [torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), at.flatten()) for at in (labels.gather(1, order), labels)]
+    assert torch.allclose(found.loss, by_hand[0])
+    assert not torch.allclose(found.loss, by_hand[1], atol=1e-4), "the labels of the places are others"
+    assert torch.equal(labels, kept)
+
+
+def test_labels_of_texts_stay() -> None:
+    """Of one class per text, and of as many classes as tokens."""
+    wrapped = TextJigsaw(bert(), 0.5).eval()
+    ids, mask = texts(0)
+    puzzle = wrapped.draw(ids, mask, 3)
+    found = wrapped(ids, mask, labels=LABELS, puzzle=puzzle)
+    assert torch.allclose(found.loss, torch.nn.functional.cross_entropy(found.logits, LABELS))
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZE, **{**STILL, "num_labels": 20}, pad_token_id=0, problem_type="multi_label_classification")
+    wrapped = TextJigsaw(transformers.BertForSequenceClassification(config), 0.5).eval()
+    labels = (ids % 2).float()
+    found = wrapped(ids, mask, labels=labels, puzzle=puzzle)
+    assert torch.allclose(found.loss, torch.nn.functional.binary_cross_entropy_with_logits(found.logits, labels))
+
+
 def test_two_shuffles_of_one_mask_are_one_to_the_model() -> None:
     wrapped = TextJigsaw(bert(), 0.5).eval()
     ids, mask = texts(0)

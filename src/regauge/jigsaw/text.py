@@ -49,8 +49,10 @@ class TextJigsaw(torch.nn.Module):
     (BERT's names pad alone); what stands first and last in a text (CLS and SEP); and with `token_type_ids` what stands last in the first text of a
     pair. The mask is not known then, nor the SEP between two texts of a model without token types (DistilBERT): they move as words do.
 
-    With `unknown` false only tokens are shuffled. Draws, `probability` and `warmup` are those of `MaskedJigsaw`; every text has its own puzzle. Token
-    types stay with their places.
+    With `unknown` false only tokens are shuffled. Draws, `probability` and `warmup` are those of `MaskedJigsaw`; every text has its own puzzle.
+
+    Labels of tokens (integers [texts, tokens]) go with their tokens, and logits of tokens come in the shuffled order. Token types stay with their
+    places.
     """
 
     accepts_loss_kwargs = False
@@ -97,6 +99,9 @@ class TextJigsaw(torch.nn.Module):
         mask = torch.zeros_like(input_ids, dtype=torch.bool) if drawn is None else drawn[0].to(input_ids.device)
         ids = input_ids if drawn is None else input_ids.gather(1, drawn[1].to(input_ids.device))
         given = {**more, "attention_mask": attention_mask}
+        labels = more.get("labels")
+        if drawn is not None and labels is not None and labels.shape == input_ids.shape and not labels.is_floating_point():
+            given["labels"] = labels.gather(1, drawn[1].to(labels.device))  # of tokens: they go where their tokens go
         if self.unknown is None or not (self.training or drawn is not None):
             found = self.model(input_ids=ids, **given)
         else:

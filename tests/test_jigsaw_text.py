@@ -221,6 +221,25 @@ def test_it_trains_and_unwraps() -> None:
     assert wrapped.unwrap() is wrapped.model
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_longer_than_the_table_are_refused(name: str) -> None:
+    wrapped = TextJigsaw(MODELS[name](), 0.5, probability=1.0).train()
+    room = 24 - wrapped.offset
+    ids = torch.randint(5, 40, (2, room + 1), generator=torch.Generator().manual_seed(1))
+    assert wrapped(ids[:, :room]).logits.shape == (2, 2)
+    with pytest.raises(JigsawError, match=rf'a text has {room + 1} tokens, the table of positions "\S+position_embeddings\.weight" is of {room}'):
+        wrapped(ids)
+    with pytest.raises(JigsawError, match=f"a text has {room + 1} tokens"):
+        wrapped.eval()(ids)
+
+
+def test_padding_takes_no_place_in_roberta() -> None:
+    wrapped = TextJigsaw(roberta(), 0.5, probability=1.0).train()
+    ids = torch.randint(5, 40, (2, 24), generator=torch.Generator().manual_seed(1))
+    ids[:, 22:] = 1
+    assert wrapped(ids, (ids != 1).long()).logits.shape == (2, 2)
+
+
 def test_models_without_such_a_table_are_refused() -> None:
     config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=40)
     with pytest.raises(JigsawError, match="no table of learned absolute positions"):

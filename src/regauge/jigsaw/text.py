@@ -96,6 +96,7 @@ class TextJigsaw(torch.nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, puzzle: tuple[Tensor, Tensor] | None = None, **more: Any) -> Output:
         """Tokens, and what else the model takes. A `puzzle` (mask and order, [texts, tokens]) is put to them in evaluation too."""
         drawn = self._next(input_ids, attention_mask, more.get("token_type_ids")) if self.training and puzzle is None else puzzle
+        places = self._places(input_ids)
         mask = torch.zeros_like(input_ids, dtype=torch.bool) if drawn is None else drawn[0].to(input_ids.device)
         ids = input_ids if drawn is None else input_ids.gather(1, drawn[1].to(input_ids.device))
         given = {**more, "attention_mask": attention_mask}
@@ -107,7 +108,7 @@ class TextJigsaw(torch.nn.Module):
         else:
             table = self.model.get_parameter(self.table)
             whole = torch.cat([table, self.unknown.to(table.dtype)[None]])
-            places = torch.where(mask, len(table), self._places(input_ids, attention_mask))
+            places = torch.where(mask, len(table), places)
             given.setdefault("token_type_ids", torch.zeros_like(ids))  # BERT would look its own up by the place
             if "token_type_ids" not in _arguments(self.model):
                 given.pop("token_type_ids")
@@ -150,11 +151,20 @@ class TextJigsaw(torch.nn.Module):
         self.passes += 1
         return self.draw(input_ids, attention_mask, [*seeds, 1], token_type_ids=types) if shuffled else None
 
-    def _places(self, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-        if not self.offset:
-            return torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        there = (input_ids != self.offset - 1).long()
-        return torch.cumsum(there, 1) * there + self.offset - 1
+    def _places(self, input_ids: Tensor) -> Tensor:
+        """The places that the model would give. One row more than its table would take a place behind the last for the unknown one."""
+        if self.offset:
+            there = (input_ids != self.offset - 1).long()
+            places = torch.cumsum(there, 1) * there + self.offset - 1
+        else:
+            places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        room = len(self.model.get_parameter(self.table)) - self.offset
+        if input_ids.shape[1] > room and (longest := int(places.max()) + 1 - self.offset) > room:
+            raise JigsawError(
+                f'a text has {longest} tokens, the table of positions "{self.table}" is of {room}',
+                hint="cut texts to that length (a tokenizer's truncation=True, max_length), or take a model with more positions",
+            )
+        return places
 
 
 def special_ids(tokenizer: Any) -> tuple[int, ...]:

@@ -195,6 +195,41 @@ def test_labels_of_texts_stay() -> None:
     assert torch.allclose(found.loss, torch.nn.functional.binary_cross_entropy_with_logits(found.logits, labels))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_given_places_are_kept_where_nothing_is_shuffled(name: str) -> None:
+    wrapped = TextJigsaw(MODELS[name](), 0.5).eval()
+    ids, mask = texts(wrapped.model.config.pad_token_id)
+    ids, mask = ids[:1], mask[:1]
+    chosen, order = wrapped.draw(ids, mask, 3)
+    turned = torch.arange(20).flip(0)[None] + 3
+    wrapped(ids, mask, position_ids=turned, puzzle=(chosen, order)).logits.square().sum().backward()
+    assert wrapped.unknown.grad.abs().sum() > 0
+    felt = wrapped.model.get_parameter(wrapped.table).grad.abs().sum(1) > 0
+    assert felt.nonzero().flatten().tolist() == sorted(turned[~chosen].tolist())
+    plain = wrapped.model(input_ids=ids, attention_mask=mask, position_ids=turned).logits
+    blank = (torch.zeros_like(chosen), torch.arange(20)[None])
+    assert torch.allclose(wrapped(ids, mask, position_ids=turned, puzzle=blank).logits, plain, atol=1e-6)
+    assert not torch.allclose(wrapped(ids, mask, puzzle=blank).logits, plain, atol=1e-3), "its own places are others"
+
+
+def test_a_row_of_places_serves_all_texts_and_none_is_none() -> None:
+    wrapped = TextJigsaw(bert(), 0.5).eval()
+    ids, mask = texts(0)
+    puzzle = wrapped.draw(ids, mask, 3)
+    found = wrapped(ids, mask, puzzle=puzzle).logits
+    assert torch.equal(wrapped(ids, mask, position_ids=torch.arange(20)[None], puzzle=puzzle).logits, found)
+    assert torch.equal(wrapped(ids, mask, position_ids=None, token_type_ids=None, puzzle=puzzle).logits, found)
+
+
+def test_the_unknown_place_cannot_be_given() -> None:
+    wrapped = TextJigsaw(bert(), 0.5, probability=1.0).train()
+    ids, mask = texts(0)
+    with pytest.raises(JigsawError, match=r'position_ids go to 24, the rows of "\S+" to 23'):
+        wrapped(ids, mask, position_ids=torch.arange(5, 25)[None])
+    assert wrapped.passes == 0, "what is refused is no pass"
+    wrapped(ids, mask, position_ids=torch.arange(4, 24)[None])
+
+
 def test_two_shuffles_of_one_mask_are_one_to_the_model() -> None:
     wrapped = TextJigsaw(bert(), 0.5).eval()
     ids, mask = texts(0)

@@ -51,8 +51,8 @@ class TextJigsaw(torch.nn.Module):
 
     With `unknown` false only tokens are shuffled. Draws, `probability` and `warmup` are those of `MaskedJigsaw`; every text has its own puzzle.
 
-    Labels of tokens (integers [texts, tokens]) go with their tokens, and logits of tokens come in the shuffled order. Token types stay with their
-    places.
+    Labels of tokens (integers [texts, tokens]) go with their tokens, and logits of tokens come in the shuffled order. Token types and given
+    `position_ids` stay with their places, but a shuffled place is unknown.
     """
 
     accepts_loss_kwargs = False
@@ -95,8 +95,8 @@ class TextJigsaw(torch.nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, *, puzzle: tuple[Tensor, Tensor] | None = None, **more: Any) -> Output:
         """Tokens, and what else the model takes. A `puzzle` (mask and order, [texts, tokens]) is put to them in evaluation too."""
+        places = self._places(input_ids, more.get("position_ids"))
         drawn = self._next(input_ids, attention_mask, more.get("token_type_ids")) if self.training and puzzle is None else puzzle
-        places = self._places(input_ids)
         mask = torch.zeros_like(input_ids, dtype=torch.bool) if drawn is None else drawn[0].to(input_ids.device)
         ids = input_ids if drawn is None else input_ids.gather(1, drawn[1].to(input_ids.device))
         given = {**more, "attention_mask": attention_mask}
@@ -109,10 +109,11 @@ class TextJigsaw(torch.nn.Module):
             table = self.model.get_parameter(self.table)
             whole = torch.cat([table, self.unknown.to(table.dtype)[None]])
             places = torch.where(mask, len(table), places)
-            given.setdefault("token_type_ids", torch.zeros_like(ids))  # BERT would look its own up by the place
+            if given.get("token_type_ids") is None:
+                given["token_type_ids"] = torch.zeros_like(ids)  # BERT would look its own up by the place
             if "token_type_ids" not in _arguments(self.model):
                 given.pop("token_type_ids")
-            found = functional_call(self.model, {self.table: whole}, (), {"input_ids": ids, "position_ids": places, **given})
+            found = functional_call(self.model, {self.table: whole}, (), {**given, "input_ids": ids, "position_ids": places})
         return Output({k: v for k, v in found.items() if v is not None})
 
     def unwrap(self) -> torch.nn.Module:
@@ -151,14 +152,22 @@ class TextJigsaw(torch.nn.Module):
         self.passes += 1
         return self.draw(input_ids, attention_mask, [*seeds, 1], token_type_ids=types) if shuffled else None
 
-    def _places(self, input_ids: Tensor) -> Tensor:
-        """The places that the model would give. One row more than its table would take a place behind the last for the unknown one."""
+    def _places(self, input_ids: Tensor, given: Tensor | None) -> Tensor:
+        """The given places, or the model's own; one behind the table's last row would be taken for the unknown one."""
+        rows = len(self.model.get_parameter(self.table))
+        if given is not None:
+            if int(given.max()) >= rows:
+                raise JigsawError(
+                    f'position_ids go to {int(given.max())}, the rows of "{self.table}" to {rows - 1}',
+                    hint="give rows of the table: shuffled places get the unknown one by themselves",
+                )
+            return given.expand_as(input_ids)
         if self.offset:
             there = (input_ids != self.offset - 1).long()
             places = torch.cumsum(there, 1) * there + self.offset - 1
         else:
             places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        room = len(self.model.get_parameter(self.table)) - self.offset
+        room = rows - self.offset
         if input_ids.shape[1] > room and (longest := int(places.max()) + 1 - self.offset) > room:
             raise JigsawError(
                 f'a text has {longest} tokens, the table of positions "{self.table}" is of {room}',

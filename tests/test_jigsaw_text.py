@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -71,6 +73,58 @@ def test_the_ends_of_a_text_stay(told: bool) -> None:
         assert row[1 : length - 1].all(), "all others are"
 
 
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop"]
+MARKS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+PAIR = torch.tensor([[2, 5, 6, 4, 7, 3, 8, 4, 9, 10, 1, 3, 0, 0]])  # two texts, a mask in each
+TYPES = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0]])
+
+
+def tokenizer_of(kind: str, folder: Path) -> Any:
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    plain.add_special_tokens(list(MARKS.values()))
+    full = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **MARKS)
+    full.save_pretrained(folder)
+    return {"transformers": full, "tokenizers": plain, "file": folder / "tokenizer.json", "folder": str(folder)}[kind]
+
+
+def ever_taken(wrapped: TextJigsaw, types: torch.Tensor | None = None) -> list[int]:
+    masks = [wrapped.draw(PAIR, None, seed, 0.9, token_type_ids=types)[0][0] for seed in range(100)]
+    return torch.stack(masks).any(0).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize("kind", ["transformers", "tokenizers", "file", "folder"])
+def test_all_special_tokens_of_a_tokenizer_stay(kind: str, tmp_path: Path) -> None:
+    wrapped = TextJigsaw(bert(), tokenizer=tokenizer_of(kind, tmp_path))
+    assert wrapped.special == (0, 1, 2, 3, 4)
+    assert ever_taken(wrapped) == ever_taken(wrapped, TYPES) == [1, 2, 4, 6, 8, 9]
+
+
+def test_without_a_tokenizer_a_pair_keeps_what_parts_it() -> None:
+    wrapped = TextJigsaw(bert())
+    assert ever_taken(wrapped, TYPES) == [1, 2, 3, 4, 6, 7, 8, 9, 10], "the mask is not known"
+    assert ever_taken(wrapped) == ever_taken(wrapped, torch.zeros_like(TYPES)) == list(range(1, 11)), "nor the SEP, where nothing tells of two texts"
+    wrapped = TextJigsaw(bert(), 0.9, probability=1.0, seed=3).train()
+    seen: list[torch.Tensor] = []
+    wrapped.model.bert.embeddings.word_embeddings.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    for _ in range(20):
+        wrapped(PAIR, token_type_ids=TYPES)
+    assert all(ids[0, 5] == 3 for ids in seen), "in training too"
+    assert not all(ids[0, 6] == 8 for ids in seen)
+
+
+def test_ids_by_hand_join_the_tokenizers(tmp_path: Path) -> None:
+    assert TextJigsaw(bert(), special=[7]).special == (7,)
+    assert TextJigsaw(bert(), special=[7], tokenizer=tokenizer_of("tokenizers", tmp_path)).special == (0, 1, 2, 3, 4, 7)
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(JigsawError, match="int is no tokenizer"):
+        TextJigsaw(bert(), tokenizer=3)
+    for name in ("none", "none.json"):
+        with pytest.raises(JigsawError, match=f"there is no tokenizer .*{name} here"):
+            TextJigsaw(bert(), tokenizer=tmp_path / name)
+
+
 def test_what_is_no_probability_is_refused() -> None:
     with pytest.raises(JigsawError, match=r"a probability of 1\.5 is not in"):
         TextJigsaw(bert(), probability=1.5)
@@ -109,6 +163,73 @@ def test_only_shuffled_places_are_unknown(name: str) -> None:
     assert wrapped.unknown.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("head", ["BertForTokenClassification", "BertForMaskedLM"])
+def test_labels_of_tokens_go_with_their_tokens(head: str) -> None:
+    torch.manual_seed(0)
+    model = getattr(transformers, head)(transformers.BertConfig(**SIZE, **STILL, pad_token_id=0, max_position_embeddings=24))
+    wrapped = TextJigsaw(model, 0.5).eval()
+    ids, mask = texts(0)
+    labels = torch.where(mask.bool(), ids % 2 if "Token" in head else ids, -100)
+    labels[:, ::3] = -100
+    kept = labels.clone()
+    chosen, order = wrapped.draw(ids, mask, 3)
+    found = wrapped(ids, mask, labels=labels, puzzle=(chosen, order))
+    by_hand = [torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), at.flatten()) for at in (labels.gather(1, order), labels)]
+    assert torch.allclose(found.loss, by_hand[0])
+    assert not torch.allclose(found.loss, by_hand[1], atol=1e-4), "the labels of the places are others"
+    assert torch.equal(labels, kept)
+
+
+def test_labels_of_texts_stay() -> None:
+    """Of one class per text, and of as many classes as tokens."""
+    wrapped = TextJigsaw(bert(), 0.5).eval()
+    ids, mask = texts(0)
+    puzzle = wrapped.draw(ids, mask, 3)
+    found = wrapped(ids, mask, labels=LABELS, puzzle=puzzle)
+    assert torch.allclose(found.loss, torch.nn.functional.cross_entropy(found.logits, LABELS))
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZE, **{**STILL, "num_labels": 20}, pad_token_id=0, problem_type="multi_label_classification")
+    wrapped = TextJigsaw(transformers.BertForSequenceClassification(config), 0.5).eval()
+    labels = (ids % 2).float()
+    found = wrapped(ids, mask, labels=labels, puzzle=puzzle)
+    assert torch.allclose(found.loss, torch.nn.functional.binary_cross_entropy_with_logits(found.logits, labels))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_given_places_are_kept_where_nothing_is_shuffled(name: str) -> None:
+    wrapped = TextJigsaw(MODELS[name](), 0.5).eval()
+    ids, mask = texts(wrapped.model.config.pad_token_id)
+    ids, mask = ids[:1], mask[:1]
+    chosen, order = wrapped.draw(ids, mask, 3)
+    turned = torch.arange(20).flip(0)[None] + 3
+    wrapped(ids, mask, position_ids=turned, puzzle=(chosen, order)).logits.square().sum().backward()
+    assert wrapped.unknown.grad.abs().sum() > 0
+    felt = wrapped.model.get_parameter(wrapped.table).grad.abs().sum(1) > 0
+    assert felt.nonzero().flatten().tolist() == sorted(turned[~chosen].tolist())
+    plain = wrapped.model(input_ids=ids, attention_mask=mask, position_ids=turned).logits
+    blank = (torch.zeros_like(chosen), torch.arange(20)[None])
+    assert torch.allclose(wrapped(ids, mask, position_ids=turned, puzzle=blank).logits, plain, atol=1e-6)
+    assert not torch.allclose(wrapped(ids, mask, puzzle=blank).logits, plain, atol=1e-3), "its own places are others"
+
+
+def test_a_row_of_places_serves_all_texts_and_none_is_none() -> None:
+    wrapped = TextJigsaw(bert(), 0.5).eval()
+    ids, mask = texts(0)
+    puzzle = wrapped.draw(ids, mask, 3)
+    found = wrapped(ids, mask, puzzle=puzzle).logits
+    assert torch.equal(wrapped(ids, mask, position_ids=torch.arange(20)[None], puzzle=puzzle).logits, found)
+    assert torch.equal(wrapped(ids, mask, position_ids=None, token_type_ids=None, puzzle=puzzle).logits, found)
+
+
+def test_the_unknown_place_cannot_be_given() -> None:
+    wrapped = TextJigsaw(bert(), 0.5, probability=1.0).train()
+    ids, mask = texts(0)
+    with pytest.raises(JigsawError, match=r'position_ids go to 24, the rows of "\S+" to 23'):
+        wrapped(ids, mask, position_ids=torch.arange(5, 25)[None])
+    assert wrapped.passes == 0, "what is refused is no pass"
+    wrapped(ids, mask, position_ids=torch.arange(4, 24)[None])
+
+
 def test_two_shuffles_of_one_mask_are_one_to_the_model() -> None:
     wrapped = TextJigsaw(bert(), 0.5).eval()
     ids, mask = texts(0)
@@ -133,6 +254,25 @@ def test_it_trains_and_unwraps() -> None:
     assert losses[-1] < 0.5 * losses[0]
     assert wrapped.passes == 15
     assert wrapped.unwrap() is wrapped.model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_longer_than_the_table_are_refused(name: str) -> None:
+    wrapped = TextJigsaw(MODELS[name](), 0.5, probability=1.0).train()
+    room = 24 - wrapped.offset
+    ids = torch.randint(5, 40, (2, room + 1), generator=torch.Generator().manual_seed(1))
+    assert wrapped(ids[:, :room]).logits.shape == (2, 2)
+    with pytest.raises(JigsawError, match=rf'a text has {room + 1} tokens, the table of positions "\S+position_embeddings\.weight" is of {room}'):
+        wrapped(ids)
+    with pytest.raises(JigsawError, match=f"a text has {room + 1} tokens"):
+        wrapped.eval()(ids)
+
+
+def test_padding_takes_no_place_in_roberta() -> None:
+    wrapped = TextJigsaw(roberta(), 0.5, probability=1.0).train()
+    ids = torch.randint(5, 40, (2, 24), generator=torch.Generator().manual_seed(1))
+    ids[:, 22:] = 1
+    assert wrapped(ids, (ids != 1).long()).logits.shape == (2, 2)
 
 
 def test_models_without_such_a_table_are_refused() -> None:

@@ -14,7 +14,6 @@ from regauge.jigsaw.masks import Grid, JigsawError
 
 Tensor = torch.Tensor
 Kind = Literal["pca", "linear", "mlp"]
-ITERATIONS = 5  # of the randomised PCA, as in the reference
 
 
 class Localizer(torch.nn.Module):
@@ -22,8 +21,9 @@ class Localizer(torch.nn.Module):
 
     linear  one linear layer (the paper's LN)
     mlp     linear, ReLU, linear, as in the reference's code (NLN; the paper's text says three layers)
-    pca     the two leading directions of the embeddings that are kept, without parameters; no gradient goes through the directions, whose
-            signs are arbitrary, as in the reference
+    pca     the two leading directions of the embeddings that are kept, without parameters; no gradient goes through the directions, as in the
+            reference. Its decomposition is a randomised one with arbitrary signs; this one is exact, draws nothing, and the largest entry of a
+            direction is positive. Where directions are equally strong which two are taken is still the library's choice
     """
 
     targets: Tensor
@@ -32,6 +32,10 @@ class Localizer(torch.nn.Module):
         super().__init__()
         if kind not in get_args(Kind):
             raise JigsawError(f'there is no localization "{kind}"', hint="pca, linear or mlp")
+        if kind == "pca" and min(width, grid[0] * grid[1]) < 2:
+            raise JigsawError(
+                f"{grid[0] * grid[1]} positions of width {width} have no two leading directions", hint="two or more of both, or linear or mlp"
+            )
         self.kind = kind
         layers: dict[str, Any] = {
             "pca": lambda: None,
@@ -57,4 +61,6 @@ class Localizer(torch.nn.Module):
     def _directions(self, embeddings: Tensor, weights: Tensor) -> Tensor:
         share = weights / weights.sum().clamp(min=1e-12)
         centred = (embeddings - share @ embeddings) * share.sqrt()[:, None]
-        return torch.pca_lowrank(centred, q=2, center=False, niter=ITERATIONS)[2]
+        found: Tensor = torch.linalg.svd(centred, full_matrices=False).Vh[:2]
+        largest = found.gather(1, found.abs().argmax(1, keepdim=True))
+        return (found * torch.where(largest < 0, -1.0, 1.0)).T

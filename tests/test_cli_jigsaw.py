@@ -54,7 +54,9 @@ def test_what_is_trained_is_a_plain_checkpoint_and_what_puzzles_learned(start: P
 
 def test_training_lowers_the_loss_and_says_so(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--variant", "E", "--rate", "1e-2", "--fresh", "--flip", "--shift", "1"]
-    assert main(["jigsaw", "train", str(start), *HOW, *given, "-o", str(tmp_path / "out"), "--json"]) == 0
+    page = tmp_path / "page.html"
+    assert main(["jigsaw", "train", str(start), *HOW, *given, "-o", str(tmp_path / "out"), "--json", "--report", str(page)]) == 0
+    assert "The loss on the way" in page.read_text()
     told = json.loads(capsys.readouterr().out)
     assert told["variant"] == "JP"
     assert told["last_loss"] < told["first_loss"] - 0.1

@@ -94,11 +94,14 @@ def train(
     device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
+    report: options.Report = None,
     verbose: options.Verbose = 0,
 ) -> int:
     """Train a model with masked jigsaw puzzles. Loads with from_pretrained like any other; `regauge jigsaw evaluate` says what it has become. An
     interrupted training goes on where it was if the command is given again."""
+    started = time.monotonic()
     check_device(device)
+    check_outputs(None, report)
 
     from regauge.checkpoint import open_checkpoint
     from regauge.experiments.augmenting import STRONG
@@ -152,6 +155,14 @@ def train(
     work.path.unlink(missing_ok=True)
     last = losses[-max(1, total // 10) :]
     first_loss, last_loss = losses[0], sum(last) / len(last)
+    if report is not None:
+        from regauge.files import write_bytes
+        from regauge.jigsaw.reporting import converged
+        from regauge.report import page
+
+        facts = {**facts_of_run(), "model": model, "data": data, "images": len(examples), "training": wrapped.extra_repr(), **recipe, "seed": seed}
+        write_bytes(report, page(converged(losses, {**facts, "seconds": round(time.monotonic() - started, 1)})).encode())
+        say(f"report: {report}")
     if json:
         told = {"out": str(out), "variant": wrapped.variant.name, "steps": total, "first_loss": first_loss, "last_loss": last_loss}
         data_json({"version": VERSION, "command": "jigsaw train", **told})

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from regauge.findings import Figure, Table
+from regauge.findings import Figure, Results, Table
 from regauge.jigsaw.masks import Grid, JigsawError
 from regauge.jigsaw.metrics import Evaluation
 from regauge.jigsaw.robustness import Errors, mean_corruption_error, mean_error
@@ -39,6 +39,18 @@ def check_cuts(cuts: Mapping[str, Cut]) -> None:
 
 def _times(pair: Grid) -> str:
     return f"{pair[0]} x {pair[1]}"
+
+
+def converged(losses: Sequence[float], facts: Mapping[str, Any]) -> Results:
+    """A training: its loss on the way, step by step and in the mean of fifty."""
+    span = min(50, len(losses))
+    means: list[float | None] = [None if i + 1 < span else float(np.mean(losses[i + 1 - span : i + 1])) for i in range(len(losses))]
+    series = {"each step": list(losses), f"mean of {span} steps": means}
+    figure = Figure("The loss on the way", "lines", {"x": list(range(1, len(losses) + 1)), "y": series, "xlabel": "step", "ylabel": "loss"})
+    marks = sorted({round(i * (len(losses) - 1) / 10) for i in range(11)})
+    rows = tuple((i + 1, losses[i], float(np.mean(losses[max(0, i + 1 - span) : i + 1]))) for i in marks)
+    table = Table("The loss on the way", ("step", "loss", f"mean of the last {span}"), rows, "With the weighted regression of positions in it.")
+    return Results("A training with masked jigsaw puzzles", (), (table,), (figure,), facts)
 
 
 def evaluated(

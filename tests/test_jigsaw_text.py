@@ -12,8 +12,10 @@ import tokenizers
 import torch
 import transformers
 
+from regauge.experiments.texts import evaluate, puzzles_of
 from regauge.jigsaw import JigsawError, TextJigsaw
 from regauge.jigsaw.text import span_masks
+from regauge.tasks import Examples
 
 SIZE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 40}
 STILL: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 2, "initializer_range": 0.3}
@@ -282,3 +284,30 @@ def test_models_without_such_a_table_are_refused() -> None:
     for given in ({"ratio": 1.0}, {"span": 0}):
         with pytest.raises(JigsawError):
             TextJigsaw(bert(), **given)
+
+
+def test_a_texts_puzzle_is_its_own_whatever_the_batch() -> None:
+    wrapped = TextJigsaw(bert(), 0.5)
+    ids, there = texts(0)
+    mask, order = puzzles_of(np.arange(3), wrapped, ids, there, 0.5)
+    short = puzzles_of(np.array([1]), wrapped, ids[1:2, :12], there[1:2, :12], 0.5)
+    assert torch.equal(short[0][0], mask[1, :12])
+    assert torch.equal(short[1][0], order[1, :12])
+    assert not mask[1, 12:].any()
+    other = puzzles_of(np.array([2]), wrapped, ids[1:2], there[1:2], 0.5)
+    assert not torch.equal(other[1][0], order[1]), "another number has another"
+
+
+def test_consistency_is_of_answers_with_and_without_shuffled_spans() -> None:
+    wrapped = TextJigsaw(bert(), 0.5)
+    ids, there = texts(0)
+    examples = Examples(3, 2, lambda rows: ({"input_ids": ids[rows], "attention_mask": there[rows]}, LABELS[rows]))
+    accuracy, found = evaluate(wrapped, examples, 0.5, 2)
+    plain = wrapped(ids, there).logits.argmax(-1)
+    shuffled = wrapped(ids, there, puzzle=puzzles_of(np.arange(3), wrapped, ids, there, 0.5)).logits.argmax(-1)
+    assert accuracy == pytest.approx((plain == LABELS).float().mean().item())
+    assert found["consistency"] == pytest.approx((plain == shuffled).float().mean().item())
+    assert found["norm"] > 0
+    still = evaluate(wrapped, examples, 0.0, 2)[1]
+    assert still["consistency"] == 1
+    assert still["norm"] < 1e-5

@@ -28,6 +28,7 @@ from regauge.experiments.reconstructing import figure7, table6
 from regauge.experiments.redteam import attacks
 from regauge.experiments.splits import equality
 from regauge.experiments.tables import table2, table3, table4, table5
+from regauge.experiments.texts import texts
 from regauge.experiments.theus import barriers
 from regauge.experiments.updates import table5 as gradients_leaked
 from regauge.findings import Results
@@ -56,6 +57,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "002/figure4": positions.figure4,
     "002/figure6": jigsaws.figure6,
     "002/beyond": jigsaws.beyond,
+    "002/texts": texts,
     "003/pairs": trained_pairs,
     "003/figure3": figure3,
     "003/figure4": figure4,

@@ -94,6 +94,7 @@ ABOUT = {
     "002-figure4": "Where CLS looks in the last layer; the maps are in the report.",
     "002-figure6": "Accuracy on the way through the training.",
     "002-beyond": "Puzzles per image, larger and rising shares, and puzzles in every step, beside the paper's setting in the same run.",
+    "002-texts": "Shuffled spans of tokens in place of patches: a small BERT on SST-2 ([jigsaw](jigsaw.md)). The paper has no texts.",
     "003-pairs": "The ends that everything below is measured between. Budgets are ours, set by two cores; what counts is that the ends are"
     " clearly better than a bigram, or than a guess.",
     "003-figure3": "Two models are matched in part or in whole, and averaged. The paper leaves out attention, FFN or rescaling; beyond it "

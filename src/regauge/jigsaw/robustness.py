@@ -12,7 +12,7 @@ from regauge.data import Data, Pictures
 from regauge.errors import need
 from regauge.jigsaw.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from regauge.jigsaw.masks import JigsawError
-from regauge.tasks import Examples, logits_of, prepare
+from regauge.tasks import Examples, fitted, logits_of, prepare
 
 Errors = Mapping[str, Sequence[float]]  # corruption -> the error at each severity
 
@@ -67,6 +67,7 @@ def errors_of(
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, list[float]]:
     """A model's error under every corruption at severities 1 to 5, on images and labels of a task."""
+    data = fitted(task, data)
     pixels = data["image"].array() if isinstance(data["image"], Pictures) else np.asarray(data["image"])
     pixels = pixels if pixels.ndim == 4 else pixels[..., None]
     errors: dict[str, list[float]] = {}

@@ -111,8 +111,8 @@ def test_importing_regauge_or_its_help_loads_neither_jinja_nor_matplotlib() -> N
         ((True, False, None), "✕ 1 of 2 checks fails", "bad"),
         ((False, False), "✕ 2 of 2 checks fail", "bad"),
         ((True,), "✓ The one check holds", "good"),
-        ((None,), "○ Nothing was checked", "none"),
-        ((), "○ Nothing was checked", "none"),
+        ((None,), "○ Measured: nothing here passes or fails", "none"),
+        ((), "○ Measured: nothing here passes or fails", "none"),
     ],
 )
 def test_the_verdict(holds: tuple[bool | None, ...], says: str, colour: str) -> None:

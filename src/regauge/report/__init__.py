@@ -62,7 +62,7 @@ def verdict(results: Results) -> tuple[str, str]:
     checked, failed = sum(f.holds is not None for f in results.findings), len(results.failed)
     untold = f"; {len(results.untold)} cannot be told" if results.untold else ""
     if not checked:
-        return "none", f"Nothing was checked{untold}"
+        return "none", f"Measured: nothing here passes or fails{untold}"
     if failed:
         return "bad", f"{failed} of {checked} checks {'fails' if failed == 1 else 'fail'}{untold}"
     if untold:

@@ -104,7 +104,7 @@ bench: $(VENV)/ready $(FEDERATED)/ready  ## benchmarks side by side with peers, 
 # Those of 003 measure pairs of models that 003/pairs has trained, hours on two cores. Table 6 of 000 has one seed and fewer attacks unless told.
 EXPERIMENTS := 000/table2 000/table3 000/table4 000/table5 000/table6 000/table7 000/figure5 000/figure6 000/figure7 \
 	002/table1 002/table2 002/table3 002/table4 002/table5 002/table7 002/table8 002/table9 \
-	002/figure1 002/figure2 002/figure3 002/figure4 002/figure6 002/beyond 002/texts \
+	002/figure1 002/figure2 002/figure3 002/figure4 002/figure6 002/beyond 002/epochs 002/texts \
 	003/pairs 003/figure3 003/figure4 003/figure5 003/figure6 003/table2 003/table3 003/barriers federated/training federated/fusion gradients/front gradients/real lock/attacks split/equality split/leaks split/recipes
 experiments: $(VENV)/ready  ## the papers' tables at preset small, and the page made of them: hours at first
 	for e in $(EXPERIMENTS); do \

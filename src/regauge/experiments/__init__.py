@@ -57,6 +57,7 @@ EXPERIMENTS: dict[str, Callable[[Lab], Results]] = {
     "002/figure4": positions.figure4,
     "002/figure6": jigsaws.figure6,
     "002/beyond": jigsaws.beyond,
+    "002/epochs": jigsaws.epochs,
     "002/texts": texts,
     "003/pairs": trained_pairs,
     "003/figure3": figure3,

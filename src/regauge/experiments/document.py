@@ -93,6 +93,7 @@ ABOUT = {
     "002-figure3": "Accumulated eigenvalues of the tables of positions.",
     "002-figure4": "Where CLS looks in the last layer; the maps are in the report.",
     "002-figure6": "Accuracy on the way through the training.",
+    "002-epochs": "Is the accuracy that puzzles cost in short trainings a matter of their length? Images, model and schedule are the same.",
     "002-beyond": "Puzzles per image, larger and rising shares, and puzzles in every step, beside the paper's setting in the same run.",
     "002-texts": "Shuffled spans of tokens in place of patches: a small BERT on SST-2 ([jigsaw](jigsaw.md)). The paper has no texts.",
     "003-pairs": "The ends that everything below is measured between. Budgets are ours, set by two cores; what counts is that the ends are"

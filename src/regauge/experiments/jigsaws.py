@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from regauge.experiments.lab import Lab
+from regauge.experiments.presets import Subject
 from regauge.experiments.puzzles import RATIOS, TRAINED, How, how, model_of, score_of, subjects_of, told
 from regauge.findings import Figure, Finding, Results, Table, spread_of
 from regauge.jigsaw.metrics import RATIO
@@ -24,15 +25,24 @@ def trials_of(lab: Lab) -> int:
 
 
 def scored(lab: Lab, key: str, ways: Sequence[How]) -> list[Scores]:
-    """The scores of a backbone in several ways, for every seed."""
-    subject = subjects_of(lab.preset_name)[key]
+    """The scores of a backbone in several ways, for every seed. "vit@0.1" is trained for a tenth of its time."""
+    subject = _subject(lab, key)
     lab.ahead(_part, [(key, way, trial) for trial in range(trials_of(lab)) for way in ways])
     return [[score_of(lab, subject, way, trial).values for trial in range(trials_of(lab))] for way in ways]
 
 
 def _part(lab: Lab, item: tuple[str, How, int]) -> None:
     key, way, trial = item
-    score_of(lab, subjects_of(lab.preset_name)[key], way, trial)
+    score_of(lab, _subject(lab, key), way, trial)
+
+
+def _subject(lab: Lab, key: str) -> Subject:
+    name, _, share = key.partition("@")
+    subject = subjects_of(lab.preset_name)[name]
+    if not share or float(share) == 1:
+        return subject
+    recipe = {k: max(1, round(v * float(share))) if k in ("steps", "epochs") else v for k, v in (subject.recipe or {}).items()}
+    return replace(subject, name=f"{subject.name}, {float(share):g} of it", recipe=recipe)
 
 
 def value(one: Mapping[str, Any], measure: str, ratio: float = RATIO) -> float:
@@ -264,6 +274,29 @@ def beyond(lab: Lab) -> Results:
         rows = tuple((name, *row_of(scores)) for name, scores in found.items())
         tables.append(Table(subjects[key].name, ("training", *COLUMNS), rows, f"Inference ratio {RATIO:g}. {KEPT}"))
     return results(lab, "002/beyond", "Beyond paper 002: other puzzles", findings, tuple(tables), ())
+
+
+SHARES = (0.1, 0.2, 0.5, 1.0)
+
+
+def epochs(lab: Lab) -> Results:
+    """Why accuracy falls in short trainings: the same images for a tenth, a fifth, half and all of a training, with and without puzzles."""
+    key = "out" if "out" in subjects_of(lab.preset_name) else "vit"
+    ways = [how("A"), how("J", TRAINED[lab.preset_name])]
+    lab.total = 2 * 2 * len(SHARES) * trials_of(lab)
+    rows: list[tuple[Any, ...]] = []
+    gains: list[float] = []
+    for share in SHARES:
+        base, puzzled = scored(lab, f"{key}@{share:g}", ways)
+        rows += [(f"{share:g}, {name}", *row_of(scores)) for name, scores in (("plain", base), ("MJP", puzzled))]
+        gains.append(mean(puzzled, "accuracy") - mean(base, "accuracy"))
+    told = ", ".join(f"{100 * g:+.1f}" for g in gains)
+    finding = trend("epochs/accuracy", "The longer the training on the same images, the less accuracy puzzles cost.", SHARES, gains, 1, lab)
+    figure = lines("What puzzles add to accuracy, by the length of the training", list(SHARES), {"accuracy": gains}, "share of the training")
+    note = f"{subjects_of(lab.preset_name)[key].name}, and shares of that: images, model and schedule are the same. {KEPT}"
+    tables = (Table("By the length of the training", ("share, training", *COLUMNS), tuple(rows), note),)
+    finding = replace(finding, sentence=f"{finding.sentence}; points of accuracy: {told}")
+    return results(lab, "002/epochs", "Paper 002: what puzzles cost, by the length of a training", (finding,), tables, (figure,))
 
 
 def row_of(scores: Scores) -> tuple[float | None, ...]:

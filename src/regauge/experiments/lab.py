@@ -139,10 +139,12 @@ class Lab:
                     self.progress(n + 1, len(items), told if n + 1 < len(items) else "")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            for child in multiprocessing.active_children():
-                if child not in others:
-                    child.terminate()
-                    child.join()
+            ours = [child for child in multiprocessing.active_children() if child not in others]
+            for child in ours:
+                child.terminate()
+            for child in ours:
+                while child.is_alive():  # the pool's own thread may be waiting for it too: who comes second is told nothing, and asks again
+                    child.join(0.01)
             raise
         pool.shutdown()
 

@@ -21,9 +21,10 @@ from regauge.findings import load_results
 from regauge.gradients import GradientCase, audit_gradients, reading
 from regauge.gradients.attacking import ATTACKS, QUICK, Budget, chosen, named
 from regauge.gradients.auditing import floors
-from regauge.gradients.scoring import assigned, told_labels
+from regauge.gradients.scoring import told_labels
 from regauge.leakage import LeakageError
 from regauge.leakage.scoring import OTHERS, mean
+from regauge.leakage.scoring import named as by_name
 from regauge.tasks import Examples
 from updates import examples, pictures, vit
 
@@ -140,8 +141,8 @@ def test_of_several_images_in_an_update_the_floor_is_what_a_best_naming_gives_to
 
 def test_scores_are_of_what_they_are_named_for() -> None:
     x = pictures(3)
-    assert torch.equal(assigned(x[[2, 0, 1]], x), x)
-    assert assigned(x[:1], x).shape == x.shape
+    assert torch.equal(by_name(x[[2, 0, 1]], x), x)
+    assert by_name(x[:1], x).shape == x.shape
     assert auc(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0])) == 1
     assert auc(torch.zeros(3), torch.zeros(3)) == 0.5
     assert told_labels(torch.tensor([2, 0, 1]), torch.tensor([0, 2, 2])) == pytest.approx(2 / 3)

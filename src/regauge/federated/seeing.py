@@ -20,9 +20,10 @@ from regauge.findings import Figure, Results
 from regauge.gradients.attacking import ATTACKS, QUICK, Attack, Budget, attempt, chosen, fitting, lesson
 from regauge.gradients.auditing import REHEARSALS, asked_of, shared_out
 from regauge.gradients.clients import Truth, shown
-from regauge.gradients.scoring import assigned, average, score, told_labels
+from regauge.gradients.scoring import average, score, told_labels
 from regauge.leakage.auditing import in_unit
 from regauge.leakage.scoring import mean as mean_of
+from regauge.leakage.scoring import named as by_name
 from regauge.tasks import Examples
 
 Tensor = torch.Tensor
@@ -117,7 +118,7 @@ def attacked(
         if one.found is None:
             row[f"why {attack.name}"] = one.why
         elif attack.kind == "images":
-            guess = assigned(in_unit(one.found.float(), *units).clamp(0, 1), true)
+            guess = by_name(in_unit(one.found.float(), *units).clamp(0, 1), true)
             value = mean_of(score(guess, true, None), "PSNR")
             if value is not None and value >= row.get("leak", -np.inf):
                 row["leak"], best = value, guess

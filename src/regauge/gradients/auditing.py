@@ -19,9 +19,10 @@ from regauge.gradients import telling
 from regauge.gradients.attacking import QUICK, Attack, Attempt, Budget, attempt, fitting, lesson
 from regauge.gradients.clients import Truth, contribute, on, practice, prepared, rehearse, view_of
 from regauge.gradients.defences import NONE, Plan, plan_of
-from regauge.gradients.scoring import LEAK, Case, Row, Scored, assigned, patches_of, score, told_labels
+from regauge.gradients.scoring import LEAK, Case, Row, Scored, patches_of, score, told_labels
 from regauge.leakage.auditing import in_unit
 from regauge.leakage.scoring import OTHERS, LeakageError, Scores, mean
+from regauge.leakage.scoring import named as by_name
 from regauge.metrics import Lpips
 from regauge.tasks import Examples
 
@@ -201,7 +202,7 @@ def _scored(case: GradientCase, name: str, tried: Sequence[tuple[Attempt, Truth]
         for what, inputs in (("original", truth.original), ("read", truth.read)):
             true = in_unit(inputs["pixel_values"].float().cpu(), case.mean, case.std).clamp(0, 1)
             kept[what].append(true)
-            kept[f"by {what}"].append(assigned(found, true))
+            kept[f"by {what}"].append(by_name(found, true))
     true, read, found, shuffled = (torch.cat(kept[k]) for k in ("original", "read", "by original", "by read"))
     shuffles = not torch.equal(true, read)
     original = score(found, true, lpips)
@@ -236,7 +237,7 @@ def floors(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
         true, own = pixels(case, _first(case, case.updates * case.batch)), pixels(case, case.own)
         own = own.repeat(-(-len(true) // len(own)), 1, 1, 1)[: len(true)]
         pairs = zip(torch.split(own, case.batch), torch.split(true, case.batch), strict=True)
-        found[OTHERS] = score(torch.cat([assigned(a, b) for a, b in pairs]), true, lpips)
+        found[OTHERS] = score(torch.cat([by_name(a, b) for a, b in pairs]), true, lpips)
     return found
 
 

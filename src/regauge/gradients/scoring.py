@@ -11,7 +11,7 @@ import torch
 
 from regauge.attacks.inversion import to_patches
 from regauge.leakage.scoring import METRICS as SHARED
-from regauge.leakage.scoring import SPECTRAL, Metric, Scores, mean, named, scored
+from regauge.leakage.scoring import SPECTRAL, Metric, Scores, mean, scored
 from regauge.metrics import Lpips
 
 Tensor = torch.Tensor
@@ -78,14 +78,6 @@ class Case:
 
     def floor(self, metric: str = LEAK) -> float:
         return mean(self.floors["the mean image"], metric) or 0.0
-
-
-def assigned(found: Tensor, true: Tensor) -> Tensor:
-    """Reconstructions in no order, as many as there are images: each image has the one that is nearest to it, of those that are left. Fewer than
-    there are images stand for several."""
-    if len(found) < len(true):
-        found = found.repeat(-(-len(true) // len(found)), 1, 1, 1)[: len(true)]
-    return named(found, true)
 
 
 def score(found: Tensor, true: Tensor, lpips: Lpips | None) -> Scores:

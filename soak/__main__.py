@@ -1,0 +1,42 @@
+"""Run every scenario, or those that are named: `python -m soak [NAME ...] [--scale 1.0] [--json FILE]`. Exit code 1 if one fails."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builders of pico-models
+
+from soak.harness import Outcome, table
+
+# Each scenario takes a scale (1.0 is the full run; 0.01 a quick look) and yields outcomes.
+Scenario = Callable[[float], Iterable[Outcome]]
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"scenarios to run: {', '.join(SCENARIOS)}")
+    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the full number of trials")
+    parser.add_argument("--json", type=Path, help="write the outcomes to this file")
+    args = parser.parse_args()
+    unknown = sorted(set(args.names) - set(SCENARIOS))
+    if unknown:
+        parser.error(f"unknown scenario {unknown[0]!r}; choose from {', '.join(SCENARIOS)}")
+    outcomes: list[Outcome] = []
+    for name in args.names or SCENARIOS:
+        for outcome in SCENARIOS[name](args.scale):
+            outcomes.append(outcome)
+            print(table([outcome]).splitlines()[-1], *(f"    {note}" for note in outcome.notes), sep="\n", flush=True)
+    print(f"\n{table(outcomes)}")
+    if args.json is not None:
+        args.json.write_text(json.dumps([o.to_dict() for o in outcomes], indent=1) + "\n")
+    return 0 if outcomes and all(o.passed for o in outcomes) else 1
+
+
+sys.exit(main())

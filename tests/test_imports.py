@@ -39,6 +39,7 @@ live
 fold
 families
 specfile
+trust
 checkpoint
 vocabularies
 testing

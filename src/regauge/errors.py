@@ -39,6 +39,10 @@ class UnknownModelError(RegaugeError):
     """No family describes this model."""
 
 
+class CustomCodeError(UnknownModelError):
+    """A model, tokenizer or processor that only code of its checkpoint can build. regauge never runs such code."""
+
+
 class FindingsError(RegaugeError):
     """A file of results that cannot be read."""
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from regauge.checkpoint import Checkpoint, open_checkpoint
+from regauge.checkpoint import INDEX, WEIGHTS, Checkpoint, open_checkpoint
 from regauge.errors import CheckpointError, UnknownModelError, need
+from regauge.trust import code_disabled, library_class, without_code
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +60,7 @@ def load_empty(source: str | Path | Checkpoint) -> torch.nn.Module:
             return _made_by_timm(checkpoint, config)
         kind = _class_of(checkpoint, config)
         with _loading(checkpoint, kind.__name__):
-            model: torch.nn.Module = kind(kind.config_class.from_dict(dict(config)))
+            model: torch.nn.Module = kind(kind.config_class.from_dict(without_code(config, checkpoint.path)))
             return model.eval()
 
 
@@ -129,17 +131,9 @@ def _is_timm(config: Any) -> bool:
 
 def _class_of(checkpoint: Checkpoint, config: Any) -> Any:
     """The class of the transformers library that a config names."""
-    need("transformers", "models")
-    import transformers
-
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    kind = getattr(transformers, name, None) if isinstance(name, str) else None
-    if kind is None:
-        why = f"names the class {name}, which the transformers library does not have" if name else 'names no class ("architectures")'
-        raise UnknownModelError(f"the config of {checkpoint.path} {why}", hint="regauge loads classes of the transformers library and timm only")
-    expected = getattr(getattr(kind, "config_class", None), "model_type", None)
-    if expected is not None and expected != config.get("model_type"):  # built from a config that is not its own, a class takes sizes of its own
+    kind = library_class(config, checkpoint.path)
+    expected, name = kind.config_class.model_type, kind.__name__
+    if expected != config.get("model_type"):  # built from a config that is not its own, a class takes sizes of its own
         raise UnknownModelError(
             f'the config of {checkpoint.path} names the class {name} and the model_type "{config.get("model_type")}", which is not that of the class',
             hint=f'the model_type of a {name} is "{expected}"',
@@ -151,7 +145,7 @@ def _class_of(checkpoint: Checkpoint, config: Any) -> Any:
 def _loading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
     """Whatever a class runs into is told as the checkpoint's fault, in one line."""
     try:
-        with quiet():
+        with quiet(), code_disabled():
             yield
     except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -162,10 +156,11 @@ def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> 
     import torch
 
     kind = _class_of(checkpoint, config)
-    with _loading(checkpoint, kind.__name__), _folder(checkpoint) as folder:
+    with _loading(checkpoint, kind.__name__), _folder(checkpoint, config) as folder:
         chosen = "auto" if dtype is None else getattr(torch, dtype)
-        how = {"local_files_only": True, "use_safetensors": True, "output_loading_info": True}
+        how = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
         model, report = kind.from_pretrained(folder, dtype=chosen, ignore_mismatched_sizes=True, **how)  # told below, by name
+    model.name_or_path = model.config.name_or_path = str(checkpoint.path)
     return model.eval(), report
 
 
@@ -200,22 +195,25 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
-    """The folder that the library loads from: the checkpoint's own, or one with links to a file and its config. What is not stored as it is read (a
-    model with its adapter) is written there first."""
-    if checkpoint.is_folder and checkpoint.as_stored:
-        yield checkpoint.path
-        return
+def _folder(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Path]:
+    """Make the folder that the library loads from: links to the weights, the config without custom code, and nothing else that lies beside the
+    weights (Python files, adapters, pickles). Tensors that are not stored as they are read (a model with its adapter) are written there."""
     with tempfile.TemporaryDirectory(prefix="regauge-") as temporary:
         folder = Path(temporary)
-        if checkpoint.as_stored:
-            (folder / "model.safetensors").symlink_to(checkpoint.path.resolve())
-        else:
+        (folder / "config.json").write_text(json.dumps(without_code(config, checkpoint.path)))
+        if not checkpoint.as_stored:
             from safetensors.torch import save_file
 
-            save_file({name: checkpoint[name].contiguous().clone() for name in checkpoint}, folder / "model.safetensors", {"format": "pt"})
-        if checkpoint.config_path is not None:
-            (folder / "config.json").symlink_to(checkpoint.config_path.resolve())
+            save_file({name: checkpoint[name].contiguous().clone() for name in checkpoint}, folder / WEIGHTS, {"format": "pt"})
+        elif checkpoint.index is None:
+            (folder / WEIGHTS).symlink_to(next(iter(checkpoint.files.values())).path.resolve())
+        else:
+            (folder / INDEX).write_text(json.dumps(checkpoint.index))
+            for name, shard in checkpoint.files.items():
+                (folder / name).symlink_to(shard.path.resolve())
+        generation = checkpoint.path / "generation_config.json"
+        if checkpoint.is_folder and generation.is_file():
+            (folder / generation.name).symlink_to(generation.resolve())
         yield folder
 
 
@@ -232,14 +230,15 @@ def _of_timm(checkpoint: Checkpoint, config: Any, dtype: str | None) -> tuple[to
 
 def _made_by_timm(checkpoint: Checkpoint, config: Any) -> torch.nn.Module:
     with _of_these_weights(checkpoint, config):
-        return build_timm(config)
+        return build_timm(config, checkpoint.path)
 
 
-def build_timm(config: Mapping[str, Any]) -> torch.nn.Module:
+def build_timm(config: Mapping[str, Any], where: object = "the model") -> torch.nn.Module:
     """The module of timm that a config describes, with weights of its own making. Whatever timm runs into is raised as it is."""
     need("timm", "timm")
     import timm
 
+    config = without_code(config, where)
     arguments = dict(config.get("model_args") or {})
     if config.get("num_classes") is not None:
         arguments.setdefault("num_classes", config["num_classes"])

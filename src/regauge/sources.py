@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regauge.errors import RegaugeError, SpecError, UnknownModelError
+from regauge.errors import CustomCodeError, RegaugeError, SpecError, UnknownModelError
 from regauge.families import check_counts, family_of, spec_from
 from regauge.spec import Shaped, Spec
+from regauge.trust import code_disabled, library_class, without_code
 
 if TYPE_CHECKING:
     import torch
@@ -156,11 +157,16 @@ def _empty_module(config: Mapping[str, Any]) -> torch.nn.Module:
     try:
         import transformers
 
-        made = transformers.AutoConfig.for_model(**{k: v for k, v in config.items() if k != "architectures"})
-        wanted = (config.get("architectures") or [None])[0]
-        kind = getattr(transformers, wanted, None) if wanted else None
-        with torch.device("meta"):
-            module: torch.nn.Module = (kind or transformers.AutoModel.from_config)(made)
+        given = {k: v for k, v in without_code(config).items() if k != "architectures"}
+        with code_disabled(), torch.device("meta"):
+            made = transformers.AutoConfig.for_model(**given)
+            if config.get("architectures"):
+                module: torch.nn.Module = library_class(config, "the config")(made)
+            else:
+                base: Any = transformers.AutoModel
+                module = base.from_config(made, trust_remote_code=False)
+    except CustomCodeError:
+        raise
     except Exception as error:  # transformers raises whatever its layers run into
         raise SpecError(
             f"transformers cannot build a {config['model_type']} from the config: {error}",

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from regauge.data import DataError
-from regauge.errors import need
+from regauge.errors import CustomCodeError, need
+from regauge.trust import code_disabled
 
 Source = Path | str
 
@@ -16,19 +17,19 @@ def encode(tokenizer: Source | None, texts: list[str], special: bool = False) ->
     """The tokens of each text, with or without the tokenizer's special ones."""
     tokenizer = _required(tokenizer)
     if _is_file(tokenizer):
-        known = _from_file(tokenizer)
+        known = open_tokenizer(tokenizer)
         known.no_padding()  # some files ask for all texts to be filled up or cut to one length
         known.no_truncation()
         return [e.ids for e in known.encode_batch(texts, add_special_tokens=special)]
-    found = _from_library(tokenizer)
+    found = open_tokenizer(tokenizer)
     return [list(found(text, add_special_tokens=special, verbose=False)["input_ids"]) for text in texts]
 
 
 def decode(tokenizer: Source, ids: list[int]) -> str:
     """The text of tokens that `encode` gave, or that a model wrote."""
     if not _is_file(tokenizer):
-        return str(_from_library(tokenizer).decode(ids))
-    known = _from_file(tokenizer)
+        return str(open_tokenizer(tokenizer).decode(ids))
+    known = open_tokenizer(tokenizer)
     from tokenizers import decoders
 
     known.decoder = known.decoder or decoders.ByteLevel()  # some files leave out how bytes become text again
@@ -50,7 +51,7 @@ def marks(tokenizer: Source | None) -> tuple[list[int], list[int], int]:
         added = json.loads(Path(tokenizer).read_text()).get("added_tokens", [])
         mask = next((int(t["id"]) for t in added if t["content"].strip("[]<>").lower() == "mask"), None)
     else:
-        mask = _from_library(tokenizer).mask_token_id
+        mask = open_tokenizer(tokenizer).mask_token_id
     if mask is None:
         raise DataError(f"{tokenizer} has no mask, so that nothing can be hidden", hint="give the tokenizer that the masked model was trained with")
     return before, after, mask
@@ -64,6 +65,18 @@ def _required(tokenizer: Source | None) -> Source:
 
 def _is_file(tokenizer: Source) -> bool:
     return str(tokenizer).endswith(".json")
+
+
+def open_tokenizer(source: Source) -> Any:
+    """Open a tokenizer: of the tokenizers library for a .json file, of the transformers library for a folder or a hub id.
+
+    No code of a checkpoint is run.
+
+    Raises:
+        CustomCodeError: the tokenizer is defined by code of its checkpoint.
+        DataError: there is no tokenizer, or it cannot be read.
+    """
+    return _from_file(source) if _is_file(source) else _from_library(source)
 
 
 def _from_file(tokenizer: Source) -> Any:
@@ -81,8 +94,13 @@ def _from_library(tokenizer: Source) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(tokenizer)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"there is no tokenizer {tokenizer} here: {str(error).splitlines()[0]}", hint="give a folder, or connect to the hub"
-        ) from error
+        with code_disabled():
+            return AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+    except Exception as error:  # whatever the library runs into in files that it did not write
+        if "trust_remote_code" in str(error):
+            raise CustomCodeError(
+                f"the tokenizer {tokenizer} needs custom code, which regauge never runs",
+                hint="give a tokenizer.json; or load it in Python, after reading its code, and pass it or its token ids",
+            ) from error
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise DataError(f"there is no tokenizer {tokenizer} here: {first}", hint="give a folder, or connect to the hub") from error

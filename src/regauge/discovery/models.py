@@ -12,6 +12,7 @@ import torch
 from regauge.discovery.graph import DiscoveryError
 from regauge.errors import RegaugeError, UnknownModelError, need
 from regauge.loading import build_timm, quiet
+from regauge.trust import code_disabled, library_class, without_code
 
 # A verification holds about four copies in float64: five gigabytes at this many parameters.
 LARGEST = 150_000_000
@@ -61,19 +62,14 @@ def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
     need("transformers", "models")
     import transformers
 
-    names = config.get("architectures") or [None]
-    kind = getattr(transformers, str(names[0]), None)
-    if kind is None:
-        raise UnknownModelError(
-            f"the transformers library has no class {names[0]}, so there is nothing to discover",
-            hint='"architectures" in config.json names the class; for a module of your own call regauge.discover in Python',
-        )
+    kind = library_class(config, "the model to discover")
+    given = {k: v for k, v in without_code(config).items() if k != "architectures"}
     try:
-        with quiet(), torch.device(device):
-            made: torch.nn.Module = kind(transformers.AutoConfig.for_model(**{k: v for k, v in config.items() if k != "architectures"}))
+        with quiet(), code_disabled(), torch.device(device):
+            made: torch.nn.Module = kind(transformers.AutoConfig.for_model(**given))
     except Exception as error:  # transformers raises whatever its layers run into
         raise DiscoveryError(
-            f"transformers cannot build a {names[0]} from the config: {error}", hint="compare it with the original config.json"
+            f"transformers cannot build a {kind.__name__} from the config: {error}", hint="compare it with the original config.json"
         ) from error
     made.float()
     return made.eval()

@@ -18,6 +18,7 @@ from regauge.experiments.cells import Outcome
 from regauge.experiments.lab import Lab
 from regauge.experiments.pairs import CIFAR, KEPT, PAIRS, READ, SEEDS, TOKENIZER
 from regauge.experiments.presets import From, Subject
+from regauge.trust import library_class, without_code
 
 TRAINS = ("pico",)  # presets whose models are trained wherever they are missing
 
@@ -166,7 +167,8 @@ def _placed(lab: Lab, kind: str, placed: Placed) -> list[Ready]:
             raise DataError(f"{placed.name}: {folder} is not in the assets; {placed.how}", hint="--assets DIR or REGAUGE_ASSETS names the folder")
     config = json.loads((lab.assets / placed.folders[0] / "config.json").read_text())
     task = {**placed.task, "classes": placed.task["classes"] or len(config["id2label"])}
-    model = {"class": config["architectures"][0], "config": {k: v for k, v in config.items() if k != "architectures"}}
+    name = library_class(config, placed.folders[0]).__name__
+    model = {"class": name, "config": {k: v for k, v in without_code(config).items() if k != "architectures"}}
     about = Subject(placed.name, model, task, placed.test, placed.train, None, placed.tested, placed.validated, placed.tokenizer, batch=placed.batch)
     for source in (about.test, about.train):
         assert source is not None

@@ -13,6 +13,7 @@ from regauge.live import apply_
 from regauge.loading import quiet
 from regauge.permuting import Permuted
 from regauge.sources import spec_of
+from regauge.trust import code_disabled
 
 Tensor = torch.Tensor
 WAYS = ("plain", "rows", "columns", "both", "moved", "wrong")
@@ -52,8 +53,9 @@ def build(about: Mapping[str, Any], seed: int, source: str | None = None) -> tor
             model = kind(transformers.AutoConfig.for_model(**about["config"]), **about.get("more", {}))
         else:
             try:
-                with quiet():
-                    model = kind.from_pretrained(source, **about.get("config", {}), **about.get("more", {}))
+                with quiet(), code_disabled():
+                    how = {**about.get("config", {}), **about.get("more", {}), "trust_remote_code": False}
+                    model = kind.from_pretrained(source, **how)
             except (OSError, ValueError) as error:
                 raise _absent(source, error) from error
         if "positions" in about:
@@ -80,7 +82,8 @@ def fresh(about: Mapping[str, Any], seed: int, source: str | None = None) -> tor
         import transformers
 
         try:
-            config = transformers.AutoConfig.from_pretrained(str(source), **about.get("config", {}))
+            with code_disabled():
+                config = transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=False, **about.get("config", {}))
         except (OSError, ValueError) as error:
             raise _absent(str(source), error) from error
         return getattr(transformers, about["class"])(config, **about.get("more", {}))  # type: ignore[no-any-return]

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch.func import functional_call
 
-from regauge.errors import need
 from regauge.jigsaw.masks import JigsawError, check_probability, check_ratio, shuffles
 from regauge.jigsaw.wrapping import Output, rank_of
+from regauge.tokenizing import open_tokenizer
 
 Tensor = torch.Tensor
 
@@ -178,24 +178,12 @@ class TextJigsaw(torch.nn.Module):
 
 def special_ids(tokenizer: Any) -> tuple[int, ...]:
     """The ids of all special tokens of a tokenizer: of transformers or tokenizers, a tokenizer.json, a folder or a hub id."""
-    known = _opened(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    known = open_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     if hasattr(known, "all_special_ids"):
         return tuple(sorted(set(known.all_special_ids)))
     if hasattr(known, "get_added_tokens_decoder"):
         return tuple(sorted(i for i, token in known.get_added_tokens_decoder().items() if token.special))
     raise JigsawError(f"{type(tokenizer).__name__} is no tokenizer", hint="one of transformers or tokenizers, a tokenizer.json, a folder or a hub id")
-
-
-def _opened(source: str | Path) -> Any:
-    need("transformers", "models")
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer
-
-    try:
-        return Tokenizer.from_file(str(source)) if str(source).endswith(".json") else AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # tokenizers raises plain ones
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise JigsawError(f"there is no tokenizer {source} here: {reason}", hint="give a tokenizer.json, a folder, or connect to the hub") from error
 
 
 def _last(there: Any) -> Any:

@@ -3,11 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint format docs real soak compat dist bench experiments clean
+.PHONY: help demo test lint format docs real soak compat audit-deps dist bench experiments clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 22
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 $(VENV)/ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -70,6 +70,10 @@ compat: $(VENV)/vision/ready  ## the families at both ends of the supported rang
 		$(VENV)/transformers-$$v/bin/pip install -q --disable-pip-version-check transformers==$$v || exit; \
 		PYTHONPATH=src $(VENV)/transformers-$$v/bin/python -m pytest tests/test_families.py tests/test_t5_swin.py tests/test_cut.py tests/test_adapters.py || exit; \
 	done
+
+# A list maintained by hand (src/regauge/advisories.py): pip-audit needs a vulnerability database, and reports that all is well where its service is absent.
+audit-deps: $(VENV)/vision/ready $(FEDERATED)/ready  ## installed libraries against the list of known vulnerabilities
+	$(BIN)/python scripts/audit_deps.py $(VENV)/lib/python3*/site-packages $(VENV)/vision $(FEDERATED)/lib/python3*/site-packages
 
 dist: $(VENV)/ready  ## wheel and sdist in dist/, and the wheel's smoke test in a clean environment
 	rm -rf build dist

@@ -20,6 +20,7 @@ files
 headers
 tensorfiles
 environment
+advisories
 memory
 blocks
 streams

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from regauge.advisories import ADVISORIES, Advisory, vulnerable
 from regauge.errors import MissingExtraError, need
 
 ROOT = Path(__file__).parents[1]
@@ -74,6 +76,38 @@ def test_every_need_names_an_extra_that_brings_it() -> None:
     for where, module, extra in found:
         assert extra in PROJECT["optional-dependencies"], f"{where}: there is no extra {extra}"
         assert distribution(module) in libraries(extra), f"{where}: the extra {extra} does not bring {module}"
+
+
+@pytest.mark.parametrize("advisory", ADVISORIES, ids=lambda a: a.library)
+def test_no_vulnerable_version_is_admitted(advisory: Advisory) -> None:
+    """pyproject.toml and doctor hold one number: what an advisory says is fixed is the oldest version that may be installed, and the pin is newer."""
+    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
+    floors = {re.search(r">=([\w.]+)", line).group(1) for line in lines if name_of(line) == advisory.library}  # type: ignore[union-attr]
+    assert floors == {advisory.fixed}
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().lower().splitlines() if "==" in line)
+    assert not vulnerable([(advisory.library, pins[advisory.library])])
+    assert [v.library for v in vulnerable([(advisory.library.upper(), "0.9")])] == [advisory.library]
+
+
+def test_the_audit_of_installed_libraries(tmp_path: Path) -> None:
+    def audited(*folders: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, ROOT / "scripts" / "audit_deps.py", *folders]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=False)
+
+    for name, version in (("Torch", "2.9.1"), ("jinja2", "3.1.6")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    bad = audited(tmp_path)
+    assert bad.returncode == 1
+    assert "torch 2.9.1 is unsafe (CVE-2025-32434, CVE-2026-24747)" in bad.stdout
+    assert "2 distributions checked against" in bad.stdout
+    (tmp_path / "Torch-2.9.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: Torch\nVersion: 2.13.0\n")
+    assert audited(tmp_path).returncode == 0
+    (tmp_path / "empty").mkdir()
+    assert audited(tmp_path / "empty").returncode == 1, "nothing checked is not a pass"
+    assert audited(tmp_path / "absent").returncode == 2
 
 
 def test_what_is_optional_is_imported_only_where_it_is_used() -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from regauge.advisories import Vulnerable, installed_version, normalized, satisfies, vulnerable
 from regauge.cli import options
 from regauge.cli.console import data, data_json
 
@@ -62,7 +63,7 @@ def doctor(
     verbose: options.Verbose = 0,
 ) -> int:
     """Show versions, devices, and which extras are here or missing, with the way to get each. Exit code 1 if something that regauge always needs is
-    missing, too old or does not load."""
+    missing, too old or does not load, or if an installed library has a known vulnerability."""
     found = facts(load)
     if json:
         data_json(found)
@@ -90,6 +91,7 @@ def facts(load: bool = False) -> dict[str, Any]:
         for extra, libraries in needs.items()
     ]
     torch, works = _torch()
+    unsafe = vulnerable()
     cache = default_cache()
     return {
         "version": VERSION,
@@ -100,9 +102,10 @@ def facts(load: bool = False) -> dict[str, Any]:
         "torch": torch,
         "libraries": [_told(library) for library in always],
         "extras": extras,
+        "vulnerable": [asdict(library) for library in unsafe],
         "cache": {"path": str(cache), "writable": _is_writable(cache), "free_bytes": shutil.disk_usage(_existing(cache)).free},
         "environment": {name: os.environ[name] for name in ("REGAUGE_ASSETS", "REGAUGE_CACHE", "REGAUGE_DEBUG", "NO_COLOR") if name in os.environ},
-        "healthy": works and all(library.state == "ok" for library in always),
+        "healthy": works and not unsafe and all(library.state == "ok" for library in always),
     }
 
 
@@ -132,34 +135,13 @@ def _all(extra: str, found: dict[str, list[tuple[str, str]]], inside: dict[str, 
     return [*found.get(extra, []), *(pair for other in inside.get(extra, []) for pair in _all(other, found, inside))]
 
 
-def satisfies(version: str, wanted: str) -> bool:
-    """Does a version lie within `>=a,<b`? Numbers before any letter count: 2.13.0+cpu is 2.13.0."""
-    for clause in filter(None, wanted.split(",")):
-        sign, number = re.match(r"(>=|<=|==|<|>|!=|~=)?\s*(.*)", clause).groups()  # type: ignore[union-attr]
-        here, there = _numbers(version), _numbers(number)
-        width = max(len(here), len(there))
-        here, there = here + (0,) * (width - len(here)), there + (0,) * (width - len(there))
-        if not {">=": here >= there, "<": here < there, "<=": here <= there, ">": here > there, "==": here == there, "!=": here != there}.get(
-            sign, here >= there
-        ):
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(n) for n in re.findall(r"\d+", re.match(r"[\d.]*", version).group()))  # type: ignore[union-attr]
-
-
 def _least(wanted: str) -> str:
     return ",".join(c for c in wanted.split(",") if c.startswith(">="))
 
 
 def _library(name: str, wanted: str, load: bool) -> Library:
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return Library(name, wanted, None)
-    return Library(name, wanted, version, _loads(name) if load else "")
+    version = installed_version(name)
+    return Library(name, wanted, version, _loads(name) if load and version is not None else "")
 
 
 def _loads(name: str) -> str:
@@ -167,17 +149,12 @@ def _loads(name: str) -> str:
     from importlib import import_module
 
     brings = metadata.packages_distributions().items()
-    for module in (m for m, names in brings if _plain(name) in map(_plain, names) and m.isidentifier() and not m.startswith("_")):
+    for module in (m for m, names in brings if normalized(name) in map(normalized, names) and m.isidentifier() and not m.startswith("_")):
         try:
             import_module(module)
         except Exception as error:  # whatever a broken build raises
             return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
-
-
-def _plain(name: str) -> str:
-    """A distribution's name as pip compares it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _told(library: Library) -> dict[str, Any]:
@@ -225,6 +202,7 @@ def text_of(found: dict[str, Any]) -> str:
     always = ", ".join(f"{entry['name']} {entry['found']}" for entry in found["libraries"] if entry["state"] == "ok")
     lines.append(f"always needed: {always or 'not known, since regauge runs from its sources'}")
     lines += [f"  {_complaint(entry)}; pip install --upgrade regauge" for entry in bad]
+    lines += [str(Vulnerable(**entry)) for entry in found["vulnerable"]]
     table = [("", "extra", "brings", "lacks")]
     for extra in found["extras"]:
         lacks = ", ".join(_complaint(entry) for entry in extra["libraries"] if entry["state"] != "ok")

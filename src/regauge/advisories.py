@@ -1,0 +1,94 @@
+"""Versions of libraries with known vulnerabilities that reach regauge: checked by `regauge doctor` and `make audit-deps`, without a network."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+
+
+@dataclass(frozen=True)
+class Advisory:
+    """A library whose versions before `fixed` are vulnerable. pyproject.toml must not admit them."""
+
+    library: str
+    fixed: str
+    identifiers: tuple[str, ...]
+    why: str
+
+
+ADVISORIES = (
+    Advisory(
+        "torch",
+        "2.10",
+        ("CVE-2025-32434", "CVE-2026-24747"),
+        "a crafted pickle runs code or corrupts memory in spite of weights_only, which regauge convert relies on",
+    ),
+    Advisory("cryptography", "46.0.5", ("CVE-2026-26007",), "public keys of peers are not checked to lie in the right subgroup"),
+    Advisory("pillow", "12.2", ("CVE-2026-40192",), "a small image file is decompressed without bound"),
+    Advisory("jinja2", "3.1.6", ("CVE-2025-27516",), "a template escapes the sandbox"),
+    Advisory("ray", "2.52", ("CVE-2025-62593",), "a page in a browser runs code through Ray's dashboard, which Flower's simulation starts"),
+)
+
+
+@dataclass(frozen=True)
+class Vulnerable:
+    """An installed library with a known vulnerability."""
+
+    library: str
+    version: str
+    fixed: str
+    identifiers: tuple[str, ...]
+    why: str
+
+    def __str__(self) -> str:
+        known = ", ".join(self.identifiers)
+        return f"{self.library} {self.version} is unsafe ({known}): {self.why}; pip install '{self.library}>={self.fixed}'"
+
+
+def vulnerable(installed: Iterable[tuple[str, str]] | None = None) -> list[Vulnerable]:
+    """Return the installed libraries that an advisory names.
+
+    Args:
+        installed: names and versions. Default: those of this environment.
+    """
+    if installed is None:
+        installed = [(a.library, version) for a in ADVISORIES if (version := installed_version(a.library)) is not None]
+    return [
+        Vulnerable(a.library, version, a.fixed, a.identifiers, a.why)
+        for name, version in installed
+        for a in ADVISORIES
+        if normalized(name) == a.library and not satisfies(version, f">={a.fixed}")
+    ]
+
+
+def installed_version(library: str) -> str | None:
+    """Return the version of a distribution, or None if it is not installed."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def normalized(name: str) -> str:
+    """Return a distribution's name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def satisfies(version: str, wanted: str) -> bool:
+    """Does a version lie within `>=a,<b`? Numbers before any letter count: 2.13.0+cpu is 2.13.0."""
+    for clause in filter(None, wanted.split(",")):
+        sign, number = re.match(r"(>=|<=|==|<|>|!=|~=)?\s*(.*)", clause).groups()  # type: ignore[union-attr]
+        here, there = _numbers(version), _numbers(number)
+        width = max(len(here), len(there))
+        here, there = here + (0,) * (width - len(here)), there + (0,) * (width - len(there))
+        if not {">=": here >= there, "<": here < there, "<=": here <= there, ">": here > there, "==": here == there, "!=": here != there}.get(
+            sign, here >= there
+        ):
+            return False
+    return True
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r"\d+", re.match(r"[\d.]*", version).group()))  # type: ignore[union-attr]

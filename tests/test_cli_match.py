@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from picos import build
 from regauge import apply, element, spec_of
 from regauge.cli import main
 
@@ -86,6 +87,30 @@ def test_a_folded_match_writes_both(pair: tuple[Path, Path], tmp_path: Path) -> 
         logits = [m(ids).logits for m in models]
     for x in logits[1:]:
         assert torch.allclose(logits[0], x, atol=1e-3)
+
+
+def test_a_refined_match_is_judged_by_what_was_refined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two models near each other: refinement moves A away from B by weights. That is no failure, and the function of A stays."""
+    a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
+    model: Any = build("gpt2").float()
+    model.save_pretrained(a)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.02 * torch.randn_like(p))
+    model.save_pretrained(b)
+    assert run("match", a, b, "-o", out, "--refine", "self", "--refine-steps", 30, "--samples", 8) == 0
+    assert "before refinement" in capsys.readouterr().out
+    distance, divergence = json.loads((out / "match.json").read_text())["findings"]
+    assert distance["value"] > distance["ceiling"], "the control: a verdict by distance would fail"
+    assert distance["holds"] is None
+    assert divergence["holds"] is True
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(x)(torch.arange(8)[None]).logits for x in (a, out)]
+    assert torch.allclose(*logits, atol=1e-3)
+    assert run("match", a, b, "-o", tmp_path / "plain") == 0
+    (plain,) = json.loads((tmp_path / "plain" / "match.json").read_text())["findings"]
+    assert plain["holds"] is True
 
 
 def test_gauges_are_fixed_in_both(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

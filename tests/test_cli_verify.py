@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from picos import build, spec_of
 from regauge.cli import main
+from regauge.errors import RegaugeWarning
 from regauge.findings import load_results
+from regauge.loading import load_model
 from regauge.specfile import dump_spec
 
 
@@ -70,6 +74,30 @@ def test_checkpoints_that_are_not_their_class(vit: Path, change: dict, says: str
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     assert main(["verify", str(vit)]) == 1
     assert says.format(vit=vit) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "ViTModel"])
+def test_an_optional_part_may_be_missing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sentence encoders come without a pooler. What is missing is printed; a weight that matters is still an error."""
+    import transformers
+
+    kind = getattr(transformers, name)
+    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 20, "image_size": 8, "patch_size": 4}
+    model = kind(kind.config_class(**sizes, vocab_size=30, max_position_embeddings=16, pad_token_id=0))
+    model.save_pretrained(tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    save_file({n: t for n, t in whole.items() if not n.startswith("pooler.")}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert main(["verify", str(tmp_path), "--steps", "0", "--no-general"]) == 0
+    assert f'note: {tmp_path} has no "pooler.dense.bias" and 1 more: the {name} is built without' in capsys.readouterr().err
+    with pytest.warns(RegaugeWarning, match="add_pooling_layer=False"):
+        loaded = load_model(tmp_path)
+    assert loaded.pooler is None
+    assert all(torch.equal(t, model.state_dict()[n]) for n, t in loaded.state_dict().items())
+    lost = next(n for n in whole if n.endswith("output.dense.weight"))
+    save_file({n: t for n, t in whole.items() if not n.startswith("pooler.") and n != lost}, tmp_path / "model.safetensors", {"format": "pt"})
+    assert main(["verify", str(tmp_path), "--steps", "0", "--no-general"]) == 1
+    said = capsys.readouterr().err
+    assert re.search(rf'error: as a {name}, {tmp_path} has no "[\w.]*layers?\.0[\w.]*"\nregauge: hint: fetch the weights again', said)
 
 
 def test_weights_without_a_config(vit: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,10 @@ class MissingExtraError(RegaugeError):
     """A library that is needed here and not installed."""
 
 
+class RegaugeWarning(UserWarning):
+    """A note on a result that is right. The command line prints it on stderr as `note:`."""
+
+
 def need(module: str, extra: str) -> None:
     """Raise the error that names the extra, unless the library is there."""
     from importlib.util import find_spec

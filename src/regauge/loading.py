@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import json
 import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from regauge.checkpoint import INDEX, WEIGHTS, Checkpoint, open_checkpoint
-from regauge.errors import CheckpointError, UnknownModelError, need
+from regauge.errors import CheckpointError, RegaugeWarning, UnknownModelError, need
 from regauge.trust import code_disabled, library_class, without_code
 
 if TYPE_CHECKING:
     import torch
 
+_HINTS = {
+    "mismatched_keys": "config.json contradicts the weights",
+    "missing_keys": 'fetch the weights again if some are lost, or name the class that they are of in config.json ("architectures")',
+    "unexpected_keys": 'name the class that has these weights in config.json ("architectures"), and check its number of layers',
+}
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 Part = Literal["edges", "backbone"]
 
@@ -159,9 +167,27 @@ def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> 
     with _loading(checkpoint, kind.__name__), _folder(checkpoint, config) as folder:
         chosen = "auto" if dtype is None else getattr(torch, dtype)
         how = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-        model, report = kind.from_pretrained(folder, dtype=chosen, ignore_mismatched_sizes=True, **how)  # told below, by name
+        load = partial(kind.from_pretrained, folder, dtype=chosen, ignore_mismatched_sizes=True, **how)  # faults are reported by _require_whole
+        model, report = load()
+        for switch in _optional_parts(kind) if report["missing_keys"] else ():
+            smaller, less = load(**{switch: False})
+            absent = set(report["missing_keys"]) - set(less["missing_keys"])
+            if absent and not less["unexpected_keys"]:
+                model, report = smaller, less
+                text = f'{checkpoint.path} has no "{min(absent)}"{_more(absent)}: the {kind.__name__} is built without this optional part'
+                warnings.warn(f"{text} ({switch}=False)", RegaugeWarning, stacklevel=2)
     model.name_or_path = model.config.name_or_path = str(checkpoint.path)
     return model.eval(), report
+
+
+def _optional_parts(kind: Any) -> list[str]:
+    """Return the switches with which a class is built without a part, such as BertModel's `add_pooling_layer`: sentence encoders lack that one."""
+    parameters = inspect.signature(kind.__init__).parameters.values()
+    return [p.name for p in parameters if p.name.startswith("add_") and p.default is True]
+
+
+def _more(found: Collection[Any]) -> str:
+    return f" and {len(found) - 1} more" if len(found) > 1 else ""
 
 
 def _require_whole(checkpoint: Checkpoint, name: Any, report: Any) -> None:
@@ -170,12 +196,11 @@ def _require_whole(checkpoint: Checkpoint, name: Any, report: Any) -> None:
         found = sorted(report.get(key) or (), key=str)
         if not found:
             continue
-        first, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+        first, more = found[0], _more(found)
         if isinstance(first, tuple):  # a name, its size in the file, and that in the class
             first, has, wants = first
             more = f", {list(has)} and not {list(wants)}{more}"
-        hint = "config.json contradicts the weights" if key == "mismatched_keys" else '"architectures" in config.json names the class'
-        raise CheckpointError(f'as a {name}, {checkpoint.path} {what} "{first}"{more}', hint=hint)
+        raise CheckpointError(f'as a {name}, {checkpoint.path} {what} "{first}"{more}', hint=_HINTS[key])
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import traceback
+import warnings
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 from regauge.cli import INTERRUPTED
 from regauge.cli.console import StoppedError, data, fail, say, silence
 from regauge.cli.menu import NEXT, epilog_of, panel_of
-from regauge.errors import RegaugeError
+from regauge.errors import RegaugeError, RegaugeWarning
 
 _COMMANDS = {  # the name, and where its function is: what is not asked for is not imported
     "demo": "demo:demo",
@@ -122,7 +124,10 @@ def run(arguments: list[str]) -> int:
     """Run one command; the exit code. What went to stdout has arrived, or the code is not 0."""
     _stop_on_sigterm()
     _mend_streams()
-    code = _run(arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", RegaugeWarning)
+        warnings.showwarning = _note(warnings.showwarning)
+        code = _run(arguments)
     return code if _is_flushed() else code or 1
 
 
@@ -144,6 +149,18 @@ def _run(arguments: list[str]) -> int:
             _lose_stdout(error)
             return 1
         return _unexpected(error, arguments)
+
+
+def _note(others: Callable[..., None]) -> Callable[..., None]:
+    """Return a `warnings.showwarning` that prints regauge's own warnings as notes."""
+
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+        if issubclass(category, RegaugeWarning):
+            say(f"note: {message}")
+        else:
+            others(message, category, *place, **more)
+
+    return show
 
 
 def _interrupted(arguments: list[str]) -> int:

@@ -182,6 +182,8 @@ def match(
             "by": _by(sample_data, self_written),
             **_learned(refine, refined),
         },
+        by_weights=seen is None,
+        refined=refined,
     )
     if not dry_run:
         thunks = pair.a.thunks(found.element)

@@ -9,22 +9,39 @@ if TYPE_CHECKING:
     from regauge.findings import Results, Table
     from regauge.matching import Match
     from regauge.matching.comparing import Comparison
+    from regauge.matching.refining import Refined
 
 
-def results_of_match(pair: Pair, found: Match, facts: dict[str, Any]) -> Results:
-    """What a match found, as results."""
+def results_of_match(pair: Pair, found: Match, facts: dict[str, Any], *, by_weights: bool = True, refined: Refined | None = None) -> Results:
+    """Return the results of a match.
+
+    Args:
+        pair: the two models.
+        found: the match.
+        facts: the facts of the run.
+        by_weights: the distance of the weights is what was minimized. Otherwise it is reported without a verdict: a match by
+            activations, or one that was refined, may end at a larger distance.
+        refined: the refinement, whose divergence gets the verdict.
+    """
     from regauge.findings import Figure, Finding, Results
 
     distance = Finding(
         "match/distance",
         "the moved model is nearer than the model as it stands",
-        found.distance <= found.distance_before,
+        found.distance <= found.distance_before if by_weights and refined is None else None,
         found.distance,
         0.0,
         found.distance_before,
         f"distance {found.distance_before:.4g} as they stand, {found.distance:.4g} after matching ({found.relative:.1%} of B's norm)",
         measure="Euclidean distance",
     )
+    findings = [distance]
+    if refined is not None:
+        sentence = f"divergence of mixed models from the ends {refined.start:.4g} before refinement, {refined.loss:.4g} after it"
+        statement = "refinement does not raise the divergence from the ends on held-out data"
+        measure = "divergence in nats"
+        held = refined.loss <= refined.start
+        findings.append(Finding("match/divergence", statement, held, refined.loss, 0.0, refined.start, sentence, measure=measure))
     steps = [s.name for s in found.steps]
     search = Figure(
         "The search",
@@ -38,7 +55,7 @@ def results_of_match(pair: Pair, found: Match, facts: dict[str, Any]) -> Results
     )
     return Results(
         f"{pair.a.checkpoint.path.name} next to {pair.b.checkpoint.path.name}",
-        (distance,),
+        tuple(findings),
         (modules_table(found), steps_table(found)),
         (search,) if len(steps) > 1 else (),
         {**facts, "family": pair.spec.family, "order": list(found.order), "seconds": round(found.seconds, 2)},
@@ -70,7 +87,7 @@ def match_text(found: Match, results: Results) -> str:
 
     rows = [("step", "distance", "gain", "seconds")]
     rows += [tuple(number(c) for c in row) for row in results.tables[1].rows]  # type: ignore[misc]
-    lines = [results.title, "", columns(rows, right=(1, 2, 3)), "", results.findings[0].sentence]
+    lines = [results.title, "", columns(rows, right=(1, 2, 3)), "", *(f.sentence for f in results.findings)]
     return "\n".join([*lines, *(f"note: {n}" for n in found.notes)])
 
 

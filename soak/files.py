@@ -86,8 +86,9 @@ def _placed(path: Path, read: Callable[[], bool], data: bytes) -> bool:
 
 def _saved(folder: Path, name: str = "gpt2", half: bool = False) -> Path:
     """A pico-model as a checkpoint."""
-    from picos import build, config_of
     from safetensors.torch import save_file
+
+    from picos import build, config_of
 
     model = build(name)
     model = model.half() if half else model
@@ -142,9 +143,10 @@ def loaded(folder: Path) -> list[Kind]:
 
 def discovered(folder: Path) -> list[Kind]:
     """config.json of a model that no family describes: its class is built and traced."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
     from regauge.checkpoint import open_checkpoint
     from regauge.sources import spec_of
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     small = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 20, "vocab_size": 30}
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**small, max_position_embeddings=16))
@@ -248,6 +250,7 @@ def sealed(folder: Path) -> list[Kind]:
 def element(folder: Path) -> list[Kind]:
     """An element file. An accepted one has an inverse: applied both ways, it gives the state back."""
     import torch
+
     from picos import build, spec_of
     from regauge.action import apply
     from regauge.elementfiles import load_element, save_element
@@ -297,11 +300,12 @@ def _tomls(document: dict[str, Any], seed: int, count: int) -> Iterator[bytes]:
 
 def adapter(folder: Path, what: str) -> list[Kind]:
     """A LoRA adapter (adapter_config.json or adapter_model.safetensors), added to its model and moved."""
+    from safetensors.torch import save_file
+
     from picos import build, spec_of
     from regauge.adapted import open_adapted
     from regauge.elements import element as drawn
     from regauge.moved import moving_adapter
-    from safetensors.torch import save_file
     from test_adapters import ALPHA, CASES, RANK, adapted, saved
 
     kinds = []
@@ -354,6 +358,7 @@ RECIPES = (
 def recipe(folder: Path) -> list[Kind]:
     """A merge recipe (YAML). An accepted one is laid out over two models, if it names no others."""
     import yaml
+
     from regauge.merging.engine import open_merge, plan_merge
     from regauge.merging.reading import read_recipe
 
@@ -387,7 +392,16 @@ def results(folder: Path) -> list[Kind]:
         "bars": {"labels": ["a", "b"], "y": {"c": [1, 2]}, "ylabel": "y"},
         "images": {"columns": ["x"], "rows": images},
         "matrix": {"rows": ["a"], "columns": ["b"], "values": [[1.0]], "log": True},
-        "plane": {"x": [0, 1], "y": [0, 1], "values": [[1, 2], [3, 4]], "points": {"A": [0, 0]}, "joined": [], "xlabel": "", "ylabel": "", "unit": ""},
+        "plane": {
+            "x": [0, 1],
+            "y": [0, 1],
+            "values": [[1, 2], [3, 4]],
+            "points": {"A": [0, 0]},
+            "joined": [],
+            "xlabel": "",
+            "ylabel": "",
+            "unit": "",
+        },
         "net": {"lines": {"a": [[0, 0], [1, 1]]}},
     }
     path, kinds = folder / "results.json", []
@@ -414,6 +428,7 @@ def results(folder: Path) -> list[Kind]:
 def server(folder: Path) -> list[Kind]:
     """The checkpoint of a split server, from which a server starts again."""
     import torch
+
     from regauge.split import Host, InProcess, connect
     from regauge.split.keeping import FILE
     from splits import ADAMW, batch, made, optimizer_of, train
@@ -446,6 +461,7 @@ def journal(folder: Path) -> list[Kind]:
 def federated(folder: Path) -> list[Kind]:
     """run.json and global.safetensors of a federated run."""
     import torch
+
     from regauge.federated.aggregating import Memory
     from regauge.federated.keeping import FILE, Kept, Round, about_of, begin, load, save
     from regauge.federated.settings import Settings, read_settings
@@ -467,9 +483,10 @@ def federated(folder: Path) -> list[Kind]:
 
 def tokenizer(folder: Path) -> list[Kind]:
     """tokenizer.json: its vocabulary, its tokens and its mask."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
     from regauge.tokenizing import decode, encode, marks
     from regauge.vocabularies import vocabulary
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     words = {w: i for i, w in enumerate(("[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "film"))}
     made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
@@ -490,6 +507,7 @@ def tokenizer(folder: Path) -> list[Kind]:
 def pickled(folder: Path) -> list[Kind]:
     """A pickled checkpoint as `convert` reads it, zipped and in the older format."""
     import torch
+
     from picos import build
     from regauge.converting import open_pickles
 
@@ -510,6 +528,7 @@ def pickled(folder: Path) -> list[Kind]:
 def data(folder: Path, ending: str) -> list[Kind]:
     """A data file; every row of an accepted one is read."""
     import numpy as np
+
     from regauge.data import open_data
 
     path = folder / f"data{ending}"
@@ -554,6 +573,7 @@ def _png(image: Any, ending: str = "PNG") -> bytes:
 def image(folder: Path) -> list[Kind]:
     """Images in a folder, decoded."""
     import numpy as np
+
     from regauge.data import open_data
 
     pixels = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
@@ -644,5 +664,3 @@ def files(scale: float) -> Iterator[Outcome]:
                 yield fuzz(name, max(5, round(MUTANTS * scale * SLOW.get(name, 1.0))))
         finally:
             os.environ.pop("REGAUGE_CACHE") if before is None else os.environ.update(REGAUGE_CACHE=before)
-
-

@@ -85,7 +85,9 @@ class Counter:
             kind = "rejected"
         except HangError as error:
             kind, place = "hangs", _place(error)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             kind, what, place = "untyped", f"{type(error).__name__}: {str(error)[:200]}", _place(error)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

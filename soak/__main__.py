@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ["RUST_BACKTRACE"] = "0"
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builders of pico-models
 
 from soak.files import files

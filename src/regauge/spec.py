@@ -201,8 +201,10 @@ def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
         found = _STACK.search(name)
         if found and str(ax.Axes(ax.parse(text).terms[:1])) != found.group(1):
             fault(name, f'"{name}" is stacked by "{found.group(1)}", but its first axis is not that')
-        elif found and found.group(1) in spec.spaces and spec.spaces[found.group(1)].size > _HIGHEST:
-            fault(name, f'"{name}" is a stack of {spec.spaces[found.group(1)].size} tensors; {_HIGHEST} are the most')
+        elif found and found.group(1) in spec.spaces:
+            size = spec.spaces[found.group(1)].size
+            if type(size) is int and size > _HIGHEST:
+                fault(name, f'"{name}" is a stack of {size} tensors; {_HIGHEST} are the most')
     for alias, target in spec.ties.items():
         if target not in spec.tensors or alias not in spec.tensors:
             fault(alias, f'"{alias}" repeats "{target}", but not both are tensors of the spec')

@@ -176,7 +176,8 @@ def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> 
             open_checkpoint(folder)
         (tmp_path / "journal" / "session.json").write_text(f'{{"a": {value}}}')
         rejected(lambda: Folder(tmp_path / "journal"), match)
-        rejected(lambda value=value: from_json(f'{{"a": {value}}}'), match)
+        if "ud800" not in value:  # a page replaces what is not valid Unicode
+            rejected(lambda value=value: from_json(f'{{"a": {value}}}'), match)
     (folder / "config.json").write_text(config.replace("{", '{"a": "\\ud83d\\ude00",', 1))  # a pair is one character
     assert open_checkpoint(folder).config["a"] == "\U0001f600"
 

@@ -38,7 +38,14 @@ def read_document(path: Path, limit: int, error: type[RegaugeError] = Checkpoint
     return data
 
 
-def parse_json(data: bytes | str, where: object, error: type[RegaugeError] = CheckpointError, hint: str = "fetch the file again") -> Any:
+def parse_json(
+    data: bytes | str,
+    where: object,
+    error: type[RegaugeError] = CheckpointError,
+    hint: str = "fetch the file again",
+    *,
+    surrogates: bool = False,
+) -> Any:
     """Parse JSON. A document that is nested more than `DEPTH` deep, or has text that is not valid Unicode, is rejected like one that is not JSON:
     it could not be written again.
 
@@ -46,6 +53,7 @@ def parse_json(data: bytes | str, where: object, error: type[RegaugeError] = Che
         data: the document.
         where: what errors name.
         error, hint: the type of the error, and its way out.
+        surrogates: accept text that is not valid Unicode; the caller replaces it.
     """
     try:
         value = json.loads(data)
@@ -54,7 +62,7 @@ def parse_json(data: bytes | str, where: object, error: type[RegaugeError] = Che
     text = data if isinstance(data, str) else data.decode("latin-1")  # only ASCII is looked for
     if text.count("[") + text.count("{") > DEPTH and not is_flat(value):
         raise error(f"{where} must be nested at most {DEPTH} deep", hint=hint)
-    if "\\ud" in text or "\\uD" in text or isinstance(data, str):
+    if not surrogates and ("\\ud" in text or "\\uD" in text or isinstance(data, str)):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as fault:

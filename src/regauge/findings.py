@@ -110,7 +110,7 @@ def to_json(results: Results) -> str:
 
 def from_json(text: str | bytes, where: str = "the text") -> Results:
     """What `to_json` wrote, here or in an older version; anything else is refused by name."""
-    document = parse_json(text, where, FindingsError, "give the file that --json wrote")
+    document = parse_json(text, where, FindingsError, "give the file that --json wrote", surrogates=True)
     if not isinstance(document, dict) or document.get("regauge") != "results":
         raise FindingsError(f"{where} holds no results of regauge", hint="give the file that --json wrote")
     if document.get("version") != VERSION:

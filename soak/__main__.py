@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ["RUST_BACKTRACE"] = "0"
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builders of pico-models
 
+from soak.files import files
 from soak.folders import hostile_folders
 from soak.harness import Outcome, table
 
@@ -19,15 +24,18 @@ from soak.harness import Outcome, table
 Scenario = Callable[[float], Iterable[Outcome]]
 SCENARIOS: dict[str, Scenario] = {
     "folders": hostile_folders,
+    "files": files,
 }
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the scenarios and print their table. Returns the exit code: 1 if one of them fails."""
     parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"scenarios to run: {', '.join(SCENARIOS)}")
     parser.add_argument("--scale", type=float, default=1.0, help="fraction of the full number of trials")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    logging.disable(logging.CRITICAL)  # torch logs every model that it cannot trace
     unknown = sorted(set(args.names) - set(SCENARIOS))
     if unknown:
         parser.error(f"unknown scenario {unknown[0]!r}; choose from {', '.join(SCENARIOS)}")
@@ -42,4 +50,5 @@ def main() -> int:
     return 0 if outcomes and all(o.passed for o in outcomes) else 1
 
 
-sys.exit(main())
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -64,6 +65,7 @@ class Counter:
     hang_seconds: float = HANG_SECONDS
     _outcome: Outcome = field(init=False)
     _start: float = field(init=False)
+    _noted: set[tuple[str, str]] = field(init=False, default_factory=set)  # one note for each place
 
     def __post_init__(self) -> None:
         self._outcome, self._start = Outcome(self.name), time.monotonic()
@@ -76,21 +78,26 @@ class Counter:
 
         before = signal.signal(signal.SIGALRM, stop)
         signal.setitimer(signal.ITIMER_REAL, self.hang_seconds)
-        note = None
+        what = place = ""
         try:
             kind = "accepted" if run() else "lost"
         except RegaugeError:
             kind = "rejected"
-        except HangError:
-            kind = "hangs"
-        except Exception as error:
-            kind, note = "untyped", f"{type(error).__name__}: {str(error)[:200]}"
+        except HangError as error:
+            kind, place = "hangs", _place(error)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            kind, what, place = "untyped", f"{type(error).__name__}: {str(error)[:200]}", _place(error)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-        if kind not in ("accepted", "rejected"):
-            note = f"{kind}: {note or ''} input {data[:300]!r}"
-        self.add(kind, note)
+        if kind in ("accepted", "rejected") or (kind, place) in self._noted:
+            self.add(kind)
+            return
+        if place:
+            self._noted.add((kind, place))
+        self.add(kind, f"{kind}: {what} at {place or 'the result'}, input {data[:300]!r}")
 
     def add(self, kind: str, note: str | None = None) -> None:
         """Count one trial of a kind: accepted, rejected, untyped, hangs or lost."""
@@ -106,6 +113,12 @@ class Counter:
 
     def outcome(self) -> Outcome:
         return replace(self._outcome, seconds=round(time.monotonic() - self._start, 1))
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line of regauge in a traceback."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/regauge/" in f.filename]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
 
 
 WORDS = (

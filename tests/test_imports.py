@@ -16,7 +16,9 @@ SOURCES = ROOT / "src"
 # From the bottom up: a part imports what stands before it, and nothing after it. Parts on one line are one part.
 ORDER = """
 errors
+patterns
 files
+documents
 headers
 tensorfiles
 environment

@@ -221,7 +221,7 @@ def test_repetition_and_stacks() -> None:
         (("[tensors.backbone]", "[tensors.middle]"), 'tensors."middle" is not a part'),
         (("(head.{i} qk.{i}) stream*", "(head.{i} qk.{i} stream*"), 'tensors.backbone."layers.{i}.{j}.w": expected'),
         (("(head.{i} qk.{i}) stream*", "(head.{i} qk.{i}) steam*"), '"steam" is not a space'),
-        (("mask", "(mask"), "is not a regular expression"),
+        (("mask", "(mask"), "unexpected end"),
         (("repeat = { i = 2, j = 3 }", "repeat = { i = 0, j = 3 }"), "repeat.i is 0, not a number of times"),
         (("repeat = { i = 2, j = 3 }", "repeat = { i = 1000, j = 10000 }"), '"layers.{i}.{j}.w" stands for more than 100000 names'),
         (("(head.{i} qk.{i}) stream*", "(" * 50_000 + "stream" + ")" * 50_000), "brackets more than 20 deep"),

@@ -10,7 +10,6 @@ embeddings are read as PEFT reads them.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from regauge.adapters import LORA, find, require_lora, unwrapped
 from regauge.checkpoint import Checkpoint, open_checkpoint, read_json
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, PatternError
 from regauge.headers import DTYPES
+from regauge.patterns import compile_pattern
 
 if TYPE_CHECKING:
     import torch
 
     Tensor = torch.Tensor
+
+
+_FETCH = "copy the adapter's own files again"
+_PATTERNS = 1000  # of one adapter: each is held against every layer
 
 
 @dataclass
@@ -97,6 +101,8 @@ def _changes(model: Checkpoint, adapter: Checkpoint) -> tuple[dict[str, Change],
         change = out.setdefault(target[1], Change())
         change.names[kind] = name
         if kind in ("lora_A", "lora_embedding_A"):
+            if len(entry.shape) < 2 or not entry.shape[0]:
+                raise CheckpointError(f'"{name}" of {adapter.path} must be [rank, size] with a rank above 0, got {list(entry.shape)}', hint=_FETCH)
             change.scale = _scale(config, path, target[1].removesuffix(".weight"), entry.shape[0])
     for name, change in out.items():
         _require_whole(model, adapter, name, change, bool(config.get("fan_in_fan_out")))
@@ -118,16 +124,20 @@ def _scale(config: Mapping[str, Any], path: Path, layer: str, rank: int) -> floa
         )
     try:
         alpha = float(_by_pattern(config.get("alpha_pattern") or {}, layer, config["lora_alpha"]))
-    except (TypeError, ValueError, AttributeError, re.error) as error:  # null, a word, no mapping, no pattern
+    except (TypeError, ValueError, AttributeError, OverflowError, PatternError) as error:  # null, a word, no mapping, no pattern
         raise CheckpointError(
             f'the "lora_alpha" or "alpha_pattern" of {path} gives no number for "{layer}": {error}', hint="copy the adapter's own adapter_config.json"
         ) from error
+    if not math.isfinite(alpha):
+        raise CheckpointError(f'the "lora_alpha" or "alpha_pattern" of {path} must be finite for "{layer}", got {alpha}', hint=_FETCH)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _by_pattern(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
     """A layer's own value: the first pattern that its name ends with, as PEFT reads them."""
-    return next((value for pattern, value in patterns.items() if re.match(rf"(.*\.)?({pattern})$", layer)), default)
+    if len(patterns) > _PATTERNS:
+        raise PatternError(f"there must be at most {_PATTERNS} patterns, got {len(patterns)}")
+    return next((value for pattern, value in patterns.items() if compile_pattern(rf"(.*\.)?({pattern})$").matches(layer)), default)
 
 
 def _require_whole(model: Checkpoint, adapter: Checkpoint, name: str, change: Change, transposed: bool) -> None:
@@ -136,6 +146,9 @@ def _require_whole(model: Checkpoint, adapter: Checkpoint, name: str, change: Ch
     for first, second in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
         if (first in shapes) != (second in shapes):
             raise CheckpointError(f'{adapter.path} has only one of {first} and {second} for "{name}"', hint="fetch the whole adapter")
+    for second in ("lora_B", "lora_embedding_B"):
+        if second in shapes and len(shapes[second]) < 2:
+            raise CheckpointError(f'{second} of "{name}" in {adapter.path} must be [size, rank], got {list(shapes[second])}', hint=_FETCH)
     shape = model.entries[name].shape
     if "lora_A" in shapes:
         added = (*shapes["lora_B"][:1], *shapes["lora_A"][1:])
@@ -147,6 +160,12 @@ def _require_whole(model: Checkpoint, adapter: Checkpoint, name: str, change: Ch
         raise CheckpointError(f'{adapter.path} has a magnitude for "{name}", and no A and B', hint="fetch the whole adapter")
     else:
         added, inner = next(iter(shapes.values())), True
+    if "lora_magnitude_vector" in shapes and "whole" not in shapes:
+        length = shapes["lora_embedding_B" if "lora_embedding_B" in shapes else "lora_B"][0]
+        if math.prod(shapes["lora_magnitude_vector"]) != length:
+            raise CheckpointError(
+                f'the magnitudes of "{name}" in {adapter.path} must be {length} numbers, got {list(shapes["lora_magnitude_vector"])}', hint=_FETCH
+            )
     if added != shape or not inner:
         raise CheckpointError(
             f'{adapter.path} changes "{name}" as if it were {list(added)}, and it is {list(shape)}', hint="is the adapter of this model?"

@@ -7,7 +7,6 @@ They are written by `regauge.writing`.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import re
@@ -18,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from regauge.documents import CONFIG_BYTES, INDEX_BYTES, parse_json, read_document
 from regauge.errors import CheckpointError
-from regauge.files import reading, require_file
+from regauge.files import reading
 from regauge.headers import DTYPES, FLOATS, Entry, Shard, read_header
 
 if TYPE_CHECKING:
@@ -272,15 +272,9 @@ def _opened(path: Path, shards: Iterable[Shard], config_path: Path | None, index
     return opened
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object."""
-    require_file(path)
-    with reading(path):
-        data = path.read_bytes()
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}", hint="fetch the file again") from error
+def read_json(path: Path, limit: int = CONFIG_BYTES) -> dict[str, Any]:
+    """Read a JSON file that holds an object."""
+    value = parse_json(read_document(path, limit), path)
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds no JSON object", hint="fetch the file again")
     return value
@@ -288,7 +282,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_index(path: Path) -> dict[str, Any]:
     """The index of a sharded folder; its weight_map is checked to map names to file names that a shard may have."""
-    index = read_json(path)
+    index = read_json(path, INDEX_BYTES)
     where = index.get("weight_map")
     if not isinstance(where, dict) or not where:
         raise CheckpointError(f"{path} has no weight_map", hint="fetch the file again")

@@ -15,6 +15,10 @@ class AxesError(RegaugeError):
     """An axes string that cannot be read; the message points at the place."""
 
 
+class PatternError(RegaugeError):
+    """A pattern of tensor names that is malformed, too large, or uses what is not supported."""
+
+
 class SpecError(RegaugeError):
     """A spec that contradicts itself, or a state that does not fit its spec."""
 

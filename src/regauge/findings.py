@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from regauge.errors import FindingsError
+from regauge.documents import RESULTS_BYTES, parse_json, read_document
+from regauge.errors import CheckpointError, FindingsError
 
 VERSION = 1
 UNTOLD = "cannot be told"  # how the sentence of a finding begins that could not be decided
@@ -109,10 +110,7 @@ def to_json(results: Results) -> str:
 
 def from_json(text: str | bytes, where: str = "the text") -> Results:
     """What `to_json` wrote, here or in an older version; anything else is refused by name."""
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FindingsError(f"{where} is not JSON: {error}", hint="give the file that --json wrote") from error
+    document = parse_json(text, where, FindingsError, "give the file that --json wrote", surrogates=True)
     if not isinstance(document, dict) or document.get("regauge") != "results":
         raise FindingsError(f"{where} holds no results of regauge", hint="give the file that --json wrote")
     if document.get("version") != VERSION:
@@ -126,16 +124,17 @@ def from_json(text: str | bytes, where: str = "the text") -> Results:
             facts=dict(document["facts"]),
             unchecked=tuple(map(str, document["unchecked"])),
         )
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise FindingsError(f"{where} is damaged: {type(error).__name__}: {error}", hint="run the command again with --json") from error
 
 
 def load_results(path: Path | str) -> Results:
     """The results in a file that `--json` wrote."""
     try:
-        return from_json(Path(path).read_bytes(), str(path))
-    except OSError as error:
-        raise FindingsError(f"{path} cannot be read: {error.strerror or error}", hint="give the file that --json wrote") from error
+        data = read_document(Path(path), RESULTS_BYTES, FindingsError)
+    except CheckpointError as error:
+        raise FindingsError(str(error), hint="give the file that --json wrote") from error
+    return from_json(data, str(path))
 
 
 _NUMBERS = {"value", "floor", "ceiling", "spread"}

@@ -10,10 +10,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from regauge.documents import HEADER_BYTES
 from regauge.errors import CheckpointError
-from regauge.files import reading, require_file
-
-_HEADER_LIMIT = 100_000_000  # the format's own
+from regauge.files import amount, reading, require_file
 
 # The dtypes that regauge moves, then those that only buffers have; with their torch names and sizes.
 FLOATS = {"F64": ("float64", 8), "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
@@ -62,7 +61,11 @@ def read_header(path: Path) -> Shard:
         if first[:8] == b"version ":
             raise CheckpointError(f"{path} is a Git LFS pointer, not the file itself", hint="git lfs pull")
         length = int.from_bytes(first, "little")
-        if len(first) < 8 or length > _HEADER_LIMIT:
+        if HEADER_BYTES < length <= size - 8:
+            raise CheckpointError(
+                f"the header of {path} must have at most {amount(HEADER_BYTES)}, got {amount(length)}", hint="split the model into shards"
+            )
+        if len(first) < 8 or length > HEADER_BYTES:
             raise damaged(f"it does not begin like a safetensors file ({size} bytes)")
         if length > size - 8:
             raise CheckpointError(f"{path} is truncated: it has {size} bytes, its header alone {8 + length}", hint="fetch the file again")

@@ -150,6 +150,7 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
             or not created.isascii()
             or not created.isprintable()
             or not isinstance(name, str)
+            or not name.isascii()
         ):
             raise _BadFieldError("its purpose, date or id is none")
         if wanted != purpose:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from regauge.checkpoint import INDEX, WEIGHTS, Checkpoint, open_checkpoint
-from regauge.errors import CheckpointError, RegaugeWarning, UnknownModelError, need
+from regauge.errors import CheckpointError, RegaugeError, RegaugeWarning, UnknownModelError, need
+from regauge.families import check_counts
 from regauge.trust import code_disabled, library_class, without_code
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _HINTS = {
     "missing_keys": 'fetch the weights again if some are lost, or name the class that they are of in config.json ("architectures")',
     "unexpected_keys": 'name the class that has these weights in config.json ("architectures"), and check its number of layers',
 }
+_LAYERS = 500  # that a config may speak of where the checkpoint has fewer tensors: a part of a split model has no layers
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 Part = Literal["edges", "backbone"]
 
@@ -36,9 +38,21 @@ def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> tor
     `dtype` is that of the stored weights unless given. No code of the checkpoint is run.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    require_numel(load_empty(checkpoint), sum(e.numel for e in checkpoint.entries.values()), checkpoint.path)
     model, report = _loaded(checkpoint, dtype)
     _require_whole(checkpoint, type(model).__name__, report)
     return model
+
+
+def require_numel(module: torch.nn.Module, stored: int, where: object) -> None:
+    """Raise if a module, as its config describes it, is much larger than the checkpoint it is for: its memory would be allocated first, and the
+    misfit be found afterwards. A checkpoint leaves out what is tied and what a task's head adds."""
+    described = sum(p.numel() for p in module.parameters())
+    if described > 4 * stored + 10_000_000:
+        raise CheckpointError(
+            f"the config of {where} describes a {type(module).__name__} of {described:,} parameters, and the weights are {stored:,}",
+            hint="config.json contradicts the weights: is it theirs?",
+        )
 
 
 def drawn_anew(model: torch.nn.Module, seed: int) -> torch.nn.Module:
@@ -63,6 +77,7 @@ def load_empty(source: str | Path | Checkpoint) -> torch.nn.Module:
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     config = _config_of(checkpoint)
+    check_counts(config, max(_LAYERS, len(checkpoint)))
     with torch.device("meta"):
         if _is_timm(config):
             return _made_by_timm(checkpoint, config)
@@ -119,6 +134,7 @@ def _move(model: torch.nn.Module, device: str) -> None:
 def _loaded(checkpoint: Checkpoint, dtype: str | None) -> tuple[torch.nn.Module, Any]:
     """The model, and what its class and its checkpoint do not have in common."""
     config = _config_of(checkpoint)
+    check_counts(config, max(_LAYERS, len(checkpoint)))
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(f'there is no dtype "{dtype}" here', hint=f"choose from {', '.join(DTYPES)}")
     return (_of_timm if _is_timm(config) else _of_transformers)(checkpoint, config, dtype)
@@ -155,7 +171,9 @@ def _loading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
     try:
         with quiet(), code_disabled():
             yield
-    except (OSError, ValueError, RuntimeError, TypeError, KeyError, AttributeError) as error:
+    except RegaugeError:
+        raise
+    except Exception as error:  # a class raises whatever its layers run into
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{checkpoint.path} cannot be loaded as a {name}: {first}", hint="regauge inspect shows what does not fit") from error
 

@@ -58,7 +58,7 @@ def discovered(source: Any, unknown: UnknownModelError, config: Mapping[str, Any
                 raise unknown
             return discover_model(source)
         said = (config or source.config or {}) if isinstance(source, Checkpoint) else _as_dict(source)
-        if not said.get("architectures") and not said.get("architecture"):
+        if not _names_class(said):
             raise unknown
         entries = source.entries if isinstance(source, Checkpoint) else {}
         return discover_config(said, sum(e.numel for e in entries.values()), entries, cache=default_folder())
@@ -67,6 +67,14 @@ def discovered(source: Any, unknown: UnknownModelError, config: Mapping[str, Any
     except RegaugeError as error:
         hint = f"{error.hint}; or: {unknown.hint}" if error.hint else unknown.hint
         raise UnknownModelError(f"{unknown}\n  and it could not be discovered: {error}", hint=hint) from error
+
+
+def _names_class(config: Mapping[str, Any]) -> bool:
+    """Return whether a config names a class to build: of the transformers library in a list, or timm's by itself."""
+    names = config.get("architectures")
+    if names:
+        return isinstance(names, list) and isinstance(names[0], str)
+    return isinstance(config.get("architecture"), str)
 
 
 def _spec_of_family(source: Any, config: Mapping[str, Any] | None) -> Spec:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from regauge import axes as ax
 from regauge.errors import AxesError, SpecError
 from regauge.groups import GeneralLinear, Group, Orthogonal, Permutation, Trivial
+from regauge.patterns import compile_pattern
 
 PARTS = ("embed", "backbone", "head")
 _STACK = re.compile(r"\{([^{}]+)\}")
@@ -111,7 +112,7 @@ class Spec:
         return [s for s, space in self.spaces.items() if space.over == name]
 
     def is_buffer(self, name: str) -> bool:
-        return any(re.fullmatch(pattern, name) for pattern in self.buffers)
+        return any(compile_pattern(pattern).matches(name) for pattern in self.buffers)
 
 
 class Stored(NamedTuple):
@@ -193,15 +194,17 @@ def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
         except AxesError as error:
             fault(name, f'"{name}": {error}')
             continue
-        for unknown in sorted(known - spec.spaces.keys()):
+        for unknown in sorted(s for s in known if s not in spec.spaces):
             fault(name, f'"{name}" has axes {text}, but "{unknown}" is not a space')
         if known <= spec.spaces.keys():
             faults += _check_bars(spec, name, text)
         found = _STACK.search(name)
         if found and str(ax.Axes(ax.parse(text).terms[:1])) != found.group(1):
             fault(name, f'"{name}" is stacked by "{found.group(1)}", but its first axis is not that')
-        elif found and found.group(1) in spec.spaces and spec.spaces[found.group(1)].size > _HIGHEST:
-            fault(name, f'"{name}" is a stack of {spec.spaces[found.group(1)].size} tensors; {_HIGHEST} are the most')
+        elif found and found.group(1) in spec.spaces:
+            size = spec.spaces[found.group(1)].size
+            if type(size) is int and size > _HIGHEST:
+                fault(name, f'"{name}" is a stack of {size} tensors; {_HIGHEST} are the most')
     for alias, target in spec.ties.items():
         if target not in spec.tensors or alias not in spec.tensors:
             fault(alias, f'"{alias}" repeats "{target}", but not both are tensors of the spec')

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from regauge import axes as ax
-from regauge.errors import AxesError, SpecError
+from regauge.documents import SPEC_BYTES, is_flat, read_document
+from regauge.errors import AxesError, CheckpointError, PatternError, SpecError
 from regauge.groups import GROUPS
+from regauge.patterns import compile_pattern
 from regauge.spec import PARTS, Fault, Norm, Scale, Space, Spec, check_spec
 
 VERSION = 1
 _HINT = "docs/formats.md describes spec files"
-_MOST = 100_000  # names that one line may stand for
+_MOST, _MOST_IN_ALL = 100_000, 400_000  # names that one line and a whole file may stand for
 
 _FIELDS = (
     *("regauge", "family", "repeat", "spaces", "tensors", "outputs", "ties", "untied", "untied_config"),
@@ -35,14 +37,16 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 def load_spec(path: Path | str) -> Spec:
     """Read a spec file. One error lists every fault, each with its key; a bad axes string is shown with the place."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_document(Path(path), SPEC_BYTES, SpecError).decode("utf-8")
+    except (CheckpointError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {error}", hint="a spec file is TOML text in UTF-8") from error
     return parse_spec(text, str(path))
 
 
 def parse_spec(text: str, where: str = "spec file") -> Spec:
     """Read the text of a spec file; `where` names it in errors."""
+    if len(text) > SPEC_BYTES:
+        raise SpecError(f"{where} must have at most {SPEC_BYTES:,} characters, got {len(text):,}", hint=_HINT)
     try:
         file = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number with thousands of digits
@@ -70,6 +74,7 @@ class _Reader:
         self.faults: list[Fault] = []
         self.blamed: set[str] = set()
         self.repeat: dict[str, int] = {}
+        self.names = 0
 
     def fault(self, name: str, text: str) -> None:
         self.faults.append(Fault(name, text))
@@ -81,7 +86,7 @@ class _Reader:
             if type(n) is int and 0 < n <= 10_000 and variable.isidentifier():
                 self.repeat[variable] = n
             else:
-                self.fault("repeat", f"repeat.{variable} is {n!r}, not a number of times (1 to 10000)")
+                self.fault("repeat", f"repeat.{variable} is {_short(n)}, not a number of times (1 to 10000)")
         family = self.file.get("family")
         if not isinstance(family, str) or not family:
             self.fault("family", 'the file does not say its "family": a name for this kind of model')
@@ -121,16 +126,24 @@ class _Reader:
         table = self.table(key)
         for name, value in table.items():
             try:
+                if not is_flat(value):
+                    raise ValueError
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
-                self.fault(key, f'{key}."{name}" is {value}, which config.json cannot hold')
+                self.fault(key, f'{key}."{name}" is {_short(value)}, which config.json cannot hold')
         return table
 
     def each(self, *texts: str) -> Iterator[tuple[str, ...]]:
         """These texts, once for every value of the repeat variables that the first one holds."""
         used = [v for v in self.repeat if "{" + v + "}" in texts[0]]
-        if math.prod(self.repeat[v] for v in used) > _MOST:
+        count = math.prod(self.repeat[v] for v in used) * len(texts)
+        if count > _MOST * 2:  # a tensor and its axes, a space and its parent
             self.fault(texts[0], f'"{texts[0]}" stands for more than {_MOST} names')
+            return
+        self.names += count
+        if self.names > _MOST_IN_ALL:
+            if "repeat" not in self.blamed:
+                self.fault("repeat", f"the file must stand for at most {_MOST_IN_ALL:,} names, repeats written out")
             return
         for values in itertools.product(*(range(self.repeat[v]) for v in used)):
             out = list(texts)
@@ -146,13 +159,13 @@ class _Reader:
             self.known(f'spaces."{key}".', value, ("size", "group", "over", "folded", "why", "constant"))
             size, over, why, constant = value.get("size"), value.get("over"), value.get("why", ""), value.get("constant", "")
             if type(size) is not int or size < 1:
-                self.fault(key, f'spaces."{key}" has size {size!r}')
+                self.fault(key, f'spaces."{key}" has size {_short(size)}')
                 continue
             if not isinstance(why, str) or not isinstance(over, str | None):
                 self.fault(key, f'spaces."{key}": why and over are strings')
                 continue
             if constant not in ("", "unseen", "passed"):
-                self.fault(key, f'spaces."{key}" has constant {constant!r}; it is "unseen" or "passed"')
+                self.fault(key, f'spaces."{key}" has constant {_short(constant)}; it is "unseen" or "passed"')
                 continue
             group, folded = (self.group(key, field, value.get(field)) for field in ("group", "folded"))
             if group is None:
@@ -164,14 +177,14 @@ class _Reader:
         if name is None and field == "folded":
             return None
         if not isinstance(name, str) or name not in GROUPS:
-            self.fault(key, f'spaces."{key}" has {field} {name!r}; groups are {", ".join(GROUPS)}')
+            self.fault(key, f'spaces."{key}" has {field} {_short(name)}; groups are {", ".join(GROUPS)}')
             return None
         return GROUPS[name]
 
     def axes(self, key: str, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for pattern, text in table.items():
             if not isinstance(text, str):
-                self.fault(pattern, f'{key}."{pattern}" is {text!r}, not an axes string')
+                self.fault(pattern, f'{key}."{pattern}" is {_short(text)}, not an axes string')
                 continue
             for name, one in self.each(pattern, text):
                 try:
@@ -200,14 +213,14 @@ class _Reader:
             if isinstance(value, str):
                 yield from ((a, b) for a, b in self.each(name, value))
             else:
-                self.fault(name, f'{key}."{name}" is {value!r}, not a tensor name')
+                self.fault(name, f'{key}."{name}" is {_short(value)}, not a tensor name')
 
     def numbers(self, key: str) -> Iterator[tuple[str, float]]:
         for name, value in self.table(key).items():
             if _is_number(value):
                 yield from ((one, float(value)) for (one,) in self.each(name))
             else:
-                self.fault(name, f'{key}."{name}" is {value!r}, not a number')
+                self.fault(name, f'{key}."{name}" is {_short(value)}, not a number')
 
     def listed(self, key: str, value: Any) -> list[str]:
         if isinstance(value, list) and all(isinstance(v, str) for v in value):
@@ -219,10 +232,10 @@ class _Reader:
         out = []
         for pattern in self.listed("buffers", self.file.get("buffers", [])):
             try:
-                re.compile(pattern)
+                compile_pattern(pattern)
                 out.append(pattern)
-            except re.error as error:
-                self.fault("buffers", f"buffers: {pattern!r} is not a regular expression: {error}")
+            except PatternError as error:
+                self.fault("buffers", f"buffers: {error}")
         return tuple(out)
 
     def norms(self) -> Iterator[Norm]:
@@ -262,6 +275,15 @@ class _Reader:
     def repeated(self, gain: str, bias: str | None, pairs: list[tuple[str, str]]) -> Iterator[tuple[str, str | None, Pairs]]:
         for one, shift, *names in self.each(gain, bias or "", *(n for pair in pairs for n in pair)):
             yield one, shift or None, tuple((w, b or None) for w, b in zip(names[0::2], names[1::2], strict=True))
+
+
+def _short(value: Any) -> str:
+    """Show a value of a file in an error, whatever its size and depth."""
+    try:
+        text = repr(value) if isinstance(value, str) else str(value)
+    except (RecursionError, ValueError):  # nested too deep, or a number with thousands of digits
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _is_number(value: Any) -> bool:

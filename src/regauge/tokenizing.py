@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from regauge.data import DataError
+from regauge.documents import VOCABULARY_BYTES, parse_json, read_document
 from regauge.errors import CustomCodeError, need
 from regauge.trust import code_disabled
 
@@ -20,7 +22,8 @@ def encode(tokenizer: Source | None, texts: list[str], special: bool = False) ->
         known = open_tokenizer(tokenizer)
         known.no_padding()  # some files ask for all texts to be filled up or cut to one length
         known.no_truncation()
-        return [e.ids for e in known.encode_batch(texts, add_special_tokens=special)]
+        with _running(tokenizer):
+            return [e.ids for e in known.encode_batch(texts, add_special_tokens=special)]
     found = open_tokenizer(tokenizer)
     return [list(found(text, add_special_tokens=special, verbose=False)["input_ids"]) for text in texts]
 
@@ -33,7 +36,8 @@ def decode(tokenizer: Source, ids: list[int]) -> str:
     from tokenizers import decoders
 
     known.decoder = known.decoder or decoders.ByteLevel()  # some files leave out how bytes become text again
-    return str(known.decode(ids, skip_special_tokens=False))
+    with _running(tokenizer):
+        return str(known.decode(ids, skip_special_tokens=False))
 
 
 def around(tokenizer: Source | None, text: str = "a") -> tuple[list[int], list[int]]:
@@ -48,8 +52,9 @@ def marks(tokenizer: Source | None) -> tuple[list[int], list[int], int]:
     tokenizer = _required(tokenizer)
     before, after = around(tokenizer)
     if _is_file(tokenizer):
-        added = json.loads(Path(tokenizer).read_text()).get("added_tokens", [])
-        mask = next((int(t["id"]) for t in added if t["content"].strip("[]<>").lower() == "mask"), None)
+        found = parse_json(read_document(Path(tokenizer), VOCABULARY_BYTES), tokenizer, DataError)
+        with _running(tokenizer):
+            mask = next((int(t["id"]) for t in found.get("added_tokens") or [] if t["content"].strip("[]<>").lower() == "mask"), None)
     else:
         mask = open_tokenizer(tokenizer).mask_token_id
     if mask is None:
@@ -79,14 +84,23 @@ def open_tokenizer(source: Source) -> Any:
     return _from_file(source) if _is_file(source) else _from_library(source)
 
 
+@contextlib.contextmanager
+def _running(tokenizer: Source) -> Iterator[None]:
+    """Turn whatever the tokenizers library runs into, which raises plain Exceptions and panics, into one error."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's, which is no Exception
+            raise
+        raise DataError(f"{tokenizer} is no tokenizer: {error}", hint="give a tokenizer.json") from error
+
+
 def _from_file(tokenizer: Source) -> Any:
     need("transformers", "models")  # which brings it
     from tokenizers import Tokenizer
 
-    try:
+    with _running(tokenizer):
         return Tokenizer.from_file(str(tokenizer))
-    except Exception as error:  # the library raises plain Exceptions
-        raise DataError(f"{tokenizer} is no tokenizer: {error}", hint="give a tokenizer.json") from error
 
 
 def _from_library(tokenizer: Source) -> Any:

@@ -34,6 +34,7 @@ from regauge.discovery.storing import stored_spec
 from regauge.discovery.terms import Atom
 from regauge.discovery.walk import walk
 from regauge.families.family import Boundary
+from regauge.loading import require_numel
 from regauge.spec import Spec
 
 __all__ = ["Discovery", "DiscoveryError", "discover", "discover_config", "discover_model", "discovery_of", "example_inputs"]
@@ -82,7 +83,11 @@ def discover_config(config: Mapping[str, Any], parameters: int, names: Iterable[
 
     `names`: those of its tensors in a checkpoint, where the library may store them under other names than the live model has.
     """
-    module = build(config, "meta" if parameters > LARGEST else "cpu")
+    module = build(config, "meta")
+    if parameters:
+        require_numel(module, parameters, "the model")
+    if parameters <= LARGEST:
+        module = build(config)
     found = discovery_of(module, example_inputs(module), cache=cache)
     spec, to = stored_spec(found.spec, module, names)
     frozen = {(axis if n is None else f"{n}[{axis.rpartition('[')[2]}"): told for axis, told in found.frozen.items() for n in _stored(axis, to)}

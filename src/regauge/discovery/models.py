@@ -11,6 +11,7 @@ import torch
 
 from regauge.discovery.graph import DiscoveryError
 from regauge.errors import RegaugeError, UnknownModelError, need
+from regauge.families import check_counts
 from regauge.loading import build_timm, quiet
 from regauge.trust import code_disabled, library_class, without_code
 
@@ -48,6 +49,7 @@ _EMBED = ("word_embed_proj_dim", "embedding_size")  # of words, before they are 
 
 def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
     """The module that a config describes, with weights of its own making, or with none (`meta`)."""
+    check_counts(config)
     if "model_type" not in config and "architecture" in config:
         try:
             with torch.device(device):

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from regauge.documents import CONFIG_BYTES, parse_json, read_document
 from regauge.errors import CheckpointError
 from regauge.federated.aggregating import Memory
 from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings
@@ -88,15 +89,16 @@ def about_of(folder: Path) -> dict[str, Any]:
     """A run's description; another version's is refused by name."""
     path = folder / ABOUT
     try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise FederatedError(f"{folder} is no run: {error.strerror or error}", hint="give the folder that regauge federate -o made") from error
-    except ValueError as error:
-        raise FederatedError(f"{path} is damaged: {error}") from error
+        data = read_document(path, CONFIG_BYTES, FederatedError)
+    except CheckpointError as error:
+        raise FederatedError(f"{folder} is no run: {error}", hint="give the folder that regauge federate -o made") from error
+    found = parse_json(data, path, FederatedError, "restore it from a copy")
     if not isinstance(found, dict) or found.get("regauge") != "federated run":
         raise FederatedError(f"{path} describes no run of federated learning")
     if found.get("version") != VERSION:
         raise FederatedError(f"{path} has version {found.get('version')}; this regauge reads {VERSION}", hint="install a newer regauge")
+    if not isinstance(found.get("settings"), dict) or not isinstance(found.get("layout"), str):
+        raise FederatedError(f"{path} is damaged: it has no settings or no layout", hint="restore it from a copy")
     return found
 
 

@@ -121,6 +121,8 @@ class Settings:
 
 def read_settings(given: Mapping[str, Any]) -> Settings:
     """Settings from JSON; what is not known is refused by name."""
+    if not isinstance(given, Mapping):
+        raise FederatedError(f"settings must be an object, got {given!r:.80}")
     unknown = sorted(given.keys() - {f.name for f in fields(Settings)})
     if unknown:
         raise FederatedError(f'there is no setting "{unknown[0]}" here', hint="is the other side's regauge newer?")

@@ -23,7 +23,7 @@ from typing import Any, get_args
 
 import yaml
 
-from regauge.files import reading, require_file
+from regauge.documents import RECIPE_BYTES, read_document
 from regauge.groups import Kind
 from regauge.merging.methods import ELSEWHERE, METHODS, parameter_names
 from regauge.merging.recipes import Align, Condition, Recipe, RecipeError, Sampled, Setting, Settings, Slice, Source, Tokens
@@ -38,22 +38,22 @@ _UNSUPPORTED = {
 }
 _ALIGN = ("to", "spaces", "layers", "group", "fold", "sweeps", "nearest")
 _DATA = ("uri", "samples", "fields", "split", "tokenizer", "length", "mean", "std", "labels")
+_VALUES, _LONGEST = 100_000, 10_000  # scalars of a recipe, and characters of one
 _SWITCHES = ("normalize", "rescale", "int8_mask", "filter_wise")
 
 
 def read_recipe(path: Path) -> Recipe:
     """The recipe in a file."""
-    require_file(path)
-    with reading(path):
-        data = path.read_bytes()
     try:
-        return parse_recipe(data.decode(), str(path))
+        return parse_recipe(read_document(path, RECIPE_BYTES, RecipeError).decode(), str(path))
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path} is no text: {error}", hint="a recipe is YAML in UTF-8") from error
 
 
 def parse_recipe(text: str, where: str = "the recipe") -> Recipe:
     """The recipe in a text."""
+    if len(text) > RECIPE_BYTES:
+        raise RecipeError(f"{where} must have at most {RECIPE_BYTES:,} characters, got {len(text):,}", hint="is it the right file?")
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -72,7 +72,7 @@ class _Reader:
     """One recipe, read node by node, so that every error has its line."""
 
     def __init__(self, where: str, text: str) -> None:
-        self.where, self.text, self.method = where, text, ""
+        self.where, self.text, self.method, self.values = where, text, "", 0
         self.notes: list[str] = []
 
     def refuse(self, node: Any, what: str, hint: str | None = None) -> RecipeError:
@@ -118,7 +118,8 @@ class _Reader:
         for part in recipe.slices:
             names = [s.model for s in part.sources]
             base = part.base or recipe.base
-            twice = next((s for i, s in enumerate(part.sources) if s.model in names[:i]), None)
+            first = {s.model: s for s in reversed(part.sources)}
+            twice = next((s for s in part.sources if first[s.model] is not s), None)
             if twice is not None:
                 raise RecipeError(
                     f"{self.where}, line {twice.line}: {twice.model} is listed twice", hint="list each model once, with the sum of its weights"
@@ -242,7 +243,7 @@ class _Reader:
         found = self.scalar(node, "a number")
         try:
             number = float(found)  # YAML takes 1e-5 for a text
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if isinstance(found, bool) or not math.isfinite(number):
             raise self.refuse(node, f"{found!r} is no number")
@@ -355,10 +356,15 @@ class _Reader:
     def scalar(self, node: Any, what: str) -> Any:
         if not isinstance(node, yaml.ScalarNode):
             raise self.refuse(node, f"{what} is one value, not a list or a mapping")
+        self.values += 1
+        if self.values > _VALUES:  # anchors let a short text stand for a long one
+            raise self.refuse(node, f"a recipe must have at most {_VALUES:,} values, anchors written out")
+        if len(node.value) > _LONGEST:
+            raise self.refuse(node, f"{what} must have at most {_LONGEST:,} characters, got {len(node.value):,}")
         loader = yaml.SafeLoader("")
         try:
             return loader.construct_object(node)
-        except (yaml.YAMLError, ValueError) as error:
+        except (yaml.YAMLError, ValueError, LookupError) as error:
             raise self.refuse(node, f"{what} cannot be read: {node.value!r:.60}") from error
         finally:
             loader.dispose()

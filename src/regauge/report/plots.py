@@ -96,7 +96,7 @@ def draw(figure: Figure, prefix: str) -> tuple[Any, int]:
     from markupsafe import Markup
 
     kinds = {"lines": _lines, "net": _net, "bars": _bars, "images": _images, "matrix": _matrix, "plane": _plane, "points": _points}
-    if figure.kind not in kinds:
+    if not isinstance(figure.kind, str) or figure.kind not in kinds:
         raise FindingsError(f'the figure "{figure.title}" is of the unknown kind {figure.kind!r}', hint=f"known kinds: {', '.join(sorted(kinds))}")
     try:
         markup, skipped = kinds[figure.kind](figure, prefix)

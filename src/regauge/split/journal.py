@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 
+from regauge.documents import CONFIG_BYTES, parse_json, read_document
 from regauge.errors import RegaugeError
 from regauge.files import reading, write_bytes
 from regauge.split.frames import Bytes
@@ -68,13 +69,16 @@ class Folder:
             if self.is_new:
                 made = {"regauge": "split journal", "version": 1, "session": os.urandom(16).hex(), "secret": os.urandom(32).hex()}
                 write_bytes(about, json.dumps(made).encode(), mode=0o600)
+            hint = "name an empty folder to start a new run"
+            found = parse_json(read_document(about, CONFIG_BYTES, JournalError), about, JournalError, hint)
             try:
-                found = json.loads(about.read_text())
                 if (found["regauge"], found["version"]) != ("split journal", 1):
                     raise ValueError("its kind or version is another")
-                self.session, self.secret = str(found["session"]), bytes.fromhex(found["secret"])
+                self.session, self.secret = found["session"], bytes.fromhex(found["secret"])
+                if not isinstance(self.session, str) or not self.session or len(self.secret) != 32:
+                    raise ValueError("its session or secret is not one")
             except (ValueError, KeyError, TypeError) as error:
-                raise JournalError(f"{about} cannot be read: {error}", hint="name an empty folder to start a new run") from error
+                raise JournalError(f"{about} cannot be read: {error}", hint=hint) from error
         self.held: dict[str, set[int]] = {"request": set(), "reply": set()}
         for file in self.path.iterdir():
             if file.stem.isdigit() and file.suffix[1:] in self.held:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.errors import CheckpointError
-from regauge.files import reading, require_file
+from regauge.files import reading, require_file, strictest_mode
 from regauge.headers import DTYPES, FLOATS, Entry, Shard, read_header
 
 if TYPE_CHECKING:
@@ -148,6 +148,13 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def sources(self) -> tuple[Path, ...]:
         """Everything that is read: no output may lie there."""
         return (self.path,)
+
+    @property
+    def mode(self) -> int:
+        """The permission bits that an output made of this checkpoint may have at most."""
+        index = [self.path / INDEX] if self.index is not None else []
+        config = [self.config_path] if self.config_path is not None else []
+        return strictest_mode([*self.sources, *(shard.path for shard in self.files.values()), *config, *index])
 
     def _map(self, shard: Shard) -> mmap.mmap:
         with self._lock:

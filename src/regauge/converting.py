@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoint import INDEX, PICKLES, WEIGHTS, read_index, read_json, require_placed
 from regauge.errors import CheckpointError
-from regauge.files import require_file
+from regauge.files import require_file, strictest_mode
 from regauge.headers import DTYPE_NAMES
 from regauge.planning import File, Plan, index_of, is_file_name, other_files
 
@@ -241,7 +241,8 @@ def plan_conversion(out: Path, pickles: Pickles) -> tuple[Plan, dict[str, Callab
     if not single:
         small[INDEX] = index_of(files, {"metadata": pickles.metadata.get("metadata")})
     copies, left = other_files(pickles.path, {*small, *pickles.files}) if pickles.path.is_dir() and not is_file_name(out) else ({}, ())
-    return Plan(tuple(files), small, copies, left), thunks
+    inputs = {pickles.path, *(pickles.path / name for name in pickles.files)} if pickles.path.is_dir() else {pickles.path}
+    return Plan(tuple(files), small, copies, left, mode=strictest_mode(inputs)), thunks
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from regauge.action import moves
 from regauge.checkpoint import Checkpoint
 from regauge.elements import Element, identity
 from regauge.errors import LockError
-from regauge.files import write_bytes
+from regauge.files import OWNER, write_bytes
 from regauge.keys import Key, canonical
 from regauge.locking import (
     DEFAULT,
@@ -142,7 +142,7 @@ def _require_fit(checkpoint: Checkpoint, spec: Spec) -> None:
 def _job(out: Path, source: Moving, g: Element, record: Record, key: Key | None, digests: Mapping[str, bytes]) -> Job:
     """The plan of a move of the backbone; locked by `key` afterwards, or plain if there is none."""
     thunks = source.thunks(g, "backbone")
-    plan = source.plan(out, g, thunks, "backbone")
+    plan = source.plan(out, g, thunks, "backbone", OWNER)  # a key is for its owner only, and so is what is made with it
     moved = {m.name for m in moves(g, "backbone")}
     plan = replace(plan, known={name: digest for name, digest in digests.items() if name not in moved})
     config = None if source.checkpoint.config is None else {**source.checkpoint.config, **source.described.config}

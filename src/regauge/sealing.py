@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from regauge.errors import CheckpointError, LockError, TamperedFileError, WrongKeyError
-from regauge.files import beside, fsync_folder, reading, writing
+from regauge.files import OWNER, beside, file_mode, fsync_folder, reading, writing
 from regauge.keys import Key, canonical
 
 VERSION = 1
@@ -49,7 +49,8 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
     partial = beside(out)
     with writing(out):
         try:
-            with partial.open("xb") as file:
+            # for its owner only, as the key is
+            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, file_mode(OWNER))) as file:
                 file.write(start + tag)
                 chunks = _Sealer(file, key.derive("seal/chunks", salt), tag)
                 for path, name in entries:
@@ -67,14 +68,17 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
 
 
 def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
-    """Decrypt a sealed file to a new file or folder, which appears when all of it has been authenticated. Returns the names of the files."""
+    """Decrypt a sealed file to a new file or folder, which appears when all of it has been authenticated. Returns the names of the files.
+
+    All of it is for its owner only, as the key is.
+    """
     source, out = Path(source), Path(out)
     key.require("seal")
     _require_new(out)
     with _opened(source, key) as (kind, chunks):
         partial = beside(out)
         with writing(out):
-            partial.mkdir(mode=0o700)
+            partial.mkdir(mode=OWNER)
             try:
                 names = list(_take_all(source, chunks, partial))
                 chunks.end()
@@ -85,9 +89,6 @@ def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
                 if kind == "file":
                     os.link(partial / "data", out)
                 else:
-                    umask = os.umask(0)
-                    os.umask(umask)
-                    partial.chmod(0o777 & ~umask)
                     partial.rename(out)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -276,12 +277,12 @@ def _take_all(source: Path, chunks: _Opener, folder: Path) -> Iterator[str]:
             name = head["name"]
             path = folder / _inside(name)
             if head.get("folder"):
-                path.mkdir()
+                path.mkdir(mode=OWNER)
                 continue
             size, mode = int(head["size"]), int(head["mode"])
         except (ValueError, TypeError, KeyError, RecursionError):
             raise _damaged(source) from None
-        with open(path, "xb", opener=lambda p, flags, mode=mode: os.open(p, flags, (mode & 0o777) | 0o600)) as file:  # type: ignore[misc]
+        with open(path, "xb", opener=lambda p, flags, mode=mode: os.open(p, flags, (mode & OWNER) | file_mode(OWNER))) as file:  # type: ignore[misc]
             while size:
                 data = chunks.read(min(size, CHUNK))
                 file.write(data)

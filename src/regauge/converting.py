@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoint import INDEX, PICKLES, WEIGHTS, read_index, read_json, require_placed
 from regauge.errors import CheckpointError
-from regauge.files import require_file, strictest_mode
+from regauge.files import require_file, require_inside, strictest_mode
 from regauge.headers import DTYPE_NAMES
 from regauge.planning import File, Plan, index_of, is_file_name, other_files
 
@@ -56,6 +56,8 @@ def open_pickles(source: Path) -> Pickles:
         raise CheckpointError(f"{source} does not exist", hint="name a pickled file, or a folder with one")
     folder = source if source.is_dir() else None
     paths, metadata = _paths(source)
+    for path in paths if folder else ():
+        require_inside(path, source)
     config = read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
     files: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, str] = {}

@@ -129,6 +129,25 @@ def require_file(path: Path) -> None:
         raise CheckpointError(f"{path} is no regular file", hint="name a file on the disk: pipes and devices cannot be read twice")
 
 
+def require_inside(path: Path, folder: Path) -> None:
+    """Refuse a link in a model folder that leads out of it, or nowhere: what it names would be copied into the output.
+
+    A snapshot in the cache of the Hugging Face hub (models--OWNER--NAME/snapshots/REVISION) has links to the blobs of its repository, beside the
+    snapshots; they may lead anywhere in that repository's folder.
+    """
+    root = folder.resolve()
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        root = root.parent.parent
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # dangling, or a loop
+        raise CheckpointError(f"{path} is a link that leads nowhere", hint="remove it, or fetch the model again") from error
+    if not real.is_relative_to(root):
+        raise CheckpointError(
+            f"{path} must stay within the model folder, but is a link to {real}", hint="replace the link by a copy of the file, if you trust it"
+        )
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoint import INDEX, PICKLES, WEIGHTS, Checkpoint, open_checkpoint
 from regauge.errors import CheckpointError
-from regauge.files import EVERYONE, amount, strictest_mode, writing
+from regauge.files import EVERYONE, amount, require_inside, strictest_mode, writing
 from regauge.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.keys import is_key_file
 
@@ -231,13 +231,25 @@ def other_files(folder: Path, written: set[str]) -> tuple[dict[str, Path], tuple
     left: list[str] = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        if any(part.startswith(".") for part in Path(name).parts) or not path.is_file() or name in written:
+        if any(part.startswith(".") for part in Path(name).parts) or name in written:
+            continue
+        if path.is_symlink():
+            require_inside(path, folder)
+        if not path.is_file():
             continue
         if _is_weights(path) or _is_element(path) or is_key_file(path):
             left.append(name)
         else:
             copies[name] = path
     return copies, tuple(left)
+
+
+def named_files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return those of some files of a model folder that are there, to be copied."""
+    found = [folder / name for name in names if (folder / name).is_file()]
+    for path in found:
+        require_inside(path, folder)
+    return found
 
 
 def _is_weights(path: Path) -> bool:

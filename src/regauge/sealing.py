@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from regauge.errors import CheckpointError, LockError, TamperedFileError, WrongKeyError
-from regauge.files import OWNER, beside, file_mode, fsync_folder, reading, writing
+from regauge.files import OWNER, beside, file_mode, fsync_folder, reading, require_inside, writing
 from regauge.keys import Key, canonical
 
 VERSION = 1
@@ -34,7 +34,7 @@ _LONGEST_HEADER, _LONGEST_ENTRY = 1 << 12, 1 << 16
 
 
 def seal(source: Path | str, key: Key, out: Path | str) -> int:
-    """Encrypt a file, or a folder with all that is in it, into one new file. Returns its size. Links to files are sealed as the files they name."""
+    """Encrypt a file, or a folder with all that is in it, into one new file. Returns its size. Links within it are sealed as files."""
     source, out = Path(source), Path(out)
     key.require("seal")
     _require_new(out)
@@ -224,6 +224,8 @@ def _entries(source: Path) -> tuple[str, list[tuple[Path, str]]]:
     for path in sorted(_below(source)):
         if not path.is_file() and (path.is_symlink() or not path.is_dir()):
             raise CheckpointError(f"{path} is neither a file nor a folder, and cannot be sealed", hint="remove it first")
+        if path.is_symlink():
+            require_inside(path, source)
         name = path.relative_to(source).as_posix()
         try:
             _inside(name)

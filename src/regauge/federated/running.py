@@ -29,7 +29,7 @@ from regauge.files import OWNER, copy_file, make_folder, staged_folder, write_by
 from regauge.findings import Figure, Results, Table, to_json
 from regauge.jigsaw import MaskedJigsaw
 from regauge.loading import load_model, quiet
-from regauge.planning import model_mode
+from regauge.planning import model_mode, named_files
 from regauge.split.training import measure
 from regauge.tasks import Examples, read_examples
 
@@ -175,7 +175,7 @@ def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
     from safetensors.torch import save_file
 
     inner = plain(model)
-    copied = [source / name for name in COPIED if (source / name).is_file()]
+    copied = named_files(source, COPIED)
     with staged_folder(out, model_mode(source, copied), replace=True) as partial_:
         if isinstance(model, MaskedJigsaw):
             from regauge.jigsaw.saving import write_wrapped

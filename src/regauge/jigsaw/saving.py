@@ -21,7 +21,7 @@ from regauge.jigsaw.masks import JigsawError
 from regauge.jigsaw.variants import Variant
 from regauge.jigsaw.wrapping import LAMBDA, MaskedJigsaw
 from regauge.loading import load_model, quiet
-from regauge.planning import check_new, model_mode
+from regauge.planning import check_new, model_mode, named_files
 
 FOLDER, FILE, VERSION = "jigsaw", "learned.safetensors", "1"
 COPIED = ("preprocessor_config.json", "config.json")
@@ -32,7 +32,7 @@ def save_wrapped(wrapped: MaskedJigsaw, out: Path, source: Path | None = None) -
     images is copied."""
     check_new(out)
     folder = source if source is None or source.is_dir() else source.parent
-    copied = [folder / name for name in COPIED if (folder / name).is_file()] if folder is not None else []
+    copied = named_files(folder, COPIED) if folder is not None else []
     with staged_folder(out, model_mode(source, copied)) as partial:
         write_wrapped(wrapped, partial, copied)
 

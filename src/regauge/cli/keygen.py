@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, say
+from regauge.cli.console import data_json, escaped, say
 from regauge.cli.run import lies_in
 from regauge.errors import KeyFileError, PassphraseError
 
@@ -78,7 +78,7 @@ def _asked(path: Path, passphrase_file: Path | None) -> str:
     given = _given(passphrase_file)
     if given is None:
         _require_terminal(path)
-        given = str(typer.prompt(f"Passphrase of {path}", hide_input=True, err=True))
+        given = str(typer.prompt(escaped(f"Passphrase of {path}"), hide_input=True, err=True))
     return given
 
 

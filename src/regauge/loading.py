@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from regauge.checkpoint import Checkpoint, open_checkpoint
+from regauge.checkpoint import INDEX, WEIGHTS, Checkpoint, open_checkpoint
 from regauge.errors import CheckpointError, UnknownModelError, need
 
 if TYPE_CHECKING:
@@ -201,19 +201,22 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder(checkpoint: Checkpoint) -> Iterator[Path]:
-    """The folder that the library loads from: the checkpoint's own, or one with links to a file and its config. What is not stored as it is read (a
-    model with its adapter) is written there first."""
-    if checkpoint.is_folder and checkpoint.as_stored:
-        yield checkpoint.path
-        return
+    """The folder that the library loads from: links to the files that were read, and nothing else. Whatever lies beside them (an adapter, code,
+    weights in other formats) would be loaded without being asked for. What is not stored as it is read (a model with its adapter) is written."""
     with tempfile.TemporaryDirectory(prefix="regauge-") as temporary:
         folder = Path(temporary)
-        if checkpoint.as_stored:
-            (folder / "model.safetensors").symlink_to(checkpoint.path.resolve())
+        if checkpoint.as_stored and checkpoint.is_folder:
+            for name, shard in checkpoint.files.items():
+                (folder / (WEIGHTS if checkpoint.index is None else name)).symlink_to(shard.path.resolve())
+            for name in (INDEX, "generation_config.json") if checkpoint.index is not None else ("generation_config.json",):
+                if (checkpoint.path / name).is_file():
+                    (folder / name).symlink_to((checkpoint.path / name).resolve())
+        elif checkpoint.as_stored:
+            (folder / WEIGHTS).symlink_to(checkpoint.path.resolve())
         else:
             from safetensors.torch import save_file
 
-            save_file({name: checkpoint[name].contiguous().clone() for name in checkpoint}, folder / "model.safetensors", {"format": "pt"})
+            save_file({name: checkpoint[name].contiguous().clone() for name in checkpoint}, folder / WEIGHTS, {"format": "pt"})
         if checkpoint.config_path is not None:
             (folder / "config.json").symlink_to(checkpoint.config_path.resolve())
         yield folder

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,8 @@ class Plan:
     """What a run writes: safetensors files, small files by their bytes, and files to copy. `digest` tells one plan from another.
 
     `was_finite` says whether what a tensor is made of holds neither NaN nor Inf. Without it, nobody minds either. `finish` makes what depends on all
-    that was written: given the SHA-256 of every tensor, small files in place of those of the plan, and headers as long as those of its files.
+    that was written: given the SHA-256 of every tensor and of every copied file, small files in place of those of the plan, and headers as long as
+    those of its files. It may also refuse what was written, which then never appears.
     `known` holds those of tensors that are written as they are read. `mode` has the permission bits that the output may have at most, beside what
     the copied files allow (`output_mode`).
     """
@@ -71,7 +72,7 @@ class Plan:
     left: tuple[str, ...] = ()
     recipe: bytes = b""
     was_finite: Callable[[str], bool] | None = None
-    finish: Callable[[Mapping[str, bytes]], Mapping[str, bytes]] | None = None
+    finish: Callable[[Mapping[str, bytes], Mapping[str, bytes]], Mapping[str, bytes]] | None = None
     known: Mapping[str, bytes] = field(default_factory=dict)
     mode: int = EVERYONE
 
@@ -225,17 +226,24 @@ def index_of(files: Sequence[File], index: Mapping[str, Any] = MappingProxyType(
     return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def files_of(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a model folder by name, those of its folders too. Hidden files count as absent."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if any(part.startswith(".") for part in Path(name).parts):
+            continue
+        if path.is_symlink():
+            require_inside(path, folder)
+        if path.is_file():
+            yield name, path
+
+
 def other_files(folder: Path, written: set[str]) -> tuple[dict[str, Path], tuple[str, ...]]:
     """The files of a folder to carry over, and those to leave: other weights and their indices, elements and keys. Hidden files count as absent."""
     copies: dict[str, Path] = {}
     left: list[str] = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if any(part.startswith(".") for part in Path(name).parts) or name in written:
-            continue
-        if path.is_symlink():
-            require_inside(path, folder)
-        if not path.is_file():
+    for name, path in files_of(folder):
+        if name in written:
             continue
         if _is_weights(path) or _is_element(path) or is_key_file(path):
             left.append(name)

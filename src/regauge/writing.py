@@ -67,21 +67,22 @@ def write_plan(
         run = _Run(partial, plan, mode, thunks, done, progress, threads or min(4, max(1, (os.cpu_count() or 1) - 1)))  # one core is the disk's
         with writing(out):
             run.write()
+            copied: dict[str, bytes] = {}
             for name, path in plan.copies.items():
                 make_folder((partial / name).parent, mode)
-                copy_file(path, partial / name, mode)
-            for name, data in {**plan.small, **_finishing(partial, plan, run.digests, done)}.items():
+                copied[name] = copy_file(path, partial / name, mode)
+            for name, data in {**plan.small, **_finishing(partial, plan, run.digests, done, copied)}.items():
                 write_bytes(partial / name, data, mode=file_mode(mode))
             _finish(partial, out)
     files = (*(f.name for f in plan.files), *plan.small, *plan.copies)
     return Written(out, files, size, tuple(run.nonfinite), plan.left, tuple(done))
 
 
-def _finishing(partial: Path, plan: Plan, digests: Mapping[str, bytes], done: set[str]) -> dict[str, bytes]:
+def _finishing(partial: Path, plan: Plan, digests: Mapping[str, bytes], done: set[str], copied: Mapping[str, bytes]) -> dict[str, bytes]:
     """The small files that are made last. Headers that are made last are put in their places here."""
     if plan.finish is None:
         return {}
-    late = dict(plan.finish({**digests, **_digests_of(partial / name for name in done)}))
+    late = dict(plan.finish({**digests, **_digests_of(partial / name for name in done)}, copied))
     for file in plan.files:
         header = late.pop(file.name, None)
         if header is not None:
@@ -271,9 +272,7 @@ class _Run:
                 self._require_nonfinite(name, dtype)
             view = memoryview(bits.tobytes() if not bits.size else bits.view(np.uint8))  # type: ignore[arg-type]
             written += len(view)
-            if digest is not None:
-                digest.update(view)
-            _write_all(fd, view)
+            _write_all(fd, view, digest)
         if written != nbytes(dtype, shape):
             raise CheckpointError(f'"{name}" became {written} bytes, but {dtype} {list(shape)} was announced')
         if digest is not None:
@@ -308,9 +307,14 @@ class _Run:
         _journal(self.folder, self.digest, self.done)
 
 
-def _write_all(fd: int, view: memoryview) -> None:
+def _write_all(fd: int, view: memoryview, digest: Any = None) -> None:
+    """Write all bytes, and hash them. What is hashed is copied first: under a map the file may change between the two."""
     while len(view):
-        view = view[os.write(fd, view[:_CHUNK]) :]
+        chunk = view[:_CHUNK] if digest is None else bytes(view[:_CHUNK])
+        done = os.write(fd, chunk)
+        if digest is not None:
+            digest.update(memoryview(chunk)[:done])
+        view = view[done:]
 
 
 def _pieces(made: Any, name: str, dtype: str) -> Iterator[Any]:

@@ -231,9 +231,9 @@ def test_rekey_never_has_the_plain_model(run: Run, tmp_path: Path, llama: Path, 
     seen: list[bytes] = []
     write = writing._write_all
 
-    def watch(fd: int, view: memoryview) -> None:
+    def watch(fd: int, view: memoryview, digest: Any = None) -> None:
         seen.append(bytes(view))
-        write(fd, view)
+        write(fd, view, digest)
 
     monkeypatch.setattr(writing, "_write_all", watch)
     assert run("rekey", tmp_path / "locked", "-k", key, "--to", tmp_path / "new", "-o", tmp_path / "again").code == 0

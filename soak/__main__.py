@@ -16,6 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ["RUST_BACKTRACE"] = "0"
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builders of pico-models
 
+from soak import interruptions
 from soak.files import files
 from soak.folders import hostile_folders
 from soak.harness import Outcome, table
@@ -25,6 +26,8 @@ Scenario = Callable[[float], Iterable[Outcome]]
 SCENARIOS: dict[str, Scenario] = {
     "folders": hostile_folders,
     "files": files,
+    "file-kills": interruptions.kills,
+    "file-rewrites": interruptions.rewrites,
 }
 
 

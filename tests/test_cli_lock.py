@@ -68,6 +68,7 @@ def test_passphrases(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.
     import regauge.keys
 
     monkeypatch.setattr(regauge.keys, "SCRYPT", {"n": 16, "r": 8, "p": 1})
+    (tmp_path / "word").touch(0o600)
     (tmp_path / "word").write_text("open sesame\n")
     assert run("keygen", "-o", tmp_path / "key", "--passphrase-file", tmp_path / "word").code == 0
     assert "wrapped" in (tmp_path / "key").read_text()
@@ -90,6 +91,20 @@ def test_passphrases(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.
     (tmp_path / "word").write_text("\n")
     said = run("keygen", "-o", tmp_path / "third", "--passphrase-file", tmp_path / "word")
     assert "holds no passphrase" in said.err
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
+def test_a_passphrase_file_that_others_can_read_is_refused(run: Run, tmp_path: Path, mode: int) -> None:
+    word = tmp_path / "word"
+    word.write_text("open sesame\n")
+    word.chmod(mode)
+    said = run("keygen", "-o", tmp_path / "key", "--passphrase-file", word)
+    assert said.code == 1
+    assert f"{word} can be read by others (mode {mode:04o})" in said.err
+    assert f"hint: chmod 600 {word}" in said.err
+    assert listed(tmp_path) == ["word"]
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    assert "no regular file" in run("keygen", "-o", tmp_path / "key", "--passphrase-file", tmp_path / "pipe").err
 
 
 def test_lock_and_unlock(run: Run, tmp_path: Path, llama: Path, key: Path) -> None:
@@ -216,9 +231,9 @@ def test_rekey_never_has_the_plain_model(run: Run, tmp_path: Path, llama: Path, 
     seen: list[bytes] = []
     write = writing._write_all
 
-    def watch(fd: int, view: memoryview) -> None:
+    def watch(fd: int, view: memoryview, digest: Any = None) -> None:
         seen.append(bytes(view))
-        write(fd, view)
+        write(fd, view, digest)
 
     monkeypatch.setattr(writing, "_write_all", watch)
     assert run("rekey", tmp_path / "locked", "-k", key, "--to", tmp_path / "new", "-o", tmp_path / "again").code == 0

@@ -138,8 +138,16 @@ def test_a_record_is_what_the_page_says(name: str, group: str) -> None:
     spaces = sorted([s, spec.spaces[s].size, spec.spaces[s].over, str(spec.spaces[s].group.within(within))] for s in g.members)  # type: ignore[arg-type]
     assert record.layout == digest_of(spaces)
     assert len({row[3] for row in spaces}) == {"permutation": 1, "signed": 2, "rotation": 4}[group], "the group that is drawn from, space by space"
-    plain = {"version": 1, "scheme": "backbone", "family": name, "group": group, "spaces": None, "folded": group == "rotation", "key": KEY.id}
-    plain |= {"digest": record.digest, "layout": record.layout}
+    plain: dict[str, Any] = {
+        "version": 2,
+        "scheme": "backbone",
+        "family": name,
+        "group": group,
+        "spaces": None,
+        "folded": group == "rotation",
+        "key": KEY.id,
+    }
+    plain |= {"digest": record.digest, "layout": record.layout, "files": None, "plain": "0" * 64 if group == "rotation" else record.digest}
     path = {"gpt2": "transformer.h.", "llama": "model.layers."}[name]
     structure = sorted([n.removeprefix(path), dtype, shape] for n, dtype, shape, _ in listed(locked) if n.startswith(path))
     for tag, message in (("record", None), ("structure", structure), ("data", listed(locked))):
@@ -154,6 +162,8 @@ CHANGES: dict[str, Any] = {
     "layout": "0" * 64,
     "spaces": ("stream",),
     "folded": True,
+    "files": {"adapter_config.json": "0" * 64},
+    "plain": "1" * 64,
 }
 
 
@@ -252,8 +262,8 @@ def test_records_are_read_strictly() -> None:
     assert read_record(json.loads(json.dumps(good))) == record
     assert record_of({"regauge_lock": good}) == record
     assert record_of({"model_type": "gpt2"}) is None
-    with pytest.raises(LockError, match="format version 2"):
-        read_record({**good, "version": 2})
+    with pytest.raises(LockError, match="format version 3"):
+        read_record({**good, "version": 3})
     for bad in (
         None,
         7,
@@ -261,6 +271,12 @@ def test_records_are_read_strictly() -> None:
         {},
         {**good, "extra": 1},
         {**good, "version": 0},
+        {**good, "version": 1},
+        {**good, "version": True},
+        {**good, "files": []},
+        {**good, "files": {"a": 1}},
+        {**good, "files": {"": "0" * 64}},
+        {**good, "plain": None},
         {**good, "scheme": "all"},
         {**good, "group": "none"},
         {**good, "folded": 0},

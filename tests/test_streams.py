@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import itertools
 from collections import Counter
 
@@ -19,6 +20,35 @@ def below(stream: Stream, n: int) -> int:
     while (word := int(stream.words(1)[0])) >= 2**64 - 2**64 % n:
         pass
     return word % n
+
+
+@pytest.mark.parametrize(
+    ("ikm", "salt", "info", "okm"),
+    [  # RFC 5869, A.1 to A.3: the first 32 bytes, of which HKDF's first block consists
+        ("0b" * 22, "000102030405060708090a0b0c", "f0f1f2f3f4f5f6f7f8f9", "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"),
+        (
+            bytes(range(0x50)).hex(),
+            bytes(range(0x60, 0xB0)).hex(),
+            bytes(range(0xB0, 0x100)).hex(),
+            "b11e398dc80327a1c8e7f78c596a49344f012eda2d4efad8a050cc4c19afa97c",
+        ),
+        ("0b" * 22, "", "", "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d"),
+    ],
+)
+def test_hkdf_has_the_values_of_its_rfc(ikm: str, salt: str, info: str, okm: str) -> None:
+    assert hkdf(bytes.fromhex(ikm), bytes.fromhex(info), bytes.fromhex(salt)).hex() == okm
+
+
+def test_hkdf_is_what_version_1_had() -> None:
+    """Extract and expand by hand, as files of version 1 were made."""
+    for key, info, salt in (
+        (KEY, b"regauge/1/x", b""),
+        (KEY, b"regauge/1/lock/data", bytes(range(32))),
+        (b"", b"", b"s"),
+        (bytes(100), b"i" * 99, bytes(80)),
+    ):
+        extracted = hmac.digest(salt or bytes(32), key, "sha256")
+        assert hkdf(key, info, salt) == hmac.digest(extracted, info + b"\x01", "sha256")
 
 
 def test_hkdf_matches_the_library() -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from regauge.documents import CONFIG_BYTES, INDEX_BYTES, parse_json, read_document
 from regauge.errors import CheckpointError
-from regauge.files import reading
+from regauge.files import reading, require_inside, strictest_mode
 from regauge.headers import DTYPES, FLOATS, Entry, Shard, read_header
 
 if TYPE_CHECKING:
@@ -149,6 +149,13 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """Everything that is read: no output may lie there."""
         return (self.path,)
 
+    @property
+    def mode(self) -> int:
+        """The permission bits that an output made of this checkpoint may have at most."""
+        index = [self.path / INDEX] if self.index is not None else []
+        config = [self.config_path] if self.config_path is not None else []
+        return strictest_mode([*self.sources, *(shard.path for shard in self.files.values()), *config, *index])
+
     def _map(self, shard: Shard) -> mmap.mmap:
         with self._lock:
             if shard.path not in self._maps:
@@ -213,12 +220,16 @@ def _open_file(path: Path) -> Checkpoint:
     shard = read_header(path)
     for config_path in (path.with_name(f"{path.stem}.config.json"), path.with_name("config.json")):
         if config_path.is_file():
+            require_inside(config_path, path.parent)
             return _opened(path, [shard], config_path)
     return _opened(path, [shard], None)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
     config_path = folder / "config.json" if (folder / "config.json").is_file() else None
+    for path in (folder / "config.json", folder / WEIGHTS, folder / INDEX):
+        if os.path.lexists(path):
+            require_inside(path, folder)
     if (folder / WEIGHTS).exists():
         return _opened(folder, [read_header(folder / WEIGHTS)], config_path)
     if (folder / INDEX).exists():
@@ -228,6 +239,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         found = sorted(p for p in folder.iterdir() if p.is_file())
     tensors = [p for p in found if p.suffix == ".safetensors"]
     if len(tensors) == 1 and not re.search(r"-of-\d+$", tensors[0].stem):
+        require_inside(tensors[0], folder)
         return _opened(folder, [read_header(tensors[0])], config_path)
     if tensors:
         raise CheckpointError(
@@ -308,6 +320,8 @@ def _read_shards(folder: Path, where: Mapping[str, str]) -> list[Shard]:
             f"{folder} lacks {len(missing)} of its {len(files)} shards: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}",
             hint=f"fetch what {INDEX} names",
         )
+    for file in files:
+        require_inside(folder / file, folder)
     shards = {f: read_header(folder / f) for f in sorted(files)}
     require_placed(folder / INDEX, where, {file: shard.entries for file, shard in shards.items()})
     return list(shards.values())

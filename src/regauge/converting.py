@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoint import INDEX, PICKLES, WEIGHTS, read_index, read_json, require_placed
 from regauge.errors import CheckpointError
-from regauge.files import require_file
+from regauge.files import require_file, require_inside, strictest_mode
 from regauge.headers import DTYPE_NAMES
 from regauge.planning import File, Plan, index_of, is_file_name, other_files
 
@@ -56,6 +56,8 @@ def open_pickles(source: Path) -> Pickles:
         raise CheckpointError(f"{source} does not exist", hint="name a pickled file, or a folder with one")
     folder = source if source.is_dir() else None
     paths, metadata = _paths(source)
+    for path in paths if folder else ():
+        require_inside(path, source)
     config = read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
     files: dict[str, dict[str, Tensor]] = {}
     aliases: dict[str, str] = {}
@@ -241,7 +243,8 @@ def plan_conversion(out: Path, pickles: Pickles) -> tuple[Plan, dict[str, Callab
     if not single:
         small[INDEX] = index_of(files, {"metadata": pickles.metadata.get("metadata")})
     copies, left = other_files(pickles.path, {*small, *pickles.files}) if pickles.path.is_dir() and not is_file_name(out) else ({}, ())
-    return Plan(tuple(files), small, copies, left), thunks
+    inputs = {pickles.path, *(pickles.path / name for name in pickles.files)} if pickles.path.is_dir() else {pickles.path}
+    return Plan(tuple(files), small, copies, left, mode=strictest_mode(inputs)), thunks
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -186,7 +186,8 @@ def authorize(model: Module, key: Key, *, files: Path | str | None = None, **mor
 
     The model is one that was loaded from a locked folder: its config carries the lock's record. The key, the record and the spaces are checked, the
     numbers are not: in memory they may be of another dtype, or trained. With `files`, the folder that it was loaded from, those are checked as
-    `unlock` checks them, and changed weights are refused.
+    `unlock` checks them, the list of files too, and the numbers in memory must be those of the files.
+    A model that was loaded together with an adapter is refused: an `adapter_model.safetensors` in the folder is loaded without being asked for.
 
     What this protects: weights on disk, and whatever is saved from here. Not this process, which has the key and the locked weights at once: for
     that the two must be on different machines (split).
@@ -195,14 +196,20 @@ def authorize(model: Module, key: Key, *, files: Path | str | None = None, **mor
     from regauge.sources import spec_of
 
     record = require_locked(model, f"this {type(model).__name__}")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise EdgeError(
+            f"this {type(model).__name__} was loaded with an adapter, which its lock does not cover",
+            hint="remove adapter_config.json from the folder if it is not yours; put adapters on after authorize",
+        )
     element = locked_element(spec_of(model), record, key)
     if files is not None:
         from regauge.checkpoint import open_checkpoint
-        from regauge.lockfiles import verify_files
+        from regauge.lockfiles import verify_loaded
 
         checkpoint = open_checkpoint(files)
-        if verify_files(checkpoint, spec_of(checkpoint), key) != record:
+        if require_locked(checkpoint, files) != record:
             raise EdgeError(f"this {type(model).__name__} has another lock record than {files}", hint="name the folder that it was loaded from")
+        verify_loaded(model, checkpoint, spec_of(checkpoint), key)
     return authorized(model, element, **more)
 
 

@@ -1,20 +1,151 @@
-"""Single files: what may be read, what the system's errors mean, writing that is all or nothing, and how sizes are said."""
+"""Files and folders: which may be read, the system's errors as typed ones, permissions, all-or-nothing writes, and sizes as text."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
-from collections.abc import Iterator
+import shutil
+import stat
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from regauge.errors import CheckpointError
+
+EVERYONE, OWNER = 0o777, 0o700  # the most that an output may allow, before the umask; what an output made with a key allows
+_CHUNK = 1 << 20
+
+
+def strictest_mode(inputs: Iterable[Path]) -> int:
+    """Return the permission bits that an output of these files and folders may have at most, as those of a folder.
+
+    A class of users (group, others) keeps its bits only if it can read every input: a private file makes a private folder. The owner keeps all.
+    A file made by this rule gets the same bits without those for execution (`file_mode`). The umask is honoured in addition, by the system.
+
+    >>> oct(strictest_mode([]))
+    '0o777'
+    """
+    mode = EVERYONE
+    for path in inputs:
+        with reading(path):
+            found = path.stat().st_mode
+        needed = 0o111 if stat.S_ISDIR(found) else 0o444
+        allowed = stat.S_IMODE(found) & 0o777
+        for shift in (0, 3):  # others, group
+            bits = allowed >> shift & 0o7
+            if not bits & (needed >> shift & 0o7):
+                mode &= ~(0o7 << shift)
+            elif stat.S_ISDIR(found):
+                mode &= ~(0o7 << shift) | bits << shift
+            elif not bits & 0o2:
+                mode &= ~(0o2 << shift)
+    return mode | OWNER
+
+
+def file_mode(mode: int) -> int:
+    """Return the bits of a file in a folder with these bits."""
+    return mode & 0o666
+
+
+def make_folder(folder: Path, mode: int = EVERYONE) -> None:
+    """Make a folder and those above it that are missing, all with these bits. One that is there stays as it is."""
+    for path in (*reversed(folder.parents), folder):
+        if not path.is_dir():
+            path.mkdir(mode=mode, exist_ok=True)
+
+
+def tighten(path: Path, mode: int) -> None:
+    """Take away what `mode` does not allow. Nothing is ever added."""
+    found = stat.S_IMODE(path.stat().st_mode)
+    if found & ~mode:
+        path.chmod(found & mode)
+
+
+def copy_file(source: Path, target: Path, mode: int) -> bytes:
+    """Copy a regular file to a new name, with these bits from its first moment, and flush it. Returns the SHA-256 of the bytes that were written."""
+    require_file(source)
+    digest = hashlib.sha256()
+    with source.open("rb") as file, open(target, "xb", opener=lambda name, flags: os.open(name, flags, file_mode(mode))) as new:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            new.write(chunk)
+        new.flush()
+        os.fsync(new.fileno())
+    return digest.digest()
+
+
+@contextlib.contextmanager
+def staged_folder(out: Path, mode: int = EVERYONE, *, replace: bool = False) -> Iterator[Path]:
+    """Yield a hidden folder beside `out`, for its owner only, that takes the place of `out` at the end: whole or not at all.
+
+    For what other libraries write: files and folders in it get the bits of `mode`, less the umask, just before. An older `out` must be an empty
+    folder, or is removed with `replace` once the new one is in its place.
+    """
+    partial = beside(out)
+    with writing(out):
+        try:
+            make_folder(partial.parent)
+            partial.mkdir(mode=OWNER)
+            yield partial
+            mode &= _umasked(partial)
+            for path in partial.rglob("*"):
+                path.chmod(mode if path.is_dir() else file_mode(mode))
+                _fsync(path)
+            partial.chmod(mode)
+            old = beside(out)
+            if replace and os.path.lexists(out):
+                out.rename(old)
+            elif out.is_dir():
+                out.rmdir()
+            partial.rename(out)
+            shutil.rmtree(old, ignore_errors=True)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    fsync_folder(out.absolute().parent)
+
+
+def _umasked(folder: Path) -> int:
+    """Return what the umask leaves of all bits, read off a new folder: `os.umask` can only be read by changing it, for all threads at once."""
+    probe = folder / f".{os.urandom(6).hex()}"
+    probe.mkdir()
+    try:
+        return stat.S_IMODE(probe.stat().st_mode) & EVERYONE
+    finally:
+        probe.rmdir()
+
+
+def _fsync(path: Path) -> None:
+    if path.is_dir():
+        fsync_folder(path)
+        return
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def require_file(path: Path) -> None:
     """Refuse what is there and is no regular file: opening a pipe would wait for its other end. What is absent is left to whoever opens it."""
     if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 (these take names that are too long for the system)
         raise CheckpointError(f"{path} is no regular file", hint="name a file on the disk: pipes and devices cannot be read twice")
+
+
+def require_inside(path: Path, folder: Path) -> None:
+    """Refuse a link in a model folder that leads out of it, or nowhere: what it names would be copied into the output.
+
+    A snapshot in the cache of the Hugging Face hub (models--OWNER--NAME/snapshots/REVISION) has links to the blobs of its repository, beside the
+    snapshots; they may lead anywhere in that repository's folder.
+    """
+    root = folder.resolve()
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        root = root.parent.parent
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # dangling, or a loop
+        raise CheckpointError(f"{path} is a link that leads nowhere", hint="remove it, or fetch the model again") from error
+    if not real.is_relative_to(root):
+        raise CheckpointError(
+            f"{path} must stay within the model folder, but is a link to {real}", hint="replace the link by a copy of the file, if you trust it"
+        )
 
 
 @contextlib.contextmanager
@@ -93,9 +224,14 @@ def beside(path: Path) -> Path:
 
 
 def write_bytes(path: Path, data: bytes | bytearray | memoryview, mode: int = 0o666, *, new: bool = False) -> None:
-    """Write one file so that it appears whole or not at all, in place of an older one of that name, or refusing to if it must be `new`."""
+    """Write one file so that it appears whole or not at all, in place of an older one of that name, or refusing to if it must be `new`.
+
+    It is never looser than the file that it replaces.
+    """
     with writing(path):
         _require_plain(path)
+        if not new and path.exists():
+            mode &= stat.S_IMODE(path.stat().st_mode) | 0o600
     partial = beside(path)
     with writing(path):
         try:

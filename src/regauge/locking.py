@@ -12,6 +12,9 @@ written down in the lock's record (`docs/formats.md`), under "regauge_lock" in c
     structure   and the names, dtypes and shapes of the backbone: what training leaves as it is
     data        and every tensor of the model, by name, dtype, shape and SHA-256
 
+The record also lists the other files of the locked folder with their SHA-256 (`files`), and has the digest of the plain weights that unlocking must
+give (`plain`). Records of version 1 have neither.
+
 These are pure functions on states; `regauge.lockfiles` reads and writes checkpoints.
 """
 
@@ -39,7 +42,8 @@ if TYPE_CHECKING:
 
     from regauge.action import State
 
-VERSION = 1
+VERSION = 2
+UNKNOWN = "0" * 64  # in place of a digest that nobody has
 SCHEME = "backbone"  # what is moved
 FIELD = "regauge_lock"
 TAGS = ("record", "structure", "data")
@@ -66,7 +70,12 @@ Header = Mapping[str, tuple[str, tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Record:
-    """What a lock did, without its secret. `spaces` is None where all spaces of the backbone move; `digest` is that of the plain model."""
+    """What a lock did, without its secret. `spaces` is None where all spaces of the backbone move; `digest` is that of the plain model.
+
+    `files` has the SHA-256 of every other file of the folder that must not change, by name; None where no folder was locked. `plain` is the digest
+    of the weights that unlocking gives, bit for bit; `UNKNOWN` for rotations, and for what was trained since. Both are None or `UNKNOWN` in
+    records of version 1, which do not have them.
+    """
 
     family: str
     group: str
@@ -75,13 +84,17 @@ class Record:
     layout: str
     spaces: tuple[str, ...] | None = None
     folded: bool = False
-    tags: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(TAGS, "0" * 64))
+    tags: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(TAGS, UNKNOWN))
+    files: Mapping[str, str] | None = None
+    plain: str = UNKNOWN
+    version: int = VERSION
 
     def body(self) -> dict[str, Any]:
         """All but the tags: what they authenticate."""
         spaces = None if self.spaces is None else list(self.spaces)
+        more = {"files": None if self.files is None else dict(self.files), "plain": self.plain} if self.version > 1 else {}
         return {
-            "version": VERSION,
+            "version": self.version,
             "scheme": SCHEME,
             "family": self.family,
             "group": self.group,
@@ -90,6 +103,7 @@ class Record:
             "key": self.key,
             "digest": self.digest,
             "layout": self.layout,
+            **more,
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -150,7 +164,8 @@ def draft(spec: Spec, key: Key, digest: str, group: str = DEFAULT, spaces: Itera
             else "the spec has no embedding or head beside its backbone: a spec file says which tensors are which (docs/adding-a-model.md)",
         )
     layout = _layout(described, chosen, group)
-    return described, Record(spec.family, group, key.id, digest, layout, named, folded)
+    exact = LOCKS[group].within != "orthogonal" and not folded
+    return described, Record(spec.family, group, key.id, digest, layout, named, folded, plain=digest if exact else UNKNOWN)
 
 
 def described_spec(spec: Spec, folded: bool) -> Spec:
@@ -186,6 +201,15 @@ def tagged(record: Record, key: Key, spec: Spec, header: Header, digests: Mappin
     """The record with its three tags, for a model with this header and these digests."""
     messages = {"record": None, "structure": _structure(spec, header), "data": _data(header, digests)}
     return replace(record, tags={name: _tag(record, key, name, message) for name, message in messages.items()})
+
+
+def renewed(before: Record, record: Record, key: Key, spec: Spec, header: Header, digests: Mapping[str, bytes]) -> Record:
+    """The record of a model that may have been trained since it was locked, with tags that fit it now. `before` is the record that it had.
+
+    If the data are another model's, the plain weights are not known any more.
+    """
+    same = _fits(before, key, "data", _data(header, digests))
+    return tagged(replace(record, plain=before.plain if same else UNKNOWN), key, spec, header, digests)
 
 
 def verify_tags(record: Record, key: Key, spec: Spec, header: Header, digests: Mapping[str, bytes] | None) -> str | None:
@@ -244,7 +268,12 @@ def read_record(value: Any) -> Record:
             spaces=None if spaces is None else tuple(_text(name) for name in spaces),
             folded=value["folded"],
             tags=tags,
+            files=_listed(value["files"]) if value["version"] != 1 else None,
+            plain=_hex(value["plain"], 64) if value["version"] != 1 else UNKNOWN,
+            version=value["version"],
         )
+        if type(record.version) is not int or record.version < 1:
+            raise ValueError
         if record.to_json() != dict(value) or type(record.folded) is not bool or record.group not in LOCKS:
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -345,6 +374,15 @@ def _hex(text: Any, n: int) -> str:
     if not isinstance(text, str) or len(text) != n or not set(text) <= set("0123456789abcdef"):
         raise ValueError
     return text
+
+
+def _listed(value: Any) -> dict[str, str] | None:
+    """The list of files in a record."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or len(value) > 10_000 or not all(isinstance(name, str) and 0 < len(name) <= 1024 for name in value):
+        raise ValueError
+    return {name: _hex(digest, 64) for name, digest in value.items()}
 
 
 def _text(value: Any) -> str:

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from regauge.files import EVERYONE
+
 if TYPE_CHECKING:
     from regauge.checkpoint import Checkpoint
     from regauge.elements import Element
@@ -40,8 +42,11 @@ class Moving:
             made = {name: partial(_rounded, make, self.checkpoint[origin(self.spec, self.checkpoint, name)].dtype) for name, make in made.items()}
         return made
 
-    def plan(self, out: Path, g: Element, thunks: Mapping[str, Callable[[], Any]], part: str | None = None, **small: bytes) -> Plan:
-        """The files to be written: the checkpoint's own, moved, and small ones by their bytes (`match.json` as match_json)."""
+    def plan(
+        self, out: Path, g: Element, thunks: Mapping[str, Callable[[], Any]], part: str | None = None, mode: int = EVERYONE, **small: bytes
+    ) -> Plan:
+        """The files to be written: the checkpoint's own, moved, and small ones by their bytes (`match.json` as match_json). `mode` has the
+        permission bits that inputs beside the checkpoint allow."""
         from regauge.action import moves
         from regauge.fold import origin
         from regauge.planning import is_file_name, plan_checkpoint
@@ -54,7 +59,7 @@ class Moving:
         if is_file_name(out):
             names = {f"{out.stem}.{name}": value for name, value in names.items()}
         copies = {name: path for name, path in plan.copies.items() if name not in names}
-        return replace(plan, small={**plan.small, **names}, copies=copies)
+        return replace(plan, small={**plan.small, **names}, copies=copies, mode=plan.mode & mode)
 
 
 def moving(checkpoint: Checkpoint, spec: Spec, fold: bool, fix: Sequence[str] = ()) -> Moving:

@@ -6,16 +6,16 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from regauge.checkpoint import INDEX, PICKLES, WEIGHTS, Checkpoint
+from regauge.checkpoint import INDEX, PICKLES, WEIGHTS, Checkpoint, open_checkpoint
 from regauge.errors import CheckpointError
-from regauge.files import amount, writing
+from regauge.files import EVERYONE, amount, require_inside, strictest_mode, writing
 from regauge.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.keys import is_key_file
 
@@ -60,8 +60,10 @@ class Plan:
     """What a run writes: safetensors files, small files by their bytes, and files to copy. `digest` tells one plan from another.
 
     `was_finite` says whether what a tensor is made of holds neither NaN nor Inf. Without it, nobody minds either. `finish` makes what depends on all
-    that was written: given the SHA-256 of every tensor, small files in place of those of the plan, and headers as long as those of its files.
-    `known` holds those of tensors that are written as they are read.
+    that was written: given the SHA-256 of every tensor and of every copied file, small files in place of those of the plan, and headers as long as
+    those of its files. It may also refuse what was written, which then never appears.
+    `known` holds those of tensors that are written as they are read. `mode` has the permission bits that the output may have at most, beside what
+    the copied files allow (`output_mode`).
     """
 
     files: tuple[File, ...]
@@ -70,8 +72,14 @@ class Plan:
     left: tuple[str, ...] = ()
     recipe: bytes = b""
     was_finite: Callable[[str], bool] | None = None
-    finish: Callable[[Mapping[str, bytes]], Mapping[str, bytes]] | None = None
+    finish: Callable[[Mapping[str, bytes], Mapping[str, bytes]], Mapping[str, bytes]] | None = None
     known: Mapping[str, bytes] = field(default_factory=dict)
+    mode: int = EVERYONE
+
+    @property
+    def output_mode(self) -> int:
+        """The bits of every folder of the output, and (without those for execution) of every file: never looser than the strictest input."""
+        return self.mode & copies_mode(self.copies)
 
     @property
     def size(self) -> int:
@@ -82,6 +90,11 @@ class Plan:
         for file in self.files:
             whole.update(file.name.encode() + b"\0" + file.header())
         return whole.hexdigest()
+
+
+def copies_mode(copies: Mapping[str, Path]) -> int:
+    """Return the permission bits that an output with these files copied into it may have at most: those files count, and the folders they lie in."""
+    return strictest_mode({p for path in copies.values() for p in (path, path.parent)})
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
@@ -108,9 +121,17 @@ def plan_checkpoint(
     What can be refused before the first byte is refused here.
     """
     check_target(out, source.path)
-    plan = replace(_plan(out, source, thunks, dict(config_changes or {}), recipe), was_finite=partial(_was_finite, source, origins or {}))
+    plan = replace(
+        _plan(out, source, thunks, dict(config_changes or {}), recipe), was_finite=partial(_was_finite, source, origins or {}), mode=source.mode
+    )
     check_space(real_path(out).parent, plan.size)
     return plan
+
+
+def model_mode(source: Path | None, copied: Iterable[Path] = ()) -> int:
+    """Return the permission bits that a model made of the one at `source` (None: in memory) may have at most, with these files copied."""
+    opened = EVERYONE if source is None or not source.exists() else open_checkpoint(source).mode
+    return opened & strictest_mode(copied)
 
 
 def check_target(out: Path, source: Path) -> None:
@@ -205,19 +226,38 @@ def index_of(files: Sequence[File], index: Mapping[str, Any] = MappingProxyType(
     return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
 
 
+def files_of(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files of a model folder by name, those of its folders too. Hidden files count as absent."""
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if any(part.startswith(".") for part in Path(name).parts):
+            continue
+        if path.is_symlink():
+            require_inside(path, folder)
+        if path.is_file():
+            yield name, path
+
+
 def other_files(folder: Path, written: set[str]) -> tuple[dict[str, Path], tuple[str, ...]]:
     """The files of a folder to carry over, and those to leave: other weights and their indices, elements and keys. Hidden files count as absent."""
     copies: dict[str, Path] = {}
     left: list[str] = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if any(part.startswith(".") for part in Path(name).parts) or not path.is_file() or name in written:
+    for name, path in files_of(folder):
+        if name in written:
             continue
         if _is_weights(path) or _is_element(path) or is_key_file(path):
             left.append(name)
         else:
             copies[name] = path
     return copies, tuple(left)
+
+
+def named_files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Return those of some files of a model folder that are there, to be copied."""
+    found = [folder / name for name in names if (folder / name).is_file()]
+    for path in found:
+        require_inside(path, folder)
+    return found
 
 
 def _is_weights(path: Path) -> bool:

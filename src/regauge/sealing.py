@@ -23,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from regauge.errors import CheckpointError, LockError, TamperedFileError, WrongKeyError
-from regauge.files import beside, fsync_folder, reading, writing
+from regauge.files import OWNER, beside, file_mode, fsync_folder, reading, require_inside, writing
 from regauge.keys import Key, canonical
 
 VERSION = 1
@@ -34,7 +34,7 @@ _LONGEST_HEADER, _LONGEST_ENTRY = 1 << 12, 1 << 16
 
 
 def seal(source: Path | str, key: Key, out: Path | str) -> int:
-    """Encrypt a file, or a folder with all that is in it, into one new file. Returns its size. Links to files are sealed as the files they name."""
+    """Encrypt a file, or a folder with all that is in it, into one new file. Returns its size. Links within it are sealed as files."""
     source, out = Path(source), Path(out)
     key.require("seal")
     _require_new(out)
@@ -49,7 +49,8 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
     partial = beside(out)
     with writing(out):
         try:
-            with partial.open("xb") as file:
+            # for its owner only, as the key is
+            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, file_mode(OWNER))) as file:
                 file.write(start + tag)
                 chunks = _Sealer(file, key.derive("seal/chunks", salt), tag)
                 for path, name in entries:
@@ -67,14 +68,17 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
 
 
 def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
-    """Decrypt a sealed file to a new file or folder, which appears when all of it has been authenticated. Returns the names of the files."""
+    """Decrypt a sealed file to a new file or folder, which appears when all of it has been authenticated. Returns the names of the files.
+
+    All of it is for its owner only, as the key is.
+    """
     source, out = Path(source), Path(out)
     key.require("seal")
     _require_new(out)
     with _opened(source, key) as (kind, chunks):
         partial = beside(out)
         with writing(out):
-            partial.mkdir(mode=0o700)
+            partial.mkdir(mode=OWNER)
             try:
                 names = list(_take_all(source, chunks, partial))
                 chunks.end()
@@ -85,9 +89,6 @@ def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
                 if kind == "file":
                     os.link(partial / "data", out)
                 else:
-                    umask = os.umask(0)
-                    os.umask(umask)
-                    partial.chmod(0o777 & ~umask)
                     partial.rename(out)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
@@ -223,6 +224,8 @@ def _entries(source: Path) -> tuple[str, list[tuple[Path, str]]]:
     for path in sorted(_below(source)):
         if not path.is_file() and (path.is_symlink() or not path.is_dir()):
             raise CheckpointError(f"{path} is neither a file nor a folder, and cannot be sealed", hint="remove it first")
+        if path.is_symlink():
+            require_inside(path, source)
         name = path.relative_to(source).as_posix()
         try:
             _inside(name)
@@ -276,12 +279,12 @@ def _take_all(source: Path, chunks: _Opener, folder: Path) -> Iterator[str]:
             name = head["name"]
             path = folder / _inside(name)
             if head.get("folder"):
-                path.mkdir()
+                path.mkdir(mode=OWNER)
                 continue
             size, mode = int(head["size"]), int(head["mode"])
         except (ValueError, TypeError, KeyError, RecursionError):
             raise _damaged(source) from None
-        with open(path, "xb", opener=lambda p, flags, mode=mode: os.open(p, flags, (mode & 0o777) | 0o600)) as file:  # type: ignore[misc]
+        with open(path, "xb", opener=lambda p, flags, mode=mode: os.open(p, flags, (mode & OWNER) | file_mode(OWNER))) as file:  # type: ignore[misc]
             while size:
                 data = chunks.read(min(size, CHUNK))
                 file.write(data)

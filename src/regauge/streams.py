@@ -15,7 +15,6 @@ HKDF-SHA256(ikm = key, salt = empty, info = "regauge/1/" + label). Words are 64-
 from __future__ import annotations
 
 import hashlib
-import hmac
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +30,10 @@ def seed_key(seed: int) -> bytes:
 
 def hkdf(key: bytes, info: bytes, salt: bytes = b"") -> bytes:
     """HKDF-SHA256 (RFC 5869) with 32 bytes of output. An empty salt is 32 zero bytes."""
-    extracted = hmac.digest(salt or bytes(32), key, "sha256")
-    return hmac.digest(extracted, info + b"\x01", "sha256")
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return bytes(HKDF(SHA256(), 32, salt or None, info).derive(key))
 
 
 class Stream:

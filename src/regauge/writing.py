@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from regauge.blocks import Blocks, bits_of
 from regauge.checkpoint import Checkpoint
 from regauge.errors import CheckpointError
-from regauge.files import alone, fsync_folder, write_bytes, writing
+from regauge.files import alone, copy_file, file_mode, fsync_folder, make_folder, tighten, write_bytes, writing
 from regauge.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.planning import File, Plan, Thunks, check_space, is_file_name, is_finite, nbytes, real_path
 
@@ -61,28 +61,28 @@ def write_plan(
     parent = real_path(out).parent
     partial = parent / f".{out.name}.partial"
     with writing(out):
-        size = plan.size
-    with _staged(partial, plan, resume) as done:
+        size, mode = plan.size, plan.output_mode
+    with _staged(partial, plan, resume, mode) as done:
         check_space(parent, size - sum(f.size for f in plan.files if f.name in done))
-        run = _Run(partial, plan, thunks, done, progress, threads or min(4, max(1, (os.cpu_count() or 1) - 1)))  # one core is the disk's
+        run = _Run(partial, plan, mode, thunks, done, progress, threads or min(4, max(1, (os.cpu_count() or 1) - 1)))  # one core is the disk's
         with writing(out):
             run.write()
+            copied: dict[str, bytes] = {}
             for name, path in plan.copies.items():
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, partial / name)
-                _fsync(partial / name)
-            for name, data in {**plan.small, **_finishing(partial, plan, run.digests, done)}.items():
-                write_bytes(partial / name, data)
+                make_folder((partial / name).parent, mode)
+                copied[name] = copy_file(path, partial / name, mode)
+            for name, data in {**plan.small, **_finishing(partial, plan, run.digests, done, copied)}.items():
+                write_bytes(partial / name, data, mode=file_mode(mode))
             _finish(partial, out)
     files = (*(f.name for f in plan.files), *plan.small, *plan.copies)
     return Written(out, files, size, tuple(run.nonfinite), plan.left, tuple(done))
 
 
-def _finishing(partial: Path, plan: Plan, digests: Mapping[str, bytes], done: set[str]) -> dict[str, bytes]:
+def _finishing(partial: Path, plan: Plan, digests: Mapping[str, bytes], done: set[str], copied: Mapping[str, bytes]) -> dict[str, bytes]:
     """The small files that are made last. Headers that are made last are put in their places here."""
     if plan.finish is None:
         return {}
-    late = dict(plan.finish({**digests, **_digests_of(partial / name for name in done)}))
+    late = dict(plan.finish({**digests, **_digests_of(partial / name for name in done)}, copied))
     for file in plan.files:
         header = late.pop(file.name, None)
         if header is not None:
@@ -138,13 +138,15 @@ def _fsync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _staged(partial: Path, plan: Plan, resume: bool) -> Iterator[set[str]]:
-    """The partial folder, empty or with the finished shards of the same plan (which are yielded). An error removes it."""
+def _staged(partial: Path, plan: Plan, resume: bool, mode: int) -> Iterator[set[str]]:
+    """The partial folder, empty or with the finished shards of the same plan (which are yielded). An error removes it. What an interrupted run has
+    left may have been made of looser inputs."""
     digest = plan.digest()
     if partial.is_symlink() or (partial.is_dir() and not _is_ours(partial, plan)):
         raise CheckpointError(f"{partial} is in the way, and is not regauge's", hint="remove or rename it first")
     with writing(partial):
-        partial.mkdir(exist_ok=True)
+        partial.mkdir(mode=mode, exist_ok=True)
+        tighten(partial, mode)
     with alone(partial, f"another run is writing {partial}", "wait for it, or name another folder with -o"):
         done = _finished(partial, plan, digest) if resume else set()
         try:
@@ -152,6 +154,8 @@ def _staged(partial: Path, plan: Plan, resume: bool) -> Iterator[set[str]]:
                 for path in partial.iterdir():
                     if path.name not in done:
                         shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    else:
+                        tighten(path, file_mode(mode))
                 _journal(partial, digest, done)
             yield done
         except Exception:
@@ -173,7 +177,7 @@ def _is_ours(partial: Path, plan: Plan) -> bool:
 
 
 def _journal(partial: Path, digest: str, done: set[str]) -> None:
-    write_bytes(partial / _JOURNAL, json.dumps({"plan": digest, "done": sorted(done)}).encode())
+    write_bytes(partial / _JOURNAL, json.dumps({"plan": digest, "done": sorted(done)}).encode(), mode=0o600)
 
 
 def _finished(partial: Path, plan: Plan, digest: str) -> set[str]:
@@ -188,8 +192,8 @@ def _finished(partial: Path, plan: Plan, digest: str) -> set[str]:
 class _Run:
     """The tensors of a plan on their way to the disk."""
 
-    def __init__(self, folder: Path, plan: Plan, thunks: Thunks, done: set[str], progress: Progress | None, threads: int) -> None:
-        self.folder, self.plan, self.thunks, self.threads = folder, plan, thunks, threads
+    def __init__(self, folder: Path, plan: Plan, mode: int, thunks: Thunks, done: set[str], progress: Progress | None, threads: int) -> None:
+        self.folder, self.plan, self.mode, self.thunks, self.threads = folder, plan, mode, thunks, threads
         self.done, self.digest = set(done), plan.digest()
         self.files = [f for f in plan.files if f.name not in done]
         self.nonfinite: list[str] = []
@@ -247,7 +251,7 @@ class _Run:
 
     def _write(self, file: File, at: int, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
         """Make a tensor and write it where it belongs. Is it finite?"""
-        fd = os.open(self.folder / file.name, os.O_WRONLY | os.O_CREAT, 0o666)
+        fd = os.open(self.folder / file.name, os.O_WRONLY | os.O_CREAT, file_mode(self.mode))
         try:
             os.lseek(fd, at, os.SEEK_SET)
             return self._put(fd, name, dtype, shape)
@@ -268,9 +272,7 @@ class _Run:
                 self._require_nonfinite(name, dtype)
             view = memoryview(bits.tobytes() if not bits.size else bits.view(np.uint8))  # type: ignore[arg-type]
             written += len(view)
-            if digest is not None:
-                digest.update(view)
-            _write_all(fd, view)
+            _write_all(fd, view, digest)
         if written != nbytes(dtype, shape):
             raise CheckpointError(f'"{name}" became {written} bytes, but {dtype} {list(shape)} was announced')
         if digest is not None:
@@ -294,7 +296,10 @@ class _Run:
 
     def _close(self, file: File) -> None:
         """Write the header, now that all the rest is there, and take note that the file is whole."""
-        with (self.folder / file.name).open("r+b" if file.tensors else "wb") as opened:
+        path = self.folder / file.name
+        if not file.tensors:
+            path.touch(mode=file_mode(self.mode))
+        with path.open("r+b") as opened:
             opened.write(file.header())
             opened.flush()
             os.fsync(opened.fileno())
@@ -302,9 +307,14 @@ class _Run:
         _journal(self.folder, self.digest, self.done)
 
 
-def _write_all(fd: int, view: memoryview) -> None:
+def _write_all(fd: int, view: memoryview, digest: Any = None) -> None:
+    """Write all bytes, and hash them. What is hashed is copied first: under a map the file may change between the two."""
     while len(view):
-        view = view[os.write(fd, view[:_CHUNK]) :]
+        chunk = view[:_CHUNK] if digest is None else bytes(view[:_CHUNK])
+        done = os.write(fd, chunk)
+        if digest is not None:
+            digest.update(memoryview(chunk)[:done])
+        view = view[done:]
 
 
 def _pieces(made: Any, name: str, dtype: str) -> Iterator[Any]:

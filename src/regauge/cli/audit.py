@@ -101,11 +101,13 @@ def _case(
     from regauge.cli.model import open_model
     from regauge.fold import fold_norms
     from regauge.loading import load_model
+    from regauge.lockfiles import check_files
     from regauge.locking import LOCKS, described_spec, locked_element, require_locked
     from regauge.sources import spec_of
 
     checkpoint, spec = open_model(model, None)
     record = require_locked(checkpoint, model)
+    check_files(checkpoint)
     live, state = None, {n: checkpoint[n].float() if checkpoint[n].is_floating_point() else checkpoint[n] for n in checkpoint}
     if source is not None:
         live = load_model(checkpoint, "float32")

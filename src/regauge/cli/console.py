@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,10 +18,25 @@ class StoppedError(RegaugeError):
     """Ctrl-C, or a polite kill, while an output was written. The message says what became of it."""
 
 
+def escaped(text: str) -> str:
+    """Return text that is safe on a terminal and in a log: control characters (but newline and tab), characters that change the direction of
+    writing, and lone surrogates as \\u001b, \\u202e, \\udcff, as JSON has them too. Names of files, tensors and clients come from others."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c in "\n\t" or not _is_unsafe(c) else f"\\u{ord(c):04x}" for c in text)
+
+
+def _is_unsafe(c: str) -> bool:
+    return unicodedata.category(c) in ("Cc", "Cs") or c in _DIRECTIONS
+
+
+_DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u2028\u2029")
+
+
 def data(text: str) -> None:
     if getattr(sys, "stdout", None) is None:
         raise RegaugeError("stdout is closed, so the result cannot be shown", hint="send stdout to a file")
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(escaped(text) + "\n")
 
 
 def data_json(value: Any) -> None:
@@ -30,7 +46,7 @@ def data_json(value: Any) -> None:
 def say(text: str) -> None:
     """Talk. Where nobody can hear it, it is lost: that is no error."""
     try:
-        sys.stderr.write("".join(f"regauge: {line}\n" for line in text.splitlines()))
+        sys.stderr.write("".join(f"regauge: {line}\n" for line in escaped(text).splitlines()))
         sys.stderr.flush()
     except (OSError, ValueError):
         silence(sys.stderr)
@@ -47,7 +63,7 @@ def warn(text: str) -> None:
 
 
 def fail(error: RegaugeError) -> None:
-    first, *rest = str(error).splitlines() or [type(error).__name__]
+    first, *rest = escaped(str(error)).splitlines() or [type(error).__name__]
     say("\n".join([f"error: {first}", *rest]))
     if error.hint:
         say(f"hint: {error.hint}")
@@ -59,7 +75,7 @@ def writing_to(out: Path, what: str) -> Iterator[Any]:
     from regauge.planning import is_taken
 
     try:
-        with progress_bar(f"{what} to {out.name}") as progress:
+        with progress_bar(escaped(f"{what} to {out.name}")) as progress:
             yield progress
     except KeyboardInterrupt as stop:
         raise StoppedError(f"interrupted; {out} was {'' if is_taken(out) else 'not '}written") from stop
@@ -97,4 +113,4 @@ def step_bar(what: str) -> Iterator[Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task(what, total=None, now="")
-        yield lambda done, total, now: bars.update(task, completed=done, total=total, now=now)
+        yield lambda done, total, now: bars.update(task, completed=done, total=total, now=escaped(now))

@@ -151,7 +151,7 @@ def train(
     work = Work(out.with_name(f".{out.name}.training"), KEEP_EVERY, device, _digest(wrapped, examples, recipe, given, seed))
     with step_bar("train") as bar:
         losses, _ = descend(wrapped, examples, recipe, seed, work, tell=partial(_told, bar))
-    save_wrapped(wrapped, out, checkpoint.path if checkpoint.is_folder else checkpoint.path.parent)
+    save_wrapped(wrapped, out, checkpoint.path)
     work.path.unlink(missing_ok=True)
     last = losses[-max(1, total // 10) :]
     first_loss, last_loss = losses[0], sum(last) / len(last)

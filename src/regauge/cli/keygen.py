@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, say
+from regauge.cli.console import data_json, escaped, say
 from regauge.cli.run import lies_in
 from regauge.errors import KeyFileError, PassphraseError
 
@@ -78,7 +78,7 @@ def _asked(path: Path, passphrase_file: Path | None) -> str:
     given = _given(passphrase_file)
     if given is None:
         _require_terminal(path)
-        given = str(typer.prompt(f"Passphrase of {path}", hide_input=True, err=True))
+        given = str(typer.prompt(escaped(f"Passphrase of {path}"), hide_input=True, err=True))
     return given
 
 
@@ -86,11 +86,9 @@ def _given(file: Path | None) -> str | None:
     """The passphrase of a file or of the environment, if there is one."""
     if file is None:
         return os.environ.get("REGAUGE_PASSPHRASE") or None
-    from regauge.files import reading, require_file
+    from regauge.keys import read_private
 
-    require_file(file)
-    with reading(file), file.open("rb") as opened:
-        first = opened.read(_LONGEST + 1).split(b"\n")[0].removesuffix(b"\r")
+    first = read_private(file, "passphrase file").split(b"\n")[0].removesuffix(b"\r")
     if not first or len(first) > _LONGEST:
         raise PassphraseError(f"{file} holds no passphrase on its first line", hint=f"at most {_LONGEST} bytes of text")
     try:

@@ -114,9 +114,10 @@ def unlock(
     secret = read_key(key, "lock", passphrase_file)
     checkpoint, described = open_model(model, spec)
     job = lockfiles.plan_unlock(checkpoint, described, out, secret, retrained=retrained, threads=threads)
+    if job.record.files is None:
+        say("this lock binds the weights only: tokenizer and other files are as they were found (regauge lock --reseal binds them)")
     if job.record.group == "rotation":
         set_threads(threads)
-    if job.record.group == "rotation":
         say(f"it was locked by rotations: the plain weights come back to rounding{', with folded norms' if job.record.folded else ''}")
     return _write(job, "unlock", started, resume, dry_run, json, threads)
 

@@ -187,13 +187,14 @@ def match(
     )
     if not dry_run:
         thunks = pair.a.thunks(found.element)
-        plan = pair.a.plan(out, found.element, thunks, match_json=to_json(results).encode())
+        mode = pair.a.checkpoint.mode & pair.b.checkpoint.mode
+        plan = pair.a.plan(out, found.element, thunks, mode=mode, match_json=to_json(results).encode())
         written = write_moved(out, plan, thunks, "matching", resume, threads)
         say(f"wrote {out}: {amount(written.bytes)} in {time.monotonic() - started:.1f} s; moves {summary(found.element)}")
         if out_b is not None:
             none = identity(pair.spec)
             thunks = pair.b.thunks(none)
-            write_moved(out_b, pair.b.plan(out_b, none, thunks), thunks, "preparing B", resume, threads)
+            write_moved(out_b, pair.b.plan(out_b, none, thunks, mode=mode), thunks, "preparing B", resume, threads)
             say(f"wrote {out_b}: B, {' and '.join(w for w, wanted in (('folded', fold), ('with fixed gauges', fixed)) if wanted)}")
         if save_element is not None:
             save(found.element, save_element, new=True)

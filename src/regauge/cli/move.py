@@ -59,7 +59,7 @@ def move(
 
     from regauge.cli.model import open_model, require_fit, require_unlocked
     from regauge.cli.moved import summary, write_moved
-    from regauge.files import amount
+    from regauge.files import amount, strictest_mode
     from regauge.moved import moving, moving_adapter
     from regauge.planning import check_target, is_taken
 
@@ -98,7 +98,8 @@ def move(
         "tensors": len(thunks),
         "dry_run": dry_run,
     }
-    plan = source.plan(out, g, thunks, chosen)
+    mode = checkpoint.mode & strictest_mode([] if element is None else [element])
+    plan = source.plan(out, g, thunks, chosen, mode)
     if dry_run:
         say(f"dry run: {len(thunks)} tensors would be written to {out}")
         if json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,10 +25,11 @@ from regauge.federated.settings import FederatedError, Settings
 from regauge.federated.spying import spy_on
 from regauge.federated.states import State, digest_of, layout_of, load_state, state_of
 from regauge.federated.withholding import Own
-from regauge.files import beside, write_bytes, writing
+from regauge.files import OWNER, copy_file, make_folder, staged_folder, write_bytes, writing
 from regauge.findings import Figure, Results, Table, to_json
 from regauge.jigsaw import MaskedJigsaw
 from regauge.loading import load_model, quiet
+from regauge.planning import model_mode, named_files
 from regauge.split.training import measure
 from regauge.tasks import Examples, read_examples
 
@@ -117,6 +117,8 @@ def federated(
     own = Own(folder / OWN)
     here = None if engine else InProcess(model, parts_of(shared, settings), settings, own)  # what cannot be is refused before a folder is made
     state = state_of(model)
+    with writing(folder):
+        make_folder(folder, model_mode(Path(source.model)))
     with keeping.owning(folder):
         name = keeping.begin(folder, settings, digest_of(layout_of(state)), {**(about or {}), "source": source.told()})
         chosen = here or cast(EngineOf, engine)(name)
@@ -169,32 +171,24 @@ def epsilon_of(settings: Settings, kept: Kept) -> float | None:
 
 
 def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
-    """The plain model, in place of an older one of this run; of puzzles what was learned lies beside it, as `regauge jigsaw train` writes it."""
+    """Write the plain model, in place of an older one of this run. What puzzles have learned lies beside it, as `regauge jigsaw train` writes it."""
     from safetensors.torch import save_file
 
-    partial_ = beside(out)
     inner = plain(model)
-    with writing(out):
-        try:
-            if isinstance(model, MaskedJigsaw):
-                from regauge.jigsaw.saving import save_wrapped
+    copied = named_files(source, COPIED)
+    with staged_folder(out, model_mode(source, copied), replace=True) as partial_:
+        if isinstance(model, MaskedJigsaw):
+            from regauge.jigsaw.saving import write_wrapped
 
-                save_wrapped(model, partial_, source if source.is_dir() else None)
-            else:
-                partial_.mkdir(parents=True)
-                if hasattr(inner, "save_pretrained"):
-                    with quiet():
-                        inner.save_pretrained(partial_)  # type: ignore[operator]
-                else:
-                    save_file({k: v.detach().cpu().contiguous() for k, v in inner.state_dict().items()}, partial_ / "model.safetensors")
-            for name in COPIED:
-                if (source / name).is_file() and not (partial_ / name).exists():
-                    shutil.copy(source / name, partial_ / name)
-            if out.exists():
-                shutil.rmtree(out)
-            partial_.rename(out)
-        finally:
-            shutil.rmtree(partial_, ignore_errors=True)
+            write_wrapped(model, partial_)
+        elif hasattr(inner, "save_pretrained"):
+            with quiet():
+                inner.save_pretrained(partial_)  # type: ignore[operator]
+        else:
+            save_file({k: v.detach().cpu().contiguous() for k, v in inner.state_dict().items()}, partial_ / "model.safetensors")
+        for path in copied:
+            if not (partial_ / path.name).exists():
+                copy_file(path, partial_ / path.name, OWNER)
 
 
 def results_of(settings: Settings, kept: Kept, source: Source) -> Results:

@@ -7,7 +7,6 @@ settings in its metadata.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,39 +16,40 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from regauge.files import beside, writing
+from regauge.files import OWNER, copy_file, staged_folder
 from regauge.jigsaw.masks import JigsawError
 from regauge.jigsaw.variants import Variant
 from regauge.jigsaw.wrapping import LAMBDA, MaskedJigsaw
 from regauge.loading import load_model, quiet
-from regauge.planning import check_new
+from regauge.planning import check_new, model_mode, named_files
 
 FOLDER, FILE, VERSION = "jigsaw", "learned.safetensors", "1"
 COPIED = ("preprocessor_config.json", "config.json")
 
 
 def save_wrapped(wrapped: MaskedJigsaw, out: Path, source: Path | None = None) -> None:
-    """Write a wrapped model to a new folder, all of it or nothing. `source` is the folder that it came from: what describes its images is copied."""
+    """Write a wrapped model to a new folder, all of it or nothing. `source` is the model that it came from, a folder or a file: what describes its
+    images is copied."""
     check_new(out)
+    folder = source if source is None or source.is_dir() else source.parent
+    copied = named_files(folder, COPIED) if folder is not None else []
+    with staged_folder(out, model_mode(source, copied)) as partial:
+        write_wrapped(wrapped, partial, copied)
+
+
+def write_wrapped(wrapped: MaskedJigsaw, folder: Path, copied: Iterable[Path] = ()) -> None:
+    """Write a wrapped model into a folder that is staged already."""
+    for path in copied:
+        copy_file(path, folder / path.name, OWNER)
     model = wrapped.unwrap()
-    partial = beside(out)
-    with writing(out):
-        try:
-            partial.mkdir()
-            for name in COPIED:
-                if source is not None and (source / name).is_file():
-                    shutil.copy(source / name, partial / name)
-            if hasattr(model, "save_pretrained"):
-                with quiet():
-                    model.save_pretrained(partial)  # type: ignore[operator]
-            else:
-                save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, partial / "model.safetensors")
-            (partial / FOLDER).mkdir()
-            about = {"regauge": "jigsaw", "version": VERSION, "settings": json.dumps(settings_of(wrapped))}
-            save_file(_learned(wrapped), partial / FOLDER / FILE, about)
-            partial.rename(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    if hasattr(model, "save_pretrained"):
+        with quiet():
+            model.save_pretrained(folder)  # type: ignore[operator]
+    else:
+        save_file({k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}, folder / "model.safetensors")
+    (folder / FOLDER).mkdir()
+    about = {"regauge": "jigsaw", "version": VERSION, "settings": json.dumps(settings_of(wrapped))}
+    save_file(_learned(wrapped), folder / FOLDER / FILE, about)
 
 
 def load_wrapped(folder: Path | str, **instead: Any) -> MaskedJigsaw:

@@ -18,6 +18,7 @@ import torch
 from regauge.adapted import open_adapted
 from regauge.checkpoint import INDEX, WEIGHTS
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
+from regauge.files import strictest_mode
 from regauge.headers import DTYPE_NAMES, DTYPES
 from regauge.matching import Progress
 from regauge.merging.basis import Verdict, aligned, ask, require_shared
@@ -143,7 +144,10 @@ def plan_merge(merge: Merge, out: Path, *, shard: int = SHARD) -> tuple[Plan, di
         small |= merge.tables.small
     thunks: dict[str, Callable[[], Made]] = {place.name: partial(_make, merge, place) for place in merge.places}
     places = {place.name: place for place in merge.places}
-    plan = Plan(tuple(files), small, copies, left, stamps(merge), lambda name: _were_finite(merge, places[name]))
+    mode = strictest_mode([where] if (where := Path(merge.recipe.where)).is_file() else [])
+    for model in merge.models.values():
+        mode &= model.checkpoint.mode
+    plan = Plan(tuple(files), small, copies, left, stamps(merge), lambda name: _were_finite(merge, places[name]), mode=mode)
     return plan, thunks
 
 

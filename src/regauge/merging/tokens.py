@@ -19,6 +19,7 @@ from regauge.checkpoint import read_json
 from regauge.merging.layout import Model
 from regauge.merging.methods import MergeError
 from regauge.merging.recipes import Recipe
+from regauge.planning import named_files
 from regauge.vocabularies import vocabulary
 
 FILES = (
@@ -98,7 +99,7 @@ def tables_of(recipe: Recipe, models: Mapping[str, Model], donor: Model) -> Tabl
         for token, row in tokens.items():
             where[row] = own.get(token, -1)
         places[key] = where
-    copies = {name: folder / name for name in FILES if (folder / name).is_file() and name not in small}
+    copies = {path.name: path for path in named_files(folder, FILES) if path.name not in small}
     return Tables(rows, used, places, donor.key, small, copies)
 
 

@@ -6,8 +6,6 @@ A part is an ordinary checkpoint folder, with config.json, that has the tensors 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,10 @@ import torch
 from regauge.checkpoint import WEIGHTS, Checkpoint, open_checkpoint
 from regauge.cutting import cut
 from regauge.errors import CheckpointError
-from regauge.files import beside, fsync_folder, writing
+from regauge.files import OWNER, copy_file, make_folder, staged_folder, write_bytes
 from regauge.loading import Part, load_part, quiet
 from regauge.locking import record_of
-from regauge.planning import check_new, other_files
+from regauge.planning import check_new, copies_mode, other_files
 from regauge.split.passing import described
 
 Tensor = torch.Tensor
@@ -46,7 +44,7 @@ def write_part(
     chosen = {n: t for n, t in (state or model.state_dict()).items() if n.startswith(paths) == (part == "backbone")}
     about = {"regauge": "split part", "version": VERSION, "part": part, "what": _WHAT[part], "class": type(model).__name__}
     about |= {"digest": described(where, source.config)["digest"], "join": "regauge split join EDGES BACKBONE -o OUT", **(facts or {})}
-    _write(out, model, source, chosen, about, files=part == "edges")
+    _write(out, model, source, source.mode, chosen, about, files=part == "edges")
 
 
 def join(edges: str | Path, backbone: str | Path, out: Path, dtype: str | None = None) -> str:
@@ -69,40 +67,29 @@ def join(edges: str | Path, backbone: str | Path, out: Path, dtype: str | None =
             f"{edges} is of a {type(models[0]).__name__}, {backbone} of a {type(models[1]).__name__}", hint="join parts of one model"
         )
     state = {n: t for m in models for n, t in m.state_dict().items() if not t.is_meta}
-    _write(out, models[0], sources[0], state, None, files=True)
+    _write(out, models[0], sources[0], sources[0].mode & sources[1].mode, state, None, files=True)
     return "" if records[0] is None else records[0].key
 
 
-def _write(out: Path, model: Any, source: Checkpoint, state: Mapping[str, Tensor], about: Mapping[str, Any] | None, *, files: bool) -> None:
+def _write(
+    out: Path, model: Any, source: Checkpoint, mode: int, state: Mapping[str, Tensor], about: Mapping[str, Any] | None, *, files: bool
+) -> None:
     check_new(out)
-    partial = beside(out)
     plain = {n: t.detach().cpu() for n, t in state.items()}
-    with writing(out):
-        try:
-            partial.mkdir()
-            if hasattr(model, "save_pretrained"):
-                with quiet():
-                    model.save_pretrained(partial, state_dict=plain)
-            else:
-                from safetensors.torch import save_file
+    others = other_files(source.path, {ABOUT, *source.files})[0] if files and source.is_folder else {}
+    with staged_folder(out, mode & copies_mode(others)) as partial:
+        if hasattr(model, "save_pretrained"):
+            with quiet():
+                model.save_pretrained(partial, state_dict=plain)
+        else:
+            from safetensors.torch import save_file
 
-                save_file({n: t.contiguous().clone() for n, t in plain.items()}, partial / WEIGHTS, {"format": "pt"})
-                if source.config_path is not None:
-                    shutil.copyfile(source.config_path, partial / "config.json")
-            if files and source.is_folder:
-                written = {p.name for p in partial.iterdir()} | {ABOUT, *source.files}
-                for name, path in other_files(source.path, written)[0].items():
-                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, partial / name)
-            if about is not None:
-                (partial / ABOUT).write_text(json.dumps(about, indent=2) + "\n")
-            for path in partial.rglob("*"):
-                if path.is_file():
-                    with path.open("rb") as file:
-                        os.fsync(file.fileno())
-            if out.is_dir():
-                out.rmdir()  # it is empty
-            partial.rename(out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    fsync_folder(out.parent)
+            save_file({n: t.contiguous().clone() for n, t in plain.items()}, partial / WEIGHTS, {"format": "pt"})
+            if source.config_path is not None:
+                copy_file(source.config_path, partial / "config.json", OWNER)
+        for name, path in others.items():
+            if not (partial / name).exists():
+                make_folder((partial / name).parent)
+                copy_file(path, partial / name, OWNER)
+        if about is not None:
+            write_bytes(partial / ABOUT, json.dumps(about, indent=2).encode() + b"\n")

@@ -17,6 +17,7 @@ SOURCES = ROOT / "src"
 ORDER = """
 errors
 files
+archives
 headers
 tensorfiles
 environment
@@ -48,6 +49,7 @@ adapted
 keys
 planning
 writing
+pickles
 converting
 data
 tokenizing

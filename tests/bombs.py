@@ -1,0 +1,154 @@
+"""Small files that would take much memory or time to read: pickled checkpoints. Each builder returns the bytes of a file."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+MIB = 1 << 20
+ONE = MappingProxyType({"0": bytes(4)})  # a storage of one float32
+
+
+def text(value: str) -> bytes:
+    raw = value.encode()
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def number(value: int) -> bytes:
+    if 0 <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    raw = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(raw)]) + raw
+
+
+def numbers(values: tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(map(number, values)) + b"t"
+
+
+def tensor(shape: tuple[int, ...], stride: tuple[int, ...], *, key: str = "0", numel: int = 1, offset: int = 0, view: bytes = b"") -> bytes:
+    """The opcodes that rebuild a float32 tensor."""
+    pid = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + text(key) + text("cpu") + number(numel) + view + b"tQ"
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + pid + number(offset) + numbers(shape) + numbers(stride) + b"\x89ccollections\nOrderedDict\n)RtR"
+
+
+def state(**tensors: bytes) -> bytes:
+    """The pickle of a dictionary of tensors."""
+    return b"\x80\x02}(" + b"".join(text(name) + value for name, value in tensors.items()) + b"u."
+
+
+def archive(pickle: bytes, storages: Mapping[str, bytes] = ONE, compression: int = zipfile.ZIP_STORED, order: str = "little") -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", compression) as file:
+        file.writestr("archive/data.pkl", pickle)
+        file.writestr("archive/byteorder", order)
+        for key, raw in storages.items():
+            file.writestr(f"archive/data/{key}", raw)
+        file.writestr("archive/version", "3\n")
+    return out.getvalue()
+
+
+GOOD = state(a=tensor((1,), (1,)))
+DEFLATED = zipfile.ZIP_DEFLATED
+
+
+def old_format(pickle: bytes, numel: int = 1, raw: bytes = bytes(4)) -> bytes:
+    """The format before torch 1.6."""
+    magic = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+    return magic + b"\x80\x02M\xe9\x03." + b"\x80\x02}." + pickle + b"\x80\x02](" + text("0") + b"e." + struct.pack("<q", numel) + raw
+
+
+def patched(raw: bytes, name: bytes, central: Callable[[bytearray, int], None]) -> bytes:
+    """Change the entry of a file in the zip's directory."""
+    data = bytearray(raw)
+    at = data.index(b"PK\x01\x02")
+    while data[at + 46 : at + 46 + len(name)] != name:
+        at = data.index(b"PK\x01\x02", at + 4)
+    central(data, at)
+    return bytes(data)
+
+
+def _size(size: int) -> Callable[[bytearray, int], None]:
+    def change(data: bytearray, at: int) -> None:
+        struct.pack_into("<I", data, at + 24, size)
+
+    return change
+
+
+def _flags(data: bytearray, at: int) -> None:
+    data[at + 8] |= 1
+
+
+def _overlapping(data: bytearray, at: int) -> None:
+    """The entry's data are those of the first."""
+    struct.pack_into("<I", data, at + 42, 0)
+
+
+def flipped() -> bytes:
+    """A checkpoint with one bit changed in a storage."""
+    data = bytearray(archive(state(a=tensor((256,), (1,), numel=256)), {"0": bytes(range(256)) * 4}))
+    data[data.index(bytes(range(256))) + 100] ^= 1
+    return bytes(data)
+
+
+def many_windows() -> bytes:
+    """40 tensors that each look at nearly the whole of one storage."""
+    n = MIB
+    windows = {f"w{i}": tensor((n - 40,), (1,), numel=n, offset=i) for i in range(40)}
+    return archive(state(**windows), {"0": bytes(4 * n)})
+
+
+def directory() -> bytes:
+    """A zip directory of 400,000 entries."""
+    entry = struct.pack("<4s4B4HL2L5H2L", b"PK\x01\x02", 20, 0, 20, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0) + b"x"
+    raw = entry * 400_000
+    end = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 65535, 65535, len(raw), 31, 0)
+    return b"PK\x03\x04" + bytes(26) + b"x" + raw + end
+
+
+# What is refused, and a part of the message.
+CONVERT: dict[str, tuple[Callable[[], bytes], str]] = {
+    "memo index": (lambda: archive(b"\x80\x02}r\xff\xff\xff\x0fctorch\nSize\n."), "memo index must be <= 2,000,000, got 268,435,455"),
+    "memo index, old format": (lambda: old_format(b"\x80\x02}r\xff\xff\xff\x0f."), "memo index must be"),
+    "stride 0": (lambda: archive(state(a=tensor((3_125_000_000,), (0,)))), "got 12,500.0 MB"),
+    "stride 0, old format": (lambda: old_format(state(a=tensor((3_125_000_000,), (0,)))), "got 12,500.0 MB"),
+    "overlapping strides": (lambda: archive(state(a=tensor((20_000, 20_000), (1, 1), numel=40_000)), {"0": bytes(160_000)}), "got 1,600.0 MB"),
+    "many windows": (many_windows, "times the 4.2 MB that it stores"),
+    "beyond the storage": (lambda: archive(state(a=tensor((2,), (1,)))), "must lie within its storage"),
+    "dimensions": (lambda: archive(state(a=tensor((1,) * 1000, (1,) * 1000))), "at most 32 dimensions"),
+    "deflated storage": (
+        lambda: archive(state(a=tensor((128 * MIB,), (1,), numel=128 * MIB)), {"0": bytes(512 * MIB)}, DEFLATED),
+        "must inflate to at most",
+    ),
+    "deflated text": (lambda: archive(b"\x80\x02}(" + text("a" * 60 * MIB) + b"Nu.", compression=DEFLATED), "must have at most 33.6 MB, got 62.9 MB"),
+    "opcodes": (lambda: archive(b"\x80\x02" + b"}" * 3_000_000 + b".", compression=DEFLATED), "at most 2,000,000 opcodes"),
+    "marks": (lambda: archive(b"\x80\x02" + b"(" * 1000 + b"."), "at most 512 levels"),
+    "text of 4 GB": (lambda: archive(b"\x80\x02}(X\xff\xff\xff\xff."), "is truncated"),
+    "copied lists": (
+        lambda: archive(b"\x80\x02](" + b"NN\x86" * 100_000 + b"eq\x00" + b"ccollections\nOrderedDict\nh\x00\x85R" * 100 + b"."),
+        "at most 2,000,000 opcodes",
+    ),
+    "storage of 2**40": (lambda: archive(state(a=tensor((1,), (1,), numel=1 << 40))), "has 4 bytes, the storage in it 4398046511104"),
+    "storage of 2**40, old format": (lambda: old_format(state(a=tensor((1,), (1,), numel=1 << 40)), 1 << 40), "must have 1099511627776 elements"),
+    "storage of 2**200": (lambda: archive(state(a=tensor((1,), (1,), numel=1 << 200))), "makes no sense"),
+    "wrong inflated size": (lambda: patched(archive(GOOD, {"0": bytes(MIB)}, DEFLATED), b"archive/data/0", _size(4)), "must have 4 bytes, got more"),
+    "overlapping entries": (lambda: patched(archive(GOOD), b"archive/version", _overlapping), "overlaps another one"),
+    "encrypted entry": (lambda: patched(archive(GOOD), b"archive/version", _flags), "is encrypted"),
+    "bzip2 entry": (lambda: archive(GOOD, compression=zipfile.ZIP_BZIP2), "must be stored or deflated"),
+    "stored size": (lambda: patched(archive(GOOD), b"archive/data/0", _size(1 << 30)), "is stored as 4 bytes, but declares 1073741824"),
+    "huge directory": (directory, "the zip directory must have at most 16.8 MB"),
+    "flipped bit": (flipped, 'CRC-32 of entry "archive/data/0"'),
+    "code": (lambda: archive(b"\x80\x02cos\nsystem\n" + text("true") + b"\x85R."), "names 'os'.'system'"),
+    "code by a stack global": (lambda: archive(b"\x80\x02" + text("os") + text("system") + b"\x93."), "opcode 0x93"),
+    "tar": (lambda: bytes(257) + b"ustar" + bytes(500), "tar file"),
+    "TorchScript": (lambda: archive(GOOD).replace(b"archive/data.pkl", b"archive/constant"), "no data.pkl"),
+}
+
+# What is read, or refused, without stalling or crashing.
+SLOW: dict[str, Callable[[], bytes]] = {
+    "equal hashes": lambda: archive(b"\x80\x02}(" + b"".join(number(k * (2**61 - 1)) + b"N" for k in range(1, 100_000)) + b"u."),
+    "deep tuple as a key": lambda: archive(b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns."),
+    "deep list": lambda: archive(b"\x80\x02" + b"]" * 500_000 + b"a" * 499_999 + b"."),
+}

@@ -1,10 +1,11 @@
-"""Small files that would take much memory or time to read: pickled checkpoints. Each builder returns the bytes of a file."""
+"""Small files that would take much memory or time to read: checkpoints and data. Each builder returns the bytes of a file."""
 
 from __future__ import annotations
 
 import io
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -151,4 +152,67 @@ SLOW: dict[str, Callable[[], bytes]] = {
     "equal hashes": lambda: archive(b"\x80\x02}(" + b"".join(number(k * (2**61 - 1)) + b"N" for k in range(1, 100_000)) + b"u."),
     "deep tuple as a key": lambda: archive(b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns."),
     "deep list": lambda: archive(b"\x80\x02" + b"]" * 500_000 + b"a" * 499_999 + b"."),
+}
+
+
+def png(width: int, height: int) -> bytes:
+    """A grey image of one value."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    deflate = zlib.compressobj(1)
+    rows = b"".join([*(deflate.compress(bytes(width + 1)) for _ in range(height)), deflate.flush()])
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">2I5B", width, height, 8, 0, 0, 0, 0)) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def npy(shape: str, data: bytes = b"", dtype: str = "<f8") -> bytes:
+    """An array whose header declares any shape."""
+    header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    header += b" " * (-(len(header) + 11) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data
+
+
+def npz(arrays: Mapping[str, bytes], compression: int = DEFLATED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", compression) as file:
+        for name, raw in arrays.items():
+            file.writestr(f"{name}.npy", raw)
+    return out.getvalue()
+
+
+def parquet(columns: Mapping[str, object], **options: object) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    out = io.BytesIO()
+    pq.write_table(pa.table(dict(columns)), out, **options)
+    return out.getvalue()
+
+
+def repeated_rows() -> bytes:
+    """100 million equal numbers."""
+    import pyarrow as pa
+
+    rows = pa.chunked_array([pa.array([0] * 1_000_000)] * 100)
+    return parquet({"label": rows}, row_group_size=1_000_000)
+
+
+def repeated_text(n: int = 100_000) -> bytes:
+    """A text of 1 MB in every one of many rows."""
+    import pyarrow as pa
+
+    return parquet({"text": pa.DictionaryArray.from_arrays(pa.array([0] * n, pa.int32()), pa.array(["x" * MIB]))}, compression="zstd")
+
+
+# What is refused, by the name of a file, with a part of the message. Images are looked at.
+DATA: dict[str, tuple[Callable[[], bytes], str]] = {
+    "400-megapixel.png": (lambda: png(20_000, 20_000), "must have at most 100 million pixels, got 400,000,000 pixels"),
+    "121-megapixel.png": (lambda: png(11_000, 11_000), "must have at most 100 million pixels, got 11000 x 11000"),
+    "zeros.npz": (lambda: npz({"a": npy("(67108864,)", bytes(512 * MIB))}), "must inflate to at most"),
+    "shape.npz": (lambda: npz({"a": npy("(1000000000000,)", bytes(8))}), "must have 8000000000000 bytes, got 8"),
+    "negative.npz": (lambda: npz({"a": npy("(-1, -1)", bytes(8))}), "got 8"),
+    "objects.npz": (lambda: npz({"a": npy("(1,)", b"cos\nsystem\n", "|O")}), "holds Python objects"),
+    "rows.parquet": (repeated_rows, "must have at most 33,554,432 values"),
+    "zeros.parquet": (lambda: parquet({"a": [bytes(600 * MIB)]}, compression="zstd", use_dictionary=False), "must decompress to at most"),
 }

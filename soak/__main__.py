@@ -12,7 +12,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builders of pico-models
 
-from soak import pickles
+from soak import data, pickles
 from soak.harness import Outcome, table
 
 # Each scenario takes a scale (1.0 is the full run; 0.01 a quick look) and yields outcomes.
@@ -20,6 +20,8 @@ Scenario = Callable[[float], Iterable[Outcome]]
 SCENARIOS: dict[str, Scenario] = {
     "convert-bombs": pickles.convert_bombs,
     "pickle-mutants": pickles.pickle_mutants,
+    "data-bombs": data.data_bombs,
+    "data-mutants": data.data_mutants,
 }
 
 

@@ -183,9 +183,25 @@ def text_of(data: Data, field: str = "text") -> str:
 
 
 def _npz(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
-    """Arrays by name. Headers are compared with the bytes behind them before memory is allocated; object arrays, which are pickles, are rejected."""
+    return read_arrays(raw, str(path))
+
+
+def read_arrays(raw: bytes, label: str) -> dict[str, Any]:
+    """Read the arrays of an .npz file.
+
+    Headers are compared with the bytes behind them before memory is allocated; object arrays,
+    which are pickles, are rejected.
+
+    Args:
+        raw: The bytes of the file.
+        label: The name of the file in errors.
+
+    Raises:
+        DataError: The archive is damaged, or inflates beyond `MAX_RATIO` times its size plus `SPARE`.
+        ValueError: An array is damaged.
+    """
     try:
-        archive = open_archive(io.BytesIO(raw), str(path), max_ratio=MAX_RATIO, spare=SPARE)
+        archive = open_archive(io.BytesIO(raw), label, max_ratio=MAX_RATIO, spare=SPARE)
         return {name.removesuffix(".npy"): _npy(archive.read(record, record.size), name) for name, record in archive.records.items()}
     except CheckpointError as error:
         raise DataError(str(error), hint=error.hint) from error

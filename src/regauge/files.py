@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from regauge.errors import CheckpointError
 
@@ -57,6 +59,14 @@ def alone(folder: Path, message: str, hint: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON from a file. Every fault is a ValueError, nesting that is too deep for the parser included."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def fsync_folder(folder: Path) -> None:

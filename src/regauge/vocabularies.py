@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from regauge.errors import CheckpointError
-from regauge.files import reading
+from regauge.files import parse_json, reading
 
 
 def vocabulary(folder: Path, hint: str | None = None) -> dict[str, int]:
@@ -18,7 +17,7 @@ def vocabulary(folder: Path, hint: str | None = None) -> dict[str, int]:
             with reading(path):
                 text = path.read_text(encoding="utf-8")
             try:
-                found: Any = json.loads(text)
+                found: Any = parse_json(text)
                 added = found.get("added_tokens") or [] if name == "tokenizer.json" else []
                 found = found["model"]["vocab"] if name == "tokenizer.json" else found
                 if isinstance(found, list):  # unigram models list [token, score]

@@ -25,7 +25,7 @@ import torch
 from regauge.errors import CheckpointError
 from regauge.federated.aggregating import Memory
 from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings
-from regauge.files import alone, write_bytes, writing
+from regauge.files import alone, parse_json, write_bytes, writing
 from regauge.tensorfiles import read_tensors, sweep, write_tensors
 
 Tensor = torch.Tensor
@@ -88,7 +88,7 @@ def about_of(folder: Path) -> dict[str, Any]:
     """A run's description; another version's is refused by name."""
     path = folder / ABOUT
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
     except OSError as error:
         raise FederatedError(f"{folder} is no run: {error.strerror or error}", hint="give the folder that regauge federate -o made") from error
     except ValueError as error:
@@ -114,7 +114,7 @@ def load(folder: Path) -> Kept | None:
         return None
     tensors, metadata = read_tensors(path, "federated state", VERSION)
     try:
-        history = tuple(Round(**{**r, "contributed": tuple(r["contributed"])}) for r in json.loads(metadata["history"]))
+        history = tuple(Round(**{**r, "contributed": tuple(r["contributed"])}) for r in parse_json(metadata["history"]))
         groups: dict[str, dict[str, Tensor]] = {"state": {}, "memory": {}}
         for key, t in tensors.items():
             kind, _, name = key.partition("/")

@@ -38,6 +38,7 @@ _UNSUPPORTED = {
 }
 _ALIGN = ("to", "spaces", "layers", "group", "fold", "sweeps", "nearest")
 _DATA = ("uri", "samples", "fields", "split", "tokenizer", "length", "mean", "std", "labels")
+_MAX_NODES = 100_000  # values of a recipe, with those that aliases (*name) repeat
 _SWITCHES = ("normalize", "rescale", "int8_mask", "filter_wise")
 
 
@@ -74,6 +75,13 @@ class _Reader:
     def __init__(self, where: str, text: str) -> None:
         self.where, self.text, self.method = where, text, ""
         self.notes: list[str] = []
+        self.left = _MAX_NODES
+
+    def spend(self, node: Any) -> None:
+        """Count a node: aliases within aliases repeat a short text a billion times."""
+        self.left -= 1
+        if self.left < 0:
+            raise self.refuse(node, f"a recipe must have at most {_MAX_NODES:,} values", "write out what its aliases (*name) repeat")
 
     def refuse(self, node: Any, what: str, hint: str | None = None) -> RecipeError:
         return RecipeError(f"{self.where}, line {_line(node)}: {what}", hint=hint)
@@ -225,7 +233,8 @@ class _Reader:
         if "value" not in top:
             raise self.refuse(node, f'a condition of "{name}" has no value:')
         value = top["value"]
-        if isinstance(value, yaml.SequenceNode) and any(not isinstance(n, yaml.ScalarNode) for n in value.value):
+        values = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        if any(not isinstance(n, yaml.ScalarNode) for n in values):
             raise self.refuse(value, f'the value of "{name}" is a number, or a list of numbers')
         asked = None if "filter" not in top or _is_null(top["filter"]) else str(self.scalar(top["filter"], "filter"))
         return Condition(None if asked == "*" else asked, self.setting(name, value))
@@ -335,6 +344,7 @@ class _Reader:
         """The values of a mapping by their keys, which must all be known, each once."""
         if not isinstance(node, yaml.MappingNode):
             raise self.refuse(node, f"{what} is a mapping with {', '.join(keys)}")
+        self.spend(node)
         out: dict[str, Any] = {}
         for key, value in node.value:
             name = str(key.value)
@@ -350,11 +360,13 @@ class _Reader:
     def sequence(self, node: Any, what: str) -> list[Any]:
         if not isinstance(node, yaml.SequenceNode):
             raise self.refuse(node, f"{what} is a list")
+        self.spend(node)
         return list(node.value)
 
     def scalar(self, node: Any, what: str) -> Any:
         if not isinstance(node, yaml.ScalarNode):
             raise self.refuse(node, f"{what} is one value, not a list or a mapping")
+        self.spend(node)
         loader = yaml.SafeLoader("")
         try:
             return loader.construct_object(node)

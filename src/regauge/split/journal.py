@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 
 from regauge.errors import RegaugeError
-from regauge.files import reading, write_bytes
+from regauge.files import parse_json, reading, write_bytes
 from regauge.split.frames import Bytes
 
 
@@ -69,7 +69,7 @@ class Folder:
                 made = {"regauge": "split journal", "version": 1, "session": os.urandom(16).hex(), "secret": os.urandom(32).hex()}
                 write_bytes(about, json.dumps(made).encode(), mode=0o600)
             try:
-                found = json.loads(about.read_text())
+                found = parse_json(about.read_text())
                 if (found["regauge"], found["version"]) != ("split journal", 1):
                     raise ValueError("its kind or version is another")
                 self.session, self.secret = str(found["session"]), bytes.fromhex(found["secret"])

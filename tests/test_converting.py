@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import bombs
+from regauge import checkpoint
 from regauge.blocks import bits_of
 from regauge.checkpoint import open_checkpoint
 from regauge.converting import open_pickles, plan_conversion
@@ -55,6 +56,8 @@ def _state() -> dict[str, Any]:
 SAVED: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "zip": lambda s, p: torch.save(s, p),
     "before 1.6": lambda s, p: torch.save(s, p, _use_new_zipfile_serialization=False),
+    "before 1.6, protocol 3": lambda s, p: torch.save(s, p, pickle_protocol=3, _use_new_zipfile_serialization=False),
+    "protocol 3": lambda s, p: torch.save(s, p, pickle_protocol=3),
     "ordered": lambda s, p: torch.save(OrderedDict(s), p),
     "state_dict": lambda s, p: torch.save({"state_dict": s, "epoch": 3, "history": [0.5, {"a": (1, None)}]}, p),
     "model": lambda s, p: torch.save(
@@ -172,6 +175,31 @@ def test_what_stalls_or_crashes_an_unpickler(tmp_path: Path) -> None:
         (tmp_path / f"{name}.pt").write_bytes(build())
     said = opened_in_child([tmp_path / f"{name}.pt" for name in bombs.SLOW])
     assert [line for line in said if "UNTYPED" in line or line == "read"] == []
+
+
+def test_large_dictionaries_convert_in_linear_time(tmp_path: Path) -> None:
+    """An index was compared with lists of names: 2,000 names took 2 million comparisons."""
+    names = [f"t{i}" for i in range(2_000)]
+    opened = bombs.state(**{name: bombs.tensor((1,), (1,)) for name in names})
+    (tmp_path / "pytorch_model-1.bin").write_bytes(bombs.archive(opened))
+    (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "pytorch_model-1.bin")}))
+    comparisons = 0
+
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal comparisons
+            comparisons += 1
+            return str.__eq__(self, other)
+
+    read = checkpoint.read_json
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "read_json", lambda path: {"weight_map": {Name(k): v for k, v in read(path)["weight_map"].items()}})
+        assert len(open_pickles(tmp_path).files["pytorch_model-1.bin"]) == len(names)
+    assert comparisons < 10 * len(names)
 
 
 def test_expansion_within_the_bound(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def open_pickles(source: Path) -> Pickles:
     files: dict[str, dict[str, Pickled]] = {}
     aliases: dict[str, str] = {}
     dropped: dict[str, str] = {}
-    names: dict[str, list[str]] = {}
+    names: dict[str, dict[str, None]] = {path.name: {} for path in paths}
     unchecked: list[str] = []
     for path in paths:
         tensors = files.setdefault(path.name, {})
@@ -112,14 +112,14 @@ def open_pickles(source: Path) -> Pickles:
             if value is None:
                 dropped[name] = "is no tensor"
                 continue
-            names.setdefault(path.name, []).append(name)
+            names[path.name][name] = None
             if value.tensor.numel and value.place in seen and config.get("tie_word_embeddings") is not False:
                 aliases[name] = seen[value.place]
             else:
                 seen[value.place] = name
                 tensors[name] = value
     if metadata:
-        require_placed(source / _INDEX, metadata["weight_map"], {path.name: names.get(path.name, []) for path in paths})
+        require_placed(source / _INDEX, metadata["weight_map"], names)
     if not any(files.values()):
         raise CheckpointError(f"{source} holds no tensors", hint="a checkpoint is a dictionary of tensors, as model.state_dict() gives it")
     return Pickles(source, files, aliases, dropped, metadata, tuple(unchecked))
@@ -250,7 +250,7 @@ def _load_old(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool
 
     if data[257:262] == b"ustar":
         raise CheckpointError(f"{path} is a tar file of torch before 0.1.10, which cannot be read", hint="load and save it with an old torch first")
-    if data[:2] != b"\x80\x02":
+    if data[0] != 0x80:
         raise damaged("it begins neither like a zip nor like a pickle")
     magic, at, _ = read_pickle(data, str(path))
     protocol, at, _ = read_pickle(data, str(path), at) if magic == _MAGIC else (None, at, {})

@@ -87,6 +87,17 @@ def _overlapping(data: bytearray, at: int) -> None:
     struct.pack_into("<I", data, at + 42, 0)
 
 
+def _zip64(data: bytearray, at: int) -> None:
+    """The entry begins at 2**63 + 1, by a field of zip64."""
+    extra = struct.pack("<HHQ", 1, 8, (1 << 63) + 1)
+    length = struct.unpack_from("<H", data, at + 28)[0]
+    struct.pack_into("<H", data, at + 30, len(extra))
+    struct.pack_into("<I", data, at + 42, 0xFFFFFFFF)
+    data[at + 46 + length : at + 46 + length] = extra
+    end = data.index(b"PK\x05\x06")
+    struct.pack_into("<I", data, end + 12, struct.unpack_from("<I", data, end + 12)[0] + len(extra))
+
+
 def flipped() -> bytes:
     """A checkpoint with one bit changed in a storage."""
     data = bytearray(archive(state(a=tensor((256,), (1,), numel=256)), {"0": bytes(range(256)) * 4}))
@@ -139,6 +150,7 @@ CONVERT: dict[str, tuple[Callable[[], bytes], str]] = {
     "storage of 2**200": (lambda: archive(state(a=tensor((1,), (1,), numel=1 << 200))), "makes no sense"),
     "wrong inflated size": (lambda: patched(archive(GOOD, {"0": bytes(MIB)}, DEFLATED), b"archive/data/0", _size(4)), "must have 4 bytes, got more"),
     "overlapping entries": (lambda: patched(archive(GOOD), b"archive/version", _overlapping), "overlaps another one"),
+    "entry behind the end": (lambda: patched(archive(GOOD), b"archive/version", _zip64), "lies outside of the archive"),
     "encrypted entry": (lambda: patched(archive(GOOD), b"archive/version", _flags), "is encrypted"),
     "bzip2 entry": (lambda: archive(GOOD, compression=zipfile.ZIP_BZIP2), "must be stored or deflated"),
     "stored size": (lambda: patched(archive(GOOD), b"archive/data/0", _size(1 << 30)), "is stored as 4 bytes, but declares 1073741824"),

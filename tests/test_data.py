@@ -293,3 +293,15 @@ def test_repeated_texts_of_a_parquet_file_are_one_object(tmp_path: Path) -> None
     data = open_data(tmp_path / "b.parquet")
     assert data["image"].sources == (b"x", b"x")
     assert list(data["words"]) == ['["a", "b"]', '["a"]']
+
+
+def test_no_interpreter_runs_for_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow goes by the content, and would hand PostScript to Ghostscript."""
+    from PIL import EpsImagePlugin
+
+    (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n")
+    ran: list[object] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given: ran.append(given))
+    with pytest.raises(DataError, match="cannot be read as an image"):
+        open_data(tmp_path)["image"][0]
+    assert not ran

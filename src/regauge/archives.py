@@ -140,7 +140,7 @@ def open_archive(file: BinaryIO, label: str, *, max_ratio: int = MAX_RATIO, spar
             raise refused(f'entry "{name}" must be stored or deflated, got compression method {info.compress_type}')
         if name in records:
             raise refused(f'two entries are named "{name}"')
-        start = _data_start(file, info, end)
+        start = _data_start(file, info, end, directory)
         if start is None or start + info.compress_size > directory:
             raise refused(f'entry "{name}" overlaps another one, or lies outside of the archive')
         deflated = info.compress_type == zipfile.ZIP_DEFLATED
@@ -159,9 +159,10 @@ def open_archive(file: BinaryIO, label: str, *, max_ratio: int = MAX_RATIO, spar
     return Archive(file, label, {info.filename: records[info.filename] for info in found}, any(r.crc for r in records.values()))
 
 
-def _data_start(file: BinaryIO, info: zipfile.ZipInfo, end: int) -> int | None:
-    """Where the data of an entry begin, by its local header; None unless the header lies behind `end` and names the same entry."""
-    if info.header_offset < end:
+def _data_start(file: BinaryIO, info: zipfile.ZipInfo, end: int, directory: int) -> int | None:
+    """Where the data of an entry begin, by its local header; None unless the header lies between `end` and the
+    directory, and names the same entry."""
+    if not end <= info.header_offset < directory:
         return None
     file.seek(info.header_offset)
     raw = file.read(_LOCAL.size)

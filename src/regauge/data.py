@@ -34,6 +34,7 @@ from regauge.files import amount
 
 Size = int | tuple[int, int]  # of both sides, or height and width
 USUAL = ("text", "image", "label")
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # by content: of an EPS file, Pillow would run Ghostscript
 MAX_PIXELS = 100_000_000  # of one image
 MAX_RATIO, SPARE = 32, 1 << 28  # a compressed file may become so many times its size, plus so many bytes
 MAX_VALUES = 1 << 25  # of a parquet file that is smaller than its values: columns of one repeated value take no space
@@ -66,7 +67,7 @@ class Pictures(Sequence[Any]):
         source = self.sources[i]
         label = str(source) if isinstance(source, Path) else f"image {i}"
         try:
-            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as opened:
                 if opened.width * opened.height > MAX_PIXELS:
                     raise _too_large(label, f"{opened.width} x {opened.height}")
                 image: Image.Image = opened if self.nearest else opened.convert("L" if opened.mode in ("1", "L", "LA", "I;16") else "RGB")
@@ -104,7 +105,7 @@ class Pictures(Sequence[Any]):
 
         found = set()
         for source in self.sources:
-            with contextlib.suppress(Exception), Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+            with contextlib.suppress(Exception), Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as opened:
                 found.add((opened.height, opened.width))
         return frozenset(found)
 

@@ -69,6 +69,8 @@ def data_mutants(scale: float) -> Iterator[Outcome]:
                 found = open_data(path.parent if path.suffix == ".png" else path)
                 if path.suffix == ".png":
                     found["image"].array()
+                if path.suffix == ".npz":  # its entries have checksums
+                    return not any(values.any() for values in found.fields.values())
                 return True
 
             for data in mutants(raw, number, max(1, round(10_000 * scale / len(good)))):

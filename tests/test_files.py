@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from regauge import tasks
 from regauge.data import open_data
 from regauge.discovery import keeping as discovered
 from regauge.errors import RegaugeError
@@ -60,6 +61,7 @@ READERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
     "federated state": (_tensors(federated.FILE, "federated state", federated.VERSION, rounds="1", history=DEEP), federated.load),
     "recorded update": (_seen, lambda folder: recorded.load_seen(folder, 0, 0)),
     "recorded rows": (_text("kept/round-00000/client-00000.json"), lambda folder: recorded.load_kept(folder, 0, 0)),
+    "preprocessor": (_text("preprocessor_config.json"), lambda folder: tasks._normalisation(folder, None, None, torch.nn.Linear(1, 1))),
     "rows": (_text("a.jsonl"), lambda folder: open_data(folder / "a.jsonl")),
     "results": (_text("a.json"), lambda folder: from_json((folder / "a.json").read_text())),
     "spec": (_text("a.toml"), lambda folder: parse_spec("a = " + (folder / "a.toml").read_text())),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections import OrderedDict
@@ -99,6 +100,13 @@ def test_big_endian(tmp_path: Path) -> None:
     with_order = bombs.archive(bombs.state(a=bombs.tensor((2, 3), (3, 1), numel=6)), {"0": values.numpy().astype(">i4").tobytes()}, order="big")
     (tmp_path / "y.pt").write_bytes(with_order)
     assert torch.equal(convert(tmp_path / "y.pt", tmp_path / "big.safetensors")["a"].view(torch.int32), values)
+
+
+def test_python_2(tmp_path: Path) -> None:
+    """Python 2 wrote byte strings, and the items of an ordered dictionary as its arguments."""
+    pair = b"](U\x01a" + bombs.tensor((1,), (1,), view=b"N") + b"e"
+    (tmp_path / "x.pt").write_bytes(bombs.old_format(b"\x80\x02ccollections\nOrderedDict\n](" + pair + b"e\x85R.", raw=struct.pack("<f", 2.5)))
+    assert convert(tmp_path / "x.pt", tmp_path / "out")["a"].tolist() == [2.5]
 
 
 def test_without_checksums(tmp_path: Path) -> None:

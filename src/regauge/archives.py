@@ -1,8 +1,9 @@
 """Zip archives from untrusted sources: every entry checked and bounded before a byte of it is used.
 
-`open_archive` parses the directory once and rejects what a writer of checkpoints or arrays never produces: encrypted entries, two entries of one
-name, entries that overlap, compression other than deflate, and archives that inflate beyond a stated bound. Entries that are stored as they are can
-be mapped (`Record.start`); `Archive.chunks` streams any entry and compares its CRC-32 with the directory.
+`open_archive` parses the directory once and rejects what a writer of checkpoints or arrays never
+produces: encrypted entries, two entries of one name, entries that overlap, compression other than
+deflate, and archives that inflate beyond a stated bound. Entries that are stored as they are can be
+mapped (`Record.start`); `Archive.chunks` streams any entry and compares its CRC-32 with the directory.
 """
 
 from __future__ import annotations
@@ -160,8 +161,10 @@ def open_archive(file: BinaryIO, label: str, *, max_ratio: int = MAX_RATIO, spar
 
 
 def _data_start(file: BinaryIO, info: zipfile.ZipInfo, end: int, directory: int) -> int | None:
-    """Where the data of an entry begin, by its local header; None unless the header lies between `end` and the
-    directory, and names the same entry."""
+    """Return where the data of an entry begin, by its local header.
+
+    None unless the header lies between `end` and the directory, and names the same entry.
+    """
     if not end <= info.header_offset < directory:
         return None
     file.seek(info.header_offset)

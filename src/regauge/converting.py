@@ -1,7 +1,8 @@
-"""Pickled checkpoints, read for conversion without torch and without running code: where every tensor lies, and what shares memory.
+"""Pickled checkpoints, read for conversion without torch and without running code.
 
-The pickle is read by `regauge.pickles`, the zip by `regauge.archives`; both are bounded. The bytes of the tensors stay in the file, which is mapped,
-and are handed to the writer tensor by tensor. Declared sizes are compared with those in the file, and every byte of a zipped file with its CRC-32.
+The pickle is read by `regauge.pickles`, the zip by `regauge.archives`; both are bounded. The bytes of
+the tensors stay in the file, which is mapped, and are handed to the writer tensor by tensor. Declared
+sizes are compared with those in the file, and every byte of a zipped file with its CRC-32.
 """
 
 from __future__ import annotations

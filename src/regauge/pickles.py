@@ -1,8 +1,10 @@
 """A bounded reader of the pickles inside torch checkpoints: opcodes in, inert values out.
 
-No object of the pickle is built and no function in it is called. Tensors become `PickledTensor`, a description of where their values lie; of all
-other values only strings, numbers and the shape of containers remain. The reader knows the opcodes that `torch.save` writes and the globals that
-`torch.load(weights_only=True)` accepts, and rejects the rest. Bytes, opcodes, nesting and dimensions are bounded.
+No object of the pickle is built and no function in it is called. Tensors become `PickledTensor`, a
+description of where their values lie; of all other values only strings, numbers and the shape of
+containers remain. The reader knows the opcodes that `torch.save` writes and the globals that
+`torch.load(weights_only=True)` accepts, and rejects the rest. Bytes, opcodes, nesting and dimensions
+are bounded.
 
 References:
     - `pickletools` of the standard library, for the opcodes.
@@ -98,8 +100,10 @@ _GLOBALS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A stretch of memory that tensors look into: the key of its bytes in the file, and its declared size. `offset` and `numel` select a part of
-    `whole` elements where a file of the old format says so."""
+    """A stretch of memory that tensors look into: the key of its bytes in the file and its declared size.
+
+    `offset` and `numel` select a part of `whole` elements, in files of the format before torch 1.6.
+    """
 
     key: str
     dtype: str
@@ -115,7 +119,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A strided tensor within a storage. Every element lies inside of the storage; offset and strides count elements."""
+    """A strided tensor whose every element lies within its storage. Offset and strides count elements."""
 
     storage: Storage
     dtype: str
@@ -182,7 +186,7 @@ def read_pickle(data: bytes | mmap.mmap, label: str, start: int = 0) -> tuple[An
 
 
 class _Machine:
-    """The stack machine of a pickle. Every opcode takes one from the budget, and so does every item that is copied."""
+    """The stack machine of a pickle. Every opcode and every copied item is taken from one budget."""
 
     def __init__(self, data: bytes | mmap.mmap, label: str, start: int) -> None:
         self.data, self.label, self.at = data, label, start
@@ -326,7 +330,7 @@ class _Machine:
         return Opaque(name)
 
     def build(self) -> None:
-        """Attributes of a dictionary or of an opaque value carry no weights; those of a tensor could change it."""
+        """Ignore the attributes of dictionaries, which carry no weights; those of a tensor could change it."""
         self.stack.pop()
         if isinstance(self.stack[-1], PickledTensor | UnsupportedTensor):
             raise self.refused("cannot set the state of a tensor")
@@ -382,7 +386,11 @@ def _checked(value: Any) -> int:
 
 
 def _key(key: Any) -> Any:
-    """Strings are hashed with a secret seed. Other keys are replaced: equal hashes of numbers, or deep tuples, could stall or crash the process."""
+    """Replace every key that is not a string.
+
+    Strings are hashed with a secret seed. Numbers can be chosen so that their hashes are equal, which
+    stalls a dictionary, and hashing a deep tuple overflows the stack of the interpreter.
+    """
     return key if type(key) is str else Opaque(repr(key) if isinstance(key, _NUMBER) else type(key).__name__)
 
 

@@ -220,6 +220,24 @@ def repeated_text(n: int = 100_000) -> bytes:
     return parquet({"text": pa.DictionaryArray.from_arrays(pa.array([0] * n, pa.int32()), pa.array(["x" * MIB]))}, compression="zstd")
 
 
+def _varint(n: int) -> bytes:
+    """A number as Thrift's compact protocol writes it."""
+    n, out = 2 * n, b""
+    while n >= 128:
+        out, n = out + bytes([n & 127 | 128]), n >> 7
+    return out + bytes([n])
+
+
+def lying_footer(n: int = 60_000_000) -> bytes:
+    """A list of many equal numbers, of which the footer declares fewer than its page holds."""
+    import pyarrow as pa
+
+    rows = pa.ListArray.from_arrays(pa.array([0, n], pa.int32()), pa.repeat(pa.scalar(0, pa.int64()), n))
+    raw = parquet({"a": rows}, data_page_size=1 << 30, write_batch_size=n, write_statistics=False)
+    footer = len(raw) - 8 - int.from_bytes(raw[-8:-4], "little")
+    return raw[:footer] + raw[footer:].replace(_varint(n), _varint(1_100_000))
+
+
 # What is refused, by the name of a file, with a part of the message. Images are looked at.
 DATA: dict[str, tuple[Callable[[], bytes], str]] = {
     "400-megapixel.png": (lambda: png(20_000, 20_000), "must have at most 100 million pixels, got 400,000,000 pixels"),
@@ -229,5 +247,6 @@ DATA: dict[str, tuple[Callable[[], bytes], str]] = {
     "negative.npz": (lambda: npz({"a": npy("(-1, -1)", bytes(8))}), "got 8"),
     "objects.npz": (lambda: npz({"a": npy("(1,)", b"cos\nsystem\n", "|O")}), "holds Python objects"),
     "rows.parquet": (repeated_rows, "must have at most 33,554,432 values"),
+    "footer.parquet": (lying_footer, "must have at most 33,554,432 values"),
     "zeros.parquet": (lambda: parquet({"a": [bytes(600 * MIB)]}, compression="zstd", use_dictionary=False), "must decompress to at most"),
 }

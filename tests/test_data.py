@@ -295,6 +295,34 @@ def test_repeated_texts_of_a_parquet_file_are_one_object(tmp_path: Path) -> None
     assert list(data["words"]) == ['["a", "b"]', '["a"]']
 
 
+def test_a_parquet_footer_that_declares_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(bombs.lying_footer(8_000_000))
+    monkeypatch.setattr("regauge.data.MAX_VALUES", 2_000_000)
+    with pytest.raises(DataError, match=r"at most 2,000,000 values for its .*, got 8,000,000"):
+        open_data(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("options", [{}, {"data_page_version": "2.0"}, {"use_dictionary": False}, {"compression": "zstd", "data_page_size": 64}])
+def test_parquet_pages_are_counted(tmp_path: Path, options: dict[str, Any]) -> None:
+    import pyarrow.parquet as pq
+
+    from regauge.parquet import count_pages
+
+    columns = {"text": [f"row {i % 7}" for i in range(1000)], "label": list(range(1000)), "list": [[i] * (i % 3) for i in range(1000)]}
+    raw = bombs.parquet(columns, row_group_size=300, **options)
+    (tmp_path / "a.parquet").write_bytes(raw)
+    data = open_data(tmp_path / "a.parquet")
+    assert list(data["text"]) == columns["text"]
+    assert data["label"].tolist() == columns["label"]
+    metadata = pq.read_metadata(tmp_path / "a.parquet")
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for chunk in map(group.column, range(group.num_columns)):
+            start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
+            values, size = count_pages(raw, start, start + chunk.total_compressed_size, chunk.num_values)
+            assert values == chunk.num_values
+            assert size <= chunk.total_uncompressed_size  # which counts the headers too
+
+
 def test_no_interpreter_runs_for_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pillow goes by the content, and would hand PostScript to Ghostscript."""
     from PIL import EpsImagePlugin

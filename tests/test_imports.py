@@ -51,6 +51,7 @@ planning
 writing
 pickles
 converting
+parquet
 data
 tokenizing
 tasks

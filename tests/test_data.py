@@ -306,7 +306,7 @@ def test_a_parquet_footer_that_declares_too_little(tmp_path: Path, monkeypatch: 
 def test_parquet_pages_are_counted(tmp_path: Path, options: dict[str, Any]) -> None:
     import pyarrow.parquet as pq
 
-    from regauge.parquet import count_pages
+    from regauge.parquet import count_pages, read_chunks
 
     columns = {"text": [f"row {i % 7}" for i in range(1000)], "label": list(range(1000)), "list": [[i] * (i % 3) for i in range(1000)]}
     raw = bombs.parquet(columns, row_group_size=300, **options)
@@ -315,12 +315,13 @@ def test_parquet_pages_are_counted(tmp_path: Path, options: dict[str, Any]) -> N
     assert list(data["text"]) == columns["text"]
     assert data["label"].tolist() == columns["label"]
     metadata = pq.read_metadata(tmp_path / "a.parquet")
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for chunk in map(group.column, range(group.num_columns)):
-            start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-            values, size = count_pages(raw, start, start + chunk.total_compressed_size, chunk.num_values)
-            assert values == chunk.num_values
-            assert size <= chunk.total_uncompressed_size  # which counts the headers too
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    declared = [(group.num_rows, group.column(i)) for group in groups for i in range(group.num_columns)]
+    for chunk, (rows, column) in zip(read_chunks(raw), declared, strict=True):
+        values, size = count_pages(raw, chunk)
+        assert (chunk.path, chunk.rows, chunk.is_bytes) == (column.path_in_schema, rows, column.physical_type == "BYTE_ARRAY")
+        assert values == chunk.values == column.num_values
+        assert size <= column.total_uncompressed_size  # which counts the headers too
 
 
 def test_no_interpreter_runs_for_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 from regauge.archives import open_archive
 from regauge.errors import CheckpointError, RegaugeError, need
 from regauge.files import amount
-from regauge.parquet import count_pages
+from regauge.parquet import Chunk, count_pages, read_chunks
 
 Size = int | tuple[int, int]  # of both sides, or height and width
 USUAL = ("text", "image", "label")
@@ -228,10 +228,9 @@ def _parquet(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     need("pyarrow", "data")
     import pyarrow.parquet as pq
 
-    metadata = pq.read_metadata(io.BytesIO(raw))
-    _require_bounded(metadata, path, raw)
-    columns = [metadata.schema.column(i) for i in range(metadata.num_columns)]
-    table = pq.read_table(io.BytesIO(raw), read_dictionary=[c.path for c in columns if c.physical_type == "BYTE_ARRAY"])
+    chunks = read_chunks(raw)
+    _require_bounded(chunks, path, raw)
+    table = pq.read_table(io.BytesIO(raw), read_dictionary=sorted({c.path for c in chunks if c.is_bytes}))
     return {name: _column([v for chunk in table[name].chunks for v in _values(chunk)], size) for name in table.column_names}
 
 
@@ -251,19 +250,13 @@ def _values(array: Any) -> list[Any]:
     return list(array.to_pylist())
 
 
-def _require_bounded(metadata: Any, path: Path, raw: bytes) -> None:
+def _require_bounded(chunks: Sequence[Chunk], path: Path, raw: bytes) -> None:
     """Bound the values of a parquet file, and their bytes when decompressed, by what its pages declare."""
     values, inflated, size, hint = 0, 0, len(raw), "if you trust the file, split it into smaller ones"
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for i in range(group.num_columns):
-            chunk = group.column(i)
-            if min(chunk.num_values, chunk.total_compressed_size, group.num_rows) < 0:
-                raise ValueError("its footer declares a negative size")
-            start = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
-            found, uncompressed = count_pages(raw, start, start + chunk.total_compressed_size, chunk.num_values)
-            width = max(8, metadata.schema.column(i).length)  # of values of fixed length
-            values += max(found, chunk.num_values, group.num_rows) * width // 8
-            inflated += uncompressed
+    for chunk in chunks:
+        found, uncompressed = count_pages(raw, chunk)
+        values += max(found, chunk.values, chunk.rows) * chunk.width // 8
+        inflated += uncompressed
     if inflated > MAX_RATIO * size + SPARE:
         limit = f"{amount(MAX_RATIO * size + SPARE)} ({MAX_RATIO} times its size plus {amount(SPARE)})"
         raise DataError(f"{path} must decompress to at most {limit}, got {amount(inflated)}", hint=hint)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import struct
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import bombs
 from regauge.data import Data, DataError, Pictures, open_data, text_of
 
 TEXTS = ["one, two", 'a "quoted" word', "007"]
@@ -210,7 +214,7 @@ def test_a_hub_id_is_read_from_its_parquet_files(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("a.npz", b"no zip", "cannot be read as .npz"),
+        ("a.npz", b"no zip", "cannot be read: not a valid zip archive"),
         ("a.parquet", b"no table", "cannot be read as .parquet"),
         ("a.csv", b"x,y\n1\n", "line 2 has 1 fields, the first line 2"),
         ("a.jsonl", b'{"x": 1}\n{"y": 1}\n', "object 2 has other fields"),
@@ -236,3 +240,113 @@ def test_what_is_absent_is_named(tmp_path: Path) -> None:
         open_data("nobody/nothing")
     with pytest.raises(DataError, match='rows has no field "y"'):
         Data("rows", {"x": [1]}, "")["y"]
+
+
+@pytest.mark.parametrize("name", ["121-megapixel.png", "shape.npz", "negative.npz", "objects.npz"])
+def test_data_that_would_fill_the_memory(tmp_path: Path, name: str) -> None:
+    """The larger ones run in soak/."""
+    build, message = bombs.DATA[name]
+    (tmp_path / name).write_bytes(build())
+    with pytest.raises(DataError, match=re.escape(message)) as caught:
+        open_data(tmp_path if name.endswith(".png") else tmp_path / name)["image"][0]
+    assert caught.value.hint
+
+
+def test_bounds_of_images_and_archives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.png").write_bytes(bombs.png(30, 20))
+    np.savez_compressed(tmp_path / "a.npz", a=np.zeros(100_000))
+    (tmp_path / "a.parquet").write_bytes(bombs.parquet({"a": [0] * 1000}))
+    assert Pictures((tmp_path / "a.png",))[0].shape == (20, 30)
+    assert len(open_data(tmp_path / "a.npz")) == 100_000
+    assert len(open_data(tmp_path / "a.parquet")) == 1000
+    monkeypatch.setattr("regauge.data.MAX_PIXELS", 599)
+    monkeypatch.setattr("regauge.data.SPARE", 1000)
+    monkeypatch.setattr("regauge.data.MAX_VALUES", 0)
+    with pytest.raises(DataError, match="got 30 x 20"):
+        Pictures((tmp_path / "a.png",))[0]
+    with pytest.raises(DataError, match=r"must inflate to at most .* got 800\.1 kB"):
+        open_data(tmp_path / "a.npz")
+    with pytest.raises(DataError, match="values for its"):
+        open_data(tmp_path / "a.parquet")
+
+
+def test_pillow_rejects_first(tmp_path: Path) -> None:
+    """Pillow raises an error of its own for the largest images, before their size can be asked for."""
+    header = bombs.png(1, 1).replace(struct.pack(">2I", 1, 1), struct.pack(">2I", 20_000, 20_000))
+    at = header.index(b"IHDR")
+    (tmp_path / "a.png").write_bytes(header[: at + 17] + struct.pack(">I", zlib.crc32(header[at : at + 17])) + header[at + 21 :])
+    with pytest.raises(DataError, match="at most 100 million pixels, got 400,000,000 pixels") as caught:
+        open_data(tmp_path)["image"].array()
+    assert "scale it down" in str(caught.value.hint)
+    assert open_data(tmp_path)["image"].sizes == frozenset()
+
+
+def test_repeated_texts_of_a_parquet_file_are_one_object(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    (tmp_path / "a.parquet").write_bytes(bombs.repeated_text(200))
+    texts = open_data(tmp_path / "a.parquet")["text"]
+    assert len(texts) == 200
+    assert len({id(text) for text in texts}) == 1
+    nested = {"image": pa.array([{"bytes": b"x", "path": None}, {"bytes": b"x", "path": "p"}]), "words": [["a", "b"], ["a"]]}
+    (tmp_path / "b.parquet").write_bytes(bombs.parquet(nested))
+    data = open_data(tmp_path / "b.parquet")
+    assert data["image"].sources == (b"x", b"x")
+    assert list(data["words"]) == ['["a", "b"]', '["a"]']
+
+
+def test_a_parquet_footer_that_declares_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.parquet").write_bytes(bombs.lying_footer(8_000_000))
+    monkeypatch.setattr("regauge.data.MAX_VALUES", 2_000_000)
+    with pytest.raises(DataError, match=r"at most 2,000,000 values for its .*, got 8,000,000"):
+        open_data(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("options", [{}, {"data_page_version": "2.0"}, {"use_dictionary": False}, {"compression": "zstd", "data_page_size": 64}])
+def test_parquet_pages_are_counted(tmp_path: Path, options: dict[str, Any]) -> None:
+    import pyarrow.parquet as pq
+
+    from regauge.parquet import count_pages, read_chunks
+
+    columns = {"text": [f"row {i % 7}" for i in range(1000)], "label": list(range(1000)), "list": [[i] * (i % 3) for i in range(1000)]}
+    raw = bombs.parquet(columns, row_group_size=300, **options)
+    (tmp_path / "a.parquet").write_bytes(raw)
+    data = open_data(tmp_path / "a.parquet")
+    assert list(data["text"]) == columns["text"]
+    assert data["label"].tolist() == columns["label"]
+    metadata = pq.read_metadata(tmp_path / "a.parquet")
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    declared = [(group.num_rows, group.column(i)) for group in groups for i in range(group.num_columns)]
+    for chunk, (rows, column) in zip(read_chunks(raw), declared, strict=True):
+        values, size = count_pages(raw, chunk)
+        assert (chunk.path, chunk.rows, chunk.is_bytes) == (column.path_in_schema, rows, column.physical_type == "BYTE_ARRAY")
+        assert values == chunk.values == column.num_values
+        assert size <= column.total_uncompressed_size  # which counts the headers too
+
+
+def test_no_interpreter_runs_for_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow goes by the content, and would hand PostScript to Ghostscript."""
+    from PIL import EpsImagePlugin
+
+    (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n")
+    ran: list[object] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given: ran.append(given))
+    with pytest.raises(DataError, match="cannot be read as an image"):
+        open_data(tmp_path)["image"][0]
+    assert not ran
+
+
+def test_inputs_of_verify_are_bounded_too(tmp_path: Path) -> None:
+    import torch
+
+    from regauge.cli.verify import read_inputs
+    from regauge.errors import CheckpointError
+
+    module = torch.nn.Linear(1, 1)
+    np.savez(tmp_path / "good.npz", x=np.ones((2, 3)), ids=np.arange(3))
+    found = read_inputs(tmp_path / "good.npz", module)
+    assert found["x"].dtype == torch.float32
+    assert found["ids"].tolist() == [0, 1, 2]
+    (tmp_path / "shape.npz").write_bytes(bombs.DATA["shape.npz"][0]())
+    with pytest.raises(CheckpointError, match="must have 8000000000000 bytes, got 8"):
+        read_inputs(tmp_path / "shape.npz", module)

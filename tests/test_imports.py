@@ -19,6 +19,7 @@ errors
 patterns
 files
 documents
+archives
 headers
 tensorfiles
 environment
@@ -52,7 +53,9 @@ adapted
 keys
 planning
 writing
+pickles
 converting
+parquet
 data
 tokenizing
 tasks

@@ -153,3 +153,25 @@ def test_layers_are_told_by_names() -> None:
     both = [f"{side}.block.{i}.layer.{j}.{x}" for side in ("encoder", "decoder") for i in range(2) for j in range(2) for x in "ab"]
     assert stacks(both) == {"encoder.block.": 2, "decoder.block.": 2}
     assert stacks([f"h.{i}.{x}" for i in (0, 2) for x in "abcd"]) == {}  # a layer is missing
+
+
+def test_aliases_within_aliases(tmp_path: Path) -> None:
+    """10 kB would become 125 million numbers."""
+    weights = ", ".join(["0"] * 500)
+    sources = ", ".join(["*m"] * 500)
+    slices = ", ".join(["*s"] * 500)
+    text = (
+        "merge_method: linear\n"
+        f"slices: [&s {{sources: [&m {{model: one, layer_range: [0, 1], parameters: {{weight: [{weights}]}}}}, {sources}]}}, {slices}]\n"
+    )
+    with pytest.raises(RecipeError, match="must have at most 100,000 values") as caught:
+        parse_recipe(text)
+    assert "aliases" in str(caught.value.hint)
+    once = f"merge_method: linear\nmodels: [{{model: one, parameters: &p {{weight: [{weights}]}}}}, {{model: two, parameters: *p}}]\n"
+    assert len(parse_recipe(once).slices[0].sources) == 2
+
+
+def test_an_alias_of_itself() -> None:
+    for value in ("&a {value: *a}", "&a [{value: *a}]", "&a [*a]"):
+        with pytest.raises(RecipeError):
+            parse_recipe(f"merge_method: linear\nmodels: [{{model: one, parameters: {{weight: {value}}}}}, {{model: two}}]\n")

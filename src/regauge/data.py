@@ -18,18 +18,27 @@ import csv
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from regauge.errors import RegaugeError, need
+from regauge.archives import open_archive
+from regauge.errors import CheckpointError, RegaugeError, need
+from regauge.files import amount
+from regauge.parquet import Chunk, count_pages, read_chunks
 
 Size = int | tuple[int, int]  # of both sides, or height and width
 USUAL = ("text", "image", "label")
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # by content: of an EPS file, Pillow would run Ghostscript
+MAX_PIXELS = 100_000_000  # of one image
+MAX_RATIO, SPARE = 32, 1 << 28  # a compressed file may become so many times its size, plus so many bytes
+MAX_VALUES = 1 << 25  # of a parquet file that is smaller than its values: columns of one repeated value take no space
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 
 
@@ -57,8 +66,11 @@ class Pictures(Sequence[Any]):
         from PIL import Image
 
         source = self.sources[i]
+        label = str(source) if isinstance(source, Path) else f"image {i}"
         try:
-            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as opened:
+                if opened.width * opened.height > MAX_PIXELS:
+                    raise _too_large(label, f"{opened.width} x {opened.height}")
                 image: Image.Image = opened if self.nearest else opened.convert("L" if opened.mode in ("1", "L", "LA", "I;16") else "RGB")
                 if self.colour is not None and image.mode != self.colour:
                     image = image.convert(self.colour)
@@ -66,10 +78,14 @@ class Pictures(Sequence[Any]):
                 if image.size != (width, height):
                     image = image.resize((width, height), Image.Resampling.NEAREST if self.nearest else Image.Resampling.BILINEAR)
                 return np.asarray(image)
-        except OSError as error:
-            raise DataError(
-                f"{source if isinstance(source, Path) else f'image {i}'} cannot be read as an image: {error}", hint="mend it, or leave it out"
-            ) from error
+        except RegaugeError:
+            raise
+        except Image.DecompressionBombError as error:  # raised before the size can be asked for
+            digits = re.search(r"[0-9]+", str(error))
+            raise _too_large(label, f"{int(digits[0]):,} pixels" if digits else "more") from error
+        except Exception as error:  # decoders raise errors of many kinds for damaged files
+            first = (str(error) or type(error).__name__).splitlines()[0]
+            raise DataError(f"{label} cannot be read as an image: {first}", hint="mend it, or leave it out") from error
 
     def array(self, rows: Sequence[int] | None = None) -> Any:
         """Those rows, or all, as one array [n, height, width(, channels)]. Grey ones among others are given three channels."""
@@ -90,9 +106,16 @@ class Pictures(Sequence[Any]):
 
         found = set()
         for source in self.sources:
-            with contextlib.suppress(OSError), Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as opened:
+            with contextlib.suppress(Exception), Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as opened:
                 found.add((opened.height, opened.width))
         return frozenset(found)
+
+
+def _too_large(label: str, size: str) -> DataError:
+    return DataError(
+        f"{label} must have at most {MAX_PIXELS / 1e6:.0f} million pixels, got {size}",
+        hint="scale it down first, or leave it out",
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,16 +185,83 @@ def text_of(data: Data, field: str = "text") -> str:
 
 
 def _npz(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
-    with np.load(io.BytesIO(raw), allow_pickle=False) as arrays:
-        return {name: arrays[name] for name in arrays.files}
+    return read_arrays(raw, str(path))
+
+
+def read_arrays(raw: bytes, label: str) -> dict[str, Any]:
+    """Read the arrays of an .npz file.
+
+    Headers are compared with the bytes behind them before memory is allocated; object arrays,
+    which are pickles, are rejected.
+
+    Args:
+        raw: The bytes of the file.
+        label: The name of the file in errors.
+
+    Raises:
+        DataError: The archive is damaged, or inflates beyond `MAX_RATIO` times its size plus `SPARE`.
+        ValueError: An array is damaged.
+    """
+    try:
+        archive = open_archive(io.BytesIO(raw), label, max_ratio=MAX_RATIO, spare=SPARE)
+        return {name.removesuffix(".npy"): _npy(archive.read(record, record.size), name) for name, record in archive.records.items()}
+    except CheckpointError as error:
+        raise DataError(str(error), hint=error.hint) from error
+
+
+def _npy(raw: bytes, name: str) -> Any:
+    from numpy.lib import format as npy
+
+    file = io.BytesIO(raw)
+    version = npy.read_magic(file)
+    shape, _, dtype = npy.read_array_header_1_0(file) if version == (1, 0) else npy.read_array_header_2_0(file)
+    if dtype.hasobject:
+        raise ValueError(f'array "{name}" holds Python objects, which can run code when they are read')
+    needed, found = prod(shape) * dtype.itemsize, len(raw) - file.tell()
+    if min(shape, default=0) < 0 or needed != found:
+        raise ValueError(f'array "{name}" of shape {list(shape)} and dtype {dtype} must have {needed} bytes, got {found}')
+    file.seek(0)
+    return npy.read_array(file, allow_pickle=False)
 
 
 def _parquet(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     need("pyarrow", "data")
     import pyarrow.parquet as pq
 
-    table = pq.read_table(io.BytesIO(raw))
-    return {name: _column(table[name].to_pylist(), size) for name in table.column_names}
+    chunks = read_chunks(raw)
+    _require_bounded(chunks, path, raw)
+    table = pq.read_table(io.BytesIO(raw), read_dictionary=sorted({c.path for c in chunks if c.is_bytes}))
+    return {name: _column([v for chunk in table[name].chunks for v in _values(chunk)], size) for name in table.column_names}
+
+
+def _values(array: Any) -> list[Any]:
+    """The values of an Arrow array. Those that the file stores once and refers to often are one object."""
+    import pyarrow as pa
+
+    if pa.types.is_dictionary(array.type):
+        stored = array.dictionary.to_pylist()
+        return [None if i is None else stored[i] for i in array.indices.to_pylist()]
+    if pa.types.is_struct(array.type):
+        columns = {field.name: _values(array.field(i)) for i, field in enumerate(array.type)}
+        return [{name: column[i] for name, column in columns.items()} if valid else None for i, valid in enumerate(array.is_valid().to_pylist())]
+    if pa.types.is_list(array.type):
+        items, ends = _values(array.values), array.offsets.to_pylist()
+        return [items[ends[i] : ends[i + 1]] if valid else None for i, valid in enumerate(array.is_valid().to_pylist())]
+    return list(array.to_pylist())
+
+
+def _require_bounded(chunks: Sequence[Chunk], path: Path, raw: bytes) -> None:
+    """Bound the values of a parquet file, and their bytes when decompressed, by what its pages declare."""
+    values, inflated, size, hint = 0, 0, len(raw), "if you trust the file, split it into smaller ones"
+    for chunk in chunks:
+        found, uncompressed = count_pages(raw, chunk)
+        values += max(found, chunk.values, chunk.rows) * chunk.width // 8
+        inflated += uncompressed
+    if inflated > MAX_RATIO * size + SPARE:
+        limit = f"{amount(MAX_RATIO * size + SPARE)} ({MAX_RATIO} times its size plus {amount(SPARE)})"
+        raise DataError(f"{path} must decompress to at most {limit}, got {amount(inflated)}", hint=hint)
+    if values > max(size, MAX_VALUES):
+        raise DataError(f"{path} must have at most {max(size, MAX_VALUES):,} values for its {amount(size)}, got {values:,}", hint=hint)
 
 
 def _table(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:

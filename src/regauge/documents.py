@@ -38,6 +38,14 @@ def read_document(path: Path, limit: int, error: type[RegaugeError] = Checkpoint
     return data
 
 
+def load_json(text: str | bytes) -> Any:
+    """Parse JSON. Every fault is a ValueError, nesting that is too deep for the parser included."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def parse_json(
     data: bytes | str,
     where: object,
@@ -56,8 +64,8 @@ def parse_json(
         surrogates: accept text that is not valid Unicode; the caller replaces it.
     """
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as fault:
+        value = load_json(data)
+    except ValueError as fault:
         raise error(f"{where} is not JSON: {str(fault)[:200]}", hint=hint) from fault
     text = data if isinstance(data, str) else data.decode("latin-1")  # only ASCII is looked for
     if text.count("[") + text.count("{") > DEPTH and not is_flat(value):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from regauge.data import Data, DataError, Pictures, text_of
+from regauge.documents import load_json
 from regauge.tokenizing import around, marks
 from regauge.tokenizing import decode as decode
 from regauge.tokenizing import encode as encode
@@ -430,7 +430,7 @@ def _normalisation(beside: Path | None, mean: Any, std: Any, module: torch.nn.Mo
     path = None if beside is None else beside / "preprocessor_config.json"
     if path is not None and path.exists() and not (mean and std):
         try:
-            about = json.loads(path.read_text())
+            about = load_json(path.read_text())
             found = {"mean": about["image_mean"], "std": about["image_std"]} if about.get("do_normalize", True) else {"mean": [0.0], "std": [1.0]}
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} does not say how images are normalised: {error!r}", hint="--mean and --std say it") from error
@@ -478,7 +478,7 @@ def _size_beside(beside: Path | None, data: Data) -> tuple[int, int] | None:
         return None
     path = None if beside is None else beside / "preprocessor_config.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        about = json.loads(path.read_text()) if path is not None else {}
+        about = load_json(path.read_text()) if path is not None else {}
         size: Any = about.get("crop_size") or about.get("size")
         return pair_of((size["height"], size["width"]) if "height" in size else size["shortest_edge"]) if isinstance(size, dict) else pair_of(size)
     told = " and ".join(f"{h} x {w}" for h, w in (min(held.sizes), max(held.sizes)))

@@ -34,6 +34,8 @@ def convert(
         say(f"{alias} is the same tensor as {kept}, and is stored once")
     for name, why in pickles.dropped.items():
         warn(f'"{name}" {why} and is left out')
+    for file in pickles.unchecked:
+        say(f"{file} carries no checksums: changed bytes cannot be detected")
     report = {
         "version": VERSION,
         "command": "convert",

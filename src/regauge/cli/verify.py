@@ -107,10 +107,9 @@ def read_inputs(path: Path, module: Any) -> dict[str, Any]:
 
     try:
         if path.suffix == ".npz":
-            import numpy as np
+            from regauge.data import read_arrays
 
-            with np.load(path, allow_pickle=False) as arrays:
-                found = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+            found = {name: torch.from_numpy(array) for name, array in read_arrays(path.read_bytes(), str(path)).items()}
         else:
             from safetensors.torch import load_file
 

@@ -13,8 +13,10 @@ import torch
 
 from regauge.discovery.explaining import Reason
 from regauge.discovery.graph import Place
+from regauge.documents import load_json
 from regauge.errors import RegaugeError
 from regauge.families.family import Boundary
+from regauge.files import write_bytes
 from regauge.spec import Spec
 from regauge.specfile import dump_spec, parse_spec
 
@@ -71,7 +73,7 @@ def _rules() -> str:
 def load(folder: Path, key: str) -> Discovery | None:
     """What was kept under a key, or None if nothing was, or nothing that can be read."""
     try:
-        kept = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+        kept = load_json((folder / f"{key}.json").read_text(encoding="utf-8"))
         told = [{n: [_reason(r) for r in rs] for n, rs in kept[part].items()} for part in ("reasons", "frozen")]
         spec = parse_spec(kept["spec"], str(folder / key))
         cuts = tuple(Boundary(**{**b, "returns": tuple(b["returns"])}) for b in kept["boundaries"])
@@ -82,8 +84,6 @@ def load(folder: Path, key: str) -> Discovery | None:
 
 def save(folder: Path, key: str, found: Discovery) -> None:
     """Keep a discovery. A folder that cannot be written to is no error: it will be discovered again."""
-    from regauge.files import write_bytes
-
     parts = {name: {n: [_plain(r) for r in rs] for n, rs in told.items()} for name, told in (("reasons", found.reasons), ("frozen", found.frozen))}
     more: dict[str, Any] = {
         "error": found.error,

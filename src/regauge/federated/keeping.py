@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from regauge.documents import CONFIG_BYTES, parse_json, read_document
+from regauge.documents import CONFIG_BYTES, load_json, parse_json, read_document
 from regauge.errors import CheckpointError
 from regauge.federated.aggregating import Memory
 from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings
@@ -116,7 +116,7 @@ def load(folder: Path) -> Kept | None:
         return None
     tensors, metadata = read_tensors(path, "federated state", VERSION)
     try:
-        history = tuple(Round(**{**r, "contributed": tuple(r["contributed"])}) for r in json.loads(metadata["history"]))
+        history = tuple(Round(**{**r, "contributed": tuple(r["contributed"])}) for r in load_json(metadata["history"]))
         groups: dict[str, dict[str, Tensor]] = {"state": {}, "memory": {}}
         for key, t in tensors.items():
             kind, _, name = key.partition("/")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from regauge.attacks.updates import Update
+from regauge.documents import load_json
 from regauge.federated.clients import rows_of
 from regauge.federated.rounds import Spy
 from regauge.federated.settings import VERSION, FederatedError, Settings
@@ -68,18 +69,21 @@ def load_seen(folder: Path, number: int, client: int) -> Seen:
     there = folder / "seen" / f"round-{number:05}"
     state, _ = read_tensors(there / "before.safetensors", "federated seen", VERSION)
     tensors, metadata = read_tensors(there / f"client-{client:05}.safetensors", "federated update", VERSION)
-    about: dict[str, Any] = json.loads(metadata["about"])
-    if about["kind"] != "change":
-        raise FederatedError(f"client {client} sent whole weights in round {number + 1}: there is no update in them", hint="choose a later round")
-    update = Update(tensors, "change", int(about["steps"]), float(about["rate"]))
-    return Seen(number, client, state, update, int(about["batch"]), int(about["examples"]))
+    try:
+        about: dict[str, Any] = load_json(metadata["about"])
+        if about["kind"] != "change":
+            raise FederatedError(f"client {client} sent whole weights in round {number + 1}: there is no update in them", hint="choose a later round")
+        update = Update(tensors, "change", int(about["steps"]), float(about["rate"]))
+        return Seen(number, client, state, update, int(about["batch"]), int(about["examples"]))
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise FederatedError(f"the record of client {client} in {there} is damaged: {error!r}", hint="restore it from a copy") from error
 
 
 def load_kept(folder: Path, number: int, client: int) -> tuple[tuple[int, ...], ...]:
     """The rows of a client's part, step by step."""
     path = folder / "kept" / f"round-{number:05}" / f"client-{client:05}.json"
     try:
-        found = json.loads(path.read_text())
+        found = load_json(path.read_text())
         return tuple(tuple(int(i) for i in rows) for rows in found["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FederatedError(f"{path} does not say what the client kept: {error}", hint="without it attacks cannot be scored") from error

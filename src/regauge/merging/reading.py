@@ -38,7 +38,8 @@ _UNSUPPORTED = {
 }
 _ALIGN = ("to", "spaces", "layers", "group", "fold", "sweeps", "nearest")
 _DATA = ("uri", "samples", "fields", "split", "tokenizer", "length", "mean", "std", "labels")
-_VALUES, _LONGEST = 100_000, 10_000  # scalars of a recipe, and characters of one
+_LONGEST = 10_000  # characters of one value
+_MAX_NODES = 100_000  # values of a recipe, with those that aliases (*name) repeat
 _SWITCHES = ("normalize", "rescale", "int8_mask", "filter_wise")
 
 
@@ -72,8 +73,15 @@ class _Reader:
     """One recipe, read node by node, so that every error has its line."""
 
     def __init__(self, where: str, text: str) -> None:
-        self.where, self.text, self.method, self.values = where, text, "", 0
+        self.where, self.text, self.method = where, text, ""
         self.notes: list[str] = []
+        self.left = _MAX_NODES
+
+    def spend(self, node: Any) -> None:
+        """Count a node: aliases within aliases repeat a short text a billion times."""
+        self.left -= 1
+        if self.left < 0:
+            raise self.refuse(node, f"a recipe must have at most {_MAX_NODES:,} values", "write out what its aliases (*name) repeat")
 
     def refuse(self, node: Any, what: str, hint: str | None = None) -> RecipeError:
         return RecipeError(f"{self.where}, line {_line(node)}: {what}", hint=hint)
@@ -226,7 +234,8 @@ class _Reader:
         if "value" not in top:
             raise self.refuse(node, f'a condition of "{name}" has no value:')
         value = top["value"]
-        if isinstance(value, yaml.SequenceNode) and any(not isinstance(n, yaml.ScalarNode) for n in value.value):
+        values = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        if any(not isinstance(n, yaml.ScalarNode) for n in values):
             raise self.refuse(value, f'the value of "{name}" is a number, or a list of numbers')
         asked = None if "filter" not in top or _is_null(top["filter"]) else str(self.scalar(top["filter"], "filter"))
         return Condition(None if asked == "*" else asked, self.setting(name, value))
@@ -336,6 +345,7 @@ class _Reader:
         """The values of a mapping by their keys, which must all be known, each once."""
         if not isinstance(node, yaml.MappingNode):
             raise self.refuse(node, f"{what} is a mapping with {', '.join(keys)}")
+        self.spend(node)
         out: dict[str, Any] = {}
         for key, value in node.value:
             name = str(key.value)
@@ -351,16 +361,15 @@ class _Reader:
     def sequence(self, node: Any, what: str) -> list[Any]:
         if not isinstance(node, yaml.SequenceNode):
             raise self.refuse(node, f"{what} is a list")
+        self.spend(node)
         return list(node.value)
 
     def scalar(self, node: Any, what: str) -> Any:
         if not isinstance(node, yaml.ScalarNode):
             raise self.refuse(node, f"{what} is one value, not a list or a mapping")
-        self.values += 1
-        if self.values > _VALUES:  # anchors let a short text stand for a long one
-            raise self.refuse(node, f"a recipe must have at most {_VALUES:,} values, anchors written out")
         if len(node.value) > _LONGEST:
             raise self.refuse(node, f"{what} must have at most {_LONGEST:,} characters, got {len(node.value):,}")
+        self.spend(node)
         loader = yaml.SafeLoader("")
         try:
             return loader.construct_object(node)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from regauge.documents import load_json
 from regauge.errors import CheckpointError
 from regauge.tensorfiles import read_tensors, sweep, write_tensors
 
@@ -89,7 +90,7 @@ def load(folder: Path) -> Kept | None:
         return None
     tensors, metadata = read_tensors(path, "split", VERSION)
     try:
-        about = json.loads(metadata["about"])
+        about = load_json(metadata["about"])
         groups: dict[str, dict[str, Tensor]] = {kind: {} for kind in ("weight", "gradient", "optimizer", "frame", "copy", "left")}
         for key, tensor in tensors.items():
             kind, _, name = key.partition("/")

@@ -1,0 +1,81 @@
+"""JSON from files: nesting beyond the parser's depth is a typed error wherever a file is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regauge import tasks
+from regauge.data import open_data
+from regauge.discovery import keeping as discovered
+from regauge.documents import load_json
+from regauge.errors import RegaugeError
+from regauge.federated import keeping as federated
+from regauge.federated import spying as recorded
+from regauge.findings import from_json
+from regauge.specfile import parse_spec
+from regauge.split import keeping as split
+from regauge.split.journal import Folder
+from regauge.tensorfiles import write_tensors
+from regauge.vocabularies import vocabulary
+
+DEEP = "[" * 100_000
+
+
+def test_load_json() -> None:
+    assert load_json('{"a": [1]}') == {"a": [1]}
+    for text in (DEEP, '{"a":' * 100_000, "{"):
+        with pytest.raises(ValueError):
+            load_json(text)
+
+
+def _text(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(DEEP)
+
+    return write
+
+
+def _tensors(name: str, kind: str, version: int, **metadata: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        write_tensors(folder / name, {"a": torch.ones(1)}, {"regauge": kind, "version": str(version), **metadata})
+
+    return write
+
+
+def _seen(folder: Path) -> None:
+    for name, kind in (("before", "federated seen"), ("client-00000", "federated update")):
+        _tensors(f"seen/round-00000/{name}.safetensors", kind, recorded.VERSION, about=DEEP)(folder)
+
+
+READERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
+    "vocabulary": (_text("vocab.json"), vocabulary),
+    "split checkpoint": (_tensors(split.FILE, "split", split.VERSION, about=DEEP), split.load),
+    "split journal": (_text("session.json"), Folder),
+    "federated run": (_text(federated.ABOUT), federated.about_of),
+    "federated state": (_tensors(federated.FILE, "federated state", federated.VERSION, rounds="1", history=DEEP), federated.load),
+    "recorded update": (_seen, lambda folder: recorded.load_seen(folder, 0, 0)),
+    "recorded rows": (_text("kept/round-00000/client-00000.json"), lambda folder: recorded.load_kept(folder, 0, 0)),
+    "preprocessor": (_text("preprocessor_config.json"), lambda folder: tasks._normalisation(folder, None, None, torch.nn.Linear(1, 1))),
+    "rows": (_text("a.jsonl"), lambda folder: open_data(folder / "a.jsonl")),
+    "results": (_text("a.json"), lambda folder: from_json((folder / "a.json").read_text())),
+    "spec": (_text("a.toml"), lambda folder: parse_spec("a = " + (folder / "a.toml").read_text())),
+}
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_deep_nesting_is_a_typed_error(tmp_path: Path, what: str) -> None:
+    write, read = READERS[what]
+    write(tmp_path)
+    with pytest.raises(RegaugeError):
+        read(tmp_path)
+
+
+def test_a_damaged_discovery_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "key.json").write_text(DEEP)
+    assert discovered.load(tmp_path, "key") is None

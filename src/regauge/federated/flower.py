@@ -157,10 +157,15 @@ class GridEngine:
                 self.met[int(info.node_id)] = int(found[1])
 
     def _meet(self, nodes: Iterable[int]) -> None:
+        """Query nodes without a registered name. A client that a connected node already has cannot be claimed by another."""
+        present = set(self.grid.get_node_ids())
         asked = [Message(RecordDict({"config": ConfigRecord({"regauge": VERSION})}), node, "query", ttl=self.gather) for node in sorted(nodes)]
         for node, reply in self._exchange(asked, self.gather):
-            with contextlib.suppress(KeyError, TypeError, ValueError):  # a node that does not say who it is has no part in the run
-                self.met[node] = int(reply.content["about"]["client"]) if reply.has_content() else self.met[node]
+            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):  # a node that names no client has no part in the run
+                claimed = int(reply.content["about"]["client"]) if reply.has_content() else None
+                taken = {client for other, client in self.met.items() if other in present}
+                if claimed is not None and claimed not in taken:
+                    self.met[node] = claimed
 
 
 def serve(grid: Grid, source: Source, settings: Settings, folder: Path, *, tell: Tell | None = None, **options: Any) -> Found:

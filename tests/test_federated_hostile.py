@@ -103,6 +103,7 @@ BAD: dict[str, tuple[str, Any]] = {
     "array as kind": ("kind", {"kind": np.zeros(3)}),
     "array as layout": ("layout", {"layout": np.zeros(3)}),
     "round": ("round", {"round": 1}),
+    "round of 5,000 digits": ("round", {"round": 10**5000}),
     "text as round": ("round", {"round": "0"}),
 }
 
@@ -123,7 +124,15 @@ def test_a_bad_contribution_is_rejected_by_its_reason_and_leaves_no_trace(name: 
 
 
 def test_answers_of_another_type_and_of_nobody_are_rejected() -> None:
-    for answer in (None, 7, "text", {"client": 3}, replace(change(3), client=[3]), replace(change(3), client=-1)):
+    for answer in (
+        None,
+        7,
+        "text",
+        {"client": 3},
+        replace(change(3), client=[3]),
+        replace(change(3), client=-1),
+        replace(change(3), client=10**5000),
+    ):
         found = ran(lambda c, answer=answer: answer)
         assert set(found.history[0].rejected.values()) in ({"type"}, {"client"})
         assert same(found.state, without())

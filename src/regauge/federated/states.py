@@ -87,7 +87,7 @@ def _told(one: list[str | int]) -> str:
 
 def norm_of(tensors: State) -> float:
     """Return the L2 norm of all tensors together, in float64."""
-    return math.sqrt(sum(float(t.double().square().sum()) for t in tensors.values()))
+    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors.values()))
 
 
 def _travelling(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -73,7 +73,7 @@ def collect(answers: Iterable[Any], call: Call, settings: Settings) -> Collected
     rejected: dict[str, str] = {}
 
     def reject(client: Any, fault: Fault) -> None:
-        key = str(client) if is_count(client) else UNKNOWN
+        key = shown(client) if is_count(client) else UNKNOWN
         absent[key], rejected[key] = printable(fault.text), fault.reason
         _log.info("round %d: rejected client %s (%s): %s", call.number + 1, key, fault.reason, absent[key])
 
@@ -104,7 +104,7 @@ def fault_of(sent: Any, call: Call, settings: Settings) -> Fault | None:
     if not is_count(sent.client) or sent.client not in call.clients:
         return Fault("client", "a contribution must come from a client that was selected for the round")
     if not is_count(sent.round) or sent.round != call.number:
-        return Fault("round", f"the round must be {call.number + 1}, got {sent.round + 1 if is_count(sent.round) else shown(sent.round)}")
+        return Fault("round", f"the round must be {call.number + 1}, got {shown(sent.round + 1 if is_count(sent.round) else sent.round)}")
     if not isinstance(sent.layout, str) or sent.layout != call.layout:
         return Fault("layout", "the layout must be that of the server's state: it trained another version of the model")
     kind = "weights" if settings.independent and call.number == 0 else "change"

@@ -143,7 +143,7 @@ class GridEngine:
         while True:
             present = set(self.grid.get_node_ids())
             self._read_names(present - self.met.keys())
-            self._meet(present - self.met.keys())
+            self._meet(present - self.met.keys(), present)
             found = {client: node for node, client in self.met.items() if node in present}
             if found.keys() >= set(clients) or time.monotonic() >= until:
                 return found
@@ -154,11 +154,11 @@ class GridEngine:
         for info in self.grid.get_nodes() if nodes else ():
             found = NAMED.fullmatch(str(getattr(info, "name", "")))
             if found and int(info.node_id) in nodes:
-                self.met[int(info.node_id)] = int(found[1])
+                claims = {node: client for node, client in self.met.items() if client != int(found[1])}  # a registered name is more than a claim
+                self.met = {**claims, int(info.node_id): int(found[1])}
 
-    def _meet(self, nodes: Iterable[int]) -> None:
+    def _meet(self, nodes: Iterable[int], present: set[int]) -> None:
         """Query nodes without a registered name. A client that a connected node already has cannot be claimed by another."""
-        present = set(self.grid.get_node_ids())
         asked = [Message(RecordDict({"config": ConfigRecord({"regauge": VERSION})}), node, "query", ttl=self.gather) for node in sorted(nodes)]
         for node, reply in self._exchange(asked, self.gather):
             with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):  # a node that names no client has no part in the run

@@ -162,17 +162,22 @@ def outliers(sent: Sequence[Contribution], settings: Settings) -> dict[int, Faul
             hint = "the limit is --max-norm" if most < MAX_NORM else "its square overflows float32"
             out[client] = Fault("norm", f"the norm must be at most {most:.4g}, got {norm:.4g}; {hint}")
     rest = [c for c in sent if c.client not in out]
-    middle = median(norms[c.client] for c in rest) if len(rest) >= QUORUM else 0.0
-    if not settings.norm_factor or middle == 0:
-        return out
-    paces = {c.client: norms[c.client] / c.steps for c in rest}
-    pace = median(paces.values())
-    for c in rest:
-        usual = middle if c.kind == "weights" else max(middle, c.steps * pace)
-        if norms[c.client] > settings.norm_factor * usual:
-            text = f"the norm must be at most {settings.norm_factor:g} x {usual:.4g}, the median of the round, got {norms[c.client]:.4g}"
-            out[c.client] = Fault("norm", f"{text}; the factor is --norm-factor")
+    for client, usual in usual_norms(rest).items() if settings.norm_factor else ():
+        if norms[client] > settings.norm_factor * usual:
+            text = f"the norm must be at most {settings.norm_factor:g} x {usual:.4g}, the median of the round, got {norms[client]:.4g}"
+            out[client] = Fault("norm", f"{text}; the factor is --norm-factor")
     return out
+
+
+def usual_norms(sent: Sequence[Contribution]) -> dict[int, float]:
+    """Return the norm that each client is compared with: the median of the round, or that of norms per local step times the client's steps, if it is
+    larger. Empty where a median says nothing: with fewer contributions than `QUORUM`, or if most are zero."""
+    norms = {c.client: norm_of(c.tensors) for c in sent}
+    middle = median(norms.values()) if len(sent) >= QUORUM else 0.0
+    if middle == 0:
+        return {}
+    pace = median(norms[c.client] / c.steps for c in sent)
+    return {c.client: middle if c.kind == "weights" else max(middle, c.steps * pace) for c in sent}
 
 
 def is_count(value: Any) -> bool:

@@ -75,12 +75,14 @@ def fuzzed(c: Contribution, rng: random.Random) -> Any:
             c = replace(c, tensors=bent(c.tensors, rng) if whole else rng.choice(ODD))
         else:
             field = rng.choice(("client", "round", "layout", "examples", "steps", "batch", "rate", "loss", "kind"))
-            c = replace(c, **{field: rng.choice((*ODD, 3, 100, "weights", DIGEST))})
+            value = rng.choice((*ODD, 3, 100, "weights", DIGEST))
+            if field != "client" or not (type(value) is int and 0 <= value < CLIENTS):  # an engine knows which client an answer comes from
+                c = replace(c, **{field: value})
     return c
 
 
 class Fuzzed:
-    """An engine with one client that sends nonsense; sometimes twice, sometimes in the place of another."""
+    """An engine with one client that sends nonsense; sometimes more than once."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import audit, authorized, discover, federated, gradients, jigsaw, lock, matching, merging, move, permuted, split, start
+from benchmarks import audit, authorized, discover, federated, gradients, hostile, jigsaw, lock, matching, merging, move, permuted, split, start
 
 BENCHMARKS = {
     "start": start.main,
@@ -20,6 +20,7 @@ BENCHMARKS = {
     "jigsaw": jigsaw.main,
     "discover": discover.main,
     "federated": federated.main,
+    "hostile": hostile.main,
 }
 
 names = sys.argv[1:] or list(BENCHMARKS)

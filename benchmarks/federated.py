@@ -48,9 +48,9 @@ def main() -> int:
     from benchmarks.permuted import interval
     from regauge.federated import Settings, aggregate, flower, state_of
     from regauge.federated.aggregating import Memory
-    from regauge.federated.rounds import answers
     from regauge.federated.running import Source
     from regauge.federated.states import digest_of, layout_of
+    from regauge.federated.validation import Call, collect
 
     place = Path(tempfile.mkdtemp())
     size = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "intermediate_size": 768, "image_size": 32, "patch_size": 4}
@@ -89,9 +89,9 @@ def main() -> int:
         digest = digest_of(layout_of(states["ours"]))
 
         def ours(number: int) -> None:
-            sent, absent = answers(engine, number, (0, 1), states["ours"], digest)
-            assert not absent, absent
-            states["ours"] = aggregate(states["ours"], sent, Memory(), settings)[0]
+            got = collect(engine.ask(number, (0, 1), states["ours"]), Call(number, (0, 1), states["ours"], digest), settings)
+            assert not got.absent, got.absent
+            states["ours"] = aggregate(states["ours"], got.sent, Memory(), settings)[0]
 
         def theirs(number: int) -> None:
             nodes = list(grid.get_node_ids())

@@ -16,7 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ["RUST_BACKTRACE"] = "0"
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builders of pico-models
 
-from soak import data, interruptions, pickles
+from soak import data, federated, interruptions, pickles
 from soak.files import files
 from soak.folders import hostile_folders
 from soak.harness import Outcome, table
@@ -32,6 +32,7 @@ SCENARIOS: dict[str, Scenario] = {
     "pickle-mutants": pickles.pickle_mutants,
     "data-bombs": data.data_bombs,
     "data-mutants": data.data_mutants,
+    "federated": federated.contributions,
 }
 
 

@@ -55,6 +55,11 @@ def test_a_run_its_model_and_going_on(start: Path, tmp_path: Path, capsys: pytes
         (["--clients", "2", "--rounds", "1", "--decay", "-1"], "decay"),
         (["--clients", "2", "--rounds", "1", "--optimizer", "adamw", "--decay", "-1"], "decay"),
         (["--clients", "2", "--rounds", "1", "--clip", "-1"], "clip is -1"),
+        (["--clients", "2", "--rounds", "1", "--max-examples", "-1"], "max_examples must be >= 0, got -1"),
+        (["--clients", "2", "--rounds", "1", "--norm-factor", "0.5"], "norm_factor must be 0 or > 1 and finite, got 0.5"),
+        (["--clients", "2", "--rounds", "1", "--aggregation", "trimmed-mean", "--trim", "0.6"], "trim must be in (0, 0.5), got 0.6"),
+        (["--clients", "2", "--rounds", "1", "--aggregation", "best"], "'best' is not one of"),
+        (["--clients", "4", "--rounds", "1", "--aggregation", "median", "--secure"], "the server sees only their sum, not single contributions"),
     ],
 )
 def test_bad_input_is_named_and_leaves_nothing(given: list[str], said: str, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +107,7 @@ def test_the_pages_commands_run_as_they_are_written(tmp_path: Path, monkeypatch:
     exec(textwrap.dedent(program), {})
     commands = [line.strip() for line in page.splitlines() if line.startswith("    regauge ") and "--engine" not in line and not line.endswith("\\")]
     runs = [shlex.split(command, comments=True)[1:] for command in commands if "certs" not in command]
-    assert [run[0] for run in runs] == ["federate", "federate", "audit", "federate"]
+    assert [run[0] for run in runs] == ["federate", "federate", "federate", "audit", "federate"]
     for run in runs:
         assert main(run) == 0
     found = keeping.load(tmp_path / "RUN")

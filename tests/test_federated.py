@@ -216,29 +216,33 @@ def test_a_bert_learns_from_texts_with_and_without_puzzles(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        ({"loss": float("nan")}, "its loss is nan"),
-        ({"layout": "other"}, "it trained another version of the model"),
-        ({"tensors": {"w": torch.tensor([1.0, float("nan"), 1.0])}}, '"w" holds NaN'),
-        ({"tensors": {"w": torch.ones(4)}}, '"w" is [4] in what it sent and [3] in the model'),
-        ({"tensors": {"u": torch.ones(3)}}, 'it sent "u", which the model has not'),
-        ({"tensors": {}}, "it sent no tensors"),
-        ({"round": 7}, "it answers round 8, and this is round 1"),
-        ({"examples": 0}, "it has no examples"),
-        ({"client": 9}, "it was not asked"),
+        ({"loss": float("nan")}, "metrics: loss must be a finite float32 number, got nan"),
+        ({"layout": "other"}, "layout: the layout must be that of the server's state: it trained another version of the model"),
+        ({"tensors": {"w": torch.tensor([1.0, float("nan"), 1.0])}}, 'values: "w" must be finite, got NaN or Inf'),
+        ({"tensors": {"w": torch.ones(4)}}, 'shape: "w" must have the shape [3], got [4]'),
+        ({"tensors": {"u": torch.ones(3)}}, "names: tensors must be the model's, got 'u'"),
+        ({"tensors": {}}, "names: tensors must not be empty"),
+        ({"round": 7}, "round: the round must be 1, got 8"),
+        ({"examples": 0}, "examples: examples must be between 1 and 10000000, got 0"),
+        ({"client": 9}, "client: a contribution must come from a client that was selected"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name_and_the_round_goes_on(bad: dict[str, object], why: str) -> None:
     kept = went(Scripted([sent(0), sent(1, 3.0), replace(sent(2, 100.0), **bad)]), Settings(clients=3, rounds=1))  # type: ignore[arg-type]
     (told,) = kept.history
     assert told.contributed == (0, 1)
-    assert any(why in text for text in told.absent.values())
+    assert any(why in f"{told.rejected.get(client)}: {text}" for client, text in told.absent.items())
     assert kept.state["w"].tolist() == [2.0] * 3
 
 
 def test_a_second_answer_does_not_count_and_a_missing_one_is_told() -> None:
     kept = went(Scripted([sent(0), sent(0, 100.0)]), Settings(clients=2, rounds=1))
     assert kept.state["w"].tolist() == [1.0] * 3
-    assert kept.history[0].absent == {"0": "it answered twice, and its first answer is kept", "1": "it did not answer"}
+    assert kept.history[0].absent == {
+        "0": "contributions must be one a client and round, got a second: the first counts",
+        "1": "it did not answer",
+    }
+    assert kept.history[0].rejected == {"0": "duplicate"}
 
 
 def test_a_round_with_too_few_is_void_and_asked_again(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -165,18 +166,55 @@ def garbled(message: Message, reply: Message) -> Message:
     return reply
 
 
+def doubled(message: Message, reply: Message) -> Message:
+    reply.content["arrays"]["classifier.bias"] = Array(np.zeros(10, np.float64))
+    return reply
+
+
+def boasting(message: Message, reply: Message) -> Message:
+    reply.content["metrics"]["num-examples"] = 10**12
+    return reply
+
+
+def exploding(message: Message, reply: Message) -> Message:
+    reply.content["arrays"]["classifier.bias"] = Array(np.full(10, 3e38, np.float32))
+    return reply
+
+
+def amplified(message: Message, reply: Message) -> Message:
+    for name, array in reply.content["arrays"].items():
+        reply.content["arrays"][name] = Array(-20 * array.numpy())
+    return reply
+
+
+def whole(message: Message, reply: Message) -> Message:
+    reply.content["about"]["kind"] = "weights"
+    return reply
+
+
+def chatty(message: Message, reply: Message) -> Message:
+    reply.content["about"]["refused"] = "escaped \x1b[31m " + 10**6 * "x"
+    return reply
+
+
 @pytest.mark.parametrize(
     ("bend", "why"),
     [
         (failed, "it failed: out of memory"),
         (empty, "its answer cannot be read"),
         (silent, "it did not answer"),
-        (poisoned, '"classifier.bias" holds NaN'),
+        (poisoned, '"classifier.bias" must be finite'),
         (stale, "another version of the model"),
         (newer, "its regauge speaks version 99"),
-        (misshapen, '"classifier.bias" is [11] in what it sent and [10] in the model'),
-        (foreign, 'it sent "another.bias", which the model has not'),
-        (lossless, "its loss is nan"),
+        (misshapen, '"classifier.bias" must have the shape [10], got [11]'),
+        (foreign, "tensors must be the model's, got 'another.bias'"),
+        (lossless, "loss must be a finite float32 number, got nan"),
+        (doubled, '"classifier.bias" must be a dense float32 tensor, got float64'),
+        (boasting, "examples must be between 1 and 360, got 1000000000000"),
+        (exploding, "the norm must be at most 1.845e+19"),
+        (amplified, "the median of the round"),
+        (whole, "must be of the kind change, got 'weights'"),
+        (chatty, "escaped \\x1b[31m "),
         (garbled, "its answer cannot be read"),
     ],
 )
@@ -185,6 +223,7 @@ def test_a_node_that_does_not_fit_is_told_by_name_and_the_run_goes_on(bend: Answ
     (told,) = found.kept.history
     assert told.contributed == (0, 1, 3)
     assert why in told.absent["2"]
+    assert len(told.absent["2"]) < 1100
 
 
 def test_a_node_of_another_model_says_so(source: Source, tmp_path: Path) -> None:
@@ -228,6 +267,23 @@ def test_a_node_that_does_not_say_which_client_it_is_is_passed_over(source: Sour
     answers = {a.client: a for a in flower.GridEngine(Strangers(source, 2), SETTINGS, gather=0.0).ask(0, [0, 1], state_of(fed.vit(num_labels=10)))}  # type: ignore[arg-type]
     assert isinstance(answers[0], Contribution)
     assert answers[1] == Absence(1, "no node is connected for it")
+
+
+def test_a_node_cannot_claim_a_client_that_another_has(source: Source) -> None:
+    class Impostor(Nodes):
+        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+            for reply in list(super().send_and_receive(messages, timeout=timeout)):
+                if reply.content.config_records["about"].keys() == {"regauge", "client"}:
+                    reply.content["about"]["client"] = 0
+                yield reply
+
+        def get_nodes(self) -> Iterable[Any]:
+            return [SimpleNamespace(node_id=1000, name="client-0")]
+
+    engine = flower.GridEngine(Impostor(source, 2), SETTINGS, gather=0.0)  # type: ignore[arg-type]
+    answers = list(engine.ask(0, [0], state_of(fed.vit(num_labels=10))))
+    assert engine.met == {1000: 0}
+    assert [type(a) for a in answers] == [Contribution]
 
 
 def test_clients_without_a_node_are_absent(source: Source) -> None:

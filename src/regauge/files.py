@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import hashlib
 import os
@@ -93,13 +94,9 @@ def staged_folder(out: Path, mode: int = EVERYONE, *, replace: bool = False) -> 
                 path.chmod(mode if path.is_dir() else file_mode(mode))
                 _fsync(path)
             partial.chmod(mode)
-            old = beside(out)
-            if replace and os.path.lexists(out):
-                out.rename(old)
-            elif out.is_dir():
+            if not replace and out.is_dir():
                 out.rmdir()
-            partial.rename(out)
-            shutil.rmtree(old, ignore_errors=True)
+            replace_folder(partial, out) if replace else partial.rename(out)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     fsync_folder(out.absolute().parent)
@@ -221,6 +218,35 @@ def beside(path: Path) -> Path:
     """A hidden name beside a file, for what is not whole yet. It is random: in a container every process may have the same number, and would meet
     what a killed one has left."""
     return path.with_name(f".{path.name}.partial-{os.urandom(6).hex()}")
+
+
+def replace_folder(new: Path, old: Path) -> None:
+    """Put the folder `new` in the place of `old`, which is removed. Where the system can exchange two names (Linux), one of the two is in place at
+    every moment; elsewhere `old` is moved aside first, and back if the second rename fails."""
+    aside = beside(old)
+    if not old.exists():
+        new.rename(old)
+    elif _exchange(new, old):
+        aside = new
+    else:
+        old.rename(aside)
+        try:
+            new.rename(old)
+        except OSError:
+            aside.rename(old)
+            raise
+    fsync_folder(old.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Exchange two names in one step; False where the system or the file system cannot."""
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(here, os.fsencode(a), here, os.fsencode(b), swap) == 0)
 
 
 def write_bytes(path: Path, data: bytes | bytearray | memoryview, mode: int = 0o666, *, new: bool = False) -> None:

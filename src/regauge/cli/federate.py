@@ -48,6 +48,13 @@ class Weigh(StrEnum):
     clients = "clients"
 
 
+class Aggregation(StrEnum):
+    mean = "mean"
+    median = "median"
+    trimmed_mean = "trimmed-mean"
+    clipped_mean = "clipped-mean"
+
+
 def federate(
     model: options.Model,
     data: Annotated[str, typer.Option("--data", metavar="URI", help="What the clients share out among themselves: examples with labels.")],
@@ -72,6 +79,20 @@ def federate(
     ] = 0.0,
     server_rate: Annotated[float | None, typer.Option("--server-rate", metavar="X", help="The server's step. Default: 1; of fedadam 0.01.")] = None,
     weigh: Annotated[Weigh, typer.Option("--weigh", help="What counts in the mean.")] = Weigh.examples,
+    aggregation: Annotated[
+        Aggregation, typer.Option("--aggregation", help="Rule that combines contributions; the last three bound the influence of one client.")
+    ] = Aggregation.mean,
+    trim: Annotated[float, typer.Option("--trim", metavar="X", help="Share that trimmed-mean drops at each end of a coordinate.")] = 0.2,
+    clipping_norm: Annotated[
+        float, typer.Option("--clipping-norm", metavar="X", help="Norm that clipped-mean scales down to. 0: the round's median.")
+    ] = 0.0,
+    max_examples: Annotated[
+        int, typer.Option("--max-examples", metavar="N", help="Largest count of examples a client may claim. 0: the largest part of --data.")
+    ] = 0,
+    max_norm: Annotated[float, typer.Option("--max-norm", metavar="X", help="Reject contributions of a larger norm. 0: no absolute limit.")] = 0.0,
+    norm_factor: Annotated[
+        float, typer.Option("--norm-factor", metavar="X", help="Reject contributions beyond X times the round's median norm. 0: never.")
+    ] = 5.0,
     uneven: Annotated[float, typer.Option("--uneven", metavar="X", help="Clients take fewer local steps, by up to this share.")] = 0.0,
     drop: Annotated[float, typer.Option("--drop", metavar="X", help="Lose this share of contributions on purpose.")] = 0.0,
     jigsaw: Annotated[float, typer.Option("--jigsaw", metavar="R", help="Clients train with masked jigsaw puzzles of this ratio.")] = 0.0,
@@ -133,6 +154,8 @@ def federate(
         "seed": seed,
         "secure": secure,
     }
+    given |= {"trim": trim, "clipping_norm": clipping_norm, "max_examples": max_examples, "max_norm": max_norm, "norm_factor": norm_factor}
+    given |= {"aggregation": aggregation.value}
     given |= {"strategy": strategy.value, "partition": partition.value, "optimizer": optimizer.value, "weigh": weigh.value}
     settings = Settings(**given, defences=tuple(defence or ()))
     read_defences(settings.defences)
@@ -189,9 +212,11 @@ def _deployed(source: Any, settings: Any, out: Path, superlink: str, authority: 
 def told(one: Round) -> str:
     """A round in a line."""
     shown = [f"{len(one.contributed)} contributed"]
+    shown += [f"{len(one.rejected)} rejected"] if one.rejected else []
     shown += [f"client {c}: {why}" for c, why in list(one.absent.items())[:3]]
     shown += [f"and {len(one.absent) - 3} more are absent"] if len(one.absent) > 3 else []
     shown += [] if one.loss is None else [f"loss {one.loss:.4f}"]
     shown += [f"accuracy {one.measures['accuracy']:.4f}"] if "accuracy" in one.measures else []
     shown += [f"{name} {value:.4f}" for name, value in one.measures.items() if name == "accuracy of clients"]
+    shown += [one.fault] if one.fault else []
     return ", ".join(["void: nothing changed", *shown] if one.void else shown)

@@ -5,6 +5,13 @@ They are averaged in float64, sorted by client, so that two engines that were se
     fedavg, fedprox    the state plus the server's rate times the mean change (FedProx differs on the clients)
     fedadam            Adam on the mean change (Reddi et al. 2021), with the bias corrected as Flower's strategy does
     matched            fedavg, but for a first round in which clients sent weights of their own: each is matched to the first before the mean
+
+The mean change may be a robust one (`Settings.aggregation`), for any of these strategies but `matched`:
+
+    median, trimmed-mean    by coordinate, every client once (Yin et al. 2018): claimed counts of examples have no effect
+    clipped-mean            the weighted mean of changes that are scaled down to a norm, by default the median of the round
+
+The next state and the strategy's memory must be finite; otherwise `NonFiniteError` is raised and neither counts.
 """
 
 from __future__ import annotations
@@ -12,14 +19,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import torch
 
 from regauge.federated.settings import FederatedError, Settings
-from regauge.federated.states import Contribution, State
+from regauge.federated.states import Contribution, State, norm_of
 
 Tensor = torch.Tensor
 BETAS, TAU = (0.9, 0.99), 1e-3  # Flower's, and the paper's
+
+
+class NonFiniteError(FederatedError):
+    """An aggregated state or optimizer state with NaN or Inf."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,20 +42,53 @@ class Memory:
     rounds: int = 0
 
 
-def mean_of(sent: Sequence[Contribution], weigh: str = "examples") -> dict[str, Tensor]:
-    """The weighted mean of each tensor over those who sent it."""
-    ordered = sorted(sent, key=lambda c: c.client)
-    names = sorted({name for c in ordered for name in c.tensors})
+def mean_of(sent: Sequence[Contribution], weigh: str = "examples", scales: Mapping[int, float] | None = None) -> dict[str, Tensor]:
+    """Return the weighted mean of each tensor over the clients that sent it. `scales` multiply a client's tensors, but not its weight."""
     out = {}
-    for name in names:
-        parts = [(c.examples if weigh == "examples" else 1, c.tensors[name]) for c in ordered if name in c.tensors]
-        total = torch.zeros_like(parts[0][1], dtype=torch.float64)
-        for weight, t in parts:
-            total.add_(t.double(), alpha=weight)
-        out[name] = (total / sum(weight for weight, _ in parts)).to(parts[0][1].dtype)
+    for name, parts in _by_name(sent).items():
+        total, weights = torch.zeros_like(parts[0].tensors[name], dtype=torch.float64), 0
+        for c in parts:
+            weight = c.examples if weigh == "examples" else 1
+            total.add_(c.tensors[name].double(), alpha=weight if scales is None else weight * scales[c.client])
+            weights += weight
+        out[name] = (total / weights).to(parts[0].tensors[name].dtype)
     return out
 
 
+def trimmed_mean_of(sent: Sequence[Contribution], drop: Callable[[int], int]) -> dict[str, Tensor]:
+    """Return the mean of each coordinate without its `drop(n)` smallest and as many largest of n values. Clients count once each."""
+    out = {}
+    for name, parts in _by_name(sent).items():
+        values, _ = torch.stack([c.tensors[name].double() for c in parts]).sort(0)
+        left = drop(len(parts))
+        out[name] = values[left : len(parts) - left].mean(0).to(parts[0].tensors[name].dtype)
+    return out
+
+
+def trimmed_at(share: float, count: int) -> int:
+    """Return how many values trimmed-mean drops at each end: the share, rounded down, but one of three or more."""
+    return max(int(share * count), min(1, (count - 1) // 2))
+
+
+def clipped_mean_of(sent: Sequence[Contribution], weigh: str, norm: float = 0.0) -> dict[str, Tensor]:
+    """Return the weighted mean of contributions that are scaled down to a norm; 0 takes the median of theirs."""
+    norms = {c.client: norm_of(c.tensors) for c in sent}
+    most = norm or median(norms.values())
+    return mean_of(sent, weigh, {client: min(1.0, most / found) if found else 1.0 for client, found in norms.items()})
+
+
+def _by_name(sent: Sequence[Contribution]) -> dict[str, list[Contribution]]:
+    ordered = sorted(sent, key=lambda c: c.client)
+    return {name: [c for c in ordered if name in c.tensors] for name in sorted({name for c in ordered for name in c.tensors})}
+
+
+Combine = Callable[[Sequence[Contribution], Settings], dict[str, Tensor]]
+COMBINE: Mapping[str, Combine] = {
+    "mean": lambda sent, s: mean_of(sent, s.weigh),
+    "median": lambda sent, s: trimmed_mean_of(sent, lambda n: (n - 1) // 2),
+    "trimmed-mean": lambda sent, s: trimmed_mean_of(sent, lambda n: trimmed_at(s.trim, n)),
+    "clipped-mean": lambda sent, s: clipped_mean_of(sent, s.weigh, s.clipping_norm),
+}
 Fuse = Callable[[State, Sequence[Contribution], Settings], dict[str, Tensor]]
 
 
@@ -58,10 +103,17 @@ def aggregate(
     if any(c.kind == "weights" for c in sent):
         if fuse is None:
             raise FederatedError("clients sent weights of their own, and nothing says how they are averaged")
-        return fuse(state, sent, settings), Memory(memory.tensors, memory.rounds + 1)
-    change = mean_of(sent, settings.weigh)
-    rate = settings.server_rate or DEFAULT_RATES.get(settings.strategy, 1.0)
-    return STEPS[settings.strategy](state, change, memory, rate)
+        made, after = fuse(state, sent, settings), Memory(memory.tensors, memory.rounds + 1)
+    else:
+        with torch.no_grad():  # a contribution of this process may carry a graph
+            change = COMBINE[settings.aggregation](sent, settings)
+            rate = settings.server_rate or DEFAULT_RATES.get(settings.strategy, 1.0)
+            made, after = STEPS[settings.strategy](state, change, memory, rate)
+    for kind, tensors in (("state", made), ("optimizer state", after.tensors)):
+        bad = next((name for name, t in tensors.items() if not bool(torch.isfinite(t).all())), None)
+        if bad is not None:
+            raise NonFiniteError(f'the aggregated {kind} must be finite, got NaN or Inf in "{bad}"', hint="lower --server-rate, or set --max-norm")
+    return made, after
 
 
 def _plainly(state: State, change: State, memory: Memory, rate: float) -> tuple[dict[str, Tensor], Memory]:

@@ -75,9 +75,14 @@ def contribute(
     return Contribution(client, number, layout, tensors, len(examples), len(losses), batch, settings.rate, loss, kind, rows)  # type: ignore[arg-type]
 
 
+def steps_at_most(count: int, settings: Settings) -> int:
+    """Return the local steps of a client with so many examples, before `uneven` takes some away."""
+    return settings.steps or settings.epochs * math.ceil(count / settings.batch)
+
+
 def steps_of(count: int, settings: Settings, number: int, client: int) -> int:
     """How many local steps a client with so many examples takes."""
-    steps = settings.steps or settings.epochs * math.ceil(count / settings.batch)
+    steps = steps_at_most(count, settings)
     if settings.uneven:
         share = 1 - settings.uneven * np.random.default_rng([settings.seed, 103, number, client]).random()
         steps = max(1, round(share * steps))

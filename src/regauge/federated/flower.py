@@ -143,7 +143,7 @@ class GridEngine:
         while True:
             present = set(self.grid.get_node_ids())
             self._read_names(present - self.met.keys())
-            self._meet(present - self.met.keys())
+            self._meet(present - self.met.keys(), present)
             found = {client: node for node, client in self.met.items() if node in present}
             if found.keys() >= set(clients) or time.monotonic() >= until:
                 return found
@@ -154,13 +154,18 @@ class GridEngine:
         for info in self.grid.get_nodes() if nodes else ():
             found = NAMED.fullmatch(str(getattr(info, "name", "")))
             if found and int(info.node_id) in nodes:
-                self.met[int(info.node_id)] = int(found[1])
+                claims = {node: client for node, client in self.met.items() if client != int(found[1])}  # a registered name is more than a claim
+                self.met = {**claims, int(info.node_id): int(found[1])}
 
-    def _meet(self, nodes: Iterable[int]) -> None:
+    def _meet(self, nodes: Iterable[int], present: set[int]) -> None:
+        """Query nodes without a registered name. A client that a connected node already has cannot be claimed by another."""
         asked = [Message(RecordDict({"config": ConfigRecord({"regauge": VERSION})}), node, "query", ttl=self.gather) for node in sorted(nodes)]
         for node, reply in self._exchange(asked, self.gather):
-            with contextlib.suppress(KeyError, TypeError, ValueError):  # a node that does not say who it is has no part in the run
-                self.met[node] = int(reply.content["about"]["client"]) if reply.has_content() else self.met[node]
+            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):  # a node that names no client has no part in the run
+                claimed = int(reply.content["about"]["client"]) if reply.has_content() else None
+                taken = {client for other, client in self.met.items() if other in present}
+                if claimed is not None and claimed not in taken:
+                    self.met[node] = claimed
 
 
 def serve(grid: Grid, source: Source, settings: Settings, folder: Path, *, tell: Tell | None = None, **options: Any) -> Found:

@@ -36,7 +36,8 @@ FILE, ABOUT = "global.safetensors", "run.json"
 @dataclass(frozen=True)
 class Round:
     """What became of a round. `contributed` are clients; `absent` are those that were asked in vain, with the reason; `seconds` are of the clock.
-    A round that is `void` had too few contributions and changed nothing."""
+    A round that is `void` had too few contributions, or a result that is not finite (`fault`), and changed nothing. `rejected` has the reason of each
+    client whose contribution failed a check (`validation.REASONS`)."""
 
     number: int
     contributed: tuple[int, ...]
@@ -45,6 +46,8 @@ class Round:
     measures: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     void: bool = False
+    rejected: Mapping[str, str] = field(default_factory=dict)
+    fault: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +101,7 @@ def about_of(folder: Path) -> dict[str, Any]:
     if found.get("version") != VERSION:
         raise FederatedError(f"{path} has version {found.get('version')}; this regauge reads {VERSION}", hint="install a newer regauge")
     if not isinstance(found.get("settings"), dict) or not isinstance(found.get("layout"), str):
-        raise FederatedError(f"{path} is damaged: it has no settings or no layout", hint="restore it from a copy")
+        raise FederatedError(f"{path} must have settings and a layout", hint="restore it from a copy")
     return found
 
 
@@ -115,12 +118,34 @@ def load(folder: Path) -> Kept | None:
     if not path.exists():
         return None
     tensors, metadata = read_tensors(path, "federated state", VERSION)
+    groups: dict[str, dict[str, Tensor]] = {"state": {}, "memory": {}}
     try:
-        history = tuple(Round(**{**r, "contributed": tuple(r["contributed"])}) for r in load_json(metadata["history"]))
-        groups: dict[str, dict[str, Tensor]] = {"state": {}, "memory": {}}
+        history, rounds = tuple(read_round(r) for r in load_json(metadata["history"])), int(metadata["rounds"])
         for key, t in tensors.items():
             kind, _, name = key.partition("/")
             groups[kind][name] = t
-        return Kept(groups["state"], Memory(groups["memory"], int(metadata["rounds"])), history)
-    except (KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read as the state of a run: {error!r}", hint="restore it from a copy") from error
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} must hold the state of a run, got {type(error).__name__}: {error}", hint="restore it from a copy") from error
+    numbers = [r.number for r in history if not r.void]
+    if numbers != list(range(len(numbers))) or rounds != len(numbers):
+        raise CheckpointError(f"{path} must hold every round once, got {len(numbers)} rounds and a memory of {rounds}", hint="restore it from a copy")
+    bad = next((key for key, t in tensors.items() if not bool(torch.isfinite(t).all())), None)
+    if bad is not None:
+        raise CheckpointError(f'{path} must be finite, got NaN or Inf in "{bad}"', hint="restore it from a copy")
+    for name, t in groups["memory"].items():
+        own = groups["state"].get(name.partition("/")[2])
+        if own is None or own.shape != t.shape or own.dtype != t.dtype:
+            raise CheckpointError(f'{path} must have an optimizer state like its tensors, got "{name}"', hint="restore it from a copy")
+    return Kept(groups["state"], Memory(groups["memory"], rounds), history)
+
+
+def read_round(found: Mapping[str, Any]) -> Round:
+    """Return a round from JSON, as `save` writes it; raise KeyError, TypeError or ValueError for anything else."""
+    made = Round(**{**found, "contributed": tuple(found["contributed"])})
+    texts = [x for one in (made.absent, made.rejected) for pair in one.items() for x in pair]
+    counts, reals = [made.number, *made.contributed], [made.seconds, *made.measures.values(), *([] if made.loss is None else [made.loss])]
+    if not all(isinstance(x, int) and x >= 0 for x in counts) or not all(isinstance(x, float | int) for x in reals):
+        raise ValueError("the numbers of a round must be numbers")
+    if not all(isinstance(x, str) for x in [*texts, made.fault]) or not isinstance(made.void, bool):
+        raise ValueError("the reasons of a round must be texts")
+    return made

@@ -1,8 +1,8 @@
 """The rounds of a run, on any engine: ask, check, aggregate, measure, keep.
 
 An engine is one method, `ask`: a state and the clients that are to train it go in, contributions and absences come out, in any order. What is sent
-is checked here, by name and by number; what does not fit is refused and the round goes on without it. A round with fewer than `least` contributions
-is void: it changes nothing, and is tried again under its own number, `PATIENCE` times.
+is checked (`validation`); a contribution that fails is rejected and the round goes on without it. A round with fewer than `least` contributions, or
+whose result is not finite, is void: it changes nothing, and is tried again under its own number, `PATIENCE` times.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import numpy as np
 import torch
 
 from regauge.federated import keeping
-from regauge.federated.aggregating import Fuse, Memory, aggregate
+from regauge.federated.aggregating import Fuse, Memory, NonFiniteError, aggregate
 from regauge.federated.clients import contribute
 from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.keeping import Kept, Round
 from regauge.federated.settings import FederatedError, Settings
-from regauge.federated.states import Absence, Contribution, State, digest_of, fault_of, layout_of
+from regauge.federated.states import Absence, Contribution, State, digest_of, layout_of
+from regauge.federated.validation import Call, Limits, collect
 from regauge.federated.withholding import Own, after, withheld
 from regauge.streams import seed_key
 from regauge.tasks import Examples
@@ -91,9 +92,10 @@ def run(
     spy: Spy | None = None,
     fuse: Fuse | None = None,
     stop: Callable[[], bool] | None = None,
+    limits: Limits | None = None,
 ) -> Kept:
     """All rounds, or those that are missing in `folder`, which `keeping.begin` has made. `stop` is asked before each; `tell` is told of each;
-    `fuse` averages weights that clients began apart."""
+    `fuse` averages weights that clients began apart; `limits` bound what clients may claim and send."""
     kept = None if folder is None else keeping.load(folder)
     kept = kept or Kept(dict(state), Memory(), ())
     digest = digest_of(layout_of(state))
@@ -102,19 +104,29 @@ def run(
     voids = 0
     while (number := len(done(kept.history))) < settings.rounds and not (stop and stop()):
         started = time.monotonic()
-        sent, absent = answers(engine, number, asked(settings, number), kept.state, digest)
-        if len(sent) < settings.least:
-            void = Round(number, tuple(c.client for c in sent), absent, seconds=round(time.monotonic() - started, 3), void=True)
+        selected = asked(settings, number)
+        got = collect(engine.ask(number, selected, kept.state), Call(number, selected, kept.state, digest, limits or Limits()), settings)
+        made, fault = None, ""
+        if len(got.sent) >= settings.least:
+            if spy is not None:
+                spy(number, kept.state, got.sent)
+            try:
+                made = aggregate(kept.state, got.sent, kept.memory, settings, fuse)
+            except NonFiniteError as error:
+                fault = str(error)
+        contributed = tuple(c.client for c in got.sent)
+        if made is None:
+            seconds = round(time.monotonic() - started, 3)
+            void = Round(number, contributed, got.absent, seconds=seconds, void=True, rejected=got.rejected, fault=fault)
             kept = Kept(kept.state, kept.memory, (*kept.history, void))
             voids += 1
         else:
-            if spy is not None:
-                spy(number, kept.state, sent)
-            averaged, memory = aggregate(kept.state, sent, kept.memory, settings, fuse)
-            examples = sum(c.examples for c in sent)
-            loss = sum(c.loss * c.examples for c in sent) / examples
+            averaged, memory = made
+            examples = sum(c.examples for c in got.sent)
+            loss = sum(c.loss * c.examples for c in got.sent) / examples
             measures = dict(measure(averaged)) if measure else {}
-            told = Round(number, tuple(c.client for c in sent), absent, loss, measures, round(time.monotonic() - started, 3))
+            seconds = round(time.monotonic() - started, 3)
+            told = Round(number, contributed, got.absent, loss, measures, seconds, rejected=got.rejected)
             kept = Kept(averaged, memory, (*kept.history, told))
             voids = 0
         if folder is not None:
@@ -122,9 +134,8 @@ def run(
         if tell is not None:
             tell(kept.history[-1])
         if voids >= PATIENCE:
-            reasons = "; ".join(f"client {c}: {why}" for c, why in list(kept.history[-1].absent.items())[:3]) or "no client is there"
             raise FederatedError(
-                f"round {number + 1} had too few contributions {PATIENCE} times ({settings.least} are needed): {reasons}",
+                f"round {number + 1} {why_void(kept.history[-1], settings.least)}",
                 hint="nothing is lost: the same command goes on from the last round" if folder else "fewer may be enough: --least",
             )
     return kept
@@ -135,24 +146,9 @@ def done(history: Sequence[Round]) -> list[Round]:
     return [r for r in history if not r.void]
 
 
-def answers(engine: Engine, number: int, clients: Sequence[int], state: State, digest: str) -> tuple[list[Contribution], dict[str, str]]:
-    """Contributions that fit, sorted by client, and why the others are absent."""
-    sent: dict[int, Contribution] = {}
-    absent: dict[str, str] = {}
-    for answer in engine.ask(number, clients, state):
-        if isinstance(answer, Absence):
-            absent[str(answer.client)] = answer.why
-            continue
-        why = fault_of(answer, state, digest, number)
-        if why is None and answer.client not in clients:
-            why = "it was not asked"
-        if why is None and answer.client in sent:
-            why = "it answered twice, and its first answer is kept"
-        if why is None:
-            sent[answer.client] = answer
-        else:
-            absent[str(answer.client)] = why
-    for client in clients:
-        if client not in sent and str(client) not in absent:
-            absent[str(client)] = "it did not answer"
-    return [sent[c] for c in sorted(sent)], absent
+def why_void(last: Round, least: int) -> str:
+    """Return why a run stops at a round that was void `PATIENCE` times."""
+    if last.fault:
+        return f"failed {PATIENCE} times: {last.fault}"
+    reasons = "; ".join(f"client {c}: {why}" for c, why in list(last.absent.items())[:3]) or "no client is there"
+    return f"had too few contributions {PATIENCE} times ({least} are needed): {reasons}"

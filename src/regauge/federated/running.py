@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -17,14 +19,15 @@ from regauge.checkpoint import open_checkpoint
 from regauge.data import open_data
 from regauge.federated import fusing, keeping
 from regauge.federated.clients import plain, prepared
-from regauge.federated.defences import DELTA, epsilon, read_defences
+from regauge.federated.defences import DELTA, epsilon, frozen, read_defences
 from regauge.federated.keeping import Kept
 from regauge.federated.partitions import parts_of
 from regauge.federated.rounds import Engine, InProcess, Tell, done, run
 from regauge.federated.settings import FederatedError, Settings
 from regauge.federated.spying import spy_on
 from regauge.federated.states import State, digest_of, layout_of, load_state, state_of
-from regauge.federated.withholding import Own
+from regauge.federated.validation import Limits
+from regauge.federated.withholding import Own, withheld
 from regauge.files import OWNER, copy_file, make_folder, staged_folder, write_bytes, writing
 from regauge.findings import Figure, Results, Table, to_json
 from regauge.jigsaw import MaskedJigsaw
@@ -116,7 +119,7 @@ def federated(
     test, inputs = fusing.parted(test) if settings.independent else (test, ())
     own = Own(folder / OWN)
     here = None if engine else InProcess(model, parts_of(shared, settings), settings, own)  # what cannot be is refused before a folder is made
-    state = state_of(model)
+    limits, state = limits_of(model, shared, settings), state_of(model)
     with writing(folder):
         make_folder(folder, model_mode(Path(source.model)))
     with keeping.owning(folder):
@@ -125,8 +128,22 @@ def federated(
         watch = spy_on(folder, settings) if spy else None
         judge = measuring(model, test, own=own)
         fuse = partial(fusing.average, model, inputs=inputs)
-        kept = run(chosen, state, settings, folder=folder, measure=judge, tell=tell, spy=watch, fuse=fuse)
+        kept = run(chosen, state, settings, folder=folder, measure=judge, tell=tell, spy=watch, fuse=fuse, limits=limits)
         return finish(source, settings, folder, model, kept)
+
+
+def limits_of(model: torch.nn.Module, shared: Examples, settings: Settings) -> Limits:
+    """Return what clients may claim and send: as many examples as the largest part of the server's data, and tensors that the run neither freezes nor
+    withholds. A secure sum has all tensors, zero where a client sends none."""
+    if settings.max_examples:
+        largest = settings.max_examples
+    elif settings.partition == "iid":
+        largest = math.ceil(len(shared) / settings.clients)
+    else:
+        largest = max(len(part) for part in parts_of(shared, settings))
+    defences = read_defences(settings.defences)
+    closed = frozen(model, defences) | withheld(model, defences)
+    return Limits(max(1, largest), None if settings.secure or not closed else state_of(model).keys() - closed)
 
 
 def measuring(model: torch.nn.Module, test: Examples, batch: int = 256, own: Own | None = None) -> Any:
@@ -156,12 +173,22 @@ def finish(source: Source, settings: Settings, folder: Path, model: torch.nn.Mod
     measures = ", ".join(f"{name} {value:.4f}" for name, value in last.measures.items() if name != "examples")
     voids = sum(r.void for r in kept.history)
     lost = sum(len(r.absent) for r in kept.history)
+    rejected = rejected_of(kept)
     first = f"{folder / 'model'}: {len(done(kept.history))} rounds of {settings.clients} clients, {settings.strategy}; {measures}"
     spent = epsilon_of(settings, kept)
     if spent is not None:
         first += f"; epsilon {spent:.2f} at delta 1e-5 for a client that was in all of its rounds"
     more = [f"{lost} contributions were absent or refused, {voids} rounds were void: {folder / 'results.json'} says which"] if lost or voids else []
+    reasons = [f"client {c}: " + ", ".join(f"{reason} {n}" for reason, n in by.items()) for c, by in rejected.items()]
+    more += [f"rejected contributions: {'; '.join(reasons)}"] if reasons else []
     return Found(kept, results, (first, *more))
+
+
+def rejected_of(kept: Kept) -> dict[str, dict[str, int]]:
+    """Count the rejected contributions of a run by client and reason."""
+    counts = Counter((client, reason) for r in kept.history for client, reason in r.rejected.items())
+    clients = sorted({client for client, _ in counts}, key=lambda c: (len(c), c))
+    return {c: {reason: n for (client, reason), n in sorted(counts.items()) if client == c} for c in clients}
 
 
 def epsilon_of(settings: Settings, kept: Kept) -> float | None:
@@ -176,6 +203,8 @@ def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
 
     inner = plain(model)
     copied = named_files(source, COPIED)
+    for left in out.parent.glob(f".{out.name}.partial-*"):  # by a kill: the run's folder is held by one process
+        shutil.rmtree(left, ignore_errors=True)
     with staged_folder(out, model_mode(source, copied), replace=True) as partial_:
         if isinstance(model, MaskedJigsaw):
             from regauge.jigsaw.saving import write_wrapped
@@ -221,6 +250,10 @@ def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
     }
     figure = Figure("Accuracy over rounds", "lines", {**lines, "log": False})
     facts: dict[str, Any] = {"settings": settings.told(), "source": json.loads(json.dumps(source.told())), "rounds": len(good)}
+    rejected = rejected_of(kept)
+    facts["rejected"] = rejected
+    counts = tuple((client, reason, n) for client, by in rejected.items() for reason, n in by.items())
+    tables = (table, Table("Rejected contributions", ("client", "reason", "rounds"), counts)) if counts else (table,)
     spent = epsilon_of(settings, kept)
     facts |= {} if spent is None else {"epsilon": spent, "delta": DELTA}
-    return Results("A federated run", (), (table,), (figure,) if good else (), facts)
+    return Results("A federated run", (), tables, (figure,) if good else (), facts)

@@ -23,6 +23,9 @@ VERSION = 1  # of settings, messages and run folders
 STRATEGIES = ("fedavg", "fedprox", "fedadam", "matched")
 PARTITIONS = ("iid", "dirichlet")
 WEIGHTS = ("examples", "clients")
+AGGREGATIONS = ("mean", "median", "trimmed-mean", "clipped-mean")
+RULES = ("aggregation", "trim", "clipping_norm")
+LIMITS = ("max_examples", "max_norm", "norm_factor")  # of what counts: a run may go on with others
 
 
 class FederatedError(RegaugeError):
@@ -39,6 +42,16 @@ class Settings:
     none. With `independent` every client draws its own weights for its first round, and sends them whole. `drop` is the share of contributions that
     a run in one process loses on purpose. With `secure` the server sees their mean only (Flower's SecAgg+). `weigh` counts "examples" or "clients" in
     the mean.
+
+    The server's checks and its rule of aggregation (`validation`, `aggregating`):
+
+    Args:
+        aggregation: "mean"; "median" or "trimmed-mean" by coordinate, in which every client counts once; or "clipped-mean".
+        trim: share of the values of a coordinate that trimmed-mean drops at each end; at least one of three or more.
+        clipping_norm: norm that clipped-mean scales larger contributions down to; 0 takes the median norm of the round.
+        max_examples: largest count of examples that a client may claim; 0 takes the largest part of the server's data.
+        max_norm: largest norm of a contribution; 0 sets no absolute limit.
+        norm_factor: largest norm of a contribution as a multiple of the round's median, from three contributions on; 0 switches it off.
     """
 
     clients: int
@@ -67,6 +80,12 @@ class Settings:
     drop: float = 0.0
     defences: tuple[str, ...] = ()
     seed: int = 0
+    aggregation: str = "mean"
+    trim: float = 0.2
+    clipping_norm: float = 0.0
+    max_examples: int = 0
+    max_norm: float = 0.0
+    norm_factor: float = 5.0
 
     def __post_init__(self) -> None:
         faults = [text for wrong, text in self._faults() if wrong]
@@ -102,6 +121,33 @@ class Settings:
             (self.secure and self.clients < 3, f"a secure sum of {self.clients} hides nothing: it takes 3"),
             (self.secure and self.independent, "weights of clients that begin apart must be seen one by one: leave out secure"),
             (self.strategy == "matched" and not self.independent, "matched is for clients that begin apart: set independent"),
+            *self._faults_of_checks(),
+        ]
+
+    def _faults_of_checks(self) -> list[tuple[bool, str]]:
+        robust = self.aggregation != "mean"
+        return [
+            (self.aggregation not in AGGREGATIONS, f'aggregation must be one of {", ".join(AGGREGATIONS)}, got "{self.aggregation}"'),
+            (not 0 < self.trim < 0.5, f"trim must be in (0, 0.5), got {self.trim:g}"),
+            (not 0 <= self.clipping_norm < math.inf, f"clipping_norm must be >= 0 and finite, got {self.clipping_norm:g}"),
+            (self.max_examples < 0, f"max_examples must be >= 0, got {self.max_examples}"),
+            (not 0 <= self.max_norm < math.inf, f"max_norm must be >= 0 and finite, got {self.max_norm:g}"),
+            (
+                self.norm_factor != 0 and not 1 < self.norm_factor < math.inf,
+                f"norm_factor must be 0 or > 1 and finite, got {self.norm_factor:g}",
+            ),
+            (
+                self.secure and robust,
+                f'aggregation must be "mean" with secure sums, got "{self.aggregation}": the server sees only their sum, not single contributions',
+            ),
+            (
+                self.secure and self.max_norm > 0,
+                f"max_norm must be 0 with secure sums, got {self.max_norm:g}: the server sees only their sum, not single contributions",
+            ),
+            (
+                self.independent and robust,
+                f'aggregation must be "mean" with independent, got "{self.aggregation}": whole weights are aligned with a running mean',
+            ),
         ]
 
     @property
@@ -115,8 +161,10 @@ class Settings:
 
     @property
     def digest(self) -> str:
-        """Of all but the number of rounds: a run may be made longer."""
-        return hashlib.sha256(canonical({k: v for k, v in self.told().items() if k != "rounds"})).hexdigest()
+        """Of all but the number of rounds and the limits: a run may be made longer, or go on with others. Rules at their defaults are left out, so
+        that runs from before there were any go on too."""
+        left = {"rounds", *LIMITS} | {f.name for f in fields(self) if f.name in RULES and getattr(self, f.name) == f.default}
+        return hashlib.sha256(canonical({k: v for k, v in self.told().items() if k not in left})).hexdigest()
 
 
 def read_settings(given: Mapping[str, Any]) -> Settings:
@@ -126,7 +174,16 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     unknown = sorted(given.keys() - {f.name for f in fields(Settings)})
     if unknown:
         raise FederatedError(f'there is no setting "{unknown[0]}" here', hint="is the other side's regauge newer?")
+    kinds: dict[str, Any] = {"int": int, "float": float | int, "float | None": float | int | None, "str": str, "bool": bool}
+    for f in fields(Settings):
+        value = given.get(f.name, f.default)
+        wanted = kinds.get(str(f.type))  # of defences there is none
+        if f.name in given and wanted and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool)):
+            raise FederatedError(f'the setting "{f.name}" must be of the type {f.type}, got {type(value).__name__}')
+    defences = given.get("defences", ())
+    if not isinstance(defences, list | tuple) or not all(isinstance(text, str) for text in defences):
+        raise FederatedError('the setting "defences" must be a list of texts')
     try:
-        return Settings(**{**given, "defences": tuple(given.get("defences", ()))})
+        return Settings(**{**given, "defences": tuple(defences)})
     except TypeError as error:
         raise FederatedError(f"these settings cannot be read: {error}") from error

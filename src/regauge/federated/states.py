@@ -85,26 +85,9 @@ def _told(one: list[str | int]) -> str:
     return f"{one[0]} {one[1:]}"
 
 
-def fault_of(sent: Contribution, state: State, layout: str, number: int) -> str | None:
-    """Why a contribution cannot be averaged into this state, in words; None where it can."""
-    if sent.layout != layout:
-        return "it trained another version of the model"
-    if sent.round != number:
-        return f"it answers round {sent.round + 1}, and this is round {number + 1}"
-    if sent.examples < 1:
-        return "it has no examples"
-    if not math.isfinite(sent.loss):
-        return f"its loss is {sent.loss}"
-    if not sent.tensors:
-        return "it sent no tensors"
-    for name, t in sent.tensors.items():
-        if name not in state:
-            return f'it sent "{name}", which the model has not'
-        if t.shape != state[name].shape:
-            return f'"{name}" is {list(t.shape)} in what it sent and {list(state[name].shape)} in the model'
-        if not t.is_floating_point() or not bool(torch.isfinite(t).all()):
-            return f'"{name}" holds NaN, Inf or no real numbers in what it sent'
-    return None
+def norm_of(tensors: State) -> float:
+    """Return the L2 norm of all tensors together, in float64."""
+    return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors.values()))
 
 
 def _travelling(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,157 @@
+"""One hostile client of eight: test accuracy under attacks, without checks, with the default checks, and with each robust rule by itself; and how
+far the norms of honest clients lie apart, which the default of `norm_factor` goes by.
+
+    python -m benchmarks hostile          # some minutes; digits, a perceptron, three seeds
+
+The hostile client trains honestly and then changes what it sends, in every round. "No checks" and the robust rules bypass `validation`: they show
+what a rule does by itself. A table in docs/federated.md quotes the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from regauge.federated import Contribution, InProcess, Settings, parts_of, run, state_of
+from regauge.federated.aggregating import COMBINE, DEFAULT_RATES, STEPS, Memory
+from regauge.federated.running import limits_of, measuring
+from regauge.federated.states import Absence, State, norm_of
+from regauge.federated.validation import usual_norms
+from regauge.findings import spread_of
+from regauge.tasks import Examples
+
+SEEDS, HOSTILE = (0, 1, 2), 7
+SETTINGS = Settings(clients=8, rounds=10, batch=16, rate=0.05, momentum=0.9)
+RULES = ("mean", "median", "trimmed-mean", "clipped-mean")
+Change = Callable[[Contribution], Contribution]
+
+
+def scaled(by: float) -> Change:
+    return lambda c: replace(c, tensors={n: by * t for n, t in c.tensors.items()})
+
+
+def noise(c: Contribution) -> Contribution:
+    """Gaussian noise of the honest norm, and a claim of 10**12 examples."""
+    draw = torch.Generator().manual_seed(c.round)
+    made = {n: torch.randn(t.shape, generator=draw) for n, t in c.tensors.items()}
+    size = norm_of(c.tensors) / norm_of(made)
+    return replace(c, tensors={n: size * t for n, t in made.items()}, examples=10**12)
+
+
+def huge(c: Contribution) -> Contribution:
+    return replace(c, tensors={n: torch.full_like(t, 3e38) for n, t in c.tensors.items()})
+
+
+ATTACKS: Mapping[str, tuple[str, Change | None]] = {
+    "none": ("fedavg", None),
+    "noise, claims 10^12 examples": ("fedavg", noise),
+    "sign-flipped x10": ("fedavg", scaled(-10.0)),
+    "sign-flipped x4, near the norm limit": ("fedavg", scaled(-4.0)),
+    "every value 3e38": ("fedavg", huge),
+    "none, FedAdam": ("fedadam", None),
+    "every value 3e38, FedAdam": ("fedadam", huge),
+}
+
+
+class Attacked(InProcess):
+    """Clients in this process, of which one changes what it sends."""
+
+    attack: Change | None = None
+
+    def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+        for c in super().ask(number, clients, state):
+            yield self.attack(c) if self.attack and isinstance(c, Contribution) and c.client == HOSTILE else c
+
+
+class Perceptron(torch.nn.Module):
+    """64 pixels, 64 hidden units, 10 classes: small, so that 105 runs take minutes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden, self.head = torch.nn.Linear(64, 64), torch.nn.Linear(64, 10)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(pixel_values.flatten(1)).relu())
+
+
+def model_of(seed: int) -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Perceptron().eval()
+
+
+def digits(split: str) -> Examples:
+    from regauge.data import open_data
+
+    found = open_data("digits", split=split).fields
+    images = (torch.from_numpy(found["image"]).float().reshape(-1, 1, 8, 8) / 255 - 0.3) / 0.38
+    labels = torch.from_numpy(found["label"]).long()
+    return Examples(len(labels), 10, lambda rows: ({"pixel_values": images[rows]}, labels[rows]))
+
+
+def unchecked(engine: Attacked, state: State, settings: Settings) -> State:
+    """All rounds without a check of what is sent or of what comes out."""
+    memory, rate = Memory(), DEFAULT_RATES.get(settings.strategy, 1.0)
+    for number in range(settings.rounds):
+        sent = [c for c in engine.ask(number, range(settings.clients), state) if isinstance(c, Contribution)]
+        state, memory = STEPS[settings.strategy](state, COMBINE[settings.aggregation](sent, settings), memory, rate)
+    return state
+
+
+def accuracy(attack: str, rule: str, checks: bool, seed: int, train: Examples, test: Examples) -> float:
+    strategy, change = ATTACKS[attack]
+    settings = replace(SETTINGS, strategy=strategy, aggregation=rule, seed=seed)
+    model = model_of(seed)
+    engine, state = Attacked(model, parts_of(train, settings), settings), state_of(model)
+    engine.attack = change
+    if checks:
+        after = run(engine, state, settings, limits=limits_of(model, train, settings)).state
+    else:
+        after = unchecked(engine, state, settings)
+    return float(measuring(model, test)(after)["accuracy"])
+
+
+HONEST: Mapping[str, Mapping[str, Any]] = {
+    "even parts, momentum": {},
+    "even parts, SGD": {"momentum": 0.0},
+    "even parts, AdamW": {"momentum": 0.0, "optimizer": "adamw", "rate": 2e-3},
+    "Dirichlet 0.3, momentum": {"partition": "dirichlet", "alpha": 0.3},
+    "Dirichlet 0.1, momentum": {"partition": "dirichlet", "alpha": 0.1},
+    "Dirichlet 0.1, AdamW": {"partition": "dirichlet", "alpha": 0.1, "momentum": 0.0, "optimizer": "adamw", "rate": 2e-3},
+    "Dirichlet 0.1, 2 to 8 steps": {"partition": "dirichlet", "alpha": 0.1, "steps": 8, "uneven": 0.8},
+    "Dirichlet 0.05, 20 clients": {"partition": "dirichlet", "alpha": 0.05, "clients": 20},
+}
+
+
+def largest_ratio(more: Mapping[str, Any], train: Examples) -> float:
+    """Return the largest norm of an honest contribution, as a multiple of the norm that `validation` compares it with."""
+    settings, model = replace(SETTINGS, **more), model_of(0)
+    found: list[float] = []
+
+    def spy(number: int, state: State, sent: Sequence[Contribution]) -> None:
+        usual = usual_norms(sent)
+        found.extend(norm_of(c.tensors) / usual[c.client] for c in sent if c.client in usual)
+
+    run(InProcess(model, parts_of(train, settings), settings), state_of(model), replace(settings, norm_factor=0.0), spy=spy)
+    return max(found)
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    train, test = digits("train"), digits("test")
+    print("largest norm of an honest contribution, as a multiple of the usual one of its round", flush=True)
+    for name, more in HONEST.items():
+        print(f"{name}: {largest_ratio(more, train):.2f}", flush=True)
+    columns = [("mean, no checks", "mean", False), ("mean, default checks", "mean", True), *((rule, rule, False) for rule in RULES[1:])]
+    print(f"accuracy in %, mean (standard deviation) of {len(SEEDS)} seeds; {SETTINGS.clients} clients, {SETTINGS.rounds} rounds", flush=True)
+    print(f"| the hostile client sends | {' | '.join(name for name, _, _ in columns)} |\n|---|{'---|' * len(columns)}", flush=True)
+    for attack in ATTACKS:
+        cells = []
+        for _, rule, checks in columns:
+            found = [100 * accuracy(attack, rule, checks, seed, train, test) for seed in SEEDS]
+            cells.append(f"{sum(found) / len(found):.1f} ({spread_of(found):.1f})")
+        print(f"| {attack} | {' | '.join(cells)} |", flush=True)
+    return 0

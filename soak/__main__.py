@@ -12,11 +12,15 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builders of pico-models
 
+from soak import servers
 from soak.harness import Outcome, table
 
 # Each scenario takes a scale (1.0 is the full run; 0.01 a quick look) and yields outcomes.
 Scenario = Callable[[float], Iterable[Outcome]]
-SCENARIOS: dict[str, Scenario] = {}
+SCENARIOS: dict[str, Scenario] = {
+    "server-checkpoints": servers.server_checkpoints,
+    "server-kills": servers.server_kills,
+}
 
 
 def main() -> int:

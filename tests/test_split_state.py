@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, Training, connect
 from regauge.split.frames import Frame, Kind, RefusedError, decode, encode
 from regauge.split.master_weights import MasterOptimizer, are_finite, are_usable
+from regauge.tensorfiles import read_tensors, write_tensors
 from splits import ADAMW, batch, made, optimizer_of, same, train
 
 HALF = [torch.float16, torch.bfloat16]
@@ -245,3 +250,269 @@ def test_whose_gradients_went_with_anothers_step_is_answered_and_not_counted() -
         replies = [asked(host, frame, "ann") for _ in range(2)]
         assert [r.kind for r in replies] == [Kind.ACKNOWLEDGE] * 2
         assert (host.step, host.main.step) == (1, 1)
+
+
+# Clients that are revoked
+
+
+def test_a_revoked_client_is_cut_off_and_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("grpc")
+    from regauge.split import clients
+    from regauge.split.certs import make_certificates
+    from regauge.split.network import Grpc, Server
+
+    monkeypatch.setattr(clients, "POLL_SECONDS", 0.02)
+    tls = make_certificates(tmp_path / "certs", clients=("ann", "bob"))
+    path = tmp_path / "clients.txt"
+    path.write_text("ann\nbob sessions=3\n")
+    listed = clients.ClientFile(path)
+    host = Host(made("gpt2"), ADAMW, folder=tmp_path / "kept", every=1000)
+    models = {name: made("gpt2") for name in ("ann", "bob")}
+    with (
+        caplog.at_level(logging.WARNING, "regauge.split"),
+        Server(host, tls=tls["server"], clients=listed) as server,
+        Grpc(f"localhost:{server.port}", tls=tls["ann"]) as ann,
+        Grpc(f"localhost:{server.port}", tls=tls["bob"]) as bob,
+        connect(models["ann"], ann),
+        connect(models["bob"], bob, patience=20.0),
+    ):
+        for name in models:
+            train("gpt2", models[name], optimizer_of(models[name]), range(1))
+        assert (host.step, server.streams, listed.named["bob"].sessions) == (2, 2, 3)
+        loss = models["bob"](**batch("gpt2", 1)).loss  # a pass is open
+        for bad in (b"\xff\xfe", b"", b"ann\nann\n", b"ann speed=9\n"):
+            path.write_bytes(bad)
+            wait_for(lambda: caplog.text.count("stays as it was") > 0)
+            caplog.clear()
+        path.unlink()
+        wait_for(lambda: caplog.text.count("stays as it was") > 0)
+        assert sorted(s.peer for s in host.sessions.values()) == ["ann", "bob"]
+        path.write_text("ann requests=900\n")
+        wait_for(lambda: "cut off: bob" in caplog.text and server.streams == 1)
+        assert [s.peer for s in host.sessions.values()] == ["ann"]
+        assert host.quotas.of("ann").requests == 900
+        with pytest.raises(RefusedError, match="does not know you") as error:
+            loss.backward()
+        assert error.value.code == "client"
+        train("gpt2", models["ann"], optimizer_of(models["ann"]), range(1, 2))
+        assert host.step == 3
+        path.write_text("ann\nbob\n")  # listed again: a new session, and the old one stays ended
+        wait_for(lambda: host.clients == {"ann", "bob"})
+        with pytest.raises(RefusedError, match="session has ended"):
+            train("gpt2", models["bob"], optimizer_of(models["bob"]), range(1))
+        with connect(made("gpt2"), bob) as again:
+            assert again.told["done"] == 0
+    assert [s.peer for s in Host(made("gpt2"), ADAMW, folder=tmp_path / "kept").sessions.values()].count("bob") == 1
+
+
+def wait_for(true: Callable[[], bool], seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_request_that_waited_while_its_client_was_revoked_is_refused() -> None:
+    host, mine = Host(made("gpt2"), ADAMW, average=2), made("gpt2")
+    with connect(mine, InProcess(host, "mallory")) as link, connect(made("gpt2"), InProcess(host, "ann")) as other:
+        train("gpt2", mine, optimizer_of(mine), range(1))
+        before = host.backbone()
+        host.clients = frozenset({"ann"})
+        assert host.end_unlisted() == ["mallory"]
+        for frame in (Frame(Kind.HELLO, 0, link.log.hello), Frame(Kind.STEP, 3, {"session": link.told["session"]})):
+            assert asked(host, frame, "mallory").values["code"] == "client"
+        assert asked(host, Frame(Kind.HELLO, 0, other.log.hello), "ann").kind is Kind.WELCOME
+        assert not host.rounds.left  # what it trained in this round is not averaged
+        assert not same(host.backbone(), before)
+        assert same(host.backbone(), Host(made("gpt2"), ADAMW).backbone())
+
+
+def test_a_private_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    from regauge.errors import KeyFileError
+    from regauge.split.certs import make_certificates
+
+    tls = make_certificates(tmp_path)
+    for name in ("server", "client"):
+        tls[name].read()
+        for mode in (0o644, 0o640, 0o604):
+            tls[name].key.chmod(mode)
+            with pytest.raises(KeyFileError, match=f"can be read by others \\(mode {mode:04o}\\)") as error:
+                tls[name].read()
+            assert "chmod 600" in (error.value.hint or "")
+        tls[name].key.chmod(0o400)
+        tls[name].read()
+
+
+# Settings, replays and memory of sessions
+
+
+def test_a_handshake_does_not_change_how_the_server_trains() -> None:
+    host, mine, calm, other = Host(made("gpt2"), ADAMW), made("gpt2"), made("gpt2"), Host(made("gpt2"), ADAMW)
+    with connect(mine, InProcess(host)) as link, connect(calm, InProcess(other)):
+        train("gpt2", mine, optimizer_of(mine), range(1))
+        hostile = {"rate": 1e9, "optimizer": "sgd", "accumulate": 0, "clip": 0.0, "steps": 1, "trains": False, "step": 10**9, "done": 99}
+        reply = asked(host, Frame(Kind.HELLO, 0, {**link.log.hello, **hostile}))
+        assert reply.kind is Kind.WELCOME
+        assert {k: reply.values[k] for k in ADAMW.told()} == ADAMW.told()
+        train("gpt2", mine, optimizer_of(mine), range(1, 3))
+        train("gpt2", calm, optimizer_of(calm), range(1))
+        train("gpt2", calm, optimizer_of(calm), range(1, 3))
+    assert same(host.backbone(), other.backbone())
+
+
+def test_nobody_makes_the_server_forget_anothers_ended_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise requests of that session, sent again, would be applied a second time."""
+    from regauge.split import host as module
+
+    monkeypatch.setattr(module, "_GONE", 4)
+    host, mine = Host(made("gpt2"), ADAMW, sessions=2), made("gpt2")
+    link = connect(mine, InProcess(host, "ann"))
+    with link:
+        train("gpt2", mine, optimizer_of(mine), range(1))
+        link.end()
+    for _ in range(8):
+        model = made("gpt2")
+        with connect(model, InProcess(host, "mallory")) as hostile:
+            train("gpt2", model, optimizer_of(model), range(1))
+            hostile.end()
+    assert len(host.gone) == 4
+    assert asked(host, Frame(Kind.HELLO, 0, link.log.hello), "ann").values["code"] == "ended"
+
+
+# Damaged checkpoints
+
+
+def trained_folder(folder: Path, **more: Any) -> Path:
+    """A checkpoint with moments, waiting gradients, an open pass and an ended session."""
+    host = Host(made("gpt2"), Training("adamw", 1e-2, accumulate=2), folder=folder, **more)
+    mine, gone = made("gpt2"), made("gpt2")
+    with connect(gone, InProcess(host, "bob")) as link:
+        train("gpt2", gone, optimizer_of(gone), range(2))
+        link.end()
+    with connect(mine, InProcess(host, "ann")):
+        train("gpt2", mine, optimizer_of(mine), range(3))
+        mine(**batch("gpt2", 9))
+        loss = mine(**batch("gpt2", 9)).loss
+        host.keep()
+        del loss
+    return folder / "split.safetensors"
+
+
+OPTIONS = Training("adamw", 1e-2, accumulate=2)
+WEIGHT = "weight/transformer.h.0.ln_1.weight"
+MOMENT = "optimizer/transformer.h.0.ln_1.weight/exp_avg_sq"
+
+
+def _about(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, torch.Tensor], dict[str, str]], None]:
+    def apply(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+        about = json.loads(metadata["about"])
+        change(about)
+        metadata["about"] = json.dumps(about)
+
+    return apply
+
+
+def _first(about: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(about["sessions"].values()))
+
+
+DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], None]] = {
+    "a weight is missing": lambda t, m: t.pop(WEIGHT) and None,
+    "a weight is broadcast": lambda t, m: t.update({WEIGHT: torch.ones(1, dtype=torch.float64)}),
+    "a weight has another dtype": lambda t, m: t.update({WEIGHT: t[WEIGHT].float()}),
+    "a weight is NaN": lambda t, m: t[WEIGHT].fill_(math.nan) and None,
+    "an unexpected weight": lambda t, m: t.update({"weight/stranger": t[WEIGHT]}),
+    "an unexpected kind": lambda t, m: t.update({"stranger/x": t[WEIGHT]}),
+    "a moment of nobody": lambda t, m: t.update({"optimizer/x/exp_avg": t[WEIGHT]}),
+    "a moment is missing": lambda t, m: t.pop(MOMENT) and None,
+    "a moment is negative": lambda t, m: t[MOMENT].fill_(-1.0) and None,
+    "a moment is Inf": lambda t, m: t[MOMENT].fill_(math.inf) and None,
+    "a moment has another shape": lambda t, m: t.update({MOMENT: t[MOMENT][:2]}),
+    "a gradient has another shape": lambda t, m: t.update({"gradient/transformer.h.0.ln_1.weight": torch.ones(3)}),
+    "a frame is cut": lambda t, m: t.update({k: v[:-1].clone() for k, v in t.items() if k.endswith("/reply")}),
+    "a frame is no bytes": lambda t, m: t.update({k: v.double() for k, v in t.items() if k.startswith("frame/")}),
+    "a frame of nobody": lambda t, m: t.update({"frame/x/1": torch.zeros(4, dtype=torch.uint8)}),
+    "a copy of nobody": _about(lambda a: a["copies"].update(x=[1, 1, 1])),
+    "a step is negative": _about(lambda a: a.update(step=-1)),
+    "a step is a text": _about(lambda a: a.update(step="1")),
+    "steps are too few": _about(lambda a: a.update(main=[1, 1])),
+    "sessions are a list": _about(lambda a: a.update(sessions=[])),
+    "a session is a list": _about(lambda a: a["sessions"].update({"0" * 32: []})),
+    "a session's name": _about(lambda a: a["sessions"].update({"../x": _first(a)})),
+    "a session's codec": _about(lambda a: _first(a).update(codec="zip")),
+    "a session's limits": _about(lambda a: _first(a).update(limits=[1, 2])),
+    "a session's number": _about(lambda a: _first(a).update(done=1.5)),
+    "a session's flag": _about(lambda a: _first(a).update(has_gradients="no")),
+    "gone is a number": _about(lambda a: a.update(gone=3)),
+    "the digest is missing": _about(lambda a: a.pop("digest") and None),
+    "about is no JSON": lambda t, m: m.update(about="{"),
+    "about is too deep": lambda t, m: m.update(about="[" * 100_000),
+    "about is a list": lambda t, m: m.update(about="[]"),
+    "about is missing": lambda t, m: m.pop("about") and None,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained_folder(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_checkpoint_is_a_typed_error(saved: Path, tmp_path: Path, how: str) -> None:
+    """Damage with a valid checksum, as a faulty writer would leave it."""
+    tensors, metadata = read_tensors(saved, "split", 2)
+    write_tensors(tmp_path / "split.safetensors", tensors, metadata)
+    assert Host(made("gpt2"), OPTIONS, folder=tmp_path).step == 2  # negative control
+    DAMAGE[how](tensors, metadata)
+    write_tensors(tmp_path / "split.safetensors", tensors, metadata)
+    data, model = (tmp_path / "split.safetensors").read_bytes(), made("gpt2")
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(CheckpointError) as error:
+        Host(model, OPTIONS, folder=tmp_path)
+    assert error.value.hint
+    assert same(model.state_dict(), before)
+    assert (tmp_path / "split.safetensors").read_bytes() == data
+
+
+@pytest.mark.parametrize("at", [0.001, 0.3, 0.6, 0.999])
+def test_a_flipped_bit_or_a_cut_file_is_found(saved: Path, tmp_path: Path, at: float) -> None:
+    data = bytearray(saved.read_bytes())
+    (tmp_path / "split.safetensors").write_bytes(data[: int(at * len(data))])
+    with pytest.raises(CheckpointError):
+        Host(made("gpt2"), OPTIONS, folder=tmp_path)
+    data[int(at * len(data))] ^= 1
+    (tmp_path / "split.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError):
+        Host(made("gpt2"), OPTIONS, folder=tmp_path)
+
+
+def test_a_server_that_only_serves_for_a_while_loses_no_training_state(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "split.safetensors").write_bytes(saved.read_bytes())
+    Host(made("gpt2"), folder=tmp_path).keep()
+    a, b = (Host(made("gpt2"), OPTIONS, folder=folder) for folder in (saved.parent, tmp_path))
+    assert a.main.moments()
+    assert unchanged(b, snapshot_of(a))
+    assert same(a.main.gradients(), b.main.gradients())
+    with pytest.raises(CheckpointError, match="training with adamw"):
+        Host(made("gpt2"), Training("sgd", 0.1), folder=tmp_path)
+
+
+def test_a_learner_that_is_copied_has_its_masters(tmp_path: Path) -> None:
+    """Copies of a half-precision backbone start from the masters, not from their rounded weights, and are saved and averaged in float32."""
+    host = Host(made("gpt2", torch.float16), Training("sgd", 1e-3), average=2, folder=tmp_path)
+    with torch.no_grad():
+        for master in host.main.masters.values():
+            master.mul_(1 + 1e-5)  # too little for float16
+    copy = host.main.copy()
+    assert same({n: m.detach() for n, m in copy.masters.items()}, {n: m.detach() for n, m in host.main.masters.items()})
+    mine = made("gpt2", torch.float16)
+    with connect(mine, InProcess(host)):
+        for step in range(3):
+            mine(**batch("gpt2", step, torch.float16)).loss.backward()
+        host.keep()
+    again = Host(made("gpt2", torch.float16), Training("sgd", 1e-3), average=2, folder=tmp_path)
+    (one,), (other,) = ([s.learner for s in h.sessions.values()] for h in (host, again))
+    assert one is not None
+    assert other is not None
+    assert same({n: m.detach() for n, m in one.masters.items()}, {n: m.detach() for n, m in other.masters.items()})
+    assert all(t.dtype == torch.float16 for t in again.backbone().values())

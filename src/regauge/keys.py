@@ -130,13 +130,12 @@ def save_key(key: Key, path: Path | str, passphrase: str | None = None, *, scryp
 def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) -> Key:
     """Read the key of a file, for a purpose. A file that others can read is refused. `passphrase` may be a function that asks for it if need be."""
     path = Path(path)
-    data, mode = _read(path)
+    data, mode = _read(path, "key file", _LARGEST, _MAKE)
     try:
         fields = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
         if not isinstance(fields, dict) or fields.get("regauge") != "key":
             raise _BadFieldError("it does not say that it is a key")
-        if os.name == "posix" and mode & 0o077:
-            raise KeyFileError(f"{path} can be read by others (mode {mode:04o})", hint=f"chmod 600 {path}")
+        _require_private(path, mode)
         version = fields.get("version")
         if type(version) is int and version > VERSION:
             raise KeyFileError(f"{path} has format version {version}; this regauge reads up to {VERSION}", hint="upgrade regauge")
@@ -181,21 +180,44 @@ def canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
-def _read(path: Path) -> tuple[bytes, int]:
-    """The bytes and the mode of a key file: kind, size and mode are those of what was opened, so that nothing can be exchanged in between."""
+def read_private(path: Path | str, what: str, limit: int = _LARGEST) -> bytes:
+    """Read a file that holds a secret: a key, a passphrase, the private key of a certificate.
+
+    Args:
+        path: The file.
+        what: Its kind, for messages: "passphrase file".
+        limit: The most bytes that such a file may have.
+
+    Raises:
+        KeyFileError: It cannot be read, is not a regular file, is larger than `limit`, or its group or others may access it.
+    """
+    path = Path(path)
+    data, mode = _read(path, what, limit, f"name a {what}")
+    _require_private(path, mode)
+    return data
+
+
+def _require_private(path: Path, mode: int) -> None:
+    """The one rule for files that hold a secret: no access for the group or for others."""
+    if os.name == "posix" and mode & 0o077:
+        raise KeyFileError(f"{path} can be read by others (mode {mode:04o})", hint=f"chmod 600 {path}")
+
+
+def _read(path: Path, what: str, limit: int, hint: str) -> tuple[bytes, int]:
+    """Return the bytes and the mode of a file. Kind, size and mode are those of the opened file, so that it cannot be exchanged in between."""
     try:
         # Not blocking: opening a pipe would wait for its other end.
         fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else "no usable path"
-        raise KeyFileError(f"{str(path)[:200]} cannot be read: {why}", hint=_MAKE) from error
+        raise KeyFileError(f"{str(path)[:200]} cannot be read: {why}", hint=hint) from error
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise KeyFileError(f"{path} is no regular file", hint="name a file on the disk")
-        if found.st_size > _LARGEST:
-            raise KeyFileError(f"{path} is no key file: it has {found.st_size} bytes", hint=_MAKE)
-        return os.read(fd, _LARGEST), stat.S_IMODE(found.st_mode)
+        if found.st_size > limit:
+            raise KeyFileError(f"{path} is no {what}: it has {found.st_size} bytes", hint=hint)
+        return os.read(fd, limit), stat.S_IMODE(found.st_mode)
     except OSError as error:
         raise KeyFileError(f"{path} cannot be read: {error.strerror}") from error
     finally:

@@ -102,6 +102,7 @@ class Host:
         self.seconds = 0.0  # spent on them
         self.folder, self.every = None if folder is None else Path(folder), every
         self.lock = threading.Lock()
+        self.clients: frozenset[str] | None = None  # those that may ask; None is everyone whom the transport lets in
         if self.folder is not None:
             kept = keeping.load(self.folder)
             if kept is not None:
@@ -144,7 +145,28 @@ class Host:
             _log.warning("request %d of a session failed: %s", frame.number, type(error).__name__)
             raise FrameError("failed", f"the server could not compute this: {type(error).__name__}: {str(error)[:200]}") from error
 
+    def require_listed(self, peer: str) -> None:
+        """Refuse a client that is not, or no longer, on the list."""
+        if self.clients is not None and peer not in self.clients:
+            raise FrameError("client", "this server does not know you", hint="ask its owner to list your certificate's name")
+
+    def end_unlisted(self) -> list[str]:
+        """End the sessions of clients that are not on the list, and return the clients' names.
+
+        What they have trained in a round that is not averaged yet is dropped. A checkpoint is
+        written, so that a restart does not bring the sessions back.
+        """
+        with self.lock:
+            ended = {n: s for n, s in self.sessions.items() if self.clients is not None and s.peer not in self.clients}
+            for name, session in ended.items():
+                session.learner = None
+                self._leave(name)
+            if ended and self.folder is not None:
+                self._try_to_keep()
+            return sorted({s.peer for s in ended.values()})
+
     def _answer(self, frame: Frame, peer: str) -> bytes:
+        self.require_listed(peer)
         if frame.kind is Kind.HELLO:
             return self._hello(frame, peer)
         session = session_of(self.sessions, frame, peer)

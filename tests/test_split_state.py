@@ -403,7 +403,7 @@ WEIGHT = "weight/transformer.h.0.ln_1.weight"
 MOMENT = "optimizer/transformer.h.0.ln_1.weight/exp_avg_sq"
 
 
-def _about(change: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, torch.Tensor], dict[str, str]], None]:
+def _about(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
     def apply(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
         about = json.loads(metadata["about"])
         change(about)
@@ -416,17 +416,17 @@ def _first(about: dict[str, Any]) -> dict[str, Any]:
     return next(iter(about["sessions"].values()))
 
 
-DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], None]] = {
-    "a weight is missing": lambda t, m: t.pop(WEIGHT) and None,
+DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], object]] = {
+    "a weight is missing": lambda t, m: t.pop(WEIGHT),
     "a weight is broadcast": lambda t, m: t.update({WEIGHT: torch.ones(1, dtype=torch.float64)}),
     "a weight has another dtype": lambda t, m: t.update({WEIGHT: t[WEIGHT].float()}),
-    "a weight is NaN": lambda t, m: t[WEIGHT].fill_(math.nan) and None,
+    "a weight is NaN": lambda t, m: t[WEIGHT].fill_(math.nan),
     "an unexpected weight": lambda t, m: t.update({"weight/stranger": t[WEIGHT]}),
     "an unexpected kind": lambda t, m: t.update({"stranger/x": t[WEIGHT]}),
     "a moment of nobody": lambda t, m: t.update({"optimizer/x/exp_avg": t[WEIGHT]}),
-    "a moment is missing": lambda t, m: t.pop(MOMENT) and None,
-    "a moment is negative": lambda t, m: t[MOMENT].fill_(-1.0) and None,
-    "a moment is Inf": lambda t, m: t[MOMENT].fill_(math.inf) and None,
+    "a moment is missing": lambda t, m: t.pop(MOMENT),
+    "a moment is negative": lambda t, m: t[MOMENT].fill_(-1.0),
+    "a moment is Inf": lambda t, m: t[MOMENT].fill_(math.inf),
     "a moment has another shape": lambda t, m: t.update({MOMENT: t[MOMENT][:2]}),
     "a gradient has another shape": lambda t, m: t.update({"gradient/transformer.h.0.ln_1.weight": torch.ones(3)}),
     "a frame is cut": lambda t, m: t.update({k: v[:-1].clone() for k, v in t.items() if k.endswith("/reply")}),
@@ -444,11 +444,11 @@ DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], None]] = {
     "a session's number": _about(lambda a: _first(a).update(done=1.5)),
     "a session's flag": _about(lambda a: _first(a).update(has_gradients="no")),
     "gone is a number": _about(lambda a: a.update(gone=3)),
-    "the digest is missing": _about(lambda a: a.pop("digest") and None),
+    "the digest is missing": _about(lambda a: a.pop("digest")),
     "about is no JSON": lambda t, m: m.update(about="{"),
     "about is too deep": lambda t, m: m.update(about="[" * 100_000),
     "about is a list": lambda t, m: m.update(about="[]"),
-    "about is missing": lambda t, m: m.pop("about") and None,
+    "about is missing": lambda t, m: m.pop("about"),
 }
 
 

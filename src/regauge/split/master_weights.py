@@ -40,6 +40,7 @@ class Snapshot:
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors, and remember where they came from."""
+        self._saved = {}
         for key, tensor in tensors.items():
             buffer = self._buffers.get(key)
             if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (
@@ -52,8 +53,16 @@ class Snapshot:
         self._saved = dict(tensors)
 
     def restore(self) -> None:
-        """Write the saved values back into the tensors that they came from."""
-        torch._foreach_copy_(list(self._saved.values()), [self._buffers[key] for key in self._saved])
+        """Write the saved values back into the tensors that they came from, if there are any."""
+        if not self._saved:
+            return
+        torch._foreach_copy_(
+            list(self._saved.values()), [self._buffers[key] for key in self._saved]
+        )
+
+    def release(self) -> None:
+        """Forget the tensors, but not the memory of their copies."""
+        self._saved = {}
 
 
 class MasterOptimizer:
@@ -66,7 +75,10 @@ class MasterOptimizer:
         snapshot: Snapshot | None = None,
     ) -> None:
         self.training, self.parameters = training, dict(parameters)
-        self.masters = {n: torch.nn.Parameter(p.detach().float()) if p.dtype in HALF else p for n, p in self.parameters.items()}
+        self.masters = {
+            n: torch.nn.Parameter(p.detach().float()) if p.dtype in HALF else p
+            for n, p in self.parameters.items()
+        }
         self.optimizer = training.build(self.masters.values())
         self.snapshot = snapshot or Snapshot()
 
@@ -100,8 +112,8 @@ class MasterOptimizer:
         """
         state = self.optimizer.state
         before = {p: dict(entries) for p, entries in state.items()}
-        self.snapshot.save(self._tensors())
         try:
+            self.snapshot.save(self._tensors())
             if self.training.clip:
                 torch.nn.utils.clip_grad_norm_(self.masters.values(), self.training.clip)
             for group in self.optimizer.param_groups:
@@ -119,6 +131,7 @@ class MasterOptimizer:
             self.snapshot.restore()
             raise
         finally:
+            self.snapshot.release()
             self.optimizer.zero_grad(set_to_none=True)
         self._write(rounded)
 
@@ -142,7 +155,9 @@ class MasterOptimizer:
 
     def _tensors(self) -> dict[str, Tensor]:
         out = {n: m.detach() for n, m in self.masters.items()}
-        return out | {f"{n}/{k}": t for n, entries in self.moments().items() for k, t in entries.items()}
+        return out | {
+            f"{n}/{k}": t for n, entries in self.moments().items() for k, t in entries.items()
+        }
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
@@ -169,7 +184,9 @@ def _are_bounded(tensors: Iterable[Tensor], limit: float) -> bool:
     """
     for group in _grouped(tensors).values():
         largest = float(torch.stack(torch._foreach_norm(group)).max())
-        if not (largest <= limit and math.isfinite(largest)) and not all(_is_bounded(t, limit) for t in group):
+        if not (largest <= limit and math.isfinite(largest)) and not all(
+            _is_bounded(t, limit) for t in group
+        ):
             return False
     return True
 

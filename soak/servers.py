@@ -86,9 +86,7 @@ def server_kills(scale: float) -> Iterator[Outcome]:
                 for step in range(STEPS):
                     client.pipe.send(step + 1)
                     if rng.random() < 0.4:
-                        client.pipe.poll(
-                            rng.uniform(0.0, 0.15)
-                        )  # somewhere in the step, or after it
+                        client.pipe.poll(rng.uniform(0.0, 0.15))  # somewhere in the step, or after it
                         server.kill()
                         server = splitprocs.server(port, folder, every=1)
                 client.said("end")
@@ -130,14 +128,9 @@ def _edit(rng: random.Random, tensors: dict[str, torch.Tensor], metadata: dict[s
     changes: dict[str, Callable[[], Any]] = {
         "drop": lambda: tensors.pop(key),
         "rename": lambda: tensors.update({f"{key}{rng.choice('/x')}": tensors.pop(key)}),
-        "cast": lambda: tensors.update(
-            {key: tensor.to(rng.choice([torch.float16, torch.float32, torch.int64, torch.bool]))}
-        ),
+        "cast": lambda: tensors.update({key: tensor.to(rng.choice([torch.float16, torch.float32, torch.int64, torch.bool]))}),
         "shape": lambda: tensors.update({key: tensor.reshape(-1)[: rng.randrange(3)].clone()}),
-        "fill": lambda: (
-            tensor.is_floating_point()
-            and tensor.fill_(rng.choice([float("nan"), float("inf"), -1.0, 1e300]))
-        ),
+        "fill": lambda: tensor.is_floating_point() and tensor.fill_(rng.choice([float("nan"), float("inf"), -1.0, 1e300])),
         "swap": lambda: tensors.update({key: tensors[rng.choice(sorted(tensors))].clone()}),
     }
     what = rng.choice(sorted(changes))

@@ -68,7 +68,9 @@ def serve(
     clients: Annotated[
         Path | None,
         typer.Option(
-            "--clients", metavar="FILE", help="Who may come: a name on each line, perhaps with a quota. Default: clients.txt beside the certificates."
+            "--clients",
+            metavar="FILE",
+            help="Clients to accept: a name on each line, perhaps with a quota. Read again on change. Default: clients.txt beside the certificates.",
         ),
     ] = None,
     quota: Annotated[
@@ -103,7 +105,7 @@ def serve(
     verbose: options.Verbose = 0,
 ) -> int:
     """Host the backbone of a model for clients that have its embedding and head, their data and their labels. Ctrl-C or SIGTERM stops it: what is
-    under way is finished, and a checkpoint written."""
+    under way is finished, and a checkpoint written. A second one waits for no client."""
     started = time.monotonic()
     given = {"schedule": schedule, "warmup": warmup, "steps": steps, "clip": clip, "accumulate": accumulate, "decay": decay, "momentum": momentum}
     training = _training(rate, optimizer, given)

@@ -90,11 +90,11 @@ class Host:
         self.most, self.graphs, self.caches, self.idle = sessions, graphs, caches, idle
         self.quotas = quotas or Quotas()
         self.main = Learner(where, training)
-        if training is not None:
-            self.main.require_finite()
         self.sessions: dict[str, Session] = {}
         self.gone: dict[str, str] = {}  # sessions that have ended, and whose: their requests are in the weights, and must not be taken again
         self.runner = Runner(self.main, config, seed=seed, length=length, precision=precision, compiler=compiler)
+        if training is not None:
+            self.main.require_finite()
         self.rounds = Rounds(self.main, self.sessions, self.runner.compile, average=average, away=away, most=sessions)
         self.step = self.kept_at = self.failed_at = 0
         self.trainer = ""  # the optimizer of the checkpoint that it goes on from

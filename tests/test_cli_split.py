@@ -517,3 +517,21 @@ def test_sighup_reads_the_clients_again_and_does_not_kill(model: Path, tmp_path:
 
     assert signalled(model, "--tls", tmp_path / "certs", during=during) == 0
     assert servers[0].host.clients == {"ann"}  # a damaged list changes nothing
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_trains_on_both_sides_and_stays_finite(
+    run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    from safetensors.torch import load_file
+
+    with served(monkeypatch, model, "--rate", "3e-3", "--dtype", dtype, "--out", tmp_path / "backbone", "--checkpoint", tmp_path / "kept") as address:
+        how = ["--data", tmp_path / "book.txt", "--length", 12, "--server", address, "--dtype", dtype, "--threads", 1]
+        said = run("split", "train", model, *how, "--steps", 12, "--batch", 8, "-o", tmp_path / "edges", "--json")
+        assert said.code == 0, said.err
+    losses = json.loads(said.out)["losses"]
+    assert losses[-1] < losses[0] - 0.05
+    for path in (tmp_path / "backbone" / "model.safetensors", tmp_path / "edges" / "model.safetensors", tmp_path / "kept" / "split.safetensors"):
+        tensors = load_file(path)
+        assert all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
+    assert any(name.startswith("master/") for name in tensors)

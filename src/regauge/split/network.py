@@ -84,7 +84,8 @@ class Server:
         """End streams that wait for a client that is not listed. Those that are being answered end by themselves."""
         for wait, peer in self.waits.items():
             if self.host.clients is not None and peer not in self.host.clients:
-                wait.reschedule(0.0)
+                with suppress(RuntimeError):  # it ends already
+                    wait.reschedule(0.0)
 
     async def _start(self) -> tuple[Any, int]:
         import grpc

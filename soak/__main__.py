@@ -16,7 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ["RUST_BACKTRACE"] = "0"
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builders of pico-models
 
-from soak import data, federated, interruptions, pickles
+from soak import data, federated, interruptions, pickles, servers
 from soak.files import files
 from soak.folders import hostile_folders
 from soak.harness import Outcome, table
@@ -33,6 +33,8 @@ SCENARIOS: dict[str, Scenario] = {
     "data-bombs": data.data_bombs,
     "data-mutants": data.data_mutants,
     "federated": federated.contributions,
+    "server-checkpoints": servers.server_checkpoints,
+    "server-kills": servers.server_kills,
 }
 
 

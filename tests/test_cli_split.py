@@ -49,21 +49,21 @@ def model(tmp_path: Path) -> Path:
 @contextmanager
 def served(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Iterator[str]:
     """A server in a thread, until the end of the block; the address that it listens on. It must end well."""
-    address, stop, codes = f"127.0.0.1:{free_port()}", threading.Event(), []
+    address, asked, codes = f"127.0.0.1:{free_port()}", serving.Asked(), []
 
     @contextmanager
-    def signals() -> Iterator[threading.Event]:
-        yield stop
+    def signals() -> Iterator[serving.Asked]:
+        yield asked
 
     with monkeypatch.context() as patched:
-        patched.setattr(serving, "signals", signals)
+        patched.setattr(serving, "server_signals", signals)
         thread = threading.Thread(target=lambda: codes.append(main(["split", "serve", *map(str, arguments), "--listen", address])))
         thread.start()
         try:
             wait_for(lambda: bool(codes) or is_open(address))
             yield address
         finally:
-            stop.set()
+            asked.stop.set()
             thread.join(240)
     assert codes == [0]
 
@@ -452,3 +452,86 @@ def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model:
         results.append({n: t.clone() for part in ("edges", "out") for n, t in open_checkpoint(tmp_path / name / part).items()})
     assert results[0].keys() == results[1].keys()
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
+
+
+def signalled(*arguments: Any, during: Callable[[str], None]) -> int:
+    """The exit code of a server in this thread, which alone gets signals, while another thread does something to it."""
+    address = f"127.0.0.1:{free_port()}"
+
+    def work() -> None:
+        try:
+            wait_for(lambda: is_open(address))
+            during(address)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        return main(["split", "serve", *map(str, arguments), "--listen", address])
+    finally:
+        thread.join(60)
+
+
+def test_two_quick_sigterms_still_write_checkpoint_and_backbone(model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from regauge.split import Host
+
+    keep, asked = Host.keep, []
+
+    def slow(host: Host) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)  # in the middle of the checkpoint
+        asked.append(signal.SIGTERM)
+        keep(host)
+        os.kill(os.getpid(), signal.SIGTERM)  # and before the backbone is written
+
+    monkeypatch.setattr(Host, "keep", slow)
+
+    def during(address: str) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    code = signalled(model, "--rate", "1e-3", "--checkpoint", tmp_path / "kept", "--out", tmp_path / "backbone", during=during)
+    assert (code, asked) == (0, [signal.SIGTERM])
+    assert (tmp_path / "kept" / "split.safetensors").is_file()
+    assert (tmp_path / "backbone" / "model.safetensors").is_file()
+
+
+def test_sighup_reads_the_clients_again_and_does_not_kill(model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from regauge.split import clients
+    from regauge.split.network import Server
+
+    monkeypatch.setattr(clients, "POLL_SECONDS", 1000.0)  # SIGHUP alone
+    assert run("split", "certs", "--to", tmp_path / "certs", "--client", "ann", "--client", "bob").code == 0
+    servers: list[Server] = []
+    start = Server.__init__
+    monkeypatch.setattr(Server, "__init__", lambda self, *a, **k: (servers.append(self), start(self, *a, **k))[1])
+
+    def during(address: str) -> None:
+        wait_for(lambda: bool(servers) and servers[0].host.clients == {"ann", "bob"})
+        (tmp_path / "certs" / "clients.txt").write_text("ann\n")
+        os.kill(os.getpid(), signal.SIGHUP)
+        wait_for(lambda: servers[0].host.clients == {"ann"}, 20)
+        (tmp_path / "certs" / "clients.txt").write_text("ann speed=3\n")
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0.2)
+
+    assert signalled(model, "--tls", tmp_path / "certs", during=during) == 0
+    assert servers[0].host.clients == {"ann"}  # a damaged list changes nothing
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_trains_on_both_sides_and_stays_finite(
+    run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    from safetensors.torch import load_file
+
+    with served(monkeypatch, model, "--rate", "3e-3", "--dtype", dtype, "--out", tmp_path / "backbone", "--checkpoint", tmp_path / "kept") as address:
+        how = ["--data", tmp_path / "book.txt", "--length", 12, "--server", address, "--dtype", dtype, "--threads", 1]
+        said = run("split", "train", model, *how, "--steps", 12, "--batch", 8, "-o", tmp_path / "edges", "--json")
+        assert said.code == 0, said.err
+    losses = json.loads(said.out)["losses"]
+    assert losses[-1] < losses[0] - 0.05
+    for path in (tmp_path / "backbone" / "model.safetensors", tmp_path / "edges" / "model.safetensors", tmp_path / "kept" / "split.safetensors"):
+        tensors = load_file(path)
+        assert all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
+    assert any(name.startswith("master/") for name in tensors)

@@ -340,7 +340,7 @@ def without_a_trainer(path: Path) -> None:
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
     about = json.loads(metadata["about"])
-    del about["trainer"]
+    del about["trainer"], metadata["checksum"]
     save_file(load_file(path), path, {**metadata, "about": json.dumps(about)})
 
 

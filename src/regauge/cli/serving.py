@@ -7,8 +7,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ from regauge.cli.console import data_json, say
 if TYPE_CHECKING:
     from regauge.split import Host, Training
     from regauge.split.channel import Tls
+    from regauge.split.clients import ClientFile
     from regauge.split.network import Server
     from regauge.split.quotas import Quota, Quotas
 
@@ -66,7 +68,9 @@ def serve(
     clients: Annotated[
         Path | None,
         typer.Option(
-            "--clients", metavar="FILE", help="Who may come: a name on each line, perhaps with a quota. Default: clients.txt beside the certificates."
+            "--clients",
+            metavar="FILE",
+            help="Clients to accept: a name on each line, perhaps with a quota. Read again on change. Default: clients.txt beside the certificates.",
         ),
     ] = None,
     quota: Annotated[
@@ -101,7 +105,7 @@ def serve(
     verbose: options.Verbose = 0,
 ) -> int:
     """Host the backbone of a model for clients that have its embedding and head, their data and their labels. Ctrl-C or SIGTERM stops it: what is
-    under way is finished, and a checkpoint written."""
+    under way is finished, and a checkpoint written. A second one waits for no client."""
     started = time.monotonic()
     given = {"schedule": schedule, "warmup": warmup, "steps": steps, "clip": clip, "accumulate": accumulate, "decay": decay, "momentum": momentum}
     training = _training(rate, optimizer, given)
@@ -124,7 +128,7 @@ def serve(
         if training is None and checkpoint is None:
             raise typer.BadParameter("nothing is trained, so that there is nothing to write; --rate R trains the backbone", param_hint="--out")
     files = read_tls(tls, "server")
-    allowed, quotas = _clients(tls, clients, quota, files is not None)
+    listed, quotas = _clients(tls, clients, quota, files is not None)
     source = open_checkpoint(backbone)
     record = record_of(source)
     say(f"loads {backbone}")
@@ -145,32 +149,33 @@ def serve(
             quotas=quotas,
         )
         _introduce(host, model, record, checkpoint)
-        with _talk(verbose), signals() as stop, Server(host, listen, tls=files, clients=allowed, insecure=insecure) as server:
+        with _talk(verbose), server_signals() as asked, Server(host, listen, tls=files, clients=listed, insecure=insecure) as server:
+            asked.reload = None if listed is None else listed.reload
             page = None if metrics is None else Metrics(host, server, metrics)
             where = f"{listen.rpartition(':')[0]}:{server.port}"
             who = (
                 "without TLS"
                 if files is None
-                else f"with TLS, for {', '.join(sorted(allowed))}"
-                if allowed is not None
+                else f"with TLS, for {', '.join(sorted(listed.named))}"
+                if listed is not None
                 else "with TLS, for all of its authority"
             )
             say(f"listens on {where}, {who}{f'; metrics at http://{metrics}/metrics' if page else ''}; Ctrl-C stops it")
-            _watch(host, server, stop)
+            _watch(host, server, asked.stop)
             say("stops: takes no more, and finishes what is under way")
             try:
-                server.stop(30.0)
+                server.stop(30.0, asked.hurry)
             except CheckpointError as error:  # what was trained can still be written below
                 failed = error
             if page is not None:
                 page.close()
-    if checkpoint is not None and failed is None:
-        say(f"step {host.step} is in {checkpoint}; the same command goes on from there")
-    if out is not None:
-        from regauge.split.parts import write_part
+            if checkpoint is not None and failed is None:
+                say(f"step {host.step} is in {checkpoint}; the same command goes on from there")
+            if out is not None:
+                from regauge.split.parts import write_part
 
-        write_part(out, model, source, "backbone", host.backbone(), {"steps": host.step})
-        say(f"wrote the backbone to {out}; with a client's part, regauge split join makes a whole model of it")
+                write_part(out, model, source, "backbone", host.backbone(), {"steps": host.step})
+                say(f"wrote the backbone to {out}; with a client's part, regauge split join makes a whole model of it")
     answered = sum(n for (_, result), n in host.requests.items() if result == "ok")
     say(f"stopped at step {host.step} after {answered} requests, {time.monotonic() - started:.0f} s")
     if failed is not None:
@@ -234,11 +239,10 @@ def read_tls(text: str | None, name: str | None) -> Tls | None:
     return found
 
 
-def _clients(tls: str | None, clients: Path | None, quota: str, secure: bool) -> tuple[list[str] | None, Quotas]:
+def _clients(tls: str | None, clients: Path | None, quota: str, secure: bool) -> tuple[ClientFile | None, Quotas]:
     """Who may come, and how much they may ask."""
-    from regauge.errors import CheckpointError
-    from regauge.files import reading
-    from regauge.split.quotas import Quotas, read_clients, read_quota
+    from regauge.split.clients import ClientFile
+    from regauge.split.quotas import Quotas, read_quota
 
     default: Quota = read_quota(quota)
     if clients is not None and not secure:
@@ -247,11 +251,8 @@ def _clients(tls: str | None, clients: Path | None, quota: str, secure: bool) ->
         clients = Path(tls).expanduser() / CLIENTS
     if clients is None:
         return None, Quotas(default)
-    with reading(clients):
-        named = read_clients(clients.read_text(), default)
-    if not named:
-        raise CheckpointError(f"{clients} names no client, so that nobody could come", hint="write a name on each line")
-    return list(named), Quotas(default, named)
+    listed = ClientFile(clients, default)
+    return listed, Quotas(default, listed.named)
 
 
 def _introduce(host: Host, model: Any, record: Any, checkpoint: Path | None) -> None:
@@ -286,17 +287,52 @@ def signals(words: str = "") -> Iterator[threading.Event]:
         if words:
             say(words)
 
-    before: dict[signal.Signals, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, asked)
-    except ValueError:  # not the main thread
-        pass
-    try:
+    with _handling((signal.SIGINT, signal.SIGTERM), asked):
         yield stop
+
+
+@dataclass
+class Asked:
+    """What signals have asked a server for."""
+
+    stop: threading.Event = field(default_factory=threading.Event)
+    hurry: threading.Event = field(default_factory=threading.Event)  # waits for no client any more
+    reload: Callable[[], None] | None = None
+
+
+@contextmanager
+def server_signals() -> Iterator[Asked]:
+    """Let SIGTERM and Ctrl-C stop a server in order, however often they come, and SIGHUP read the list of clients again.
+
+    A second one ends the wait for clients; the checkpoint is written in any case. Only a third Ctrl-C interrupts that.
+    """
+    asked = Asked()
+
+    def stop(number: int, frame: object) -> None:
+        if asked.hurry.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        (asked.hurry if asked.stop.is_set() else asked.stop).set()
+
+    def reload(number: int, frame: object) -> None:
+        if asked.reload is not None:
+            asked.reload()
+
+    hangup = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
+    with _handling((signal.SIGINT, signal.SIGTERM), stop), _handling(hangup, reload):
+        yield asked
+
+
+@contextmanager
+def _handling(numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
+    before: dict[signal.Signals, Any] = {}
+    with suppress(ValueError):  # not the main thread
+        for number in numbers:
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
     finally:
-        for held, handler in before.items():
-            signal.signal(held, handler)
+        for held, previous in before.items():
+            signal.signal(held, previous)
 
 
 class _Says(logging.Handler):

@@ -3,8 +3,8 @@
     host = Host(backbone, Training("adamw", rate=1e-3), folder="kept")    # the server's side
     link = connect(model, InProcess(host), element=g, rows="batch")       # the client's: the model is trained as ever
 
-`frames` has the bytes that cross, `passing` what is in them, `host` the server's rules (over `sessions`, `running`, `generating`, `rounds` and
-`keeping`), `log` the client's, `network` gRPC.
+`frames` has the bytes that cross, `passing` what is in them, `host` the server's rules (over `sessions`, `running`, `generating`, `master_weights`,
+`rounds` and `keeping`), `log` the client's, `network` gRPC, `clients` the list of those that may come.
 """
 
 from regauge.split.client import Link, connect

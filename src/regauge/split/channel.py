@@ -14,6 +14,7 @@ from typing import Any
 
 from regauge.errors import CheckpointError
 from regauge.files import reading
+from regauge.keys import read_private
 from regauge.split.frames import CHUNK, PIECE, chunks
 from regauge.split.transport import TransportError
 
@@ -59,7 +60,7 @@ class Tls:
         found, made = [], []
         for path, what in ((self.authority, "certificate"), (self.certificate, "certificate"), (self.key, "private key")):
             with reading(path):
-                found.append(Path(path).read_bytes())
+                found.append(Path(path).read_bytes() if what == "certificate" else read_private(path, what))
             try:
                 made.append(load_pem_x509_certificates(found[-1])[0] if what == "certificate" else load_pem_private_key(found[-1], None))
             except TypeError as error:

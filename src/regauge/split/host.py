@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,17 @@ from regauge.cutting import cut
 from regauge.errors import CheckpointError
 from regauge.families import Boundary
 from regauge.split import keeping
-from regauge.split.frames import Frame, FrameError, Kind, Limits, Value, decode
+from regauge.split.frames import Frame, FrameError, Kind, Limits, Value
 from regauge.split.generating import predicted
 from regauge.split.learning import Learner
+from regauge.split.master_weights import StepError
 from regauge.split.optimizing import Training
 from regauge.split.passing import PROTOCOL, described
 from regauge.split.quotas import Quotas
 from regauge.split.replies import bytes_of, refusal, reply
 from regauge.split.rounds import Rounds
 from regauge.split.running import Runner
-from regauge.split.sessions import Open, Session, greeted, name_in, session_of, silent
+from regauge.split.sessions import Session, greeted, name_in, restored_sessions, session_of, silent
 
 Tensor = torch.Tensor
 _GONE = 100_000  # sessions that are remembered after their end
@@ -89,14 +91,18 @@ class Host:
         self.quotas = quotas or Quotas()
         self.main = Learner(where, training)
         self.sessions: dict[str, Session] = {}
-        self.gone: dict[str, None] = {}  # sessions that have ended: their requests are in the weights, and must not be taken again
+        self.gone: dict[str, str] = {}  # sessions that have ended, and whose: their requests are in the weights, and must not be taken again
         self.runner = Runner(self.main, config, seed=seed, length=length, precision=precision, compiler=compiler)
+        if training is not None:
+            self.main.require_finite()
         self.rounds = Rounds(self.main, self.sessions, self.runner.compile, average=average, away=away, most=sessions)
         self.step = self.kept_at = self.failed_at = 0
+        self.trainer = ""  # the optimizer of the checkpoint that it goes on from
         self.requests: dict[tuple[str, str], int] = {}  # by kind and result
         self.seconds = 0.0  # spent on them
         self.folder, self.every = None if folder is None else Path(folder), every
         self.lock = threading.Lock()
+        self.clients: frozenset[str] | None = None  # those that may ask; None is everyone whom the transport lets in
         if self.folder is not None:
             kept = keeping.load(self.folder)
             if kept is not None:
@@ -139,7 +145,28 @@ class Host:
             _log.warning("request %d of a session failed: %s", frame.number, type(error).__name__)
             raise FrameError("failed", f"the server could not compute this: {type(error).__name__}: {str(error)[:200]}") from error
 
+    def require_listed(self, peer: str) -> None:
+        """Refuse a client that is not, or no longer, on the list."""
+        if self.clients is not None and peer not in self.clients:
+            raise FrameError("client", "this server does not know you", hint="ask its owner to list your certificate's name")
+
+    def end_unlisted(self) -> list[str]:
+        """End the sessions of clients that are not on the list, and return the clients' names.
+
+        What they have trained in a round that is not averaged yet is dropped. A checkpoint is
+        written, so that a restart does not bring the sessions back.
+        """
+        with self.lock:
+            ended = {n: s for n, s in self.sessions.items() if self.clients is not None and s.peer not in self.clients}
+            for name, session in ended.items():
+                session.learner = None
+                self._leave(name)
+            if ended and self.folder is not None:
+                self._try_to_keep()
+            return sorted({s.peer for s in ended.values()})
+
     def _answer(self, frame: Frame, peer: str) -> bytes:
+        self.require_listed(peer)
         if frame.kind is Kind.HELLO:
             return self._hello(frame, peer)
         session = session_of(self.sessions, frame, peer)
@@ -199,6 +226,8 @@ class Host:
         joins = self.rounds.join(session)
         if self.rounds.require_turn(session) and self.folder is not None:
             self._try_to_keep()
+        learner = self.rounds.learner_of(session)
+        waited = bool(learner.gradients())
         try:
             match frame.kind:
                 case Kind.FORWARD:
@@ -211,6 +240,8 @@ class Host:
         except BaseException:
             if joins:
                 session.learner = None  # a request that is refused changes nothing
+            if waited and not learner.gradients() and self.folder is not None:
+                self._try_to_keep()  # a step was undone: gradients of earlier requests are gone, and must not come back with a restart
             raise
         session.done, session.check, session.reply = n, frame.check, answer
         if self.folder is None:
@@ -244,17 +275,31 @@ class Host:
         back, sums = self.runner.closed(learner, passed, slope)
         answer = reply(session, Kind.GRADIENT, frame, back)
         # Nothing is added to the parameters before the reply is there: a failed request changes nothing.
-        del session.open[of]  # type: ignore[arg-type]
+        before = session.has_gradients
         for name, total in sums.items():
-            learner.trained[name].grad = total
-        if frame.values.get("step") is True:
-            self._count(session)
+            learner.masters[name].grad = total
+        session.has_gradients = True
+        try:
+            if frame.values.get("step") is True:
+                self._count(session)
+        except BaseException:
+            session.has_gradients = before
+            raise
+        del session.open[of]  # type: ignore[arg-type]
         return answer
 
     def _count(self, session: Session) -> None:
         """A loss has been gone through. After enough of them, a step is taken, and after enough of those, a mean."""
+        if not session.has_gradients:
+            raise FrameError("empty", "a step must follow a backward pass, got none since the last one", hint="call backward() first")
         learner = self.rounds.learner_of(session)
-        if learner.count():
+        try:
+            stepped = learner.count()
+        except StepError as error:
+            _log.warning("a step was undone, and its gradients dropped: %s", error)
+            raise FrameError("nonfinite", str(error), hint=error.hint) from error
+        session.has_gradients = False
+        if stepped:
             self.step += 1
             self.rounds.void(learner)
             self.rounds.close()
@@ -263,9 +308,10 @@ class Host:
         """Forget a session, except that it was there."""
         session = self.sessions.pop(name)
         if session.done:
-            self.gone[name] = None
-            if len(self.gone) > _GONE:
-                del self.gone[next(iter(self.gone))]
+            self.gone[name] = session.peer
+            if len(self.gone) > _GONE:  # of the client that has the most: nobody makes the server forget another's
+                most = Counter(self.gone.values()).most_common(1)[0][0]
+                del self.gone[next(n for n, peer in self.gone.items() if peer == most)]
         self.rounds.leave(name, session)
 
     # What is kept
@@ -287,16 +333,13 @@ class Host:
 
     def _keep(self) -> None:
         assert self.folder is not None
-        sessions = {
-            name: {"peer": s.peer, "codec": s.codec, "limits": _listed(s.limits), "done": s.done, "check": s.check, "away": s.is_away}
-            for name, s in self.sessions.items()
-        }
+        sessions = {name: s.to_dict() for name, s in self.sessions.items()}
         frames = {f"{name}/reply": s.reply for name, s in self.sessions.items() if s.reply}
         frames |= {f"{name}/{n}": bytes_of(o.request) for name, s in self.sessions.items() for n, o in s.open.items()}
         digest = str(self.about["digest"])
-        copies = {name: _copied(s.learner) for name, s in self.sessions.items() if s.learner is not None}
-        left, gone, trainer = dict(self.rounds.left), tuple(self.gone), self.training.optimizer if self.training else ""
-        keeping.save(self.folder, keeping.Kept(digest, self.step, _copied(self.main), copies, left, sessions, frames, gone, trainer))
+        copies = {name: s.learner.saved() for name, s in self.sessions.items() if s.learner is not None}
+        left, trainer = dict(self.rounds.left), self.training.optimizer if self.training else self.trainer
+        keeping.save(self.folder, keeping.Kept(digest, self.step, self.main.saved(), copies, left, sessions, frames, self.gone, trainer))
         self.kept_at = self.step
         for session in self.sessions.values():
             session.saved = session.done
@@ -313,39 +356,33 @@ class Host:
                 f"{self.folder} holds a training with {kept.trainer}, and this one is with {self.training.optimizer}",
                 hint=f"go on with --optimizer {kept.trainer}, or name another folder",
             )
-        self._give(self.main, kept.main)
-        self.step = self.kept_at = kept.step
+        try:
+            sessions = restored_sessions(kept.sessions, kept.frames, _OWN)
+            if not kept.copies.keys() <= sessions.keys():
+                raise ValueError("a copy of the backbone belongs to no session")
+            for _, weights in kept.left.values():
+                self.main.require_trained(weights)
+        except (ValueError, FrameError) as error:
+            raise CheckpointError(f"{self.folder} is damaged: {error}", hint="restore it from a copy") from error
+        self.main.restore(kept.main, self.folder)
+        self.step, self.kept_at, self.trainer = kept.step, kept.step, kept.trainer
         self.rounds.left = {name: (n, dict(weights)) for name, (n, weights) in kept.left.items()}
-        self.gone = dict.fromkeys(kept.gone)
-        for name, s in kept.sessions.items():
-            last = kept.frames.get(f"{name}/reply", b"")
-            made = Session(s["peer"], s["codec"], Limits(*s["limits"]), s["done"], s["done"], s["check"], last, time.monotonic())
-            made.is_away = bool(s.get("away"))
-            self.sessions[name] = made
-            if name in kept.copies:
-                made.learner = self.rounds.copy()
-                self._give(made.learner, kept.copies[name])
-        for place, data in kept.frames.items():
-            name, _, n = place.partition("/")
-            if n.isdigit():
-                self.sessions[name].open[int(n)] = Open(decode(data, _OWN))
-
-    def _give(self, learner: Learner, kept: keeping.Copy) -> None:
-        learner.restore(kept.weights, kept.optimizer, kept.gradients, self.folder)
-        learner.step, learner.waiting, learner.since = kept.step, kept.waiting, kept.since
+        self.gone = dict(kept.gone)
+        self.sessions.update(sessions)  # the rounds look at the same dict
+        for name, copy in kept.copies.items():
+            learner = sessions[name].learner = self.rounds.copy()
+            learner.restore(copy, self.folder)
 
     def backbone(self) -> dict[str, Tensor]:
         """The weights as they are now, by their names in the model, copied. Where copies are averaged, the mean of the round so far."""
         with self.lock:
-            return {n: t.detach().clone() for n, t in (self.main.state() | self.rounds.mean()).items()}
+            self.main.require_finite()
+            state = self.main.state()
+            return {n: t.detach().to(state[n].dtype, copy=True) for n, t in (state | self.rounds.mean()).items()}
 
     @property
     def blocks(self) -> tuple[torch.nn.Module, ...]:
         return self.main.blocks
-
-
-def _copied(learner: Learner) -> keeping.Copy:
-    return keeping.Copy(learner.step, learner.waiting, learner.since, learner.state(), learner.moments(), learner.gradients())
 
 
 def _listed(limits: Limits) -> list[Value]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 from regauge.errors import need
 from regauge.split import health
 from regauge.split.channel import CLIENT_OPTIONS, OPTIONS, Loop, Pace, Tls, require_private
+from regauge.split.clients import ClientFile
 from regauge.split.frames import Assembler, Bytes, FrameError, Limits, decode
 from regauge.split.holding import Held, Holdings
 from regauge.split.host import Host
@@ -33,23 +35,57 @@ BEAT = 1.0  # seconds between empty chunks while the server computes
 STALL = 60.0  # seconds in which nothing may come of a frame that has begun
 WAIT = 0.02  # seconds until a stream that has to wait looks again
 STREAMS = 256  # of one client at once
+_log = logging.getLogger("regauge.split")
 
 
 class Server:
     """A host behind a port, and gRPC's health service. `port` is the one it was given, if the address asked for any (":0"). `clients` names
-    those that may come, by the common names of their certificates; without it, everyone whom the authority has signed."""
+    those that may come, by the common names of their certificates; without it, everyone whom the authority has signed. A `ClientFile` is followed:
+    a client that is no longer in it is cut off at once (`set_clients`)."""
 
     def __init__(
-        self, host: Host, address: str = "127.0.0.1:0", *, tls: Tls | None = None, clients: Collection[str] | None = None, insecure: bool = False
+        self,
+        host: Host,
+        address: str = "127.0.0.1:0",
+        *,
+        tls: Tls | None = None,
+        clients: Collection[str] | ClientFile | None = None,
+        insecure: bool = False,
     ) -> None:
         need("grpc", "split")
         require_private(address, tls, insecure)
-        self.host, self.address, self.tls, self.clients = host, address, tls, None if clients is None else frozenset(clients)
+        self.host, self.address, self.tls = host, address, tls
+        self.list = clients if isinstance(clients, ClientFile) else None
         self.pool = concurrent.futures.ThreadPoolExecutor(4, "regauge-split-host")
         self.received = self.sent = self.streams = self.under_way = 0  # bytes, and what is open
         self.holdings = Holdings(host.limits.payload + host.limits.table, STREAMS)
+        self.waits: dict[asyncio.Timeout, str] = {}  # of streams that wait for their client
         self.is_stopping = False
+        self.set_clients(clients.named if isinstance(clients, ClientFile) else clients)
         self.server, self.port = Loop.run(self._start())
+        if self.list is not None:
+            self.list.follow(self._relist)
+
+    def set_clients(self, names: Collection[str] | None) -> None:
+        """Accept these clients from now on, or everyone of the authority (None). The streams and sessions of all others end."""
+        self.host.clients = None if names is None else frozenset(names)
+        Loop.get().call_soon_threadsafe(self._cut)
+        ended = self.host.end_unlisted()
+        if ended:
+            _log.warning("no longer listed, and cut off: %s", ", ".join(ended))
+
+    def _relist(self) -> None:
+        assert self.list is not None
+        self.host.quotas.named = self.list.named
+        self.set_clients(self.list.named)
+        _log.info("the list of clients was read again: %d", len(self.list.named))
+
+    def _cut(self) -> None:
+        """End streams that wait for a client that is not listed. Those that are being answered end by themselves."""
+        for wait, peer in self.waits.items():
+            if self.host.clients is not None and peer not in self.host.clients:
+                with suppress(RuntimeError):  # it ends already
+                    wait.reschedule(0.0)
 
     async def _start(self) -> tuple[Any, int]:
         import grpc
@@ -92,8 +128,7 @@ class Server:
         peer = _peer(context)
         if self.tls is not None and not peer:  # all of them would be one, with each other's sessions
             raise FrameError("client", "your certificate has no common name, by which this server knows its clients")
-        if self.clients is not None and peer not in self.clients:
-            raise FrameError("client", "this server does not know you", hint="ask its owner to list your certificate's name")
+        self.host.require_listed(peer)
         return peer
 
     async def _came(self, incoming: AsyncIterator[bytes], assembler: Assembler, held: Held, peer: str) -> AsyncIterator[bytes]:
@@ -101,6 +136,7 @@ class Server:
         source: AsyncIterator[bytes | None] = aiter(incoming)
         beat = time.monotonic()
         while not self.is_stopping:
+            self.host.require_listed(peer)
             self.under_way -= 1
             chunk: bytes | None = b""
             try:
@@ -110,9 +146,14 @@ class Server:
                         continue
                     beat = time.monotonic()
                 else:
-                    async with asyncio.timeout(None if assembler.is_between else STALL):  # half a frame is not held for ever
-                        chunk = await anext(source, None)
+                    async with asyncio.timeout(None if assembler.is_between else STALL) as wait:  # half a frame is not held for ever
+                        self.waits[wait] = peer
+                        try:
+                            chunk = await anext(source, None)
+                        finally:
+                            del self.waits[wait]
             except TimeoutError:
+                self.host.require_listed(peer)
                 return
             finally:
                 self.under_way += 1
@@ -146,20 +187,27 @@ class Server:
         """In a thread of its own: reading a frame takes time too, in which others are to be heard."""
         return self.host.answer(decode(data, self.host.limits), peer)
 
-    def stop(self, grace: float = 5.0) -> None:
-        """Take no more, let what is under way end, and keep what is to be kept. A second call does nothing."""
+    def stop(self, grace: float = 5.0, hurry: threading.Event | None = None) -> None:
+        """Take no more, let what is under way end, and keep what is to be kept, also if this is interrupted. A second call does nothing.
+
+        `hurry` ends the wait for clients before `grace` seconds are over.
+        """
         if self.is_stopping:
             return
         self.is_stopping = True
-        with suppress(concurrent.futures.TimeoutError):
-            Loop.run(self._ended(grace), grace + 5)
-        self.pool.shutdown()
-        self.host.keep()
+        try:
+            if self.list is not None:
+                self.list.stop()
+            with suppress(concurrent.futures.TimeoutError):
+                Loop.run(self._ended(grace, hurry or threading.Event()), grace + 5)
+            self.pool.shutdown()
+        finally:
+            self.host.keep()
 
-    async def _ended(self, grace: float) -> None:
+    async def _ended(self, grace: float, hurry: threading.Event) -> None:
         until = time.monotonic() + grace
         await asyncio.sleep(min(grace, 2 * health.BEAT))  # so that those who watch are told
-        while self.under_way and time.monotonic() < until:
+        while self.under_way and time.monotonic() < until and not hurry.is_set():
             await asyncio.sleep(0.01)
         await self.server.stop(0)
 

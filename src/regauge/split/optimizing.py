@@ -76,7 +76,26 @@ def moments_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.
 def give_moments(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter, moments: Mapping[str, torch.Tensor]) -> None:
     """Give an optimizer what one held for a parameter, if it held anything. Its count of steps stays on the CPU, where torch has it."""
     if moments:
-        optimizer.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in moments.items()}
+        optimizer.state[parameter] = {k: v if k == "step" else v.to(parameter.device, parameter.dtype) for k, v in moments.items()}
+
+
+def moment_fault(moments: Mapping[str, torch.Tensor], like: torch.Tensor) -> str | None:
+    """Return what is wrong with the optimizer's state of one parameter, out of a file."""
+    if moments and moments.keys() not in ({"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"}):
+        return f"has the entries {', '.join(sorted(moments))[:100]}, which are those of no optimizer"
+    for name, tensor in moments.items():
+        shape = torch.Size() if name == "step" else like.shape
+        if tensor.shape != shape or not tensor.is_floating_point():
+            return f'has a "{name}" of shape {list(tensor.shape)} and dtype {dtype_name(tensor)}, expected {list(shape)} and a float dtype'
+        if not bool(torch.isfinite(tensor).all()):
+            return f'has a "{name}" with NaN or Inf'
+        if name in ("step", "exp_avg_sq") and bool((tensor < 0).any()):
+            return f'has a "{name}" below 0'
+    return None
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _sgd(parameters: list[torch.nn.Parameter], o: Training) -> torch.optim.Optimizer:

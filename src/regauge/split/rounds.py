@@ -9,6 +9,7 @@ and are not averaged.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 
@@ -20,6 +21,7 @@ from regauge.split.optimizing import TrainingError
 from regauge.split.sessions import Session
 
 Tensor = torch.Tensor
+_log = logging.getLogger("regauge.split")
 
 
 class Rounds:
@@ -70,27 +72,29 @@ class Rounds:
         late = [s for s in self._members() if s.learner is not None and s.learner.since < self.average]
         for other in late:
             other.is_away = time.monotonic() - other.seen > self.away
-        if not any(other.is_away for other in late) or not self.close():
+        if (late and not any(other.is_away for other in late)) or not self.close():
             raise FrameError("busy", f"the round ends when {len(late)} more have taken {self.average} steps", hint="wait for them")
         return True
 
     def leave(self, name: str, session: Session) -> None:
         """What a session that is no more has done in this round stays in the round."""
         if session.learner is not None and session.learner.since:
-            self.left[name] = session.learner.since, {n: p.detach().clone() for n, p in session.learner.trained.items()}
+            self.left[name] = session.learner.since, {n: p.detach().clone() for n, p in session.learner.masters.items()}
         self.close()
 
     def close(self) -> bool:
         """If all members have taken their steps, all copies become the mean."""
         if not self.average or any(s.learner.since < self.average for s in self._members() if s.learner is not None):
             return False
-        found = self.mean()
+        try:
+            found = self.mean()
+        except (RuntimeError, MemoryError) as error:  # the step that ended the round counts all the same; the next request tries again
+            _log.warning("the round's mean could not be computed: %s", type(error).__name__)
+            return False
         if not found:
             return False
         for learner in self.learners():
-            with torch.no_grad():
-                for name, p in learner.trained.items():
-                    p.copy_(found[name])
+            learner.set_masters(found)
             learner.since = 0
             self.void(learner)
         self.left = {}
@@ -99,7 +103,7 @@ class Rounds:
     def mean(self) -> dict[str, Tensor]:
         """The mean of the round so far; empty where nothing was done in it. It is added up in the order of the sessions' names, always."""
         held: dict[str, tuple[int, Mapping[str, Tensor]]] = dict(self.left)
-        held |= {n: (s.learner.since, s.learner.trained) for n, s in self.sessions.items() if s.learner is not None and s.learner.since}
+        held |= {n: (s.learner.since, s.learner.masters) for n, s in self.sessions.items() if s.learner is not None and s.learner.since}
         return mean([held[name] for name in sorted(held)]) if held else {}
 
     def _members(self) -> list[Session]:

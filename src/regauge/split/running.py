@@ -15,6 +15,7 @@ from regauge.errors import CheckpointError, RegaugeError
 from regauge.sources import spec_of
 from regauge.split.frames import Frame, FrameError
 from regauge.split.learning import PRECISIONS, Learner, autocast, slopes
+from regauge.split.master_weights import are_usable
 from regauge.split.optimizing import TrainingError
 from regauge.split.passing import dtype_of, unpack
 from regauge.split.sessions import Open
@@ -75,10 +76,12 @@ class Runner:
             raise FrameError("nonfinite", "the gradient holds NaN or Inf")
         trained, count = learner.trained, len(passed.inputs)
         found = slopes(passed.output, [*passed.inputs.values(), *trained.values()], slope.to(self.device), self.precision)
-        sums = {n: g if p.grad is None else p.grad + g for (n, p), g in zip(trained.items(), found[count:], strict=True) if g is not None}
-        if not all(_is_usable(g) for g in (*found[:count], *sums.values()) if g is not None):
+        masters = zip(learner.masters.items(), found[count:], strict=True)
+        sums = {n: g.to(m.dtype) if m.grad is None else m.grad + g for (n, m), g in masters if g is not None}
+        back = {n: torch.zeros_like(t) if g is None else g.to(t.dtype) for (n, t), g in zip(passed.inputs.items(), found, strict=False)}
+        if not are_usable((*back.values(), *sums.values())):
             raise FrameError("nonfinite", "the gradients of the backbone hold NaN or Inf, or numbers whose squares are")
-        return {name: torch.zeros_like(t) if g is None else g for (name, t), g in zip(passed.inputs.items(), found, strict=False)}, sums
+        return back, sums
 
     # The compiler
 
@@ -127,14 +130,6 @@ def _wanted(frame: Frame, crossing: Crossing) -> dict[str, Tensor]:
             raise FrameError("layout", f"there is no gradient of {name!r:.64}")
         out[name] = found.detach().requires_grad_()
     return out
-
-
-def _is_usable(gradient: Tensor) -> bool:
-    """Is it finite, and its square too? Otherwise one request would leave an infinite moment with an optimizer of all, for ever."""
-    if not gradient.numel():
-        return True
-    largest = float(gradient.abs().max())
-    return largest * largest <= max(torch.finfo(gradient.dtype).max, torch.finfo(torch.float32).max)
 
 
 @contextmanager

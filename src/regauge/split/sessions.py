@@ -6,11 +6,11 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
-from regauge.split.frames import CODECS, Frame, FrameError, Limits, Value
+from regauge.split.frames import CODECS, Frame, FrameError, Limits, Value, decode
 from regauge.split.learning import Learner
 from regauge.split.passing import PROTOCOL
 from regauge.split.quotas import require_room
@@ -53,6 +53,33 @@ class Session:
     is_away: bool = False
     open: dict[int, Open] = field(default_factory=dict)
     caches: OrderedDict[str, Cache] = field(default_factory=OrderedDict)
+    has_gradients: bool = False  # has it gone back through a pass since it last counted a loss?
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it beside tensors and frames."""
+        limits = [self.limits.payload, self.limits.table, self.limits.tensors, self.limits.axes]
+        out = {"peer": self.peer, "codec": self.codec, "limits": limits, "done": self.done, "check": self.check}
+        return out | {"away": self.is_away, "has_gradients": self.has_gradients}
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], reply: bytes) -> Session:
+        """Rebuild a session of a checkpoint.
+
+        Raises:
+            ValueError: a field is missing, or has the wrong type.
+        """
+        fields = {"peer": str, "codec": str, "limits": list, "done": int, "check": int}
+        wrong = next((name for name, kind in fields.items() if type(saved.get(name)) is not kind), None)
+        if wrong is not None:
+            raise ValueError(f'"{wrong}" of a session is missing or has the wrong type')
+        away, pending = saved.get("away", False), saved.get("has_gradients", True)
+        if saved["codec"] not in CODECS or not is_limits(saved["limits"]) or min(saved["done"], saved["check"]) < 0:
+            raise ValueError("the codec, limits or numbers of a session are out of range")
+        if type(away) is not bool or type(pending) is not bool:
+            raise ValueError("the flags of a session must be true or false")
+        made = cls(saved["peer"], saved["codec"], Limits(*saved["limits"]), saved["done"], saved["done"], saved["check"], reply, time.monotonic())
+        made.is_away, made.has_gradients = away, pending
+        return made
 
 
 def greeted(frame: Frame, about: Mapping[str, Value], key: str) -> tuple[str, str, Limits]:
@@ -71,12 +98,40 @@ def greeted(frame: Frame, about: Mapping[str, Value], key: str) -> tuple[str, st
     codec, limits = frame.values.get("codec"), frame.values.get("limits")
     if codec not in CODECS:
         raise FrameError("codec", f"there is no codec {codec!r:.20}")
-    if not (isinstance(limits, list) and len(limits) == 4 and all(type(n) is int and n > 0 for n in limits)):
+    if not is_limits(limits):
         raise FrameError("limit", "the client does not say what it is ready to take")
     name = name_in(frame)
-    if len(name) != 32 or not name.isascii() or not name.isalnum():
+    if not is_session_name(name):
         raise FrameError("session", "a session's name is 32 letters and digits")
-    return name, str(codec), Limits(*limits)  # type: ignore[arg-type]
+    return name, str(codec), Limits(*limits)
+
+
+def is_limits(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and len(value) == 4 and all(type(n) is int and n > 0 for n in value)
+
+
+def is_session_name(name: str) -> bool:
+    return len(name) == 32 and name.isascii() and name.isalnum()
+
+
+def restored_sessions(saved: Mapping[str, Mapping[str, Any]], frames: Mapping[str, bytes], limits: Limits) -> dict[str, Session]:
+    """Rebuild the sessions of a checkpoint, with their last replies and open passes.
+
+    Raises:
+        ValueError: a session has a wrong field, or a frame belongs to none.
+        FrameError: a frame is damaged.
+    """
+    if not all(is_session_name(name) for name in saved):
+        raise ValueError("a session's name must be 32 letters and digits")
+    out = {name: Session.from_dict(fields, frames.get(f"{name}/reply", b"")) for name, fields in saved.items()}
+    for place, data in frames.items():
+        name, _, number = place.partition("/")
+        if name not in out or not (number == "reply" or (number.isascii() and number.isdigit() and len(number) < 20)):
+            raise ValueError(f'the frame "{place[:100]}" belongs to no session')
+        frame = decode(data, limits)
+        if number != "reply":
+            out[name].open[int(number)] = Open(frame)
+    return out
 
 
 def name_in(frame: Frame) -> str:

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from regauge.errors import RegaugeError
+from regauge.errors import CheckpointError, RegaugeError
 from regauge.keys import canonical
 from regauge.split import keeping
 from regauge.split.client import Link
-from regauge.split.optimizing import Training, give_moments, moments_of
+from regauge.split.master_weights import MasterOptimizer, are_finite
+from regauge.split.optimizing import Training, moment_fault
 from regauge.split.running import drawn_by
 from regauge.tasks import Examples, logits_of, loss_of
 
@@ -66,22 +68,22 @@ def train(
     device = link.anchor.device if (p := next((p for p in model.parameters() if not p.is_meta), None)) is None else p.device
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_meta}
-    optimizer = own.build(trained.values())
+    optimizer = MasterOptimizer(own, trained)
     digest = hashlib.sha256(canonical([run.batch, run.seed, len(examples), sorted(map(str, own.told().items())), sorted(trained)])).hexdigest()
     kept = None if folder is None else keeping.load(folder / CLIENT)
     begin = 0
     if kept is not None:
         if kept.digest != digest:
             raise RunError(f"{folder} holds a run with other options or data", hint="go on with the same ones, or name an empty folder")
-        _restore(trained, optimizer, kept)
-        link.load_state_dict(kept.sessions["link"])
+        link.load_state_dict(_restore(optimizer, kept, folder))
         begin = kept.step
     model.train()
+    model.zero_grad(set_to_none=True)
     losses: list[float] = []
 
     def save(step: int) -> None:
         if folder is not None:
-            copy = keeping.Copy(step, 0, 0, trained, moments_of(optimizer, trained), {})
+            copy = keeping.Copy(step, 0, 0, trained, optimizer.moments(), {}, optimizer.half)
             keeping.save(folder / CLIENT, keeping.Kept(digest, step, copy, sessions={"link": link.state_dict()}))
             link.saved()
 
@@ -89,9 +91,6 @@ def train(
         if stop is not None and stop():
             save(step)
             return losses
-        for group in optimizer.param_groups:
-            group["lr"] = own.rate_at(step)
-        optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for part in range(own.accumulate):
             n = step * own.accumulate + part
@@ -100,10 +99,9 @@ def train(
             with drawing(run.seed, n):
                 loss = loss_of(examples, logits_of(model, moved), labels.to(device)) / own.accumulate
                 loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.collect()
             total += float(loss.detach())
-        if own.clip:
-            torch.nn.utils.clip_grad_norm_(trained.values(), own.clip)
-        optimizer.step()
+        optimizer.step(step)
         losses.append(total)
         if tick is not None:
             tick(step + 1, total)
@@ -147,11 +145,22 @@ def measure(model: torch.nn.Module, examples: Examples, batch: int, tick: Callab
     return found | ({"perplexity": math.exp(min(loss, 700.0))} if examples.causal or examples.tokens else {})
 
 
-def _restore(trained: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, kept: keeping.Kept) -> None:
+def _restore(optimizer: MasterOptimizer, kept: keeping.Kept, folder: Path | None) -> Mapping[str, Any]:
+    """Load embedding, head and optimizer state, and return the state of the link."""
+    link = kept.sessions.get("link", {})
+    trained, saved = optimizer.parameters, kept.main
+    fits = {n: (p.shape, p.dtype) for n, p in trained.items()} == {n: (t.shape, t.dtype) for n, t in saved.weights.items()}
+    fits = fits and all(n in trained and m.shape == trained[n].shape for n, m in saved.masters.items())
+    fits = fits and all(n in trained and moment_fault(m, trained[n]) is None for n, m in saved.optimizer.items())
+    fits = fits and isinstance(link.get("session"), str) and type(link.get("number")) is int
+    fits = fits and isinstance(link.get("dead"), list) and all(type(n) is int for n in link["dead"])
+    if not fits or not are_finite((*saved.weights.values(), *saved.masters.values())):
+        raise CheckpointError(f"{folder} is damaged: its checkpoint does not fit embedding and head", hint="restore it from a copy")
     with torch.no_grad():
         for name, p in trained.items():
-            p.copy_(kept.main.weights[name])
-            give_moments(optimizer, p, kept.main.optimizer.get(name, {}))
+            p.copy_(saved.weights[name])
+    optimizer.restore(saved)
+    return link
 
 
 def drawing(seed: int, n: int) -> AbstractContextManager[None]:

@@ -38,6 +38,13 @@ class Learner:
     def blocks(self) -> tuple[torch.nn.Module, ...]:
         return tuple(block for b in self.cut.boundaries for block in blocks_of(self.cut, b))
 
+    def nbytes(self, spare: int = 0) -> int:
+        """Return the bytes of the weights, their gradients and the optimizer's state, and of `spare` more gradients."""
+        weights = sum(t.numel() * t.element_size() for t in self.state().values())
+        trained = sum(p.numel() * p.element_size() for p in self.trained.values())
+        moments = 0 if self.training is None else 1 if self.training.optimizer == "sgd" else 2
+        return weights + (1 + moments + spare) * trained
+
     def count(self) -> bool:
         """A loss has been gone through. After enough of them a step is taken: was it now?"""
         if self.optimizer is None or self.training is None:

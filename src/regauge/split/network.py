@@ -22,9 +22,11 @@ from typing import Any
 from regauge.errors import need
 from regauge.split import health
 from regauge.split.channel import CLIENT_OPTIONS, OPTIONS, Loop, Pace, Tls, require_private
+from regauge.split.connections import raise_open_files, server_options
 from regauge.split.frames import Assembler, Bytes, FrameError, Limits, decode
 from regauge.split.holding import Held, Holdings
 from regauge.split.host import Host
+from regauge.split.memory import FRAME_SHARE
 from regauge.split.replies import refusal
 from regauge.split.transport import TransportError
 
@@ -47,14 +49,15 @@ class Server:
         self.host, self.address, self.tls, self.clients = host, address, tls, None if clients is None else frozenset(clients)
         self.pool = concurrent.futures.ThreadPoolExecutor(4, "regauge-split-host")
         self.received = self.sent = self.streams = self.under_way = 0  # bytes, and what is open
-        self.holdings = Holdings(host.limits.payload + host.limits.table, STREAMS)
+        share = min(host.limits.payload + host.limits.table, host.budget.client // FRAME_SHARE)
+        self.holdings = Holdings(share, STREAMS, host.budget.total // FRAME_SHARE)
         self.is_stopping = False
         self.server, self.port = Loop.run(self._start())
 
     async def _start(self) -> tuple[Any, int]:
         import grpc
 
-        server = grpc.aio.server(options=OPTIONS)
+        server = grpc.aio.server(options=[*OPTIONS, *server_options(raise_open_files())])
         handler = grpc.stream_stream_rpc_method_handler(self._served)
         healthy = health.handler(lambda: not self.is_stopping, SERVICE)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}), healthy))

@@ -12,11 +12,17 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builders of pico-models
 
+from soak import split
 from soak.harness import Outcome, table
 
 # Each scenario takes a scale (1.0 is the full run; 0.01 a quick look) and yields outcomes.
 Scenario = Callable[[float], Iterable[Outcome]]
-SCENARIOS: dict[str, Scenario] = {}
+SCENARIOS: dict[str, Scenario] = {
+    "split-memory": split.memory_bombs,
+    "split-frames": split.frames,
+    "split-connections": split.idle_connections,
+    "split-watches": split.watch_streams,
+}
 
 
 def main() -> int:

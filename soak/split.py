@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import re
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,8 @@ from soak.harness import HANG_SECONDS, Counter, Outcome
 
 MB = 1 << 20
 BUDGET_MB = 1024
+FRAMES_MB = 96  # what a process of pico-models may grow by: buffers, graphs, and what allocators keep
+FLOOD_MB = 64  # of connections and streams that are refused
 
 
 @dataclass
@@ -45,8 +50,11 @@ class ServerProcess:
 
 
 @contextmanager
-def serve(folder: Path, *options: str) -> Iterator[ServerProcess]:
+def serve(folder: Path, *options: str, files: int | None = None) -> Iterator[ServerProcess]:
+    """Start a server on loopback, with at most so many open files."""
     command = [sys.executable, "-m", "regauge", "split", "serve", str(folder), "--listen", "127.0.0.1:0", *options]
+    if files is not None:
+        command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     lines: list[str] = []
@@ -211,7 +219,7 @@ def _half_frames(count: int, size: int) -> Bomb:
 
     def run(model: Any, server: ServerProcess) -> bool:
         from regauge.split.channel import Loop
-        from regauge.split.frames import Frame, Kind, chunks, encode
+        from regauge.split.frames import Frame, Kind, RefusedError, chunks, encode
         from regauge.split.network import Grpc
 
         frame = Frame(Kind.FORWARD, 1, {"session": "0" * 32}, {"x": torch.zeros(size // 4)})
@@ -221,28 +229,22 @@ def _half_frames(count: int, size: int) -> Bomb:
             for piece in pieces:
                 await stream.write(piece)
 
+        async def flood(network: Any) -> None:
+            streams = [network._open() for _ in range(count)]
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.gather(*map(send, streams)), 5)
+            for stream in streams:
+                stream.cancel()
+
         with Grpc(server.address) as network:
-            streams = []
-            for _ in range(count):
-
-                async def opened() -> Any:
-                    return network._open()
-
-                streams.append(Loop.run(opened(), 10))
-            import asyncio
-
-            work = [asyncio.run_coroutine_threadsafe(send(s), Loop.get()) for s in streams]
-            time.sleep(5)
-            for w in work:
-                w.cancel()
-        from regauge.split.frames import RefusedError
-
-        raise RefusedError("waits", "")
+            Loop.run(flood(network), 60)
+        raise RefusedError("waits", "streams past the client's share are not read")
 
     return run
 
 
 BERT_BOMBS: dict[str, Bomb] = {
+    "8 x 256 tokens, which fit": _pass(8, 256),
     "6.3 MB frame (8 x 512 tokens)": _pass(8, 512),
     "25 MB frame (32 x 512 tokens)": _pass(32, 512),
     "one text of 8192 tokens": _pass(1, 8192),
@@ -250,10 +252,11 @@ BERT_BOMBS: dict[str, Bomb] = {
     "16 open passes of 8 x 128 tokens": _open_passes(16, 8, 128),
     "16.8 MB of BITS, no session": _bits(1 << 27, with_session=False),
     "16.8 MB of BITS, in a session": _bits(1 << 27, with_session=True),
-    "last replies of 48 sessions": _sessions(48, 16, 128),
+    "last replies of 16 sessions": _sessions(16, 8, 128),
     "64 streams with 30 MB of a frame each": _half_frames(64, 32 * MB),
 }
 GPT2_BOMBS: dict[str, Bomb] = {
+    "8 texts of 16 x 256 tokens, generated": _generations(8, 16, 256),
     "8 texts of 32 x 512 tokens, generated": _generations(8, 32, 512),
     "a text of 8192 tokens, generated": _generations(1, 1, 8192),
 }
@@ -273,3 +276,116 @@ def memory_bombs(scale: float, options: tuple[str, ...] = ("--memory", f"{BUDGET
                     count.trial(partial(bomb, model, server))
                 count.peak(peak[0], BUDGET_MB)
                 yield count.outcome()
+
+
+def frames(scale: float) -> Iterator[Outcome]:
+    """Deliver mutated requests to a live host: each gets a reply, a request is executed at most once, and the weights stay as they are."""
+    from regauge.split import TransportError
+    from regauge.split.frames import Kind, RefusedError, decode
+    from regauge.split.transport import deliver
+    from splitfuzz import SESSION, mutated, requests
+
+    for name in ("gpt2", "llama"):
+        count, dice = Counter(f"split frames: {name}"), random.Random(11)
+        host, good = requests(name)
+        weights, before = host.backbone(), 0.0
+        trials = max(100, round(50_000 * scale))
+        for i in range(trials):
+            if SESSION not in host.sessions:  # a BYE that got through
+                host, _ = requests(name)
+            if i == min(1000, trials // 2):
+                before = resident_mb()
+            session, current = host.sessions[SESSION], host
+            data, size = mutated(good, dice, session.done), dice.choice((17, 1000, 1 << 20))
+
+            def run(data: bytes = data, size: int = size, host: Any = current, done: int = session.done) -> bool:
+                try:
+                    reply = decode(deliver(host, [data[at : at + size] for at in range(0, len(data), size)]))
+                except TransportError as error:  # half a frame is never answered
+                    raise RefusedError("half", str(error)) from error
+                found = host.sessions.get(SESSION)
+                if found is not None and found.done not in (done, done + 1):
+                    return False
+                if reply.kind is Kind.ERROR:
+                    if reply.values["code"] == "failed":
+                        raise RuntimeError(str(reply.values["message"]))  # an error that only the blocks could find
+                    raise _error_of(reply)
+                return True
+
+            count.trial(run, data)
+            if len(session.open) > 32:
+                session.open.clear()  # as if their gradients had come
+        if any(not torch.equal(t, weights[n]) for n, t in host.backbone().items()):
+            count.add("lost", "the weights have changed at a learning rate of 0")
+        count.peak(max(0.0, resident_mb() - before), FRAMES_MB)
+        yield count.outcome()
+
+
+def resident_mb() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / MB
+
+
+def idle_connections(scale: float) -> Iterator[Outcome]:
+    """Open idle TCP connections to a server that may have 1,024 open files; a client must still get through."""
+    count = Counter("split flood: 1,200 idle connections", 6 * HANG_SECONDS)
+    model = small_gpt2()
+    with saved(model) as folder, serve(folder, "--rate", "1e-4", files=1024) as server:
+        host, _, port = server.address.rpartition(":")
+        with ExitStack() as stack, server.peak() as peak:
+            for _ in range(max(100, round(1200 * min(1.0, scale)))):
+                stack.enter_context(socket.create_connection((host, int(port)), 5))
+            count.trial(lambda: _trains(model, server, patience=50.0))
+        count.trial(lambda: _trains(model, server, patience=5.0))
+        count.peak(peak[0], FLOOD_MB)
+    yield count.outcome()
+
+
+def watch_streams(scale: float) -> Iterator[Outcome]:
+    """Open health streams of one client; further ones are refused with RESOURCE_EXHAUSTED, and training goes on at its pace."""
+    import grpc
+
+    from regauge.split.frames import RefusedError
+
+    count = Counter("split flood: 10,000 Watch streams")
+    model = small_gpt2()
+    with saved(model) as folder, serve(folder, "--rate", "1e-4") as server:
+        alone = _step_seconds(model, server)
+        with server.peak() as peak, grpc.insecure_channel(server.address) as channel:
+            watch, streams = channel.unary_stream("/grpc.health.v1.Health/Watch"), []
+
+            def opened() -> bool:
+                stream = watch(b"", timeout=HANG_SECONDS)
+                try:
+                    next(stream)
+                except grpc.RpcError as error:
+                    if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                        raise
+                    raise RefusedError("watch", "") from error
+                streams.append(stream)
+                return True
+
+            for _ in range(max(100, round(10_000 * min(1.0, scale)))):
+                count.trial(opened)
+            beside = _step_seconds(model, server)
+            for stream in streams:
+                stream.cancel()
+        count.peak(peak[0], FLOOD_MB)
+    print(f"    p95 of a step: {alone:.3f} s alone, {beside:.3f} s beside the streams")
+    yield count.outcome()
+
+
+def _trains(model: Any, server: ServerProcess, patience: float) -> bool:
+    with linked(model, server.address, patience):
+        forward(model, 2, 16).logits.sum().backward()
+    return True
+
+
+def _step_seconds(model: Any, server: ServerProcess, steps: int = 40) -> float:
+    """Return the 95th percentile of the seconds of a small training step."""
+    seconds = []
+    with linked(model, server.address, 30.0):
+        for _ in range(steps):
+            start = time.monotonic()
+            forward(model, 2, 16).logits.sum().backward()
+            seconds.append(time.monotonic() - start)
+    return sorted(seconds)[int(0.95 * steps)]

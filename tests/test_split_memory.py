@@ -179,7 +179,7 @@ def test_beams_cannot_multiply_a_cache_past_the_budget() -> None:
 
 def test_copies_that_are_averaged_are_charged() -> None:
     host = Host(made("gpt2"), ADAMW, average=2, memory=1 << 30)
-    copy, model, other = host.main.nbytes(), made("gpt2"), made("gpt2")
+    copy, model, other = host.copy_bytes, made("gpt2"), made("gpt2")
     with connect(model, InProcess(host, "ann")), connect(other, InProcess(host, "ann")) as link:
         model(**batch("gpt2", 0)).loss.backward()
         assert max(c.held for _, c in host.charges()) >= copy

@@ -98,7 +98,7 @@ class Host:
         self.runner = Runner(self.main, config, seed=seed, length=length, precision=precision, compiler=compiler)
         self.budget = Budget.of(memory, client_memory, device=self.runner.device, reserved=self.main.nbytes(spare=2))
         self.limits = limits or Limits(payload=min(Limits.payload, self.budget.client // FRAME_SHARE))
-        self.costs = Estimator(self.main, self.runner)
+        self.costs, self.copy_bytes = Estimator(self.main, self.runner), self.main.nbytes()
         self.rounds = Rounds(self.main, self.sessions, self.runner.compile, average=average, away=away, most=sessions)
         self.step = self.kept_at = self.failed_at = 0
         self.requests: dict[tuple[str, str], int] = {}  # by kind and result
@@ -205,7 +205,7 @@ class Host:
         if n > session.done + 1:
             raise FrameError("gap", f"request {n} has come, and {session.done + 1} is the next one")
         if self.rounds.is_new(session):
-            self._admit(session, Cost(self.main.nbytes()), "a copy of the backbone for this session")
+            self._admit(session, Cost(self.copy_bytes), "a copy of the backbone for this session")
         joins = self.rounds.join(session)
         if self.rounds.require_turn(session) and self.folder is not None:
             self._try_to_keep()
@@ -285,7 +285,7 @@ class Host:
 
     def charges(self, session: Session | None = None, released: Sequence[Value] = ()) -> Iterator[tuple[str, Cost]]:
         """Yield what clients hold, by client, as if a session had released these passes already."""
-        return charges(self.sessions, copy=self.main.nbytes(), left=len(self.rounds.left), without=(session, released))
+        return charges(self.sessions, copy=self.copy_bytes, left=len(self.rounds.left), without=(session, released))
 
     def _count(self, session: Session) -> None:
         """A loss has been gone through. After enough of them, a step is taken, and after enough of those, a mean."""

@@ -109,11 +109,11 @@ def forward(model: Any, batch: int, tokens: int) -> Any:
 
 
 @contextmanager
-def linked(model: Any, address: str, patience: float = 5.0) -> Iterator[Any]:
+def linked(model: Any, address: str, patience: float = 5.0, tls: Any = None) -> Iterator[Any]:
     from regauge.split import connect
     from regauge.split.network import Grpc
 
-    with Grpc(address) as network:
+    with Grpc(address, tls=tls) as network:
         link = connect(model, network, patience=patience)
         try:
             yield link
@@ -326,17 +326,22 @@ def resident_mb() -> float:
 
 
 def idle_connections(scale: float) -> Iterator[Outcome]:
-    """Open idle TCP connections to a server that may have 1,024 open files; a client must still get through."""
-    count = Counter("split flood: 1,200 idle connections", 6 * HANG_SECONDS)
+    """Open TCP connections without a TLS handshake to a server that may have 1,024 open files; a client must still get through."""
+    from regauge.split.certs import make_certificates
+
+    number = max(100, round(1200 * min(1.0, scale)))
+    count = Counter(f"split flood: {number:,} idle connections", 6 * HANG_SECONDS)
     model = small_gpt2()
-    with saved(model) as folder, serve(folder, "--rate", "1e-4", files=1024) as server:
-        host, _, port = server.address.rpartition(":")
-        with ExitStack() as stack, server.peak() as peak:
-            for _ in range(max(100, round(1200 * min(1.0, scale)))):
-                stack.enter_context(socket.create_connection((host, int(port)), 5))
-            count.trial(lambda: _trains(model, server, patience=50.0))
-        count.trial(lambda: _trains(model, server, patience=5.0))
-        count.peak(peak[0], FLOOD_MB)
+    with saved(model) as folder:
+        tls = make_certificates(folder / "certs", ["127.0.0.1"], ["ann"])["ann"]
+        with serve(folder, "--rate", "1e-4", "--tls", str(folder / "certs"), files=1024) as server:
+            host, _, port = server.address.rpartition(":")
+            with ExitStack() as stack, server.peak() as peak:
+                for _ in range(number):
+                    stack.enter_context(socket.create_connection((host, int(port)), 5))
+                count.trial(lambda: _trains(model, server, patience=50.0, tls=tls))
+            count.trial(lambda: _trains(model, server, patience=5.0, tls=tls))
+            count.peak(peak[0], FLOOD_MB)
     yield count.outcome()
 
 
@@ -346,7 +351,8 @@ def watch_streams(scale: float) -> Iterator[Outcome]:
 
     from regauge.split.frames import RefusedError
 
-    count = Counter("split flood: 10,000 Watch streams")
+    number = max(100, round(10_000 * min(1.0, scale)))
+    count = Counter(f"split flood: {number:,} Watch streams")
     model = small_gpt2()
     with saved(model) as folder, serve(folder, "--rate", "1e-4") as server:
         alone = _step_seconds(model, server)
@@ -364,7 +370,7 @@ def watch_streams(scale: float) -> Iterator[Outcome]:
                 streams.append(stream)
                 return True
 
-            for _ in range(max(100, round(10_000 * min(1.0, scale)))):
+            for _ in range(number):
                 count.trial(opened)
             beside = _step_seconds(model, server)
             for stream in streams:
@@ -374,8 +380,8 @@ def watch_streams(scale: float) -> Iterator[Outcome]:
     yield count.outcome()
 
 
-def _trains(model: Any, server: ServerProcess, patience: float) -> bool:
-    with linked(model, server.address, patience):
+def _trains(model: Any, server: ServerProcess, patience: float, tls: Any = None) -> bool:
+    with linked(model, server.address, patience, tls):
         forward(model, 2, 16).logits.sum().backward()
     return True
 

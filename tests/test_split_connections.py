@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ pytest.importorskip("grpc")
 import grpc
 
 from regauge.split import Host, connect, connections
+from regauge.split.certs import make_certificates
 from regauge.split.connections import SPARE_FILES, Watches, raise_open_files, server_options
 from regauge.split.network import Grpc, Server
 from splits import ADAMW, batch, made
@@ -54,22 +56,29 @@ def test_watch_streams_are_bounded_in_all() -> None:
         assert admitted
 
 
-def test_idle_connections_are_bounded_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def closed(one: socket.socket, seconds: float) -> bool:
+    """Return whether the other side closes a connection within some seconds."""
+    one.settimeout(seconds)
+    try:
+        return one.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_connections_without_a_handshake_are_bounded_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MOST_CONNECTIONS", 20)
-    monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 1)
-    with Server(Host(made("gpt2"), ADAMW)) as server, ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 30)) for _ in range(60)]
+    monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 2)
+    tls = make_certificates(tmp_path, ["127.0.0.1"], ["ann"])
+    with Server(Host(made("gpt2"), ADAMW), tls=tls["server"]) as server, ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 30)) for _ in range(40)]
+        assert closed(idle[-1], 30)  # past the bound: at once
         model = made("gpt2")
-        with Grpc(f"127.0.0.1:{server.port}") as network, connect(model, network, patience=60):
-            model(**batch("gpt2", 0)).loss.backward()  # a client gets through as soon as idle connections are closed
+        with Grpc(f"127.0.0.1:{server.port}", tls=tls["ann"]) as network, connect(model, network, patience=60):
+            model(**batch("gpt2", 0)).loss.backward()  # a client gets through when handshakes have timed out
         assert server.host.step == 1
-        for one in idle:
-            one.settimeout(30)
-            try:
-                while one.recv(1 << 16):  # settings, then the end
-                    pass
-            except ConnectionResetError:
-                pass
+        assert all(closed(one, 30) for one in idle)
         server.stop(0.0)
 
 

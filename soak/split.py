@@ -307,8 +307,6 @@ def frames(scale: float) -> Iterator[Outcome]:
                 if found is not None and found.done not in (done, done + 1):
                     return False
                 if reply.kind is Kind.ERROR:
-                    if reply.values["code"] == "failed":
-                        raise RuntimeError(str(reply.values["message"]))  # an error that only the blocks could find
                     raise _error_of(reply)
                 return True
 

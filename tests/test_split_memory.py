@@ -17,6 +17,9 @@ from regauge.split.memory import Budget, BudgetError, Cost, _cgroup_memory, read
 from regauge.split.metrics import text_of
 from regauge.split.transport import deliver
 from splits import ADAMW, batch, made, same
+from test_cli import Run, run
+
+__all__ = ["run"]  # a fixture
 
 MB = 1 << 20
 
@@ -349,3 +352,18 @@ def test_frames_are_bounded_by_the_budget_and_metrics_show_it() -> None:
     assert f"regauge_split_memory_budget_bytes {8 * MB}\n" in text
     assert f"regauge_split_memory_client_budget_bytes {4 * MB}\n" in text
     assert "regauge_split_memory_reserved_bytes 0\n" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "much"], "a size must be a number of bytes with a unit, got 'much'"),
+        (["--memory", "2G", "--client-memory", "3G"], "memory budgets must be at least 1.0 MB, and a client's at most the server's"),
+    ],
+)
+def test_budgets_on_the_command_line(options: list[str], message: str, run: Run, tmp_path: Path) -> None:
+    made("gpt2").save_pretrained(tmp_path / "model")
+    found = run("split", "serve", tmp_path / "model", "--listen", "127.0.0.1:0", "--dtype", "float64", *options)
+    assert found.code == 1
+    assert message in found.err
+    assert "hint:" in found.err

@@ -104,11 +104,15 @@ class Estimator:
     def _parts(self, crossing: Crossing, training: bool, *, learns: bool) -> list[_Part]:
         for block in crossing.blocks:
             block.train(training)
+        noisy = logging.getLogger("torch._subclasses.fake_tensor")  # logs a traceback for shapes that do not fit: the client's fault
+        before, noisy.disabled = noisy.disabled, True
         try:
             return self._simulated(crossing, learns=learns)
         except Exception as error:  # blocks raise whatever they run into; the bound holds for all of them
             _log.info("the memory of a pass is bounded, since its blocks do not run on fake tensors: %s", type(error).__name__)
             return [_bound(block, crossing.stream, self._heads(), 0, learns=learns) for block in crossing.blocks]
+        finally:
+            noisy.disabled = before
 
     def _simulated(self, crossing: Crossing, *, learns: bool) -> list[_Part]:
         from torch._subclasses.fake_tensor import FakeTensorMode

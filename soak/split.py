@@ -334,6 +334,7 @@ def idle_connections(scale: float) -> Iterator[Outcome]:
         tls = make_certificates(folder / "certs", ["127.0.0.1"], ["ann"])["ann"]
         with serve(folder, "--rate", "1e-4", "--tls", str(folder / "certs"), files=1024) as server:
             host, _, port = server.address.rpartition(":")
+            _trains(model, server, patience=50.0, tls=tls)  # so that weights, gradients and moments are there
             with ExitStack() as stack, server.peak() as peak:
                 for _ in range(number):
                     stack.enter_context(socket.create_connection((host, int(port)), 5))

@@ -35,6 +35,7 @@ class ServerProcess:
     process: subprocess.Popen[str]
     address: str
     lines: list[str] = field(default_factory=list)
+    idle_mb: float = 0.0
 
     def memory_mb(self, name: str = "VmRSS") -> float:
         found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
@@ -42,11 +43,11 @@ class ServerProcess:
 
     @contextmanager
     def peak(self) -> Iterator[list[float]]:
-        """Measure the peak growth of resident memory in MB (Linux: VmHWM, reset before)."""
+        """Measure the peak growth of resident memory in MB over that before the first measurement (Linux: VmHWM, reset before)."""
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
-        before, out = self.memory_mb(), [0.0]
+        self.idle_mb, out = self.idle_mb or self.memory_mb(), [0.0]
         yield out
-        out[0] = max(0.0, self.memory_mb("VmHWM") - before)
+        out[0] = max(0.0, self.memory_mb("VmHWM") - self.idle_mb)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ["RUST_BACKTRACE"] = "0"
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builders of pico-models
 
-from soak import data, federated, interruptions, pickles, servers
+from soak import data, federated, interruptions, pickles, servers, split
 from soak.files import files
 from soak.folders import hostile_folders
 from soak.harness import Outcome, table
@@ -35,6 +35,10 @@ SCENARIOS: dict[str, Scenario] = {
     "federated": federated.contributions,
     "server-checkpoints": servers.server_checkpoints,
     "server-kills": servers.server_kills,
+    "split-memory": split.memory_bombs,
+    "split-frames": split.frames,
+    "split-connections": split.idle_connections,
+    "split-watches": split.watch_streams,
 }
 
 

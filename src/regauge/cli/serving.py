@@ -76,6 +76,12 @@ def serve(
     quota: Annotated[
         str, typer.Option("--quota", metavar="Q", help='For each client: "sessions=2 requests=50 bytes=100M", a second and a minute.')
     ] = "",
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="What all clients may hold, as in 8G. Default: half of the memory available.")
+    ] = None,
+    client_memory: Annotated[
+        str | None, typer.Option("--client-memory", metavar="SIZE", help="What each client with a certificate may hold. Default: half of --memory.")
+    ] = None,
     insecure: Insecure = False,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", metavar="DIR", help="Keep everything here, and go on from here.")] = None,
     every: Annotated[int, typer.Option("--every", min=1, metavar="N", help="Steps between two checkpoints.")] = 100,
@@ -118,9 +124,11 @@ def serve(
     from regauge.locking import record_of
     from regauge.planning import check_new
     from regauge.split import Host
+    from regauge.split.memory import read_size
     from regauge.split.metrics import Metrics
     from regauge.split.network import Server
 
+    sizes = [None if text is None else read_size(text) for text in (memory, client_memory)]
     set_threads(threads)
     check_device(device)
     if out is not None:
@@ -147,6 +155,8 @@ def serve(
             compiler="inductor" if compiled else "",
             average=average,
             quotas=quotas,
+            memory=sizes[0],
+            client_memory=sizes[1],
         )
         _introduce(host, model, record, checkpoint)
         with _talk(verbose), server_signals() as asked, Server(host, listen, tls=files, clients=listed, insecure=insecure) as server:
@@ -256,6 +266,8 @@ def _clients(tls: str | None, clients: Path | None, quota: str, secure: bool) ->
 
 
 def _introduce(host: Host, model: Any, record: Any, checkpoint: Path | None) -> None:
+    from regauge.files import amount
+
     count = sum(p.numel() for p in host.main.names.values())
     locked = "" if record is None else f", locked by the key {record.key}"
     say(f"{type(model).__name__}: {len(host.blocks)} blocks, {count:,} weights in {host.about['dtype']}{locked}")
@@ -269,6 +281,7 @@ def _introduce(host: Host, model: Any, record: Any, checkpoint: Path | None) -> 
             ]
         )
         say(f"trains with {host.training.optimizer} at {host.training.rate:g}, {host.training.schedule}{more}")
+    say(f"memory: {amount(host.budget.total)} for all clients, {amount(host.budget.client)} for each with a certificate (--memory, --client-memory)")
     if checkpoint is None and host.training is not None:
         say("keeps nothing: if it dies, so do its sessions; --checkpoint DIR keeps them")
     elif host.step or host.sessions:

@@ -94,8 +94,49 @@ class Frame:
     kind: Kind
     number: int = 0
     values: Mapping[str, Value] = field(default_factory=dict)
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # of a frame that came: unpacked when they are looked up
     check: int = 0  # of a frame that came: the checksum of its bytes, by which a second one of its number is told from the same one again
+
+
+class PackedTensors(Mapping[str, Tensor]):
+    """Tensors of a received frame, unpacked on lookup.
+
+    Names, dtypes and shapes are known from the table, so that a frame can be rejected before memory is allocated for its payload: a tensor of
+    16 MB in "BITS" has 1 GB when it is unpacked.
+    """
+
+    def __init__(self, rows: Mapping[str, tuple[str, tuple[int, ...], str, memoryview]]) -> None:
+        self._rows = dict(rows)
+        self._found: dict[str, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._found:
+            dtype, shape, codec, data = self._rows[name]
+            self._found[name] = _unpacked(data, dtype, shape, codec)
+            self._rows[name] = (dtype, shape, codec, memoryview(b""))  # the packed bytes are not needed any more
+        return self._found[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def declared(self) -> dict[str, Tensor]:
+        """Return tensors of the declared dtypes and shapes on the meta device, without unpacking."""
+        return {name: torch.empty(shape, dtype=DTYPES[dtype], device="meta") for name, (dtype, shape, _, _) in self._rows.items()}
+
+
+def declared(frame: Frame) -> dict[str, Tensor]:
+    """Return the dtypes and shapes of a frame's tensors as tensors on the meta device."""
+    if isinstance(frame.tensors, PackedTensors):
+        return frame.tensors.declared()
+    return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in frame.tensors.items()}
+
+
+def nbytes(frame: Frame) -> int:
+    """Return the bytes of a frame's tensors when they are unpacked, without unpacking them."""
+    return sum(t.numel() * t.element_size() for t in declared(frame).values())
 
 
 def checksum(*parts: Bytes) -> bytes:
@@ -210,7 +251,8 @@ class Assembler:
 
 
 def decode(data: Bytes, limits: Limits | None = None) -> Frame:
-    """The frame of these bytes, all of them. Its tensors are copies of `bytes`, but lie in a buffer that can be written to, as an assembler's can."""
+    """The frame of these bytes, all of them. Its tensors are unpacked on lookup: copies of `bytes`, but in place in a buffer that can be written to,
+    as an assembler's can."""
     limits = limits or Limits()
     table, payload = _lengths(data, limits)
     if len(data) != HEADER.size + table + payload:
@@ -219,7 +261,7 @@ def decode(data: Bytes, limits: Limits | None = None) -> Frame:
     if checksum(view[:BARE], view[HEADER.size :]) != check:  # of all but itself: a number that was changed would be another request
         raise FrameError("checksum", "the frame's bytes are not those that were sent")
     values, rows = _table(bytes(view[HEADER.size : HEADER.size + table]), limits)
-    tensors: dict[str, Tensor] = {}
+    packed: dict[str, tuple[str, tuple[int, ...], str, memoryview]] = {}
     at, held = HEADER.size + table, 0
     for name, dtype, shape, codec in rows:
         size = _size(dtype, shape, codec)
@@ -228,11 +270,11 @@ def decode(data: Bytes, limits: Limits | None = None) -> Frame:
         held += prod(shape) * DTYPES[dtype].itemsize
         if held > limits.payload:
             raise FrameError("limit", f"the frame's tensors have more than {limits.payload} bytes when they are unpacked")
-        tensors[name] = _unpacked(view[at : at + size], dtype, shape, codec)
+        packed[name] = (dtype, shape, codec, view[at : at + size])
         at += size
     if at != len(data):
         raise FrameError("length", f"{len(data) - at} bytes of the payload belong to no tensor")
-    return Frame(Kind(kind), number, values, tensors, int.from_bytes(check, "little"))
+    return Frame(Kind(kind), number, values, PackedTensors(packed), int.from_bytes(check, "little"))
 
 
 def length_of(data: Bytes, limits: Limits) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,11 +14,15 @@ from regauge.split.replies import reply
 from regauge.split.running import Runner
 from regauge.split.sessions import Cache, Session
 
+Admit = Callable[[Session, Frame, Cache | None], int]
 
-def predicted(runner: Runner, learner: Learner, session: Session, frame: Frame, *, caches: int, payload: int) -> bytes:
-    """The reply to a FORWARD without a number. A session has at most so many `caches`; the streams of one text have at most `payload` bytes."""
+
+def predicted(runner: Runner, learner: Learner, session: Session, frame: Frame, admit: Admit, *, caches: int, payload: int) -> bytes:
+    """The reply to a FORWARD without a number. A session has at most so many `caches`; the streams of one text have at most `payload` bytes. `admit`
+    refuses a pass that needs too much memory, before it is unpacked; it returns the bytes that a cache will hold."""
     name, turn = frame.values.get("cache"), frame.values.get("turn")
     if name is None:
+        admit(session, frame, None)
         with torch.no_grad():
             return reply(session, Kind.OUTPUT, frame, {"stream": runner.run(runner.crossing(learner, frame), frame, "predict")})
     if not isinstance(name, str) or len(name) > 64 or type(turn) is not int or turn < 1:
@@ -28,6 +33,7 @@ def predicted(runner: Runner, learner: Learner, session: Session, frame: Frame, 
     if turn != (cache.turn if cache else 0) + 1:
         raise FrameError("cache", "the server has no such cache", hint="it was dropped, or the server was started again: generate anew")
     cache = cache or Cache(_new_cache(runner.model))
+    held = admit(session, frame, cache)
     crossing = runner.crossing(learner, frame)
     stream, order = crossing.stream, frame.values.get("rows")
     if order is not None and not (isinstance(order, list) and len(order) == len(stream) and all(type(i) is int and i >= 0 for i in order)):
@@ -44,7 +50,7 @@ def predicted(runner: Runner, learner: Learner, session: Session, frame: Frame, 
     except BaseException:
         session.caches.pop(name, None)  # some layers may have taken this turn, and it must not be taken twice
         raise
-    cache.length, cache.size = length, size
+    cache.length, cache.size, cache.held = length, size, held
     cache.turn, cache.check = turn, frame.check
     session.caches[name] = cache
     session.caches.move_to_end(name)

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from regauge.split.connections import Watches, client_of
+
 SERVICE = "grpc.health.v1.Health"
 SERVING, NOT_SERVING, UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"
 BEAT = 0.05  # seconds between two looks, while somebody watches
@@ -28,6 +30,8 @@ def handler(serving: Callable[[], bool], *names: str) -> Any:
     """A generic handler that answers for these services, and for the server as a whole."""
     import grpc
 
+    watches = Watches()
+
     def status(name: str) -> bytes:
         return UNKNOWN if name not in ("", *names) else SERVING if serving() else NOT_SERVING
 
@@ -44,13 +48,17 @@ def handler(serving: Callable[[], bool], *names: str) -> Any:
         name = asked_for(request)
         if name is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no health check")
-        last = b""
-        while True:
-            now = status(name or "")
-            if now != last:
-                yield now
-                last = now
-            await asyncio.sleep(BEAT)
+        with watches.stream(client_of(context)) as admitted:
+            if not admitted:
+                limits = f"{watches.most} in all, {watches.per_client} per client"
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"too many Watch streams ({limits}); use Check")
+            last = b""
+            while True:
+                now = status(name or "")
+                if now != last:
+                    yield now
+                    last = now
+                await asyncio.sleep(BEAT)
 
     methods = {"Check": grpc.unary_unary_rpc_method_handler(check), "Watch": grpc.unary_stream_rpc_method_handler(watch)}
     return grpc.method_handlers_generic_handler(SERVICE, methods)

@@ -2,7 +2,7 @@
 
 Bytes are counted as they arrive, for each client over all of its streams. Past its share a client is read from one stream at a time, the one whose
 frame began first, and the others wait: nobody is refused for being large, and a frame that has begun can always end. One client holds its share, one
-frame more, and a chunk of each other stream.
+frame more, and a chunk of each other stream. Past the `total` of all clients, only the client whose frames began first is read from.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class Held:
 
 
 class Holdings:
-    """`share` is how many bytes of frames a client may hold before its streams take turns, and `streams` how many of those it may have."""
+    """`share` is how many bytes of frames a client may hold before its streams take turns, `streams` how many of those it may have, and `total` how
+    many bytes all clients may hold."""
 
-    def __init__(self, share: int, streams: int) -> None:
-        self.share, self.streams = share, streams
+    def __init__(self, share: int, streams: int, total: int | None = None) -> None:
+        self.share, self.streams, self.total = share, streams, total
         self.open: dict[str, int] = {}
         self.held: dict[str, dict[Held, int]] = {}  # in the order in which frames have begun
 
@@ -56,4 +57,11 @@ class Holdings:
     def may_go_on(self, held: Held) -> bool:
         """May more be read from this stream?"""
         others = held.peer
-        return sum(others.values()) < self.share or next(iter(others)) is held
+        if sum(others.values()) >= self.share and next(iter(others)) is not held:
+            return False
+        return self.total is None or self.size < self.total or others is next(found for found in self.held.values() if found)
+
+    @property
+    def size(self) -> int:
+        """Bytes that all clients hold."""
+        return sum(sum(found.values()) for found in self.held.values())

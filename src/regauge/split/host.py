@@ -23,7 +23,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,19 @@ from regauge.cutting import cut
 from regauge.errors import CheckpointError
 from regauge.families import Boundary
 from regauge.split import keeping
-from regauge.split.frames import Frame, FrameError, Kind, Limits, Value
+from regauge.split.costs import Estimator
+from regauge.split.frames import Frame, FrameError, Kind, Limits, Value, nbytes
 from regauge.split.generating import predicted
 from regauge.split.learning import Learner
 from regauge.split.master_weights import StepError
+from regauge.split.memory import FRAME_SHARE, Budget, Cost, charges
 from regauge.split.optimizing import Training
 from regauge.split.passing import PROTOCOL, described
 from regauge.split.quotas import Quotas
 from regauge.split.replies import bytes_of, refusal, reply
 from regauge.split.rounds import Rounds
 from regauge.split.running import Runner
-from regauge.split.sessions import Session, greeted, name_in, restored_sessions, session_of, silent
+from regauge.split.sessions import Cache, Session, greeted, name_in, restored_sessions, session_of, silent
 
 Tensor = torch.Tensor
 _GONE = 100_000  # sessions that are remembered after their end
@@ -58,7 +60,8 @@ class Host:
     `key` is the id of the key that locked the backbone, if it is to be compared with the clients'. `seed` is what dropout is drawn from. `precision`
     is "bf16" or "fp16" for blocks that compute so over weights in float32. `compiler` names a backend of torch.compile, "inductor" as a rule; what
     cannot be compiled runs as it is, and the log says so. `average` is how many steps each session takes between two means, or 0 for one backbone of
-    all. `quotas` say how much each client may ask.
+    all. `quotas` say how much each client may ask. `memory` and `client_memory` are bytes that all clients, and each of them, may hold; without them
+    the budget is half of what is available (`memory.Budget`).
     """
 
     def __init__(
@@ -83,10 +86,12 @@ class Host:
         average: int = 0,
         away: float = 60.0,
         quotas: Quotas | None = None,
+        memory: int | None = None,
+        client_memory: int | None = None,
     ) -> None:
         where = cut(model, config, boundaries=boundaries)
         self.about = described(where, config)
-        self.limits, self.key, self.training = limits or Limits(), key, training
+        self.key, self.training = key, training
         self.most, self.graphs, self.caches, self.idle = sessions, graphs, caches, idle
         self.quotas = quotas or Quotas()
         self.main = Learner(where, training)
@@ -95,6 +100,9 @@ class Host:
         self.runner = Runner(self.main, config, seed=seed, length=length, precision=precision, compiler=compiler)
         if training is not None:
             self.main.require_finite()
+        self.budget = Budget.of(memory, client_memory, device=self.runner.device, reserved=self.main.nbytes(spare=2, snapshot=True))
+        self.limits = limits or Limits(payload=min(Limits.payload, self.budget.client // FRAME_SHARE))
+        self.costs, self.copy_bytes = Estimator(self.main, self.runner), self.main.nbytes()
         self.rounds = Rounds(self.main, self.sessions, self.runner.compile, average=average, away=away, most=sessions)
         self.step = self.kept_at = self.failed_at = 0
         self.trainer = ""  # the optimizer of the checkpoint that it goes on from
@@ -129,7 +137,7 @@ class Host:
 
     def _tried(self, frame: Frame, peer: str) -> bytes:
         try:
-            self.quotas.take(peer, sum(t.numel() * t.element_size() for t in frame.tensors.values()))
+            self.quotas.take(peer, nbytes(frame))
             try:
                 return self._answer(frame, peer)
             except RuntimeError as error:
@@ -174,7 +182,7 @@ class Host:
         match frame.kind:
             case Kind.FORWARD if frame.number == 0:
                 learner = self.rounds.learner_of(session)
-                return predicted(self.runner, learner, session, frame, caches=self.caches, payload=self.limits.payload)
+                return predicted(self.runner, learner, session, frame, self._admit_turn, caches=self.caches, payload=self.limits.payload)
             case Kind.FORWARD | Kind.BACKWARD | Kind.STEP if frame.number > 0:
                 return self._once(session, frame)
             case Kind.BYE:
@@ -223,6 +231,8 @@ class Host:
             raise FrameError("past", f"request {n} was answered long ago: the last one is {session.done}")
         if n > session.done + 1:
             raise FrameError("gap", f"request {n} has come, and {session.done + 1} is the next one")
+        if self.rounds.is_new(session):
+            self._admit(session, Cost(self.copy_bytes), "a copy of the backbone for this session")
         joins = self.rounds.join(session)
         if self.rounds.require_turn(session) and self.folder is not None:
             self._try_to_keep()
@@ -257,7 +267,10 @@ class Host:
         still = {n: o for n, o in session.open.items() if n not in released}
         if len(still) >= self.graphs:
             raise FrameError("graphs", f"{len(still)} forward passes wait for their backward pass", hint="call backward(), or use torch.no_grad()")
+        cost = self.costs.of(frame, learns=True)
+        self._admit(session, cost, "this pass", released=released)
         passed = self.runner.opened(self.rounds.learner_of(session), frame)
+        passed.cost = cost
         assert passed.output is not None
         answer = reply(session, Kind.OUTPUT, frame, {"stream": passed.output})
         session.open = still | {frame.number: passed}
@@ -268,9 +281,15 @@ class Host:
         passed = session.open.get(of) if type(of) is int else None
         if passed is None:
             raise FrameError("graph", f"no forward pass {of!r:.20} waits for its backward pass")
-        slope = frame.tensors.get("stream")
-        if slope is None or frame.tensors.keys() != {"stream"}:
+        if frame.tensors.keys() != {"stream"}:
             raise FrameError("layout", 'a backward pass has one tensor, "stream"')
+        if passed.cost is None:
+            cost = self.costs.of(passed.request, learns=True)
+            self._admit(session, cost, "this pass")
+            passed.cost = cost
+        if nbytes(frame) > nbytes(passed.request):  # room for a gradient of the stream's size was made with the pass
+            self._admit(session, Cost(nbytes(frame)), "this gradient")
+        slope = frame.tensors["stream"]
         learner = self.rounds.learner_of(session)
         back, sums = self.runner.closed(learner, passed, slope)
         answer = reply(session, Kind.GRADIENT, frame, back)
@@ -287,6 +306,23 @@ class Host:
             raise
         del session.open[of]  # type: ignore[arg-type]
         return answer
+
+    def _admit(self, session: Session, cost: Cost, what: str, released: Sequence[Value] = ()) -> None:
+        """Refuse a cost that the budget has no room for, beside what clients hold but for this session's released passes."""
+        self.budget.require(session.peer, cost, self.charges(session, released), what)
+
+    def _admit_turn(self, session: Session, frame: Frame, cache: Cache | None) -> int:
+        """Admit a prediction, or the next turn of a generated text; returns the bytes that its cache will hold."""
+        if cache is None:
+            self._admit(session, self.costs.of(frame, learns=False), "this pass")
+            return 0
+        cost = self.costs.of_turn(frame, cache.length)
+        self._admit(session, Cost(max(0, cost.held - cache.held), cost.working), "this turn of a generated text")
+        return cost.held
+
+    def charges(self, session: Session | None = None, released: Sequence[Value] = ()) -> Iterator[tuple[str, Cost]]:
+        """Yield what clients hold, by client, as if a session had released these passes already."""
+        return charges(self.sessions, copy=self.copy_bytes, left=len(self.rounds.left), without=(session, released))
 
     def _count(self, session: Session) -> None:
         """A loss has been gone through. After enough of them, a step is taken, and after enough of those, a mean."""

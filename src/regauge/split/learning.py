@@ -57,6 +57,19 @@ class Learner:
     def blocks(self) -> tuple[torch.nn.Module, ...]:
         return tuple(block for b in self.cut.boundaries for block in blocks_of(self.cut, b))
 
+    def nbytes(self, spare: int = 0, *, snapshot: bool = False) -> int:
+        """Return the bytes of the weights, their gradients and the optimizer's state, and of `spare` more gradients.
+
+        Args:
+            spare: gradients that exist beside the accumulated ones while a pass is computed.
+            snapshot: count the copy of weights and moments that a failed step is undone from. It is shared by all copies of the backbone.
+        """
+        weights = sum(t.numel() * t.element_size() for t in self.state().values())
+        masters = sum(m.numel() * m.element_size() for m in self.masters.values())
+        half = 0 if self.optimizer is None else sum(m.numel() * m.element_size() for m in self.optimizer.half.values())
+        moments = 0 if self.training is None else 1 if self.training.optimizer == "sgd" else 2
+        return weights + half + (1 + moments + spare + (1 + moments) * snapshot) * masters
+
     def count(self) -> bool:
         """Count a loss whose gradients are there, and take a step after enough of them. Return whether it was taken now.
 

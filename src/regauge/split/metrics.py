@@ -35,6 +35,15 @@ def _families(host: Host, server: Server | None) -> Iterator[tuple[str, str, str
     yield one("compute_seconds_total", "counter", "Seconds spent on requests.", host.seconds)
     yield one("sessions", "gauge", "Sessions that the server knows.", len(sessions))
     yield one("passes_open", "gauge", "Forward passes that wait for their backward pass.", sum(len(s.open) for s in sessions))
+    held = list(host.charges())
+    yield one("memory_budget_bytes", "gauge", "Memory budget of all clients together.", host.budget.total)
+    yield one("memory_client_budget_bytes", "gauge", "Memory budget of each client.", host.budget.client)
+    yield one(
+        "memory_reserved_bytes",
+        "gauge",
+        "Memory that open passes, caches, copies and replies are charged for, with the working memory of the largest pass.",
+        sum(c.held for _, c in held) + max((c.working for _, c in held), default=0),
+    )
     yield one("checkpoint_step", "gauge", "The step of the last checkpoint.", host.kept_at)
     if server is not None:
         yield one("received_bytes_total", "counter", "Bytes that came, in frames.", server.received)

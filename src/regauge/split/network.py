@@ -24,9 +24,11 @@ from regauge.errors import need
 from regauge.split import health
 from regauge.split.channel import CLIENT_OPTIONS, OPTIONS, Loop, Pace, Tls, require_private
 from regauge.split.clients import ClientFile
+from regauge.split.connections import raise_open_files, server_options
 from regauge.split.frames import Assembler, Bytes, FrameError, Limits, decode
 from regauge.split.holding import Held, Holdings
 from regauge.split.host import Host
+from regauge.split.memory import FRAME_SHARE
 from regauge.split.replies import refusal
 from regauge.split.transport import TransportError
 
@@ -58,8 +60,9 @@ class Server:
         self.list = clients if isinstance(clients, ClientFile) else None
         self.pool = concurrent.futures.ThreadPoolExecutor(4, "regauge-split-host")
         self.received = self.sent = self.streams = self.under_way = 0  # bytes, and what is open
-        self.holdings = Holdings(host.limits.payload + host.limits.table, STREAMS)
         self.waits: dict[asyncio.Timeout, str] = {}  # of streams that wait for their client
+        share = min(host.limits.payload + host.limits.table, host.budget.client // FRAME_SHARE)
+        self.holdings = Holdings(share, STREAMS, host.budget.total // FRAME_SHARE)
         self.is_stopping = False
         self.set_clients(clients.named if isinstance(clients, ClientFile) else clients)
         self.server, self.port = Loop.run(self._start())
@@ -90,7 +93,7 @@ class Server:
     async def _start(self) -> tuple[Any, int]:
         import grpc
 
-        server = grpc.aio.server(options=OPTIONS)
+        server = grpc.aio.server(options=[*OPTIONS, *server_options(raise_open_files())])
         handler = grpc.stream_stream_rpc_method_handler(self._served)
         healthy = health.handler(lambda: not self.is_stopping, SERVICE)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}), healthy))

@@ -250,7 +250,7 @@ def _require_shape(key: str, tensor: Tensor, axes: str, bound: dict[str, int], l
 
 
 def _require_numbers(key: str, tensor: Tensor, *, is_mask: bool) -> None:
-    if not tensor.is_floating_point():
+    if not tensor.is_floating_point() or tensor.is_meta:  # a tensor on the meta device stands for one that is declared and not unpacked yet
         return
     if is_mask:
         tensor = tensor.masked_fill(tensor == -math.inf, 0)

@@ -55,12 +55,16 @@ class Rounds:
                 for passed in session.open.values():
                     passed.output, passed.inputs = None, {}
 
+    def is_new(self, session: Session) -> bool:
+        """Return whether `join` will make a copy for a session."""
+        return bool(self.average) and session.learner is None and len(self.left) < self.most
+
     def join(self, session: Session) -> bool:
         """Make a session a member if it is none and there is room. Is it new?"""
         if not self.average:
             return False
         session.is_away = False
-        if session.learner is not None or len(self.left) >= self.most:
+        if not self.is_new(session):
             return False
         session.learner = self.copy()
         return True

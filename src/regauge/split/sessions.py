@@ -12,6 +12,7 @@ import torch
 
 from regauge.split.frames import CODECS, Frame, FrameError, Limits, Value, decode
 from regauge.split.learning import Learner
+from regauge.split.memory import Cost
 from regauge.split.passing import PROTOCOL
 from regauge.split.quotas import require_room
 
@@ -25,6 +26,7 @@ class Open:
     request: Frame
     output: Tensor | None = None
     inputs: dict[str, Tensor] = field(default_factory=dict)
+    cost: Cost | None = None  # None in a pass out of a checkpoint, until it is run again
 
 
 @dataclass
@@ -37,6 +39,7 @@ class Cache:
     check: int = 0
     length: int = 0  # tokens, and bytes of the streams that they came in
     size: int = 0
+    held: int = 0  # bytes of keys, values and the last reply
 
 
 @dataclass

@@ -72,7 +72,7 @@ compat: $(VENV)/vision/ready  ## the families at both ends of the supported rang
 		PYTHONPATH=src $(VENV)/transformers-$$v/bin/python -m pytest tests/test_families.py tests/test_t5_swin.py tests/test_cut.py tests/test_adapters.py || exit; \
 	done
 
-# A list maintained by hand (src/regauge/advisories.py): pip-audit needs a vulnerability database, and reports that all is well where its service is absent.
+# A list maintained by hand (src/regauge/cli/advisories.py): pip-audit needs a vulnerability database, and reports that all is well where its service is absent.
 audit-deps: $(VENV)/vision/ready $(FEDERATED)/ready  ## installed libraries against the list of known vulnerabilities
 	$(BIN)/python scripts/audit_deps.py $(VENV)/lib/python3*/site-packages $(VENV)/vision $(FEDERATED)/lib/python3*/site-packages
 
@@ -116,7 +116,7 @@ experiments: $(VENV)/ready  ## the papers' tables at preset small, and the page 
 		case $$e in 000/table6) more='--seeds 3';; *) more=;; esac; \
 		REGAUGE_ASSETS=$(ASSETS) $(BIN)/regauge reproduce $$e $$more --json docs/results/$$(echo $$e | tr / -).json || [ $$? = 3 ] || exit; \
 	done
-	$(BIN)/python -m regauge.experiments.document docs
+	$(BIN)/python -m experiments.document docs
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

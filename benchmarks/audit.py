@@ -16,10 +16,10 @@ import torch
 import transformers
 
 from regauge import apply, element, fold_norms, spec_of
-from regauge.audit import LockCase, audit_lock
-from regauge.barriers import score
-from regauge.groups import Kind
-from regauge.tasks import Examples
+from regauge.audit.lock import LockCase, audit_lock
+from regauge.core.groups import Kind
+from regauge.data.tasks import Examples
+from regauge.matching.barriers import score
 
 GROUPS: dict[str, tuple[Kind, bool]] = {"permutation": ("permutation", False), "signed": ("signed", False), "rotation": ("orthogonal", True)}
 SHAPES: dict[str, tuple[dict[str, int], Sequence[str] | None]] = {

@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.permuted import GOAL, alone, causal, measured, needed, step, vit
 from regauge import apply_, element, fold_norms, spec_of
-from regauge.cutting import cut
-from regauge.edge import Along, authorized
+from regauge.locking.authorize import Along, authorized
+from regauge.models.cut import cut
 
 Maker = Callable[[], tuple[Any, dict[str, Any]]]
 MODELS: dict[str, tuple[Maker, tuple[str, ...]]] = {

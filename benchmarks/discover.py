@@ -15,7 +15,7 @@ def main() -> int:
 
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     from picos import PICOS, build
-    from regauge.discovery import discovery_of
+    from regauge.models.discovery import discovery_of
 
     torch.set_num_threads(1)
     discovery_of(build("gpt2"), PICOS["gpt2"].inputs)  # torch.export's own start

@@ -47,8 +47,8 @@ def main() -> int:
 
     from benchmarks.permuted import interval
     from regauge.federated import Settings, aggregate, flower, state_of
-    from regauge.federated.aggregating import Memory
-    from regauge.federated.running import Source
+    from regauge.federated.aggregation import Memory
+    from regauge.federated.runs import Source
     from regauge.federated.states import digest_of, layout_of
     from regauge.federated.validation import Call, collect
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from regauge.data.tasks import Examples
 from regauge.federated import Contribution, InProcess, Settings, parts_of, run, state_of
-from regauge.federated.aggregating import COMBINE, DEFAULT_RATES, STEPS, Memory
-from regauge.federated.running import limits_of, measuring
+from regauge.federated.aggregation import COMBINE, DEFAULT_RATES, STEPS, Memory
+from regauge.federated.runs import limits_of, measuring
 from regauge.federated.states import Absence, State, norm_of
 from regauge.federated.validation import usual_norms
-from regauge.findings import spread_of
-from regauge.tasks import Examples
+from regauge.results.findings import spread_of
 
 SEEDS, HOSTILE = (0, 1, 2), 7
 SETTINGS = Settings(clients=8, rounds=10, batch=16, rate=0.05, momentum=0.9)
@@ -84,7 +84,7 @@ def model_of(seed: int) -> torch.nn.Module:
 
 
 def digits(split: str) -> Examples:
-    from regauge.data import open_data
+    from regauge.data.datasets import open_data
 
     found = open_data("digits", split=split).fields
     images = (torch.from_numpy(found["image"]).float().reshape(-1, 1, 8, 8) / 255 - 0.3) / 0.38

@@ -22,8 +22,8 @@ GOALS = {"lock": 3.0, "lock, signed": 3.0, "unlock": 4.0, "unlock, signed": 4.0}
 
 
 def main() -> int:
-    from regauge.keys import Key, save_key
-    from regauge.streams import seed_key
+    from regauge.core.rng import seed_key
+    from regauge.locking.keys import Key, save_key
 
     cache = Path(os.environ.get("REGAUGE_BENCH") or Path(tempfile.gettempdir()) / "regauge-bench")
     cache.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """How long matching takes: beside a plain transcription of paper 003's formulas on the same pair, and a whole sweep of a TinyLlama shape.
 
 1. GPT-2 small (12 layers, d 768, FFN 3072), two sets of random weights: rotations of QK and VO and the assignment of FFN neurons, by the
-   transcription of `regauge.experiments.rotations` (numpy, float32, as the paper's code does it; its layers are read before the clock starts) and
+   transcription of `experiments.rotations` (numpy, float32, as the paper's code does it; its layers are read before the clock starts) and
    by `match`. Interleaved, medians. Goal: not slower, in CPU seconds (wall beside).
 2. TinyLlama's shape (22 layers, d 2048, FFN 5632, 32 heads over 4 key-value heads), bf16 on disk, B a planted A: one whole search over the full
    group, in one process and in two: wall seconds, CPU seconds, peak memory of the largest process.
@@ -43,7 +43,7 @@ def gpt2(seed: int) -> dict[str, Any]:
 
 def transcribed(layers: list[list[Any]]) -> None:
     """Paper 003, head by head and layer by layer: two SVDs for each head, one assignment for each layer. Its layers are read before."""
-    from regauge.experiments import rotations
+    from experiments import rotations
 
     for one, two in zip(*layers, strict=True):
         rotations.matched(one, two, rescale=False)
@@ -57,9 +57,9 @@ def ours(spec: Any, a: dict[str, Any], b: dict[str, Any]) -> None:
 
 def beside() -> bool:
     import torch
+    from experiments import rotations
 
     from regauge import spec_of
-    from regauge.experiments import rotations
 
     config = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "vocab_size": 1024}
     spec = spec_of({**config, "architectures": ["GPT2Model"], "bos_token_id": 0, "eos_token_id": 0})

@@ -150,7 +150,7 @@ class Alike:
 def compare(found: Path, wanted: Path, base: Path | None = None, trimmed: Mapping[Path, float] | None = None) -> Alike:
     """Values by their distance in units of the last place and by their signs; beside a base, by where they differ from it and which way. `trimmed`
     names models and densities: values whose differences are equal to the least that is kept are counted apart."""
-    from regauge.checkpoint import open_checkpoint
+    from regauge.checkpoints.reader import open_checkpoint
 
     x, y, root = open_checkpoint(found), open_checkpoint(wanted), None if base is None else open_checkpoint(base)
     if set(x) != set(y):
@@ -377,8 +377,8 @@ def picos(folder: Path) -> None:
     """An ancestor and three models next to it, in float16, for the recipes of examples/recipes."""
     from safetensors.torch import load_file, save_file
 
-    from regauge.demo.moving import LLAMA
-    from regauge.demo.moving import make as make_pico
+    from regauge.demo.move import LLAMA
+    from regauge.demo.move import make as make_pico
 
     folder.mkdir(parents=True)
     make_pico(folder / "root", LLAMA, 0)
@@ -394,9 +394,9 @@ def picos(folder: Path) -> None:
 
 def tuned(folder: Path, shape: Shape) -> None:
     """An ancestor, and two models that are a tenth of its length away from it, each its own way; bf16."""
-    from regauge.checkpoint import open_checkpoint
-    from regauge.planning import plan_checkpoint
-    from regauge.writing import write_plan
+    from regauge.checkpoints.plan import plan_checkpoint
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.checkpoints.writer import write_plan
 
     folder.mkdir()
     make(folder / "root", 0, shape)

@@ -79,8 +79,8 @@ def make(folder: Path, seed: int = 0, shape_: Shape = Shape()) -> None:
     """The checkpoint, through regauge's own writer."""
     import torch
 
-    from regauge.planning import File, Plan, nbytes
-    from regauge.writing import write_plan
+    from regauge.checkpoints.plan import File, Plan, nbytes
+    from regauge.checkpoints.writer import write_plan
 
     s = shape_
     kv = s.hidden * s.kv // s.heads

@@ -22,8 +22,8 @@ import torch
 import transformers
 
 from regauge import Permuted, element, spec_of
-from regauge.cutting import Crossing, cut
-from regauge.permuting import rows
+from regauge.locking.permuted import rows
+from regauge.models.cut import Crossing, cut
 
 ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "30"))
 GOAL = 0.01

@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 
-from regauge.split.certs import make_certificates
-from regauge.split.channel import Loop, Tls
-from regauge.split.frames import CHUNK, Bytes, Frame, Kind, Limits, Value, encode
-from regauge.split.network import Grpc, Server
-from regauge.split.quotas import Quota, Quotas
+from regauge.split.protocol.certificates import make_certificates
+from regauge.split.protocol.channel import Loop, Tls
+from regauge.split.protocol.frames import CHUNK, Bytes, Frame, Kind, Limits, Value, encode
+from regauge.split.server.network import Grpc, Server
+from regauge.split.server.quotas import Quota, Quotas
 
 ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "300"))
 SECONDS = float(os.environ.get("REGAUGE_SECONDS", "15"))
@@ -122,8 +122,8 @@ class Bench:
 
     def steps(self, folder: Path) -> None:
         """What a training step costs, of two models, and what crosses."""
-        from regauge.elements import element
-        from regauge.sources import spec_of
+        from regauge.core.element import element
+        from regauge.models.resolve import spec_of
         from regauge.split import Host, InProcess, connect
 
         print(f"\n{'step':6}  {'local':>9}  {'framing':>9}  {'permuting':>9}  {'wire':>9}")
@@ -230,8 +230,8 @@ class Ours:
     """What training does between two tensors."""
 
     def __init__(self, port: int, tls: Tls) -> None:
-        from regauge.split.journal import Memory
-        from regauge.split.log import Log
+        from regauge.split.client.journal import Memory
+        from regauge.split.client.request_log import Log
 
         self.network = Grpc(f"localhost:{port}", tls=tls)
         self.log = Log(self.network, Memory(), {})
@@ -360,7 +360,7 @@ def models() -> dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], dict
 
 
 def _locked(model: torch.nn.Module, g: Any) -> torch.nn.Module:
-    from regauge.action import apply
+    from regauge.core.action import apply
 
     model.load_state_dict(apply(g, model.state_dict(), part="backbone"))
     return model

@@ -10,7 +10,7 @@ import torch
 from transformers import ViTConfig, ViTForImageClassification
 
 from regauge.cli import main as regauge_command
-from regauge.findings import load_results
+from regauge.results.findings import load_results
 
 torch.manual_seed(0)
 size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.1}

@@ -10,7 +10,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from regauge.cli import main as regauge_command
-from regauge.findings import load_results
+from regauge.results.findings import load_results
 
 torch.manual_seed(0)
 base = BertModel(BertConfig(vocab_size=100, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96))

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 from regauge.federated import Settings
-from regauge.federated.deploying import loopback, write_bundle
-from regauge.federated.running import Source
+from regauge.federated.deployment import loopback, write_bundle
+from regauge.federated.runs import Source
 
 
 def main() -> int:

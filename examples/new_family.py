@@ -6,10 +6,10 @@ python examples/new_family.py       # some seconds
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import regauge
-from regauge.families.family import Boundary, Family
-from regauge.families.pieces import LAYER_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm
-from regauge.groups import GeneralLinear, OrthogonalFixingOnes, Permutation, Rotary
-from regauge.spec import Space, Spec
+from regauge.core.groups import GeneralLinear, OrthogonalFixingOnes, Permutation, Rotary
+from regauge.core.spec import Space, Spec
+from regauge.models.families.family import Boundary, Family
+from regauge.models.families.pieces import LAYER_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm
 from regauge.testing import assert_symmetry
 
 

@@ -11,7 +11,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from regauge.advisories import ADVISORIES, vulnerable
+from regauge.cli.advisories import ADVISORIES, vulnerable
 
 
 def main(folders: list[str]) -> int:

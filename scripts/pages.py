@@ -41,7 +41,7 @@ def families() -> str:
     """Every family with its spaces, their groups, and why they are not larger."""
     sys.path.insert(0, str(ROOT / "tests"))
     import picos
-    from regauge.families import FAMILIES
+    from regauge.models.families import FAMILIES
 
     lines = [
         MADE,
@@ -95,7 +95,7 @@ def families() -> str:
 
 def spaces(spec: Any) -> Iterator[tuple[str, ...]]:
     """Rows of the table of one spec: spaces that are alike in all but their number are one row."""
-    from regauge.fold import folded_spec
+    from regauge.core.fold import folded_spec
 
     folded, seen = folded_spec(spec), set()
     for name, space in spec.spaces.items():
@@ -238,7 +238,7 @@ def reference() -> str:
         for name in names:
             lines += [f"::: {getattr(regauge, name).__module__}.{name}", ""]
     lines += ["## For your own tests", "", "::: regauge.testing.symmetry_error", "", "::: regauge.testing.assert_symmetry", ""]
-    lines += ["## Masked jigsaw puzzles", "", "::: regauge.jigsaw.wrapping.MaskedJigsaw", "", "## Data", "", "::: regauge.data.open_data", ""]
+    lines += ["## Masked jigsaw puzzles", "", "::: regauge.jigsaw.wrapper.MaskedJigsaw", "", "## Data", "", "::: regauge.data.datasets.open_data", ""]
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ BUDGET_MB = 512  # one image of 100 million pixels in RGB takes 300 MB, a column
 
 _OPEN = """
 import sys
-from regauge.data import Pictures, open_data
+from regauge.data.datasets import Pictures, open_data
 from regauge.errors import RegaugeError
 try:
     for values in open_data(sys.argv[1]).fields.values():
@@ -50,7 +50,7 @@ def data_bombs(scale: float) -> Iterator[Outcome]:
 
 def data_mutants(scale: float) -> Iterator[Outcome]:
     """Open mutants of every kind of data file."""
-    from regauge.data import open_data
+    from regauge.data.datasets import open_data
 
     good = {
         "a.npz": bombs.npz({"image": bombs.npy("(2, 2)", bytes(32)), "label": bombs.npy("(2,)", bytes(16))}),

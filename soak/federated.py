@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from regauge.errors import RegaugeError
-from regauge.federated import Contribution, Settings, keeping, run
+from regauge.federated import Contribution, Settings, run, state_store
 from regauge.federated.states import Absence, State, digest_of, layout_of, norm_of
 from regauge.federated.validation import Limits
 from soak.harness import Counter, Outcome, mutants
@@ -108,7 +108,7 @@ def went_on(seed: int) -> bool:
         folder = Path(place) if seed % 10 == 0 else None
         found = run(Fuzzed(seed), START, settings, folder=folder, limits=LIMITS)
         if folder is not None:
-            again = keeping.load(folder)
+            again = state_store.load(folder)
             assert again is not None
             json.dumps([r.absent for r in again.history])
     others = {c for c in range(CLIENTS) if c != HOSTILE}
@@ -178,15 +178,15 @@ def _folders(scale: float) -> Outcome:
     settings = Settings(clients=CLIENTS, rounds=ROUNDS, strategy="fedadam")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
-        keeping.begin(folder, settings, DIGEST, {})
+        state_store.begin(folder, settings, DIGEST, {})
         run(Fuzzed(1), START, settings, folder=folder, limits=LIMITS)
-        for name, focus in ((keeping.FILE, 2500), (keeping.ABOUT, None)):
+        for name, focus in ((state_store.FILE, 2500), (state_store.ABOUT, None)):
             path = folder / name
             good = path.read_bytes()
 
             def read() -> bool:
-                keeping.begin(folder, settings, DIGEST, {})
-                found = keeping.load(folder)
+                state_store.begin(folder, settings, DIGEST, {})
+                found = state_store.load(folder)
                 return found is not None and all(bool(torch.isfinite(t).all()) for t in found.state.values())
 
             for data in mutants(good, seed=3, count=max(1, int(5_000 * scale)), focus=focus):

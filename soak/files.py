@@ -106,10 +106,10 @@ FAMILIES = ("gpt2", "llama", "mixtral", "gemma2", "qwen3", "bert", "distilbert",
 
 def config(folder: Path) -> list[Kind]:
     """config.json as `inspect` and `move` read it, for every family."""
-    from regauge.checkpoint import open_checkpoint
-    from regauge.facts import facts_of, text_of
-    from regauge.sources import spec_of
-    from regauge.spec import check
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.core.spec import check
+    from regauge.models.resolve import spec_of
+    from regauge.models.summary import facts_of, text_of
 
     def inspected(model: Path) -> bool:
         opened = open_checkpoint(model)
@@ -126,8 +126,8 @@ def config(folder: Path) -> list[Kind]:
 
 def loaded(folder: Path) -> list[Kind]:
     """config.json as `verify` and `split` read it: the class is built and the weights are loaded."""
-    from regauge.checkpoint import open_checkpoint
-    from regauge.loading import load_empty, load_model
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.models.load import load_empty, load_model
 
     def built(model: Path) -> bool:
         opened = open_checkpoint(model)
@@ -145,8 +145,8 @@ def discovered(folder: Path) -> list[Kind]:
     """config.json of a model that no family describes: its class is built and traced."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    from regauge.checkpoint import open_checkpoint
-    from regauge.sources import spec_of
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.models.resolve import spec_of
 
     small = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 20, "vocab_size": 30}
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**small, max_position_embeddings=16))
@@ -160,9 +160,9 @@ def discovered(folder: Path) -> list[Kind]:
 
 def weights(folder: Path) -> list[Kind]:
     """model.safetensors: every tensor of an accepted file is read, and has its declared shape."""
-    from regauge.checkpoint import open_checkpoint
-    from regauge.sources import spec_of
-    from regauge.spec import check
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.core.spec import check
+    from regauge.models.resolve import spec_of
 
     saved = _saved(folder / "model", half=True)
 
@@ -177,7 +177,7 @@ def weights(folder: Path) -> list[Kind]:
 def index(folder: Path) -> list[Kind]:
     """model.safetensors.index.json of a sharded folder."""
     from picos import build
-    from regauge.checkpoint import open_checkpoint
+    from regauge.checkpoints.reader import open_checkpoint
 
     build("gpt2").save_pretrained(folder / "model", max_shard_size="10KB")
     right = set(open_checkpoint(folder / "model"))
@@ -190,8 +190,8 @@ def index(folder: Path) -> list[Kind]:
 
 def key(folder: Path, passphrase: str | None) -> list[Kind]:
     """A key file. One that is accepted holds the same key."""
-    from regauge.keys import Key, load_key, save_key
-    from regauge.streams import seed_key
+    from regauge.core.rng import seed_key
+    from regauge.locking.keys import Key, load_key, save_key
 
     right, path = Key(seed_key(1)), folder / "key"
     save_key(right, path, passphrase, scrypt={"n": 16, "r": 8, "p": 1})
@@ -201,11 +201,11 @@ def key(folder: Path, passphrase: str | None) -> list[Kind]:
 
 def locked(folder: Path, where: str) -> list[Kind]:
     """A locked model. Unlocking an accepted one gives the plain weights, bit for bit."""
-    from regauge.checkpoint import open_checkpoint
-    from regauge.keys import Key
-    from regauge.lockfiles import plan_lock, plan_unlock
-    from regauge.sources import spec_of
-    from regauge.streams import seed_key
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.core.rng import seed_key
+    from regauge.locking.keys import Key
+    from regauge.locking.lock_files import plan_lock, plan_unlock
+    from regauge.models.resolve import spec_of
 
     secret = Key(seed_key(1))
     plain = open_checkpoint(_saved(folder / "plain", half=True))
@@ -229,9 +229,9 @@ def locked(folder: Path, where: str) -> list[Kind]:
 
 def sealed(folder: Path) -> list[Kind]:
     """A sealed file. Opening an accepted one gives the plain bytes."""
-    from regauge.keys import Key
-    from regauge.sealing import open_sealed, seal
-    from regauge.streams import seed_key
+    from regauge.core.rng import seed_key
+    from regauge.locking.keys import Key
+    from regauge.locking.seal import open_sealed, seal
 
     secret, path, out = Key(seed_key(1), "seal"), folder / "sealed", folder / "out"
     right = bytes(range(256)) * 20
@@ -252,9 +252,9 @@ def element(folder: Path) -> list[Kind]:
     import torch
 
     from picos import build, spec_of
-    from regauge.action import apply
-    from regauge.elementfiles import load_element, save_element
-    from regauge.elements import element as drawn
+    from regauge.checkpoints.element_files import load_element, save_element
+    from regauge.core.action import apply
+    from regauge.core.element import element as drawn
 
     kinds = []
     for name, within in (("gpt2", None), ("llama", None), ("gpt2", "permutation")):
@@ -275,7 +275,7 @@ def element(folder: Path) -> list[Kind]:
 def spec_file(folder: Path) -> list[Kind]:
     """A spec file (TOML). An accepted one can be written and read again, and names of any length are matched at once."""
     from picos import build, spec_of
-    from regauge.specfile import dump_spec, load_spec, parse_spec
+    from regauge.checkpoints.spec_files import dump_spec, load_spec, parse_spec
 
     example = (
         'regauge = 1\nfamily = "own"\nrepeat = { i = 3 }\nbuffers = ["mask\\\\.\\\\d+", ".*(a|b)?\\\\.ids"]\nnotes = ["a note"]\n'
@@ -303,9 +303,9 @@ def adapter(folder: Path, what: str) -> list[Kind]:
     from safetensors.torch import save_file
 
     from picos import build, spec_of
-    from regauge.adapted import open_adapted
-    from regauge.elements import element as drawn
-    from regauge.moved import moving_adapter
+    from regauge.checkpoints.adapted import open_adapted
+    from regauge.checkpoints.transform import moving_adapter
+    from regauge.core.element import element as drawn
     from test_adapters import ALPHA, CASES, RANK, adapted, saved
 
     kinds = []
@@ -360,7 +360,7 @@ def recipe(folder: Path) -> list[Kind]:
     import yaml
 
     from regauge.merging.engine import open_merge, plan_merge
-    from regauge.merging.reading import read_recipe
+    from regauge.merging.recipe_yaml import read_recipe
 
     models = [str(_saved(folder / name)) for name in ("A", "B")]
     path = folder / "recipe.yaml"
@@ -382,8 +382,8 @@ def recipe(folder: Path) -> list[Kind]:
 
 def results(folder: Path) -> list[Kind]:
     """A results file, read and drawn as a page."""
-    from regauge.findings import Figure, Finding, Results, Table, from_json, load_results, to_json
-    from regauge.report import page
+    from regauge.results.findings import Figure, Finding, Results, Table, from_json, load_results, to_json
+    from regauge.results.report import page
 
     images = [{"label": "a", "images": [[[0.0, 1.0], [0.5, 0.2]]]}]
     figures = {
@@ -430,7 +430,7 @@ def server(folder: Path) -> list[Kind]:
     import torch
 
     from regauge.split import Host, InProcess, connect
-    from regauge.split.keeping import FILE
+    from regauge.split.server.checkpoint import FILE
     from splits import ADAMW, batch, made, optimizer_of, train
 
     host = Host(made("gpt2"), ADAMW, folder=folder, every=1)
@@ -452,7 +452,7 @@ def server(folder: Path) -> list[Kind]:
 
 def journal(folder: Path) -> list[Kind]:
     """The session of a split client's journal."""
-    from regauge.split.journal import Folder
+    from regauge.split.client.journal import Folder
 
     Folder(folder / "journal")
     return [_json(folder / "journal" / "session.json", lambda: len(Folder(folder / "journal").session) > 0)]
@@ -462,9 +462,9 @@ def federated(folder: Path) -> list[Kind]:
     """run.json and global.safetensors of a federated run."""
     import torch
 
-    from regauge.federated.aggregating import Memory
-    from regauge.federated.keeping import FILE, Kept, Round, about_of, begin, load, save
+    from regauge.federated.aggregation import Memory
     from regauge.federated.settings import Settings, read_settings
+    from regauge.federated.state_store import FILE, Kept, Round, about_of, begin, load, save
 
     run = folder / "run"
     begin(run, Settings(clients=3, rounds=4), "0" * 64, {"model": "m"})
@@ -485,8 +485,8 @@ def tokenizer(folder: Path) -> list[Kind]:
     """tokenizer.json: its vocabulary, its tokens and its mask."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    from regauge.tokenizing import decode, encode, marks
-    from regauge.vocabularies import vocabulary
+    from regauge.checkpoints.vocabulary import vocabulary
+    from regauge.data.tokenizers import decode, encode, marks
 
     words = {w: i for i, w in enumerate(("[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "film"))}
     made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
@@ -509,7 +509,7 @@ def pickled(folder: Path) -> list[Kind]:
     import torch
 
     from picos import build
-    from regauge.converting import open_pickles
+    from regauge.checkpoints.convert import open_pickles
 
     state = build("gpt2-classifier").half().state_dict()
     kinds = []
@@ -529,7 +529,7 @@ def data(folder: Path, ending: str) -> list[Kind]:
     """A data file; every row of an accepted one is read."""
     import numpy as np
 
-    from regauge.data import open_data
+    from regauge.data.datasets import open_data
 
     path = folder / f"data{ending}"
     documents: Mutants | None = None
@@ -574,7 +574,7 @@ def image(folder: Path) -> list[Kind]:
     """Images in a folder, decoded."""
     import numpy as np
 
-    from regauge.data import open_data
+    from regauge.data.datasets import open_data
 
     pixels = np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3)
     kinds = []

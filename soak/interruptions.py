@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from regauge.checkpoint import open_checkpoint
-from regauge.demo.moving import LLAMA, make
+from regauge.checkpoints.reader import open_checkpoint
+from regauge.core.rng import seed_key
+from regauge.demo.move import LLAMA, make
 from regauge.errors import TamperedModelError
-from regauge.keys import Key, save_key
-from regauge.lockfiles import plan_lock, plan_unlock
-from regauge.sealing import seal
-from regauge.sources import spec_of
-from regauge.streams import seed_key
+from regauge.locking.keys import Key, save_key
+from regauge.locking.lock_files import plan_lock, plan_unlock
+from regauge.locking.seal import seal
+from regauge.models.resolve import spec_of
 from soak.harness import HANG_SECONDS, Counter, Outcome
 
 LOCK, SEAL = Key(seed_key(1), "lock"), Key(seed_key(1), "seal")
@@ -88,7 +88,7 @@ def _is_right(name: str, out: Path, expected: dict[str, str]) -> bool:
     """Is an output whole? Sealed files have a random salt: they are opened again."""
     if name != "seal":
         return _digests(out) == expected
-    from regauge.sealing import open_sealed
+    from regauge.locking.seal import open_sealed
 
     with tempfile.TemporaryDirectory() as temporary:
         open_sealed(out, SEAL, Path(temporary) / "opened")

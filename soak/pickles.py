@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import bombs
-from regauge.blocks import bits_of
-from regauge.checkpoint import open_checkpoint
-from regauge.converting import open_pickles
+from regauge.checkpoints.blocks import bits_of
+from regauge.checkpoints.convert import open_pickles
+from regauge.checkpoints.reader import open_checkpoint
 from soak.harness import Counter, Outcome, mutants, run_child
 
 SPARE_MB = 160  # what convert may take beyond the size of its file: 2 million opcodes become 142 MB

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from regauge.checkpoints.tensor_files import read_tensors, write_tensors
 from regauge.split import Host, InProcess, Training, connect
-from regauge.split.keeping import FILE, VERSION
-from regauge.tensorfiles import read_tensors, write_tensors
+from regauge.split.server.checkpoint import FILE, VERSION
 from soak.harness import Counter, Outcome, mutants
 
 MUTANTS, EDITS, KILLS, STEPS = 4_000, 1_000, 40, 12

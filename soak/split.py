@@ -112,7 +112,7 @@ def forward(model: Any, batch: int, tokens: int) -> Any:
 @contextmanager
 def linked(model: Any, address: str, patience: float = 5.0, tls: Any = None) -> Iterator[Any]:
     from regauge.split import connect
-    from regauge.split.network import Grpc
+    from regauge.split.server.network import Grpc
 
     with Grpc(address, tls=tls) as network:
         link = connect(model, network, patience=patience)
@@ -160,8 +160,8 @@ def _bits(elements: int, with_session: bool) -> Bomb:
     """A mask of one bit per entry that has eight bytes per entry when it is unpacked."""
 
     def run(model: Any, server: ServerProcess) -> bool:
-        from regauge.split.frames import Frame, Kind, decode, encode
-        from regauge.split.network import Grpc
+        from regauge.split.protocol.frames import Frame, Kind, decode, encode
+        from regauge.split.server.network import Grpc
 
         mask = torch.zeros(1, dtype=torch.float64).expand(elements).contiguous()
         values = {"boundary": "", "training": True, "plain": [], "layouts": [], "order": [], "wants": [], "release": []}
@@ -177,7 +177,7 @@ def _bits(elements: int, with_session: bool) -> Bomb:
 
 
 def _error_of(reply: Any) -> Exception:
-    from regauge.split.frames import Kind, RefusedError
+    from regauge.split.protocol.frames import Kind, RefusedError
 
     return RefusedError(str(reply.values.get("code")), "") if reply.kind is Kind.ERROR else RuntimeError(f"the server replied {reply.kind.name}")
 
@@ -198,7 +198,7 @@ def _sessions(count: int, batch: int, tokens: int) -> Bomb:
 
     def run(model: Any, server: ServerProcess) -> bool:
         from regauge.split import connect
-        from regauge.split.network import Grpc
+        from regauge.split.server.network import Grpc
 
         with Grpc(server.address) as network:
             links = []
@@ -219,9 +219,9 @@ def _half_frames(count: int, size: int) -> Bomb:
     """Streams that each send most of a frame, and wait."""
 
     def run(model: Any, server: ServerProcess) -> bool:
-        from regauge.split.channel import Loop
-        from regauge.split.frames import Frame, Kind, RefusedError, chunks, encode
-        from regauge.split.network import Grpc
+        from regauge.split.protocol.channel import Loop
+        from regauge.split.protocol.frames import Frame, Kind, RefusedError, chunks, encode
+        from regauge.split.server.network import Grpc
 
         frame = Frame(Kind.FORWARD, 1, {"session": "0" * 32}, {"x": torch.zeros(size // 4)})
         pieces = list(chunks(encode(frame)))[:-1]
@@ -282,8 +282,8 @@ def memory_bombs(scale: float, options: tuple[str, ...] = ("--memory", f"{BUDGET
 def frames(scale: float) -> Iterator[Outcome]:
     """Deliver mutated requests to a live host: each gets a reply, a request is executed at most once, and the weights stay as they are."""
     from regauge.split import TransportError
-    from regauge.split.frames import Kind, RefusedError, decode
-    from regauge.split.transport import deliver
+    from regauge.split.protocol.frames import Kind, RefusedError, decode
+    from regauge.split.protocol.transport import deliver
     from splitfuzz import SESSION, mutated, requests
 
     for name in ("gpt2", "llama"):
@@ -326,7 +326,7 @@ def resident_mb() -> float:
 
 def idle_connections(scale: float) -> Iterator[Outcome]:
     """Open TCP connections without a TLS handshake to a server that may have 1,024 open files; a client must still get through."""
-    from regauge.split.certs import make_certificates
+    from regauge.split.protocol.certificates import make_certificates
 
     number = max(100, round(1200 * min(1.0, scale)))
     count = Counter(f"split flood: {number:,} idle connections", 6 * HANG_SECONDS)
@@ -349,7 +349,7 @@ def watch_streams(scale: float) -> Iterator[Outcome]:
     """Open health streams of one client; further ones are refused with RESOURCE_EXHAUSTED, and training goes on at its pace."""
     import grpc
 
-    from regauge.split.frames import RefusedError
+    from regauge.split.protocol.frames import RefusedError
 
     number = max(100, round(10_000 * min(1.0, scale)))
     count = Counter(f"split flood: {number:,} Watch streams")

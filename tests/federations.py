@@ -10,10 +10,10 @@ import numpy as np
 import torch
 import transformers
 
+from regauge.data.tasks import Examples
 from regauge.federated import InProcess, Settings, parts_of, prepared, run, state_of
-from regauge.federated.keeping import Kept
-from regauge.federated.running import Source
-from regauge.tasks import Examples
+from regauge.federated.runs import Source
+from regauge.federated.state_store import Kept
 
 SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "initializer_range": 0.2}
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from regauge.families import Boundary
+from regauge.models.families import Boundary
 
 
 def attend(

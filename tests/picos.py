@@ -10,8 +10,8 @@ import torch
 import transformers as T
 
 import torchvision_ops  # noqa: F401
-from regauge.families import spec_from
-from regauge.spec import Spec
+from regauge.core.spec import Spec
+from regauge.models.families import spec_from
 
 IDS = {"input_ids": torch.randint(0, 30, (2, 7), generator=torch.Generator().manual_seed(1))}
 CHOICES = {"input_ids": IDS["input_ids"].view(1, 2, 7)}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from regauge import axes as ax
-from regauge.fold import folded_spec
-from regauge.groups import Group, Trivial
-from regauge.spec import Spec
-from regauge.streams import Stream, seed_key
+from regauge.core import axes as ax
+from regauge.core.fold import folded_spec
+from regauge.core.groups import Group, Trivial
+from regauge.core.rng import Stream, seed_key
+from regauge.core.spec import Spec
 
 Tokens = list[tuple[str, int]]
 

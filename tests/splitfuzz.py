@@ -12,8 +12,8 @@ import struct
 import torch
 
 from regauge.split import Host, InProcess, Training, connect
-from regauge.split.frames import BARE, CODECS, HEADER, Frame, FrameError, Kind, Limits, checksum, decode, encode
-from regauge.split.journal import Memory
+from regauge.split.client.journal import Memory
+from regauge.split.protocol.frames import BARE, CODECS, HEADER, Frame, FrameError, Kind, Limits, checksum, decode, encode
 from splits import batch, made, optimizer_of, train
 
 LIMITS = Limits(payload=1 << 22, table=1 << 14)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from regauge.elements import Element
+from regauge.core.element import Element
 from regauge.split import Host, InProcess, Link, TransportError, connect
 from splits import ADAMW, columns, locked, made, optimizer_of, whole
 
@@ -127,7 +127,7 @@ def ended(child: Child) -> None:
 
 def _serve(pipe: Connection, port: int, folder: str, every: int) -> None:
     torch.set_num_threads(1)
-    from regauge.split.network import Server
+    from regauge.split.server.network import Server
 
     model = made("gpt2")
     served = Server(Host(locked(model, columns(model)), ADAMW, folder=folder, every=every), f"127.0.0.1:{port}")
@@ -140,7 +140,7 @@ def _serve(pipe: Connection, port: int, folder: str, every: int) -> None:
 def _train(pipe: Connection, port: int, folder: str, steps: int) -> None:
     """From the last checkpoint to the end. A step is begun when the parent has allowed it."""
     torch.set_num_threads(1)
-    from regauge.split.network import Grpc
+    from regauge.split.server.network import Grpc
 
     class Watched(Grpc):
         def exchange(self, request: Any) -> Any:

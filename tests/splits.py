@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from picos import IDS, IMAGES, PICOS, build, spec_of
-from regauge.action import apply
-from regauge.elements import Element, element
+from regauge.core.action import apply
+from regauge.core.element import Element, element
 from regauge.split import Host, Training, TransportError
-from regauge.split.frames import chunks
-from regauge.split.transport import deliver
+from regauge.split.protocol.frames import chunks
+from regauge.split.protocol.transport import deliver
 from regauge.testing import strict_float64
 
 NAMES = ("gpt2", "bert-classifier", "vit", "llama")

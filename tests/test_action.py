@@ -11,16 +11,16 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from picos import build, spec_of
-from regauge import axes as ax
-from regauge.action import act, apply, apply_lazily
-from regauge.elementfiles import load_element, save_element
-from regauge.elements import Element, element, identity, match_spaces
+from regauge.checkpoints.element_files import load_element, save_element
+from regauge.core import axes as ax
+from regauge.core.action import act, apply, apply_lazily
+from regauge.core.element import Element, element, identity, match_spaces
+from regauge.core.groups import GROUPS, Permutation, Trivial
+from regauge.core.live import apply_
+from regauge.core.members import Dense, Member, Monomial, Planes
+from regauge.core.rng import Stream, seed_key
+from regauge.core.spec import Space, Spec
 from regauge.errors import ElementError, SpecError
-from regauge.groups import GROUPS, Permutation, Trivial
-from regauge.live import apply_
-from regauge.members import Dense, Member, Monomial, Planes
-from regauge.spec import Space, Spec
-from regauge.streams import Stream, seed_key
 from regauge.testing import outputs, strict_float64
 
 SPACES = {
@@ -635,7 +635,7 @@ def _read(path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
 
 
 def test_an_element_of_a_folded_spec_is_refused_on_weights_that_were_not_folded() -> None:
-    from regauge.fold import fold_norms
+    from regauge.core.fold import fold_norms
 
     model = build("gpt2-untied")
     spec, folded = fold_norms(spec_of(model), model.state_dict())

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from picos import PICOS, build
-from regauge.adapted import open_adapted
-from regauge.elementfiles import save_element
-from regauge.elements import element
+from regauge.checkpoints.adapted import open_adapted
+from regauge.checkpoints.element_files import save_element
+from regauge.core.element import element
 from regauge.errors import RegaugeError
-from regauge.loading import load_model
-from regauge.sources import spec_of
+from regauge.models.load import load_model
+from regauge.models.resolve import spec_of
 from regauge.testing import outputs
 from test_adapters import ALPHA, CASES, RANK, adapted, saved
 from test_cli import Run, run

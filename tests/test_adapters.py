@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from picos import IDS, PICOS, build, spec_of
-from regauge.action import apply
-from regauge.adapters import adapter_spec, move_adapter
+from regauge.checkpoints.adapters import adapter_spec, move_adapter
+from regauge.checkpoints.element_files import save_element
 from regauge.cli.app import run
-from regauge.edge import authorized
-from regauge.elementfiles import save_element
-from regauge.elements import Element, element
+from regauge.core.action import apply
+from regauge.core.element import Element, element
+from regauge.core.fold import fold_norms
 from regauge.errors import ElementError, SpecError
-from regauge.fold import fold_norms
+from regauge.locking.authorize import authorized
 from regauge.testing import outputs, strict_float64
 from test_cut import distance, locked
 
@@ -209,7 +209,7 @@ def spec_of_base():
 
 def test_experts_on_disk_move_as_a_stack() -> None:
     from picos import config_of
-    from regauge.families import spec_from
+    from regauge.models.families import spec_from
 
     model = build("mixtral")
     names = [n for n in model.state_dict() if ".mlp." not in n]

@@ -19,15 +19,15 @@ from regauge.attacks.products import products, rearranged
 from regauge.attacks.theft import Budget, learned_order, new_edges, scratch, tuned
 from regauge.attacks.views import HiddenStates, KnownInputs, Locked, SeenFeatures, WithBase, WithCandidates, WithLabels, part_of
 from regauge.attacks.weights import lineage, norm_vectors, public_base
-from regauge.checkpoint import open_checkpoint
-from regauge.elements import Element
-from regauge.groups import Kind
+from regauge.checkpoints.reader import open_checkpoint
+from regauge.core.element import Element
+from regauge.core.groups import Kind
+from regauge.core.members import Member
+from regauge.core.rng import Stream, seed_key
+from regauge.core.spec import Spec
+from regauge.data.tasks import Examples
 from regauge.matching.costs import Costs
-from regauge.members import Member
-from regauge.sources import spec_of as stored_spec
-from regauge.spec import Spec
-from regauge.streams import Stream, seed_key
-from regauge.tasks import Examples
+from regauge.models.resolve import spec_of as stored_spec
 
 State = dict[str, torch.Tensor]
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
@@ -282,7 +282,9 @@ def test_attacks_know_nothing_of_keys_and_truth() -> None:
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             named = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            assert not [n for n in named if n.startswith(("regauge.keys", "regauge.locking", "regauge.audit", "regauge.edge"))], path.name
+            assert not [
+                n for n in named if n.startswith(("regauge.locking.keys", "regauge.locking.lock", "regauge.audit.lock", "regauge.locking.authorize"))
+            ], path.name
 
 
 def test_every_attack_says_what_it_is() -> None:

@@ -14,20 +14,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from picos import build, spec_of
-from regauge import apply, audit, authorize, element, generate_key, lock, locking, save_key, unlock
+from regauge import apply, authorize, element, generate_key, lock, save_key, unlock
 from regauge.attacks.theft import Budget
-from regauge.audit import AuditError, LockCase, _share, audit_lock, verdict_of
-from regauge.checkpoint import open_checkpoint
+from regauge.audit import lock as audit
+from regauge.audit.lock import AuditError, LockCase, _share, audit_lock, verdict_of
+from regauge.checkpoints.reader import open_checkpoint
 from regauge.cli import main
-from regauge.edge import is_authorized, save_trained
+from regauge.core.members import Dense, Monomial
+from regauge.data.tasks import Examples
 from regauge.errors import CheckpointError, EdgeError, LockError, TamperedModelError, WrongKeyError
-from regauge.findings import Finding, judged, load_results
-from regauge.fingerprints import fingerprint
-from regauge.lockfiles import plan_lock, plan_unlock, reseal
-from regauge.locking import FIELD
-from regauge.members import Dense, Monomial
-from regauge.sources import spec_of as stored_spec
-from regauge.tasks import Examples
+from regauge.locking import lock as locking
+from regauge.locking.authorize import is_authorized, save_trained
+from regauge.locking.lock import FIELD
+from regauge.locking.lock_files import plan_lock, plan_unlock, reseal
+from regauge.matching.fingerprint import fingerprint
+from regauge.models.resolve import spec_of as stored_spec
+from regauge.results.findings import Finding, judged, load_results
 from test_attacks import drifted, model_of
 from test_barriers import readings, spoken, words
 

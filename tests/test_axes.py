@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regauge import axes as ax
+from regauge.core import axes as ax
 from regauge.errors import AxesError
 
 WRITTEN = [

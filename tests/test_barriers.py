@@ -13,19 +13,19 @@ import torch
 from torch.nn import functional as F
 
 from picos import PICOS, build
-from regauge.action import apply
-from regauge.barriers import Curve, PathError, _temperature, along, interpolate, plane, require_joined, score
-from regauge.barriers import Path as Walked
+from regauge.checkpoints.element_files import save_element
 from regauge.cli import main
-from regauge.connectivity import FOLDED, STAND, connect
-from regauge.data import Data, DataError
-from regauge.elementfiles import save_element
-from regauge.elements import element
-from regauge.findings import load_results
-from regauge.fold import fold_norms
-from regauge.report import page
-from regauge.sources import spec_of
-from regauge.tasks import Examples, loss_of, prepare, task_of
+from regauge.core.action import apply
+from regauge.core.element import element
+from regauge.core.fold import fold_norms
+from regauge.data.datasets import Data, DataError
+from regauge.data.tasks import Examples, loss_of, prepare, task_of
+from regauge.matching.barriers import Curve, PathError, _temperature, along, interpolate, plane, require_joined, score
+from regauge.matching.barriers import Path as Walked
+from regauge.matching.connectivity import FOLDED, STAND, connect
+from regauge.models.resolve import spec_of
+from regauge.results.findings import load_results
+from regauge.results.report import page
 
 WORDS = [f"w{i}" for i in range(30)]
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from experiments import training
+from experiments.cells import CacheError, Cell, Outcome, Work, key_of, run
 
-from regauge.environment import default_cache
+from regauge.checkpoints.environment import default_cache
 from regauge.errors import RegaugeError
-from regauge.experiments import training
-from regauge.experiments.cells import CacheError, Cell, Outcome, Work, key_of, run
 
 CALLS: list[Mapping[str, Any]] = []
 
@@ -112,7 +112,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 SLOW = """
     import sys, time
     from pathlib import Path
-    from regauge.experiments.cells import Cell, Outcome, run
+    from experiments.cells import Cell, Outcome, run
 
     def slow(p, data, work):
         with Path(sys.argv[2]).open("a") as log:
@@ -158,8 +158,8 @@ LONG = {"model": MODEL, "task": TASK, "recipe": RECIPE, "seed": 3, "way": "both"
 KILLED = f"""
     import os, signal, sys
     from pathlib import Path
-    from regauge.data import open_data
-    from regauge.experiments import cells, training
+    from regauge.data.datasets import open_data
+    from experiments import cells, training
 
     cells.KEEP_EVERY = 0
     kept = cells.Work.save
@@ -173,7 +173,7 @@ KILLED = f"""
 
 
 def digits() -> Any:
-    from regauge.data import open_data
+    from regauge.data.datasets import open_data
 
     return {"train": open_data("digits").take(128)}
 

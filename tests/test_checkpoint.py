@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
-import regauge.writing as writing_module
-from regauge.checkpoint import Checkpoint, Lazy, open_checkpoint
+import regauge.checkpoints.writer as writing_module
+from regauge.checkpoints.files import write_bytes
+from regauge.checkpoints.headers import read_header
+from regauge.checkpoints.plan import Thunks, is_finite, plan_checkpoint
+from regauge.checkpoints.reader import Checkpoint, Lazy, open_checkpoint
+from regauge.checkpoints.writer import Written, write_plan
 from regauge.errors import CheckpointError
-from regauge.files import write_bytes
-from regauge.headers import read_header
-from regauge.planning import Thunks, is_finite, plan_checkpoint
-from regauge.writing import Written, write_plan
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
 

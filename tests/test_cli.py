@@ -19,10 +19,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from regauge.checkpoint import open_checkpoint
+from regauge.checkpoints.reader import open_checkpoint
 from regauge.cli import main
-from regauge.demo.moving import GPT2, LLAMA, make
-from regauge.findings import Figure, Table, from_json
+from regauge.demo.move import GPT2, LLAMA, make
+from regauge.results.findings import Figure, Table, from_json
 
 HERE = Path(__file__).parent
 ASSETS = HERE.parents[1] / "shared" / "assets"
@@ -137,9 +137,9 @@ def test_visible_spaces_are_shown_and_left_alone(run: Run, tmp_path: Path) -> No
 
 
 def test_move_save_and_move_back(run: Run, tmp_path: Path, llama: Path) -> None:
-    from regauge.action import apply
-    from regauge.elementfiles import load_element
-    from regauge.families import spec_from
+    from regauge.checkpoints.element_files import load_element
+    from regauge.core.action import apply
+    from regauge.models.families import spec_from
 
     before = contents(llama)
     said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
@@ -272,8 +272,8 @@ def test_what_becomes_infinite_is_an_error(run: Run, tmp_path: Path, llama: Path
 
 def test_nan_travels_with_an_expert(run: Run, tmp_path: Path) -> None:
     from picos import build
-    from regauge.elementfiles import load_element
-    from regauge.sources import spec_of
+    from regauge.checkpoints.element_files import load_element
+    from regauge.models.resolve import spec_of
 
     build("mixtral").save_pretrained(tmp_path / "in")
     rewrite(tmp_path / "in", lambda s: s["model.layers.0.block_sparse_moe.experts.1.w2.weight"].fill_(float("nan")))
@@ -288,11 +288,11 @@ def test_nan_travels_with_an_expert(run: Run, tmp_path: Path) -> None:
 
 def test_folding_and_rotating_rounds_once(run: Run, tmp_path: Path) -> None:
     """The tied head too, which is a tensor of its own afterwards."""
-    from regauge.action import apply
-    from regauge.elementfiles import load_element
-    from regauge.elements import Element
-    from regauge.fold import fold_norms
-    from regauge.sources import spec_of
+    from regauge.checkpoints.element_files import load_element
+    from regauge.core.action import apply
+    from regauge.core.element import Element
+    from regauge.core.fold import fold_norms
+    from regauge.models.resolve import spec_of
 
     folder = make(tmp_path / "gpt2", GPT2, 0)
     rewrite(folder, lambda s: s.update({n: t.bfloat16() for n, t in s.items()}))
@@ -368,7 +368,7 @@ def test_a_killed_run_leaves_no_output_and_can_be_resumed(run: Run, tmp_path: Pa
     before = contents(folder)
     arguments = ["move", str(folder), "--random", "--seed", "7", "--resume", "-o", str(tmp_path / "out")]
     slow = (
-        "import sys, time, os; import regauge.writing as w; real = os.write\n"
+        "import sys, time, os; import regauge.checkpoints.writer as w; real = os.write\n"
         "def write(fd, data):\n    time.sleep(0.03)\n    return real(fd, data)\n"
         "w.os.write = write\nfrom regauge.cli import main\nmain(sys.argv[1:])"
     )
@@ -393,7 +393,7 @@ def test_a_killed_run_leaves_no_output_and_can_be_resumed(run: Run, tmp_path: Pa
 
 def test_terminated_politely_nothing_is_left(tmp_path: Path, llama: Path) -> None:
     code = (
-        "import sys, time; import regauge.writing as w; real = w.is_finite\n"
+        "import sys, time; import regauge.checkpoints.writer as w; real = w.is_finite\n"
         "def wait(*x):\n    print('on', flush=True); time.sleep(1); return real(*x)\n"
         "w.is_finite = wait\nfrom regauge.cli import main\nsys.exit(main(sys.argv[1:]))"
     )
@@ -547,15 +547,15 @@ def test_convert_runs_no_code(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo as it is, but for the number of epochs and of optimizers."""
-    from regauge.demo import digits, puzzled, watched
+    from regauge.demo import digits, jigsaw, leakage
     from regauge.verification import general
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules[digits.__module__], "EPOCHS", 3)
-    monkeypatch.setattr(sys.modules[watched.__module__], "EPOCHS", 1)
-    monkeypatch.setattr(sys.modules[watched.__module__], "ROUNDS", 2)
-    monkeypatch.setattr(sys.modules[puzzled.__module__], "FIRST", 5)
-    monkeypatch.setattr(sys.modules[puzzled.__module__], "THEN", 3)
+    monkeypatch.setattr(sys.modules[leakage.__module__], "EPOCHS", 1)
+    monkeypatch.setattr(sys.modules[leakage.__module__], "ROUNDS", 2)
+    monkeypatch.setattr(sys.modules[jigsaw.__module__], "FIRST", 5)
+    monkeypatch.setattr(sys.modules[jigsaw.__module__], "THEN", 3)
     monkeypatch.setattr(general, "optimizer_matrix", lambda seed: ([], Table("t", ("a",), ()), Figure("f", "lines", {"x": [0], "y": {"a": [1]}})))
     said = run("demo", "--out", tmp_path / "demo")
     assert said.code == 0, said.err
@@ -675,8 +675,8 @@ def test_an_element_in_the_model_is_not_published(run: Run, tmp_path: Path, llam
 
 def test_resume_keeps_nothing_of_another_spec_or_version(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import regauge
-    import regauge.writing as writing
-    from regauge.specfile import dump_spec
+    import regauge.checkpoints.writer as writing
+    from regauge.checkpoints.spec_files import dump_spec
 
     folder = shard(llama, tmp_path / "shards")
     text = dump_spec(regauge.spec_of(folder))
@@ -711,7 +711,7 @@ def test_resume_keeps_nothing_of_another_spec_or_version(run: Run, tmp_path: Pat
 
 
 def test_an_interrupt_says_what_became_of_the_output(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import regauge.writing as writing
+    import regauge.checkpoints.writer as writing
 
     real = writing._finish
     for late in (False, True):

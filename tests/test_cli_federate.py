@@ -13,8 +13,8 @@ import transformers
 
 import federations as fed
 from regauge.cli import main
-from regauge.federated import keeping
-from regauge.findings import load_results
+from regauge.federated import state_store
+from regauge.results.findings import load_results
 
 HOW = ["--data", "digits", "--test", "digits", "--mean", "0.3", "--std", "0.38", "--steps", "2", "--batch", "16"]
 
@@ -34,7 +34,7 @@ def test_a_run_its_model_and_going_on(start: Path, tmp_path: Path, capsys: pytes
     assert f"{out / 'model'}: 2 rounds of 3 clients, fedavg; loss" in said.out
     assert sorted(p.name for p in out.iterdir()) == ["global.safetensors", "model", "results.json", "run.json"]
     plain = transformers.ViTForImageClassification.from_pretrained(out / "model")
-    first = keeping.load(out)
+    first = state_store.load(out)
     assert first is not None
     assert torch.equal(plain.classifier.weight, first.state["classifier.weight"])
     assert main(["federate", str(start), *HOW, "--clients", "3", "--rounds", "3", "-o", str(out)]) == 0
@@ -72,7 +72,7 @@ def test_a_bundle_says_all_that_a_superlink_needs(tmp_path: Path) -> None:
     import tomllib
 
     from regauge.federated import Settings
-    from regauge.federated.deploying import write_bundle
+    from regauge.federated.deployment import write_bundle
     from regauge.federated.settings import read_settings
 
     settings = Settings(clients=3, rounds=2, defences=("clip=1", 'noise=0.1,"head"'))
@@ -110,6 +110,6 @@ def test_the_pages_commands_run_as_they_are_written(tmp_path: Path, monkeypatch:
     assert [run[0] for run in runs] == ["federate", "federate", "federate", "audit", "federate"]
     for run in runs:
         assert main(run) == 0
-    found = keeping.load(tmp_path / "RUN")
+    found = state_store.load(tmp_path / "RUN")
     assert found is not None
     assert found.history[-1].measures["accuracy"] > 0.5

@@ -21,7 +21,7 @@ import typer
 from regauge.cli import app as cli
 from regauge.cli import doctor, main
 from regauge.cli.menu import EXAMPLES, NEXT, PANELS
-from regauge.demo.moving import LLAMA, make
+from regauge.demo.move import LLAMA, make
 
 
 def commands() -> Iterator[tuple[str, Any]]:

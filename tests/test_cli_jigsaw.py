@@ -12,12 +12,12 @@ import torch
 import transformers
 
 from regauge.cli import main
-from regauge.data import open_data
-from regauge.findings import load_results
+from regauge.data.datasets import open_data
 from regauge.jigsaw import VARIANTS, MaskedJigsaw
+from regauge.jigsaw.folder import load_wrapped, save_wrapped
 from regauge.jigsaw.robustness import aupr, aurra
-from regauge.jigsaw.saving import load_wrapped, save_wrapped
-from regauge.loading import load_model
+from regauge.models.load import load_model
+from regauge.results.findings import load_results
 
 HOW = ["--data", "digits", "--mean", "0.3", "--std", "0.38"]
 
@@ -67,7 +67,7 @@ def test_training_lowers_the_loss_and_says_so(start: Path, tmp_path: Path, capsy
 def test_a_training_goes_on_with_its_own_state_and_no_other(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from regauge.experiments import cells, training
+    from experiments import cells, training
 
     def command(out: str, *more: str) -> list[str]:
         return ["jigsaw", "train", str(start), *HOW, "--epochs", "2", "--rate", "1e-2", *more, "-o", str(tmp_path / out)]

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from picos import build
-from regauge.checkpoint import open_checkpoint
+from regauge.checkpoints.reader import open_checkpoint
 from regauge.cli import main
-from regauge.demo.moving import GPT2, LLAMA, make
-from regauge.fingerprints import Fingerprint
-from regauge.keys import Key, load_key
-from regauge.locking import record_of
+from regauge.demo.move import GPT2, LLAMA, make
+from regauge.locking.keys import Key, load_key
+from regauge.locking.lock import record_of
+from regauge.matching.fingerprint import Fingerprint
 from test_cli import Run, contents, reconfigure, run, shard
 
 __all__ = ["run"]  # a fixture
@@ -65,9 +65,9 @@ def test_keygen(run: Run, tmp_path: Path) -> None:
 
 
 def test_passphrases(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import regauge.keys
+    import regauge.locking.keys
 
-    monkeypatch.setattr(regauge.keys, "SCRYPT", {"n": 16, "r": 8, "p": 1})
+    monkeypatch.setattr(regauge.locking.keys, "SCRYPT", {"n": 16, "r": 8, "p": 1})
     (tmp_path / "word").touch(0o600)
     (tmp_path / "word").write_text("open sesame\n")
     assert run("keygen", "-o", tmp_path / "key", "--passphrase-file", tmp_path / "word").code == 0
@@ -219,7 +219,7 @@ def test_keys_are_not_carried_along(run: Run, tmp_path: Path, llama: Path, key: 
 
 
 def test_rekey_never_has_the_plain_model(run: Run, tmp_path: Path, llama: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regauge import writing
+    from regauge.checkpoints import writer
 
     assert run("keygen", "-o", tmp_path / "new").code == 0
     assert run("lock", llama, "-k", key, "-o", tmp_path / "locked", "--group", "signed").code == 0
@@ -229,13 +229,13 @@ def test_rekey_never_has_the_plain_model(run: Run, tmp_path: Path, llama: Path, 
         if n.startswith("model.layers.") and t.dim() > 1
     }
     seen: list[bytes] = []
-    write = writing._write_all
+    write = writer._write_all
 
     def watch(fd: int, view: memoryview, digest: Any = None) -> None:
         seen.append(bytes(view))
         write(fd, view, digest)
 
-    monkeypatch.setattr(writing, "_write_all", watch)
+    monkeypatch.setattr(writer, "_write_all", watch)
     assert run("rekey", tmp_path / "locked", "-k", key, "--to", tmp_path / "new", "-o", tmp_path / "again").code == 0
     assert len(seen) > 10
     assert not plain & set(seen)
@@ -304,8 +304,8 @@ def test_bare_files_shards_and_folders_without_config(run: Run, tmp_path: Path, 
 
 
 def test_a_spec_file_instead_of_a_config(run: Run, tmp_path: Path, llama: Path, key: Path) -> None:
+    from regauge.checkpoints.spec_files import dump_spec
     from regauge.cli.model import open_model
-    from regauge.specfile import dump_spec
 
     (tmp_path / "spec.toml").write_text(dump_spec(open_model(str(llama), None)[1]))
     before = contents(llama)

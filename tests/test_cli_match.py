@@ -206,7 +206,7 @@ def test_an_interrupted_match_leaves_what_it_found(
 ) -> None:
     a, b = pair
     out = tmp_path / "out"
-    import regauge.matching.finding as finding
+    import regauge.matching.search as finding
 
     whole, calls = finding._solve, []
 

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from picos import build
-from regauge.checkpoint import open_checkpoint
-from regauge.demo.moving import GPT2, LLAMA, make
+from regauge.checkpoints.reader import open_checkpoint
+from regauge.demo.move import GPT2, LLAMA, make
 from test_cli import Run, run
 
 __all__ = ["run"]  # a fixture

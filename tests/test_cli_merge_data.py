@@ -12,11 +12,11 @@ import torch
 
 from picos import build
 from regauge import load_model
-from regauge.demo.moving import GPT2, LLAMA, make
+from regauge.data.tasks import batches_of, read_examples
+from regauge.demo.move import GPT2, LLAMA, make
 from regauge.merging import merge
 from regauge.merging.statistics import activations, fisher, grams
-from regauge.sources import spec_of
-from regauge.tasks import batches_of, read_examples
+from regauge.models.resolve import spec_of
 from test_cli import Run, run
 from test_cli_merge import digests, interrupting, kill_and_resume, near, state_of, tuned
 
@@ -50,7 +50,7 @@ def text(tmp_path: Path) -> Path:
 
 def looked(kind: str, folder: Path, text: Path, samples: int, length: int, labelled: bool = False) -> Any:
     """What a model shows, by the functions themselves."""
-    from regauge.data import open_data
+    from regauge.data.datasets import open_data
 
     module = load_model(folder, "float32")
     examples, _ = read_examples(module, open_data(str(text)), beside=folder, length=length, labelled=labelled)
@@ -174,9 +174,9 @@ def test_a_classifier_of_texts(run: Run, tmp_path: Path) -> None:
 
 def test_a_file_with_names_of_its_own(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
     """The library renames tensors as it loads them; what it saw is found again under the names of the file."""
-    from regauge.checkpoint import open_checkpoint
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.merging.data_pass import _names
     from regauge.merging.engine import _open
-    from regauge.merging.looking import _names
 
     model = _open(str(a))
     module = load_model(open_checkpoint(a), "float32")
@@ -257,7 +257,7 @@ def test_a_killed_merge_gives_the_same_bytes(run: Run, a: Path, text: Path, tmp_
 
 
 def test_nothing_is_looked_at_twice(run: Run, a: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regauge.merging import looking
+    from regauge.merging import data_pass
 
     b = tuned(a, tmp_path / "b", 1)
     arguments = ["merge", a, b, "--method", "regmean", "--data", text, "--samples", 12, "--length", 16]
@@ -269,7 +269,7 @@ def test_nothing_is_looked_at_twice(run: Run, a: Path, text: Path, tmp_path: Pat
         raise AssertionError("it was seen already")
 
     with monkeypatch.context() as patched:
-        patched.setattr(looking, "load_model", never)
+        patched.setattr(data_pass, "load_model", never)
         assert run(*arguments, "-o", tmp_path / "out").code == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "out", "text.txt"]
     assert run(*arguments, "-o", tmp_path / "whole").code == 0

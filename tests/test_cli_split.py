@@ -20,10 +20,10 @@ import torch
 pytest.importorskip("grpc")
 
 from picos import build
-from regauge.checkpoint import open_checkpoint
-from regauge.cli import clienting, main, serving
+from regauge.checkpoints.reader import open_checkpoint
+from regauge.cli import main, split_client, split_server
 from regauge.errors import CheckpointError
-from regauge.loading import load_model, load_part
+from regauge.models.load import load_model, load_part
 from splits import distance
 from test_cli import Run, run
 from test_split_network import free_port
@@ -49,14 +49,14 @@ def model(tmp_path: Path) -> Path:
 @contextmanager
 def served(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Iterator[str]:
     """A server in a thread, until the end of the block; the address that it listens on. It must end well."""
-    address, asked, codes = f"127.0.0.1:{free_port()}", serving.Asked(), []
+    address, asked, codes = f"127.0.0.1:{free_port()}", split_server.Asked(), []
 
     @contextmanager
-    def signals() -> Iterator[serving.Asked]:
+    def signals() -> Iterator[split_server.Asked]:
         yield asked
 
     with monkeypatch.context() as patched:
-        patched.setattr(serving, "server_signals", signals)
+        patched.setattr(split_server, "server_signals", signals)
         thread = threading.Thread(target=lambda: codes.append(main(["split", "serve", *map(str, arguments), "--listen", address])))
         thread.start()
         try:
@@ -154,11 +154,11 @@ def test_three_commands(run: Run, tmp_path: Path, model: Path, monkeypatch: pyte
 
 
 def test_it_is_the_training_in_one_process(run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regauge.data import open_data
+    from regauge.data.datasets import open_data
+    from regauge.data.tasks import logits_of, loss_of, read_examples
     from regauge.split import Training
-    from regauge.split.training import Run as Steps
-    from regauge.split.training import drawing
-    from regauge.tasks import logits_of, loss_of, read_examples
+    from regauge.split.client.train import Run as Steps
+    from regauge.split.client.train import drawing
 
     options = ["--optimizer", "sgd", "--rate", 0.1, "--momentum", 0.9, "--schedule", "linear", "--steps", 9, "--accumulate", 2, "--threads", 1]
     with served(monkeypatch, model, *options, "--out", tmp_path / "backbone") as address:
@@ -224,7 +224,7 @@ def test_who_may_come_and_what_is_said_to_others(run: Run, tmp_path: Path, model
     for folder in ("certs", "strange"):
         assert run("split", "certs", "--to", tmp_path / folder, "--client", "ann", "--client", "bob").code == 0
     (tmp_path / "list").write_text("ann sessions=1\n")
-    monkeypatch.setattr("regauge.cli.clienting.FIRST", 1.0)
+    monkeypatch.setattr("regauge.cli.split_client.FIRST", 1.0)
     data = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1]
     certs = ["--tls", tmp_path / "certs"]
     with served(monkeypatch, model, *certs, "--clients", tmp_path / "list", "--threads", 1) as address:
@@ -323,12 +323,12 @@ def test_nothing_is_lost_at_awkward_moments(run: Run, tmp_path: Path, model: Pat
         hosts.append(host)
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr(clienting, "signals", signals)
-    monkeypatch.setattr(clienting._Ticker, "__call__", ticked)
+    monkeypatch.setattr(split_client, "signals", signals)
+    monkeypatch.setattr(split_client._Ticker, "__call__", ticked)
     with served(monkeypatch, model, "--rate", 1e-2, "--quota", "sessions=1", "--checkpoint", kept, "--threads", 1) as address:
         said = run("split", "serve", model, "--rate", 1e-2, "--checkpoint", kept, "--listen", f"127.0.0.1:{free_port()}")
         assert (said.code, f"another server is using {kept}" in said.err) == (1, True), said.err
-        with serving.only_one(journal, "run"):
+        with split_server.only_one(journal, "run"):
             said = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges", "--journal", journal)
             assert (said.code, f"another run is using {journal}" in said.err) == (1, True), said.err
         assert list(journal.iterdir()) == []
@@ -339,7 +339,7 @@ def test_nothing_is_lost_at_awkward_moments(run: Run, tmp_path: Path, model: Pat
         (journal / ".000000003.request.partial-0123456789ab").write_bytes(b"half")
         said = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges", "--journal", journal)
         assert (said.code, (tmp_path / "edges").exists(), list(journal.iterdir())) == (0, True, []), said.err
-    monkeypatch.setattr("regauge.split.host.Host.keep", failed)
+    monkeypatch.setattr("regauge.split.server.host.Host.keep", failed)
     with pytest.raises(AssertionError), served(monkeypatch, model, "--rate", 1e-2, "--checkpoint", kept, "--out", tmp_path / "backbone"):
         pass
     assert hosts[0].step == 10
@@ -497,10 +497,10 @@ def test_two_quick_sigterms_still_write_checkpoint_and_backbone(model: Path, tmp
 
 
 def test_sighup_reads_the_clients_again_and_does_not_kill(model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regauge.split import clients
-    from regauge.split.network import Server
+    from regauge.split.server import client_list
+    from regauge.split.server.network import Server
 
-    monkeypatch.setattr(clients, "POLL_SECONDS", 1000.0)  # SIGHUP alone
+    monkeypatch.setattr(client_list, "POLL_SECONDS", 1000.0)  # SIGHUP alone
     assert run("split", "certs", "--to", tmp_path / "certs", "--client", "ann", "--client", "bob").code == 0
     servers: list[Server] = []
     start = Server.__init__

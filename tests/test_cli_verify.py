@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from picos import build, spec_of
+from regauge.checkpoints.spec_files import dump_spec
 from regauge.cli import main
 from regauge.errors import RegaugeWarning
-from regauge.findings import load_results
-from regauge.loading import load_model
-from regauge.specfile import dump_spec
+from regauge.models.load import load_model
+from regauge.results.findings import load_results
 
 
 @pytest.fixture

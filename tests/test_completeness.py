@@ -12,14 +12,14 @@ import torch
 import transformers as T
 
 from picos import config_of, gpt2, vit
-from regauge.action import apply
-from regauge.drawing import ones_complement
-from regauge.elements import Element
-from regauge.families import spec_from
-from regauge.fold import folded_spec
-from regauge.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling
-from regauge.members import Dense, Member, Monomial, Planes
-from regauge.spec import Spec
+from regauge.core.action import apply
+from regauge.core.element import Element
+from regauge.core.fold import folded_spec
+from regauge.core.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling
+from regauge.core.members import Dense, Member, Monomial, Planes
+from regauge.core.spec import Spec
+from regauge.core.uniform import ones_complement
+from regauge.models.families import spec_from
 from regauge.testing import strict_float64
 
 D, F, L, V, POSITIONS = 8, 12, 1, 40, 7

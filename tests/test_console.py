@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from regauge.cli.console import data, data_json, escaped, fail, say
-from regauge.demo.moving import LLAMA, make
+from regauge.demo.move import LLAMA, make
 from regauge.errors import RegaugeError
 from test_cli import Run, run
 

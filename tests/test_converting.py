@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import bombs
-from regauge import checkpoint
-from regauge.blocks import bits_of
-from regauge.checkpoint import open_checkpoint
-from regauge.converting import open_pickles, plan_conversion
+from regauge.checkpoints import reader
+from regauge.checkpoints.blocks import bits_of
+from regauge.checkpoints.convert import open_pickles, plan_conversion
+from regauge.checkpoints.reader import open_checkpoint
+from regauge.checkpoints.writer import write_plan
 from regauge.errors import CheckpointError
-from regauge.writing import write_plan
 
 
 def convert(source: Path, out: Path) -> dict[str, torch.Tensor]:
@@ -141,7 +141,7 @@ def test_tensors_that_cannot_be_written(tmp_path: Path, value: Any, message: str
 _CHILD = """
 import json, resource, sys
 from pathlib import Path
-from regauge.converting import open_pickles
+from regauge.checkpoints.convert import open_pickles
 from regauge.errors import RegaugeError
 import numpy
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
@@ -203,9 +203,9 @@ def test_large_dictionaries_convert_in_linear_time(tmp_path: Path) -> None:
             comparisons += 1
             return str.__eq__(self, other)
 
-    read = checkpoint.read_json
+    read = reader.read_json
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "read_json", lambda path: {"weight_map": {Name(k): v for k, v in read(path)["weight_map"].items()}})
+        patch.setattr(reader, "read_json", lambda path: {"weight_map": {Name(k): v for k, v in read(path)["weight_map"].items()}})
         assert len(open_pickles(tmp_path).files["pytorch_model-1.bin"]) == len(names)
     assert comparisons < 10 * len(names)
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from picos import IDS, PICOS, build, config_of, spec_of
-from regauge.action import act, apply
-from regauge.axes import dual
-from regauge.cutting import Crossing, Cut, cut
-from regauge.elements import Element, element
+from regauge.core.action import act, apply
+from regauge.core.axes import dual
+from regauge.core.element import Element, element
+from regauge.core.fold import fold_norms
+from regauge.core.groups import Orthogonal, OrthogonalFixingOnes, Permutation
+from regauge.core.spec import Space, Spec, stored
 from regauge.errors import CutError, UnknownModelError
-from regauge.families import Boundary
-from regauge.fold import fold_norms
-from regauge.groups import Orthogonal, OrthogonalFixingOnes, Permutation
-from regauge.spec import Space, Spec, stored
+from regauge.models.cut import Crossing, Cut, cut
+from regauge.models.families import Boundary
 from regauge.testing import outputs, strict_float64
 
 UNCUT = {name for name in PICOS if name.startswith(("deberta-v2-xlarge", "deberta-v2-groups"))}  # a convolution stands between the blocks

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import bombs
-from regauge.data import Data, DataError, Pictures, open_data, text_of
+from regauge.data.datasets import Data, DataError, Pictures, open_data, text_of
 
 TEXTS = ["one, two", 'a "quoted" word', "007"]
 LABELS = [1, 0, 1]
@@ -259,9 +259,9 @@ def test_bounds_of_images_and_archives(tmp_path: Path, monkeypatch: pytest.Monke
     assert Pictures((tmp_path / "a.png",))[0].shape == (20, 30)
     assert len(open_data(tmp_path / "a.npz")) == 100_000
     assert len(open_data(tmp_path / "a.parquet")) == 1000
-    monkeypatch.setattr("regauge.data.MAX_PIXELS", 599)
-    monkeypatch.setattr("regauge.data.SPARE", 1000)
-    monkeypatch.setattr("regauge.data.MAX_VALUES", 0)
+    monkeypatch.setattr("regauge.data.datasets.MAX_PIXELS", 599)
+    monkeypatch.setattr("regauge.data.datasets.SPARE", 1000)
+    monkeypatch.setattr("regauge.data.datasets.MAX_VALUES", 0)
     with pytest.raises(DataError, match="got 30 x 20"):
         Pictures((tmp_path / "a.png",))[0]
     with pytest.raises(DataError, match=r"must inflate to at most .* got 800\.1 kB"):
@@ -297,7 +297,7 @@ def test_repeated_texts_of_a_parquet_file_are_one_object(tmp_path: Path) -> None
 
 def test_a_parquet_footer_that_declares_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.parquet").write_bytes(bombs.lying_footer(8_000_000))
-    monkeypatch.setattr("regauge.data.MAX_VALUES", 2_000_000)
+    monkeypatch.setattr("regauge.data.datasets.MAX_VALUES", 2_000_000)
     with pytest.raises(DataError, match=r"at most 2,000,000 values for its .*, got 8,000,000"):
         open_data(tmp_path / "a.parquet")
 
@@ -306,7 +306,7 @@ def test_a_parquet_footer_that_declares_too_little(tmp_path: Path, monkeypatch: 
 def test_parquet_pages_are_counted(tmp_path: Path, options: dict[str, Any]) -> None:
     import pyarrow.parquet as pq
 
-    from regauge.parquet import count_pages, read_chunks
+    from regauge.data.parquet import count_pages, read_chunks
 
     columns = {"text": [f"row {i % 7}" for i in range(1000)], "label": list(range(1000)), "list": [[i] * (i % 3) for i in range(1000)]}
     raw = bombs.parquet(columns, row_group_size=300, **options)

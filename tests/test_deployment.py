@@ -15,12 +15,12 @@ import pytest
 pytest.importorskip("flwr")
 
 import federations as fed
-from regauge.federated import Contribution, InProcess, Settings, keeping, parts_of, run, state_of
-from regauge.federated.deploying import Loopback, loopback, make_node_key, superlink, supernode, write_bundle
-from regauge.federated.keeping import Kept
-from regauge.federated.running import Source
+from regauge.federated import Contribution, InProcess, Settings, parts_of, run, state_of, state_store
+from regauge.federated.deployment import Loopback, loopback, make_node_key, superlink, supernode, write_bundle
+from regauge.federated.local_state import Own
+from regauge.federated.runs import Source
+from regauge.federated.state_store import Kept
 from regauge.federated.states import Absence, State
-from regauge.federated.withholding import Own
 
 SETTINGS = Settings(clients=4, rounds=2, batch=16, steps=2)
 PATIENCE = 300.0
@@ -62,12 +62,12 @@ def ended(net: Loopback, bundle: Path, log: str) -> int:
 
 
 def rounds(folder: Path) -> int:
-    found = keeping.load(folder)
+    found = state_store.load(folder)
     return 0 if found is None else len(found.history)
 
 
 def kept(folder: Path) -> Kept:
-    found = keeping.load(folder)
+    found = state_store.load(folder)
     assert found is not None
     return found
 
@@ -98,7 +98,7 @@ def test_four_nodes_are_a_run_in_this_process_and_keep_what_they_withhold(net: L
     assert [r.contributed for r in found.history] == [(0, 1, 2, 3)] * 2
     assert distance(source, settings, found) <= 1e-6
     assert distance(source, SETTINGS, found) > 1e-6  # the bar can be missed
-    name = keeping.about_of(tmp_path / "run")["name"]
+    name = state_store.about_of(tmp_path / "run")["name"]
     assert [Own(net.folder / f"keep-{i}" / name).clients() for i in range(4)] == [[0], [1], [2], [3]]
 
 

@@ -13,12 +13,12 @@ from torch import nn
 
 import regauge
 from regauge.cli.inspect import explanation
-from regauge.discovery import Discovery, DiscoveryError, discovery_of, proving
-from regauge.discovery.keeping import key_of
-from regauge.discovery.terms import Atom, Product, Sum, cut, leaves, unify
-from regauge.elements import element
+from regauge.core.element import element
+from regauge.core.spec import Spec, check
 from regauge.errors import SpecError
-from regauge.spec import Spec, check
+from regauge.models.discovery import Discovery, DiscoveryError, discovery_of, proof
+from regauge.models.discovery.cache import key_of
+from regauge.models.discovery.terms import Atom, Product, Sum, cut, leaves, unify
 from regauge.testing import assert_symmetry, symmetry_error
 
 ROWS = torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
@@ -65,10 +65,10 @@ def test_an_activation_leaves_its_group_and_no_larger_one(function: Callable[[to
     if group in larger:
         from dataclasses import replace
 
-        from regauge.groups import GROUPS
+        from regauge.core.groups import GROUPS
 
         wider = replace(spec, spaces={"up": replace(spec.spaces["up"], group=GROUPS[larger[group]])})
-        model = proving.generic(Hidden(function))
+        model = proof.generic(Hidden(function))
         assert symmetry_error(model, wider, element(wider, 1), {"x": ROWS.double()}) > 1e-3
 
 
@@ -332,8 +332,8 @@ def test_an_operator_without_a_rule_freezes_what_it_touches_and_is_named() -> No
 
 def test_what_the_rules_get_wrong_is_dropped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that lies: GELU would keep signs."""
-    from regauge.discovery import elementwise
-    from regauge.discovery.rules import RULES
+    from regauge.models.discovery import elementwise
+    from regauge.models.discovery.rules import RULES
 
     monkeypatch.setitem(RULES, "gelu", elementwise.pointwise("odd"))
     found = discovery_of(Hidden(F.gelu), ROWS)
@@ -376,7 +376,7 @@ def test_a_model_that_no_family_knows_goes_the_whole_way(tmp_path: Path, monkeyp
     """inspect falls back to discovery; the spec is kept; a moved checkpoint loads and agrees."""
     from further import FURTHER
     from regauge.cli.app import run
-    from regauge.loading import load_model
+    from regauge.models.load import load_model
 
     monkeypatch.setenv("REGAUGE_CACHE", str(tmp_path / "cache" / "experiments"))
     torch.manual_seed(0)
@@ -401,7 +401,7 @@ def test_a_model_that_no_family_knows_goes_the_whole_way(tmp_path: Path, monkeyp
 def test_a_large_model_is_discovered_without_memory_and_verified_on_a_twin(tmp_path: Path) -> None:
     import transformers as T
 
-    from regauge.discovery.models import build, example_inputs
+    from regauge.models.discovery.models import build, example_inputs
 
     config = T.Starcoder2Config(num_hidden_layers=3, hidden_size=512, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1024)
     module = build({**config.to_dict(), "architectures": ["Starcoder2ForCausalLM"]}, "meta")
@@ -435,7 +435,7 @@ WITHOUT_MEMORY = {
 def test_without_memory_as_much_is_found(name: str) -> None:
     import transformers as T
 
-    from regauge.discovery.models import build, example_inputs
+    from regauge.models.discovery.models import build, example_inputs
 
     kind, sizes = WITHOUT_MEMORY[name]
     config = {**T.AutoConfig.for_model(name, num_hidden_layers=3, vocab_size=99, **sizes).to_dict(), "architectures": [kind]}
@@ -450,7 +450,7 @@ def test_without_memory_as_much_is_found(name: str) -> None:
 
 
 def test_what_stands_for_a_large_tensor_is_not_copied() -> None:
-    from regauge.discovery.storing import _Uncopied
+    from regauge.models.discovery.stored_names import _Uncopied
 
     large = torch.arange(8).view(8, 1, 1).expand(8, 1 << 20, 1 << 20)  # eight numbers, for 64 TB
     with _Uncopied():
@@ -461,7 +461,7 @@ def test_what_stands_for_a_large_tensor_is_not_copied() -> None:
 
 def test_a_discovered_spec_is_an_ordinary_one() -> None:
     from picos import PICOS, build
-    from regauge.specfile import dump_spec, parse_spec
+    from regauge.checkpoints.spec_files import dump_spec, parse_spec
 
     model = build("gpt2")
     spec = regauge.discover(model, PICOS["gpt2"].inputs)
@@ -471,7 +471,7 @@ def test_a_discovered_spec_is_an_ordinary_one() -> None:
 
 
 def test_what_timm_cannot_build_is_told() -> None:
-    from regauge.discovery.models import build
+    from regauge.models.discovery.models import build
 
     with pytest.raises(DiscoveryError, match="timm cannot build a vit_of_no_kind"):
         build({"architecture": "vit_of_no_kind"}, "meta")

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from further import FURTHER, timm_models
 from own_modules import Characters, Cifar, Mnist, Perceptual
 from picos import PICOS, build, spec_of
-from regauge import axes as ax
-from regauge.action import apply
-from regauge.discovery import discovery_of, example_inputs
-from regauge.elements import element
-from regauge.fold import folded_spec
-from regauge.spec import Spec
-from regauge.specfile import load_spec
+from regauge.checkpoints.spec_files import load_spec
+from regauge.core import axes as ax
+from regauge.core.action import apply
+from regauge.core.element import element
+from regauge.core.fold import folded_spec
+from regauge.core.spec import Spec
+from regauge.models.discovery import discovery_of, example_inputs
 from regauge.testing import assert_symmetry, outputs
 from spec_equality import differences, larger
 from test_completeness import CASES, group_dimension, jacobian, nullity
@@ -74,8 +74,8 @@ def test_a_poorer_spec_is_told_from_the_family() -> None:
     """The comparison itself can fail."""
     from dataclasses import replace
 
-    from regauge.discovery.proving import without
-    from regauge.groups import Permutation
+    from regauge.core.groups import Permutation
+    from regauge.models.discovery.proof import without
 
     model = build("llama")
     known = spec_of(model)
@@ -108,7 +108,7 @@ def test_further_architectures_are_discovered_moved_saved_and_loaded(name: str, 
     twin.save_pretrained(tmp_path / "moved")
     loaded = type(model).from_pretrained(tmp_path / "moved", dtype=torch.float64).eval()
     before, after = outputs(model, inputs), outputs(loaded, inputs)
-    from regauge.action import act
+    from regauge.core.action import act
 
     for key in spec.outputs:
         expected = act(g, before[key], spec.outputs[key]) if spec.visible else before[key]

@@ -12,19 +12,19 @@ from safetensors.torch import load_file
 import regauge
 from further import FURTHER, timm_models
 from picos import IDS, PICOS, build
-from regauge.action import apply
 from regauge.cli.app import run
-from regauge.cutting import cut
-from regauge.discovery import discovery_of, example_inputs, proving
-from regauge.discovery.storing import stored_spec
-from regauge.edge import authorized
-from regauge.elements import Element
+from regauge.core.action import apply
+from regauge.core.element import Element
+from regauge.core.spec import check
 from regauge.errors import CutError, LockError
-from regauge.families import spec_from
-from regauge.keys import load_key
-from regauge.loading import load_model
-from regauge.locking import locked_element
-from regauge.spec import check
+from regauge.locking.authorize import authorized
+from regauge.locking.keys import load_key
+from regauge.locking.lock import locked_element
+from regauge.models.cut import cut
+from regauge.models.discovery import discovery_of, example_inputs, proof
+from regauge.models.discovery.stored_names import stored_spec
+from regauge.models.families import spec_from
+from regauge.models.load import load_model
 from regauge.testing import outputs
 from spec_equality import differences, larger
 from test_discovery import Hidden
@@ -155,7 +155,7 @@ def test_a_locked_backbone_computes_the_plain_function_between_its_boundaries(na
     else:
         model = FURTHER[name]().double().eval()
         inputs = {k: v.double() if v.is_floating_point() else v for k, v in example_inputs(model).items()}
-    model = proving.generic(model)
+    model = proof.generic(model)
     found = discovery_of(model, inputs)
     assert len(found.boundaries) == CUTS.get(name, len(found.boundaries)) > 0
     before = outputs(model, inputs)

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from picos import IDS, PICOS, build, config_of, spec_of
-from regauge.action import act, apply
-from regauge.axes import dual
-from regauge.edge import authorized, deauthorize, edge_of, is_authorized
-from regauge.elements import Element, element
+from regauge.core.action import act, apply
+from regauge.core.axes import dual
+from regauge.core.element import Element, element
+from regauge.core.fold import fold_norms
+from regauge.core.spec import stored
 from regauge.errors import CutError, EdgeError, SpecError
-from regauge.families import Boundary
-from regauge.fold import fold_norms
-from regauge.permuting import Permuted
-from regauge.spec import stored
+from regauge.locking.authorize import authorized, deauthorize, edge_of, is_authorized
+from regauge.locking.permuted import Permuted
+from regauge.models.families import Boundary
 from regauge.testing import outputs, strict_float64
 from regauge.verification.claims import RECIPES
 from test_cut import distance, gradients, locked
@@ -567,8 +567,8 @@ def test_mistakes_are_named() -> None:
 
 
 def test_a_module_of_your_own() -> None:
-    from regauge.groups import Permutation
-    from regauge.spec import Space, Spec
+    from regauge.core.groups import Permutation
+    from regauge.core.spec import Space, Spec
 
     class Mine(torch.nn.Module):
         def __init__(self) -> None:

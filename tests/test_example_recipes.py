@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from regauge.demo.moving import LLAMA, make
+from regauge.demo.move import LLAMA, make
 from test_cli import Run, run
 from test_cli_merge import State, near, state_of, tuned
 

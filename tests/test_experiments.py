@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from experiments import EXPERIMENTS, jigsaws, locks, models, pairs, positions, training, tuning
+from experiments.cells import Work
+from experiments.claims import distance, outputs_of
+from experiments.document import ABOUT, document
+from experiments.lab import Lab
+from experiments.presets import PRESETS
+from experiments.tables import PAPER
+from experiments.threats import threat_model
 
-from regauge import tasks
-from regauge.barriers import score
 from regauge.cli import main
-from regauge.experiments import EXPERIMENTS, jigsaws, locks, models, pairs, positions, training, tuning
-from regauge.experiments.cells import Work
-from regauge.experiments.claims import distance, outputs_of
-from regauge.experiments.document import ABOUT, document
-from regauge.experiments.lab import Lab
-from regauge.experiments.presets import PRESETS
-from regauge.experiments.tables import PAPER
-from regauge.experiments.threats import threat_model
-from regauge.findings import Results, load_results
-from regauge.loading import load_model
-from regauge.tasks import Examples
+from regauge.data import tasks
+from regauge.data.tasks import Examples
+from regauge.matching.barriers import score
+from regauge.models.load import load_model
+from regauge.results.findings import Results, load_results
 
 DOCS = Path(__file__).parents[1] / "docs"
 GOOD, BAD = ["fine", "bright", "lovely", "superb"], ["dull", "grim", "stale", "clumsy"]
@@ -192,15 +192,15 @@ def test_training_with_a_wrong_element_ends_with_exit_code_3(
 
 
 def test_training_with_rows_that_are_not_put_back_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regauge import permuting
+    from regauge.locking import permuted
 
-    right = permuting.passage
+    right = permuted.passage
 
     def wrong(crossing: Any, *, columns: Any = None, shuffle: Any = None) -> Any:
         z = right(crossing, columns=columns, shuffle=shuffle)
         return z if shuffle is None else crossing.restored(shuffle, z)
 
-    monkeypatch.setattr(permuting, "passage", wrong)
+    monkeypatch.setattr(permuted, "passage", wrong)
     failed = {f.id for f in only("table3", "text", tmp_path).failed}
     assert {"text/rows/outputs", "text/rows/weights"} <= failed
     assert not any("columns" in name for name in failed)
@@ -398,7 +398,7 @@ def test_images_fall_back_to_digits(tmp_path: Path) -> None:
     subjects = lab.preset.tables["table2"]
     test, train = (lab.open(source) for source in (subjects["image"].test, subjects["image"].train))
     assert (train.name, len(train), len(test)) == ("digits", 1440, 357)
-    from regauge.tasks import prepare
+    from regauge.data.tasks import prepare
 
     inputs, labels = prepare(subjects["image"].task, test).batch(range(3))
     assert inputs["pixel_values"].shape == (3, 1, 28, 28)

@@ -14,17 +14,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from picos import PICOS, build, config_of, spec_of
-from regauge.action import act, apply
-from regauge.axes import dual
-from regauge.cutting import cut
-from regauge.elements import Element, element
+from regauge.core.action import act, apply
+from regauge.core.axes import dual
+from regauge.core.element import Element, element
+from regauge.core.fold import fold_norms
+from regauge.core.groups import GeneralLinear, Orthogonal, Permutation, PlaneSigns, Rotary
+from regauge.core.members import Dense, Monomial
+from regauge.core.rng import Stream, seed_key
+from regauge.core.spec import Space, Spec, check, stored
 from regauge.errors import CutError, ElementError, SpecError, UnknownModelError
-from regauge.families import spec_from
-from regauge.fold import fold_norms
-from regauge.groups import GeneralLinear, Orthogonal, Permutation, PlaneSigns, Rotary
-from regauge.members import Dense, Monomial
-from regauge.spec import Space, Spec, check, stored
-from regauge.streams import Stream, seed_key
+from regauge.models.cut import cut
+from regauge.models.families import spec_from
 from regauge.testing import assert_symmetry, declared, outputs, strict_float64, symmetry_error
 
 ALL = pytest.mark.parametrize("name", PICOS)
@@ -463,8 +463,8 @@ def test_timm_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of heads that a timm architecture's name and width stand for, against timm's own list."""
     from timm.models import deit, vision_transformer
 
-    from regauge.families.pieces import Config
-    from regauge.families.timm_vit import number_of_heads
+    from regauge.models.families.pieces import Config
+    from regauge.models.families.timm_vit import number_of_heads
 
     made: dict[str, dict] = {}
     for module, creator in ((vision_transformer, "_create_vision_transformer"), (deit, "_create_deit")):

@@ -20,22 +20,22 @@ from regauge.federated import (
     Settings,
     aggregate,
     contribute,
-    keeping,
     load_state,
     partitions,
     parts_of,
     prepared,
     run,
     state_of,
+    state_store,
 )
-from regauge.federated.aggregating import BETAS, TAU, Memory, mean_of
-from regauge.federated.clients import rows_of
+from regauge.federated.aggregation import BETAS, TAU, Memory, mean_of
+from regauge.federated.client import rows_of
 from regauge.federated.rounds import PATIENCE, Engine, asked, done
-from regauge.federated.running import federated
+from regauge.federated.runs import federated
 from regauge.federated.settings import read_settings
 from regauge.federated.states import Absence, State, digest_of, layout_of
 from regauge.jigsaw import MaskedJigsaw
-from regauge.split.training import measure
+from regauge.split.client.train import measure
 
 FOUR = Settings(clients=4, rounds=3, batch=8, rate=0.1)
 
@@ -190,7 +190,7 @@ class Scripted:
         return self.answers.pop(0)
 
 
-def went(engine: Engine, settings: Settings, folder: Path | None = None) -> keeping.Kept:
+def went(engine: Engine, settings: Settings, folder: Path | None = None) -> state_store.Kept:
     return run(engine, {"w": torch.zeros(3)}, settings, folder=folder)
 
 
@@ -248,7 +248,7 @@ def test_a_second_answer_does_not_count_and_a_missing_one_is_told() -> None:
 def test_a_round_with_too_few_is_void_and_asked_again(tmp_path: Path) -> None:
     settings = Settings(clients=2, rounds=1, least=2)
     folder = tmp_path / "run"
-    keeping.begin(folder, settings, "l", {})
+    state_store.begin(folder, settings, "l", {})
     kept = went(Scripted([sent(0)], [sent(0), sent(1)]), settings, folder)
     assert [(r.number, r.void) for r in kept.history] == [(0, True), (0, False)]
     assert len(done(kept.history)) == 1
@@ -257,7 +257,7 @@ def test_a_round_with_too_few_is_void_and_asked_again(tmp_path: Path) -> None:
 def test_a_run_without_clients_stops_by_name_and_goes_on_later(tmp_path: Path) -> None:
     settings = Settings(clients=2, rounds=2)
     folder = tmp_path / "run"
-    keeping.begin(folder, settings, "l", {})
+    state_store.begin(folder, settings, "l", {})
     with pytest.raises(FederatedError, match=f"round 2 had too few contributions {PATIENCE} times.*client 0: gone"):
         went(Scripted([sent(0)], *[[Absence(0, "gone")]] * PATIENCE), settings, folder)
     kept = went(Scripted([sent(1, 2.0, number=1)]), settings, folder)
@@ -276,10 +276,10 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> 
     settings = replace(FOUR, strategy="fedadam", partition="dirichlet", uneven=0.5, drop=0.2, rounds=4)
     whole = fed.ran(settings)
     folder = tmp_path / "run"
-    keeping.begin(folder, settings, "l", {})
+    state_store.begin(folder, settings, "l", {})
     halts = iter([False, False, True])
     fed.ran(settings, folder=folder, stop=lambda: next(halts))
-    found = keeping.load(folder)
+    found = state_store.load(folder)
     assert found is not None
     assert len(found.history) == 2
     again = fed.ran(settings, folder=folder)
@@ -308,44 +308,44 @@ def test_an_empty_part_takes_no_part() -> None:
 
 def test_a_folder_of_other_settings_or_of_something_else_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    keeping.begin(folder, FOUR, "l", {})
-    keeping.begin(folder, replace(FOUR, rounds=9), "l", {})  # longer is allowed
+    state_store.begin(folder, FOUR, "l", {})
+    state_store.begin(folder, replace(FOUR, rounds=9), "l", {})  # longer is allowed
     with pytest.raises(FederatedError, match="other settings"):
-        keeping.begin(folder, replace(FOUR, rate=0.2), "l", {})
+        state_store.begin(folder, replace(FOUR, rate=0.2), "l", {})
     with pytest.raises(FederatedError, match="other settings or another model"):
-        keeping.begin(folder, FOUR, "m", {})
+        state_store.begin(folder, FOUR, "m", {})
     other = tmp_path / "other"
     other.mkdir()
     (other / "file").write_text("")
     with pytest.raises(FederatedError, match="something else"):
-        keeping.begin(other, FOUR, "l", {})
+        state_store.begin(other, FOUR, "l", {})
 
 
 def test_a_folder_is_held_by_one_process_and_reading_disturbs_nobody(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with keeping.owning(folder):
-        keeping.begin(folder, FOUR, "l", {})
-        under_way = folder / f".{keeping.FILE}.partial-00"
+    with state_store.owning(folder):
+        state_store.begin(folder, FOUR, "l", {})
+        under_way = folder / f".{state_store.FILE}.partial-00"
         under_way.write_bytes(b"")
-        assert keeping.load(folder) is None
+        assert state_store.load(folder) is None
         assert under_way.exists()  # whoever looks into a run that is at work leaves its files alone
-        with pytest.raises(CheckpointError, match="another process is at work"), keeping.owning(folder):
+        with pytest.raises(CheckpointError, match="another process is at work"), state_store.owning(folder):
             pass
-    with keeping.owning(folder):
-        keeping.begin(folder, FOUR, "l", {})
+    with state_store.owning(folder):
+        state_store.begin(folder, FOUR, "l", {})
         assert not under_way.exists()
 
 
 def test_damaged_folders_are_refused_by_name(tmp_path: Path) -> None:
-    keeping.begin(tmp_path / "run", FOUR, "l", {})
-    (tmp_path / "run" / keeping.FILE).write_bytes(b"nothing")
+    state_store.begin(tmp_path / "run", FOUR, "l", {})
+    (tmp_path / "run" / state_store.FILE).write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match=r"global.safetensors cannot be read"):
-        keeping.load(tmp_path / "run")
-    (tmp_path / "run" / keeping.ABOUT).write_text('{"regauge": "federated run", "version": 99}')
+        state_store.load(tmp_path / "run")
+    (tmp_path / "run" / state_store.ABOUT).write_text('{"regauge": "federated run", "version": 99}')
     with pytest.raises(FederatedError, match="version 99"):
-        keeping.about_of(tmp_path / "run")
+        state_store.about_of(tmp_path / "run")
     with pytest.raises(FederatedError, match="is no run"):
-        keeping.about_of(tmp_path / "nowhere")
+        state_store.about_of(tmp_path / "nowhere")
 
 
 def test_settings_travel_and_faults_are_told_all_at_once() -> None:

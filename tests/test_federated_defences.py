@@ -14,19 +14,19 @@ import torch
 import federations as fed
 from regauge import apply, element, fold_norms
 from regauge.attacks.updates import Update, UpdateError
+from regauge.audit.gradients.attempts import Budget
+from regauge.audit.recorded.engine import audit_run, open_run, rehearsed
 from regauge.cli import main
+from regauge.defences.split import DefenceError
 from regauge.errors import MissingExtraError
-from regauge.federated import Contribution, FederatedError, Settings, contribute, fusing, keeping, parts_of, prepared, state_of
-from regauge.federated.auditing import audit_run, open_run, rehearsed
+from regauge.federated import Contribution, FederatedError, Settings, contribute, fusion, parts_of, prepared, state_of, state_store
 from regauge.federated.defences import defended, epsilon, frozen, read_defences
-from regauge.federated.fusing import average, parted
-from regauge.federated.running import Source, federated
-from regauge.federated.spying import Seen, load_kept, load_seen, seen_rounds, spy_on
+from regauge.federated.fusion import average, parted
+from regauge.federated.recorder import Seen, load_kept, load_seen, seen_rounds, spy_on
+from regauge.federated.runs import Source, federated
 from regauge.federated.states import digest_of, layout_of, load_state
-from regauge.findings import load_results
-from regauge.gradients.attacking import Budget
-from regauge.sources import spec_of
-from regauge.split.defences import DefenceError
+from regauge.models.resolve import spec_of
+from regauge.results.findings import load_results
 
 SETTINGS = Settings(clients=3, rounds=2, batch=4, steps=1, rate=0.1)
 KEY = bytes(32)
@@ -102,7 +102,7 @@ def test_defences_that_cannot_be_are_refused(texts: list[str], said: str) -> Non
 
 def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    keeping.begin(folder, SETTINGS, "l", {})
+    state_store.begin(folder, SETTINGS, "l", {})
     start = state_of(fed.vit())
     fed.ran(SETTINGS, folder=folder, spy=spy_on(folder, SETTINGS))
     assert seen_rounds(folder) == {0: [0, 1, 2], 1: [0, 1, 2]}
@@ -303,7 +303,7 @@ def test_matched_clients_average_to_the_function_that_each_of_them_has() -> None
 
 
 def test_a_server_of_texts_matches_by_half_of_its_own_and_measures_on_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fusing, "STEPS", 5)
+    monkeypatch.setattr(fusion, "STEPS", 5)
     source = fed.reader(tmp_path)
     settings = Settings(clients=2, rounds=1, batch=8, steps=2, independent=True, strategy="matched")
     found = federated(source, settings, tmp_path / "run")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from regauge.experiments import EXPERIMENTS
-from regauge.experiments.federating import FUSED, PARTS, WAYS
-from regauge.experiments.lab import Lab
+from experiments import EXPERIMENTS
+from experiments.federating import FUSED, PARTS, WAYS
+from experiments.lab import Lab
 
 
 def test_training_tells_accuracy_and_leakage_of_every_way(tmp_path: Path) -> None:

@@ -15,19 +15,19 @@ import torch
 import transformers
 
 import federations as fed
-from regauge import files
+from regauge.checkpoints import files
+from regauge.checkpoints.tensor_files import write_tensors
 from regauge.cli import main
 from regauge.errors import CheckpointError
-from regauge.federated import Contribution, FederatedError, InProcess, Settings, aggregate, keeping, run, state_of
-from regauge.federated.aggregating import COMBINE, Memory, NonFiniteError, trimmed_at
-from regauge.federated.keeping import Kept
+from regauge.federated import Contribution, FederatedError, InProcess, Settings, aggregate, run, state_of, state_store
+from regauge.federated.aggregation import COMBINE, Memory, NonFiniteError, trimmed_at
 from regauge.federated.rounds import PATIENCE
-from regauge.federated.running import limits_of, save_model
+from regauge.federated.runs import limits_of, save_model
 from regauge.federated.settings import read_settings
+from regauge.federated.state_store import Kept
 from regauge.federated.states import Absence, State, digest_of, layout_of, norm_of
 from regauge.federated.validation import Limits, printable
-from regauge.findings import load_results
-from regauge.tensorfiles import write_tensors
+from regauge.results.findings import load_results
 
 START = {"w": torch.zeros(4), "b": torch.zeros(2)}
 DIGEST = digest_of(layout_of(START))
@@ -207,11 +207,11 @@ def test_zero_changes_of_most_clients_reject_nobody() -> None:
 
 def test_a_run_without_enough_valid_contributions_ends_with_one_error_and_its_last_state(tmp_path: Path) -> None:
     settings, folder = replace(FOUR, least=4, rounds=2), tmp_path / "run"
-    keeping.begin(folder, settings, DIGEST, {})
+    state_store.begin(folder, settings, DIGEST, {})
     first = ran(lambda c: c, replace(settings, rounds=1), folder=folder)
     with pytest.raises(FederatedError, match=rf"round 2 had too few contributions {PATIENCE} times \(4 are needed\): client 3: examples must be"):
         ran(lambda c: replace(c, examples=10**12), settings, folder=folder)
-    found = keeping.load(folder)
+    found = state_store.load(folder)
     assert found is not None
     assert same(found.state, first.state)
     assert [r.rejected for r in found.history] == [{}, *[{"3": "examples"}] * PATIENCE]
@@ -373,20 +373,20 @@ def test_results_count_rejections_by_client_and_reason(tmp_path: Path, capsys: p
 
 def saved(folder: Path) -> None:
     settings = replace(FOUR, strategy="fedadam", rounds=2)
-    keeping.begin(folder, settings, DIGEST, {})
+    state_store.begin(folder, settings, DIGEST, {})
     ran(lambda c: c, settings, folder=folder)
 
 
 def test_a_damaged_state_is_one_typed_error(tmp_path: Path) -> None:
     saved(tmp_path / "run")
-    path = tmp_path / "run" / keeping.FILE
-    good = keeping.load(tmp_path / "run")
+    path = tmp_path / "run" / state_store.FILE
+    good = state_store.load(tmp_path / "run")
     assert good is not None
     tensors = {f"state/{n}": t for n, t in good.state.items()} | {f"memory/{n}": t for n, t in good.memory.tensors.items()}
     rounds = [{"number": i, "contributed": [0], "absent": {}} for i in range(2)]
     about = {"regauge": "federated state", "version": "1", "rounds": "2", "history": json.dumps(rounds)}
     write_tensors(path, tensors, about)
-    assert keeping.load(tmp_path / "run") is not None
+    assert state_store.load(tmp_path / "run") is not None
 
     def written(history: Any = rounds, extra: dict[str, torch.Tensor] | None = None, **more: str) -> None:
         write_tensors(path, {**tensors, **(extra or {})}, {**about, "history": json.dumps(history), **more})
@@ -410,10 +410,10 @@ def test_a_damaged_state_is_one_typed_error(tmp_path: Path) -> None:
     for damage in damages:
         written(**damage)
         with pytest.raises(CheckpointError):
-            keeping.load(tmp_path / "run")
+            state_store.load(tmp_path / "run")
     write_tensors(path, tensors, {**about, "history": "[" * 100_000})
     with pytest.raises(CheckpointError):
-        keeping.load(tmp_path / "run")
+        state_store.load(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -428,9 +428,9 @@ def test_a_damaged_state_is_one_typed_error(tmp_path: Path) -> None:
 )
 def test_a_damaged_description_is_one_typed_error(text: str, tmp_path: Path) -> None:
     saved(tmp_path / "run")
-    (tmp_path / "run" / keeping.ABOUT).write_text(text)
+    (tmp_path / "run" / state_store.ABOUT).write_text(text)
     with pytest.raises(FederatedError):
-        keeping.begin(tmp_path / "run", FOUR, DIGEST, {})
+        state_store.begin(tmp_path / "run", FOUR, DIGEST, {})
 
 
 @pytest.mark.parametrize(

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from regauge import tasks
-from regauge.data import open_data
-from regauge.discovery import keeping as discovered
-from regauge.documents import load_json
+from regauge.checkpoints.documents import load_json
+from regauge.checkpoints.spec_files import parse_spec
+from regauge.checkpoints.tensor_files import write_tensors
+from regauge.checkpoints.vocabulary import vocabulary
+from regauge.data import tasks
+from regauge.data.datasets import open_data
 from regauge.errors import RegaugeError
-from regauge.federated import keeping as federated
-from regauge.federated import spying as recorded
-from regauge.findings import from_json
-from regauge.specfile import parse_spec
-from regauge.split import keeping as split
-from regauge.split.journal import Folder
-from regauge.tensorfiles import write_tensors
-from regauge.vocabularies import vocabulary
+from regauge.federated import recorder as recorded
+from regauge.federated import state_store as federated
+from regauge.models.discovery import cache as discovered
+from regauge.results.findings import from_json
+from regauge.split.client.journal import Folder
+from regauge.split.server import checkpoint as split
 
 DEEP = "[" * 100_000
 

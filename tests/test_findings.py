@@ -6,7 +6,7 @@ import math
 import pytest
 
 from regauge.errors import FindingsError
-from regauge.findings import Figure, Finding, Results, Table, from_json, load_results, spread_of, to_json
+from regauge.results.findings import Figure, Finding, Results, Table, from_json, load_results, spread_of, to_json
 
 RESULTS = Results(
     "a title",

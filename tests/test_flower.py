@@ -24,10 +24,10 @@ from flwr.serverapp import strategy as theirs
 
 import federations as fed
 from regauge.federated import FederatedError, Settings, aggregate, flower, load_state, parts_of, state_of
-from regauge.federated.aggregating import Memory
-from regauge.federated.running import Source, federated
+from regauge.federated.aggregation import Memory
+from regauge.federated.local_state import Own
+from regauge.federated.runs import Source, federated
 from regauge.federated.states import Absence, Contribution, digest_of, layout_of
-from regauge.federated.withholding import Own
 
 SETTINGS = Settings(clients=4, rounds=2, batch=16, steps=2)
 Answer = Callable[[Message, Message], Message | None]  # what becomes of a node's reply to a message
@@ -368,7 +368,7 @@ def test_a_secure_sum_is_the_mean_and_shows_nobodys_own(source: Source, tmp_path
     assert [r.contributed for r in secure.kept.history] == [(0, 1, 2, 3)] * 2
     worst = max(float((secure.kept.state[n] - plain.kept.state[n]).abs().max()) for n in plain.kept.state)
     assert 0 < worst < 1e-4
-    from regauge.federated.spying import load_seen
+    from regauge.federated.recorder import load_seen
 
     one, two = (load_seen(tmp_path / "secure", 0, c).update.tensors for c in (0, 1))
     assert all(torch.equal(one[n], two[n]) for n in one)  # all that the server has is the mean

@@ -9,11 +9,11 @@ import torch
 
 import regauge
 from picos import PICOS, build, spec_of
+from regauge.checkpoints.headers import Entry
+from regauge.core.fold import fold_lazily, fold_norms
+from regauge.core.groups import Orthogonal, OrthogonalFixingOnes, Permutation, SignedPermutation
+from regauge.core.spec import Norm, Scale, Space, Spec, check
 from regauge.errors import SpecError
-from regauge.fold import fold_lazily, fold_norms
-from regauge.groups import Orthogonal, OrthogonalFixingOnes, Permutation, SignedPermutation
-from regauge.headers import Entry
-from regauge.spec import Norm, Scale, Space, Spec, check
 from regauge.testing import outputs
 
 

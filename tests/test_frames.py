@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regauge.split.frames import (
+from regauge.split.protocol.frames import (
     BARE,
     CHUNK,
     DTYPES,

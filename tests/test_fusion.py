@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from experiments import EXPERIMENTS, clocking, ends, fusion, layers, merges, paired, pairs, rotations, theus, trying, ways
+from experiments.cells import Outcome
+from experiments.ends import Ends, NoPairsError, Pair, Ready, look
+from experiments.lab import Lab
+from experiments.models import build
+from experiments.trying import METHODS, Bench
+from experiments.ways import WAYS
 
-from regauge.action import apply
-from regauge.elementfiles import element_of, load_element, save_element
-from regauge.elements import Element, element
-from regauge.experiments import EXPERIMENTS, clocking, ends, fusion, layers, merges, paired, pairs, rotations, theus, trying, ways
-from regauge.experiments.cells import Outcome
-from regauge.experiments.ends import Ends, NoPairsError, Pair, Ready, look
-from regauge.experiments.lab import Lab
-from regauge.experiments.models import build
-from regauge.experiments.trying import METHODS, Bench
-from regauge.experiments.ways import WAYS
-from regauge.findings import Results
-from regauge.fold import fold_norms
-from regauge.members import Dense, Monomial, Soft
+from regauge.checkpoints.element_files import element_of, load_element, save_element
+from regauge.core.action import apply
+from regauge.core.element import Element, element
+from regauge.core.fold import fold_norms
+from regauge.core.members import Dense, Monomial, Soft
+from regauge.core.spec import Spec
 from regauge.merging.transport import plan
-from regauge.sources import spec_of
-from regauge.spec import Spec
+from regauge.models.resolve import spec_of
+from regauge.results.findings import Results
 
 
 @pytest.fixture(scope="module")

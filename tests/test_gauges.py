@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from picos import PICOS, build, spec_of
-from regauge.action import apply
-from regauge.elements import element
+from regauge.core.action import apply
+from regauge.core.element import element
 from regauge.errors import SpecError
 from regauge.matching import match
 from regauge.matching.costs import Costs

@@ -16,11 +16,11 @@ from regauge.attacks.membership import auc
 from regauge.attacks.passes import slopes_by, twice
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Update, UpdateError, check_update
-from regauge.gradients.clients import contribute, prepared, rehearse
-from regauge.gradients.defences import Clip, Private, clipped, names_of, plan_of
-from regauge.gradients.scoring import patches_of
-from regauge.metrics import spectral
-from regauge.split.defences import DefenceError, parts_of
+from regauge.audit.gradients.clients import contribute, prepared, rehearse
+from regauge.audit.gradients.scores import patches_of
+from regauge.defences.gradients import Clip, Private, clipped, names_of, plan_of
+from regauge.defences.split import DefenceError, parts_of
+from regauge.results.metrics import spectral
 from updates import changed, examples, pictures, psnr, sent, timm_vit, vit
 
 MODELS = {"transformers": vit, "timm": timm_vit, "timm DeiT, distilled": lambda: timm_vit("deit_small_distilled_patch16_224")}

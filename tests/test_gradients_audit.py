@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from experiments import EXPERIMENTS, Lab
 
 from regauge.attacks.membership import auc
 from regauge.attacks.updates import UpdateError
+from regauge.audit.gradients import GradientCase, audit_gradients, text_audit
+from regauge.audit.gradients.attempts import ATTACKS, QUICK, Budget, chosen, named
+from regauge.audit.gradients.engine import floors
+from regauge.audit.gradients.scores import told_labels
+from regauge.audit.split import LeakageError
+from regauge.audit.split.scores import OTHERS, mean
+from regauge.audit.split.scores import named as by_name
 from regauge.cli import main
+from regauge.data.tasks import Examples
 from regauge.errors import MissingExtraError, RegaugeError
-from regauge.experiments import EXPERIMENTS, Lab
-from regauge.findings import load_results
-from regauge.gradients import GradientCase, audit_gradients, reading
-from regauge.gradients.attacking import ATTACKS, QUICK, Budget, chosen, named
-from regauge.gradients.auditing import floors
-from regauge.gradients.scoring import told_labels
-from regauge.leakage import LeakageError
-from regauge.leakage.scoring import OTHERS, mean
-from regauge.leakage.scoring import named as by_name
-from regauge.tasks import Examples
+from regauge.results.findings import load_results
 from updates import examples, pictures, vit
 
 
@@ -152,7 +152,7 @@ def test_scores_are_of_what_they_are_named_for() -> None:
 
 
 def test_attacks_are_chosen_by_name_on_images_and_on_texts_alike() -> None:
-    for table, usual, name in ((ATTACKS, QUICK, "span"), (reading.ATTACKS, reading.ATTACKS[:1], "words")):
+    for table, usual, name in ((ATTACKS, QUICK, "span"), (text_audit.ATTACKS, text_audit.ATTACKS[:1], "words")):
         assert chosen(None, table, usual, "these") == chosen([], table, usual, "these") == tuple(usual)
         assert [a.name for a in chosen([name], table, usual, "these")] == [name]
         assert chosen(["all"], table, usual, "these") == chosen([name, "all"], table, usual, "these") == table
@@ -173,7 +173,7 @@ def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_front_measures_every_recipe_at_every_batch(tmp_path: Path) -> None:
-    from regauge.experiments.front import PICO
+    from experiments.front import PICO
 
     found = EXPERIMENTS["gradients/front"](Lab("pico", cache=tmp_path))
     (table,) = found.tables

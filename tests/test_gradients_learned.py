@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from regauge.attacks.classes import label_counts
-from regauge.attacks.layers import layers_of
 from regauge.attacks.membership import asked_layers, auc, practise, practised_membership
 from regauge.attacks.regression import features_of, learn_regression, regressed, resemblance
 from regauge.attacks.spans import span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Threat, UpdateError
-from regauge.gradients.attacking import Budget, attempt, named
-from regauge.gradients.auditing import GradientCase, row_of, shared_out
-from regauge.gradients.clients import contribute, practice, prepared, rehearse, view_of
-from regauge.gradients.defences import names_of, plan_of
-from regauge.gradients.scoring import patches_of
+from regauge.audit.gradients.attempts import Budget, attempt, named
+from regauge.audit.gradients.clients import contribute, practice, prepared, rehearse, view_of
+from regauge.audit.gradients.engine import GradientCase, row_of, shared_out
+from regauge.audit.gradients.scores import patches_of
+from regauge.defences.gradients import names_of, plan_of
+from regauge.jigsaw.layers import layers_of
 from updates import examples, psnr, vit
 
 

@@ -12,10 +12,10 @@ import torch
 from own_modules import Cifar, Mnist
 from regauge.attacks.embeddings import embedding_least_squares
 from regauge.attacks.updates import Granted, SentUpdate, UpdateError
-from regauge.checkpoint import open_checkpoint
-from regauge.gradients.clients import contribute
-from regauge.gradients.defences import plan_of
-from regauge.tasks import Examples
+from regauge.audit.gradients.clients import contribute
+from regauge.checkpoints.reader import open_checkpoint
+from regauge.data.tasks import Examples
+from regauge.defences.gradients import plan_of
 from updates import changed, psnr
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"

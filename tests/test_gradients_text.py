@@ -13,12 +13,12 @@ import transformers
 from regauge.attacks.subspaces import exact_search, span_candidates, tag, text_layers, token_membership
 from regauge.attacks.tables import words_in_places
 from regauge.attacks.updates import Granted, SentUpdate, UpdateError
+from regauge.audit.gradients.clients import contribute, prepared
+from regauge.audit.text_scores import rouge, rouge_l, scores_of
 from regauge.cli import main
-from regauge.findings import load_results
-from regauge.gradients.clients import contribute, prepared
-from regauge.gradients.defences import plan_of
-from regauge.leakage.words import rouge, rouge_l, scores_of
-from regauge.tasks import Examples
+from regauge.data.tasks import Examples
+from regauge.defences.gradients import plan_of
+from regauge.results.findings import load_results
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
 WIDE = {"vocab_size": 60, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

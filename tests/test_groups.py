@@ -10,11 +10,11 @@ import torch
 from scipy import stats
 from scipy.optimize import linear_sum_assignment
 
-from regauge.drawing import haar
-from regauge.fitting import MANY, assign
-from regauge.groups import GROUPS, KINDS, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling
-from regauge.members import LIMIT, Dense, Member, Monomial, Planes
-from regauge.streams import Stream, seed_key
+from regauge.core.fit import MANY, assign
+from regauge.core.groups import GROUPS, KINDS, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling
+from regauge.core.members import LIMIT, Dense, Member, Monomial, Planes
+from regauge.core.rng import Stream, seed_key
+from regauge.core.uniform import haar
 
 N, K = 6, 3
 EACH = pytest.mark.parametrize("group", GROUPS.values(), ids=str)

@@ -149,10 +149,10 @@ def test_imports_go_only_downwards(name: str) -> None:
 
 
 def test_an_import_upwards_is_seen() -> None:
-    assert upwards("groups", "def f():\n    from regauge.locking import lock\n") == ["line 2: regauge.locking.lock"]
-    assert upwards("groups", "from regauge import keys") == ["line 1: regauge.keys"]
-    assert upwards("groups", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from regauge.locking import lock\n") == []
-    assert upwards("locking", "from regauge.groups import Group") == []
+    assert upwards("groups", "def f():\n    from regauge.locking.lock import lock\n") == ["line 2: regauge.locking.lock.lock"]
+    assert upwards("groups", "from regauge import keys") == ["line 1: regauge.locking.keys"]
+    assert upwards("groups", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from regauge.locking.lock import lock\n") == []
+    assert upwards("locking", "from regauge.core.groups import Group") == []
 
 
 def reached(name: str) -> set[str]:

@@ -12,7 +12,7 @@ import torch
 from regauge.attacks.inversion import decoder, in_order, linked, probe, public_patches, to_images, to_patches
 from regauge.attacks.linear import ridge
 from regauge.attacks.views import PairedImages, PublicPatches
-from regauge.metrics import Lpips, MetricError, identified, mse, psnr, similarity, ssim
+from regauge.results.metrics import Lpips, MetricError, identified, mse, psnr, similarity, ssim
 
 SIDE, PATCH, CHANNELS = 16, 4, 1
 TOKENS, VALUES = (SIDE // PATCH) ** 2, CHANNELS * PATCH * PATCH

@@ -15,12 +15,12 @@ import torch
 import transformers
 
 from own_modules import Cifar, Mnist
+from regauge.data.tasks import Examples
 from regauge.jigsaw import VARIANTS, JigsawError, MaskedJigsaw, draw_puzzle, reference_weight
 from regauge.jigsaw.masks import Puzzle
 from regauge.jigsaw.metrics import evaluate, features_of, puzzles_of
-from regauge.jigsaw.places import place_of
-from regauge.jigsaw.wrapping import ramp, until
-from regauge.tasks import Examples
+from regauge.jigsaw.positions import place_of
+from regauge.jigsaw.wrapper import ramp, until
 
 HERE = Path(__file__).parent
 SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -541,8 +541,8 @@ def test_features_are_what_the_head_is_given() -> None:
 
 def test_a_score_tells_the_wrapped_model_from_the_unwrapped(tmp_path: Path) -> None:
     """Under puzzles the wrapped model is told what was shuffled; a plain one, and the same one unwrapped, are not."""
-    from regauge.experiments.lab import Lab
-    from regauge.experiments.puzzles import how, score_of, subjects_of
+    from experiments.lab import Lab
+    from experiments.puzzles import how, score_of, subjects_of
 
     lab = Lab("pico", cache=tmp_path)
     found = {letter: score_of(lab, subjects_of("pico")["vit"], how(letter, 0.5), 0).values for letter in "AJ"}
@@ -552,9 +552,9 @@ def test_a_score_tells_the_wrapped_model_from_the_unwrapped(tmp_path: Path) -> N
 
 
 def test_a_recipe_has_steps_or_epochs_and_positions_may_be_larger() -> None:
-    from regauge.experiments.models import build
-    from regauge.experiments.puzzles import subjects_of
-    from regauge.experiments.training import steps_of
+    from experiments.models import build
+    from experiments.puzzles import subjects_of
+    from experiments.training import steps_of
 
     assert steps_of({"batch": 50, "epochs": 3}, 1020) == 60
     assert steps_of({"batch": 50, "steps": 7}, 1020) == 7

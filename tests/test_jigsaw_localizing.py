@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from regauge.jigsaw import JigsawError, MaskedJigsaw
-from regauge.jigsaw.localizing import Localizer
+from regauge.jigsaw.localizer import Localizer
 
 KEPT = torch.rand(5, 16, generator=torch.Generator().manual_seed(1)) < 0.7
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 
+from regauge.data.tasks import Examples
 from regauge.jigsaw import JigsawError, MaskedJigsaw
 from regauge.jigsaw.corruptions import CORRUPTIONS, corrupt
-from regauge.jigsaw.places import place_of
-from regauge.jigsaw.reporting import corrupted
+from regauge.jigsaw.figures import corrupted
+from regauge.jigsaw.positions import place_of
 from regauge.jigsaw.robustness import answers, aupr, aurra, corruption_errors, mean_corruption_error, mean_error
 from regauge.jigsaw.studies import (
     accumulated_eigenvalues,
@@ -26,7 +27,6 @@ from regauge.jigsaw.studies import (
     study,
     table_of,
 )
-from regauge.tasks import Examples
 
 DRAW = np.random.default_rng(0)
 PLACES = np.stack(np.divmod(np.arange(30), 6), 1).astype(float)  # 5 x 6

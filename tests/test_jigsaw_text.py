@@ -11,12 +11,12 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from experiments.texts import evaluate, puzzles_of
 
-from regauge.data import DataError
-from regauge.experiments.texts import evaluate, puzzles_of
+from regauge.data.datasets import DataError
+from regauge.data.tasks import Examples
 from regauge.jigsaw import JigsawError, TextJigsaw
 from regauge.jigsaw.text import span_masks
-from regauge.tasks import Examples
 
 SIZE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 40}
 STILL: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 2, "initializer_range": 0.3}

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from regauge.core.rng import Stream, hkdf
 from regauge.errors import CheckpointError, KeyFileError, PassphraseError
-from regauge.keys import Key, generate_key, is_key_file, load_key, save_key
-from regauge.streams import Stream, hkdf
+from regauge.locking.keys import Key, generate_key, is_key_file, load_key, save_key
 
 SECRET = bytes(range(32))
 CHEAP = {"n": 16, "r": 8, "p": 1}
@@ -236,7 +236,7 @@ def test_what_a_file_may_ask_for_is_capped(tmp_path: Path, costs: dict[str, int]
 
 
 def test_too_little_memory_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regauge import keys
+    from regauge.locking import keys
 
     def none_left(*args: object) -> bytes:
         raise MemoryError

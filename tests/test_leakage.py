@@ -13,20 +13,20 @@ import transformers
 
 import picos
 from regauge.attacks.views import Served
+from regauge.audit.split import LeakageError, SplitCase, audit_split
+from regauge.audit.split.attempts import ATTACKS, Budget, Setting, attempt, patch_of, views_of
+from regauge.audit.split.engine import chance, in_unit, labels_of
+from regauge.audit.split.report import apart, findings_of, verdict_of, without_rows
+from regauge.audit.split.scores import OTHERS, Attacked, Case, Row, floors, joined, mean, named, scored, worst
+from regauge.audit.split.victims import batches_of, defences_of, is_shuffled, on_images, stand, unshuffled, without_one
 from regauge.cli import main
-from regauge.cutting import cut
-from regauge.data import Data, DataError
-from regauge.findings import load_results
-from regauge.leakage import LeakageError, SplitCase, audit_split
-from regauge.leakage.attacking import ATTACKS, Budget, Setting, attempt, patch_of, views_of
-from regauge.leakage.auditing import chance, in_unit, labels_of
-from regauge.leakage.scoring import OTHERS, Attacked, Case, Row, floors, joined, mean, named, scored, worst
-from regauge.leakage.telling import apart, findings_of, verdict_of, without_rows
-from regauge.leakage.victims import batches_of, defences_of, is_shuffled, on_images, stand, unshuffled, without_one
+from regauge.data.datasets import Data, DataError
+from regauge.data.tasks import Examples, loss_of, prepare, task_of
+from regauge.defences.split import DefenceError, LowPass, Rows
+from regauge.models.cut import cut
+from regauge.results.findings import load_results
 from regauge.split import Training
-from regauge.split.defences import DefenceError, LowPass, Rows
-from regauge.split.training import Run
-from regauge.tasks import Examples, loss_of, prepare, task_of
+from regauge.split.client.train import Run
 
 ADAMW = Training("adamw", rate=5e-3)
 
@@ -326,9 +326,9 @@ def test_a_convolution_over_single_pixels_makes_no_patches() -> None:
 
 
 def test_attacks_are_named_or_all_of_them() -> None:
-    from regauge.cli.leaking import _attacks
-    from regauge.leakage.attacking import ATTACKS
-    from regauge.leakage.reading import TEXT_ATTACKS
+    from regauge.audit.split.attempts import ATTACKS
+    from regauge.audit.split.text_audit import TEXT_ATTACKS
+    from regauge.cli.audit_split import _attacks
 
     first = ATTACKS[0].name
     assert [a.name for a in _attacks(first, False)] == [first]

@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 
+from regauge.audit.split import LeakageError, SplitCase, audit_texts
+from regauge.audit.text_scores import rouge_l, scores_of
 from regauge.cli import main
-from regauge.findings import load_results
-from regauge.leakage import LeakageError, SplitCase, audit_texts
-from regauge.leakage.words import rouge_l, scores_of
+from regauge.data.tasks import Examples
+from regauge.results.findings import load_results
 from regauge.split import Training
-from regauge.split.training import Run
-from regauge.tasks import Examples
+from regauge.split.client.train import Run
 
 SIZES = {
     "hidden_size": 32,

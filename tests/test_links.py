@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from picos import build
-from regauge.checkpoint import open_checkpoint
+from regauge.checkpoints.reader import open_checkpoint
 from regauge.cli import main
-from regauge.demo.moving import LLAMA, make
+from regauge.demo.move import LLAMA, make
 from test_cli import Run, contents, run, shard
 
 __all__ = ["run"]  # a fixture
@@ -132,9 +132,9 @@ def test_other_layouts_are_not_taken_for_the_cache(run: Run, tmp_path: Path, mod
 
 def test_what_copies_single_files_refuses_them_too(tmp_path: Path, model: Path) -> None:
     from regauge.errors import CheckpointError
-    from regauge.federated.running import save_model
+    from regauge.federated.runs import save_model
     from regauge.jigsaw import MaskedJigsaw
-    from regauge.jigsaw.saving import save_wrapped
+    from regauge.jigsaw.folder import save_wrapped
 
     (model / "preprocessor_config.json").symlink_to(tmp_path / "outside" / "secret")
     with pytest.raises(CheckpointError, match="must stay within"):

@@ -15,16 +15,18 @@ from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from picos import build
-from regauge import authorize, lockfiles, writing
-from regauge.checkpoint import open_checkpoint
-from regauge.demo.moving import GPT2, LLAMA, _shapes, make
-from regauge.edge import save_trained
+from regauge import authorize
+from regauge.checkpoints import writer
+from regauge.checkpoints.reader import open_checkpoint
+from regauge.core.rng import seed_key
+from regauge.demo.move import GPT2, LLAMA, _shapes, make
 from regauge.errors import EdgeError, TamperedModelError
-from regauge.keys import Key
-from regauge.lockfiles import bound_files, check_files, is_free, plan_lock, plan_rekey, plan_unlock, reseal, verify_files
-from regauge.locking import UNKNOWN, record_of
-from regauge.sources import spec_of
-from regauge.streams import seed_key
+from regauge.locking import lock_files
+from regauge.locking.authorize import save_trained
+from regauge.locking.keys import Key
+from regauge.locking.lock import UNKNOWN, record_of
+from regauge.locking.lock_files import bound_files, check_files, is_free, plan_lock, plan_rekey, plan_unlock, reseal, verify_files
+from regauge.models.resolve import spec_of
 from test_cli import Run, contents, run, shard
 
 __all__ = ["run"]  # a fixture
@@ -46,7 +48,7 @@ def locked(plain: Path, out: Path, group: str = "signed") -> Path:
     return out
 
 
-def job(command: str, folder: Path, out: Path) -> lockfiles.Job:
+def job(command: str, folder: Path, out: Path) -> lock_files.Job:
     opened = open_checkpoint(folder)
     match command:
         case "lock":
@@ -100,17 +102,17 @@ def test_every_tensor_is_held_to_its_check(plain: Path, tmp_path: Path) -> None:
 def test_what_is_hashed_is_what_is_written(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file that is rewritten between the hash of a piece and its write."""
     folder = locked(plain, tmp_path / "in")
-    write, entry = writing.os.write, open_checkpoint(folder).entries["model.embed_tokens.weight"]
+    write, entry = writer.os.write, open_checkpoint(folder).entries["model.embed_tokens.weight"]
     rewritten = []
 
     def slow(fd: int, data: Any) -> int:
-        if not rewritten and len(data) == min(entry.nbytes, writing._CHUNK):
+        if not rewritten and len(data) == min(entry.nbytes, writer._CHUNK):
             rewritten.append(1)
             overwrite(folder / "model.safetensors", entry.start)
         return write(fd, data)
 
     planned = job("unlock", folder, tmp_path / "out")
-    monkeypatch.setattr(writing.os, "write", slow)
+    monkeypatch.setattr(writer.os, "write", slow)
     planned.write(threads=1)
     assert rewritten
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
@@ -318,8 +320,8 @@ def test_a_live_model_of_another_class(tmp_path: Path) -> None:
     folder = locked(tmp_path / "plain", tmp_path / "in")
     model = transformers.AutoModel.from_pretrained(folder)
     checkpoint = open_checkpoint(folder)
-    lockfiles.verify_loaded(model, checkpoint, spec_of(checkpoint), KEY)
+    lock_files.verify_loaded(model, checkpoint, spec_of(checkpoint), KEY)
     with torch.no_grad():
         model.h[0].mlp.c_fc.weight[0, 0] += 1
     with pytest.raises(TamperedModelError, match="in memory is not what"):
-        lockfiles.verify_loaded(model, checkpoint, spec_of(checkpoint), KEY)
+        lock_files.verify_loaded(model, checkpoint, spec_of(checkpoint), KEY)

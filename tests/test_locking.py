@@ -16,15 +16,15 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from picos import PICOS, build, spec_of
-from regauge.action import act, apply, is_exact_on
-from regauge.elements import Element, element
+from regauge.core.action import act, apply, is_exact_on
+from regauge.core.element import Element, element
+from regauge.core.fold import fold_norms
+from regauge.core.groups import PlaneSigns
+from regauge.core.rng import Stream, seed_key
+from regauge.core.spec import Space, Spec
 from regauge.errors import ElementError, KeyFileError, LockError, SpecError, TamperedModelError, WrongKeyError
-from regauge.fold import fold_norms
-from regauge.groups import PlaneSigns
-from regauge.keys import Key
-from regauge.locking import LOCKS, Record, lock, locked_element, read_record, record_of, require_locked, require_plain, unlock
-from regauge.spec import Space, Spec
-from regauge.streams import Stream, seed_key
+from regauge.locking.keys import Key
+from regauge.locking.lock import LOCKS, Record, lock, locked_element, read_record, record_of, require_locked, require_plain, unlock
 
 KEY, OTHER = Key(seed_key(1)), Key(seed_key(2))
 
@@ -331,7 +331,7 @@ def test_signs_of_planes_move_bits(layout: Any) -> None:
 
 def test_signs_on_bits_are_signs_on_numbers() -> None:
     """The blocked path for large matrices, against the plain product."""
-    from regauge.groups import SignedPermutation
+    from regauge.core.groups import SignedPermutation
 
     spec = Spec("x", {"a": Space(300, SignedPermutation()), "b": Space(400, SignedPermutation())}, {"w": "a b*"})
     g = element(spec, 3)

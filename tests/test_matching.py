@@ -13,20 +13,20 @@ from numpy.testing import assert_allclose
 
 import picos
 from regauge import apply, element, fold_norms
-from regauge.action import State
-from regauge.elements import Element, identity
+from regauge.core.action import State
+from regauge.core.element import Element, identity
+from regauge.core.groups import GROUPS, Rotary
+from regauge.core.rng import Stream, seed_key
+from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
-from regauge.groups import GROUPS, Rotary
-from regauge.invariance import invariant_distance, invariants
 from regauge.matching import MatchError, chosen_groups, layers_of, match
 from regauge.matching.blocks import blocks
-from regauge.matching.comparing import compare
+from regauge.matching.closed_forms import overlap, plane_overlap, procrustes, rescaling, two_level
+from regauge.matching.compare import compare
 from regauge.matching.costs import Costs
-from regauge.matching.finding import Search
-from regauge.matching.forms import overlap, plane_overlap, procrustes, rescaling, two_level
+from regauge.matching.invariants import invariant_distance, invariants
 from regauge.matching.many import match_many, nearest_to_mean
-from regauge.spec import Spec
-from regauge.streams import Stream, seed_key
+from regauge.matching.search import Search
 from regauge.testing import strict_float64
 
 FOLDED = ("vit", "gpt2", "llama", "qwen3", "mixtral", "bert", "deberta-v3", "dinov2", "bart", "clip", "t5", "swin", "timm-vit", "timm-siglip")
@@ -295,7 +295,7 @@ def _end(task: object) -> None:
 
 def test_a_worker_that_the_system_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
-    monkeypatch.setattr("regauge.matching.finding._solve", _end)
+    monkeypatch.setattr("regauge.matching.search._solve", _end)
     with pytest.raises(MatchError, match="ended from outside, most likely because memory ran out"):
         match(spec, a, b, workers=2, sweeps=0)
 
@@ -311,7 +311,7 @@ def test_sweeps_may_leave_a_stream_where_tables_put_it() -> None:
 
 def test_sweeps_fit_a_stream_again_that_tables_do_not_determine(monkeypatch: pytest.MonkeyPatch) -> None:
     (spec, a), (_, b) = (fold_norms(*state_of("gpt2", seed)) for seed in (0, 1))
-    monkeypatch.setattr("regauge.matching.finding.ENOUGH", 1000)  # more than the rows of these tables
+    monkeypatch.setattr("regauge.matching.search.ENOUGH", 1000)  # more than the rows of these tables
     swept, nearest = match(spec, a, b, sweeps=3, nearest=False), match(spec, a, b, sweeps=3)
     assert swept.distance == pytest.approx(nearest.distance, rel=1e-12)
     assert swept.distance < match(spec, a, b, sweeps=0).distance

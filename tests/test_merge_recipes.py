@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from regauge.merging.layout import stacks
-from regauge.merging.reading import parse_recipe, read_recipe
+from regauge.merging.recipe_yaml import parse_recipe, read_recipe
 from regauge.merging.recipes import Align, RecipeError
 
 TIES = """\

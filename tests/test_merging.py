@@ -11,7 +11,7 @@ import torch
 
 from regauge.merging import merge, merge_tensors, methods
 from regauge.merging.methods import METHODS, MergeError
-from regauge.merging.sparsifying import DensityError
+from regauge.merging.sparsify import DensityError
 from regauge.merging.statistics import Gram
 
 BIG = (1 << 17) + 77  # more than one block

@@ -10,10 +10,10 @@ import torch
 from torch.nn import functional as F
 
 from picos import PICOS, build, spec_of
-from regauge.action import act, apply
-from regauge.elements import Element, element, identity
-from regauge.fold import fold_norms
-from regauge.members import Monomial, Soft
+from regauge.core.action import act, apply
+from regauge.core.element import Element, element, identity
+from regauge.core.fold import fold_norms
+from regauge.core.members import Monomial, Soft
 from regauge.merging import merge, merge_tensors
 from regauge.merging.methods import MergeError
 from regauge.merging.statistics import Gram, StatisticsError, activations, fisher, grams

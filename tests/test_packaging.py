@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from regauge.advisories import ADVISORIES, Advisory, vulnerable
+from regauge.cli.advisories import ADVISORIES, Advisory, vulnerable
 from regauge.errors import MissingExtraError, need
 
 ROOT = Path(__file__).parents[1]
@@ -234,7 +234,7 @@ def in_clean(clean: Path, *arguments: object) -> subprocess.CompletedProcess[str
 @pytest.mark.slow
 def test_the_wheel_in_a_clean_environment(clean: Path, tmp_path: Path) -> None:
     """The smoke test of a release, with no optional library at all."""
-    from regauge.demo.moving import LLAMA, make
+    from regauge.demo.move import LLAMA, make
 
     model, regauge = make(tmp_path / "llama", LLAMA, 0), clean / "bin" / "regauge"
     where = in_clean(clean, clean / "bin" / "python", "-c", "import regauge; print(regauge.__file__)")
@@ -278,7 +278,7 @@ def test_the_wheel_in_a_clean_environment(clean: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_missing_is_named(clean: Path, tmp_path: Path, line: str, extra: str) -> None:
-    from regauge.demo.moving import LLAMA, make
+    from regauge.demo.move import LLAMA, make
 
     make(tmp_path / "MODEL", LLAMA, 0)
     done = in_clean(clean, clean / "bin" / "regauge", *(str(tmp_path / w) if w.isupper() else w for w in line.split()))

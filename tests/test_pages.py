@@ -26,7 +26,7 @@ def test_the_page_of_families_is_as_the_specs_make_it() -> None:
 
 
 def test_every_family_is_shown() -> None:
-    from regauge.families import FAMILIES
+    from regauge.models.families import FAMILIES
 
     assert set(pages.SHOWN) == {family.name for family in FAMILIES}
     text = (DOCS / "families.md").read_text()

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from regauge import patterns
+from regauge.core import patterns
+from regauge.core.patterns import compile_pattern
 from regauge.errors import PatternError
-from regauge.families import FAMILIES
-from regauge.patterns import compile_pattern
+from regauge.models.families import FAMILIES
 
 PIECES = ("a", "b", "ab", ".", r"\.", r"\d", r"\w", r"[ab]", r"[^a]", r"[a-c.]", r"[\d_]", "0", "_", "(a|b)", "(?:ab|)", "(a(b|0)*)", "^", "$", "-")
 QUANTIFIERS = ("", "", "", "*", "+", "?", "{2}", "{1,3}", "{,2}", "{2,}", "*?")

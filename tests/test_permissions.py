@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from picos import build
+from regauge.checkpoints.files import make_folder, staged_folder, strictest_mode, write_bytes
 from regauge.cli import main
-from regauge.demo.moving import LLAMA, make
+from regauge.demo.move import LLAMA, make
 from regauge.errors import CheckpointError
-from regauge.files import make_folder, staged_folder, strictest_mode, write_bytes
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="permission bits of POSIX")
 
@@ -73,13 +73,13 @@ def _lock_reseal(i: Inputs, out: Path) -> None:
 
 def _jigsaw(i: Inputs, out: Path) -> None:
     from regauge.jigsaw import MaskedJigsaw
-    from regauge.jigsaw.saving import save_wrapped
+    from regauge.jigsaw.folder import save_wrapped
 
     save_wrapped(MaskedJigsaw(build("vit"), 0.0, variant="A"), out, i.model)
 
 
 def _federated(i: Inputs, out: Path) -> None:
-    from regauge.federated.running import save_model
+    from regauge.federated.runs import save_model
 
     out.mkdir()
     (out / "old").touch()
@@ -204,7 +204,7 @@ def test_the_umask_counts_too(inputs: Inputs, tmp_path: Path) -> None:
 
 
 def test_what_a_looser_run_has_left_is_tightened(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from regauge import writing
+    from regauge.checkpoints import writer
 
     set_modes(inputs, 0o644, 0o755)
 
@@ -212,7 +212,7 @@ def test_what_a_looser_run_has_left_is_tightened(inputs: Inputs, tmp_path: Path,
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(writing, "_finish", killed)
+        patched.setattr(writer, "_finish", killed)
         assert main(["move", str(inputs.model), "--random", "--seed", "1", "--resume", "-o", str(tmp_path / "out")]) == 130
     assert modes(tmp_path / ".out.partial")[0] >= {0o644}
     (inputs.model / "model.safetensors").chmod(0o600)

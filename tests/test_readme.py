@@ -96,7 +96,7 @@ def test_make_targets_and_extras_are_there() -> None:
 
 
 def test_facts_of_the_comparison() -> None:
-    from regauge.families import FAMILIES
+    from regauge.models.families import FAMILIES
 
     table = README[README.index("## How it compares") : README.index("## Quantised models")]
     rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| |")]
@@ -118,9 +118,9 @@ def test_the_demo_prints_what_is_shown(folder: Path, capsys: pytest.CaptureFixtu
 
 def test_the_documented_refusal_is_the_real_one() -> None:
     from picos import spec_of
-    from regauge.elements import Element, element
-    from regauge.groups import Orthogonal
-    from regauge.streams import Stream, seed_key
+    from regauge.core.element import Element, element
+    from regauge.core.groups import Orthogonal
+    from regauge.core.rng import Stream, seed_key
 
     spec = spec_of(build("gpt2"))
     turned = Orthogonal().sample(12, 1, Stream(seed_key(1), "x"))

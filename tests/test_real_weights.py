@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from regauge.checkpoint import open_checkpoint
+from regauge.checkpoints.reader import open_checkpoint
 from regauge.cli import main
 
 HERE = Path(__file__).parent

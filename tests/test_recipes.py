@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from experiments import recipes
+from experiments.defended import Client
+from experiments.lab import Lab
+from experiments.leaks import leaks
+from experiments.models import build
 
-from regauge.cutting import cut
-from regauge.experiments import recipes
-from regauge.experiments.defended import Client
-from regauge.experiments.lab import Lab
-from regauge.experiments.leaks import leaks
-from regauge.experiments.models import build
-from regauge.split.defences import ordered
+from regauge.defences.split import ordered
+from regauge.models.cut import cut
 
 
 def client(*defences: str, blocks: int = 0) -> Any:

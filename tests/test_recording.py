@@ -11,7 +11,7 @@ import picos
 from regauge import apply, element, fold_norms
 from regauge.errors import RegaugeError
 from regauge.matching import MatchError, match
-from regauge.matching.recording import RecordError, drawn, record, written
+from regauge.matching.activations import RecordError, drawn, record, written
 from regauge.testing import strict_float64
 
 

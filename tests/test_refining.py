@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from picos import PICOS, build, spec_of
-from regauge.action import act, apply, moves
-from regauge.elements import Element, element, identity
+from regauge.core.action import act, apply, moves
+from regauge.core.element import Element, element, identity
+from regauge.core.fit import assign
+from regauge.core.fold import fold_norms
+from regauge.core.groups import GROUPS, Group
+from regauge.core.members import Member, Monomial, Planes
+from regauge.core.spec import Spec
 from regauge.errors import ElementError, SpecError
-from regauge.fitting import assign
-from regauge.fold import fold_norms
-from regauge.groups import GROUPS, Group
 from regauge.matching import MatchError, tangents
-from regauge.matching.recording import written
-from regauge.matching.refining import Rates, refine
-from regauge.members import Member, Monomial, Planes
-from regauge.spec import Spec
+from regauge.matching.activations import written
+from regauge.matching.refine import Rates, refine
 from regauge.testing import symmetry_error
 
 State = dict[str, torch.Tensor]

@@ -20,9 +20,9 @@ import pytest
 
 from regauge.cli import main
 from regauge.errors import FindingsError, MissingExtraError
-from regauge.findings import Figure, Finding, Results, Table, from_json, to_json
-from regauge.report import amount, number, page, verdict
-from regauge.report.plots import panels
+from regauge.results.findings import Figure, Finding, Results, Table, from_json, to_json
+from regauge.results.report import amount, number, page, verdict
+from regauge.results.report.plots import panels
 
 GREY = [[0.0, 0.5], [1.0, 0.25]]
 FIGURES = {
@@ -85,14 +85,14 @@ def test_the_page_is_a_function_of_the_json() -> None:
 def test_another_process_with_another_matplotlibrc_gives_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(to_json(RESULTS))
     (tmp_path / "matplotlibrc").write_text("axes.labelpad: 40\ngrid.linestyle: --\nfont.family: serif\n")
-    script = "from regauge.findings import load_results as load; from regauge.report import page; open('p.html', 'w').write(page(load('r.json')))"
+    script = "from regauge.results.findings import load_results as load; from regauge.results.report import page; open('p.html', 'w').write(page(load('r.json')))"
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
     assert (tmp_path / "p.html").read_text() == page(RESULTS)
 
 
 def test_charts_leave_matplotlib_as_it_was() -> None:
     script = (
-        "import sys, matplotlib; before = matplotlib.rcParams.copy(); from regauge.findings import *; from regauge.report import page; "
+        "import sys, matplotlib; before = matplotlib.rcParams.copy(); from regauge.results.findings import *; from regauge.results.report import page; "
         "page(Results('t', figures=(Figure('f', 'lines', {'x': [1], 'y': {'a': [1]}}),))); assert matplotlib.rcParams.copy() == before; "
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
@@ -100,7 +100,7 @@ def test_charts_leave_matplotlib_as_it_was() -> None:
 
 
 def test_importing_regauge_or_its_help_loads_neither_jinja_nor_matplotlib() -> None:
-    script = "import sys, regauge.report.plots; from regauge.cli import main; main(['--help']); assert not {'jinja2', 'matplotlib'} & {*sys.modules}"
+    script = "import sys, regauge.results.report.plots; from regauge.cli import main; main(['--help']); assert not {'jinja2', 'matplotlib'} & {*sys.modules}"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 

@@ -15,11 +15,11 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from regauge import sealing
+from regauge.core.rng import seed_key
 from regauge.errors import CheckpointError, KeyFileError, LockError, RegaugeError, TamperedFileError, WrongKeyError
-from regauge.keys import Key
-from regauge.sealing import open_sealed, seal
-from regauge.streams import seed_key
+from regauge.locking import seal as sealing
+from regauge.locking.keys import Key
+from regauge.locking.seal import open_sealed, seal
 
 KEY, OTHER = Key(seed_key(1), "seal"), Key(seed_key(2), "seal")
 START = len("regauge sealed 1\n")

@@ -10,10 +10,10 @@ from regauge.attacks.features import GROUPS
 from regauge.attacks.linear import ridge
 from regauge.attacks.served import averaged, known_streams, regrouped, relinked, reused_key, unmoved
 from regauge.attacks.views import KnownStreams, PairedImages, Served
-from regauge.groups import Kind
-from regauge.members import Member
-from regauge.metrics import mse
-from regauge.streams import Stream, seed_key
+from regauge.core.groups import Kind
+from regauge.core.members import Member
+from regauge.core.rng import Stream, seed_key
+from regauge.results.metrics import mse
 from test_inversion import PATCH, TOKENS, VALUES, Embedding, pictures, shuffled
 
 EMBED = Embedding(2 * VALUES)

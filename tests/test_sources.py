@@ -10,8 +10,8 @@ import transformers as T
 import regauge
 from picos import IMAGES, LLAMA, build, config_of, gpt2
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
-from regauge.loading import drawn_anew
-from regauge.sources import spec_of
+from regauge.models.load import drawn_anew
+from regauge.models.resolve import spec_of
 from regauge.testing import assert_symmetry
 
 

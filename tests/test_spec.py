@@ -9,15 +9,15 @@ import torch
 import transformers as T
 
 from picos import build, config_of, spec_of, vit
-from regauge.action import act, apply
-from regauge.axes import parse
-from regauge.elements import element
+from regauge.checkpoints.headers import Entry
+from regauge.core.action import act, apply
+from regauge.core.axes import parse
+from regauge.core.element import element
+from regauge.core.fold import fold_norms
+from regauge.core.groups import GeneralLinear, Orthogonal, Permutation
+from regauge.core.spec import Scale, Space, Spec, check, check_spec, require, stored
 from regauge.errors import AxesError, SpecError
-from regauge.families import spec_from
-from regauge.fold import fold_norms
-from regauge.groups import GeneralLinear, Orthogonal, Permutation
-from regauge.headers import Entry
-from regauge.spec import Scale, Space, Spec, check, check_spec, require, stored
+from regauge.models.families import spec_from
 
 
 def texts(spec: Spec, state: dict) -> list[str]:
@@ -54,7 +54,7 @@ def test_a_config_that_contradicts_the_weights() -> None:
 @pytest.mark.parametrize("value", [10**12, "16", [16], {}, 16.0, -1, 0])
 def test_absurd_configs_are_refused_at_once(field: str, value: object) -> None:
     from regauge.errors import RegaugeError
-    from regauge.sources import spec_of as described
+    from regauge.models.resolve import spec_of as described
 
     model = build("llama")
     config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], field: value}

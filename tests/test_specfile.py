@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from regauge.action import apply
-from regauge.checkpoint import open_checkpoint
+from regauge.checkpoints.reader import open_checkpoint
+from regauge.checkpoints.spec_files import dump_spec, load_spec, parse_spec
 from regauge.cli import main
-from regauge.elements import Element, element
+from regauge.core.action import apply
+from regauge.core.element import Element, element
+from regauge.core.fold import fold_norms
+from regauge.core.groups import Orthogonal
+from regauge.core.spec import Spec, check
 from regauge.errors import SpecError
-from regauge.fold import fold_norms
-from regauge.groups import Orthogonal
-from regauge.spec import Spec, check
-from regauge.specfile import dump_spec, load_spec, parse_spec
 
 SPECS = Path(__file__).parent / "specs"
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"
@@ -172,7 +172,7 @@ def test_families_survive_a_spec_file() -> None:
 
 
 def test_every_field_of_a_spec_has_its_place_in_the_file() -> None:
-    from regauge.specfile import _FIELDS
+    from regauge.checkpoints.spec_files import _FIELDS
 
     assert {f.name for f in dataclasses.fields(Spec)} - {"parts"} <= set(_FIELDS)
 

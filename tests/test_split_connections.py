@@ -13,10 +13,11 @@ pytest.importorskip("grpc")
 
 import grpc
 
-from regauge.split import Host, connect, connections
-from regauge.split.certs import make_certificates
-from regauge.split.connections import SPARE_FILES, Watches, raise_open_files, server_options
-from regauge.split.network import Grpc, Server
+from regauge.split import Host, connect
+from regauge.split.protocol.certificates import make_certificates
+from regauge.split.server import connections
+from regauge.split.server.connections import SPARE_FILES, Watches, raise_open_files, server_options
+from regauge.split.server.network import Grpc, Server
 from splits import ADAMW, batch, made
 
 WATCH = "/grpc.health.v1.Health/Watch"

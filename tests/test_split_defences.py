@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from regauge.cutting import Crossing, cut
-from regauge.errors import CutError
-from regauge.split import Host, InProcess, Training, connect
-from regauge.split.defences import (
+from regauge.defences.split import (
     DEFENCES,
     BatchShuffle,
     Bottleneck,
@@ -30,6 +27,9 @@ from regauge.split.defences import (
     parts_of,
     read_defence,
 )
+from regauge.errors import CutError
+from regauge.models.cut import Crossing, cut
+from regauge.split import Host, InProcess, Training, connect
 from regauge.testing import strict_float64
 from splits import ADAMW, batch, columns, locked, made, optimizer_of, train
 

@@ -21,8 +21,8 @@ pytest.importorskip("grpc")
 
 from proxies import Proxy
 from regauge.split import Host, connect
-from regauge.split.certs import make_certificates
-from regauge.split.network import Grpc, Server
+from regauge.split.protocol.certificates import make_certificates
+from regauge.split.server.network import Grpc, Server
 from splitprocs import SECRET, Child, calm, client, ended, kept, server, trained
 from splits import ADAMW, KINDS, Faulty, columns, locked, made, optimizer_of, same, whole
 

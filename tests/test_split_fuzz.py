@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from regauge.split import TransportError
-from regauge.split.frames import BITS, CODECS, DTYPES, HEADER, NAMES, Assembler, FrameError, Kind, Limits, decode
-from regauge.split.transport import deliver
+from regauge.split.protocol.frames import BITS, CODECS, DTYPES, HEADER, NAMES, Assembler, FrameError, Kind, Limits, decode
+from regauge.split.protocol.transport import deliver
 from splitfuzz import SESSION, fitted, in_bytes, mutated, requests
 
 COUNT = int(os.environ.get("REGAUGE_SOAK", "600"))

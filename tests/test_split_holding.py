@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from regauge.split import Host, InProcess, TransportError, connect
-from regauge.split import network as module
-from regauge.split.channel import Loop
-from regauge.split.frames import Frame, FrameError, Kind, Limits, RefusedError, decode, encode
-from regauge.split.holding import Held, Holdings
-from regauge.split.journal import Folder
-from regauge.split.network import Grpc, Server
-from regauge.split.quotas import Quota, Quotas
+from regauge.split.client.journal import Folder
+from regauge.split.protocol.channel import Loop
+from regauge.split.protocol.frames import Frame, FrameError, Kind, Limits, RefusedError, decode, encode
+from regauge.split.server import network as module
+from regauge.split.server.flow_control import Held, Holdings
+from regauge.split.server.network import Grpc, Server
+from regauge.split.server.quotas import Quota, Quotas
 from splits import ADAMW, batch, made, optimizer_of, train
 
 pytest.importorskip("grpc")

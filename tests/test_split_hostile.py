@@ -18,12 +18,12 @@ from safetensors.torch import load_file, save_file
 
 from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, Training, TransportError, connect
-from regauge.split.channel import Loop
-from regauge.split.frames import BARE, HEADER, MAGIC, VERSION, Bytes, Frame, FrameError, Kind, RefusedError, checksum, decode, encode
-from regauge.split.journal import Memory
-from regauge.split.network import Grpc, Server
-from regauge.split.quotas import Quota, Quotas
-from regauge.split.transport import deliver
+from regauge.split.client.journal import Memory
+from regauge.split.protocol.channel import Loop
+from regauge.split.protocol.frames import BARE, HEADER, MAGIC, VERSION, Bytes, Frame, FrameError, Kind, RefusedError, checksum, decode, encode
+from regauge.split.protocol.transport import deliver
+from regauge.split.server.network import Grpc, Server
+from regauge.split.server.quotas import Quota, Quotas
 from splits import ADAMW, batch, made, optimizer_of, same, train
 
 pytest.importorskip("grpc")
@@ -372,7 +372,7 @@ def test_what_a_server_says_of_itself_is_printable() -> None:
 
 @pytest.mark.parametrize("told", [{"accumulate": 0}, {"accumulate": "x"}, {"rate": "1"}, {"optimizer": None}])
 def test_a_training_that_is_told_wrongly_is_refused(told: dict[str, object]) -> None:
-    from regauge.cli.clienting import _checked
+    from regauge.cli.split_client import _checked
 
     good = {"trains": True, **ADAMW.told()}
     assert _checked(good) == good
@@ -383,7 +383,7 @@ def test_a_training_that_is_told_wrongly_is_refused(told: dict[str, object]) -> 
 def test_half_a_frame_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     import grpc
 
-    from regauge.split import network
+    from regauge.split.server import network
 
     monkeypatch.setattr(network, "STALL", 0.2)
     good = b"".join(encode(Frame(Kind.STEP, 1, {"session": "a" * 32})))

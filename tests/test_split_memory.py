@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from regauge.split import Host, InProcess, Training, connect
-from regauge.split import frames as frames_module
-from regauge.split.costs import Estimator
-from regauge.split.frames import Frame, FrameError, Kind, Limits, RefusedError, decode, encode
-from regauge.split.journal import Memory
-from regauge.split.memory import Budget, BudgetError, Cost, _cgroup_memory, read_size
-from regauge.split.metrics import text_of
-from regauge.split.transport import deliver
+from regauge.split.client.journal import Memory
+from regauge.split.protocol import frames as frames_module
+from regauge.split.protocol.frames import Frame, FrameError, Kind, Limits, RefusedError, decode, encode
+from regauge.split.protocol.transport import deliver
+from regauge.split.server.costs import Estimator
+from regauge.split.server.memory import Budget, BudgetError, Cost, _cgroup_memory, read_size
+from regauge.split.server.metrics import text_of
 from splits import ADAMW, batch, made, same
 from test_cli import Run, run
 

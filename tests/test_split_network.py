@@ -16,10 +16,10 @@ pytest.importorskip("grpc")
 
 from regauge.errors import CheckpointError, KeyFileError
 from regauge.split import Host, InProcess, TransportError, connect
-from regauge.split.certs import make_certificates
-from regauge.split.channel import Tls, is_loopback
-from regauge.split.frames import HEADER, Frame, Kind, Limits, RefusedError, decode, encode
-from regauge.split.network import Grpc, Server
+from regauge.split.protocol.certificates import make_certificates
+from regauge.split.protocol.channel import Tls, is_loopback
+from regauge.split.protocol.frames import HEADER, Frame, Kind, Limits, RefusedError, decode, encode
+from regauge.split.server.network import Grpc, Server
 from splits import ADAMW, columns, locked, made, optimizer_of, same, train, whole
 
 STEPS = range(4)

@@ -10,8 +10,8 @@ import torch
 
 from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, Link, Training, TransportError, connect
-from regauge.split.frames import Frame, FrameError, Kind, RefusedError, decode, encode, marks
-from regauge.split.journal import Folder, JournalError, Memory
+from regauge.split.client.journal import Folder, JournalError, Memory
+from regauge.split.protocol.frames import Frame, FrameError, Kind, RefusedError, decode, encode, marks
 from splits import ADAMW, KINDS, Faulty, batch, columns, locked, made, optimizer_of, same, train, whole
 
 STEPS = range(8)

@@ -18,13 +18,13 @@ import torch
 
 from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, Link, Training, TransportError, connect
-from regauge.split.frames import FrameError, Kind, RefusedError, decode
-from regauge.split.health import NOT_SERVING, SERVING, UNKNOWN, asked_for
-from regauge.split.journal import Memory
-from regauge.split.learning import mean, slopes
-from regauge.split.metrics import text_of
-from regauge.split.optimizing import TrainingError
-from regauge.split.quotas import Quota, QuotaError, Quotas, read_clients, read_quota
+from regauge.split.client.journal import Memory
+from regauge.split.protocol.frames import FrameError, Kind, RefusedError, decode
+from regauge.split.server.backbone import mean, slopes
+from regauge.split.server.health import NOT_SERVING, SERVING, UNKNOWN, asked_for
+from regauge.split.server.metrics import text_of
+from regauge.split.server.optimizer_config import TrainingError
+from regauge.split.server.quotas import Quota, QuotaError, Quotas, read_clients, read_quota
 from splits import ADAMW, batch, distance, made, optimizer_of, same, train
 
 
@@ -315,7 +315,7 @@ def test_health_by_known_bytes() -> None:
 
 def test_the_health_service_is_beside_the_server() -> None:
     grpc = pytest.importorskip("grpc")
-    from regauge.split.network import Server
+    from regauge.split.server.network import Server
 
     server = Server(Host(made("gpt2")))
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -341,8 +341,8 @@ def test_health_as_the_library_asks() -> None:
 
 def test_metrics_say_what_was_done(tmp_path: Path) -> None:
     pytest.importorskip("grpc")
-    from regauge.split.metrics import Metrics
-    from regauge.split.network import Grpc, Server
+    from regauge.split.server.metrics import Metrics
+    from regauge.split.server.network import Grpc, Server
 
     mine = made("gpt2")
     host = Host(made("gpt2"), ADAMW, folder=tmp_path, every=2)
@@ -374,7 +374,7 @@ def test_metrics_say_what_was_done(tmp_path: Path) -> None:
 
 
 def test_metrics_on_a_port_that_is_taken() -> None:
-    from regauge.split.metrics import Metrics
+    from regauge.split.server.metrics import Metrics
 
     page = Metrics(Host(made("gpt2")), None)
     try:
@@ -389,7 +389,7 @@ def test_metrics_on_a_port_that_is_taken() -> None:
 def test_a_server_that_stops_finishes_what_is_under_way(tmp_path: Path) -> None:
     """The reply of a step that is being computed arrives, the checkpoint has it, and the next server goes on."""
     pytest.importorskip("grpc")
-    from regauge.split.network import Grpc, Server
+    from regauge.split.server.network import Grpc, Server
     from test_split_network import free_port
 
     port = free_port()

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("grpc")
 
 from regauge.split import Host
-from regauge.split.frames import Frame, Kind, decode, encode
+from regauge.split.protocol.frames import Frame, Kind, decode, encode
 from splitprocs import Child
 from splits import made
 
@@ -28,7 +28,7 @@ def resident(pid: int | str = "self") -> int:
 
 def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    from regauge.split.network import Server
+    from regauge.split.server.network import Server
 
     with Server(Host(made("gpt2"), sessions=4)) as server:
         pipe.send(("ready", server.port))
@@ -37,11 +37,11 @@ def _serve(pipe: Connection) -> None:
 
 def _ask(pipe: Connection, port: int, messages: int) -> None:
     """Messages over streams of ten each; every tenth message is begun, and its stream cancelled."""
-    from regauge.split.network import Grpc
+    from regauge.split.server.network import Grpc
 
     class Cancelling(Grpc):
         def cancel_in_the_middle(self, request: Any) -> None:
-            from regauge.split.channel import Loop
+            from regauge.split.protocol.channel import Loop
 
             async def work() -> None:
                 if self.stream is None or self.stream.done():

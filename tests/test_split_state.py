@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from regauge.checkpoints.tensor_files import read_tensors, write_tensors
 from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, Training, connect
-from regauge.split.frames import Frame, Kind, RefusedError, decode, encode
 from regauge.split.master_weights import MasterOptimizer, are_finite, are_usable
-from regauge.tensorfiles import read_tensors, write_tensors
+from regauge.split.protocol.frames import Frame, Kind, RefusedError, decode, encode
 from splits import ADAMW, batch, made, optimizer_of, same, train
 
 HALF = [torch.float16, torch.bfloat16]
@@ -257,15 +257,15 @@ def test_whose_gradients_went_with_anothers_step_is_answered_and_not_counted() -
 
 def test_a_revoked_client_is_cut_off_and_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     pytest.importorskip("grpc")
-    from regauge.split import clients
-    from regauge.split.certs import make_certificates
-    from regauge.split.network import Grpc, Server
+    from regauge.split.protocol.certificates import make_certificates
+    from regauge.split.server import client_list
+    from regauge.split.server.network import Grpc, Server
 
-    monkeypatch.setattr(clients, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(client_list, "POLL_SECONDS", 0.02)
     tls = make_certificates(tmp_path / "certs", clients=("ann", "bob"))
     path = tmp_path / "clients.txt"
     path.write_text("ann\nbob sessions=3\n")
-    listed = clients.ClientFile(path)
+    listed = client_list.ClientFile(path)
     host = Host(made("gpt2"), ADAMW, folder=tmp_path / "kept", every=1000)
     models = {name: made("gpt2") for name in ("ann", "bob")}
     with (
@@ -329,7 +329,7 @@ def test_a_request_that_waited_while_its_client_was_revoked_is_refused() -> None
 
 def test_a_private_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
     from regauge.errors import KeyFileError
-    from regauge.split.certs import make_certificates
+    from regauge.split.protocol.certificates import make_certificates
 
     tls = make_certificates(tmp_path)
     for name in ("server", "client"):
@@ -362,7 +362,7 @@ def test_a_handshake_does_not_change_how_the_server_trains() -> None:
 
 def test_nobody_makes_the_server_forget_anothers_ended_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise requests of that session, sent again, would be applied a second time."""
-    from regauge.split import host as module
+    from regauge.split.server import host as module
 
     monkeypatch.setattr(module, "_GONE", 4)
     host, mine = Host(made("gpt2"), ADAMW, sessions=2), made("gpt2")

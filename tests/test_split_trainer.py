@@ -62,7 +62,7 @@ def test_a_trainer_does_not_notice(tmp_path: Path, over: str) -> None:
             losses = trained(mine, tmp_path / "split")
     else:
         pytest.importorskip("grpc")
-        from regauge.split.network import Grpc, Server
+        from regauge.split.server.network import Grpc, Server
 
         with Server(host) as server, Grpc(f"127.0.0.1:{server.port}") as network, connect(mine, network, rows="batch"):
             losses = trained(mine, tmp_path / "split")

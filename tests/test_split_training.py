@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from picos import PICOS, build, config_of, spec_of
-from regauge.elements import element
+from regauge.core.element import element
 from regauge.errors import CutError, RegaugeError
 from regauge.split import Host, InProcess, Training, connect
-from regauge.split.frames import RefusedError
+from regauge.split.protocol.frames import RefusedError
 from regauge.testing import strict_float64
 from splits import ADAMW, NAMES, batch, columns, distance, locked, made, optimizer_of, same, train, whole
 

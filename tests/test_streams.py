@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from regauge.streams import Stream, hkdf, seed_key
+from regauge.core.rng import Stream, hkdf, seed_key
 
 KEY = bytes(range(32))
 

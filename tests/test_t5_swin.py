@@ -10,13 +10,13 @@ import transformers as T
 from safetensors.torch import load_file, save_file
 
 from picos import PICOS, build, config_of, spec_of
-from regauge.action import apply
-from regauge.elements import element
-from regauge.families import spec_from
-from regauge.fold import fold_norms
-from regauge.groups import Orthogonal, OrthogonalFixingOnes, Permutation
-from regauge.members import Monomial
-from regauge.spec import check
+from regauge.core.action import apply
+from regauge.core.element import element
+from regauge.core.fold import fold_norms
+from regauge.core.groups import Orthogonal, OrthogonalFixingOnes, Permutation
+from regauge.core.members import Monomial
+from regauge.core.spec import check
+from regauge.models.families import spec_from
 from regauge.testing import outputs
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from picos import IDS, build, spec_of
-from regauge.elements import Element, element
+from regauge.core.element import Element, element
+from regauge.core.groups import GROUPS
+from regauge.core.rng import Stream
 from regauge.errors import SpecError
-from regauge.groups import GROUPS
-from regauge.streams import Stream
 from regauge.testing import assert_symmetry, symmetry_error
 
 

@@ -10,10 +10,10 @@ from picos import build, gpt2
 from regauge.attacks.features import GROUPS, vocabulary
 from regauge.attacks.texts import embedded, order_told
 from regauge.attacks.views import EmbeddedText, HiddenStates, Served
-from regauge.cutting import cut
-from regauge.groups import Kind
-from regauge.split.defences import Draw, Rows
-from regauge.streams import Stream, seed_key
+from regauge.core.groups import Kind
+from regauge.core.rng import Stream, seed_key
+from regauge.defences.split import Draw, Rows
+from regauge.models.cut import cut
 
 TEXT = torch.tensor([[3, 17, 17, 5, 29, 8, 11, 3]])
 KINDS: list[Kind | None] = [None, "permutation", "signed", "orthogonal"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from regauge.data import DataError
-from regauge.tokenizing import decode, encode, marks
+from regauge.data.datasets import DataError
+from regauge.data.tokenizers import decode, encode, marks
 from test_barriers import WORDS, words
 
 

@@ -17,14 +17,14 @@ import transformers
 import federations as fed
 import hostile
 import picos
-from regauge.checkpoint import open_checkpoint
+from regauge.checkpoints.reader import open_checkpoint
 from regauge.cli import main
-from regauge.data import DataError
+from regauge.data.datasets import DataError
+from regauge.data.tokenizers import encode, open_tokenizer
 from regauge.errors import CheckpointError, CustomCodeError, RegaugeError, UnknownModelError
-from regauge.loading import build_timm, load_empty, load_model
-from regauge.sources import spec_of
-from regauge.tokenizing import encode, open_tokenizer
-from regauge.trust import code_disabled, library_class, without_code
+from regauge.models.load import build_timm, load_empty, load_model
+from regauge.models.resolve import spec_of
+from regauge.models.trust import code_disabled, library_class, without_code
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ["--data", "digits", "--mean", "0.3", "--std", "0.38"]

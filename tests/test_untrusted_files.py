@@ -13,15 +13,15 @@ from safetensors.torch import save_file
 from soak.harness import Counter
 
 from picos import build
-from regauge.adapted import open_adapted
-from regauge.checkpoint import open_checkpoint
+from regauge.checkpoints.adapted import open_adapted
+from regauge.checkpoints.reader import open_checkpoint
+from regauge.checkpoints.spec_files import load_spec, parse_spec
+from regauge.core.spec import Spec, check
 from regauge.errors import CheckpointError, RegaugeError, SpecError
-from regauge.findings import from_json
-from regauge.loading import load_model
-from regauge.merging.reading import parse_recipe, read_recipe
-from regauge.sources import spec_of
-from regauge.spec import Spec, check
-from regauge.specfile import load_spec, parse_spec
+from regauge.merging.recipe_yaml import parse_recipe, read_recipe
+from regauge.models.load import load_model
+from regauge.models.resolve import spec_of
+from regauge.results.findings import from_json
 
 HEAD = 'regauge = 1\nfamily = "own"\n[spaces]\ns = { size = 2, group = "permutation" }\n'
 
@@ -164,7 +164,7 @@ def test_short_texts_that_stand_for_long_ones_are_rejected() -> None:
 
 
 def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> None:
-    from regauge.split.journal import Folder
+    from regauge.split.client.journal import Folder
 
     deep = "[" * 500 + "]" * 500
     folder = saved(tmp_path / "model", "gpt2")
@@ -185,7 +185,7 @@ def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> 
 def test_a_panic_of_the_tokenizers_library_is_an_error(tmp_path: Path) -> None:
     from soak.files import tokenizer
 
-    from regauge.tokenizing import encode, marks
+    from regauge.data.tokenizers import encode, marks
 
     tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
@@ -199,8 +199,8 @@ def test_a_panic_of_the_tokenizers_library_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_federated_run_without_settings(tmp_path: Path) -> None:
-    from regauge.federated.keeping import about_of, begin
     from regauge.federated.settings import Settings
+    from regauge.federated.state_store import about_of, begin
 
     begin(tmp_path / "run", Settings(clients=2, rounds=1), "0" * 64, {})
     path = tmp_path / "run" / "run.json"
@@ -213,8 +213,8 @@ def test_a_federated_run_without_settings(tmp_path: Path) -> None:
 
 
 def test_a_key_file_whose_id_is_no_text(tmp_path: Path) -> None:
-    from regauge.keys import Key, load_key, save_key
-    from regauge.streams import seed_key
+    from regauge.core.rng import seed_key
+    from regauge.locking.keys import Key, load_key, save_key
 
     save_key(Key(seed_key(1)), tmp_path / "key", None)
     good = json.loads((tmp_path / "key").read_text())

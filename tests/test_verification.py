@@ -11,14 +11,14 @@ import transformers as T
 
 from picos import PICOS, build, config_of, spec_of, vit
 from regauge import verify
-from regauge.cutting import cut
-from regauge.elements import element
+from regauge.core.element import element
 from regauge.errors import CutError, RegaugeError, SpecError
-from regauge.families import family_of
-from regauge.families.pieces import Config, Names
-from regauge.findings import Finding
-from regauge.guarding import PERMUTED
-from regauge.permuting import Permuted
+from regauge.locking.optimizer_guard import PERMUTED
+from regauge.locking.permuted import Permuted
+from regauge.models.cut import cut
+from regauge.models.families import family_of
+from regauge.models.families.pieces import Config, Names
+from regauge.results.findings import Finding
 from regauge.verification import _settled
 from regauge.verification.checks import MARGIN, _Found, _measured, _worse, moved_copy, prepare
 from regauge.verification.faults import first_fault

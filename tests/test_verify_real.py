@@ -10,9 +10,9 @@ import torch
 
 from own_modules import Characters, Cifar, Mnist
 from regauge import open_checkpoint, verify
+from regauge.checkpoints.spec_files import load_spec
 from regauge.cli import main
-from regauge.findings import load_results
-from regauge.specfile import load_spec
+from regauge.results.findings import load_results
 from test_real_weights import ASSETS, FETCHED
 from test_specfile import SPECS, data, needs_assets
 

@@ -10,16 +10,16 @@ import torch
 
 import federations as fed
 from regauge.errors import CheckpointError
-from regauge.federated import InProcess, Settings, keeping, parts_of, run, state_of
-from regauge.federated.running import Source, federated
-from regauge.federated.withholding import Own, withheld
-from regauge.findings import load_results
+from regauge.federated import InProcess, Settings, parts_of, run, state_of, state_store
+from regauge.federated.local_state import Own, withheld
+from regauge.federated.runs import Source, federated
+from regauge.results.findings import load_results
 
 SETTINGS = Settings(clients=3, rounds=3, batch=8, rate=0.1, defences=("withhold=embedding",))
 NAME = "vit.embeddings.position_embeddings"
 
 
-def ran(own: Own, settings: Settings = SETTINGS, folder: Path | None = None, **more: object) -> keeping.Kept:
+def ran(own: Own, settings: Settings = SETTINGS, folder: Path | None = None, **more: object) -> state_store.Kept:
     model = fed.vit()
     return run(InProcess(model, parts_of(fed.bars(), settings), settings, own), state_of(model), settings, folder=folder, **more)  # type: ignore[arg-type]
 

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from regauge.attacks.updates import Granted, SentUpdate, Update
-from regauge.gradients.clients import Truth, contribute, prepared
-from regauge.gradients.defences import plan_of
-from regauge.tasks import Examples
+from regauge.audit.gradients.clients import Truth, contribute, prepared
+from regauge.data.tasks import Examples
+from regauge.defences.gradients import plan_of
 
 
 def vit(seed: int = 0, **more: Any) -> Any:

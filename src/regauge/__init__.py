@@ -9,84 +9,84 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regauge.action import act as act
-    from regauge.action import apply as apply
-    from regauge.adapters import move_adapter as move_adapter
-    from regauge.axes import dual as dual
-    from regauge.axes import parse as parse
-    from regauge.checkpoint import open_checkpoint as open_checkpoint
-    from regauge.cutting import cut as cut
-    from regauge.discovery import discover as discover
-    from regauge.edge import authorize as authorize
-    from regauge.edge import deauthorize as deauthorize
-    from regauge.elementfiles import load_element as load_element
-    from regauge.elementfiles import save_element as save_element
-    from regauge.elements import Element as Element
-    from regauge.elements import element as element
-    from regauge.elements import identity as identity
+    from regauge.checkpoints.adapters import move_adapter as move_adapter
+    from regauge.checkpoints.element_files import load_element as load_element
+    from regauge.checkpoints.element_files import save_element as save_element
+    from regauge.checkpoints.reader import open_checkpoint as open_checkpoint
+    from regauge.checkpoints.spec_files import load_spec as load_spec
+    from regauge.core.action import act as act
+    from regauge.core.action import apply as apply
+    from regauge.core.axes import dual as dual
+    from regauge.core.axes import parse as parse
+    from regauge.core.element import Element as Element
+    from regauge.core.element import element as element
+    from regauge.core.element import identity as identity
+    from regauge.core.fold import fold_norms as fold_norms
+    from regauge.core.live import apply_ as apply_
+    from regauge.core.spec import Space as Space
+    from regauge.core.spec import Spec as Spec
+    from regauge.core.spec import check as check
     from regauge.errors import RegaugeError as RegaugeError
-    from regauge.fold import fold_norms as fold_norms
-    from regauge.invariance import invariants as invariants
-    from regauge.keys import Key as Key
-    from regauge.keys import generate_key as generate_key
-    from regauge.keys import load_key as load_key
-    from regauge.keys import save_key as save_key
-    from regauge.live import apply_ as apply_
-    from regauge.loading import load_model as load_model
-    from regauge.locking import lock as lock
-    from regauge.locking import unlock as unlock
+    from regauge.locking.authorize import authorize as authorize
+    from regauge.locking.authorize import deauthorize as deauthorize
+    from regauge.locking.keys import Key as Key
+    from regauge.locking.keys import generate_key as generate_key
+    from regauge.locking.keys import load_key as load_key
+    from regauge.locking.keys import save_key as save_key
+    from regauge.locking.lock import lock as lock
+    from regauge.locking.lock import unlock as unlock
+    from regauge.locking.permuted import Permuted as Permuted
+    from regauge.locking.seal import open_sealed as open_sealed
+    from regauge.locking.seal import seal as seal
     from regauge.matching import match as match
+    from regauge.matching.invariants import invariants as invariants
     from regauge.merging import merge as merge
-    from regauge.permuting import Permuted as Permuted
-    from regauge.sealing import open_sealed as open_sealed
-    from regauge.sealing import seal as seal
-    from regauge.sources import spec_of as spec_of
-    from regauge.spec import Space as Space
-    from regauge.spec import Spec as Spec
-    from regauge.spec import check as check
-    from regauge.specfile import load_spec as load_spec
+    from regauge.models.cut import cut as cut
+    from regauge.models.discovery import discover as discover
+    from regauge.models.load import load_model as load_model
+    from regauge.models.resolve import spec_of as spec_of
     from regauge.verification import verify as verify
 
 __version__ = "0.1.0"
 
 # name -> the module it lives in. A test holds this table, the imports above and `__all__` together.
 _HOME = {
-    "Element": "elements",
-    "Key": "keys",
-    "Permuted": "permuting",
+    "Element": "core.element",
+    "Key": "locking.keys",
+    "Permuted": "locking.permuted",
     "RegaugeError": "errors",
-    "Space": "spec",
-    "Spec": "spec",
-    "act": "action",
-    "apply": "action",
-    "apply_": "live",
-    "authorize": "edge",
-    "check": "spec",
-    "cut": "cutting",
-    "deauthorize": "edge",
-    "discover": "discovery",
-    "dual": "axes",
-    "element": "elements",
-    "fold_norms": "fold",
-    "generate_key": "keys",
-    "identity": "elements",
-    "invariants": "invariance",
-    "load_element": "elementfiles",
-    "load_key": "keys",
-    "load_model": "loading",
-    "load_spec": "specfile",
-    "lock": "locking",
+    "Space": "core.spec",
+    "Spec": "core.spec",
+    "act": "core.action",
+    "apply": "core.action",
+    "apply_": "core.live",
+    "authorize": "locking.authorize",
+    "check": "core.spec",
+    "cut": "models.cut",
+    "deauthorize": "locking.authorize",
+    "discover": "models.discovery",
+    "dual": "core.axes",
+    "element": "core.element",
+    "fold_norms": "core.fold",
+    "generate_key": "locking.keys",
+    "identity": "core.element",
+    "invariants": "matching.invariants",
+    "load_element": "checkpoints.element_files",
+    "load_key": "locking.keys",
+    "load_model": "models.load",
+    "load_spec": "checkpoints.spec_files",
+    "lock": "locking.lock",
     "match": "matching",
     "merge": "merging",
-    "move_adapter": "adapters",
-    "open_checkpoint": "checkpoint",
-    "open_sealed": "sealing",
-    "parse": "axes",
-    "save_element": "elementfiles",
-    "save_key": "keys",
-    "seal": "sealing",
-    "spec_of": "sources",
-    "unlock": "locking",
+    "move_adapter": "checkpoints.adapters",
+    "open_checkpoint": "checkpoints.reader",
+    "open_sealed": "locking.seal",
+    "parse": "core.axes",
+    "save_element": "checkpoints.element_files",
+    "save_key": "locking.keys",
+    "seal": "locking.seal",
+    "spec_of": "models.resolve",
+    "unlock": "locking.lock",
     "verify": "verification",
 }
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from regauge.action import act, apply
-from regauge.axes import parse
-from regauge.elements import Element
+from regauge.core.action import act, apply
+from regauge.core.axes import parse
+from regauge.core.element import Element
+from regauge.core.spec import Spec
 from regauge.errors import SpecError
-from regauge.spec import Spec
 
 # Largest |difference| of the outputs, relative to their largest absolute value (and at least 1), that rounding alone explains.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}

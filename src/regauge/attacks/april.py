@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from regauge.attacks.embeddings import Solved, as_image
-from regauge.attacks.layers import inner_of, layers_of, readers_of
 from regauge.attacks.updates import SentUpdate, UpdateError
+from regauge.jigsaw.layers import inner_of, layers_of, readers_of
 
 Tensor = torch.Tensor
 MARK = "_regauge_april"
@@ -30,7 +30,7 @@ def _attend_then_feed(block: Any, hidden_states: Tensor, *args: Any, **kwargs: A
 
 def april_model(model: torch.nn.Module) -> torch.nn.Module:
     """A copy of a ViT (transformers, timm) whose first block is the one that APRIL's closed form is for. Its weights are the same."""
-    from regauge.cutting import cut
+    from regauge.models.cut import cut
 
     found = copy.deepcopy(model)
     inner, _ = inner_of(found)

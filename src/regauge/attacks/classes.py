@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from regauge.attacks.layers import head_of
 from regauge.attacks.updates import SentUpdate
+from regauge.jigsaw.layers import head_of
 
 Tensor = torch.Tensor
 

@@ -16,10 +16,10 @@ import torch
 
 from regauge.attacks.classes import label_counts, labels_from
 from regauge.attacks.embeddings import silent_rows
-from regauge.attacks.layers import layers_of
 from regauge.attacks.passes import slopes_by, twice
 from regauge.attacks.updates import SentUpdate, UpdateError
-from regauge.jigsaw.wrapping import MaskedJigsaw
+from regauge.jigsaw.layers import layers_of
+from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
 Objective = Literal["euclidean", "cosine", "layers", "april"]
@@ -214,7 +214,7 @@ def _labels(view: SentUpdate, batch: int) -> Tensor:
 
 
 def _classes(view: SentUpdate) -> int:
-    from regauge.attacks.layers import head_of
+    from regauge.jigsaw.layers import head_of
 
     return int(view.model.get_parameter(head_of(view.model)[0]).shape[0])
 

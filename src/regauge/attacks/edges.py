@@ -17,13 +17,13 @@ import numpy as np
 from regauge.attacks.products import Pairs
 from regauge.attacks.views import Locked
 from regauge.attacks.weights import Guess
-from regauge.elements import Element
-from regauge.fitting import assign
-from regauge.groups import Permutation
+from regauge.core.element import Element
+from regauge.core.fit import assign
+from regauge.core.groups import Permutation
+from regauge.core.members import Member, Monomial
+from regauge.core.rng import Floats, Ints
+from regauge.core.spec import Spec
 from regauge.matching.costs import Costs
-from regauge.members import Member, Monomial
-from regauge.spec import Spec
-from regauge.streams import Floats, Ints
 
 # How much pairs of matrices, pairs of vectors, and biases against the head's mean count: r / (1 - r^2), as expected.
 MATRIX, VECTOR, BIAS = 0.5, 0.6, 2.0

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from regauge.attacks.inversion import to_images, to_patches
-from regauge.attacks.layers import Layers, layers_of
 from regauge.attacks.updates import Rehearsal, SentUpdate, UpdateError
-from regauge.jigsaw.wrapping import MaskedJigsaw
+from regauge.jigsaw.layers import Layers, layers_of
+from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
 SILENT = 1e-9  # of the largest row: a row of gradients as small as this was not used

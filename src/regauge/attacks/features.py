@@ -7,10 +7,10 @@ import torch
 
 from regauge.attacks.products import eigenbasis, rearranged, signature, signs
 from regauge.attacks.views import HiddenStates, KnownInputs, SeenFeatures
-from regauge.fitting import assign
-from regauge.groups import Group, Kind, Orthogonal, Permutation, SignedPermutation
-from regauge.members import Dense, Member, Monomial
-from regauge.streams import Floats
+from regauge.core.fit import assign
+from regauge.core.groups import Group, Kind, Orthogonal, Permutation, SignedPermutation
+from regauge.core.members import Dense, Member, Monomial
+from regauge.core.rng import Floats
 
 GROUPS: dict[Kind, Group] = {"permutation": Permutation(), "signed": SignedPermutation(), "orthogonal": Orthogonal(), "full": Orthogonal()}
 

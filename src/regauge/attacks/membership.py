@@ -15,9 +15,9 @@ import torch
 from torch.func import functional_call
 
 from regauge.attacks.inversion import to_patches
-from regauge.attacks.layers import Layers, Readers, inner_of, layers_of, readers_of
 from regauge.attacks.spans import candidates_at
 from regauge.attacks.updates import Rehearsal, SentUpdate, UpdateError
+from regauge.jigsaw.layers import Layers, Readers, inner_of, layers_of, readers_of
 
 Tensor = torch.Tensor
 LEVELS = (1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4, 1e-2)  # of the largest second moment: what counts as noise

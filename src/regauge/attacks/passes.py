@@ -11,9 +11,9 @@ import torch
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regauge.attacks.layers import inner_of, layers_of
 from regauge.attacks.updates import SentUpdate
-from regauge.jigsaw.wrapping import MaskedJigsaw
+from regauge.jigsaw.layers import inner_of, layers_of
+from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
 Slopes = Callable[[Tensor, Tensor], dict[str, Tensor]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from regauge.elements import identity
-from regauge.fitting import assign, polar
-from regauge.groups import Permutation
+from regauge.core.element import identity
+from regauge.core.fit import assign, polar
+from regauge.core.groups import Permutation
+from regauge.core.rng import Floats, Ints
 from regauge.matching.costs import Costs
-from regauge.streams import Floats, Ints
 
 Pairs = list[tuple[Floats, Floats]]
 

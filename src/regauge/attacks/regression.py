@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from regauge.attacks.inversion import to_patches
-from regauge.attacks.layers import layers_of
 from regauge.attacks.updates import Rehearsal, SentUpdate, UpdateError
+from regauge.jigsaw.layers import layers_of
 
 Tensor = torch.Tensor
 PENALTIES = tuple(10.0**n for n in range(-2, 4))

@@ -15,10 +15,10 @@ from scipy.optimize import linear_sum_assignment
 from regauge.attacks.features import GROUPS, known_inputs, seen_features
 from regauge.attacks.inversion import place_scores
 from regauge.attacks.views import KnownInputs, KnownStreams, PairedImages, SeenFeatures, Served
-from regauge.fitting import assign
-from regauge.groups import Kind, Orthogonal
-from regauge.members import Member, Monomial
-from regauge.streams import Floats
+from regauge.core.fit import assign
+from regauge.core.groups import Kind, Orthogonal
+from regauge.core.members import Member, Monomial
+from regauge.core.rng import Floats
 
 Tensor = torch.Tensor
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from regauge.attacks.embeddings import position_slopes, silent_rows
-from regauge.attacks.layers import Layers, Readers, layers_of, readers_of
 from regauge.attacks.updates import SentUpdate, UpdateError
-from regauge.jigsaw.wrapping import MaskedJigsaw
+from regauge.jigsaw.layers import Layers, Readers, layers_of, readers_of
+from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
 GAP = 1e-7  # of the largest singular value, in float32: below it there is rounding

@@ -13,9 +13,9 @@ import torch
 
 from regauge.attacks.features import GROUPS
 from regauge.attacks.views import EmbeddedText, PairedTexts, Served
-from regauge.cutting import cut
-from regauge.fitting import assign
-from regauge.groups import Orthogonal, SignedPermutation
+from regauge.core.fit import assign
+from regauge.core.groups import Orthogonal, SignedPermutation
+from regauge.models.cut import cut
 
 Tensor = torch.Tensor
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from regauge.attacks.views import WithLabels
-from regauge.cutting import Crossing, Route, cut
-from regauge.members import Monomial
-from regauge.tasks import Examples, logits_of, loss_of
+from regauge.core.members import Monomial
+from regauge.data.tasks import Examples, logits_of, loss_of
+from regauge.models.cut import Crossing, Route, cut
 
 Tensor = torch.Tensor
 

@@ -2,7 +2,7 @@
 
     view = SentUpdate(model, update, (3, 224, 224), Granted(batch=1))
 
-An attack is given a `SentUpdate` and nothing else; the images, labels and draws that made the update are the client's (`regauge.gradients.clients`),
+An attack is given a `SentUpdate` and nothing else; the images, labels and draws that made the update are the client's (`regauge.audit.gradients.clients`),
 and whether a guess was right is said elsewhere.
 """
 

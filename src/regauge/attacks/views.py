@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from regauge.action import State
-from regauge.groups import Kind
-from regauge.spec import Spec
+from regauge.core.action import State
+from regauge.core.groups import Kind
+from regauge.core.spec import Spec
 
 if TYPE_CHECKING:
     import torch
 
-    from regauge.tasks import Examples
+    from regauge.data.tasks import Examples
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +161,7 @@ class PublicPatches:
 
 def part_of(spec: Spec, part: str) -> Spec:
     """The spec of one part alone, and the spaces that live in it."""
-    from regauge import axes as ax
+    from regauge.core import axes as ax
 
     tensors = {name: text for name, text in spec.tensors.items() if spec.parts.get(name) == part}
     spaces = set().union(*(ax.spaces(text) for text in tensors.values())) if tensors else set()

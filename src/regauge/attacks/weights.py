@@ -13,18 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from regauge.action import State, apply
 from regauge.attacks.products import Pairs, eigenbasis, products, rearranged, signature, signs
 from regauge.attacks.views import WithBase, WithCandidates, only, part_of
-from regauge.elements import Element, identity
-from regauge.fitting import Pair, assign
-from regauge.groups import Group, Kind, Orthogonal, OrthogonalFixingOnes, SignedPermutation
-from regauge.invariance import invariant_distance, invariants
+from regauge.core.action import State, apply
+from regauge.core.element import Element, identity
+from regauge.core.fit import Pair, assign
+from regauge.core.groups import Group, Kind, Orthogonal, OrthogonalFixingOnes, SignedPermutation
+from regauge.core.members import Dense, Member, Monomial
+from regauge.core.rng import Floats
+from regauge.core.spec import Spec
 from regauge.matching import match
 from regauge.matching.costs import Costs
-from regauge.members import Dense, Member, Monomial
-from regauge.spec import Spec
-from regauge.streams import Floats
+from regauge.matching.invariants import invariant_distance, invariants
 
 
 @dataclass(frozen=True, eq=False)

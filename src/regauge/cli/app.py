@@ -46,7 +46,7 @@ _COMMANDS = {  # the name, and where its function is: what is not asked for is n
     "reproduce": "reproduce:reproduce",
     "report": "report:report",
 }
-_GROUPS = {"audit": "audit:app", "jigsaw": "jigsaw:app", "split": "split:app"}
+_GROUPS = {"audit": "audit_lock:app", "jigsaw": "jigsaw:app", "split": "split:app"}
 
 
 def _bare(found: list[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from regauge.cli.console import say, step_bar
 from regauge.cli.run import check_outputs, deliver, facts_of_run, mark, set_threads
 
 if TYPE_CHECKING:
-    from regauge.findings import Results
+    from regauge.results.findings import Results
 
 
 def barrier(
@@ -53,12 +53,12 @@ def barrier(
         raise typer.BadParameter("--self-written says how to match, and there is nothing to match")
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
 
-    from regauge.barriers import require_joined
-    from regauge.checkpoint import open_checkpoint
-    from regauge.connectivity import connect, matcher, watcher
-    from regauge.elementfiles import load_element
-    from regauge.loading import load_empty, load_model
-    from regauge.matching.recording import written
+    from regauge.checkpoints.element_files import load_element
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.matching.activations import written
+    from regauge.matching.barriers import require_joined
+    from regauge.matching.connectivity import connect, matcher, watcher
+    from regauge.models.load import load_empty, load_model
 
     set_threads(threads)
     checkpoints = [open_checkpoint(source) for source in (a, b)]
@@ -105,7 +105,7 @@ def barrier(
 
 def text_of(results: Results) -> str:
     """Results as a terminal shows them: a line for each path, and what was checked."""
-    from regauge.facts import columns
+    from regauge.models.summary import columns
 
     (table,) = results.tables
     rows = [table.columns, *(tuple("" if c is None else c if isinstance(c, str) else f"{c:.4f}" for c in row) for row in table.rows)]

@@ -72,7 +72,7 @@ def fail(error: RegaugeError) -> None:
 @contextmanager
 def writing_to(out: Path, what: str) -> Iterator[Any]:
     """A progress bar for the writing of an output. An interrupt is told with what became of it."""
-    from regauge.planning import is_taken
+    from regauge.checkpoints.plan import is_taken
 
     try:
         with progress_bar(escaped(f"{what} to {out.name}")) as progress:

@@ -22,10 +22,10 @@ def convert(
     verbose: options.Verbose = 0,
 ) -> int:
     """Write a pickled checkpoint as safetensors. Pickles are read without running code; tied tensors are stored once."""
-    from regauge.converting import open_pickles, plan_conversion
-    from regauge.files import amount
-    from regauge.planning import check_target
-    from regauge.writing import write_plan
+    from regauge.checkpoints.convert import open_pickles, plan_conversion
+    from regauge.checkpoints.files import amount
+    from regauge.checkpoints.plan import check_target
+    from regauge.checkpoints.writer import write_plan
 
     check_target(out, source)
     pickles = open_pickles(source)

@@ -24,12 +24,12 @@ def demo(
     verbose: options.Verbose = 0,
 ) -> int:
     """Show what regauge does: move small models, train one plainly and permuted, verify it, write a page. Nothing is downloaded."""
+    from regauge.checkpoints.files import write_bytes, writing
+    from regauge.checkpoints.plan import check_new
     from regauge.cli.run import FAILED, facts_of_run
     from regauge.demo import run
     from regauge.errors import need
-    from regauge.files import write_bytes, writing
-    from regauge.findings import to_json
-    from regauge.planning import check_new
+    from regauge.results.findings import to_json
 
     started = time.monotonic()
     for library in ("jinja2", "matplotlib", "transformers", "sklearn"):
@@ -40,7 +40,7 @@ def demo(
             out.mkdir(exist_ok=True)
     results = run(say if json else data, step_bar, out, seed)
     results = replace(results, facts={**facts_of_run(), **results.facts, "seconds": round(time.monotonic() - started, 1)})
-    from regauge.report import page
+    from regauge.results.report import page
 
     write_bytes(report, page(results).encode())
     if json:

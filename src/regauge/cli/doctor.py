@@ -13,8 +13,8 @@ from typing import Annotated, Any
 
 import typer
 
-from regauge.advisories import Vulnerable, installed_version, normalized, satisfies, vulnerable
 from regauge.cli import options
+from regauge.cli.advisories import Vulnerable, installed_version, normalized, satisfies, vulnerable
 from regauge.cli.console import data, data_json
 
 VERSION = 1
@@ -75,7 +75,7 @@ def doctor(
 def facts(load: bool = False) -> dict[str, Any]:
     """All that doctor tells."""
     from regauge import __version__
-    from regauge.environment import default_cache
+    from regauge.checkpoints.environment import default_cache
 
     needs = {extra: [_library(*pair, load) for pair in pairs] for extra, pairs in requirements().items()}
     always = needs.pop("", [])
@@ -186,8 +186,8 @@ def _is_writable(path: Any) -> bool:
 
 def text_of(found: dict[str, Any]) -> str:
     """Facts as a terminal shows them."""
-    from regauge.facts import columns
-    from regauge.files import amount
+    from regauge.checkpoints.files import amount
+    from regauge.models.summary import columns
 
     lines = [f"regauge {found['regauge']}, python {found['python']}, {found['platform']}"]
     torch = found["torch"]

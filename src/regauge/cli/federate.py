@@ -15,8 +15,8 @@ from regauge.cli.console import say, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
-    from regauge.federated.keeping import Round
-    from regauge.federated.running import Found
+    from regauge.federated.runs import Found
+    from regauge.federated.state_store import Round
 
 
 class Strategy(StrEnum):
@@ -139,7 +139,7 @@ def federate(
         raise typer.BadParameter("the results of a deployment are on the SuperLink's machine, in the run's folder", param_hint="--json")
 
     from regauge.federated.defences import read_defences
-    from regauge.federated.running import Source
+    from regauge.federated.runs import Source
     from regauge.federated.settings import Settings
 
     set_threads(threads)
@@ -176,7 +176,7 @@ def federate(
 
 
 def _here(engine: EngineName, source: Any, settings: Any, out: Path, **more: Any) -> Found:
-    from regauge.federated.running import federated
+    from regauge.federated.runs import federated
 
     if engine is EngineName.simulation:
         from regauge.federated.flower import simulate as federated
@@ -195,7 +195,7 @@ def _deployed(source: Any, settings: Any, out: Path, superlink: str, authority: 
     import tempfile
 
     from regauge.errors import RegaugeError
-    from regauge.federated import deploying
+    from regauge.federated import deployment as deploying
 
     if not authority.is_file():
         raise typer.BadParameter(f"there is no {authority}", param_hint="--authority")

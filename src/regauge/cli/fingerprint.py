@@ -9,7 +9,7 @@ from regauge.cli.console import data, data_json
 def fingerprint(model: options.Model, spec: options.SpecFile = None, json: options.Json = False, verbose: options.Verbose = 0) -> int:
     """Show what no element changes: a moved or locked model has the fingerprint of the plain one, a retrained one has not."""
     from regauge.cli.model import open_model, require_fit
-    from regauge.fingerprints import fingerprint as take
+    from regauge.matching.fingerprint import fingerprint as take
 
     checkpoint, described = open_model(model, spec)
     require_fit(checkpoint, described)

@@ -10,8 +10,8 @@ from regauge.cli import options
 from regauge.cli.console import data, data_json
 
 if TYPE_CHECKING:
-    from regauge.discovery import Discovery
-    from regauge.spec import Spec
+    from regauge.core.spec import Spec
+    from regauge.models.discovery import Discovery
 
 Discover = Annotated[bool, typer.Option("--discover", help="Read the symmetry off the model's graph, even where a family is known.")]
 Explain = Annotated[
@@ -30,11 +30,11 @@ def inspect(
 ) -> int:
     """Show a model's symmetry: its parts, its spaces with their groups, what holds, what does not and why."""
     from regauge.cli.model import discovered, faults_of, open_model, require_fit
-    from regauge.facts import facts_of, rows_of_tensors, text_of
+    from regauge.models.summary import facts_of, rows_of_tensors, text_of
 
     found: Discovery | None = None
     if discover or explain is not None:
-        from regauge.checkpoint import open_checkpoint
+        from regauge.checkpoints.reader import open_checkpoint
 
         checkpoint = open_checkpoint(model)
         found = discovered(checkpoint)

@@ -20,7 +20,7 @@ from regauge.cli.console import data_json, say, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
-    from regauge.findings import Results
+    from regauge.results.findings import Results
 
 VERSION = 1
 
@@ -103,15 +103,16 @@ def train(
     check_device(device)
     check_outputs(None, report)
 
-    from regauge.checkpoint import open_checkpoint
-    from regauge.experiments.augmenting import STRONG
-    from regauge.experiments.cells import KEEP_EVERY, Work
-    from regauge.experiments.puzzles import wrap
-    from regauge.experiments.training import descend
+    from experiments.augmenting import STRONG
+    from experiments.cells import KEEP_EVERY, Work
+    from experiments.puzzles import wrap
+    from experiments.training import descend
+
+    from regauge.checkpoints.plan import check_new
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.jigsaw.folder import FOLDER, save_wrapped
     from regauge.jigsaw.masks import JigsawError, check_ratio
-    from regauge.jigsaw.saving import FOLDER, save_wrapped
-    from regauge.loading import drawn_anew, load_model
-    from regauge.planning import check_new
+    from regauge.models.load import drawn_anew, load_model
 
     check_ratio(ratio)
     for name, value in (("--rate", rate), ("--decay", decay)):
@@ -156,9 +157,9 @@ def train(
     last = losses[-max(1, total // 10) :]
     first_loss, last_loss = losses[0], sum(last) / len(last)
     if report is not None:
-        from regauge.files import write_bytes
-        from regauge.jigsaw.reporting import converged
-        from regauge.report import page
+        from regauge.checkpoints.files import write_bytes
+        from regauge.jigsaw.figures import converged
+        from regauge.results.report import page
 
         facts = {**facts_of_run(), "model": model, "data": data, "images": len(examples), "training": wrapped.extra_repr(), **recipe, "seed": seed}
         write_bytes(report, page(converged(losses, {**facts, "seconds": round(time.monotonic() - started, 1)})).encode())
@@ -221,13 +222,13 @@ def evaluate(
     shares = sample.read_numbers(ratios, "--ratios") or []
     import numpy as np
 
-    from regauge.checkpoint import open_checkpoint
-    from regauge.findings import Results
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.jigsaw.figures import Cut, check_cuts, evaluated
+    from regauge.jigsaw.folder import bare_of, load_together
     from regauge.jigsaw.masks import check_ratio, check_size
     from regauge.jigsaw.metrics import evaluate as measure
-    from regauge.jigsaw.reporting import Cut, check_cuts, evaluated
-    from regauge.jigsaw.saving import bare_of, load_together
     from regauge.jigsaw.variants import variant_of
+    from regauge.results.findings import Results
 
     for share in shares:
         check_ratio(share)
@@ -301,14 +302,14 @@ def study(
         raise typer.BadParameter("corruptions need images and labels: --data")
     if outside is not None and data is None:
         raise typer.BadParameter("images of no class are told from those of --data, which is missing", param_hint="--outside")
-    from regauge.checkpoint import open_checkpoint
-    from regauge.findings import Results
-    from regauge.jigsaw import reporting
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.jigsaw import figures as reporting
+    from regauge.jigsaw.folder import load_together
     from regauge.jigsaw.masks import JigsawError
     from regauge.jigsaw.robustness import answers, aupr, aurra, errors_of
-    from regauge.jigsaw.saving import load_together
     from regauge.jigsaw.studies import attention_maps
     from regauge.jigsaw.studies import study as look
+    from regauge.results.findings import Results
 
     wrapped = {name: one.to(device) for name, one in load_together(models, patch).items()}
     found: dict[str, Any] = {}
@@ -336,7 +337,7 @@ def study(
             examples, task = read[next(iter(maps))]
             figures = (*figures, reporting.attended(examples.batch(range(min(6, len(examples))))[0]["pixel_values"], task, maps))
         if corruptions:
-            from regauge.data import open_data
+            from regauge.data.datasets import open_data
 
             some = open_data(data, fields=sample.read_fields(field), split=split).take(samples, seed=seed)
             errors = {}

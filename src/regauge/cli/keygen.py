@@ -17,8 +17,8 @@ from regauge.cli.run import lies_in
 from regauge.errors import KeyFileError, PassphraseError
 
 if TYPE_CHECKING:
-    from regauge.keys import Key
-    from regauge.keys import Purpose as Purposes
+    from regauge.locking.keys import Key
+    from regauge.locking.keys import Purpose as Purposes
 
 VERSION = 1
 _LONGEST = 4096  # bytes of a passphrase
@@ -42,7 +42,7 @@ def keygen(
     verbose: options.Verbose = 0,
 ) -> int:
     """Make a key: 32 random bytes in a file that only you can read. Keep a copy: nobody can make it again."""
-    from regauge.keys import generate_key, save_key
+    from regauge.locking.keys import generate_key, save_key
 
     if os.path.lexists(out):
         raise KeyFileError(f"{out} exists already", hint="a key cannot be made again: name a new file")
@@ -62,7 +62,7 @@ def keygen(
 
 def read_key(path: Path, purpose: Purposes, passphrase_file: Path | None) -> Key:
     """The key of a file. Its passphrase is looked for only if it has one."""
-    from regauge.keys import load_key
+    from regauge.locking.keys import load_key
 
     return load_key(path, purpose, partial(_asked, path, passphrase_file))
 
@@ -86,7 +86,7 @@ def _given(file: Path | None) -> str | None:
     """The passphrase of a file or of the environment, if there is one."""
     if file is None:
         return os.environ.get("REGAUGE_PASSPHRASE") or None
-    from regauge.keys import read_private
+    from regauge.locking.keys import read_private
 
     first = read_private(file, "passphrase file").split(b"\n")[0].removesuffix(b"\r")
     if not first or len(first) > _LONGEST:

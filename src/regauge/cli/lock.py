@@ -14,7 +14,7 @@ from regauge.cli.console import data_json, say
 from regauge.cli.run import set_threads
 
 if TYPE_CHECKING:
-    from regauge.lockfiles import Job
+    from regauge.locking.lock_files import Job
 
 VERSION = 1
 _NOT_ENCRYPTION = "a lock is obfuscation, not encryption: docs/lock.md says who can undo it without the key"
@@ -56,19 +56,19 @@ def lock(
         raise typer.BadParameter("--resume belongs to -o OUT")
     started = time.monotonic()
 
-    from regauge import lockfiles
     from regauge.cli.keygen import keep_apart, read_key
     from regauge.cli.model import open_model
-    from regauge.locking import DEFAULT, LOCKS
+    from regauge.locking import lock_files
+    from regauge.locking.lock import DEFAULT, LOCKS
 
     secret = read_key(key, "lock", passphrase_file)
     checkpoint, described = open_model(model, spec)
     keep_apart(key, checkpoint.path, *([] if out is None else [out]))
     if reseal:
         if out is not None:
-            job = lockfiles.plan_reseal(checkpoint, described, out, secret, threads=threads)
+            job = lock_files.plan_reseal(checkpoint, described, out, secret, threads=threads)
             return _write(job, "lock --reseal", started, resume, dry_run, json, threads)
-        record = lockfiles.reseal(checkpoint, described, secret, threads=threads, dry_run=dry_run)
+        record = lock_files.reseal(checkpoint, described, secret, threads=threads, dry_run=dry_run)
         did = "dry run: this would renew" if dry_run else "renewed"
         say(f"{did} the commitment of {checkpoint.path}, locked by the key {record.key}")
         if json:
@@ -80,7 +80,7 @@ def lock(
     named = [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
     if LOCKS[chosen].fold:
         set_threads(threads)
-    job = lockfiles.plan_lock(checkpoint, described, out, secret, group=chosen, spaces=named, threads=threads)
+    job = lock_files.plan_lock(checkpoint, described, out, secret, group=chosen, spaces=named, threads=threads)
     if LOCKS[chosen].fold:
         how = "norms are folded first, and unlocking" if job.record.folded else "unlocking"
         narrow = sorted(
@@ -107,13 +107,13 @@ def unlock(
 ) -> int:
     """Unlock a model. The key and the whole file are checked before anything is written."""
     started = time.monotonic()
-    from regauge import lockfiles
     from regauge.cli.keygen import read_key
     from regauge.cli.model import open_model
+    from regauge.locking import lock_files
 
     secret = read_key(key, "lock", passphrase_file)
     checkpoint, described = open_model(model, spec)
-    job = lockfiles.plan_unlock(checkpoint, described, out, secret, retrained=retrained, threads=threads)
+    job = lock_files.plan_unlock(checkpoint, described, out, secret, retrained=retrained, threads=threads)
     if job.record.files is None:
         say("this lock binds the weights only: tokenizer and other files are as they were found (regauge lock --reseal binds them)")
     if job.record.group == "rotation":
@@ -139,23 +139,23 @@ def rekey(
 ) -> int:
     """Change the key of a locked model, in one move: the plain model is never written."""
     started = time.monotonic()
-    from regauge import lockfiles
     from regauge.cli.keygen import keep_apart, read_key
     from regauge.cli.model import open_model
+    from regauge.locking import lock_files
 
     old, new = read_key(key, "lock", passphrase_file), read_key(to, "lock", to_passphrase_file)
     checkpoint, described = open_model(model, spec)
     keep_apart(key, out)
     keep_apart(to, checkpoint.path, out)
-    job = lockfiles.plan_rekey(checkpoint, described, out, old, new, retrained=retrained, threads=threads)
+    job = lock_files.plan_rekey(checkpoint, described, out, old, new, retrained=retrained, threads=threads)
     if job.record.group == "rotation":
         set_threads(threads)
     return _write(job, "rekey", started, resume, dry_run, json, threads)
 
 
 def _write(job: Job, command: str, started: float, resume: bool, dry_run: bool, json: bool, threads: int | None) -> int:
-    from regauge.cli.moved import summary, write_moved
-    from regauge.files import amount
+    from regauge.checkpoints.files import amount
+    from regauge.cli.write import summary, write_moved
 
     spec, record = job.element.spec, job.record
     if job.cast is not None:

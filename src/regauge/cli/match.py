@@ -12,7 +12,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
-from regauge.cli.matched import comparison_text, match_text, results_of_comparison, results_of_match
+from regauge.cli.match_results import comparison_text, match_text, results_of_comparison, results_of_match
 from regauge.cli.pair import layers as read_layers
 from regauge.cli.pair import names, open_pair, weights
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
@@ -20,9 +20,9 @@ from regauge.errors import ElementError
 
 if TYPE_CHECKING:
     from regauge.cli.pair import Pair
-    from regauge.elements import Element
-    from regauge.matching.recording import Seen
-    from regauge.matching.refining import Refined
+    from regauge.core.element import Element
+    from regauge.matching.activations import Seen
+    from regauge.matching.refine import Refined
 
 One = Annotated[str, typer.Argument(metavar="A", help="The model that moves: a folder, a .safetensors file, or a hub id.")]
 Other = Annotated[str, typer.Argument(metavar="B", help="The model that stays.")]
@@ -102,15 +102,15 @@ def match(
     if out_b is not None and out_b.absolute() == out.absolute():
         raise typer.BadParameter("--out and --out-b are one folder: A and B need one each")
     check_outputs(json, report)
+    from regauge.checkpoints.element_files import save_element as save
+    from regauge.checkpoints.files import amount
+    from regauge.checkpoints.plan import check_new, check_target
     from regauge.cli.model import require_unlocked
     from regauge.cli.move import keep_apart
-    from regauge.cli.moved import summary, write_moved
-    from regauge.elementfiles import save_element as save
-    from regauge.elements import identity
-    from regauge.files import amount
-    from regauge.findings import to_json
+    from regauge.cli.write import summary, write_moved
+    from regauge.core.element import identity
     from regauge.matching import match as find
-    from regauge.planning import check_new, check_target
+    from regauge.results.findings import to_json
 
     for new in (out, out_b or out):
         check_new(new)  # at once: fixing gauges reads both models
@@ -215,7 +215,7 @@ def _learned(refine: str | None, refined: Refined | None) -> dict[str, Any]:
 
 def _read(pair: Pair, source: sample.Sample | None, count: int, seed: int) -> list[dict[str, Any]] | None:
     """A sample of data, without labels, as A reads it."""
-    from regauge.loading import load_empty
+    from regauge.models.load import load_empty
 
     if source is None:
         return None
@@ -227,7 +227,7 @@ class Live:
     """Both models, loaded to be seen at work: with the weights that are matched, folded or not."""
 
     def __init__(self, pair: Pair, count: int, seed: int) -> None:
-        from regauge.loading import load_model
+        from regauge.models.load import load_model
 
         say("loads both models, to see them at work")
         self.pair, self.count, self.seed = pair, count, seed
@@ -236,18 +236,18 @@ class Live:
 
     def given(self, batches: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """These batches, or if there are none, text that the two write."""
-        from regauge.matching.recording import written
+        from regauge.matching.activations import written
 
         return written(self.models, count=self.count, seed=self.seed, batch=8) if batches is None else batches
 
     def seen(self, batches: list[dict[str, Any]]) -> tuple[Seen, Seen]:
-        from regauge.matching.recording import record
+        from regauge.matching.activations import record
 
         one, other = (record(model, state, self.pair.spec, batches) for model, state in zip(self.models, self.states, strict=True))
         return one, other
 
     def refined(self, g: Element, batches: list[dict[str, Any]], steps: int) -> Refined:
-        from regauge.matching.refining import refine
+        from regauge.matching.refine import refine
 
         with step_bar("refine") as progress:
             return refine(
@@ -272,16 +272,16 @@ class Unfinished:
         self.path, self.about = out.with_name(f".{out.name}.match"), out.with_name(f".{out.name}.match.json")
 
     def save(self, g: Element, known: list[str]) -> None:
-        from regauge.elementfiles import save_element
-        from regauge.files import write_bytes
+        from regauge.checkpoints.element_files import save_element
+        from regauge.checkpoints.files import write_bytes
 
         save_element(g, self.path)
         write_bytes(self.about, dumps({"of": self.of, "known": known}).encode(), mode=0o600)
 
     def load(self) -> tuple[Element | None, list[str] | None]:
         """The element so far and its spaces, or nothing if there is none, or none of this match."""
-        from regauge.checkpoint import read_json
-        from regauge.elementfiles import load_element
+        from regauge.checkpoints.element_files import load_element
+        from regauge.checkpoints.reader import read_json
 
         if not self.path.exists() or not self.about.exists():
             return None, None
@@ -314,7 +314,7 @@ def compare(
 ) -> int:
     """Do two models share a basis, as they stand or after a match? To be asked before any merge."""
     check_outputs(json, report)
-    from regauge.matching.comparing import compare as find
+    from regauge.matching.compare import compare as find
 
     pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
     set_threads(threads)

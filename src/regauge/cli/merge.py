@@ -66,18 +66,18 @@ def merge(
         raise typer.BadParameter("the recipe says what is looked at: write data: into it, in place of --data")
     from dataclasses import replace
 
+    from regauge.checkpoints.files import amount
+    from regauge.checkpoints.memory import reuse_memory
+    from regauge.checkpoints.plan import check_new
     from regauge.cli.model import require_unlocked
-    from regauge.cli.moved import write_moved
     from regauge.cli.run import set_threads
-    from regauge.files import amount
-    from regauge.memory import reuse_memory
+    from regauge.cli.write import write_moved
     from regauge.merging.engine import align as moved_by
     from regauge.merging.engine import open_merge, plan_merge, require_basis, stamps
-    from regauge.merging.keeping import Unfinished
     from regauge.merging.methods import METHODS
-    from regauge.merging.reading import read_recipe
+    from regauge.merging.recipe_yaml import read_recipe
     from regauge.merging.recipes import Align
-    from regauge.planning import check_new
+    from regauge.merging.state_store import Unfinished
 
     recipe = read_recipe(Path(models[0])) if by_file else _recipe(models, method, base, weight, parameter, dtype, tokenizer, align, sampled)
     if align and recipe.align is None:
@@ -92,7 +92,7 @@ def merge(
     set_threads(threads)
     looks = METHODS[recipe.method].statistic or METHODS[recipe.method].transport
     if looks:
-        from regauge.merging.looking import look, open_samples
+        from regauge.merging.data_pass import look, open_samples
 
         opened_data = open_samples(opened)
         opened = replace(opened, digests=tuple(found.digest for _, found in opened_data.values()))
@@ -171,7 +171,7 @@ def _recipe(
     import yaml
 
     from regauge.merging.methods import METHODS
-    from regauge.merging.reading import parse_recipe
+    from regauge.merging.recipe_yaml import parse_recipe
 
     how = method or "linear"
     if base is None and how == "slerp" and len(models) == 2:

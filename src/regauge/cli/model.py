@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from regauge.checkpoint import Checkpoint
-    from regauge.discovery import Discovery
-    from regauge.spec import Fault, Spec
+    from regauge.checkpoints.reader import Checkpoint
+    from regauge.core.spec import Fault, Spec
+    from regauge.models.discovery import Discovery
 
 _NUMBER = re.compile(r"(?<=\.)\d+\b")
 
 
 def open_model(source: str, spec_file: Path | None) -> tuple[Checkpoint, Spec]:
     """The checkpoint, and the spec of its file or family. Not yet checked against each other."""
-    from regauge.checkpoint import open_checkpoint
+    from regauge.checkpoints.reader import open_checkpoint
 
     checkpoint = open_checkpoint(source)
     return checkpoint, spec_of(checkpoint, spec_file)
@@ -28,8 +28,8 @@ def open_model(source: str, spec_file: Path | None) -> tuple[Checkpoint, Spec]:
 
 def spec_of(checkpoint: Checkpoint, spec_file: Path | None) -> Spec:
     if spec_file is not None:
-        from regauge.files import require_file
-        from regauge.specfile import load_spec
+        from regauge.checkpoints.files import require_file
+        from regauge.checkpoints.spec_files import load_spec
 
         require_file(spec_file)
         return load_spec(spec_file)
@@ -38,36 +38,36 @@ def spec_of(checkpoint: Checkpoint, spec_file: Path | None) -> Spec:
 
 def known_or_discovered(source: Checkpoint | torch.nn.Module) -> Spec:
     """The spec of a model's family, or what its graph shows, which is then said."""
-    from regauge import sources
     from regauge.cli.console import say
     from regauge.errors import UnknownModelError
+    from regauge.models import resolve
 
     try:
-        return sources.spec_of(source, discover=False)
+        return resolve.spec_of(source, discover=False)
     except UnknownModelError as unknown:
-        found = sources.discovered(source, unknown)
+        found = resolve.discovered(source, unknown)
     say(f"no family describes this model: its symmetry was read off its graph, and verified to {found.error:.1e} on {found.verified_on}")
     return found.spec
 
 
 def discovered(checkpoint: Checkpoint) -> Discovery:
     """The symmetry of a checkpoint's model, read off its graph."""
-    from regauge import sources
     from regauge.errors import UnknownModelError
+    from regauge.models import resolve
 
     hint = "put config.json beside it; for a module of your own call regauge.discover(module, example_inputs) in Python"
-    return sources.discovered(checkpoint, UnknownModelError(f"{checkpoint.path} has no config.json that names a class to be built", hint=hint))
+    return resolve.discovered(checkpoint, UnknownModelError(f"{checkpoint.path} has no config.json that names a class to be built", hint=hint))
 
 
 def faults_of(checkpoint: Checkpoint, spec: Spec) -> list[Fault]:
     """Every misfit. Headers suffice, unless the spec holds tensors to a value."""
-    from regauge.spec import check
+    from regauge.core.spec import check
 
     return check(spec, checkpoint if spec.fixed else checkpoint.entries)
 
 
 def require_fit(checkpoint: Checkpoint, spec: Spec, faults: Sequence[Fault] | None = None) -> None:
-    from regauge.spec import require
+    from regauge.core.spec import require
 
     require(
         grouped(faults_of(checkpoint, spec) if faults is None else faults),
@@ -79,7 +79,7 @@ def require_fit(checkpoint: Checkpoint, spec: Spec, faults: Sequence[Fault] | No
 def require_unlocked(checkpoint: Checkpoint) -> None:
     """Refuse a locked model where another move would leave it locked by no key at all."""
     from regauge.errors import LockError
-    from regauge.locking import record_of
+    from regauge.locking.lock import record_of
 
     record = record_of(checkpoint)
     if record is not None:

@@ -15,8 +15,8 @@ from regauge.cli.run import lies_in, set_threads
 from regauge.errors import ElementError, RegaugeError
 
 if TYPE_CHECKING:
-    from regauge.elements import Element
-    from regauge.spec import Spec
+    from regauge.core.element import Element
+    from regauge.core.spec import Spec
 
 VERSION = 1
 
@@ -57,11 +57,11 @@ def move(
         raise typer.BadParameter("--adapter follows its model: give the model's element with -g")
     started = time.monotonic()
 
+    from regauge.checkpoints.files import amount, strictest_mode
+    from regauge.checkpoints.plan import check_target, is_taken
+    from regauge.checkpoints.transform import moving, moving_adapter
     from regauge.cli.model import open_model, require_fit, require_unlocked
-    from regauge.cli.moved import summary, write_moved
-    from regauge.files import amount, strictest_mode
-    from regauge.moved import moving, moving_adapter
-    from regauge.planning import check_target, is_taken
+    from regauge.cli.write import summary, write_moved
 
     checkpoint, unfolded = open_model(model, spec)
     check_target(out, checkpoint.path)
@@ -79,7 +79,7 @@ def move(
         check_target(out, source.checkpoint.path)
         fold = False  # the model was folded to read its element; an adapter has no norms
 
-    from regauge.action import is_exact_on
+    from regauge.core.action import is_exact_on
 
     if fold or not is_exact_on(g):
         set_threads(threads)
@@ -106,7 +106,7 @@ def move(
             data_json(report)
         return 0
     if save_element is not None:
-        from regauge.elementfiles import save_element as save
+        from regauge.checkpoints.element_files import save_element as save
 
         save(g, save_element, new=True)
     try:
@@ -134,9 +134,9 @@ def keep_apart(element: Path, out: Path, source: Path) -> None:
 
 
 def _element(spec: Spec, file: Path | None, group: Any, spaces: str | None, seed: int | None) -> Element:
-    from regauge.elementfiles import load_element
-    from regauge.elements import element
-    from regauge.files import require_file
+    from regauge.checkpoints.element_files import load_element
+    from regauge.checkpoints.files import require_file
+    from regauge.core.element import element
 
     named = [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
     if file is not None:

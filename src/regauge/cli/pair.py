@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from regauge.checkpoints.transform import Moving, moving
 from regauge.cli.model import open_model, require_fit
-from regauge.moved import Moving, moving
 
 if TYPE_CHECKING:
-    from regauge.checkpoint import Checkpoint
+    from regauge.checkpoints.reader import Checkpoint
+    from regauge.core.spec import Spec
     from regauge.matching import Shared
-    from regauge.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def _rows(one: Checkpoint, other: Checkpoint, spec: Spec, shared_tokens: bool) -
     """Where asked: for every table with a row per token, which rows the two have in common."""
     if not shared_tokens:
         return {}
+    from regauge.checkpoints.vocabulary import vocabulary
     from regauge.matching import Shared
-    from regauge.vocabularies import vocabulary
 
     here, there = (vocabulary(side.path, "--shared-tokens needs both") for side in (one, other))
     common = sorted(here.keys() & there.keys(), key=lambda token: there[token])

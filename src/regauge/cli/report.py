@@ -18,10 +18,10 @@ def report(
     verbose: options.Verbose = 0,
 ) -> int:
     """Write results as one HTML page that opens from disk, without a network."""
+    from regauge.checkpoints.files import write_bytes, writing
     from regauge.errors import FindingsError
-    from regauge.files import write_bytes, writing
-    from regauge.findings import load_results
-    from regauge.report import page, verdict
+    from regauge.results.findings import load_results
+    from regauge.results.report import page, verdict
 
     with writing(out):
         taken = os.path.lexists(out)

@@ -15,7 +15,7 @@ from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, 
 from regauge.errors import RegaugeError, need
 
 if TYPE_CHECKING:
-    from regauge.findings import Results
+    from regauge.results.findings import Results
 
 
 class UnknownExperimentError(RegaugeError):
@@ -53,8 +53,8 @@ def reproduce(
     run goes on where it was. Exit code 3 if a finding that should hold does not."""
     need("transformers", "experiments")
     check_outputs(json, report)
-    from regauge.experiments import EXPERIMENTS
-    from regauge.experiments.lab import Lab, default_assets
+    from experiments import EXPERIMENTS
+    from experiments.lab import Lab, default_assets
 
     if listed:
         data("\n".join(f"{name}  {(fn.__doc__ or '').splitlines()[0]}" for name, fn in EXPERIMENTS.items()))
@@ -77,8 +77,8 @@ def _jobs(preset: str, device: str, threads: int | None) -> int:
 
 def text_of(results: Results) -> str:
     """Results as a terminal shows them: the tables, then what was claimed."""
-    from regauge.facts import columns
-    from regauge.report import number
+    from regauge.models.summary import columns
+    from regauge.results.report import number
 
     lines: list[str] = []
     for table in results.tables:

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from regauge.checkpoints.files import check_writable, write_bytes
 from regauge.cli.console import data, say
 from regauge.errors import RegaugeError, need
-from regauge.files import check_writable, write_bytes
 
 if TYPE_CHECKING:
-    from regauge.findings import Finding, Results
+    from regauge.results.findings import Finding, Results
 
 FAILED = 3  # the exit code where a law that should hold does not
 
 
 def facts_of_run() -> dict[str, Any]:
     """The command and the versions: what is needed to repeat a run."""
-    from regauge.environment import versions
+    from regauge.checkpoints.environment import versions
 
     return {"command": shlex.join(["regauge", *sys.argv[1:]]), "versions": versions("sklearn", "numpy")}
 
@@ -82,14 +82,14 @@ def check_outputs(json: Path | None, report: Path | None) -> None:
 
 def deliver(results: Results, text: str, json: Path | None, report: Path | None, shown: Results | None = None) -> int:
     """Say the text, or the JSON in its place, write what was asked for, and return the exit code. `shown` is for a page that has more in it."""
-    from regauge.findings import to_json
+    from regauge.results.findings import to_json
 
     data(to_json(results) if str(json) == "-" else text)
     if json is not None and str(json) != "-":
         write_bytes(json, to_json(results).encode())
         say(f"results: {json}")
     if report is not None:
-        from regauge.report import page
+        from regauge.results.report import page
 
         write_bytes(report, page(shown or results).encode())
         say(f"report: {report}")

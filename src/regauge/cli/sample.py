@@ -10,8 +10,8 @@ import typer
 if TYPE_CHECKING:
     import torch
 
-    from regauge.checkpoint import Checkpoint
-    from regauge.tasks import Examples
+    from regauge.checkpoints.reader import Checkpoint
+    from regauge.data.tasks import Examples
 
 Field = Annotated[list[str] | None, typer.Option("--field", metavar="NAME=THEIRS", help="text, image or label as the data call it. May be repeated.")]
 Split = Annotated[str, typer.Option("--split", metavar="S", help="The split of a data set of the hub.")]
@@ -44,8 +44,8 @@ class Sample:
         if self.attributes:
             fields = {"image": "image", **(fields or {}), **{name: name for name in self.attributes}}
         channels = [read_numbers(text, name) for text, name in ((self.mean, "--mean"), (self.std, "--std"))]
-        from regauge.data import open_data
-        from regauge.tasks import read_examples
+        from regauge.data.datasets import open_data
+        from regauge.data.tasks import read_examples
 
         opened = open_data(self.uri, fields=fields, split=self.split)
         beside = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
@@ -84,6 +84,6 @@ def read_numbers(text: str | None, name: str) -> list[float] | None:
 
 def inputs_of(examples: Examples, count: int, seed: int, batch: int = 16) -> list[dict[str, Any]]:
     """The inputs of some examples, without their labels, in batches."""
-    from regauge.tasks import batches_of
+    from regauge.data.tasks import batches_of
 
     return [inputs for inputs, _ in batches_of(examples, count, seed, batch)]

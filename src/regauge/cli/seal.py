@@ -24,9 +24,9 @@ def seal(
 ) -> int:
     """Encrypt a file or folder for storage, with authentication. It must be opened before it can be used."""
     started = time.monotonic()
+    from regauge.checkpoints.files import amount
     from regauge.cli.keygen import keep_apart, read_key
-    from regauge.files import amount
-    from regauge.sealing import seal as run
+    from regauge.locking.seal import seal as run
 
     secret = read_key(key, "seal", passphrase_file)
     keep_apart(key, path)
@@ -48,7 +48,7 @@ def open_(
     """Decrypt a sealed file. Nothing appears under its name before all of it is authenticated."""
     started = time.monotonic()
     from regauge.cli.keygen import read_key
-    from regauge.sealing import open_sealed
+    from regauge.locking.seal import open_sealed
 
     secret = read_key(key, "seal", passphrase_file)
     names = open_sealed(path, secret, out)

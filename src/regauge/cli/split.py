@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.clienting import predict, train
 from regauge.cli.console import data_json, say
-from regauge.cli.serving import CLIENTS, serve
+from regauge.cli.split_client import predict, train
+from regauge.cli.split_server import CLIENTS, serve
 
 VERSION = 1
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # the library's own lines say less than ours
@@ -44,9 +44,9 @@ def certs(
 ) -> int:
     """Make a small authority, a certificate for the server and one for each client. The authority's key is thrown away: nobody can make more of them,
     and another client needs new ones for all."""
+    from regauge.checkpoints.files import write_bytes, writing
     from regauge.errors import CheckpointError
-    from regauge.files import write_bytes, writing
-    from regauge.split.certs import make_certificates
+    from regauge.split.protocol.certificates import make_certificates
 
     clients, names = client or ["client"], name or ["localhost", "127.0.0.1", "::1"]
     for one in clients:

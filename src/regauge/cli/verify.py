@@ -16,7 +16,7 @@ from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, 
 from regauge.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from regauge.findings import Results
+    from regauge.results.findings import Results
 
 
 SMALL = 5_000_000  # parameters below which threads wait for each other more than they compute
@@ -62,7 +62,7 @@ def verify(
     import torch
 
     from regauge.cli.model import known_or_discovered
-    from regauge.loading import load_model
+    from regauge.models.load import load_model
     from regauge.verification import verify as check
     from regauge.verification.general import with_general
 
@@ -73,7 +73,7 @@ def verify(
         torch.set_num_threads(threads or 1)
     given = None if inputs is None else read_inputs(inputs, module)
     if spec is not None:
-        from regauge.specfile import load_spec
+        from regauge.checkpoints.spec_files import load_spec
 
         described = load_spec(spec)
     else:
@@ -107,7 +107,7 @@ def read_inputs(path: Path, module: Any) -> dict[str, Any]:
 
     try:
         if path.suffix == ".npz":
-            from regauge.data import read_arrays
+            from regauge.data.datasets import read_arrays
 
             found = {name: torch.from_numpy(array) for name, array in read_arrays(path.read_bytes(), str(path)).items()}
         else:
@@ -124,7 +124,7 @@ def read_inputs(path: Path, module: Any) -> dict[str, Any]:
 
 def text_of(results: Results, verbose: int = 0) -> str:
     """Results as a terminal shows them."""
-    from regauge.facts import columns
+    from regauge.models.summary import columns
 
     rows = [("", "check", "error", "allowed", "control", "")]
     general = [f for f in results.findings if f.id.startswith(GENERAL) and f.holds]

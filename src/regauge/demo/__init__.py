@@ -9,16 +9,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from regauge.demo.apart import apart
-from regauge.demo.averaging import averaging
 from regauge.demo.digits import digits
-from regauge.demo.given import given
-from regauge.demo.locked import locked
-from regauge.demo.moving import moving, symmetry
-from regauge.demo.puzzled import puzzled
+from regauge.demo.gradients import given
+from regauge.demo.jigsaw import puzzled
+from regauge.demo.leakage import watched
+from regauge.demo.lock import locked
+from regauge.demo.merge import averaging
+from regauge.demo.move import moving, symmetry
+from regauge.demo.split import apart
 from regauge.demo.stage import Bar, Stage
-from regauge.demo.watched import watched
-from regauge.findings import Results
+from regauge.results.findings import Results
 
 Chapter = Callable[[Stage], Results]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from regauge.demo.stage import Stage
 from regauge.errors import need
-from regauge.findings import Figure, Finding, Results, Table
+from regauge.results.findings import Figure, Finding, Results, Table
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ def digits(stage: Stage) -> Results:
     import torch
 
     from regauge import Permuted, element, spec_of, verify
-    from regauge.facts import columns
+    from regauge.models.summary import columns
     from regauge.verification.general import with_general
 
     images, labels = load()
@@ -176,7 +176,7 @@ def _curves(losses: dict[str, list[float]], apart: list[float]) -> Figure:
 
 def _pictures(images: torch.Tensor, seed: int) -> Figure:
     """The digits, and their patches in the order in which the backbone is given them."""
-    from regauge.permuting import rows
+    from regauge.locking.permuted import rows
 
     index = rows((8 // PATCH) ** 2, seed).members["token"].index[0]  # type: ignore[union-attr]
     made = []

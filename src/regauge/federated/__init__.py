@@ -8,9 +8,9 @@
 knows Flower, and nothing here imports it.
 """
 
-from regauge.federated.aggregating import aggregate as aggregate
-from regauge.federated.clients import contribute as contribute
-from regauge.federated.clients import prepared as prepared
+from regauge.federated.aggregation import aggregate as aggregate
+from regauge.federated.client import contribute as contribute
+from regauge.federated.client import prepared as prepared
 from regauge.federated.partitions import parts_of as parts_of
 from regauge.federated.rounds import InProcess as InProcess
 from regauge.federated.rounds import run as run

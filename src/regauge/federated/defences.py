@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from regauge.defences.gradients import Clip, Freeze, Noise, Prune, Round, Withhold, clipped, names_of
+from regauge.defences.split import DefenceError, Draw, in_turn, parts_of, read_named, spent
 from regauge.federated.settings import FederatedError
 from regauge.federated.states import Contribution
-from regauge.gradients.defences import Clip, Freeze, Noise, Prune, Round, Withhold, clipped, names_of
-from regauge.split.defences import DefenceError, Draw, in_turn, parts_of, read_named, spent
 
 Tensor = torch.Tensor
 DELTA = 1e-5

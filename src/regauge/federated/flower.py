@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from regauge.errors import RegaugeError, need
-from regauge.federated.deploying import QUIET
+from regauge.federated.deployment import QUIET
 
 need("flwr", "federated")
 for _name, _value in QUIET.items():
@@ -36,20 +36,20 @@ from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.serverapp import Grid, ServerApp  # noqa: E402
 from flwr.supercore import telemetry  # noqa: E402
 
-from regauge.federated.clients import contribute  # noqa: E402
+from regauge.core.rng import seed_key  # noqa: E402
+from regauge.data.tasks import Examples  # noqa: E402
+from regauge.defences.gradients import Withhold  # noqa: E402
+from regauge.defences.split import Draw  # noqa: E402
+from regauge.defences.split import parts_of as texts_of  # noqa: E402
+from regauge.federated.client import contribute  # noqa: E402
 from regauge.federated.defences import defended, frozen, read_defences  # noqa: E402
 from regauge.federated.flower_secure import ask_securely, securing  # noqa: E402
+from regauge.federated.local_state import Own, after, withheld  # noqa: E402
 from regauge.federated.partitions import parts_of  # noqa: E402
 from regauge.federated.rounds import Tell, done  # noqa: E402
-from regauge.federated.running import OWN, Found, Source, federated  # noqa: E402
+from regauge.federated.runs import OWN, Found, Source, federated  # noqa: E402
 from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings  # noqa: E402
 from regauge.federated.states import Absence, Contribution, State  # noqa: E402
-from regauge.federated.withholding import Own, after, withheld  # noqa: E402
-from regauge.gradients.defences import Withhold  # noqa: E402
-from regauge.split.defences import Draw  # noqa: E402
-from regauge.split.defences import parts_of as texts_of  # noqa: E402
-from regauge.streams import seed_key  # noqa: E402
-from regauge.tasks import Examples  # noqa: E402
 
 telemetry.FLWR_TELEMETRY_ENABLED = os.environ["FLWR_TELEMETRY_ENABLED"]  # where somebody imported flwr first, it has read its default
 PINNED = "1.41"  # the minor version whose messages, grid and simulation this was written and tested against

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from regauge.data.tasks import Examples
 from regauge.federated.settings import FederatedError, Settings
-from regauge.tasks import Examples
 
 Rows = Any  # an array of numbers
 

@@ -15,17 +15,17 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from regauge.federated import keeping
-from regauge.federated.aggregating import Fuse, Memory, NonFiniteError, aggregate
-from regauge.federated.clients import contribute
+from regauge.core.rng import seed_key
+from regauge.data.tasks import Examples
+from regauge.federated import state_store
+from regauge.federated.aggregation import Fuse, Memory, NonFiniteError, aggregate
+from regauge.federated.client import contribute
 from regauge.federated.defences import defended, frozen, read_defences
-from regauge.federated.keeping import Kept, Round
+from regauge.federated.local_state import Own, after, withheld
 from regauge.federated.settings import FederatedError, Settings
+from regauge.federated.state_store import Kept, Round
 from regauge.federated.states import Absence, Contribution, State, digest_of, layout_of
 from regauge.federated.validation import Call, Limits, collect
-from regauge.federated.withholding import Own, after, withheld
-from regauge.streams import seed_key
-from regauge.tasks import Examples
 
 PATIENCE = 3  # void rounds in a row, after which a run stops; it can go on from its folder
 Measure = Callable[[State], Mapping[str, float]]
@@ -96,7 +96,7 @@ def run(
 ) -> Kept:
     """All rounds, or those that are missing in `folder`, which `keeping.begin` has made. `stop` is asked before each; `tell` is told of each;
     `fuse` averages weights that clients began apart; `limits` bound what clients may claim and send."""
-    kept = None if folder is None else keeping.load(folder)
+    kept = None if folder is None else state_store.load(folder)
     kept = kept or Kept(dict(state), Memory(), ())
     digest = digest_of(layout_of(state))
     if digest_of(layout_of(kept.state)) != digest:
@@ -130,7 +130,7 @@ def run(
             kept = Kept(averaged, memory, (*kept.history, told))
             voids = 0
         if folder is not None:
-            keeping.save(folder, kept)
+            state_store.save(folder, kept)
         if tell is not None:
             tell(kept.history[-1])
         if voids >= PATIENCE:

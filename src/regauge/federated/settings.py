@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from regauge.errors import RegaugeError
-from regauge.keys import canonical
-from regauge.split.optimizing import Training, TrainingError
+from regauge.locking.keys import canonical
+from regauge.split.server.optimizer_config import Training, TrainingError
 
 VERSION = 1  # of settings, messages and run folders
 STRATEGIES = ("fedavg", "fedprox", "fedadam", "matched")

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from regauge.federated.settings import FederatedError
-from regauge.keys import canonical
+from regauge.locking.keys import canonical
 
 Tensor = torch.Tensor
 State = Mapping[str, Tensor]

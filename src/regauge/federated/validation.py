@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from regauge.federated.clients import steps_at_most
+from regauge.federated.client import steps_at_most
 from regauge.federated.settings import Settings
 from regauge.federated.states import Absence, Contribution, State, norm_of
 

@@ -7,6 +7,6 @@ from regauge.jigsaw.masks import draw_puzzle as draw_puzzle
 from regauge.jigsaw.text import TextJigsaw as TextJigsaw
 from regauge.jigsaw.variants import VARIANTS as VARIANTS
 from regauge.jigsaw.variants import Variant as Variant
-from regauge.jigsaw.wrapping import MaskedJigsaw as MaskedJigsaw
-from regauge.jigsaw.wrapping import Output as Output
-from regauge.jigsaw.wrapping import reference_weight as reference_weight
+from regauge.jigsaw.wrapper import MaskedJigsaw as MaskedJigsaw
+from regauge.jigsaw.wrapper import Output as Output
+from regauge.jigsaw.wrapper import reference_weight as reference_weight

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from regauge.data.tasks import Examples
 from regauge.jigsaw.masks import Grid, JigsawError, Puzzle, check_size, draw_puzzle
-from regauge.jigsaw.wrapping import MaskedJigsaw
-from regauge.tasks import Examples
+from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
 RATIO = 0.5

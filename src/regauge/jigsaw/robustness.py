@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.data import Data, Pictures
+from regauge.data.datasets import Data, Pictures
+from regauge.data.tasks import Examples, fitted, logits_of, prepare
 from regauge.errors import need
 from regauge.jigsaw.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from regauge.jigsaw.masks import JigsawError
-from regauge.tasks import Examples, fitted, logits_of, prepare
 
 Errors = Mapping[str, Sequence[float]]  # corruption -> the error at each severity
 

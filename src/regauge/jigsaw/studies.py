@@ -16,7 +16,7 @@ import torch
 
 from regauge.errors import need
 from regauge.jigsaw.masks import Grid, JigsawError, check_size
-from regauge.jigsaw.wrapping import MaskedJigsaw
+from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
 DIMENSIONS = (3, 4, 5, 6, 7)  # of the paper's Table 7

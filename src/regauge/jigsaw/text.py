@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch.func import functional_call
 
+from regauge.data.tokenizers import open_tokenizer
 from regauge.jigsaw.masks import JigsawError, check_probability, check_ratio, shuffles
-from regauge.jigsaw.wrapping import Output, rank_of
-from regauge.tokenizing import open_tokenizer
+from regauge.jigsaw.wrapper import Output, rank_of
 
 Tensor = torch.Tensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from regauge.jigsaw.localizing import Kind
+from regauge.jigsaw.localizer import Kind
 from regauge.jigsaw.masks import JigsawError
 
 Shuffle = Literal["patches", "pixels"]

@@ -20,15 +20,15 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
-from regauge.action import State
-from regauge.elements import Element, identity, match_spaces
-from regauge.groups import Group, Kind
+from regauge.core.action import State
+from regauge.core.element import Element, identity, match_spaces
+from regauge.core.groups import Group, Kind
+from regauge.core.spec import Spec, check, require
 from regauge.matching.costs import Costs, MatchError, Shared, Weights
-from regauge.matching.finding import Search
-from regauge.spec import Spec, check, require
+from regauge.matching.search import Search
 
 if TYPE_CHECKING:
-    from regauge.matching.recording import Seen
+    from regauge.matching.activations import Seen
 
 __all__ = ["Match", "MatchError", "Shared", "layers_of", "match"]
 

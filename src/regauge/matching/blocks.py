@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from regauge import axes as ax
+from regauge.core import axes as ax
+from regauge.core.spec import Spec
 from regauge.errors import SpecError
-from regauge.spec import Spec
 
 Values = npt.NDArray[Any]
 Dims = tuple[ax.Leaf | None, ...]

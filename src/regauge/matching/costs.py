@@ -12,18 +12,18 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from regauge import axes as ax
-from regauge.action import State, act
-from regauge.elements import Element
+from regauge.core import axes as ax
+from regauge.core.action import State, act
+from regauge.core.element import Element
+from regauge.core.fold import origin
+from regauge.core.spec import Spec, stored
 from regauge.errors import RegaugeError
-from regauge.fold import origin
 from regauge.matching.blocks import Block, blocks, layout
-from regauge.spec import Spec, stored
 
 if TYPE_CHECKING:
     import torch
 
-    from regauge.matching.recording import Seen
+    from regauge.matching.activations import Seen
 
 Weights = Mapping[str, float] | Callable[[str, "torch.Tensor"], float]
 

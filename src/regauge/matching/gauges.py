@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from regauge import axes as ax
-from regauge.action import State, apply_lazily
-from regauge.checkpoint import Lazy
-from regauge.elements import Element, identity
+from regauge.checkpoints.reader import Lazy
+from regauge.core import axes as ax
+from regauge.core.action import State, apply_lazily
+from regauge.core.element import Element, identity
+from regauge.core.fit import balancing
+from regauge.core.fold import in_work
+from regauge.core.groups import GeneralLinear, Group, PlaneSigns, Rotary, Scaling
+from regauge.core.members import Dense, Member, Monomial, Planes
+from regauge.core.rng import Floats
+from regauge.core.spec import Spec
 from regauge.errors import SpecError
-from regauge.fitting import balancing
-from regauge.fold import in_work
-from regauge.groups import GeneralLinear, Group, PlaneSigns, Rotary, Scaling
 from regauge.matching.blocks import Block, blocks, layout
 from regauge.matching.costs import Costs
-from regauge.members import Dense, Member, Monomial, Planes
-from regauge.spec import Spec
-from regauge.streams import Floats
 
 if TYPE_CHECKING:
     import torch

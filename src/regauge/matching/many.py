@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from regauge.action import State, apply_lazily
-from regauge.checkpoint import Lazy
-from regauge.elements import Element, identity
+from regauge.checkpoints.reader import Lazy
+from regauge.core.action import State, apply_lazily
+from regauge.core.element import Element, identity
+from regauge.core.spec import Spec
 from regauge.matching import Match, MatchError, match
-from regauge.spec import Spec
 
 if TYPE_CHECKING:
     import torch

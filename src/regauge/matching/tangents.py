@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from regauge import axes as ax
-from regauge.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Permutation, PlaneSigns, Rotary, Scaling, SignedPermutation
+from regauge.core import axes as ax
+from regauge.core.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Permutation, PlaneSigns, Rotary, Scaling, SignedPermutation
+from regauge.core.members import Complexes, Dense, Layout, Member, Monomial, Planes, planes
+from regauge.core.rng import Floats
+from regauge.core.spec import Spec
 from regauge.matching.blocks import Values, blocks
-from regauge.members import Complexes, Dense, Layout, Member, Monomial, Planes, planes
-from regauge.spec import Spec
-from regauge.streams import Floats
 
 if TYPE_CHECKING:
     import torch

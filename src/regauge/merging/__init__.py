@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from regauge.spec import Spec
+    from regauge.core.spec import Spec
 
     State = Mapping[str, torch.Tensor]
 
@@ -77,7 +77,7 @@ def _transported(
     method: str, states: Sequence[State], spec: Spec | None, seen: Sequence[Mapping[str, Any]] | None, parameters: dict[str, Any]
 ) -> Any:
     """The states as transport moves them next to the first, and the parameters of the weighted mean that is left to be made of them."""
-    from regauge.action import apply
+    from regauge.core.action import apply
     from regauge.merging.methods import METHODS, MergeError
     from regauge.merging.transport import transported
 
@@ -106,7 +106,7 @@ def merge_tensors(
 ) -> torch.Tensor:
     """Merge the tensors of one place. `lambda` may be given as `lambda_`; the result has the dtype of the base, or of the first, unless given.
     `statistics` has what is known of each tensor, for methods that need it: its Fisher (a tensor like it), or its Gram."""
-    from regauge.blocks import whole
+    from regauge.checkpoints.blocks import whole
     from regauge.merging.methods import METHODS, NEEDED, Given, MergeError
 
     if method not in METHODS:

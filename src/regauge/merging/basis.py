@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.checkpoint import Lazy
-from regauge.elements import Element, identity
+from regauge.checkpoints.headers import FLOATS
+from regauge.checkpoints.reader import Lazy
+from regauge.checkpoints.transform import moving, recipe_of
+from regauge.checkpoints.vocabulary import vocabulary
+from regauge.core.element import Element, identity
+from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
-from regauge.headers import FLOATS
 from regauge.matching import MatchError, Progress, Shared, match
-from regauge.matching.comparing import ALIKE, compare
-from regauge.merging.keeping import Unfinished
+from regauge.matching.compare import ALIKE, compare
 from regauge.merging.layout import Model
 from regauge.merging.methods import MergeError
 from regauge.merging.recipes import Align
-from regauge.moved import moving, recipe_of
-from regauge.spec import Spec
-from regauge.vocabularies import vocabulary
+from regauge.merging.state_store import Unfinished
 
 ROWS = 48  # rows of a matrix that are looked at
 NOTHING = 0.1  # a cosine of a matrix that says that the two have nothing in common there
@@ -210,7 +210,7 @@ def _moved(ready: _Ready, g: Element | None) -> Model:
     model = ready.model
     if g is None and not ready.prepared:
         return model
-    from regauge.action import apply_lazily
+    from regauge.core.action import apply_lazily
 
     g = identity(ready.described) if g is None else g
     thunks = apply_lazily(g, Lazy(list(ready.state), partial(floats_of, ready.state)))

@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 
-from regauge.adapted import open_adapted
-from regauge.checkpoint import INDEX, WEIGHTS
+from regauge.checkpoints.adapted import open_adapted
+from regauge.checkpoints.files import strictest_mode
+from regauge.checkpoints.headers import DTYPE_NAMES, DTYPES
+from regauge.checkpoints.plan import File, Plan, check_target, index_of, is_file_name, nbytes, other_files
+from regauge.checkpoints.reader import INDEX, WEIGHTS
+from regauge.core.spec import check
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
-from regauge.files import strictest_mode
-from regauge.headers import DTYPE_NAMES, DTYPES
 from regauge.matching import Progress
 from regauge.merging.basis import Verdict, aligned, ask, require_shared
 from regauge.merging.card import model_card
-from regauge.merging.keeping import Unfinished
 from regauge.merging.layout import Model, Place, lay_out, sliced_config, stacks
 from regauge.merging.methods import METHODS, Given, Made, MergeError
 from regauge.merging.recipes import Recipe
+from regauge.merging.state_store import Unfinished
 from regauge.merging.tokens import FILES, Tables, tables_of
-from regauge.planning import File, Plan, check_target, index_of, is_file_name, nbytes, other_files
-from regauge.sources import spec_of
-from regauge.spec import check
+from regauge.models.resolve import spec_of
 
 SHARD = 2_000_000_000  # bytes in a file of the output, at most: what a kill may cost
 RECIPE = "recipe.yaml"

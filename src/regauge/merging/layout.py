@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from regauge.checkpoint import Checkpoint
-from regauge.headers import FLOATS, Entry
+from regauge.checkpoints.headers import FLOATS, Entry
+from regauge.checkpoints.reader import Checkpoint
+from regauge.core.spec import Spec, stored
 from regauge.merging.methods import MergeError
 from regauge.merging.recipes import Recipe, Slice, Source
-from regauge.spec import Spec, stored
 
 _LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)\.(.+)")
 _BLOCK = 4  # tensors that a layer has at least: what has fewer is a list of something else

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.blocks import Blocks, bits_of
+from regauge.checkpoints.blocks import Blocks, bits_of
 from regauge.errors import RegaugeError
-from regauge.merging.sparsifying import Deltas, Kept, Sparse, by_chance, by_magnitude, by_rank, whole
+from regauge.merging.sparsify import Deltas, Kept, Sparse, by_chance, by_magnitude, by_rank, whole
 
 Tensor = torch.Tensor
 Made = Tensor | Blocks  # a whole tensor, or what makes one

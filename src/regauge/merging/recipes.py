@@ -1,4 +1,4 @@
-"""Recipes: what is merged, how, and what a parameter is for each tensor. `regauge.merging.reading` reads them."""
+"""Recipes: what is merged, how, and what a parameter is for each tensor. `regauge.merging.recipe_yaml` reads them."""
 
 from __future__ import annotations
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.checkpoint import read_json
+from regauge.checkpoints.plan import named_files
+from regauge.checkpoints.reader import read_json
+from regauge.checkpoints.vocabulary import vocabulary
 from regauge.merging.layout import Model
 from regauge.merging.methods import MergeError
 from regauge.merging.recipes import Recipe
-from regauge.planning import named_files
-from regauge.vocabularies import vocabulary
 
 FILES = (
     "tokenizer.json",

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from regauge import axes as ax
-from regauge.action import State, act
-from regauge.elements import Element, permutation_index
+from regauge.core import axes as ax
+from regauge.core.action import State, act
+from regauge.core.element import Element, permutation_index
+from regauge.core.groups import Permutation
+from regauge.core.members import Member, Monomial, Soft
+from regauge.core.rng import Floats
+from regauge.core.spec import Spec
 from regauge.errors import RegaugeError, need
-from regauge.groups import Permutation
 from regauge.matching.blocks import Block, blocks
 from regauge.matching.costs import Costs, Shared
-from regauge.members import Member, Monomial, Soft
-from regauge.spec import Spec
-from regauge.streams import Floats
 
 if TYPE_CHECKING:
     import torch

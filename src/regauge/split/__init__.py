@@ -7,9 +7,9 @@
 `rounds` and `keeping`), `log` the client's, `network` gRPC, `clients` the list of those that may come.
 """
 
-from regauge.split.client import Link, connect
-from regauge.split.host import Host
-from regauge.split.optimizing import Training
-from regauge.split.transport import InProcess, Transport, TransportError
+from regauge.split.client.remote_backbone import Link, connect
+from regauge.split.protocol.transport import InProcess, Transport, TransportError
+from regauge.split.server.host import Host
+from regauge.split.server.optimizer_config import Training
 
 __all__ = ["Host", "InProcess", "Link", "Training", "Transport", "TransportError", "connect"]

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from regauge.errors import RegaugeError
-from regauge.split import keeping
-from regauge.split.optimizing import Training, give_moments, moments_of
+from regauge.split.server import checkpoint
+from regauge.split.server.optimizer_config import Training, give_moments, moments_of
 
 Tensor = torch.Tensor
 HALF = (torch.float16, torch.bfloat16)
@@ -130,7 +130,7 @@ class MasterOptimizer:
             self.optimizer.zero_grad(set_to_none=True)
         self._write(rounded)
 
-    def restore(self, kept: keeping.Copy) -> None:
+    def restore(self, kept: checkpoint.Copy) -> None:
         """Go on from a checkpoint that has been validated, and whose weights are loaded."""
         for name, master in self.masters.items():
             with torch.no_grad():

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from regauge.checkpoint import WEIGHTS, Checkpoint, open_checkpoint
-from regauge.cutting import cut
+from regauge.checkpoints.files import OWNER, copy_file, make_folder, staged_folder, write_bytes
+from regauge.checkpoints.plan import check_new, copies_mode, other_files
+from regauge.checkpoints.reader import WEIGHTS, Checkpoint, open_checkpoint
 from regauge.errors import CheckpointError
-from regauge.files import OWNER, copy_file, make_folder, staged_folder, write_bytes
-from regauge.loading import Part, load_part, quiet
-from regauge.locking import record_of
-from regauge.planning import check_new, copies_mode, other_files
-from regauge.split.passing import described
+from regauge.locking.lock import record_of
+from regauge.models.cut import cut
+from regauge.models.load import Part, load_part, quiet
+from regauge.split.protocol.messages import described
 
 Tensor = torch.Tensor
 ABOUT = "split.json"

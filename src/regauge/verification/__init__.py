@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from regauge.cutting import Cut, cut
+from regauge.core.spec import Spec, check, require, stored
 from regauge.errors import CutError, RegaugeError, SpecError
-from regauge.families import Boundary
-from regauge.findings import Finding, Results
-from regauge.sources import spec_of
-from regauge.spec import Spec, check, require, stored
+from regauge.models.cut import Cut, cut
+from regauge.models.families import Boundary
+from regauge.models.resolve import spec_of
+from regauge.results.findings import Finding, Results
 from regauge.verification import checks
 from regauge.verification.inputs import example_inputs
 from regauge.verification.scratch import scratch

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from regauge import axes as ax
-from regauge.action import act, apply_lazily, moves
-from regauge.checkpoint import Lazy
-from regauge.elements import Element, element
-from regauge.findings import UNTOLD, Finding
-from regauge.spec import stored
+from regauge.checkpoints.reader import Lazy
+from regauge.core import axes as ax
+from regauge.core.action import act, apply_lazily, moves
+from regauge.core.element import Element, element
+from regauge.core.spec import stored
+from regauge.results.findings import UNTOLD, Finding
 from regauge.verification.faults import first_fault
 from regauge.verification.paper import head_columns
 from regauge.verification.subject import (

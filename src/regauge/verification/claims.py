@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from regauge.groups import Kind
+from regauge.core.groups import Kind
 
 Tensor = torch.Tensor
 State = dict[str, Tensor]

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge import axes as ax
-from regauge.action import act
-from regauge.elements import Element
+from regauge.core import axes as ax
+from regauge.core.action import act
+from regauge.core.element import Element
+from regauge.core.spec import stored
 from regauge.errors import SpecError
-from regauge.permuting import rows
-from regauge.spec import stored
+from regauge.locking.permuted import rows
 from regauge.verification.subject import PLAIN, Subject, Way, run
 
 Tensor = torch.Tensor

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from regauge.findings import Results
+from regauge.results.findings import Results
 from regauge.verification.operators import operators as operator_findings
 from regauge.verification.optimizers import optimizer_matrix
 

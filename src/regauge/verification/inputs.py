@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from regauge.cutting import cut
 from regauge.errors import CutError
+from regauge.models.cut import cut
 
 BATCH, LENGTH = 3, 12
 LARGE = 256 * 256  # pixels; above it one image is enough to compute

@@ -16,12 +16,12 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 
-from regauge import axes as ax
-from regauge.action import act, apply
-from regauge.elements import Element, element, identity
-from regauge.findings import Finding
-from regauge.groups import Permutation, Trivial
-from regauge.spec import Space, Spec
+from regauge.core import axes as ax
+from regauge.core.action import act, apply
+from regauge.core.element import Element, element, identity
+from regauge.core.groups import Permutation, Trivial
+from regauge.core.spec import Space, Spec
+from regauge.results.findings import Finding
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]

@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.func import functional_call, grad, vmap
 
-from regauge.action import apply
-from regauge.elements import element
+from regauge.core.action import apply
+from regauge.core.element import element
+from regauge.core.fold import fold_norms
+from regauge.core.spec import Spec
 from regauge.errors import need
-from regauge.findings import Figure, Finding, Table
-from regauge.fold import fold_norms
-from regauge.sources import spec_of
-from regauge.spec import Spec
+from regauge.models.resolve import spec_of
+from regauge.results.findings import Figure, Finding, Table
 from regauge.testing import strict_float64
 from regauge.verification.claims import KEPT, MODELS, MOVES, RECIPES, WORDS, Cell, Move, Recipe, Start, State, agrees
 

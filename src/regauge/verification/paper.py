@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from regauge.action import act
-from regauge.elements import Element
-from regauge.groups import Permutation
-from regauge.members import Member, Monomial
-from regauge.spec import Spec
-from regauge.streams import Stream, seed_key
+from regauge.core.action import act
+from regauge.core.element import Element
+from regauge.core.groups import Permutation
+from regauge.core.members import Member, Monomial
+from regauge.core.rng import Stream, seed_key
+from regauge.core.spec import Spec
 
 
 def head_columns(spec: Spec, seed: int) -> tuple[Element | None, str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from regauge import axes as ax
-from regauge.findings import Finding
-from regauge.spec import Spec, stored
+from regauge.core import axes as ax
+from regauge.core.spec import Spec, stored
+from regauge.results.findings import Finding
 from regauge.verification.checks import Case
 
 LIMIT = 7.0  # standard errors; the largest of a million normal numbers is at five

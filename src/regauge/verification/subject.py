@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from regauge import axes as ax
-from regauge.action import act
-from regauge.cutting import Crossing, Cut
-from regauge.elements import Element
+from regauge.core import axes as ax
+from regauge.core.action import act
+from regauge.core.element import Element
+from regauge.core.rng import Stream, seed_key
+from regauge.core.spec import Spec, stored
 from regauge.errors import SpecError
-from regauge.permuting import rows
-from regauge.spec import Spec, stored
-from regauge.streams import Stream, seed_key
+from regauge.locking.permuted import rows
+from regauge.models.cut import Crossing, Cut
 from regauge.testing import named, strict_float64
 
 Tensor = torch.Tensor

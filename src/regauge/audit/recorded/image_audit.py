@@ -1,0 +1,160 @@
+"""What a server makes of the images of a recorded run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from regauge.attacks.membership import auc
+from regauge.attacks.updates import Rehearsal, SentUpdate, UpdateError
+from regauge.audit.gradients.attempts import ATTACKS, QUICK, Attack, Budget, attempt, chosen, fitting, lesson
+from regauge.audit.gradients.clients import Truth, shown
+from regauge.audit.gradients.engine import REHEARSALS, asked_of, shared_out
+from regauge.audit.gradients.scores import average, score, told_labels
+from regauge.audit.recorded.engine import Leak, Recorded, Row, Tell, rehearsed, told
+from regauge.audit.split.engine import in_unit
+from regauge.audit.split.scores import mean as mean_of
+from regauge.audit.split.scores import named as by_name
+from regauge.data.tasks import Examples
+from regauge.federated.recorder import Seen
+from regauge.federated.settings import Settings
+from regauge.federated.states import load_state
+from regauge.results.findings import Figure, Results
+
+Tensor = torch.Tensor
+Units = tuple[Sequence[float], Sequence[float]]  # mean and deviation of pixels
+PLAIN, SOME = 10.0, 1.0  # dB above the mean image
+OWN = 300  # of the server's test images: the attacker's
+
+
+@dataclass(eq=False)
+class Practice:
+    """Where a server practises: `make` gives so many updates of its own, from a seed. What attacks learned of a round is kept."""
+
+    make: Callable[[int, int], Iterator[Rehearsal]]
+    first: tuple[Rehearsal, ...] = ()
+    lessons: dict[Any, Any] = field(default_factory=dict)
+
+    def rehearsals(self) -> tuple[Rehearsal, ...]:
+        self.first = self.first or tuple(self.make(REHEARSALS, 500))
+        return self.first
+
+    def lesson(self, attack: Attack, view: SentUpdate, budget: Budget) -> Any:
+        """What an attack learns of this round."""
+        return lesson(self.lessons, attack, view, budget, lambda n: self.make(n, 700))
+
+
+def practising(model: torch.nn.Module, seen: Seen, own: Examples, settings: Settings, clients: int = 1) -> Practice:
+    """Practice for a round, by the first update that is seen of it."""
+
+    def make(count: int, seed: int) -> Iterator[Rehearsal]:
+        return rehearsed(copy.deepcopy(model), seen, own, settings, count, settings.seed * 1000 + seed + seen.round, clients)
+
+    return Practice(make)
+
+
+def audit_images(run: Recorded, names: Sequence[str] | None, budget: Budget, pictures: int, progress: Tell | None) -> Results:
+    attacks, unfit = fitting(chosen(names, ATTACKS, QUICK, "images"), run.test)
+    units: Units = (run.task["mean"], run.task["std"])
+    mine, apart = shared_out(run.test.only(np.arange(min(OWN, len(run.test)))))
+    images = mine.batch(np.arange(len(mine)))[0]["pixel_values"]
+    rows: list[Row] = []
+    gallery: list[dict[str, Any]] = []
+    practice: dict[int, Practice] = {}
+    for n, clients in run.each(progress):
+        seen = run.seen(n, clients)
+        if n not in practice:
+            practice[n] = practising(run.model, seen, mine, run.settings, len(clients))
+        row, true, best = attacked(run.model, seen, run.truth(n, clients), images, apart, units, attacks, budget, practice[n])
+        rows.append({**row, "round": n, "client": clients[0]})
+        if best is not None and pictures and (n, clients) in (run.todo[0], run.todo[-1]):
+            lists = ((f"round {n + 1}, client {clients[0]}: the client's", true), ("what the server makes of the update", best))
+            gallery += [{"label": label, "images": [_picture(x) for x in some[:pictures]]} for label, some in lists]
+    figures = []
+    if any("AUC" in row for row in rows):
+        x = sorted({row["round"] for row in rows})
+        spans = [average([row["AUC"] for row in rows if row["round"] == n and "AUC" in row]) for n in x]
+        lines = {"x": [n + 1 for n in x], "y": {"the best attack": spans, "a guess": [0.5] * len(x)}, "xlabel": "round", "ylabel": "AUC"}
+        figures.append(Figure("Was this patch in the batch?", "lines", {**lines, "log": False}))
+    if gallery:
+        figures.append(Figure("First and last", "images", {"columns": ["" for _ in gallery[0]["images"]], "rows": gallery}))
+    return replace(told(run, rows, IMAGES, attacks, figures), unchecked=tuple(unfit))
+
+
+def attacked(
+    model: torch.nn.Module,
+    seen: Seen,
+    truth: Truth,
+    images: Tensor,
+    apart: Tensor,
+    units: Units,
+    attacks: Sequence[Attack],
+    budget: Budget,
+    practice: Practice | None = None,
+) -> tuple[Row, Tensor, Tensor | None]:
+    """One update under all attacks: what each got, the true images, and the best reconstruction. `images` are the attacker's own; patches of the
+    batch are told from those of images `apart`, which it has not."""
+    load_state(model, seen.state)
+    model.eval()
+    true = in_unit(truth.original["pixel_values"].float(), *units).clamp(0, 1)
+    floor = score(in_unit(images, *units).clamp(0, 1).mean(0, keepdim=True).expand_as(true), true, None)
+    row: Row = {"images": len(true), "steps": seen.update.steps, "floor": mean_of(floor, "PSNR")}
+    best: Tensor | None = None
+    for attack in attacks:
+        try:
+            rehearsals = practice.rehearsals() if practice is not None and attack.learn is not None else ()
+            view = shown(model, seen.update, truth, attack.threat, images, rehearsals)
+            learned = practice.lesson(attack, view, budget) if practice is not None and attack.learn is not None else None
+            asked, inside = asked_of(view, truth, apart, seen.round) if attack.kind == "patches" else (None, 0)
+            one = attempt(attack, view, budget, asked, learned)
+        except UpdateError as error:
+            row[f"why {attack.name}"] = str(error)
+            continue
+        if one.found is None:
+            row[f"why {attack.name}"] = one.why
+        elif attack.kind == "images":
+            guess = by_name(in_unit(one.found.float(), *units).clamp(0, 1), true)
+            value = mean_of(score(guess, true, None), "PSNR")
+            if value is not None and value >= row.get("leak", -np.inf):
+                row["leak"], best = value, guess
+        elif attack.kind == "patches":
+            row["AUC"] = max(row.get("AUC", 0.0), auc(one.found[:inside], one.found[inside:]))
+        elif attack.kind == "labels":
+            row["labels"] = told_labels(one.found, truth.labels)
+        elif attack.kind == "mask" and truth.puzzle is not None:
+            row["mask"] = float((one.found == truth.puzzle.mask[0]).double().mean())
+    return row, true, best
+
+
+def _verdict(of: Callable[[str], float | None]) -> str:
+    """What a server got of a round, in words."""
+    leak, floor, spans, labels = of("leak"), of("floor"), of("AUC"), of("labels")
+    if leak is None or floor is None:
+        images = "none of the attacks on images could try"
+    elif leak > floor + PLAIN:
+        images = f"images come back ({leak:.1f} dB, the mean image {floor:.1f})"
+    elif leak > floor + SOME:
+        images = f"something of the images comes back ({leak:.1f} dB, the mean image {floor:.1f})"
+    else:
+        images = f"images do not come back ({leak:.1f} dB, the mean image {floor:.1f})"
+    patches = "" if spans is None else f"; patches can {'be told' if spans > 0.75 else 'hardly be told'} (AUC {spans:.2f})"
+    return images + patches + ("" if labels is None else f"; {labels:.0%} of the labels are told")
+
+
+def _picture(image: Tensor) -> Any:
+    return image[0].tolist() if len(image) == 1 else image.permute(1, 2, 0).tolist()
+
+
+IMAGES = Leak(
+    "images",
+    "PSNR, dB",
+    "the mean image, dB",
+    {"AUC": "patches, AUC", "labels": "labels told", "mask": "mask told"},
+    _verdict,
+    lambda leak, floor: leak > floor + PLAIN,
+)

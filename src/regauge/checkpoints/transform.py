@@ -1,0 +1,113 @@
+"""A checkpoint that an element is to move, as it is or prepared: what makes each tensor, and the plan of the files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regauge.checkpoints.files import EVERYONE
+
+if TYPE_CHECKING:
+    from regauge.checkpoints.plan import Plan
+    from regauge.checkpoints.reader import Checkpoint
+    from regauge.core.element import Element
+    from regauge.core.spec import Spec
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A checkpoint that is to be moved: as it is, or prepared, with its norms folded or gauges fixed first. `described` is the spec of `state`,
+    `spec` that of the file."""
+
+    checkpoint: Checkpoint
+    spec: Spec
+    described: Spec
+    state: Mapping[str, Any]
+    prepared: tuple[str, ...] = ()
+
+    def thunks(self, g: Element, part: str | None = None) -> dict[str, Callable[[], Any]]:
+        """What makes each tensor of the output."""
+        from regauge.core.action import apply_lazily, is_exact_on
+        from regauge.core.fold import origin
+
+        bits = (
+            not self.prepared and not self.described.fixed and is_exact_on(g)
+        )  # permutations and signs look at no value, so torch is not even loaded
+        made = apply_lazily(g, self.checkpoint.bits if bits else self.state, part)
+        if self.prepared:  # rounded once, and only now
+            made = {name: partial(_rounded, make, self.checkpoint[origin(self.spec, self.checkpoint, name)].dtype) for name, make in made.items()}
+        return made
+
+    def plan(
+        self, out: Path, g: Element, thunks: Mapping[str, Callable[[], Any]], part: str | None = None, mode: int = EVERYONE, **small: bytes
+    ) -> Plan:
+        """The files to be written: the checkpoint's own, moved, and small ones by their bytes (`match.json` as match_json). `mode` has the
+        permission bits that inputs beside the checkpoint allow."""
+        from regauge.checkpoints.plan import is_file_name, plan_checkpoint
+        from regauge.core.action import moves
+        from regauge.core.fold import origin
+
+        sources = {m.name: m.source for m in moves(g, part)}
+        origins = {name: origin(self.spec, self.checkpoint, sources.get(name, name)) for name in thunks}
+        recipe = recipe_of(g, self.spec, self.prepared, part)
+        plan = plan_checkpoint(out, self.checkpoint, thunks, origins=origins, config_changes=self.described.config, recipe=recipe)
+        names = {key.replace("_", "."): value for key, value in small.items()}
+        if is_file_name(out):
+            names = {f"{out.stem}.{name}": value for name, value in names.items()}
+        copies = {name: path for name, path in plan.copies.items() if name not in names}
+        return replace(plan, small={**plan.small, **names}, copies=copies, mode=plan.mode & mode)
+
+
+def moving(checkpoint: Checkpoint, spec: Spec, fold: bool, fix: Sequence[str] = ()) -> Moving:
+    """A checkpoint and its spec, folded or not, and with these gauges fixed. Nothing is read but the norms, and what a balance needs."""
+    if not fold and not fix:
+        return Moving(checkpoint, spec, spec, checkpoint)
+    from regauge.checkpoints.reader import Lazy
+    from regauge.core.fold import fold_lazily
+
+    state: Mapping[str, Any] = checkpoint
+    described = spec
+    if fold:
+        described, folded = fold_lazily(spec, checkpoint, rounded=False)
+        state = Lazy.of(folded)
+    if fix:
+        from regauge.matching.gauges import fix_lazily
+
+        fixed = fix_lazily(described, state, fix)
+        state = Lazy.of(fixed)
+    return Moving(checkpoint, spec, described, state, (*(["fold"] if fold else []), *fix))
+
+
+def moving_adapter(source: str, g: Element) -> tuple[Moving, Element]:
+    """A LoRA adapter of the element's model, and the element over it."""
+    from regauge.checkpoints.adapters import element_for, require_lora
+    from regauge.checkpoints.reader import open_checkpoint
+
+    adapter = open_checkpoint(source)
+    require_lora(adapter.path if adapter.is_folder else adapter.path.parent)
+    h = element_for(g, adapter.entries)
+    return Moving(adapter, h.spec, h.spec, adapter), h
+
+
+def recipe_of(g: Element, unfolded: Spec, prepared: Sequence[str], part: str | None) -> bytes:
+    """What, besides the source, determines the values that are written."""
+    from regauge import __version__
+    from regauge.checkpoints.spec_files import dump_spec
+
+    whole = hashlib.sha256(f"version={__version__} prepared={','.join(prepared)} part={part or ''}\n{dump_spec(unfolded)}".encode())
+    for name in sorted(g.members):
+        member = g.members[name]
+        whole.update(name.encode() + type(member).__name__.encode())
+        for key in ("index", "scale", "values", "factor", "layout"):
+            value = getattr(member, key, None)
+            if value is not None:
+                whole.update(key.encode() + (value.encode() if isinstance(value, str) else value.tobytes()))
+    return whole.digest()
+
+
+def _rounded(make: Callable[[], Any], dtype: Any) -> Any:
+    return make().to(dtype)

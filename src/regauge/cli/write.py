@@ -1,0 +1,38 @@
+"""Writing a checkpoint that an element moves: what `move`, `match` and `lock` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regauge.cli.console import say, warn, writing_to
+
+if TYPE_CHECKING:
+    from regauge.checkpoints.plan import Plan
+    from regauge.checkpoints.writer import Written
+    from regauge.core.element import Element
+
+
+def write_moved(out: Path, plan: Plan, thunks: Mapping[str, Callable[[], Any]], what: str, resume: bool, threads: int | None) -> Written:
+    """Write a plan under a progress bar, and tell what is worth telling."""
+    from regauge.checkpoints.writer import write_plan
+
+    with writing_to(out, what) as progress:
+        written = write_plan(out, plan, thunks, progress=progress, resume=resume, threads=threads)
+    if written.nonfinite:
+        names = ", ".join(written.nonfinite[:5]) + (f" and {len(written.nonfinite) - 5} more" if len(written.nonfinite) > 5 else "")
+        warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {names}")
+    if written.left:
+        say(f"not carried over (weights in other formats, keys, elements): {', '.join(written.left)}")
+    if written.resumed:
+        say(f"kept from the interrupted run: {', '.join(sorted(written.resumed))}")
+    return written
+
+
+def summary(g: Element) -> str:
+    """Which spaces an element moves, by their roots."""
+    roots: dict[str, int] = {}
+    for name in g.members:
+        roots[name.split(".")[0]] = roots.get(name.split(".")[0], 0) + 1
+    return ", ".join(f"{root} ({n})" if n > 1 else root for root, n in roots.items()) or "nothing"

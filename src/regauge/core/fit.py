@@ -1,0 +1,227 @@
+"""Fitting: the member M of a group that moves x nearest to y.
+
+Least squares over up to three sides: `plain` pairs (y against M x), `dual` pairs (y against M^-T x) and `bar` pairs (y against the permutation of M
+alone). A pair (y, x) is two stacks [count, size, features]. `Group.fit` in groups.py is how it is called; here is what the groups have in common.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from regauge.core.members import LIMIT, Complexes, Layout, Monomial, planes, reach
+from regauge.core.rng import Floats, Ints
+
+Pair = tuple[Floats, Floats]
+MANY = 512  # an assignment of so many takes longer than to prepare it
+
+
+class Summed(NamedTuple):
+    """A pair that stands for many: y is the sum of their y x^T, x the identity."""
+
+    y: Floats
+    x: Floats
+
+
+def summed(total: Floats) -> Summed:
+    return Summed(total, np.broadcast_to(np.eye(total.shape[1]), total.shape))
+
+
+def first(*pairs: Pair | None) -> Floats:
+    """The y of the first side that is there."""
+    return next(p[0] for p in pairs if p is not None)
+
+
+def correlation(*pairs: Pair | None, total: Floats | None = None) -> Floats:
+    """Sum of y x^T: <M, C> is what the best orthogonal M maximises. A `total` that is given is added to, in place."""
+    for pair in pairs:
+        if pair is not None:
+            product = pair.y if isinstance(pair, Summed) else pair[0] @ pair[1].swapaxes(1, 2)
+            total = np.array(product, np.float64) if total is None else np.add(total, product, out=total)
+    if total is None:
+        raise ValueError("there is no pair to correlate")
+    return total
+
+
+def polar(c: Floats) -> Floats:
+    """The orthogonal matrix nearest to each c: U V^T of its singular value decomposition (Procrustes)."""
+    u, _, vt = np.linalg.svd(c)
+    return np.asarray(u @ vt)
+
+
+def assign(scores: Floats) -> Ints:
+    """For each matrix of scores, the permutation that collects the most."""
+    return np.stack([_assigned(s) for s in scores]).astype(np.int64)
+
+
+def _assigned(score: Floats) -> Ints:
+    from scipy.optimize import linear_sum_assignment
+
+    best = np.asarray(score.argmax(1))
+    if len(np.unique(best)) == len(best):  # nobody is in another's way
+        return best
+    cost = _levelled(score) if len(score) >= MANY else -score
+    return np.asarray(linear_sum_assignment(cost)[1])
+
+
+def _levelled(score: Floats, rounds: int = 8) -> Floats:
+    """What is lost with each pair, more a number for each row and each column, which changes no assignment's rank. A few rounds of Sinkhorn's
+    iteration find numbers near the dual optimum, from where the exact search has a third of the way to go."""
+    kernel = score.astype(np.float32)
+    high, warmth = kernel.max(1), np.float32(0.08) * kernel[::8].std()
+    if not (np.isfinite(warmth) and warmth > 0):
+        return -score
+    kernel -= high[:, None]
+    kernel /= warmth
+    np.exp(np.maximum(kernel, np.float32(-60), out=kernel), out=kernel)  # no smaller: numbers near the least there is are slow
+    rows = columns = np.asarray(np.ones(len(kernel), np.float32))
+    for _ in range(rounds):
+        rows = np.asarray(1 / (kernel @ columns))
+        columns = np.asarray(1 / (rows @ kernel))
+    by_row, by_column = high - warmth * np.log(rows), -warmth * np.log(columns)
+    if not (np.isfinite(by_row).all() and np.isfinite(by_column).all()):
+        return -score
+    cost: Floats = np.subtract(by_row.astype(np.float64)[:, None], score)
+    cost += by_column
+    return cost
+
+
+def fit_signed(plain: Pair | None, dual: Pair | None, bar: Pair | None) -> Monomial:
+    """The best permutation with signs."""
+    c = correlation(plain, dual) if plain is not None or dual is not None else np.zeros_like(correlation(bar))
+    index = assign(np.abs(c) + (0 if bar is None else correlation(bar)))
+    picked = np.take_along_axis(c, index[:, :, None], 2)[:, :, 0]
+    return Monomial(index, np.where(picked < 0, -1.0, 1.0))
+
+
+def fit_scaled(plain: Pair | None, dual: Pair | None, bar: Pair | None, positive: bool) -> Monomial:
+    """Scale-free scores (cosines) decide who goes where; the scale then balances the two sides. From one side: least squares."""
+    sides = [_cosines(p) for p in (plain, dual) if p is not None]
+    if positive or not sides:
+        scores = np.asarray(sum(sides))
+    else:  # a sign may flip both sides at once, so only the product of their cosines is seen
+        scores = np.abs(sides[0]) if len(sides) == 1 else sides[0] * sides[1]
+    index = assign(scores if bar is None else scores + _cosines(bar))
+    (yx, yy, xx), (yx_dual, yy_dual, xx_dual) = _inner_products(plain, index), _inner_products(dual, index)
+    if plain is not None and dual is not None:
+        scale = (_ratio(yy, xx) * _ratio(xx_dual, yy_dual)) ** 0.25
+    elif plain is not None:
+        scale = _ratio(np.abs(yx), xx)
+    else:
+        scale = _ratio(xx_dual, np.abs(yx_dual))
+    sign = np.where((yx if plain is not None else yx_dual) < 0, -1.0, 1.0)
+    scale = _restrained(scale)
+    return Monomial(index, scale if positive else scale * sign)
+
+
+def fit_planes(plain: Pair | None, dual: Pair | None, layout: Layout, unit: bool) -> Complexes:
+    """One factor per plane. Its phase is that of the summed products; its modulus balances the two sides, or is least squares from one."""
+
+    def as_complex(pair: Pair | None) -> tuple[Complexes, Complexes] | None:
+        if pair is None:
+            return None
+        a, b = planes(pair[0].shape[1], layout)
+        y, x = (np.asarray(v[:, a] + 1j * v[:, b]) for v in pair)
+        return y, x
+
+    p, d = as_complex(plain), as_complex(dual)
+    z = sum((_inner(y, x) for y, x in (s for s in (p, d) if s is not None)), np.zeros((), np.complex128))
+    modulus = np.ones(z.shape)
+    if not unit:
+        if p is not None and d is not None:
+            (q1, q2), (k1, k2) = p, d
+            c1, c2 = (_ratio(_norm2(k1), _norm2(q1)) ** 0.25, _ratio(_norm2(k2), _norm2(q2)) ** 0.25)
+            z = (c1 * c2) * _inner(q1, q2) + _inner(k1, k2) / (c1 * c2)
+            modulus = c2 / c1
+        elif p is not None:
+            modulus = _ratio(np.abs(z), _norm2(p[1]))
+        elif d is not None:
+            modulus = _ratio(_norm2(d[1]), np.abs(z))
+    turn = np.where(np.abs(z) > 0, z / np.where(np.abs(z) > 0, np.abs(z), 1), 1)
+    return np.asarray(_restrained(modulus) * turn, np.complex128)
+
+
+def fit_linear(plain: Pair, dual: Pair | None) -> Floats:
+    """Balance both sides, then Procrustes. From one side only: least squares. Singular values beyond the limit are brought within."""
+    if dual is None:
+        best = np.stack([y @ np.linalg.pinv(x) for y, x in zip(*plain, strict=True)])
+    else:
+        best = np.stack([_balanced(*sides) for sides in zip(*plain, *dual, strict=True)])
+    u, s, vt = np.linalg.svd(best)
+    return np.asarray((u * _restrained(s)[:, None, :]) @ vt)
+
+
+def balancing(plain: Floats, dual: Floats) -> Floats:
+    """For each member of a stack, B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T; the identity where a side is rank-deficient and there is none."""
+    size = plain.shape[1]
+    found = [_balance(q, k) for q, k in zip(plain, dual, strict=True)]
+    u, s, vt = np.linalg.svd(np.stack([np.eye(size) if b is None else b for b in found]))
+    return np.asarray((u * _restrained(s)[:, None, :]) @ vt)
+
+
+def _balanced(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
+    b1, b2 = _balance(q1, k1), _balance(q2, k2)
+    if b1 is None or b2 is None:  # a rank-deficient side has no balanced form: the other one decides, or the best rotation, which is safe
+        if _has_full_rank(k1) and _has_full_rank(k2):
+            return np.asarray(np.linalg.pinv(k1 @ np.linalg.pinv(k2)).T)
+        if _has_full_rank(q1) and _has_full_rank(q2):
+            return np.asarray(q1 @ np.linalg.pinv(q2))
+        return polar(q1 @ q2.T + k1 @ k2.T)
+    i1, i2 = np.linalg.inv(b1), np.linalg.inv(b2)
+    rotation = polar((b1 @ q1) @ (b2 @ q2).T + (i1.T @ k1) @ (i2.T @ k2).T)
+    return np.asarray(i1 @ rotation @ b2)
+
+
+def _has_full_rank(x: Floats) -> bool:
+    s = np.linalg.svd(x, compute_uv=False)
+    return x.shape[0] <= x.shape[1] and bool(s[-1] > 1e-8 * s[0])
+
+
+def _balance(q: Floats, k: Floats) -> Floats | None:
+    """B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T: the point of least norm on the orbit."""
+    rq, rk = (np.asarray(np.linalg.qr(side.T, mode="r")) for side in (q, k))
+    if rq.shape[0] < rq.shape[1] or rk.shape[0] < rk.shape[1]:
+        return None
+    u, s, _ = np.linalg.svd(rq @ rk.T)
+    if s[-1] <= 1e-10 * s[0]:
+        return None
+    return np.asarray(np.sqrt(s)[:, None] * (u.T @ np.linalg.inv(rq).T))
+
+
+def _restrained(factors: Floats) -> Floats:
+    """The same factors where the limit allows them; elsewhere those far from the middle are cut off."""
+    half = math.sqrt(LIMIT)
+    middle = np.clip(np.median(factors, axis=1, keepdims=True), 1 / half, half)
+    return np.where(reach(factors)[:, None] <= LIMIT, factors, np.clip(factors, middle / half, middle * half))
+
+
+def _cosines(pair: Pair) -> Floats:
+    def unit(x: Floats) -> Floats:
+        return np.asarray(x / np.maximum(np.linalg.norm(x, axis=2, keepdims=True), 1e-300))
+
+    return np.asarray(unit(pair[0]) @ unit(pair[1]).swapaxes(1, 2))
+
+
+def _inner_products(pair: Pair | None, index: Ints) -> tuple[Floats, Floats, Floats]:
+    """<y, x>, <y, y> and <x, x> of every coordinate and the one assigned to it."""
+    if pair is None:
+        return np.ones(index.shape), np.ones(index.shape), np.ones(index.shape)
+    y, x = pair[0], np.take_along_axis(pair[1], index[:, :, None], 1)
+    return (y * x).sum(2), (y * y).sum(2), (x * x).sum(2)
+
+
+def _ratio(a: Floats, b: Floats) -> Floats:
+    """a / b, and 1 where that is no usable scale."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        r = np.asarray(a / b)
+    return np.where(np.isfinite(r) & (r > 0), r, 1.0)
+
+
+def _inner(y: Complexes, x: Complexes) -> Complexes:
+    return np.asarray((y * x.conj()).sum(2))
+
+
+def _norm2(x: Complexes) -> Floats:
+    return np.asarray((np.abs(x) ** 2).sum(2))

@@ -1,0 +1,205 @@
+"""Members of groups, as numbers: three representations, each a stack of `count` invertible matrices of one `size`.
+
+Convention. A member moves vectors: x -> M x. A `Monomial` gathers: (M x)[i] = scale[i] * x[index[i]]. `Planes` multiplies the complex
+number of each 2-plane. `a.after(b)` is b first, then a. `dual` is the inverse transpose: what acts on an axis that is contracted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from regauge.core.rng import Floats, Ints
+
+Complexes = npt.NDArray[np.complex128]
+Layout = Literal["half", "interleaved"]
+
+# The largest ratio between two factors by which a member stretches, 1 counted among them: so it bounds condition numbers and scales alike.
+# Rounding grows with it: at the limit a float32 model still keeps its function to about 1e-4. Six samples composed stay within.
+LIMIT = 1e3
+
+
+@dataclass(frozen=True, eq=False)
+class Monomial:
+    """A permutation, perhaps with a scale (or sign) for each coordinate. `scale` is None for plain permutations."""
+
+    index: Ints
+    scale: Floats | None = None
+
+    @property
+    def count(self) -> int:
+        return int(self.index.shape[0])
+
+    @property
+    def size(self) -> int:
+        return int(self.index.shape[1])
+
+    def inverse(self) -> Monomial:
+        back = np.argsort(self.index, axis=1)
+        return Monomial(back, None if self.scale is None else 1 / np.take_along_axis(self.scale, back, 1))
+
+    def dual(self) -> Monomial:
+        return Monomial(self.index, None if self.scale is None else 1 / self.scale)
+
+    def after(self, other: Member) -> Member:
+        if not isinstance(other, Monomial):
+            return Dense(self.matrix()).after(other)
+        scale = self.scale
+        if other.scale is not None:
+            moved = np.take_along_axis(other.scale, self.index, 1)
+            scale = moved if scale is None else scale * moved
+        return Monomial(np.take_along_axis(other.index, self.index, 1), scale)
+
+    def matrix(self) -> Floats:
+        out = np.zeros((self.count, self.size, self.size))
+        np.put_along_axis(out, self.index[:, :, None], 1.0 if self.scale is None else self.scale[:, :, None], 2)
+        return out
+
+    def take(self, order: Ints) -> Monomial:
+        return Monomial(self.index[order], None if self.scale is None else self.scale[order])
+
+    def permutation(self) -> Monomial:
+        return Monomial(self.index)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """Any invertible matrix."""
+
+    values: Floats
+
+    @property
+    def count(self) -> int:
+        return int(self.values.shape[0])
+
+    @property
+    def size(self) -> int:
+        return int(self.values.shape[1])
+
+    def inverse(self) -> Dense:
+        return Dense(np.asarray(np.linalg.inv(self.values), np.float64))
+
+    def dual(self) -> Dense:
+        return Dense(self.inverse().values.swapaxes(1, 2))
+
+    def after(self, other: Member) -> Dense:
+        return Dense(self.values @ other.matrix())
+
+    def matrix(self) -> Floats:
+        return self.values
+
+    def take(self, order: Ints) -> Dense:
+        return Dense(self.values[order])
+
+    def permutation(self) -> Monomial | None:
+        """The permutation that this matrix follows, or None if it is no monomial matrix."""
+        index = np.abs(self.values).argmax(axis=2)
+        stripped = self.values.copy()
+        np.put_along_axis(stripped, index[:, :, None], 0.0, 2)
+        is_monomial = np.abs(stripped).max(initial=0.0) < 1e-9 and (np.sort(index, 1) == np.arange(self.size)).all()
+        return Monomial(index) if is_monomial else None
+
+
+@dataclass(frozen=True, eq=False)
+class Soft(Dense):
+    """A map that mixes coordinates, doubly stochastic, as a transport plan is: no group element, so that what it moves becomes another function. It
+    acts on every axis alike, as a barycentric average does; on barred axes too."""
+
+    def dual(self) -> Soft:
+        return self
+
+    def take(self, order: Ints) -> Soft:
+        return Soft(self.values[order])
+
+
+@dataclass(frozen=True, eq=False)
+class Planes:
+    """One turn and one scale for each 2-plane: plane j is (j, j + size/2) in the half-split layout, (2j, 2j+1) in the interleaved one."""
+
+    factor: Complexes
+    layout: Layout
+
+    @property
+    def count(self) -> int:
+        return int(self.factor.shape[0])
+
+    @property
+    def size(self) -> int:
+        return 2 * int(self.factor.shape[1])
+
+    def inverse(self) -> Planes:
+        return Planes(1 / self.factor, self.layout)
+
+    def dual(self) -> Planes:
+        return Planes(1 / self.factor.conj(), self.layout)
+
+    def after(self, other: Member) -> Member:
+        if isinstance(other, Planes) and other.layout == self.layout:
+            return Planes(self.factor * other.factor, self.layout)
+        return Dense(self.matrix()).after(other)
+
+    def matrix(self) -> Floats:
+        first, second = planes(self.size, self.layout)
+        out = np.zeros((self.count, self.size, self.size))
+        out[:, first, first] = out[:, second, second] = self.factor.real
+        out[:, second, first] = self.factor.imag
+        out[:, first, second] = -self.factor.imag
+        return out
+
+    def take(self, order: Ints) -> Planes:
+        return Planes(self.factor[order], self.layout)
+
+    def permutation(self) -> Monomial:
+        """Turns and scales move no coordinate to another's place."""
+        return Monomial(np.tile(np.arange(self.size), (self.count, 1)))
+
+
+Member = Monomial | Dense | Planes
+
+
+def is_exact(member: Member) -> bool:
+    """Does it only permute and flip signs? Then it moves stored numbers bit for bit, in any floating-point format."""
+    match member:
+        case Monomial():
+            return member.scale is None or bool((np.abs(member.scale) == 1).all())
+        case Planes():
+            return bool(((member.factor.imag == 0) & (np.abs(member.factor.real) == 1)).all())
+        case Dense():
+            return False
+
+
+def planes(size: int, layout: Layout) -> tuple[Ints, Ints]:
+    """The first and the second coordinate of every 2-plane."""
+    order = np.arange(size)
+    return (order[: size // 2], order[size // 2 :]) if layout == "half" else (order[0::2], order[1::2])
+
+
+def reach(factors: Floats) -> Floats:
+    """For each row of factors (scales, singular values), the largest ratio between two of them, 1 counted among them."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.maximum(factors.max(1), 1) / np.minimum(factors.min(1), 1))
+
+
+def strain(factors: Floats) -> str | None:
+    """Why the factors by which a stack of members stretches are refused, or None."""
+    reaches = reach(factors)
+    worst = factors[int(reaches.argmax())]
+    if reaches.max() <= LIMIT * (1 + 1e-9):
+        return None
+    return f"stretches by factors from {worst.min():.3g} to {worst.max():.3g}, which with 1 must lie within a ratio of {LIMIT:g}"
+
+
+def monomial_scale(member: Member) -> tuple[Floats, str | None]:
+    """The scales of a member as a permutation with scales, or the reason why it is none."""
+    if not isinstance(member, Monomial):
+        values = member.matrix()
+        order = Dense(values).permutation()
+        if order is None:
+            return np.ones(values.shape[:2]), "is a rotation or another mixture of coordinates"
+        return np.take_along_axis(values, order.index[:, :, None], 2)[:, :, 0], None
+    if not (np.sort(member.index, 1) == np.arange(member.size)).all():
+        return np.ones(member.index.shape), "is not a permutation"
+    return np.ones(member.index.shape) if member.scale is None else member.scale, None

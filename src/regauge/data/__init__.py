@@ -1,0 +1,1 @@
+"""Examples in, batches out: data sets, tokenizers, tasks."""

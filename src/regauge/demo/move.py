@@ -1,0 +1,206 @@
+"""Two chapters on checkpoints made on the spot: what a model's symmetry is, and what a right and a wrong element do.
+
+The checkpoints (Llama- and GPT-2-shaped, random weights, norm gains and biases too) are written to a folder as any other would be.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from regauge.core.rng import Stream, seed_key
+from regauge.demo.stage import Stage
+from regauge.results.findings import Finding, Results, Table
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_inner": 256,
+    "n_positions": 128,
+    "vocab_size": 256,
+    "activation_function": "gelu_new",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+TOLERANCE = 1e-4  # of float32 logits, relative to the largest
+
+
+def make(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
+    """A checkpoint of random weights for a config, written through regauge's own writer. A folder that is there already is kept."""
+    import torch
+
+    from regauge.checkpoints.plan import File, Plan
+    from regauge.checkpoints.writer import write_plan
+
+    shapes = _shapes(config)
+    if folder.exists():
+        return folder
+
+    def draw(name: str) -> torch.Tensor:
+        shape = shapes[name]
+        values = Stream(seed_key(seed), f"demo/{name}").normals(int(np.prod(shape))).reshape(shape)
+        values = 1 + 0.2 * values if _is_gain(name) else 0.2 * values
+        return torch.from_numpy(values.astype(np.float32))
+
+    file = File("model.safetensors", tuple((name, "F32", shape) for name, shape in shapes.items()), {"format": "pt"})
+    thunks = {name: (lambda name=name: draw(name)) for name in shapes}
+    write_plan(folder, Plan((file,), {"config.json": json.dumps(dict(config), indent=2).encode()}), thunks)
+    return folder
+
+
+def _is_gain(name: str) -> bool:
+    return name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
+
+
+def _shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    out: dict[str, tuple[int, ...]] = {}
+    if c["model_type"] == "llama":
+        d, ffn, kv = c["hidden_size"], c["intermediate_size"], c["hidden_size"] * c["num_key_value_heads"] // c["num_attention_heads"]
+        out["model.embed_tokens.weight"] = (c["vocab_size"], d)
+        for i in range(c["num_hidden_layers"]):
+            at = f"model.layers.{i}."
+            out |= {f"{at}self_attn.{x}_proj.weight": (kv if x in "kv" else d, d) for x in "qkvo"}
+            out |= {f"{at}mlp.gate_proj.weight": (ffn, d), f"{at}mlp.up_proj.weight": (ffn, d), f"{at}mlp.down_proj.weight": (d, ffn)}
+            out |= {f"{at}input_layernorm.weight": (d,), f"{at}post_attention_layernorm.weight": (d,)}
+        return out | {"model.norm.weight": (d,), "lm_head.weight": (c["vocab_size"], d)}
+    d, ffn = c["n_embd"], c["n_inner"]
+    out |= {"transformer.wte.weight": (c["vocab_size"], d), "transformer.wpe.weight": (c["n_positions"], d)}
+    for i in range(c["n_layer"]):
+        at = f"transformer.h.{i}."
+        layers = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d), "mlp.c_fc": (d, ffn), "mlp.c_proj": (ffn, d)}
+        for name, (into, width) in layers.items():
+            out |= {f"{at}{name}.weight": (into, width), f"{at}{name}.bias": (width,)}
+        out |= {f"{at}{norm}.{x}": (d,) for norm in ("ln_1", "ln_2") for x in ("weight", "bias")}
+    return out | {"transformer.ln_f.weight": (d,), "transformer.ln_f.bias": (d,)}
+
+
+def symmetry(stage: Stage) -> Results:
+    """What a model's symmetry is."""
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.models.families import spec_from
+    from regauge.models.summary import facts_of, text_of
+
+    checkpoint = open_checkpoint(make(stage.folder / "llama", LLAMA, stage.seed))
+    facts = facts_of(checkpoint, spec_from(LLAMA, checkpoint.names))
+    stage.say(text_of(facts, []))
+    rows = tuple((s["name"], s["size"], s["group"], s["why"]) for s in facts["spaces"])
+    note = f"about 10^{facts['bits'] * np.log10(2):.0f} descriptions of one function, and {facts['dimensions']} continuous directions"
+    return Results("symmetry", tables=(Table("The spaces of a small Llama", ("space", "size", "group", "why not more"), rows, note),))
+
+
+def moving(stage: Stage) -> Results:
+    """Moving it: other weights, the same function; a wrong element breaks it."""
+    from regauge.models.summary import columns
+
+    rows = [("model", "element", "weights moved", "moved back", "logits differ by")]
+    findings = []
+    for name, config in (("llama", LLAMA), ("gpt2", GPT2)):
+        found = _moves(stage, make(stage.folder / name, config, stage.seed))
+        wrong = found[-1]["logits"]
+        for one in found:
+            logits = "(needs transformers)" if one["logits"] is None else f"{one['logits']:.1e}"
+            back = "bit for bit" if one["back"] == 0 else f"to {one['back']:.1e}"
+            rows.append((name, one["element"], f"{100 * one['moved']:.0f} %", back, logits))
+        for one in found[:-1]:
+            holds = None if one["logits"] is None else one["logits"] <= TOLERANCE < wrong
+            sentence = f"{100 * one['moved']:.0f} % of the weights changed; moved back {'bit for bit' if one['back'] == 0 else 'to rounding'}"
+            statement = f"A small {name} moved by {one['element']}: other weights, the same logits."
+            key = f"moving/{name}/{one['element'].split(',')[0]}"
+            findings.append(Finding(key, statement, holds, one["logits"], TOLERANCE, wrong, sentence, "THEORY 1"))
+    stage.say(columns(rows, right=(2,)))
+    stage.say(
+        "\nDifferences are the largest one, relative to the largest logit. The wrong element rotates the stream under norms that were not folded:"
+    )
+    stage.say("regauge refuses it, and here it is forced.")
+    return Results("moving", tuple(findings))
+
+
+def _moves(stage: Stage, folder: Path) -> list[dict[str, Any]]:
+    from dataclasses import replace
+
+    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.core.action import apply
+    from regauge.core.element import Element, element
+    from regauge.core.fold import fold_norms
+    from regauge.core.groups import Orthogonal
+    from regauge.models.families import spec_from
+
+    checkpoint = open_checkpoint(folder)
+    state = dict(checkpoint)
+    assert checkpoint.config is not None
+    spec = spec_from(checkpoint.config, checkpoint.names)
+    folded_spec, folded = fold_norms(spec, state)
+    free = replace(spec, spaces={**spec.spaces, "stream": replace(spec.spaces["stream"], group=Orthogonal())})
+    cases = [
+        ("permutation", spec, state, element(spec, stage.seed, within="permutation"), False),
+        ("full", spec, state, element(spec, stage.seed), False),
+        ("rotation, norms folded", folded_spec, folded, element(folded_spec, stage.seed, within="orthogonal"), False),
+        ("wrong, forced", spec, state, Element(spec, element(free, stage.seed, spaces=["stream"]).members), True),
+    ]
+    out = []
+    for label, described, before, g, force in cases:
+        bars_lifted = _lift_bars(described) if force else described
+        g = Element(bars_lifted, g.members)
+        after = apply(g, before, force=force)
+        back = apply(~g, after, force=force)
+        total = sum(t.numel() for t in before.values())
+        out.append(
+            {
+                "element": label,
+                "moved": sum(int((after[n] != t).sum()) for n, t in before.items()) / total,
+                "back": max(float((back[n] - t).abs().max()) for n, t in before.items()),
+                "logits": _logits_differ(checkpoint.config, state, after, described.config),
+            }
+        )
+    return out
+
+
+def _lift_bars(spec: Any) -> Any:
+    """The spec with norm gains left out of the action: what someone who forgets them would write."""
+    from dataclasses import replace
+
+    return replace(spec, tensors={name: "_" if text == "|stream|" else text for name, text in spec.tensors.items()})
+
+
+def _logits_differ(config: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], changes: Mapping[str, Any]) -> float | None:
+    """How far apart two states' logits are through the transformers library, or None where it is not installed."""
+    import torch
+
+    try:
+        import transformers
+
+        kind = getattr(transformers, config["architectures"][0])
+    except Exception:  # absent, or broken by another library
+        return None
+    logits = []
+    for state, more in ((before, {}), (after, changes)):
+        model = kind(transformers.AutoConfig.for_model(**{**config, **more})).eval()
+        model.load_state_dict(dict(state), strict=False)
+        model.tie_weights()
+        with torch.no_grad():
+            logits.append(model(torch.arange(48).view(2, 24) * 5 % 256).logits)
+    return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())

@@ -1,0 +1,81 @@
+"""What a client withholds stays with it: those tensors are its own, trained from round to round and sent to nobody.
+
+    RUN/own/client-00002/round-00003.safetensors      on a node: KEEP/RUN/client-00002/..., where KEEP is in its configuration
+
+A round begins with what the client had after the last earlier round in which it trained, and with the server's where there was none. What it had
+before a round is kept beside what it has after it, so that a round that is asked again begins as it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regauge.checkpoints.tensor_files import read_tensors, write_tensors
+from regauge.defences.gradients import Withhold, names_of
+from regauge.federated.settings import VERSION
+from regauge.federated.states import Contribution, State
+
+
+class Own:
+    """The withheld tensors of clients, in a folder or, without one, in memory."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.memory: dict[int, dict[int, State]] = {}
+
+    def before(self, client: int, number: int) -> State:
+        """What a client had when this round began; nothing where it has never trained."""
+        earlier = max((n for n in self._rounds(client) if n < number), default=None)
+        if earlier is None:
+            return {}
+        if self.folder is None:
+            return self.memory[client][earlier]
+        return read_tensors(self._path(client, earlier), "federated own", VERSION)[0]
+
+    def latest(self, client: int) -> State:
+        """What a client has now."""
+        return self.before(client, max(self._rounds(client), default=0) + 1)
+
+    def keep(self, client: int, number: int, tensors: State) -> None:
+        """What a client has after a round. Of others only what it had before this one is left."""
+        earlier = max((n for n in self._rounds(client) if n < number), default=None)
+        if self.folder is None:
+            self.memory.setdefault(client, {})[number] = dict(tensors)
+        else:
+            write_tensors(self._path(client, number), tensors, {"regauge": "federated own", "version": str(VERSION)})
+        for n in self._rounds(client):
+            if n in (number, earlier):
+                continue
+            if self.folder is None:
+                del self.memory[client][n]
+            else:
+                self._path(client, n).unlink(missing_ok=True)
+
+    def clients(self) -> list[int]:
+        """Those who have something of their own."""
+        if self.folder is None:
+            return sorted(self.memory)
+        return sorted(int(p.name.partition("-")[2]) for p in self.folder.glob("client-*"))
+
+    def _rounds(self, client: int) -> list[int]:
+        if self.folder is None:
+            return list(self.memory.get(client, {}))
+        return [int(p.stem.partition("-")[2]) for p in self._path(client, 0).parent.glob("round-*.safetensors")]
+
+    def _path(self, client: int, number: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"client-{client:05}" / f"round-{number:05}.safetensors"
+
+
+def withheld(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
+    """The parameters that are trained and not sent."""
+    return {name for d in defences if type(d) is Withhold for part in d.what for name in names_of(model, part)}
+
+
+def after(made: Contribution, state: State, own: State, names: set[str]) -> dict[str, torch.Tensor]:
+    """What a client has of its own after a contribution that is not yet defended."""
+    return {n: own.get(n, state[n]) + made.tensors[n] for n in sorted(names) if n in made.tensors}

@@ -1,0 +1,291 @@
+"""Rules for linear layers, matrix products, attention, convolutions and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from regauge.models.discovery.cases import argument
+from regauge.models.discovery.graph import operator
+from regauge.models.discovery.terms import atom
+from regauge.models.discovery.walk import Axis, Gain, Node, Value, Walk, shape
+
+NEIGHBOURS = "neighbouring places are mixed along it"
+
+
+def linear(w: Walk, node: Node) -> Value:
+    """x W^T + b."""
+    x, weight = w.value(node.args[0]), w.value(node.args[1])
+    w.contract(x.axes[-1], weight.axes[1])
+    out = w.follow(weight.axes[0])
+    _bias(w, argument(node, 2, "bias"), out)
+    return Value((*(w.follow(a) for a in x.axes[:-1]), out))
+
+
+def _bias(w: Walk, node: Any, out: Axis) -> None:
+    if isinstance(node, fx.Node):
+        w.same([w.value(node).axes[-1]], [out])
+
+
+def addmm(w: Walk, node: Node) -> Value:
+    """b + x W: addmm, baddbmm."""
+    out = _product(w, node, node.args[1], node.args[2])
+    added = w.value(node.args[0])
+    own = [None] * (len(out.axes) - len(added.axes)) + list(added.axes)
+    for a, b in zip(own, out.axes, strict=True):
+        if a is None or a.uniform or a.size != b.size:
+            w.restrict(b, "shift")
+        else:
+            w.same([a], [b])
+    return out
+
+
+def matmul(w: Walk, node: Node) -> Value:
+    """matmul, mm, bmm: the last axis of one against the last but one of the other; those in front are run through side by side."""
+    return _product(w, node, node.args[0], node.args[1])
+
+
+def _product(w: Walk, node: Node, left: Any, right: Any) -> Value:
+    a, b = w.value(left), w.value(right)
+    vector = len(b.axes) == 1
+    if len(a.axes) == 1:  # a vector
+        a = Value((Axis(atom(1)), *a.axes), weights=a.weights)
+        axes = _product_axes(w, a, b)
+        return Value(tuple(axes[:-2] + axes[-1:]))
+    b = Value((*b.axes, Axis(atom(1)))) if vector else b
+    axes = _product_axes(w, a, b)
+    return Value(tuple(axes[:-1] if vector else axes))
+
+
+def _product_axes(w: Walk, a: Value, b: Value) -> list[Axis]:
+    w.contract(a.axes[-1], b.axes[-2])
+    both = not a.weights and not b.weights
+    axes = _batch(w, a.axes[:-2], b.axes[:-2], both)
+    if both:
+        w.role(a.axes[-1], "contracted")
+        w.role(b.axes[-1], "free")
+    return [*axes, w.follow(a.axes[-2]), w.follow(b.axes[-1])]
+
+
+def _batch(w: Walk, left: tuple[Axis, ...], right: tuple[Axis, ...], both: bool) -> list[Axis]:
+    n = max(len(left), len(right))
+    p: list[Axis | None] = [None] * (n - len(left)) + list(left)
+    q: list[Axis | None] = [None] * (n - len(right)) + list(right)
+    out = []
+    for x, y in zip(p, q, strict=True):
+        one = [a for a in (x, y) if a is not None and a.size != 1]
+        if not one:
+            out.append(Axis(atom(1)))
+            continue
+        axis = Axis(one[0].term)
+        for a in one:
+            w.same([a], [axis], kind="batch")
+            if len(one) == 2:
+                w.restrict(a, "batch")
+        if len(one) == 2:
+            w.restrict(axis, "batch")
+            if both:
+                w.role(axis, "head")
+        else:
+            w.same([one[0]], [axis])
+        out.append(axis)
+    return out
+
+
+def einsum(w: Walk, node: Node) -> Value:
+    """Two operands with one letter for each axis."""
+    equation, given = str(node.args[0]).replace(" ", ""), list(node.args[1])
+    inputs, _, output = equation.partition("->")
+    letters = inputs.split(",")
+    values = [w.value(n) for n in given]
+    plain = "." not in equation and all(len(t) == len(set(t)) == len(v.axes) for t, v in zip(letters, values, strict=True))
+    if not plain or len(values) != 2 or not output:
+        from regauge.models.discovery.rules import unknown
+
+        frozen: Value = unknown(w, node)
+        return frozen
+    a, b = (dict(zip(t, v.axes, strict=True)) for t, v in zip(letters, values, strict=True))
+    both = not values[0].weights and not values[1].weights
+    out = []
+    for letter in {*a, *b} - set(output):
+        if letter in a and letter in b:
+            w.contract(a[letter], b[letter])
+            if both:
+                w.role(a[letter], "contracted")
+        else:
+            w.restrict(a.get(letter) or b[letter], "ones", detail="einsum")
+    for letter in output:
+        if letter in a and letter in b:
+            (axis,) = _batch(w, (a[letter],), (b[letter],), both)
+            out.append(axis)
+        else:
+            out.append(w.follow(a.get(letter) or b[letter]))
+    return Value(tuple(out))
+
+
+def attention(w: Walk, node: Node) -> Value:
+    """softmax(q k^T + mask) v in one operator, queries grouped or not."""
+    q, k, v = (w.value(n) for n in node.args[:3])
+    w.contract(q.axes[-1], k.axes[-1])
+    w.role(q.axes[-1], "contracted")
+    w.contract(k.axes[-2], v.axes[-2])
+    w.restrict(k.axes[-2], "softmax", detail="attention")
+    w.restrict(q.axes[-2], "batch")
+    batch = []
+    for i, a in enumerate(q.axes[:-2]):
+        out = w.follow(a)
+        for other in (k.axes[i], v.axes[i]):
+            if other.size == a.size:
+                w.same([other], [out], kind="batch")
+            elif other.size > 1:  # grouped queries: some of them for each key
+                rep = Axis(atom(a.size // other.size))
+                w.same([other, rep], [out], kind="batch")
+                w.restrict(rep, "batch")
+                w.role(rep, "head")
+            w.restrict(other, "batch")
+        w.restrict(out, "batch")
+        w.role(out, "head")
+        batch.append(out)
+    mask = argument(node, 3, "attn_mask")
+    scores = [*batch, q.axes[-2], k.axes[-2]]
+    if isinstance(mask, fx.Node):
+        for a, b in zip(reversed(w.value(mask).axes), reversed(scores), strict=False):
+            if not a.uniform and a.size != 1:
+                w.same([a], [b], kind="batch")
+                w.restrict(a, "batch")
+    elif argument(node, 5, "is_causal", False):
+        for a in (q.axes[-2], k.axes[-2]):
+            w.freeze(a, "attention looks back only")
+    out = w.follow(v.axes[-1])
+    w.role(out, "free")
+    return Value((*batch, w.follow(q.axes[-2]), out))
+
+
+def convolution(w: Walk, node: Node) -> Value:
+    """Channels are contracted, in groups or not; along the others neighbours are mixed."""
+    x, weight = w.value(node.args[0]), w.value(node.args[1])
+    transposed = "transpose" in operator(node)
+    groups = int(argument(node, 7 if transposed else 6, "groups", 1)) if operator(node) != "convolution" else int(node.args[8])
+    spatial = len(weight.axes) - 2
+    channel = len(x.axes) - spatial - 1
+    for a in (*x.axes[channel + 1 :], *weight.axes[2:]):
+        w.freeze(a, NEIGHBOURS)
+    into, out = (weight.axes[0], weight.axes[1]) if transposed else (weight.axes[1], weight.axes[0])
+    if groups == 1:
+        w.contract(x.axes[channel], into)
+        made = w.follow(out)
+    elif groups == x.axes[channel].size == out.size and not transposed:  # each channel by itself
+        made = Axis(x.axes[channel].term)
+        w.same([x.axes[channel]], [made])
+        w.same([out], [made], kind="gain")
+        w.restrict(out, "still")
+        w.restrict(made, "gain", detail=weight.source or "")
+    elif not transposed:
+        group = Axis(atom(groups))
+        w.restrict(group, "batch")
+        inside, outside = Axis(atom(x.axes[channel].size // groups)), Axis(atom(out.size // groups))
+        w.same([x.axes[channel]], [group, inside])
+        w.same([out], [group, outside])
+        w.contract(inside, into)
+        made = Axis(out.term)
+        w.same([out], [made])
+    else:
+        w.freeze(x.axes[channel], "a grouped transposed convolution reads it")
+        w.freeze(out, "a grouped transposed convolution writes it")
+        made = w.fixed(shape(node)[channel], NEIGHBOURS)
+    bias = argument(node, 2, "bias")
+    if isinstance(bias, fx.Node):
+        w.same([w.value(bias).axes[0]], [made])
+    axes = [*(w.follow(a) for a in x.axes[:channel]), made, *(w.fixed(n, NEIGHBOURS) for n in shape(node)[channel + 1 :])]
+    return Value(tuple(axes))
+
+
+def pool(kind: str) -> Callable[[Walk, Node], Any]:
+    """Pooling and resizing over places: channels pass, or (the largest of some) keep positive scales."""
+
+    def rule(w: Walk, node: Node) -> Any:
+        x = w.value(node.args[0])
+        several = isinstance(node.meta["val"], tuple | list)
+        new = tuple(node.meta["val"][0].shape) if several else shape(node)
+        spatial = {"1": 1, "3": 3}.get(next((c for c in operator(node) if c.isdigit()), "2"), 2)
+        at = len(x.axes) - spatial
+        for a in x.axes[at:]:
+            w.freeze(a, NEIGHBOURS)
+        axes = [w.follow(a) for a in x.axes[:at]]
+        for a in axes:
+            if kind:
+                w.restrict(a, kind, detail=operator(node))
+        value = Value((*axes, *(w.fixed(n, NEIGHBOURS) for n in new[at:])))
+        return [value, value] if several else value
+
+    return rule
+
+
+def layer_norm(w: Walk, node: Node) -> Value:
+    size = node.args[1]
+    return _norm(w, node, len(size), "ones", argument(node, 2, "weight"), argument(node, 3, "bias"))
+
+
+def rms_norm(w: Walk, node: Node) -> Value:
+    return _norm(w, node, len(node.args[1]), "rms", argument(node, 2, "weight"), None)
+
+
+def _norm(w: Walk, node: Node, rank: int, kind: str, gain: Any, bias: Any) -> Value:
+    x = w.value(node.args[0])
+    start = len(x.axes) - rank
+    axes = [w.follow(a) for a in x.axes]
+    for i, a in enumerate(axes):
+        w.restrict(a, kind if i >= start else "rms-batch", detail=operator(node))
+    if isinstance(gain, fx.Node):
+        v = w.value(gain)
+        for a, b in zip(v.axes, axes[start:], strict=True):
+            w.same([a], [b], kind="gain")
+            w.restrict(a, "still", detail=v.source or "")
+            w.restrict(b, "gain", detail=v.source or "")
+        shift = w.value(bias).source if isinstance(bias, fx.Node) else None
+        if v.source is not None:
+            w.gains.append(Gain(v.source, shift, node, node.args[0], neutral=1.0 - v.shift))
+    if isinstance(bias, fx.Node):
+        for a, b in zip(w.value(bias).axes, axes[start:], strict=True):
+            w.same([a], [b])
+    return Value(tuple(axes))
+
+
+def group_norm(w: Walk, node: Node) -> Value:
+    """Channels in groups, each with a mean and a spread of its own."""
+    x, groups = w.value(node.args[0]), int(node.args[1])
+    axes = [w.follow(a) for a in x.axes]
+    group, inside = Axis(atom(groups)), Axis(atom(x.axes[1].size // groups))
+    w.same([axes[1]], [group, inside])
+    w.restrict(axes[1], "ones", detail="group_norm")
+    if groups > 1:
+        w.restrict(group, "batch")
+    for a in axes[2:]:
+        w.freeze(a, "group_norm takes its mean over it")
+    for n, kind in ((argument(node, 2, "weight"), "gain"), (argument(node, 3, "bias"), "same")):
+        if isinstance(n, fx.Node):
+            v = w.value(n)
+            w.same([v.axes[0]], [axes[1]], kind=kind)
+            if kind == "gain":
+                w.restrict(v.axes[0], "still", detail=v.source or "")
+                w.restrict(axes[1], "gain", detail=v.source or "")
+    return Value(tuple(axes))
+
+
+def batch_norm(w: Walk, node: Node) -> Any:
+    """In evaluation mode: stored means and spreads, one for each channel. They hold the scale in front of it; the gain carries the one behind."""
+    x = w.value(node.args[0])
+    before, out = x.axes[1], Axis(x.axes[1].term)
+    w.same([before], [out], kind="mask")
+    w.restrict(before, "pointwise", detail="batch_norm")
+    named = [argument(node, i, name) for i, name in ((1, "weight"), (2, "bias"), (3, "running_mean"), (4, "running_var"))]
+    for i, n in enumerate(named):
+        if isinstance(n, fx.Node):
+            a = w.value(n).axes[0]
+            w.same([a], [out if i < 2 else before], kind="same" if i < 3 else "mask")
+            if i >= 2:
+                w.restrict(a, "still")
+    value = Value(tuple(out if i == 1 else w.follow(a) for i, a in enumerate(x.axes)))
+    return [value] * len(node.meta["val"]) if isinstance(node.meta["val"], tuple | list) else value

@@ -1,0 +1,141 @@
+"""Rotary positions, recognised as a whole: x * cos + turn(x) * sin, where turn(x) is x by a quarter turn in every 2-plane.
+
+The planes are (j, j + n/2), written cat(-x[n/2:], x[:n/2]), or (2j, 2j + 1), written stack(-x[1::2], x[0::2]) flattened. Operator by operator the
+rules would see only that cos and sin differ from place to place, and freeze the axis.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from regauge.models.discovery.graph import Graph, moving, operator
+from regauge.models.discovery.walk import Node, Value, Walk, shape
+
+_CASTS = frozenset({"to", "_to_copy", "clone", "contiguous", "alias", "float", "type_as"})
+
+
+@dataclass(frozen=True)
+class Turned:
+    """x, turned by angles that depend on places only."""
+
+    x: fx.Node
+    layout: Literal["half", "interleaved"]
+
+
+def rotaries(graph: Graph) -> dict[fx.Node, Turned]:
+    """The nodes of a graph at which a rotation is complete."""
+    moves = moving(graph)
+    out = {}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            found = _sum_of_products(node, moves) if operator(node) == "add" else _halves(node, moves) if operator(node) == "cat" else None
+            if found is not None:
+                out[node] = found
+    return out
+
+
+def rotary(w: Walk, turned: Turned) -> Value:
+    x = w.value(turned.x)
+    axes = [w.follow(a) for a in x.axes]
+    w.restrict(axes[-1], f"rotary-{turned.layout}")
+    return Value(tuple(axes))
+
+
+def plain(node: Any) -> Any:
+    """A node without the casts around it."""
+    while isinstance(node, fx.Node) and node.op == "call_function" and operator(node) in _CASTS:
+        node = node.args[0]
+    return node
+
+
+def _is(node: Any, name: str) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and operator(node) == name
+
+
+def _products(node: Any, moves: set[fx.Node]) -> fx.Node | None:
+    """x, of x * c where c does not depend on parameters."""
+    node = plain(node)
+    if not _is(node, "mul") or len(node.args) < 2:
+        return None
+    a, b = node.args[:2]
+    for x, c in ((a, b), (b, a)):
+        if isinstance(x, fx.Node) and isinstance(c, fx.Node) and x in moves and c not in moves:
+            return x
+    return None
+
+
+def _sum_of_products(node: Node, moves: set[fx.Node]) -> Turned | None:
+    terms = [_products(a, moves) for a in node.args[:2]]
+    if len(terms) < 2 or None in terms:
+        return None
+    for x, turn in (terms, terms[::-1]):
+        x, turn = plain(x), plain(turn)
+        layout = _quarter_turn(turn, x)
+        if layout is not None:
+            return Turned(x, layout)
+    return None
+
+
+def _quarter_turn(turn: Any, x: Node) -> Literal["half", "interleaved"] | None:
+    if _is(turn, "cat"):
+        second, first = map(plain, turn.args[0]) if len(turn.args[0]) == 2 else (turn, turn)
+        if _is(second, "neg"):
+            n = shape(x)[-1]
+            if _slice(plain(second.args[0]), x) == (n // 2, n, 1) and _slice(first, x) == (0, n // 2, 1):
+                return "half"
+        return None
+    while _is(turn, "flatten") or _is(turn, "view") or _is(turn, "reshape"):
+        turn = plain(turn.args[0])
+    if _is(turn, "stack") and len(turn.args[0]) == 2:
+        second, first = (plain(a) for a in turn.args[0])
+        n = shape(x)[-1]
+        if _is(second, "neg") and _slice(plain(second.args[0]), x) == (1, n, 2) and _slice(first, x) == (0, n, 2):
+            return "interleaved"
+    return None
+
+
+def _slice(node: Any, x: Node) -> tuple[int, int, int] | None:
+    """Which part of x's last axis a node is: start, stop, step."""
+    n = shape(x)[-1]
+    if (_is(node, "getitem") and _is(node.args[0], "chunk")) or (_is(node, "getitem") and _is(node.args[0], "split")):
+        pieces, i = node.args[0], node.args[1]
+        if plain(pieces.args[0]) is x and shape(node)[-1] * 2 == n:
+            return (i * n // 2, (i + 1) * n // 2, 1)
+        return None
+    while _is(node, "slice") and shape(node) == shape(node.args[0]):
+        node = plain(node.args[0])
+    if not _is(node, "slice"):
+        return None
+    whole = plain(node.args[0])
+    while _is(whole, "slice") and shape(whole) == shape(whole.args[0]):
+        whole = plain(whole.args[0])
+    if whole is not x or node.args[1] not in (-1, len(shape(x)) - 1):
+        return None
+    start, stop = node.args[2] if len(node.args) > 2 else 0, node.args[3] if len(node.args) > 3 else n
+    step = node.args[4] if len(node.args) > 4 else 1
+    start, stop = (0 if start is None else start), (n if stop is None else stop)
+    return (start + n if start < 0 else start, min(stop + n if stop < 0 else stop, n), step)
+
+
+def _halves(node: Node, moves: set[fx.Node]) -> Turned | None:
+    """cat(a * cos - b * sin, b * cos + a * sin), where a and b are the halves of x."""
+    ends = [plain(a) for a in node.args[0]] if node.args and len(node.args[0]) == 2 else []
+    if len(ends) != 2 or not _is(ends[0], "sub") or not _is(ends[1], "add"):
+        return None
+    halves = [[plain(_products(a, moves)) for a in end.args[:2]] for end in ends]
+    if any(h is None for pair in halves for h in pair) or set(halves[0]) != set(halves[1]) or len(set(halves[0])) != 2:
+        return None
+    first, second = halves[0]
+    for x in _wholes(first):
+        n = shape(x)[-1]
+        if _slice(first, x) == (0, n // 2, 1) and _slice(second, x) == (n // 2, n, 1):
+            return Turned(x, "half")
+    return None
+
+
+def _wholes(half: Node) -> list[fx.Node]:
+    whole = half.args[0] if _is(half, "slice") else half.args[0].args[0] if _is(half, "getitem") else None
+    return [plain(whole)] if isinstance(whole, fx.Node) else []

@@ -1,0 +1,91 @@
+"""Llama and its like (Mistral, Qwen2, Qwen3): pre-norm decoders with RMSNorm, rotary positions, grouped queries and a gated FFN."""
+
+from __future__ import annotations
+
+from regauge.core.groups import Group, Orthogonal, PlaneSigns, Rotary, SignedPermutation
+from regauge.core.spec import Space, Spec
+from regauge.models.families.family import Boundary, Family
+from regauge.models.families.pieces import RMS_NORM, Attention, Config, Draft, Names, answers, attention, folding, hole, linear, neurons, norm
+
+QKV_BIAS = {"llama": "attention_bias", "qwen3": "attention_bias"}
+
+
+def spec(c: Config, names: Names) -> Spec:
+    base = names.prefix("model.") or names.prefix("transformer.")  # LlamaForQuestionAnswering alone says transformer
+    kind = c.model_type
+    d = Draft(kind, buffers=(r".*rotary_emb\.inv_freq",))
+    d.spaces["stream"] = Space(c.hidden_size, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
+    d.embed = {f"{base}embed_tokens.weight": f"{c.axis('vocab_size')} stream"}
+    bias = True if kind == "qwen2" else bool(c(QKV_BIAS.get(kind, ""), False))
+    qk: Group = PlaneSigns("half") if kind == "qwen3" else Rotary("half")
+    for i in range(c.num_hidden_layers):
+        d.backbone |= decoder_block(d, c, f"{base}layers.{i}.", i, qk, bias=bias, out_bias=bias and kind != "qwen2")
+    language_head(d, c, names, base)
+    return d.spec()
+
+
+def decoder_block(d: Draft, c: Config, at: str, i: int, qk: Group, bias: bool, out_bias: bool) -> dict[str, str]:
+    a = decoder_attention(d, c, i, qk)
+    mlp_bias = bool(c("mlp_bias", False))
+    d.spaces[f"ffn.{i}"] = neurons(c.intermediate_size, c("hidden_act", "silu"), gated=True)
+    block = {
+        **norm(at + "input_layernorm", bias=False),
+        **linear(at + "self_attn.q_proj", a.q, "stream", bias),
+        **linear(at + "self_attn.k_proj", a.k, "stream", bias),
+        **linear(at + "self_attn.v_proj", a.v, "stream", bias),
+        **linear(at + "self_attn.o_proj", "stream", a.o, out_bias),
+        **norm(at + "post_attention_layernorm", bias=False),
+        **linear(at + "mlp.gate_proj", f"|ffn.{i}|", "stream", mlp_bias),
+        **linear(at + "mlp.up_proj", f"ffn.{i}", "stream", mlp_bias),
+        **linear(at + "mlp.down_proj", "stream", f"ffn.{i}", mlp_bias),
+    }
+    if isinstance(qk, PlaneSigns):  # gains on the head axis, shared by all heads: a sign for each plane passes them by
+        block |= {f"{at}self_attn.{x}_norm.weight": hole(d.spaces[f"qk.{i}"].size, "head_dim") for x in "qk"}
+    d.norms += [
+        folding(block, at + "input_layernorm", *(at + f"self_attn.{x}_proj" for x in "qkv")),
+        folding(block, at + "post_attention_layernorm", at + "mlp.gate_proj", at + "mlp.up_proj"),
+    ]
+    return block
+
+
+def decoder_attention(d: Draft, c: Config, i: int, qk: Group) -> Attention:
+    heads = c.num_attention_heads
+    a = attention(i, heads, c("head_dim", c.hidden_size // heads), kv=c("num_key_value_heads", heads), qk=qk)
+    d.spaces |= a.spaces
+    return a
+
+
+def language_head(d: Draft, c: Config, names: Names, base: str, fold: bool = True) -> None:
+    """The final norm and whatever reads it: the language head (tied or not), or a classifier."""
+    d.head |= norm(f"{base}norm", bias=False)
+    d.outputs = {"last_hidden_state": "_ _ stream"}
+    readers = []
+    if c.architecture.endswith("ForCausalLM") or names.starts("lm_head."):
+        d.head |= linear("lm_head", c.axis("vocab_size"), "stream", bias=False)
+        if c("tie_word_embeddings", False):
+            d.ties["lm_head.weight"] = f"{base}embed_tokens.weight"
+        readers.append("lm_head")
+    tokens = names.starts("score.bias")  # classifiers of sequences have no bias, those of tokens do
+    for name, bias in (("score", tokens), ("qa_outputs", True)):
+        if names.starts(f"{name}."):
+            d.head |= linear(name, "_", "stream", bias)
+            readers.append(name)
+    if readers:
+        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _" if readers == ["score"] and not tokens else "_ _ _"}
+        if fold:
+            d.norms.append(folding(d.head, f"{base}norm", *readers))
+    d.notes.append("tokens: rows may be permuted together with the 4-D causal mask and the position ids")
+
+
+def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
+    base = names.prefix("model.") or names.prefix("transformer.")
+    enter = {
+        "hidden_states": "_ token stream",
+        "attention_mask": "_ _ token _+token*",
+        "position_ids": "_ token",
+        "position_embeddings": "_ token _",
+    }
+    return (Boundary("", f"{base}layers", enter, "_ token stream", implicit={"attention_mask": None}),)
+
+
+FAMILY = Family("llama", ("llama", "mistral", "qwen2", "qwen3"), spec, boundaries)

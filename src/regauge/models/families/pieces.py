@@ -1,0 +1,261 @@
+"""The pieces that families are written with: layers as {tensor name: axes}, and the spaces of attention and feed-forward blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from regauge.core.groups import GeneralLinear, Group, Permutation, PlaneSigns, Rotary, Scaling, SignedPermutation
+from regauge.core.spec import Norm, Scale, Shaped, Space, Spec
+from regauge.errors import SpecError
+
+Tensors = dict[str, str]
+
+
+class Config:
+    """A model's config.json, read by attribute; `config("name", default)` for what older files leave out."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name not in self.values:
+            raise SpecError(f'config.json has no "{name}"', hint=f"a {self.values.get('model_type', 'model')} needs it")
+        return self.values[name]
+
+    def __call__(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def axis(self, name: str, more: int = 0) -> str:
+        """An axis on which nothing acts, as long as the config says under this name (and some more), if it does."""
+        return hole(self(name, None), name, more)
+
+    def patch(self) -> str:
+        """The axes of a patch: channels, height and width."""
+        height, width = _both(self("patch_size", None))
+        return f"{self.axis('num_channels')} {hole(height, 'patch_size')} {hole(width, 'patch_size')}"
+
+    def places(self, more: int) -> str:
+        """The axis of a table with a row for each patch, and some more."""
+        h, w, p, q = (_whole(side, name) for name in ("image_size", "patch_size") for side in _both(self(name, None)))
+        return f"_{(h // p) * (w // q) + more}" if h and w and p and q else "_"
+
+    @property
+    def architecture(self) -> str:
+        """The class that the checkpoint was saved from, or an empty string."""
+        return str((self.values.get("architectures") or [""])[0])
+
+
+class Names:
+    """The tensor names at hand: what tells one naming, head or option from another. Given as a mapping to tensors or shapes, their shapes too."""
+
+    def __init__(self, names: Iterable[str] | Mapping[str, Shaped | Sequence[int]]) -> None:
+        self.names = frozenset(names)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        if isinstance(names, Mapping):
+            self.shapes = {n: tuple(t if isinstance(t, Sequence) else t.shape) for n, t in names.items()}
+
+    def has(self, fragment: str) -> bool:
+        return any(fragment in n for n in self.names)
+
+    def starts(self, beginning: str) -> bool:
+        return any(n.startswith(beginning) for n in self.names)
+
+    def prefix(self, prefix: str) -> str:
+        """The prefix if the names carry it, else nothing: base models are saved without."""
+        return prefix if self.starts(prefix) else ""
+
+    def count(self, beginning: str) -> int:
+        """How many numbers follow this beginning: the depth of a list of modules, where no config says it."""
+        return len({n[len(beginning) :].split(".")[0] for n in self.names if n.startswith(beginning)})
+
+    def size(self, name: str, dim: int) -> int:
+        """The size of one axis of a tensor, where no config says it."""
+        if name not in self.shapes:
+            raise SpecError(f'the shape of "{name}" is not at hand', hint="build the spec from a mapping of names to tensors, or of names to shapes")
+        return int(self.shapes[name][dim])
+
+
+def hole(size: Any, name: str, more: int = 0) -> str:
+    """An axis on which nothing acts, of a size that the config gives under this name, or of any."""
+    n = _whole(size, name)
+    return "_" if n is None else f"_{n + more}"
+
+
+def _whole(size: Any, name: str) -> int | None:
+    if size is None or (type(size) is int and size > 0):
+        return size
+    raise SpecError(f'config.json says "{name}" is {size!r}, which must be a positive whole number', hint="compare it with the original")
+
+
+def _both(side: Any) -> Sequence[Any]:
+    """Height and width, where a config gives one number for both, or two."""
+    return side if isinstance(side, list | tuple) and len(side) == 2 else (side, side)
+
+
+def star(term: str) -> str:
+    """The dual of a term."""
+    if term.startswith("_"):
+        return term
+    return f"({term})*" if "+" in term else f"{term}*"
+
+
+def linear(name: str, out: str, into: str, bias: bool = True) -> Tensors:
+    """torch's Linear: weight [out, in]."""
+    return {f"{name}.weight": f"{out} {star(into)}", **({f"{name}.bias": out} if bias else {})}
+
+
+def conv1d(name: str, out: str, into: str) -> Tensors:
+    """GPT-2's Conv1D: weight [in, out]."""
+    return {f"{name}.weight": f"{star(into)} {out}", f"{name}.bias": out}
+
+
+def norm(name: str, space: str = "stream", bias: bool = True) -> Tensors:
+    """A norm's gain follows the permutation part only; its bias is an ordinary vector."""
+    return {f"{name}.weight": f"|{space}|", **({f"{name}.bias": space} if bias else {})}
+
+
+def reads(names: Mapping[str, str] | Iterable[str], *layers: str) -> tuple[tuple[str, str | None], ...]:
+    """The (weight, bias) pairs of these layers, with the biases that the tensors have."""
+    return tuple((f"{layer}.weight", f"{layer}.bias" if f"{layer}.bias" in names else None) for layer in layers)
+
+
+def folding(tensors: Mapping[str, str], name: str, *readers: str, padded: bool = False) -> Norm:
+    """A norm that folds into these layers."""
+    return Norm(f"{name}.weight", f"{name}.bias" if f"{name}.bias" in tensors else None, reads(tensors, *readers), padded=padded)
+
+
+def scaling(tensors: Mapping[str, str], gain: str, *writers: str) -> Scale:
+    """A LayerScale that folds backwards into these layers."""
+    return Scale(gain, reads(tensors, *writers))
+
+
+def old_norm_names(tensors: Tensors, names: Names) -> Tensors:
+    """Checkpoints converted from TensorFlow call a LayerNorm's weight and bias gamma and beta; transformers renames them on loading."""
+    if not names.has("LayerNorm.gamma"):
+        return tensors
+    return {n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): a for n, a in tensors.items()}
+
+
+def answers() -> dict[str, str]:
+    """What question-answering models return: for each token, how well it begins or ends the answer."""
+    return {"start_logits": "_ _", "end_logits": "_ _"}
+
+
+LAYER_NORM = "LayerNorm gains and the mean follow permutations only"
+RMS_NORM = "RMSNorm gains follow signed permutations only"
+POST_NORM = "LayerNorm gains act on the stream itself and cannot be folded"
+
+_ACTIVATIONS: dict[str, tuple[Group, str]] = {
+    "relu": (Scaling(positive=True), "ReLU keeps positive scales"),
+    "leaky_relu": (Scaling(positive=True), "leaky ReLU keeps positive scales"),
+    "tanh": (SignedPermutation(), "tanh is odd"),
+    "linear": (GeneralLinear(), "nothing non-linear"),
+}
+
+
+def neurons(size: int, activation: str, *, gated: bool = False, over: str | None = None) -> Space:
+    """The hidden space of a feed-forward block or a pooler."""
+    if gated:
+        return Space(
+            size, Scaling(positive=False), over, why="the gate's function follows permutations; up and down may be scaled against each other"
+        )
+    group, why = _ACTIVATIONS.get(activation, (Permutation(), f"{activation} follows permutations only"))
+    return Space(size, group, over, why=why)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The spaces of one attention layer, and the axes of its query, key and value outputs and of its output projection's input."""
+
+    spaces: dict[str, Space]
+    q: str
+    k: str
+    v: str
+    o: str
+
+
+def attention(
+    label: str | int,
+    heads: int,
+    size: int,
+    *,
+    kv: int | None = None,
+    qk: Group | None = None,
+    shared: str | None = None,
+    only_dots: bool = True,
+) -> Attention:
+    """Multi-head attention, or grouped queries if there are fewer key-value heads. `shared` names a head space that several layers have in common.
+    `only_dots`: keys meet nothing but the queries, so that a softmax does not see a bias of theirs."""
+    kv = kv or heads
+    if heads % kv:
+        raise SpecError(f"{heads} heads cannot share {kv} key-value heads evenly", hint="config.json: num_attention_heads, num_key_value_heads")
+    group = qk or GeneralLinear()
+    why = _QK_WHY.get(type(group), "a dot product sees every invertible change of both sides as nothing")
+    qk_space, vo_space = f"qk.{label}", f"vo.{label}"
+    if kv == heads:
+        head = shared or f"head.{label}"
+        spaces = {} if shared else {head: Space(heads, Permutation(), why="heads are summed: any order")}
+        outer = head
+        q, o = f"({head} {qk_space})", f"({head} {vo_space})"
+    else:
+        outer = f"kv.{label}"
+        spaces = {
+            outer: Space(kv, Permutation(), why="key-value heads come in any order, with their queries"),
+            f"rep.{label}": Space(heads // kv, Permutation(), over=outer, why="queries of one key-value head come in any order"),
+        }
+        q, o = f"({outer} rep.{label} {qk_space})", f"({outer} rep.{label} {vo_space})"
+    constant = "unseen" if only_dots and isinstance(group, GeneralLinear) else ""
+    spaces[qk_space] = Space(size, group, over=outer, why=why, constant=constant)
+    mixed = "values are mixed linearly between two linear layers"
+    spaces[vo_space] = Space(size, GeneralLinear(), over=outer, why=mixed, constant="passed")
+    return Attention(spaces, q=q, k=f"({outer} {qk_space}*)", v=f"({outer} {vo_space})", o=o)
+
+
+_QK_WHY: dict[type[Group], str] = {
+    Rotary: "rotary positions turn every 2-plane by its own angle: one turn and one scale each are left",
+    PlaneSigns: "QK-norm gains and rotary positions leave one sign for each 2-plane",
+}
+
+
+@dataclass
+class Draft:
+    """A spec in the making: the dictionaries that a family fills, part by part."""
+
+    family: str
+    spaces: dict[str, Space] = field(default_factory=dict)
+    embed: Tensors = field(default_factory=dict)
+    backbone: Tensors = field(default_factory=dict)
+    head: Tensors = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    untied: dict[str, float] = field(default_factory=dict)
+    untied_config: dict[str, Any] = field(default_factory=dict)
+    outputs: dict[str, str] = field(default_factory=dict)
+    norms: list[Norm] = field(default_factory=list)
+    scales: list[Scale] = field(default_factory=list)
+    buffers: tuple[str, ...] = ()
+    notes: list[str] = field(default_factory=list)
+
+    def spec(self) -> Spec:
+        """The finished spec. Spaces that no tensor lives in are left out."""
+        from regauge.core.axes import spaces
+
+        tensors = {**self.embed, **self.backbone, **self.head}
+        parts = {name: part for part in ("embed", "backbone", "head") for name in getattr(self, part)}
+        used: set[str] = set().union(*(spaces(a) for a in tensors.values())) if tensors else set()
+        return Spec(
+            family=self.family,
+            spaces={n: s for n, s in self.spaces.items() if n in used},
+            tensors=tensors,
+            parts=parts,
+            ties=self.ties,
+            untied=self.untied,
+            untied_config=self.untied_config,
+            outputs=self.outputs,
+            norms=tuple(self.norms),
+            scales=tuple(self.scales),
+            buffers=self.buffers,
+            notes=tuple(self.notes),
+        )

@@ -1,0 +1,111 @@
+"""Swin of the transformers library: windowed attention in stages of growing width. Old (v4) and new (v5) parameter names.
+
+Each stage has its own stream; patch merging reads four neighbours of one stage and writes the next. The embedding's norm writes stage 0, and its
+gain cannot be folded: stage 0 keeps permutations, the later stages rotate once their norms are folded.
+"""
+
+from __future__ import annotations
+
+from regauge.core.groups import OrthogonalFixingOnes, Permutation
+from regauge.core.spec import Space, Spec
+from regauge.models.families.family import Boundary, Family
+from regauge.models.families.pieces import LAYER_NORM, POST_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm
+
+V5 = {
+    "q": "attention.q_proj",
+    "k": "attention.k_proj",
+    "v": "attention.v_proj",
+    "o": "attention.o_proj",
+    "bias": "attention.relative_position_bias.relative_position_bias_table",
+    "up": "mlp.fc1",
+    "down": "mlp.fc2",
+}
+V4 = {
+    "q": "attention.self.query",
+    "k": "attention.self.key",
+    "v": "attention.self.value",
+    "o": "attention.output.dense",
+    "bias": "attention.self.relative_position_bias_table",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+}
+
+
+def spec(c: Config, names: Names) -> Spec:
+    base = names.prefix("swin.")
+    words = V4 if names.has("attention.self.query") else V5
+    d = Draft("swin", buffers=(r".*\.relative_position_index",))
+    d.embed = {
+        f"{base}embeddings.patch_embeddings.projection.weight": f"stream.0 {c.patch()}",
+        f"{base}embeddings.patch_embeddings.projection.bias": "stream.0",
+        **norm(f"{base}embeddings.norm", "stream.0"),
+    }
+    for token in ("position_embeddings", "mask_token"):
+        if names.starts(f"{base}embeddings.{token}"):
+            d.embed[f"{base}embeddings.{token}"] = "_ _ stream.0"
+    stages = len(c.depths)
+    for s in range(stages):
+        width = c.embed_dim * 2**s
+        folded = OrthogonalFixingOnes() if s else None
+        d.spaces[f"stream.{s}"] = Space(width, Permutation(), folded=folded, why=LAYER_NORM if s else POST_NORM)
+        for b in range(c.depths[s]):
+            block(d, c, words, f"{base}encoder.layers.{s}.blocks.{b}.", s, b)
+        if s + 1 < stages:
+            four = "+".join([f"stream.{s}"] * 4)
+            down = f"{base}encoder.layers.{s}.downsample."
+            d.backbone |= {f"{down}norm.weight": "+".join([f"|stream.{s}|"] * 4), f"{down}norm.bias": four}
+            d.backbone |= linear(f"{down}reduction", f"stream.{s + 1}", four, bias=False)
+            d.norms.append(folding(d.backbone, f"{down}norm", f"{down}reduction"))
+    last = f"stream.{stages - 1}"
+    d.head = norm(f"{base}layernorm", last)
+    d.outputs = {"last_hidden_state": f"_ _ {last}", "pooler_output": f"_ {last}"}
+    readers = []
+    if names.starts("classifier."):
+        d.head |= linear("classifier", "_", last)
+        d.outputs = {"logits": "_ _"}
+        readers.append("classifier")
+    if names.starts("decoder.0."):  # masked image modelling: a 1x1 convolution on the normalised stream
+        d.head |= {"decoder.0.weight": f"_ {last}* _ _", "decoder.0.bias": "_"}
+        d.outputs = {"reconstruction": "_ _ _ _"}
+        readers.append("decoder.0")
+    if readers:
+        d.norms.append(folding(d.head, f"{base}layernorm", *readers))
+    d.notes.append(
+        "tokens: no permutation holds: attention is windowed and shifted, patches merge with their neighbours, the bias is looked up by place"
+    )
+    return d.spec()
+
+
+def block(d: Draft, c: Config, words: dict[str, str], at: str, s: int, b: int) -> None:
+    stream, ffn, width = f"stream.{s}", f"ffn.{s}.{b}", c.embed_dim * 2**s
+    a = attention(f"{s}.{b}", c.num_heads[s], width // c.num_heads[s])
+    bias = c("qkv_bias", True)
+    d.spaces |= a.spaces | {ffn: neurons(int(c("mlp_ratio", 4.0) * width), c("hidden_act", "gelu"))}
+    d.backbone |= {
+        **norm(at + "layernorm_before", stream),
+        **linear(at + words["q"], a.q, stream, bias),
+        **linear(at + words["k"], a.k, stream, bias),
+        **linear(at + words["v"], a.v, stream, bias),
+        **linear(at + words["o"], stream, a.o),
+        at + words["bias"]: f"_ head.{s}.{b}",
+        **norm(at + "layernorm_after", stream),
+        **linear(at + words["up"], ffn, stream),
+        **linear(at + words["down"], stream, ffn),
+    }
+    d.norms += [
+        folding(d.backbone, at + "layernorm_before", *(at + words[x] for x in "qkv"), padded=True),
+        folding(d.backbone, at + "layernorm_after", at + words["up"]),
+    ]
+
+
+def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
+    """The stages are the backbone: the stream enters as that of stage 0 and leaves as that of the last.
+
+    A stage returns two things more, for callers who ask for hidden states.
+    """
+    base = names.prefix("swin.")
+    leave = f"_ _ stream.{len(c.depths) - 1}"
+    return (Boundary("", f"{base}encoder.layers", {"hidden_states": "_ _ stream.0"}, leave, ("hidden_states", "", "")),)
+
+
+FAMILY = Family("swin", ("swin",), spec, boundaries)

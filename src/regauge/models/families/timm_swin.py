@@ -1,0 +1,78 @@
+"""timm's swin_*: windows with a relative-position bias, one stream for each stage, and patch merging between them.
+
+Widths, depths and heads come from the tensors: the bias table has one column for each head.
+"""
+
+from __future__ import annotations
+
+from regauge.core.groups import OrthogonalFixingOnes, Permutation
+from regauge.core.spec import Space, Spec
+from regauge.models.families.family import Boundary, Family
+from regauge.models.families.pieces import LAYER_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm
+
+EMBED_NORM = "patch_embed.norm writes the stream: its gains act on the stream itself and cannot be folded"
+
+
+def spec(c: Config, names: Names) -> Spec:
+    d = Draft("timm-swin", buffers=(r".*\.relative_position_index", r".*\.attn_mask"))
+    d.embed = {"patch_embed.proj.weight": "stream.0 _ _ _", "patch_embed.proj.bias": "stream.0"}
+    if names.starts("patch_embed.norm."):
+        d.embed |= norm("patch_embed.norm", "stream.0")
+    stages = names.count("layers.")
+    old = names.starts("layers.0.downsample.")  # checkpoints of old put the merging at the end of a stage, not at the beginning of the next
+    for s in range(stages):
+        width = names.size(f"layers.{s}.blocks.0.attn.qkv.weight", 1)
+        d.spaces[f"stream.{s}"] = Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
+        if s > 0:
+            merging(d, s - 1, f"layers.{s - 1 if old else s}.downsample.")
+        for b in range(names.count(f"layers.{s}.blocks.")):
+            block(d, names, s, b)
+    if names.starts("patch_embed.norm."):
+        d.spaces["stream.0"] = Space(d.spaces["stream.0"].size, Permutation(), why=EMBED_NORM)
+    last = f"stream.{stages - 1}"
+    d.head = norm("norm", last)
+    head = "head.fc" if names.starts("head.fc.") else "head"
+    if names.starts(f"{head}."):
+        d.head |= linear(head, "_", last)
+        d.norms.append(folding(d.head, "norm", head))
+        d.outputs = {"logits": "_ _"}
+    else:
+        d.outputs = {"logits": f"_ {last}"}
+    d.notes.append("tokens: windows and shifts fix the places; there is no useful symmetry of tokens")
+    return d.spec()
+
+
+def merging(d: Draft, s: int, at: str) -> None:
+    """Four neighbours side by side: the norm and the reduction see the stream four times."""
+    four = "+".join([f"stream.{s}"] * 4)
+    d.backbone |= {
+        at + "norm.weight": "+".join([f"|stream.{s}|"] * 4),
+        at + "norm.bias": four,
+        **linear(at + "reduction", f"stream.{s + 1}", four, bias=False),
+    }
+    d.norms.append(folding(d.backbone, at + "norm", at + "reduction"))
+
+
+def block(d: Draft, names: Names, s: int, b: int) -> None:
+    at, label, stream = f"layers.{s}.blocks.{b}.", f"{s}.{b}", f"stream.{s}"
+    heads = names.size(at + "attn.relative_position_bias_table", 1)
+    a = attention(label, heads, names.size(at + "attn.qkv.weight", 0) // 3 // heads)
+    d.spaces |= a.spaces | {f"ffn.{label}": neurons(names.size(at + "mlp.fc1.weight", 0), "gelu")}
+    d.backbone |= {
+        **norm(at + "norm1", stream),
+        **linear(at + "attn.qkv", f"{a.q}+{a.k}+{a.v}", stream, f"{at}attn.qkv.bias" in names.names),
+        at + "attn.relative_position_bias_table": f"_ head.{label}",
+        **linear(at + "attn.proj", stream, a.o),
+        **norm(at + "norm2", stream),
+        **linear(at + "mlp.fc1", f"ffn.{label}", stream),
+        **linear(at + "mlp.fc2", stream, f"ffn.{label}"),
+    }
+    d.norms += [folding(d.backbone, at + "norm1", at + "attn.qkv", padded=True), folding(d.backbone, at + "norm2", at + "mlp.fc1")]
+
+
+def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
+    stages = names.count("layers.")
+    return (Boundary("", "layers", {"x": "_ _ _ stream.0"}, f"_ _ _ stream.{stages - 1}"),)
+
+
+FAMILY = Family("timm-swin", (), spec, boundaries, architectures=("swin_",))

@@ -1,0 +1,188 @@
+"""What a model's symmetry is, as data and as text."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from regauge.checkpoints.files import amount
+from regauge.checkpoints.headers import FLOATS
+from regauge.checkpoints.reader import Checkpoint
+from regauge.core.fold import folded_spec
+from regauge.core.spec import Spec, stored
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Run:
+    """Spaces alike in all but their layer: `ffn.0..31`."""
+
+    name: str
+    members: tuple[str, ...]
+
+
+def runs(spec: Spec) -> list[Run]:
+    """Spaces that say the same, joined over consecutive layers. A parent of the same layer counts as the same."""
+    found: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+    for name, space in spec.spaces.items():
+        match = re.fullmatch(r"(.*?)(\d+)", name)
+        prefix, layer = (match.group(1), int(match.group(2))) if match else (name, -1)
+        over = space.over
+        if over is not None and match and over.endswith(match.group(2)):
+            over = over[: -len(match.group(2))] + "#"
+        key = (prefix, space.size, str(space.group), over, str(space.folded), space.why, spec.count(name), name in spec.visible)
+        found.setdefault(key, []).append((layer, name))
+    out: list[Run] = []
+    for (prefix, *_), entries in found.items():
+        entries.sort()
+        if entries[0][0] < 0:
+            out.append(Run(entries[0][1], (entries[0][1],)))
+            continue
+        label, start = "", 0
+        for i in range(1, len(entries) + 1):
+            if i == len(entries) or entries[i][0] != entries[i - 1][0] + 1:
+                first, last = entries[start][0], entries[i - 1][0]
+                label += ("," if label else "") + (str(first) if first == last else f"{first}..{last}")
+                start = i
+        out.append(Run(prefix + label, tuple(name for _, name in entries)))
+    return out
+
+
+def facts_of(checkpoint: Checkpoint, spec: Spec) -> dict[str, Any]:
+    """Everything that `inspect` says, as JSON."""
+    entries = stored(spec)
+    covered = [n for n in checkpoint if n in entries]
+    numel = {n: e.numel for n, e in checkpoint.entries.items()}
+    parts = {}
+    for part in ("embed", "backbone", "head"):
+        names = [n for n in covered if spec.parts.get(entries[n].pattern) == part]
+        parts[part] = {"tensors": len(names), "parameters": sum(numel[n] for n in names)}
+    folded = folded_spec(spec)
+    spaces = [_space(spec, folded, run) for run in runs(spec)]
+    buffers = [n for n in checkpoint if n not in entries and spec.is_buffer(n)]
+    return {
+        "version": VERSION,
+        "path": str(checkpoint.path),
+        "family": spec.family,
+        "dtypes": sorted(set(checkpoint.dtypes.values())),
+        "files": len(checkpoint.files),
+        "bytes": sum(e.nbytes for e in checkpoint.entries.values()),
+        "parts": parts,
+        "parameters": {
+            "all": sum(n for name, n in numel.items() if name not in buffers),
+            "covered": sum(numel[n] for n in covered),
+            "buffers": sum(numel[n] for n in buffers),
+        },
+        "spaces": spaces,
+        "bits": sum(s["bits"] for s in spaces),
+        "dimensions": sum(s["dimensions"] for s in spaces),
+        "visible": sorted(spec.visible),
+        "outputs": dict(spec.outputs),
+        "ties": dict(spec.ties),
+        "folds": {"norms": len(spec.norms), "scales": len(spec.scales), "done": _is_folded(checkpoint, folded)},
+        "notes": list(spec.notes),
+    }
+
+
+def _is_folded(checkpoint: Checkpoint, folded: Spec) -> bool:
+    """Has every gain the value that folding gives it? Read off the bits: norms are small, and no torch is loaded."""
+    return bool(folded.fixed) and all(name in checkpoint and bool((_values(checkpoint, name) == value).all()) for name, value in folded.fixed.items())
+
+
+def _values(checkpoint: Checkpoint, name: str) -> Any:
+    bits, dtype = checkpoint.bits[name], checkpoint.entries[name].dtype
+    if dtype == "BF16":  # the upper half of a float32
+        return (bits.astype("<u4") << 16).view("<f4")
+    return bits.view(f"<f{bits.itemsize}") if dtype in FLOATS else bits
+
+
+def _space(spec: Spec, folded: Spec, run: Run) -> dict[str, Any]:
+    first = run.members[0]
+    space = spec.spaces[first]
+    times = sum(spec.count(m) for m in run.members)
+    return {
+        "name": run.name,
+        "members": list(run.members),
+        "size": space.size,
+        "group": str(space.group),
+        "over": space.over if len(run.members) == 1 else None if space.over is None else re.sub(r"\d+$", "*", space.over),
+        "folded": None if folded.spaces[first].group == space.group else str(folded.spaces[first].group),
+        "why": space.why,
+        "visible": first in spec.visible,
+        "copies": times,
+        "bits": space.group.bits(space.size) * times,
+        "dimensions": space.group.dim(space.size) * times,
+    }
+
+
+def text_of(facts: dict[str, Any], tensors: list[tuple[str, ...]]) -> str:
+    parameters = facts["parameters"]
+    files = f"{facts['files']} file{'s' * (facts['files'] != 1)}, {amount(facts['bytes'])}"
+    lines = [
+        f"{facts['path']}: {facts['family']}, {count(parameters['all'])} parameters, {', '.join(facts['dtypes'])}, {files}",
+        "",
+        columns(
+            [("part", "tensors", "parameters"), *((p, f"{v['tensors']}", f"{v['parameters']:,}") for p, v in facts["parts"].items())], right=(1, 2)
+        ),
+        "",
+    ]
+    head = ("space", "size", "copies", "group", "bits", "dimensions", "why it is not larger")
+    rows = [
+        (s["name"] + " (visible)" * s["visible"], f"{s['size']}", f"{s['copies']}", s["group"], f"{s['bits']:,.0f}", f"{s['dimensions']:,}", _why(s))
+        for s in facts["spaces"]
+    ]
+    total = ("all", "", "", "", f"{facts['bits']:,.0f}", f"{facts['dimensions']:,}", "")
+    lines += [columns([head, *rows, total], right=(1, 2, 4, 5)), ""]
+    lines.append(
+        f"key space: 2^{facts['bits']:,.0f} discrete choices (10^{facts['bits'] * math.log10(2):,.0f}), {facts['dimensions']:,} continuous parameters"
+    )
+    if facts["visible"]:
+        shown = ", ".join(f"{name} [{text}]" for name, text in facts["outputs"].items())
+        lines.append(f"visible at the outputs: {', '.join(facts['visible'])} in {shown}; moving it moves what callers get")
+    folds = facts["folds"]
+    if folds["norms"] or folds["scales"]:
+        what, then = ("folded already", "is, with --fold,") if folds["done"] else ("folding", "would be")
+        larger = "; ".join(f"{s['name']} {then} {s['folded']}" for s in facts["spaces"] if s["folded"])
+        lines.append(f"{what} ({folds['norms']} norms, {folds['scales']} scales): {larger or 'gives no larger group'}")
+    for alias, target in facts["ties"].items():
+        lines.append(f"tied: {alias} repeats {target}")
+    lines += [f"note: {note}" for note in facts["notes"]]
+    buffers = f" and {parameters['buffers']:,} numbers in buffers" if parameters["buffers"] else ""
+    lines.append(f"covered: {parameters['covered']:,} of {parameters['all']:,} parameters{buffers}")
+    if tensors:
+        lines += ["", columns([("tensor", "shape", "axes"), *tensors])]
+    return "\n".join(lines)
+
+
+def _why(space: dict[str, Any]) -> str:
+    folded = f"; folded: {space['folded']}" if space["folded"] else ""
+    over = f" (one per place of {space['over']})" if space["over"] else ""
+    return f"{space['why']}{folded}{over}"
+
+
+def rows_of_tensors(spec: Spec, checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
+    for name, entry in stored(spec).items():
+        if name in checkpoint:
+            yield name, "x".join(map(str, checkpoint.shapes[name])), entry.axes
+
+
+def count(n: int) -> str:
+    """A number as people say it: 15.2 M."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if n >= size:
+            return f"{n / size:.3g} {unit}"
+    return str(n)
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Rows as aligned text; the columns in `right` are flush right, the last one is left as long as it is."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

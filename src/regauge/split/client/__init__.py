@@ -1,0 +1,1 @@
+"""The client of split learning: an ordinary model whose backbone runs on a server."""

@@ -1,0 +1,1 @@
+"""The wire format of split learning: frames, messages, channels and certificates."""

@@ -1,0 +1,35 @@
+"""What a server sends back, as bytes: a reply to a session, or what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from regauge.split.protocol.frames import Frame, FrameError, Kind, Value, encode
+from regauge.split.server.sessions import Session
+
+Tensor = torch.Tensor
+
+
+def reply(session: Session, kind: Kind, frame: Frame, tensors: Mapping[str, Tensor]) -> bytes:
+    """Tensors for whoever sent the frame, in the codec and within the limits of the session."""
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    if size > session.limits.payload:
+        raise FrameError("limit", f"the reply has {size} bytes, and the client takes {session.limits.payload}")
+    values: dict[str, Value] = {"session": frame.values["session"], "saved": session.saved}
+    if "ticket" in frame.values:
+        values["ticket"] = frame.values["ticket"]
+    return bytes_of(Frame(kind, frame.number, values, tensors), session.codec)
+
+
+def refusal(error: FrameError, frame: Frame | None = None, done: int = 0, saved: int = 0) -> bytes:
+    """What is wrong, as bytes for the other side."""
+    values: dict[str, Value] = {"code": error.code, "message": str(error)[:500], "hint": error.hint, "done": done, "saved": saved}
+    if frame is not None:
+        values["check"] = frame.check
+    return bytes_of(Frame(Kind.ERROR, 0 if frame is None else frame.number, values))
+
+
+def bytes_of(frame: Frame, codec: str = "") -> bytes:
+    return b"".join(encode(frame, codec))

@@ -1,0 +1,1 @@
+"""The server of split learning: sessions, passes through the backbone, training, checkpoints, quotas."""

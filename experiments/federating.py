@@ -21,7 +21,6 @@ from experiments.cells import Cell, Outcome, Work
 from experiments.lab import Lab
 from experiments.models import build
 from experiments.presets import From, vit_config
-from regauge.attacks.updates import Update
 from regauge.audit.gradients.attempts import QUICK, Budget
 from regauge.audit.gradients.engine import shared_out
 from regauge.audit.recorded.engine import truth_of
@@ -33,7 +32,7 @@ from regauge.federated.client import rows_of
 from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.fusion import average, parted
 from regauge.federated.local_state import Own
-from regauge.federated.recorder import Seen
+from regauge.federated.recorder import RecordedUpdate
 from regauge.federated.rounds import done
 from regauge.federated.runs import OF_CLIENTS, measuring
 from regauge.federated.settings import read_settings
@@ -119,7 +118,7 @@ def _leaks(
         one = contribute(model, state, parts[c.client], alone, number, c.client, still=frozen(model, defences))
         for name, way, made in (("as sent", settings, c), ("one image", alone, defended(one, model, defences, seed_key(settings.seed)))):
             truth = truth_of(model, parts[c.client], rows_of(c.examples, way, number, c.client), way, number, c.client)
-            seen = Seen(number, c.client, state, Update(made.tensors, "change", made.steps, made.rate), made.batch, made.examples)
+            seen = RecordedUpdate(number, c.client, state, made.tensors, made.steps, made.rate, made.batch, made.examples)
             if name not in practice:
                 practice[name] = practising(model, seen, mine, way)
             row, _, _ = attacked(model, seen, truth, images, apart, units, QUICK, budget, practice[name])

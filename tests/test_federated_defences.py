@@ -13,16 +13,16 @@ import torch
 
 import federations as fed
 from regauge import apply, element, fold_norms
-from regauge.attacks.updates import Update, UpdateError
 from regauge.audit.gradients.attempts import Budget
+from regauge.audit.recorded import view_of
 from regauge.audit.recorded.engine import audit_run, open_run, rehearsed
 from regauge.cli import main
 from regauge.defences.split import DefenceError
-from regauge.errors import MissingExtraError
+from regauge.errors import MissingExtraError, UpdateError
 from regauge.federated import Contribution, FederatedError, Settings, contribute, fusion, parts_of, prepared, state_of, state_store
 from regauge.federated.defences import defended, epsilon, frozen, read_defences
 from regauge.federated.fusion import average, parted
-from regauge.federated.recorder import Seen, load_kept, load_seen, seen_rounds, spy_on
+from regauge.federated.recorder import RecordedUpdate, load_rows, load_update, recorded_rounds, spy_on
 from regauge.federated.runs import Source, federated
 from regauge.federated.states import digest_of, layout_of, load_state
 from regauge.models.resolve import spec_of
@@ -105,21 +105,21 @@ def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Pa
     state_store.begin(folder, SETTINGS, "l", {})
     start = state_of(fed.vit())
     fed.ran(SETTINGS, folder=folder, spy=spy_on(folder, SETTINGS))
-    assert seen_rounds(folder) == {0: [0, 1, 2], 1: [0, 1, 2]}
-    seen = load_seen(folder, 0, 1)
-    assert (seen.update.kind, seen.update.steps, seen.update.rate, seen.batch) == ("change", 1, 0.1, 4)
+    assert recorded_rounds(folder) == {0: [0, 1, 2], 1: [0, 1, 2]}
+    seen = load_update(folder, 0, 1)
+    assert (seen.steps, seen.lr, seen.batch) == (1, 0.1, 4)
     assert all(torch.equal(seen.state[n], start[n]) for n in start)
-    (rows,) = load_kept(folder, 0, 1)
+    (rows,) = load_rows(folder, 0, 1)
     part = parts_of(fed.bars(), SETTINGS)[1]
     model = fed.vit().train()
     inputs, labels = part.batch(list(rows))
     torch.nn.functional.cross_entropy(model(**inputs).logits, labels).backward()
     slopes = {n: p.grad for n, p in model.named_parameters()}
-    assert torch.allclose(seen.update.slopes["classifier.weight"], slopes["classifier.weight"], atol=1e-5)
+    assert torch.allclose(view_of(seen).slopes["classifier.weight"], slopes["classifier.weight"], atol=1e-5)
     sent = (folder / "seen").rglob("*")
     assert not any(p.suffix == ".json" for p in sent)
     with pytest.raises(FederatedError, match="nothing that the server saw"):
-        seen_rounds(tmp_path)
+        recorded_rounds(tmp_path)
 
 
 def test_the_accountant_is_asked_for_before_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +230,9 @@ def test_a_server_rehearses_what_its_clients_do(tmp_path: Path) -> None:
     model = prepared(fed.vit(), settings)
     state, own = state_of(model), fed.bars(16)
     sent = contribute(model, state, own, settings, 3, 0)
-    seen = Seen(3, 0, state, Update(sent.tensors, "change", sent.steps, sent.rate), sent.batch, sent.examples)
+    seen = RecordedUpdate(3, 0, state, sent.tensors, sent.steps, sent.rate, sent.batch, sent.examples)
     one, other = rehearsed(model, seen, own, settings, 2, 0)
-    assert one.update.tensors.keys() == seen.update.tensors.keys()
+    assert one.update.tensors.keys() == seen.tensors.keys()
     assert (one.update.steps, len(one.read)) == (2, 8)
     assert not torch.equal(one.read, one.original)  # type: ignore[arg-type]
     assert not torch.equal(one.read, other.read)

@@ -368,9 +368,9 @@ def test_a_secure_sum_is_the_mean_and_shows_nobodys_own(source: Source, tmp_path
     assert [r.contributed for r in secure.kept.history] == [(0, 1, 2, 3)] * 2
     worst = max(float((secure.kept.state[n] - plain.kept.state[n]).abs().max()) for n in plain.kept.state)
     assert 0 < worst < 1e-4
-    from regauge.federated.recorder import load_seen
+    from regauge.federated.recorder import load_update
 
-    one, two = (load_seen(tmp_path / "secure", 0, c).update.tensors for c in (0, 1))
+    one, two = (load_update(tmp_path / "secure", 0, c).tensors for c in (0, 1))
     assert all(torch.equal(one[n], two[n]) for n in one)  # all that the server has is the mean
     trained = [m for m in nodes.sent if m.has_content() and m.content.array_records]
     assert all(not record for m in trained for record in m.content.array_records.values())  # nothing went in the clear

@@ -15,11 +15,12 @@ from regauge.attacks.embeddings import embedding_least_squares
 from regauge.attacks.membership import auc
 from regauge.attacks.passes import slopes_by, twice
 from regauge.attacks.spans import mask_leak, span_membership
-from regauge.attacks.updates import Granted, SentUpdate, Update, UpdateError, check_update
+from regauge.attacks.updates import Granted, SentUpdate, Update, check_update
 from regauge.audit.gradients.clients import contribute, prepared, rehearse
 from regauge.audit.gradients.scores import patches_of
 from regauge.defences.gradients import Clip, Private, clipped, names_of, plan_of
 from regauge.defences.split import DefenceError, parts_of
+from regauge.errors import UpdateError
 from regauge.results.metrics import spectral
 from updates import changed, examples, pictures, psnr, sent, timm_vit, vit
 

@@ -14,7 +14,6 @@ import torch
 from experiments import EXPERIMENTS, Lab
 
 from regauge.attacks.membership import auc
-from regauge.attacks.updates import UpdateError
 from regauge.audit.gradients import GradientCase, audit_gradients, text_audit
 from regauge.audit.gradients.attempts import ATTACKS, QUICK, Budget, chosen, named
 from regauge.audit.gradients.engine import floors
@@ -24,7 +23,7 @@ from regauge.audit.split.scores import OTHERS, mean
 from regauge.audit.split.scores import named as by_name
 from regauge.cli import main
 from regauge.data.tasks import Examples
-from regauge.errors import MissingExtraError, RegaugeError
+from regauge.errors import MissingExtraError, RegaugeError, UpdateError
 from regauge.results.findings import load_results
 from updates import examples, pictures, vit
 

@@ -10,12 +10,13 @@ from regauge.attacks.classes import label_counts
 from regauge.attacks.membership import asked_layers, auc, practise, practised_membership
 from regauge.attacks.regression import features_of, learn_regression, regressed, resemblance
 from regauge.attacks.spans import span_membership
-from regauge.attacks.updates import Granted, SentUpdate, Threat, UpdateError
+from regauge.attacks.updates import Granted, SentUpdate, Threat
 from regauge.audit.gradients.attempts import Budget, attempt, named
 from regauge.audit.gradients.clients import contribute, practice, prepared, rehearse, view_of
 from regauge.audit.gradients.engine import GradientCase, row_of, shared_out
 from regauge.audit.gradients.scores import patches_of
 from regauge.defences.gradients import names_of, plan_of
+from regauge.errors import UpdateError
 from regauge.jigsaw.layers import layers_of
 from updates import examples, psnr, vit
 

@@ -11,11 +11,12 @@ import torch
 
 from own_modules import Cifar, Mnist
 from regauge.attacks.embeddings import embedding_least_squares
-from regauge.attacks.updates import Granted, SentUpdate, UpdateError
+from regauge.attacks.updates import Granted, SentUpdate
 from regauge.audit.gradients.clients import contribute
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import plan_of
+from regauge.errors import UpdateError
 from updates import changed, psnr
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"

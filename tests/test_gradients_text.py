@@ -12,12 +12,13 @@ import transformers
 
 from regauge.attacks.subspaces import exact_search, span_candidates, tag, text_layers, token_membership
 from regauge.attacks.tables import words_in_places
-from regauge.attacks.updates import Granted, SentUpdate, UpdateError
+from regauge.attacks.updates import Granted, SentUpdate
 from regauge.audit.gradients.clients import contribute, prepared
 from regauge.audit.text_scores import rouge, rouge_l, scores_of
 from regauge.cli import main
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import plan_of
+from regauge.errors import UpdateError
 from regauge.results.findings import load_results
 
 ASSETS = Path(__file__).parents[2] / "shared" / "assets"

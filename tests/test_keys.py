@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from regauge.checkpoints.files import is_key_file
 from regauge.core.rng import Stream, hkdf
 from regauge.errors import CheckpointError, KeyFileError, PassphraseError
-from regauge.locking.keys import Key, generate_key, is_key_file, load_key, save_key
+from regauge.locking.keys import Key, generate_key, load_key, save_key
 
 SECRET = bytes(range(32))
 CHEAP = {"n": 16, "r": 8, "p": 1}

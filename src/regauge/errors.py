@@ -75,6 +75,10 @@ class LockError(RegaugeError):
     """A model that cannot be locked, unlocked or sealed as asked: it is locked already, or it is not."""
 
 
+class UpdateError(RegaugeError):
+    """An update that does not belong to the model or holds no information, or a model without the layers that an attack reads."""
+
+
 class MissingExtraError(RegaugeError):
     """A library that is needed here and not installed."""
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from regauge.attacks.embeddings import Solved, as_image
-from regauge.attacks.updates import SentUpdate, UpdateError
+from regauge.attacks.updates import SentUpdate
+from regauge.errors import UpdateError
 from regauge.jigsaw.layers import inner_of, layers_of, readers_of
 
 Tensor = torch.Tensor

@@ -17,7 +17,8 @@ import torch
 from regauge.attacks.classes import label_counts, labels_from
 from regauge.attacks.embeddings import silent_rows
 from regauge.attacks.passes import slopes_by, twice
-from regauge.attacks.updates import SentUpdate, UpdateError
+from regauge.attacks.updates import SentUpdate
+from regauge.errors import UpdateError
 from regauge.jigsaw.layers import layers_of
 from regauge.jigsaw.wrapper import MaskedJigsaw
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from regauge.attacks.inversion import to_images, to_patches
-from regauge.attacks.updates import Rehearsal, SentUpdate, UpdateError
+from regauge.attacks.updates import Rehearsal, SentUpdate
+from regauge.errors import UpdateError
 from regauge.jigsaw.layers import Layers, layers_of
 from regauge.jigsaw.wrapper import MaskedJigsaw
 

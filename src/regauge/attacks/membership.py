@@ -16,7 +16,8 @@ from torch.func import functional_call
 
 from regauge.attacks.inversion import to_patches
 from regauge.attacks.spans import candidates_at
-from regauge.attacks.updates import Rehearsal, SentUpdate, UpdateError
+from regauge.attacks.updates import Rehearsal, SentUpdate
+from regauge.errors import UpdateError
 from regauge.jigsaw.layers import Layers, Readers, inner_of, layers_of, readers_of
 
 Tensor = torch.Tensor

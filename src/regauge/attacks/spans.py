@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from regauge.attacks.embeddings import position_slopes, silent_rows
-from regauge.attacks.updates import SentUpdate, UpdateError
+from regauge.attacks.updates import SentUpdate
+from regauge.errors import UpdateError
 from regauge.jigsaw.layers import Layers, Readers, layers_of, readers_of
 from regauge.jigsaw.wrapper import MaskedJigsaw
 

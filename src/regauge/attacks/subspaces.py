@@ -17,7 +17,8 @@ from torch.func import functional_call
 from regauge.attacks.classes import label_counts, labels_from
 from regauge.attacks.passes import plain_attention, twice
 from regauge.attacks.spans import Span, span_of
-from regauge.attacks.updates import SentUpdate, UpdateError
+from regauge.attacks.updates import SentUpdate
+from regauge.errors import UpdateError
 
 Tensor = torch.Tensor
 CLOSE = 0.15  # of the middle distance: what is nearer to a span than this lies in it

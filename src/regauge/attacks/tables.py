@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from regauge.attacks.subspaces import text_layers, token_membership
-from regauge.attacks.updates import SentUpdate, UpdateError
+from regauge.attacks.updates import SentUpdate
+from regauge.errors import UpdateError
 
 Tensor = torch.Tensor
 PRESENT = 0.1  # of a place's row in a word's: at batch 1 it is 0 or 1; of several texts each has a share

@@ -15,13 +15,9 @@ from typing import Literal
 
 import torch
 
-from regauge.errors import RegaugeError
+from regauge.errors import UpdateError
 
 Tensor = torch.Tensor
-
-
-class UpdateError(RegaugeError):
-    """An update that is none of this model's, or that says nothing; or a model without the layers that an attack needs."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import hashlib
+import json
 import os
 import shutil
 import stat
@@ -274,3 +275,17 @@ def write_bytes(path: Path, data: bytes | bytearray | memoryview, mode: int = 0o
 def amount(n: int) -> str:
     """A number of bytes as people say it: 12 B, 3.4 kB, 1,234.5 MB."""
     return f"{n} B" if n < 1_000 else f"{n / 1e3:.1f} kB" if n < 1_000_000 else f"{n / 1e6:,.1f} MB"
+
+
+_LARGEST_KEY_FILE = 1 << 16
+
+
+def is_key_file(path: Path) -> bool:
+    """Return whether a file is a regauge key file, whatever its name and mode. A key is never copied along with a model."""
+    try:
+        if not path.is_file() or path.stat().st_size > _LARGEST_KEY_FILE:
+            return False
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(fields, dict) and fields.get("regauge") == "key"

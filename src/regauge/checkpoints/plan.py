@@ -13,11 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from regauge.checkpoints.files import EVERYONE, amount, require_inside, strictest_mode, writing
+from regauge.checkpoints.files import EVERYONE, amount, is_key_file, require_inside, strictest_mode, writing
 from regauge.checkpoints.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.checkpoints.reader import INDEX, PICKLES, WEIGHTS, Checkpoint, open_checkpoint
 from regauge.errors import CheckpointError
-from regauge.locking.keys import is_key_file
 
 if TYPE_CHECKING:
     import torch

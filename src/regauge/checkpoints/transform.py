@@ -29,6 +29,12 @@ class Moving:
     state: Mapping[str, Any]
     prepared: tuple[str, ...] = ()
 
+    def with_state(self, made: Mapping[str, Callable[[], Any]], steps: Sequence[str]) -> Moving:
+        """Return the same checkpoint with another state of the same function, and the names of the steps that made it."""
+        from regauge.checkpoints.reader import Lazy
+
+        return replace(self, state=Lazy.of(made), prepared=(*self.prepared, *steps))
+
     def thunks(self, g: Element, part: str | None = None) -> dict[str, Callable[[], Any]]:
         """What makes each tensor of the output."""
         from regauge.core.action import apply_lazily, is_exact_on
@@ -62,24 +68,15 @@ class Moving:
         return replace(plan, small={**plan.small, **names}, copies=copies, mode=plan.mode & mode)
 
 
-def moving(checkpoint: Checkpoint, spec: Spec, fold: bool, fix: Sequence[str] = ()) -> Moving:
-    """A checkpoint and its spec, folded or not, and with these gauges fixed. Nothing is read but the norms, and what a balance needs."""
-    if not fold and not fix:
+def moving(checkpoint: Checkpoint, spec: Spec, fold: bool) -> Moving:
+    """Prepare a checkpoint to be transformed, with its norms folded if asked. Only norms are read."""
+    if not fold:
         return Moving(checkpoint, spec, spec, checkpoint)
     from regauge.checkpoints.reader import Lazy
     from regauge.core.fold import fold_lazily
 
-    state: Mapping[str, Any] = checkpoint
-    described = spec
-    if fold:
-        described, folded = fold_lazily(spec, checkpoint, rounded=False)
-        state = Lazy.of(folded)
-    if fix:
-        from regauge.matching.gauges import fix_lazily
-
-        fixed = fix_lazily(described, state, fix)
-        state = Lazy.of(fixed)
-    return Moving(checkpoint, spec, described, state, (*(["fold"] if fold else []), *fix))
+    described, folded = fold_lazily(spec, checkpoint, rounded=False)
+    return Moving(checkpoint, spec, described, Lazy.of(folded), ("fold",))
 
 
 def moving_adapter(source: str, g: Element) -> tuple[Moving, Element]:

@@ -296,8 +296,8 @@ def _names(text: str | None) -> list[str]:
 
 
 def _attacks(text: str | None, is_text: bool) -> Any:
-    from regauge.attacks.updates import UpdateError
     from regauge.audit.gradients import attempts, text_audit
+    from regauge.errors import UpdateError
 
     on_texts: Any = (text_audit.ATTACKS, [a for a in text_audit.ATTACKS if not a.is_slow], "texts")
     try:

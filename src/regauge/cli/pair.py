@@ -49,7 +49,15 @@ def open_pair(a: str, b: str, spec: Path | None, *, fold: bool = False, fix: Seq
             f"{a} and {b} have different shapes\n{shown}",
             hint="matching needs one depth and one width; where only the vocabularies differ, --shared-tokens matches by the tokens of both",
         )
-    return Pair(moving(one, here, fold, fix), moving(other, there, fold, fix), rows)
+    return Pair(_prepared(one, here, fold, fix), _prepared(other, there, fold, fix), rows)
+
+
+def _prepared(checkpoint: Checkpoint, spec: Spec, fold: bool, fix: Sequence[str]) -> Moving:
+    """Fold the norms and fix gauges, as asked."""
+    from regauge.matching.gauges import fix_lazily
+
+    source = moving(checkpoint, spec, fold)
+    return source.with_state(fix_lazily(source.described, source.state, fix), fix) if fix else source
 
 
 def _differences(one: Checkpoint, other: Checkpoint, here: Spec, there: Spec, rows: set[str]) -> list[str]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regauge.attacks.updates import Update
 from regauge.checkpoints.documents import load_json
 from regauge.checkpoints.files import write_bytes
 from regauge.checkpoints.tensor_files import read_tensors, write_tensors
@@ -26,13 +25,15 @@ from regauge.federated.states import Contribution, State
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """One contribution as the server saw it, and the state that it began from."""
+class RecordedUpdate:
+    """One contribution as the server received it, and the state that it started from."""
 
     round: int
     client: int
     state: State
-    update: Update
+    tensors: State
+    steps: int
+    lr: float
     batch: int
     examples: int
 
@@ -54,7 +55,7 @@ def spy_on(folder: Path, settings: Settings) -> Spy:
     return spy
 
 
-def seen_rounds(folder: Path) -> dict[int, list[int]]:
+def recorded_rounds(folder: Path) -> dict[int, list[int]]:
     """The rounds that were recorded, and of which clients."""
     out = {}
     for path in sorted((folder / "seen").glob("round-*")):
@@ -64,7 +65,7 @@ def seen_rounds(folder: Path) -> dict[int, list[int]]:
     return out
 
 
-def load_seen(folder: Path, number: int, client: int) -> Seen:
+def load_update(folder: Path, number: int, client: int) -> RecordedUpdate:
     """One contribution, as it was sent. Its changes are those of local steps of SGD; whole weights are no update."""
     there = folder / "seen" / f"round-{number:05}"
     state, _ = read_tensors(there / "before.safetensors", "federated seen", VERSION)
@@ -73,13 +74,12 @@ def load_seen(folder: Path, number: int, client: int) -> Seen:
         about: dict[str, Any] = load_json(metadata["about"])
         if about["kind"] != "change":
             raise FederatedError(f"client {client} sent whole weights in round {number + 1}: there is no update in them", hint="choose a later round")
-        update = Update(tensors, "change", int(about["steps"]), float(about["rate"]))
-        return Seen(number, client, state, update, int(about["batch"]), int(about["examples"]))
+        return RecordedUpdate(number, client, state, tensors, int(about["steps"]), float(about["rate"]), int(about["batch"]), int(about["examples"]))
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise FederatedError(f"the record of client {client} in {there} is damaged: {error!r}", hint="restore it from a copy") from error
 
 
-def load_kept(folder: Path, number: int, client: int) -> tuple[tuple[int, ...], ...]:
+def load_rows(folder: Path, number: int, client: int) -> tuple[tuple[int, ...], ...]:
     """The rows of a client's part, step by step."""
     path = folder / "kept" / f"round-{number:05}" / f"client-{client:05}.json"
     try:

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from regauge.core.canonical import canonical
 from regauge.errors import RegaugeError
-from regauge.locking.keys import canonical
 from regauge.split.server.optimizer_config import Training, TrainingError
 
 VERSION = 1  # of settings, messages and run folders

@@ -14,8 +14,8 @@ from typing import Literal
 
 import torch
 
+from regauge.core.canonical import canonical
 from regauge.federated.settings import FederatedError
-from regauge.locking.keys import canonical
 
 Tensor = torch.Tensor
 State = Mapping[str, Tensor]

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from regauge.attacks.updates import UpdateError
-from regauge.errors import RegaugeError
+from regauge.errors import RegaugeError, UpdateError
 from regauge.jigsaw.masks import Grid, JigsawError
 from regauge.jigsaw.positions import Place, place_of, stretched
 from regauge.jigsaw.wrapper import MaskedJigsaw

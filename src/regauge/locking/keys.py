@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from regauge.checkpoints.files import write_bytes
+from regauge.core.canonical import canonical
 from regauge.core.rng import hkdf
 from regauge.errors import KeyFileError, PassphraseError
 
@@ -163,22 +164,6 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
     if not hmac.compare_digest(key.id.encode(), name.encode()):
         raise KeyFileError(f"{path} is damaged: its key does not have the id that it names", hint="restore it from a copy")
     return key
-
-
-def is_key_file(path: Path) -> bool:
-    """Is this a key file, whatever its name and mode? It must not be carried along with a model."""
-    try:
-        if not path.is_file() or path.stat().st_size > _LARGEST:
-            return False
-        fields = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(fields, dict) and fields.get("regauge") == "key"
-
-
-def canonical(value: Any) -> bytes:
-    """JSON in the one form that is authenticated: sorted keys, no spaces, ASCII."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
 def read_private(path: Path | str, what: str, limit: int = _LARGEST) -> bytes:

@@ -31,11 +31,12 @@ from regauge.checkpoints.headers import DTYPE_NAMES, FLOATS
 from regauge.checkpoints.reader import Checkpoint
 from regauge.checkpoints.writer import digests_of
 from regauge.core import axes as ax
+from regauge.core.canonical import canonical
 from regauge.core.element import Element, element, match_spaces
 from regauge.core.groups import Kind
 from regauge.core.spec import Spec, check, check_spec, require, stored
 from regauge.errors import LockError, TamperedModelError, WrongKeyError
-from regauge.locking.keys import Key, canonical
+from regauge.locking.keys import Key
 
 if TYPE_CHECKING:
     import torch

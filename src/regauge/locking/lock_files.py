@@ -27,10 +27,11 @@ from regauge.checkpoints.reader import INDEX, Checkpoint
 from regauge.checkpoints.transform import Moving, moving
 from regauge.checkpoints.writer import Written, digest_of, digests_of, write_plan
 from regauge.core.action import moves
+from regauge.core.canonical import canonical
 from regauge.core.element import Element, identity
 from regauge.core.spec import Spec, check, require
 from regauge.errors import LockError, TamperedModelError
-from regauge.locking.keys import Key, canonical
+from regauge.locking.keys import Key
 from regauge.locking.lock import (
     DEFAULT,
     FIELD,

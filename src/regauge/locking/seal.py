@@ -23,8 +23,9 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from regauge.checkpoints.files import OWNER, beside, file_mode, fsync_folder, reading, require_inside, writing
+from regauge.core.canonical import canonical
 from regauge.errors import CheckpointError, LockError, TamperedFileError, WrongKeyError
-from regauge.locking.keys import Key, canonical
+from regauge.locking.keys import Key
 
 VERSION = 1
 MAGIC = b"regauge sealed "

@@ -21,11 +21,11 @@ import numpy as np
 
 from regauge.checkpoints.reader import Lazy
 from regauge.core.action import State
+from regauge.core.canonical import canonical
 from regauge.core.fold import fold_lazily
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
 from regauge.errors import CheckpointError
-from regauge.locking.keys import canonical
 from regauge.matching.invariants import invariants, nonfinite
 
 VERSION = 1

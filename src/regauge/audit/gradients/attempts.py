@@ -20,8 +20,9 @@ from regauge.attacks.embeddings import embedding_least_squares
 from regauge.attacks.membership import Practised, practise, practised_membership
 from regauge.attacks.regression import Learned, learn_regression, regressed, resemblance
 from regauge.attacks.spans import mask_leak, span_membership
-from regauge.attacks.updates import Rehearsal, SentUpdate, Threat, UpdateError
+from regauge.attacks.updates import Rehearsal, SentUpdate, Threat
 from regauge.data.tasks import Examples
+from regauge.errors import UpdateError
 
 Tensor = torch.Tensor
 Kind = Literal["images", "patches", "mask", "labels"]

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.attacks.updates import Granted, Rehearsal, SentUpdate, Threat, Update, UpdateError, added, check_update
+from regauge.attacks.updates import Granted, Rehearsal, SentUpdate, Threat, Update, added, check_update
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples, logits_of, loss_of
 from regauge.defences.gradients import Mjp, NoPositions, Plan, clipped, names_of
 from regauge.defences.split import Draw
+from regauge.errors import UpdateError
 from regauge.jigsaw.layers import inner_of
 from regauge.jigsaw.masks import Puzzle, draw_puzzle
 from regauge.jigsaw.positions import place_of

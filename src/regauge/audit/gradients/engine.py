@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from regauge.attacks.membership import auc
-from regauge.attacks.updates import SentUpdate, UpdateError
+from regauge.attacks.updates import SentUpdate
 from regauge.audit.gradients import report
 from regauge.audit.gradients.attempts import QUICK, Attack, Attempt, Budget, attempt, fitting, lesson
 from regauge.audit.gradients.clients import Truth, contribute, on, practice, prepared, rehearse, view_of
@@ -21,7 +21,7 @@ from regauge.audit.split.scores import OTHERS, LeakageError, Scores, mean
 from regauge.audit.split.scores import named as by_name
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import NONE, Plan, plan_of
-from regauge.errors import need
+from regauge.errors import UpdateError, need
 from regauge.jigsaw.layers import Layers, layers_of
 from regauge.results.findings import Results, judged
 from regauge.results.metrics import Lpips

@@ -14,7 +14,7 @@ import torch
 from regauge.attacks.classes import label_counts
 from regauge.attacks.subspaces import exact_search, tag, text_layers, token_membership
 from regauge.attacks.tables import words_in_places
-from regauge.attacks.updates import SentUpdate, Threat, UpdateError
+from regauge.attacks.updates import SentUpdate, Threat
 from regauge.audit.gradients.clients import Truth, contribute, on, prepared, view_of
 from regauge.audit.gradients.report import LAST
 from regauge.audit.gradients.scores import told_labels
@@ -22,6 +22,7 @@ from regauge.audit.split.scores import LeakageError
 from regauge.audit.text_scores import MEASURES, scores_of
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import NONE, plan_of
+from regauge.errors import UpdateError
 from regauge.results.findings import Finding, Results, Table, judged
 
 Tensor = torch.Tensor

@@ -27,7 +27,7 @@ from regauge.federated import state_store
 from regauge.federated.client import aim, contribute
 from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.partitions import parts_of
-from regauge.federated.recorder import Seen, load_kept, load_seen, seen_rounds
+from regauge.federated.recorder import RecordedUpdate, load_rows, load_update, recorded_rounds
 from regauge.federated.rounds import done
 from regauge.federated.runs import Source
 from regauge.federated.settings import FederatedError, Settings, read_settings
@@ -61,12 +61,12 @@ class Recorded:
         if progress:
             progress(len(self.todo), len(self.todo), "")
 
-    def seen(self, number: int, clients: Sequence[int]) -> Seen:
-        return load_seen(self.folder, number, clients[0])
+    def seen(self, number: int, clients: Sequence[int]) -> RecordedUpdate:
+        return load_update(self.folder, number, clients[0])
 
     def truth(self, number: int, clients: Sequence[int]) -> Truth:
         """What these clients kept."""
-        found = [truth_of(self.model, self.parts[c], load_kept(self.folder, number, c), self.settings, number, c) for c in clients]
+        found = [truth_of(self.model, self.parts[c], load_rows(self.folder, number, c), self.settings, number, c) for c in clients]
         return found[0] if len(found) == 1 else joined(found)
 
 
@@ -88,11 +88,12 @@ def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = 
     settings, source = read_settings(found["settings"]), Source(**found["about"]["source"])
     model = source.live(settings)
     shared, test, task = source.read(model)
-    recorded = {n: [c for c in who if not clients or c in clients] for n, who in seen_rounds(folder).items() if not rounds or n in rounds}
+    recorded = {n: [c for c in who if not clients or c in clients] for n, who in recorded_rounds(folder).items() if not rounds or n in rounds}
     todo = [(n, group) for n, who in recorded.items() for group in ([tuple(who)] if settings.secure and who else [(c,) for c in who])]
     if not todo:
         raise FederatedError(
-            "nothing of these rounds and clients was recorded", hint=f"recorded: rounds {', '.join(str(n + 1) for n in sorted(seen_rounds(folder)))}"
+            "nothing of these rounds and clients was recorded",
+            hint=f"recorded: rounds {', '.join(str(n + 1) for n in sorted(recorded_rounds(folder)))}",
         )
     return Recorded(folder, settings, source, model, parts_of(shared, settings), test, todo, task)
 
@@ -117,13 +118,15 @@ def truth_of(model: torch.nn.Module, examples: Examples, rows: Sequence[Sequence
     return Truth(stacked(original), stacked(read), torch.cat(labels), first)
 
 
-def rehearsed(model: torch.nn.Module, seen: Seen, own: Examples, settings: Settings, count: int, seed: int, clients: int = 1) -> Iterator[Rehearsal]:
+def rehearsed(
+    model: torch.nn.Module, seen: RecordedUpdate, own: Examples, settings: Settings, count: int, seed: int, clients: int = 1
+) -> Iterator[Rehearsal]:
     """Updates that a server makes of its own examples as a client made what was seen: as many examples and steps, the same training and defences;
     under a secure sum as many clients. On a model that is used up by it."""
     defences = read_defences(settings.defences)
     still, draw = frozen(model, defences), np.random.default_rng(seed)
     for _ in range(count):
-        like = replace(settings, steps=seen.update.steps, uneven=0.0, secure=False, seed=int(draw.integers(1 << 31)))
+        like = replace(settings, steps=seen.steps, uneven=0.0, secure=False, seed=int(draw.integers(1 << 31)))
         made, truths = [], []
         for client in range(clients):
             mine = own.only(draw.choice(len(own), seen.examples, replace=seen.examples > len(own)))

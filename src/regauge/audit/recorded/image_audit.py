@@ -11,17 +11,19 @@ import numpy as np
 import torch
 
 from regauge.attacks.membership import auc
-from regauge.attacks.updates import Rehearsal, SentUpdate, UpdateError
+from regauge.attacks.updates import Rehearsal, SentUpdate
 from regauge.audit.gradients.attempts import ATTACKS, QUICK, Attack, Budget, attempt, chosen, fitting, lesson
 from regauge.audit.gradients.clients import Truth, shown
 from regauge.audit.gradients.engine import REHEARSALS, asked_of, shared_out
 from regauge.audit.gradients.scores import average, score, told_labels
+from regauge.audit.recorded import view_of
 from regauge.audit.recorded.engine import Leak, Recorded, Row, Tell, rehearsed, told
 from regauge.audit.split.engine import in_unit
 from regauge.audit.split.scores import mean as mean_of
 from regauge.audit.split.scores import named as by_name
 from regauge.data.tasks import Examples
-from regauge.federated.recorder import Seen
+from regauge.errors import UpdateError
+from regauge.federated.recorder import RecordedUpdate
 from regauge.federated.settings import Settings
 from regauge.federated.states import load_state
 from regauge.results.findings import Figure, Results
@@ -49,7 +51,7 @@ class Practice:
         return lesson(self.lessons, attack, view, budget, lambda n: self.make(n, 700))
 
 
-def practising(model: torch.nn.Module, seen: Seen, own: Examples, settings: Settings, clients: int = 1) -> Practice:
+def practising(model: torch.nn.Module, seen: RecordedUpdate, own: Examples, settings: Settings, clients: int = 1) -> Practice:
     """Practice for a round, by the first update that is seen of it."""
 
     def make(count: int, seed: int) -> Iterator[Rehearsal]:
@@ -88,7 +90,7 @@ def audit_images(run: Recorded, names: Sequence[str] | None, budget: Budget, pic
 
 def attacked(
     model: torch.nn.Module,
-    seen: Seen,
+    seen: RecordedUpdate,
     truth: Truth,
     images: Tensor,
     apart: Tensor,
@@ -103,12 +105,12 @@ def attacked(
     model.eval()
     true = in_unit(truth.original["pixel_values"].float(), *units).clamp(0, 1)
     floor = score(in_unit(images, *units).clamp(0, 1).mean(0, keepdim=True).expand_as(true), true, None)
-    row: Row = {"images": len(true), "steps": seen.update.steps, "floor": mean_of(floor, "PSNR")}
+    row: Row = {"images": len(true), "steps": seen.steps, "floor": mean_of(floor, "PSNR")}
     best: Tensor | None = None
     for attack in attacks:
         try:
             rehearsals = practice.rehearsals() if practice is not None and attack.learn is not None else ()
-            view = shown(model, seen.update, truth, attack.threat, images, rehearsals)
+            view = shown(model, view_of(seen), truth, attack.threat, images, rehearsals)
             learned = practice.lesson(attack, view, budget) if practice is not None and attack.learn is not None else None
             asked, inside = asked_of(view, truth, apart, seen.round) if attack.kind == "patches" else (None, 0)
             one = attempt(attack, view, budget, asked, learned)

@@ -9,16 +9,18 @@ import numpy as np
 import torch
 
 from regauge.attacks.classes import label_counts
-from regauge.attacks.updates import Granted, SentUpdate, UpdateError
+from regauge.attacks.updates import Granted, SentUpdate
 from regauge.audit.gradients.attempts import chosen
 from regauge.audit.gradients.clients import Truth
 from regauge.audit.gradients.scores import told_labels
 from regauge.audit.gradients.text_audit import ATTACKS, TextAttack, words_of
+from regauge.audit.recorded import view_of
 from regauge.audit.recorded.engine import Leak, Recorded, Row, Tell, told
 from regauge.audit.text_scores import scores_of
 from regauge.data.tasks import Examples
+from regauge.errors import UpdateError
 from regauge.federated.client import plain
-from regauge.federated.recorder import Seen
+from regauge.federated.recorder import RecordedUpdate
 from regauge.federated.states import load_state
 from regauge.results.findings import Results
 
@@ -35,11 +37,11 @@ def audit_texts(run: Recorded, names: Sequence[str] | None, progress: Tell | Non
     return told(run, rows, TEXTS, attacks)
 
 
-def attacked(model: torch.nn.Module, seen: Seen, truth: Truth, others: Examples, attacks: Sequence[TextAttack]) -> Row:
+def attacked(model: torch.nn.Module, seen: RecordedUpdate, truth: Truth, others: Examples, attacks: Sequence[TextAttack]) -> Row:
     """One update under all attacks: what they got of the texts as they were (a puzzle is no excuse), next to other texts of the server's own."""
     load_state(model, seen.state)
     model.eval()
-    update = seen.update
+    update = view_of(seen)
     there = plain(model)
     if there is not model:  # what a puzzle adds to the model is no part of its own layers
         update = type(update)(

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from regauge.core.canonical import canonical
 from regauge.data.tasks import Examples, logits_of, loss_of
 from regauge.errors import CheckpointError, RegaugeError
-from regauge.locking.keys import canonical
 from regauge.split.client.remote_backbone import Link
 from regauge.split.master_weights import MasterOptimizer, are_finite
 from regauge.split.server import checkpoint

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from regauge.core import axes as ax
+from regauge.core.canonical import canonical
 from regauge.errors import CutError, RegaugeError
-from regauge.locking.keys import canonical
 from regauge.models.cut import ROWS, Call, Crossing, Cut
 from regauge.models.families import Boundary, family_of
 from regauge.models.resolve import config_of, spec_of

@@ -114,7 +114,7 @@ EXPERIMENTS := 000/table2 000/table3 000/table4 000/table5 000/table6 000/table7
 experiments: $(VENV)/ready  ## the papers' tables at preset small, and the page made of them: hours at first
 	for e in $(EXPERIMENTS); do \
 		case $$e in 000/table6) more='--seeds 3';; *) more=;; esac; \
-		REGAUGE_ASSETS=$(ASSETS) $(BIN)/regauge reproduce $$e $$more --json docs/results/$$(echo $$e | tr / -).json || [ $$? = 3 ] || exit; \
+		REGAUGE_ASSETS=$(ASSETS) $(BIN)/python -m experiments $$e $$more --json docs/results/$$(echo $$e | tr / -).json || [ $$? = 3 ] || exit; \
 	done
 	$(BIN)/python -m experiments.document docs
 

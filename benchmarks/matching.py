@@ -57,8 +57,8 @@ def ours(spec: Any, a: dict[str, Any], b: dict[str, Any]) -> None:
 
 def beside() -> bool:
     import torch
-    from experiments import rotations
 
+    from experiments import rotations
     from regauge import spec_of
 
     config = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "vocab_size": 1024}

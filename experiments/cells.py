@@ -12,26 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from safetensors import safe_open
-from safetensors.torch import save
-
 from regauge.checkpoints.environment import versions
-from regauge.checkpoints.files import write_bytes, writing
-from regauge.errors import RegaugeError
-
-FORMAT = "1"
-KEEP_EVERY = 20.0  # seconds between two saved states of a long cell
-
-
-class CacheError(RegaugeError):
-    """A cache of experiments that cannot be used, or a cell that cannot be kept in one."""
+from regauge.checkpoints.files import writing
+from regauge.checkpoints.resume import FORMAT, KEEP_EVERY, CacheError, Outcome, Work, canonical_values, read_outcome, write_outcome
 
 
 class Digested(Protocol):
@@ -39,48 +28,6 @@ class Digested(Protocol):
 
     @property
     def digest(self) -> str: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a cell found. `made` are the versions that it was computed with, `seconds` what it took; neither is part of the digest."""
-
-    values: Mapping[str, Any]
-    tensors: Mapping[str, Any] = field(default_factory=dict)
-    seconds: float = 0.0
-    made: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def digest(self) -> str:
-        found = hashlib.sha256(canonical(self.values))
-        for name in sorted(self.tensors):
-            tensor = self.tensors[name].detach().cpu().contiguous()
-            found.update(canonical([name, str(tensor.dtype), list(tensor.shape)]))
-            found.update(tensor.flatten().view(_bytes()).numpy().data if tensor.numel() else b"")
-        return found.hexdigest()
-
-
-@dataclass(frozen=True)
-class Work:
-    """Where a long cell keeps its state while it works. `device` is where it computes: no parameter, since it should not matter. `of` says what
-    work it is, where the path does not."""
-
-    path: Path
-    every: float = KEEP_EVERY
-    device: str = "cpu"
-    of: str = ""
-
-    def load(self) -> Outcome | None:
-        """The state that an interrupted run left, if there is one and it is whole. That of other work is refused: it would be gone on with."""
-        found = _read(self.path)
-        if found is not None and found.values.get("of", "") != self.of:
-            raise CacheError(
-                f"{self.path} is of other work that was interrupted", hint="finish that by the command it was begun with, or remove the file"
-            )
-        return found
-
-    def save(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-        _write(self.path, Outcome({**values, "of": self.of}, tensors))
 
 
 @dataclass(frozen=True)
@@ -98,18 +45,18 @@ def run(cell: Cell, parameters: Mapping[str, Any], cache: Path, data: Mapping[st
     path = place(cell, parameters, cache, data)
     with writing(cache):
         cache.mkdir(parents=True, exist_ok=True)
-    if found := _read(path):
+    if found := read_outcome(path):
         return found
     with _alone(path):
-        if found := _read(path):  # another process was quicker
+        if found := read_outcome(path):  # another process was quicker
             return found
         work = Work(path.with_suffix(".working"), KEEP_EVERY, device)
         started = time.monotonic()
         outcome = cell.compute(parameters, data, work)
         outcome = Outcome(outcome.values, outcome.tensors, round(time.monotonic() - started, 3), versions())
-        _write(path, outcome)
+        write_outcome(path, outcome)
         work.path.unlink(missing_ok=True)
-    found = _read(path)
+    found = read_outcome(path)
     if found is None:
         raise CacheError(f"{path} does not hold what was just written to it", hint="look at the disk, or set REGAUGE_CACHE to another folder")
     return found
@@ -123,45 +70,7 @@ def place(cell: Cell, parameters: Mapping[str, Any], cache: Path, data: Mapping[
 def key_of(cell: Cell, parameters: Mapping[str, Any], data: Mapping[str, Digested] | None = None) -> str:
     """The hash that an outcome is known by."""
     digests = {name: one.digest for name, one in (data or {}).items()}
-    return hashlib.sha256(canonical([FORMAT, cell.name, cell.version, parameters, digests])).hexdigest()
-
-
-def canonical(value: Any) -> bytes:
-    """JSON in one spelling. What JSON has no word for is refused: a hash must not depend on how an object prints."""
-    try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_mapping).encode()
-    except (TypeError, ValueError) as error:
-        raise CacheError(f"a cell's parameters and values are plain JSON: {error}", hint="give numbers, texts, lists and dicts") from error
-
-
-def _mapping(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"a {type(value).__name__} is not")
-
-
-def _bytes() -> Any:
-    import torch
-
-    return torch.uint8
-
-
-def _write(path: Path, outcome: Outcome) -> None:
-    about = {"regauge": "cell", "version": FORMAT, "values": canonical(outcome.values).decode(), "digest": outcome.digest}
-    about |= {"seconds": str(outcome.seconds), "made": json.dumps(dict(outcome.made))}
-    write_bytes(path, save({name: t.detach().cpu().contiguous() for name, t in outcome.tensors.items()}, about))
-
-
-def _read(path: Path) -> Outcome | None:
-    """A whole outcome, or None for one that is absent or damaged. A damaged one is replaced when the cell has been computed again."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the handle is no mapping)
-        found = Outcome(json.loads(about["values"]), tensors, float(about["seconds"]), json.loads(about["made"]))
-        return found if about["version"] == FORMAT and about["digest"] == found.digest else None
-    except Exception:  # safetensors raises errors of many kinds for files that are none of its own
-        return None
+    return hashlib.sha256(canonical_values([FORMAT, cell.name, cell.version, parameters, digests])).hexdigest()
 
 
 @contextlib.contextmanager

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.cells import Outcome
 from experiments.presets import Subject
+from regauge.checkpoints.resume import Outcome
 from regauge.results.findings import Finding, spread_of
 
 Scores = dict[str, list[Outcome]]  # by way, one for each trial (and key)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from experiments import rotations
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.lab import Lab
 from experiments.paired import EXACT, open_pairs, results
 from experiments.trying import METHODS, Bench, Merging, Parameters, ends_of, examples_of
 from experiments.ways import FINDERS, PAPER, Request
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.core.action import State
 from regauge.core.element import identity
 from regauge.core.fold import fold_norms

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.jigsaws import above, results, said, trials_of
 from experiments.lab import Lab
 from experiments.presets import From, Subject
 from experiments.puzzles import TRAINED, How, how, model_of, parameters_with, subjects_of, trained
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.data.tasks import prepare
 from regauge.jigsaw.corruptions import CORRUPTIONS
 from regauge.jigsaw.robustness import answers, aupr, aurra, corruption_errors, errors_of, mean_corruption_error, mean_error

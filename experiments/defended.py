@@ -13,15 +13,17 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from experiments.augmenting import augmented
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.models import build
-from experiments.training import descend, parameters_of
+from experiments.training import parameters_of
 from regauge.attacks.inversion import decoder
 from regauge.attacks.linear import ridge
 from regauge.attacks.served import averaged, regrouped
 from regauge.attacks.views import PairedImages
+from regauge.checkpoints.resume import Outcome, Work
+from regauge.data.augment import augmented
 from regauge.data.tasks import Examples, logits_of
+from regauge.data.train import descend
 from regauge.defences.split import Back, BatchShuffle, Defence, Draw, Noise, PixelNoise, Rows, leave, ordered
 from regauge.models.cut import Crossing, cut
 from regauge.results.metrics import identified, psnr, ssim

@@ -16,14 +16,14 @@ from regauge.results.report import number
 
 HEAD = """# Experiments
 
-The papers' tables, run by `regauge reproduce`. This page is made from the findings in [results](results) and from nothing else
+The papers' tables, run by `python -m experiments`. This page is made from the findings in [results](results) and from nothing else
 (`python -m experiments.document docs`); a test holds it to them.
 
 ```
-regauge reproduce --list
-regauge reproduce 000/table2                                    # minutes on two cores
-regauge reproduce 000/table2 --report table2.html --json table2.json
-regauge reproduce 000/table2 --preset paper --device cuda       # the paper's own models and data, from the hub or by path
+python -m experiments --list
+python -m experiments 000/table2                                    # minutes on two cores
+python -m experiments 000/table2 --report table2.html --json table2.json
+python -m experiments 000/table2 --preset paper --device cuda       # the paper's own models and data, from the hub or by path
 ```
 
 - **Presets.** `small` builds ViT, BERT and GPT-2 of the transformers library from small configs and trains them for real, on data in `--assets DIR`
@@ -41,7 +41,7 @@ regauge reproduce 000/table2 --preset paper --device cuda       # the paper's ow
   comparison of ways does not depend on it. "No better than a guess" means at most a fifth of the way from a guess to the plain model.
 - **Rows of BERT.** The paper finds that the padding mask of the transformers library breaks rows. It does where the mask stays behind: regauge moves
   the mask with the rows, and then padded batches agree to rounding. The same holds for GPT-2 with its causal mask.
-- **Pairs.** Paper 003 and the benchmark of Theus et al. need two models of one shape that were trained apart. `regauge reproduce 003/pairs` trains
+- **Pairs.** Paper 003 and the benchmark of Theus et al. need two models of one shape that were trained apart. `python -m experiments 003/pairs` trains
   them, hours on two cores; the other `003/...` take what is finished, say how many, and train nothing. Two GPT-2s of the assets stand beside them.
   With `--preset paper` they ask for the paper's own models by name; these were not to be had here.
 - **Without the key** a small model gives what a guess gives. The paper's perplexity of 1e7 is for a vocabulary of 50,257 and a far surer model; here

@@ -1,6 +1,6 @@
 """Which pairs there are to measure on: those whose training is over, and those that lie in the assets. Nothing is trained here by surprise.
 
-A preset trains what is missing only where that is cheap (`pico`). Otherwise an experiment takes the pairs that `regauge reproduce 003/pairs` has
+A preset trains what is missing only where that is cheap (`pico`). Otherwise an experiment takes the pairs that `python -m experiments 003/pairs` has
 finished so far, says how many, and asks for them where there is none.
 """
 
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.cells import Outcome
 from experiments.lab import Lab
 from experiments.pairs import CIFAR, KEPT, PAIRS, READ, SEEDS, TOKENIZER
 from experiments.presets import From, Subject
+from regauge.checkpoints.resume import Outcome
 from regauge.data.datasets import DataError
 from regauge.errors import RegaugeError
 from regauge.models.trust import library_class, without_code
@@ -140,7 +140,9 @@ def look(lab: Lab, kinds: Sequence[str], most: int | None = None) -> Ends:
         hint = "put the folders that are named above into the assets (--assets DIR or REGAUGE_ASSETS)"
         if any(kind in subjects for kind in found.absent):
             preset = "" if lab.preset_name == "small" else f" --preset {lab.preset_name}"
-            hint = f"regauge reproduce 003/pairs{preset} trains them, one pair of each kind first; it may be interrupted, and goes on where it was"
+            hint = (
+                f"python -m experiments 003/pairs{preset} trains them, one pair of each kind first; it may be interrupted, and goes on where it was"
+            )
         raise NoPairsError(f"there is no pair of models to measure on\n{told}", hint=hint)
     return found
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.lab import Lab
 from experiments.models import build
 from experiments.presets import From, vit_config
@@ -25,6 +25,7 @@ from regauge.audit.gradients.attempts import QUICK, Budget
 from regauge.audit.gradients.engine import shared_out
 from regauge.audit.recorded.engine import truth_of
 from regauge.audit.recorded.image_audit import OWN, Practice, attacked, practising
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples, prepare
 from regauge.federated import InProcess, Settings, contribute, parts_of, prepared, run, state_of

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.func import functional_call, grad, vmap
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.jigsaws import results
 from experiments.lab import Lab
 from experiments.presets import From, Subject
@@ -31,6 +31,7 @@ from regauge.audit.gradients.clients import on, prepared, puzzle_of, slopes_of
 from regauge.audit.gradients.engine import GradientCase, row_of
 from regauge.audit.gradients.scores import LEAK, average
 from regauge.audit.split.engine import in_unit
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.data.tasks import Examples, loss_of, prepare
 from regauge.defences.gradients import NONE, Noise, Plan, Private, Withhold, names_of, plan_of
 from regauge.defences.split import DefenceError

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.cells import Cell, Outcome, place, run
+from experiments.cells import Cell, place, run
 from experiments.presets import PRESETS, From, Preset, Subject
 from experiments.training import SCORE, TRAIN, Source, source_of
 from experiments.tuning import SPEAK, TUNE
 from regauge.checkpoints.environment import default_cache
+from regauge.checkpoints.resume import Outcome
 from regauge.data.datasets import Data, DataError, Pictures, open_data
 from regauge.results.findings import Figure
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.defended import pictures_of
 from experiments.lab import Lab
 from experiments.models import build
@@ -23,6 +23,7 @@ from regauge.attacks.labels import clustered, count_classes, slopes_of
 from regauge.attacks.served import known_streams, regrouped, relinked, reused_key
 from regauge.attacks.texts import embedded
 from regauge.attacks.views import EmbeddedText, KnownStreams, PairedImages, SentSlopes, Served
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.core.groups import Kind
 from regauge.core.members import Member
 from regauge.core.rng import Stream, seed_key

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cells import Outcome
 from experiments.claims import KNOWS, KNOWS_TEXT, SAME, TOLERANCE, Column, Scores, columns_of, distance
 from experiments.lab import Lab
 from experiments.presets import Subject
 from experiments.tuning import WAYS
+from regauge.checkpoints.resume import Outcome
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
 
 NAMES = {

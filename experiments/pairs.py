@@ -1,6 +1,6 @@
 """Pairs of models of one shape: the ends that matching and barriers are measured between. Trained once, kept as cells, and loaded from there.
 
-    regauge reproduce 003/pairs            # trains what is not there yet, one pair of each kind first, and says how good the ends are
+    python -m experiments 003/pairs            # trains what is not there yet, one pair of each kind first, and says how good the ends are
     finished(lab)                          # {"gpt2": [0, 1], ...}: which are there
     a, b = (model(lab, "gpt2", seed) for seed in (0, 1))
 
@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cells import Outcome
 from experiments.lab import Lab
 from experiments.models import build
 from experiments.presets import From, Subject
+from regauge.checkpoints.resume import Outcome
 from regauge.data.tasks import Examples, loss_of, prepare
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
 

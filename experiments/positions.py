@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.jigsaws import above, lines, results, said, trials_of
 from experiments.lab import Lab
 from experiments.presets import Subject
 from experiments.puzzles import TRAINED, How, how, model_of, parameters_with, subjects_of, told, trained
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.data.tasks import prepare
 from regauge.jigsaw.figures import attended, projected
 from regauge.jigsaw.studies import DIMENSIONS, attention_maps, entropies, study

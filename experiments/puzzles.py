@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.augmenting import STRONG
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.lab import Lab
 from experiments.models import build
 from experiments.presets import From, Subject, vit_config
-from experiments.training import descend, parameters_of, steps_of
+from experiments.training import parameters_of
+from regauge.checkpoints.resume import Outcome, Work
+from regauge.data.augment import STRONG
 from regauge.data.tasks import Examples, logits_of, prepare
-from regauge.jigsaw.masks import JigsawError
+from regauge.data.train import descend, steps_of
 from regauge.jigsaw.metrics import evaluate
-from regauge.jigsaw.wrapper import LAMBDA, MaskedJigsaw, ramp, reference_weight, until
+from regauge.jigsaw.wrapper import MaskedJigsaw, wrap
 
 How = Mapping[str, Any]
 Parameters = Mapping[str, Any]
@@ -37,20 +38,6 @@ SHOWN = 1000  # test images that a training looks at on its way
 def how(variant: str, ratio: float = 0.1, **more: Any) -> dict[str, Any]:
     """A way to wrap: the paper's settings, but for what is given."""
     return {"variant": variant, "ratio": 0.0 if variant in "ABD" else ratio, "warmup": WARMUP, **more}
-
-
-def wrap(model: torch.nn.Module, given: How, total: int, seed: int) -> MaskedJigsaw:
-    """`given` may also have schedule: "reference" (of lambda), and ramp: true or until: share (of the ratio)."""
-    options = dict(given)
-    warmup = round(options.pop("warmup", 0.0) * total)
-    named = options.pop("schedule", None)
-    if named not in (None, "reference"):
-        raise JigsawError(f'there is no schedule "{named}"', hint='"reference", or none')
-    if named is not None:
-        options["weight"] = reference_weight(warmup, total, options.get("weight", LAMBDA), options.get("weight", LAMBDA) / 2)
-    rises, ends = options.pop("ramp", False), options.pop("until", None)
-    of_ratio = ramp(total) if rises else until(total, ends) if ends is not None else None
-    return MaskedJigsaw(model, options.pop("ratio"), warmup=warmup, schedule=of_ratio, seed=seed, **options)
 
 
 def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:

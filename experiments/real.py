@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.jigsaws import results
 from experiments.lab import Lab
 from experiments.models import build
@@ -23,6 +23,7 @@ from regauge.audit.gradients.engine import GradientCase, row_of
 from regauge.audit.gradients.scores import LEAK, average
 from regauge.audit.gradients.text_audit import ATTACKS as TEXT_ATTACKS
 from regauge.audit.gradients.text_audit import TextCase, audit_texts
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.data.tasks import logits_of, loss_of, prepare
 from regauge.results.findings import Figure, Finding, Results, Table
 

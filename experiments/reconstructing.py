@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.lab import Lab
 from experiments.models import build
 from experiments.presets import Subject
@@ -26,6 +26,7 @@ from regauge.audit.split.engine import chance, in_unit
 from regauge.audit.split.scores import Attacked, Case, Row, floors, joined, scored
 from regauge.audit.split.scores import named as by_name
 from regauge.audit.split.victims import NONE, stand
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.data.tasks import Examples, prepare
 from regauge.results.findings import Finding, Results, Table, spread_of
 from regauge.results.metrics import Lpips

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.lab import Lab
 from experiments.models import build
 from experiments.pairs import PAIRS
 from experiments.presets import Subject
 from regauge.attacks.theft import Budget
 from regauge.audit.lock import LockCase, audit_lock
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.core.action import apply
 from regauge.core.element import element
 from regauge.core.fold import fold_norms
@@ -113,7 +114,7 @@ def attacks(lab: Lab) -> Results:
     if not real:
         missing.append(f"a real fine-tune and its base ({tuned} and {root} are not in the assets)")
     if not held:
-        missing.append("the locked file alone, of models that the attack was not tuned on (regauge reproduce 003/pairs trains them)")
+        missing.append("the locked file alone, of models that the attack was not tuned on (python -m experiments 003/pairs trains them)")
     return Results("The red team against locks", tuple(findings), tables, (), facts, tuple(missing))
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.lab import Lab
 from experiments.models import build, draw
 from experiments.presets import Subject
 from experiments.training import parameters_of, uri_of
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.core.action import apply
 from regauge.data.tasks import Examples, logits_of, loss_of, prepare
 from regauge.errors import need

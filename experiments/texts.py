@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.jigsaws import COLUMNS, better, results, row_of, shorter, trials_of
 from experiments.lab import Lab
 from experiments.models import build
 from experiments.presets import Subject
-from experiments.training import descend, parameters_of, steps_of, uri_of
+from experiments.training import parameters_of, uri_of
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.data.tasks import Examples, prepare
+from regauge.data.train import descend, steps_of
 from regauge.jigsaw.metrics import RATIO, features_of
 from regauge.jigsaw.text import TextJigsaw
 from regauge.results.findings import Results, Table

@@ -9,7 +9,7 @@ from regauge.results.findings import Finding, Results
 HEAD = """# Threat model: what a lock is worth
 
 A lock moves the backbone of a model by a secret element; embedding and head stay as they are. It is **obfuscation, not encryption**: everything
-that the model knows is still in the weights, in another order. This page says who undoes it, from measurements (`regauge reproduce lock/attacks`;
+that the model knows is still in the weights, in another order. This page says who undoes it, from measurements (`python -m experiments lock/attacks`;
 all numbers in [experiments](experiments.md)). It is made from those findings and from nothing else. Run `regauge audit lock LOCKED --against BASE
 --data ...` for your own model: its numbers are the ones that count for you.
 

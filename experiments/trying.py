@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cells import Cell, Outcome, Work, canonical
+from experiments.cells import Cell
 from experiments.ends import Pair
 from experiments.lab import Lab
 from experiments.models import build
 from experiments.ways import FINDERS, READ, How, Request, told
 from regauge.checkpoints.element_files import arrays_of, element_of
+from regauge.checkpoints.resume import Outcome, Work, canonical_values
 from regauge.core.action import State, apply
 from regauge.core.element import Element, identity
 from regauge.core.fold import fold_norms
@@ -210,7 +211,7 @@ class Bench:
 
     def match(self, how: How) -> Outcome:
         """What a way finds. One that reads no data is known by the two models alone."""
-        key = canonical(how)
+        key = canonical_values(how)
         if key not in self.found:
             reads = how["by"] in READ
             if "steps" in how and "steps" in self.effort:

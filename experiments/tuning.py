@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.models import build, fresh
-from experiments.training import Parameters, descend, loss_on, parameters_of, uri_of
+from experiments.training import Parameters, parameters_of, uri_of
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.core.spec import stored
 from regauge.data.tasks import Examples, decode, encode, prepare
+from regauge.data.train import descend, loss_on
 from regauge.locking.authorize import authorized
 from regauge.locking.keys import Key
 from regauge.locking.lock import lock, locked_element, unlock

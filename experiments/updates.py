@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.cells import Cell, Outcome, Work
+from experiments.cells import Cell
 from experiments.jigsaws import above, results, said
 from experiments.lab import Lab
 from experiments.models import build
 from experiments.presets import From, Subject
-from experiments.puzzles import how, model_of, parameters_with, score_of, subjects_of, trained, wrap
+from experiments.puzzles import how, model_of, parameters_with, score_of, subjects_of, trained
 from regauge.attacks.april import april_model
 from regauge.audit.gradients.attempts import Budget, named
 from regauge.audit.gradients.engine import GradientCase, floors, row_of
@@ -27,12 +27,13 @@ from regauge.audit.gradients.scores import LEAK, Scored
 from regauge.audit.split.engine import in_unit
 from regauge.audit.split.report import pictures_of
 from regauge.audit.split.scores import mean
+from regauge.checkpoints.resume import Outcome, Work
 from regauge.data.datasets import Data
 from regauge.data.tasks import Examples, prepare
 from regauge.errors import RegaugeError
 from regauge.jigsaw.metrics import evaluate
 from regauge.jigsaw.variants import Variant
-from regauge.jigsaw.wrapper import MaskedJigsaw
+from regauge.jigsaw.wrapper import MaskedJigsaw, wrap
 from regauge.results.findings import Figure, Finding, Results, Table
 from regauge.results.metrics import Lpips
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from experiments.augmenting import CHANGES, STRONG, augmented, changed, mixed
+
+from regauge.data.augment import CHANGES, STRONG, augmented, changed, mixed
 
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.3, 0.25]
 

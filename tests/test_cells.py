@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from experiments import training
-from experiments.cells import CacheError, Cell, Outcome, Work, key_of, run
 
+from experiments import training
+from experiments.cells import Cell, key_of, run
 from regauge.checkpoints.environment import default_cache
+from regauge.checkpoints.resume import CacheError, Outcome, Work
 from regauge.errors import RegaugeError
 
 CALLS: list[Mapping[str, Any]] = []
@@ -112,7 +113,8 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
 SLOW = """
     import sys, time
     from pathlib import Path
-    from experiments.cells import Cell, Outcome, run
+    from regauge.checkpoints.resume import Outcome
+    from experiments.cells import Cell, run
 
     def slow(p, data, work):
         with Path(sys.argv[2]).open("a") as log:

@@ -54,7 +54,7 @@ def parsed(line: str) -> Any:
 
 
 def test_switches_show_no_type(capsys: pytest.CaptureFixture[str]) -> None:
-    for line in (["--help"], ["audit", "--help"], ["reproduce", "--help"], ["split", "train", "--help"]):
+    for line in (["--help"], ["audit", "--help"], ["split", "train", "--help"]):
         assert main(line) == 0
         said = capsys.readouterr().out
         assert "--help" in said
@@ -243,7 +243,6 @@ WITHOUT = {  # and why nothing is left there, or what, and the test that says so
     "jigsaw train": "keeps its steps, and goes on with them",
     "split serve": "ends at Ctrl-C, as it should: tests/test_cli_split.py",
     "split train": "has a journal, and goes on with it: tests/test_cli_split.py",
-    "reproduce": "keeps its cells, in the cache: tests/test_cells.py",
     "demo": "writes its page at the end, by write_bytes, as verify does",
     "audit lock": "the same",
     "audit split": "the same",

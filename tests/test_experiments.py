@@ -17,16 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from experiments import EXPERIMENTS, jigsaws, locks, models, pairs, positions, training, tuning
-from experiments.cells import Work
+from experiments.__main__ import main
 from experiments.claims import distance, outputs_of
 from experiments.document import ABOUT, document
 from experiments.lab import Lab
 from experiments.presets import PRESETS
 from experiments.tables import PAPER
 from experiments.threats import threat_model
-
-from regauge.cli import main
+from regauge.checkpoints.resume import Work
 from regauge.data import tasks
 from regauge.data.tasks import Examples
 from regauge.matching.barriers import score
@@ -82,7 +82,7 @@ def _here(cache: Path, assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reproduce(name: str, folder: Path, *more: str) -> tuple[int, Results]:
-    code = main(["reproduce", name, "--preset", "pico", "--json", str(folder / "r.json"), *more])
+    code = main([name, "--preset", "pico", "--json", str(folder / "r.json"), *more])
     return code, load_results(folder / "r.json")
 
 
@@ -153,7 +153,7 @@ def test_parts_in_several_processes_are_the_same(name: str, tmp_path: Path) -> N
     found = {}
     for jobs in ("2", "1"):
         out = tmp_path / f"{jobs}.json"
-        command = [sys.executable, "-m", "regauge", "reproduce", name, "--preset", "pico", "--jobs", jobs, "--threads", "1", "--json", str(out)]
+        command = [sys.executable, "-m", "experiments", name, "--preset", "pico", "--jobs", jobs, "--threads", "1", "--json", str(out)]
         env = {**os.environ, "REGAUGE_CACHE": str(tmp_path / f"cache-{jobs}")}
         ran = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
         assert ran.returncode == 0, ran.stderr
@@ -363,19 +363,19 @@ def test_windows_may_overlap() -> None:
 
 
 def test_list_and_what_is_asked_wrongly(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert main(["reproduce", "--list"]) == 0
+    assert main(["--list"]) == 0
     assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == list(EXPERIMENTS)
-    assert main(["reproduce", "000/table9"]) == 1
+    assert main(["000/table9"]) == 1
     assert 'error: there is no experiment "000/table9"\nregauge: hint: choose from 000/table2' in capsys.readouterr().err
-    assert main(["reproduce"]) == 1
+    assert main([]) == 1
     assert "error: no experiment is named" in capsys.readouterr().err
-    assert main(["reproduce", "000/table2", "--preset", "huge"]) == 1
+    assert main(["000/table2", "--preset", "huge"]) == 1
     assert 'error: there is no preset "huge"\nregauge: hint: small or paper' in capsys.readouterr().err
-    assert main(["reproduce", "000/table4", "--assets", str(tmp_path / "none")]) == 1
+    assert main(["000/table4", "--assets", str(tmp_path / "none")]) == 1
     said = capsys.readouterr().err
     assert f"error: {tmp_path / 'none' / 'sst2_train.tsv'} is not here" in said
     assert "hint: --assets DIR or REGAUGE_ASSETS" in said
-    assert main(["reproduce", "--help"]) == 0
+    assert main(["--help"]) == 0
     assert "pico" not in capsys.readouterr().out
 
 
@@ -389,7 +389,7 @@ def test_list_and_what_is_asked_wrongly(tmp_path: Path, capsys: pytest.CaptureFi
     ],
 )
 def test_the_papers_preset_names_what_is_missing(name: str, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce", name, "--preset", "paper"]) == 1
+    assert main([name, "--preset", "paper"]) == 1
     assert f"error: there is no {missing} on the disk, and the hub did not give it" in capsys.readouterr().err
 
 

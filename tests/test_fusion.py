@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from experiments import EXPERIMENTS, clocking, ends, fusion, layers, merges, paired, pairs, rotations, theus, trying, ways
-from experiments.cells import Outcome
 from experiments.ends import Ends, NoPairsError, Pair, Ready, look
 from experiments.lab import Lab
 from experiments.models import build
 from experiments.trying import METHODS, Bench
 from experiments.ways import WAYS
-
 from regauge.checkpoints.element_files import element_of, load_element, save_element
+from regauge.checkpoints.resume import Outcome
 from regauge.core.action import apply
 from regauge.core.element import Element, element
 from regauge.core.fold import fold_norms
@@ -288,7 +288,7 @@ def test_without_pairs_nothing_is_trained_and_they_are_asked_for(tmp_path: Path)
     lab = Lab("small", cache=tmp_path / "cache", assets=tmp_path)
     with pytest.raises(NoPairsError, match="no pair of models to measure on") as caught:
         look(lab, ("vit", "gpt2", "asset"))
-    assert "regauge reproduce 003/pairs" in (caught.value.hint or "")
+    assert "python -m experiments 003/pairs" in (caught.value.hint or "")
     assert "gpt2_pair/seed1 is not in the assets" in str(caught.value)
     assert not (tmp_path / "cache").exists()
 
@@ -299,7 +299,7 @@ def test_the_papers_own_models_are_named(tmp_path: Path) -> None:
     assert (caught.value.hint or "").startswith("put the folders that are named above into the assets")
     with pytest.raises(NoPairsError) as caught_of_theus:
         EXPERIMENTS["003/barriers"](Lab("paper", cache=tmp_path, assets=tmp_path))
-    assert (caught_of_theus.value.hint or "").startswith("regauge reproduce 003/pairs --preset paper trains them")
+    assert (caught_of_theus.value.hint or "").startswith("python -m experiments 003/pairs --preset paper trains them")
     for part in ("imfeld/vit_a is not in the assets", "graldij/transformer-fusion", "roberta-base/dailydialog", "deberta-v3-large", "20 epochs"):
         assert part in str(caught.value)
 

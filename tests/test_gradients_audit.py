@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from experiments import EXPERIMENTS, Lab
 
+from experiments import EXPERIMENTS, Lab
 from regauge.attacks.membership import auc
 from regauge.audit.gradients import GradientCase, audit_gradients, text_audit
 from regauge.audit.gradients.attempts import ATTACKS, QUICK, Budget, chosen, named

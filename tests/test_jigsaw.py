@@ -554,7 +554,7 @@ def test_a_score_tells_the_wrapped_model_from_the_unwrapped(tmp_path: Path) -> N
 def test_a_recipe_has_steps_or_epochs_and_positions_may_be_larger() -> None:
     from experiments.models import build
     from experiments.puzzles import subjects_of
-    from experiments.training import steps_of
+    from regauge.data.train import steps_of
 
     assert steps_of({"batch": 50, "epochs": 3}, 1020) == 60
     assert steps_of({"batch": 50, "steps": 7}, 1020) == 7

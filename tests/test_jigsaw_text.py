@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from experiments.texts import evaluate, puzzles_of
 
+from experiments.texts import evaluate, puzzles_of
 from regauge.data.datasets import DataError
 from regauge.data.tasks import Examples
 from regauge.jigsaw import JigsawError, TextJigsaw

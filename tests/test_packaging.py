@@ -272,7 +272,6 @@ def test_the_wheel_in_a_clean_environment(clean: Path, tmp_path: Path) -> None:
         ("verify MODEL", "models"),
         ("verify MODEL --report page.html", "report"),
         ("demo", "experiments"),
-        ("reproduce --list", "experiments"),
         ("split serve MODEL", "split"),
         ("jigsaw train MODEL --data IMAGES -o OUT", "models"),
     ],

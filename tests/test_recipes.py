@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+
 from experiments import recipes
 from experiments.defended import Client
 from experiments.lab import Lab
 from experiments.leaks import leaks
 from experiments.models import build
-
 from regauge.defences.split import ordered
 from regauge.models.cut import cut
 

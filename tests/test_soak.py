@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 import soak.files
+from regauge.errors import RegaugeError
 from soak.__main__ import SCENARIOS, main
 from soak.documents import RAW, header_mutants, json_mutants
 from soak.files import KINDS, Kind, fuzz
 from soak.harness import Counter, Outcome, mutants, table
-
-from regauge.errors import RegaugeError
 
 QUICK = {"config.json, discovered": 2, "config.json, loaded": 6, "results file": 14, "merge recipe": 30}
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from soak.harness import Counter
 
 from picos import build
 from regauge.checkpoints.adapted import open_adapted
@@ -22,6 +21,7 @@ from regauge.merging.recipe_yaml import parse_recipe, read_recipe
 from regauge.models.load import load_model
 from regauge.models.resolve import spec_of
 from regauge.results.findings import from_json
+from soak.harness import Counter
 
 HEAD = 'regauge = 1\nfamily = "own"\n[spaces]\ns = { size = 2, group = "permutation" }\n'
 
@@ -183,9 +183,8 @@ def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> 
 
 
 def test_a_panic_of_the_tokenizers_library_is_an_error(tmp_path: Path) -> None:
-    from soak.files import tokenizer
-
     from regauge.data.tokenizers import encode, marks
+    from soak.files import tokenizer
 
     tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"

@@ -43,7 +43,6 @@ _COMMANDS = {  # the name, and where its function is: what is not asked for is n
     "seal": "seal:seal",
     "open": "seal:open_",
     "convert": "convert:convert",
-    "reproduce": "reproduce:reproduce",
     "report": "report:report",
 }
 _GROUPS = {"audit": "audit_lock:app", "jigsaw": "jigsaw:app", "split": "split:app"}
@@ -120,20 +119,20 @@ def _root(
         data(NEXT)
 
 
-def run(arguments: list[str]) -> int:
-    """Run one command; the exit code. What went to stdout has arrived, or the code is not 0."""
+def run(arguments: list[str], build: Callable[[list[str]], typer.Typer] = build_app, name: str = "regauge") -> int:
+    """Run one command of an app and return the exit code, which is 0 only if stdout was written completely."""
     _stop_on_sigterm()
     _mend_streams()
     with warnings.catch_warnings():
         warnings.simplefilter("always", RegaugeWarning)
         warnings.showwarning = _note(warnings.showwarning)
-        code = _run(arguments)
+        code = _run(arguments, build, name)
     return code if _is_flushed() else code or 1
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], build: Callable[[list[str]], typer.Typer], name: str) -> int:
     try:
-        code = int(build_app(arguments)(args=arguments, prog_name="regauge", standalone_mode=False) or 0)
+        code = int(build(arguments)(args=arguments, prog_name=name, standalone_mode=False) or 0)
         return _interrupted(arguments) if code == INTERRUPTED else code  # typer makes this code of an interrupt
     except RegaugeError as error:
         if _debugging(arguments):

@@ -12,7 +12,8 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, mark, set_threads
+from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.results.text import mark
 
 if TYPE_CHECKING:
     from regauge.results.findings import Results

@@ -30,7 +30,7 @@ _BRINGS = {
     "federated": "regauge federate on Flower: --engine simulation, deployment",
     "privacy": "the privacy accountant of noise with an epsilon",
     "studies": "regauge jigsaw study",
-    "experiments": "regauge demo and regauge reproduce",
+    "experiments": "regauge demo, and python -m experiments in a clone",
     "dev": "the tests and checks of regauge itself",
 }
 _MIND = {  # what an installation changes beside what it brings

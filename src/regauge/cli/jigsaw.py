@@ -103,15 +103,14 @@ def train(
     check_device(device)
     check_outputs(None, report)
 
-    from experiments.augmenting import STRONG
-    from experiments.cells import KEEP_EVERY, Work
-    from experiments.puzzles import wrap
-    from experiments.training import descend
-
     from regauge.checkpoints.plan import check_new
     from regauge.checkpoints.reader import open_checkpoint
+    from regauge.checkpoints.resume import KEEP_EVERY, Work
+    from regauge.data.augment import STRONG
+    from regauge.data.train import descend
     from regauge.jigsaw.folder import FOLDER, save_wrapped
     from regauge.jigsaw.masks import JigsawError, check_ratio
+    from regauge.jigsaw.wrapper import wrap
     from regauge.models.load import drawn_anew, load_model
 
     check_ratio(ratio)
@@ -376,7 +375,7 @@ def study(
 
 
 def _text(results: Results) -> str:
-    from regauge.cli.reproduce import text_of
+    from regauge.results.text import text_of
 
     shown = text_of(results).partition("  finding")[0].rstrip()
     return "\n".join([shown, *([""] if results.unchecked else []), *(f"not checked: {text}" for text in results.unchecked)]).lstrip()

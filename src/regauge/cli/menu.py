@@ -24,7 +24,6 @@ Then, by what you want
   training that minds positions less              regauge jigsaw train MODEL --data IMAGES -o OUT
   training on data that stay with their owners    regauge federate MODEL --data IMAGES --clients 4 --rounds 10 -o RUN
   what such training gives away                   regauge audit gradients MODEL --data IMAGES
-  the papers' tables                              regauge reproduce --list
 
 regauge --help lists all commands; regauge COMMAND --help ends with an example."""
 
@@ -34,7 +33,7 @@ PANELS = {
     "Change models": ("move", "match", "merge", "convert"),
     "Protect": ("keygen", "lock", "unlock", "rekey", "seal", "open"),
     "Train and serve": ("split", "jigsaw", "federate"),
-    "Attack and report": ("audit", "reproduce", "report"),
+    "Attack and report": ("audit", "report"),
 }
 
 EXAMPLES = {
@@ -60,7 +59,6 @@ EXAMPLES = {
     "open": "regauge open MODEL.sealed -k SEALKEY -o MODEL",
     "rekey": "regauge rekey LOCKED -k OLD --to NEW -o RELOCKED",
     "report": "regauge report results.json -o page.html",
-    "reproduce": "regauge reproduce 000/table2 --report page.html",
     "seal": "regauge seal MODEL -k SEALKEY -o MODEL.sealed",
     "split certs": "regauge split certs --to CERTS --name server.example --client hospital",
     "split join": "regauge split join EDGES BACKBONE -o MODEL",

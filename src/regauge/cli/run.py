@@ -14,7 +14,7 @@ from regauge.cli.console import data, say
 from regauge.errors import RegaugeError, need
 
 if TYPE_CHECKING:
-    from regauge.results.findings import Finding, Results
+    from regauge.results.findings import Results
 
 FAILED = 3  # the exit code where a law that should hold does not
 
@@ -94,7 +94,3 @@ def deliver(results: Results, text: str, json: Path | None, report: Path | None,
         write_bytes(report, page(shown or results).encode())
         say(f"report: {report}")
     return FAILED if results.failed else 0
-
-
-def mark(f: Finding) -> str:
-    return {True: "holds", False: "FAILS", None: "-"}[f.holds]

@@ -12,8 +12,9 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import say, step_bar
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, mark
+from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run
 from regauge.errors import CheckpointError
+from regauge.results.text import mark
 
 if TYPE_CHECKING:
     from regauge.results.findings import Results

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -265,3 +265,20 @@ def until(total: int, share: float) -> Callable[[int], float]:
 def rank_of() -> int:
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if there else 0
+
+
+def wrap(model: torch.nn.Module, given: Mapping[str, Any], total: int, seed: int) -> MaskedJigsaw:
+    """Wrap a model by plain JSON options: those of `MaskedJigsaw`, with `warmup` as a share of the `total` steps.
+
+    Also understood: `schedule: "reference"` (of lambda), and `ramp: true` or `until: share` (of the ratio).
+    """
+    options = dict(given)
+    warmup = round(options.pop("warmup", 0.0) * total)
+    named = options.pop("schedule", None)
+    if named not in (None, "reference"):
+        raise JigsawError(f'there is no schedule "{named}"', hint='"reference", or none')
+    if named is not None:
+        options["weight"] = reference_weight(warmup, total, options.get("weight", LAMBDA), options.get("weight", LAMBDA) / 2)
+    rises, ends = options.pop("ramp", False), options.pop("until", None)
+    of_ratio = ramp(total) if rises else until(total, ends) if ends is not None else None
+    return MaskedJigsaw(model, options.pop("ratio"), warmup=warmup, schedule=of_ratio, seed=seed, **options)

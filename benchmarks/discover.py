@@ -14,8 +14,8 @@ def main() -> int:
     import transformers as T
 
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from picos import PICOS, build
     from regauge.models.discovery import discovery_of
+    from support.picos import PICOS, build
 
     torch.set_num_threads(1)
     discovery_of(build("gpt2"), PICOS["gpt2"].inputs)  # torch.export's own start

@@ -154,7 +154,7 @@ def _section(name: str, about: str, results: Results) -> str:
     what = "pairs" if "pairs" in facts else "seeds"
     told = ", ".join(f"{n} {kind}" for kind, n in counted.items()) if isinstance(counted, dict) else counted
     cost = f"preset {facts['preset']}, {told} {what}, {facts['minutes of computing']} minutes, summed over its cells"
-    lines += [f"`{facts['command']}`: {cost}. {f'{models}. ' if models else ''}{versions}."]
+    lines += [f"`{facts['command'].replace('regauge reproduce', 'python -m experiments')}`: {cost}. {f'{models}. ' if models else ''}{versions}."]
     return "\n".join([*lines, ""])
 
 

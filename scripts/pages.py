@@ -40,7 +40,7 @@ TITLES = ("Sees", "Recovers", "Why it works", "What stops it", "Floor", "Ceiling
 def families() -> str:
     """Every family with its spaces, their groups, and why they are not larger."""
     sys.path.insert(0, str(ROOT / "tests"))
-    import picos
+    import support.picos as picos
     from regauge.models.families import FAMILIES
 
     lines = [

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import bombs
+import support.bombs as bombs
 from soak.harness import Counter, Outcome, mutants, run_child
 
 BUDGET_MB = 512  # one image of 100 million pixels in RGB takes 300 MB, a column of 33 million numbers 270 MB

@@ -88,7 +88,7 @@ def _saved(folder: Path, name: str = "gpt2", half: bool = False) -> Path:
     """A pico-model as a checkpoint."""
     from safetensors.torch import save_file
 
-    from picos import build, config_of
+    from support.picos import build, config_of
 
     model = build(name)
     model = model.half() if half else model
@@ -176,8 +176,8 @@ def weights(folder: Path) -> list[Kind]:
 
 def index(folder: Path) -> list[Kind]:
     """model.safetensors.index.json of a sharded folder."""
-    from picos import build
     from regauge.checkpoints.reader import open_checkpoint
+    from support.picos import build
 
     build("gpt2").save_pretrained(folder / "model", max_shard_size="10KB")
     right = set(open_checkpoint(folder / "model"))
@@ -251,10 +251,10 @@ def element(folder: Path) -> list[Kind]:
     """An element file. An accepted one has an inverse: applied both ways, it gives the state back."""
     import torch
 
-    from picos import build, spec_of
     from regauge.checkpoints.element_files import load_element, save_element
     from regauge.core.action import apply
     from regauge.core.element import element as drawn
+    from support.picos import build, spec_of
 
     kinds = []
     for name, within in (("gpt2", None), ("llama", None), ("gpt2", "permutation")):
@@ -274,8 +274,8 @@ def element(folder: Path) -> list[Kind]:
 
 def spec_file(folder: Path) -> list[Kind]:
     """A spec file (TOML). An accepted one can be written and read again, and names of any length are matched at once."""
-    from picos import build, spec_of
     from regauge.checkpoints.spec_files import dump_spec, load_spec, parse_spec
+    from support.picos import build, spec_of
 
     example = (
         'regauge = 1\nfamily = "own"\nrepeat = { i = 3 }\nbuffers = ["mask\\\\.\\\\d+", ".*(a|b)?\\\\.ids"]\nnotes = ["a note"]\n'
@@ -302,11 +302,11 @@ def adapter(folder: Path, what: str) -> list[Kind]:
     """A LoRA adapter (adapter_config.json or adapter_model.safetensors), added to its model and moved."""
     from safetensors.torch import save_file
 
-    from picos import build, spec_of
     from regauge.checkpoints.adapted import open_adapted
     from regauge.checkpoints.transform import moving_adapter
     from regauge.core.element import element as drawn
-    from test_adapters import ALPHA, CASES, RANK, adapted, saved
+    from support.lora import ALPHA, CASES, RANK, adapted, saved
+    from support.picos import build, spec_of
 
     kinds = []
     for name, options in (("gpt2", {}), ("llama", {"dora": True})):
@@ -431,7 +431,7 @@ def server(folder: Path) -> list[Kind]:
 
     from regauge.split import Host, InProcess, connect
     from regauge.split.server.checkpoint import FILE
-    from splits import ADAMW, batch, made, optimizer_of, train
+    from support.split_pairs import ADAMW, batch, made, optimizer_of, train
 
     host = Host(made("gpt2"), ADAMW, folder=folder, every=1)
     mine = made("gpt2")
@@ -508,8 +508,8 @@ def pickled(folder: Path) -> list[Kind]:
     """A pickled checkpoint as `convert` reads it, zipped and in the older format."""
     import torch
 
-    from picos import build
     from regauge.checkpoints.convert import open_pickles
+    from support.picos import build
 
     state = build("gpt2-classifier").half().state_dict()
     kinds = []

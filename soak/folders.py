@@ -36,9 +36,9 @@ ON_TOKENIZERS = {
 
 def hostile_folders(scale: float) -> Iterator[Outcome]:
     """Run commands as processes on every kind of hostile folder. A marker that exists, or an answer that was read, is `lost`."""
-    import federations
-    import hostile
-    import picos
+    import support.federations as federations
+    import support.hostile_folders as hostile
+    import support.picos as picos
 
     count = Counter("hostile model folders")
     with tempfile.TemporaryDirectory(prefix="regauge-soak-") as temporary:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-import bombs
+import support.bombs as bombs
 from regauge.checkpoints.blocks import bits_of
 from regauge.checkpoints.convert import open_pickles
 from regauge.checkpoints.reader import open_checkpoint

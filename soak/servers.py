@@ -27,7 +27,7 @@ def server_checkpoints(scale: float) -> Iterator[Outcome]:
     Bytes are mutated with the checksum in place, and with it removed, as in files of older versions.
     There, damage to a tensor's numbers cannot be found; the server must still start sound or not.
     """
-    from splits import made
+    from support.split_pairs import made
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -73,8 +73,8 @@ def server_kills(scale: float) -> Iterator[Outcome]:
 
     At the end the weights must be those of an undisturbed run, bit for bit.
     """
-    import splitprocs
-    from test_split_network import free_port
+    import support.split_processes as splitprocs
+    from support.ports import free_port
 
     count, rng = Counter("server kills"), random.Random(4)
     for _ in range(max(1, int(KILLS * scale))):
@@ -104,7 +104,7 @@ def server_kills(scale: float) -> Iterator[Outcome]:
 
 def _train(host: Host, steps: range) -> None:
     """Leave a checkpoint with moments, waiting gradients, an open pass and an ended session."""
-    from splits import batch, made, optimizer_of, train
+    from support.split_pairs import batch, made, optimizer_of, train
 
     other, mine = made("gpt2"), made("gpt2")
     with connect(other, InProcess(host, "bob")) as link:

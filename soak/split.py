@@ -284,7 +284,7 @@ def frames(scale: float) -> Iterator[Outcome]:
     from regauge.split import TransportError
     from regauge.split.protocol.frames import Kind, RefusedError, decode
     from regauge.split.protocol.transport import deliver
-    from splitfuzz import SESSION, mutated, requests
+    from support.frame_mutants import SESSION, mutated, requests
 
     for name in ("gpt2", "llama"):
         count, dice = Counter(f"split frames: {name}"), random.Random(11)

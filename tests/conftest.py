@@ -9,21 +9,22 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 import pytest
 import torch
 
-import torchvision_ops  # noqa: F401
+import support.torchvision_ops  # noqa: F401
+from support.cli_runs import run  # noqa: F401
 
 torch.set_num_threads(1)
 
 # Files are handed out whole, in this order: the longest first, so that no worker is left with one at the end.
 LONG = (
-    "verification",
+    "verify",
     "mutants",
-    "experiments",
+    "paper_tables",
     "split_faults",
     "families",
-    "cli",
-    "edge",
-    "matching",
-    "fusion",
+    "cli_move",
+    "authorize",
+    "match",
+    "paper_003",
     "action",
     "barriers",
     "cli_lock",

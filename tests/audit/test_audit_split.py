@@ -1,0 +1,374 @@
+"""What a server of split learning learns: what it is sent is what is written down, scores are of the truth, and the command says what it comes to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import support.picos as picos
+from regauge.attacks.views import Served
+from regauge.audit.split import LeakageError, SplitCase, audit_split
+from regauge.audit.split.attempts import ATTACKS, Budget, Setting, attempt, patch_of, views_of
+from regauge.audit.split.engine import chance, in_unit, labels_of
+from regauge.audit.split.report import apart, findings_of, verdict_of, without_rows
+from regauge.audit.split.scores import OTHERS, Attacked, Case, Row, floors, joined, mean, named, scored, worst
+from regauge.audit.split.victims import batches_of, defences_of, is_shuffled, on_images, stand, unshuffled, without_one
+from regauge.cli import main
+from regauge.data.datasets import Data, DataError
+from regauge.data.tasks import Examples, loss_of, prepare, task_of
+from regauge.defences.split import DefenceError, LowPass, Rows
+from regauge.models.cut import cut
+from regauge.results.findings import load_results
+from regauge.split import Training
+from regauge.split.client.train import Run
+
+ADAMW = Training("adamw", rate=5e-3)
+
+
+def vit(seed: int = 0, **more: Any) -> Any:
+    config = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 8, "patch_size": 2}
+    config |= {"num_channels": 1, "num_labels": 3, "initializer_range": 0.1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(seed)
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**config | more))
+
+
+def pictures(count: int, seed: int = 0) -> torch.Tensor:
+    """Smooth images in -1..1, the class of each in how bright its left half is."""
+    g = torch.Generator().manual_seed(seed)
+    small = torch.rand(count, 1, 3, 3, generator=g)
+    return 2 * torch.nn.functional.interpolate(small, (8, 8), mode="bilinear", align_corners=False) - 1
+
+
+def examples(count: int, seed: int = 0, multi: bool = False) -> Examples:
+    x = pictures(count, seed)
+    if multi:
+        answers = torch.stack([x[:, 0, :, :4].mean((1, 2)) > 0, x[:, 0, :4].mean((1, 2)) > 0, x.mean((1, 2, 3)) > 0.1], 1).float()
+        return Examples(count, 3, lambda i: ({"pixel_values": x[i]}, answers[i]), multi=True)
+    labels = torch.bucketize(x[:, 0, :, :4].mean((1, 2)), torch.tensor([-0.15, 0.15]))
+    return Examples(count, 3, lambda i: ({"pixel_values": x[i]}, labels[i]))
+
+
+def test_combinations_are_read_and_taken_apart() -> None:
+    assert defences_of("none") == ()
+    assert [type(d) for d in defences_of("rows+low-pass=0.1")] == [LowPass, Rows]
+    assert is_shuffled("noise=1+rows")
+    assert is_shuffled("batch-shuffle=0.5")
+    assert not is_shuffled("noise=1e+3")
+    assert unshuffled("low-pass=0.1,disc+batch-shuffle=0.5+rows=sample") == "low-pass=0.1,disc"
+    assert unshuffled("rows") == "none"
+    assert (without_rows("noise=1+rows"), without_rows("rows=sample"), without_rows("noise=1")) == ("noise=1", "none", None)
+    with pytest.raises(DefenceError, match="fog"):
+        defences_of("fog+rows")
+
+
+def test_the_server_sees_what_was_sent_and_nothing_else() -> None:
+    model, x = vit(), pictures(6)
+    with torch.no_grad():
+        sent = cut(model).embed(pixel_values=x).stream
+    seen = stand(vit(), "none").watch(x, 3, "a")
+    assert torch.allclose(seen, sent)
+    shuffled = stand(vit(), "rows=sample").watch(x, 3, "a")
+    assert not torch.allclose(shuffled, sent)
+    assert torch.allclose(shuffled.sort(1).values, sent.sort(1).values)
+    filtered = stand(vit(), "low-pass=0.2").watch(x, 3, "a")
+    with torch.no_grad():
+        assert torch.allclose(filtered, cut(model).embed(pixel_values=on_images("low-pass=0.2", x, 3)).stream, atol=1e-6)
+
+
+def test_what_is_drawn_can_be_drawn_again() -> None:
+    pair, x = stand(vit(), "noise=1+rows"), pictures(4)
+    once, again, later = (pair.watch(x, 2, label) for label in ("a", "a", "b"))
+    assert torch.equal(once, again)
+    assert not torch.equal(once, later)
+
+
+def test_gradients_are_seen_in_the_steps_that_are_watched() -> None:
+    pair, data = stand(vit(), "rows", ADAMW), examples(20)
+    passes = pair.train(data, Run(5, 4), watch_first=3)
+    assert len(passes) == 3
+    assert all(p.slope is not None and p.slope.shape == p.stream.shape and float(p.slope.abs().sum()) > 0 for p in passes)
+    assert len(pair.losses) == 5
+    assert not stand(vit(), "rows", ADAMW).train(data, Run(2, 4))
+
+
+def test_a_victim_learns_with_its_defences_and_rows_cost_nothing() -> None:
+    train, test = examples(120), examples(60, 1)
+    found = {}
+    for combination in ("low-pass=0.3", "low-pass=0.3+rows"):
+        model = vit().double()
+        pair = stand(model, combination, ADAMW)
+        before = pair.measure(test, 20)["accuracy"]
+        pair.train(train, Run(40, 20))
+        found[combination] = pair.measure(test, 20)
+        assert found[combination]["accuracy"] > before + 0.15
+    a, b = (found[c]["loss"] for c in found)
+    assert a == pytest.approx(b, rel=1e-6)
+
+
+def test_no_batch_is_one_image_alone() -> None:
+    assert [len(b) for b in batches_of(pictures(7), 3)] == [3, 4]
+    assert len(without_one(examples(7), 3)) == 6
+    assert len(without_one(examples(8), 3)) == 8
+    stand(vit(), "batch-shuffle").watch(pictures(5), 4, "a")
+
+
+def test_scores_are_of_each_image_and_know_what_is_worse() -> None:
+    true = in_unit(pictures(6), [0.5], [0.5])
+    near = true.clone()
+    near[1:] += 0.2 * torch.randn(near[1:].shape, generator=torch.Generator().manual_seed(0))
+    found = scored(near, true)
+    assert set(found) == {"SSIM", "PSNR", "MSE", "identified"}, "AlexNet is not given"
+    assert all(len(v) == 6 for v in found.values())
+    assert worst(found, "SSIM") == pytest.approx(1.0)
+    assert worst(found, "MSE") == 0.0
+    assert found["PSNR"][0] == 100.0
+    assert (mean(found, "SSIM") or 0) < 0.99
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    assert torch.equal(named(near[order], true), near)
+    free = floors(true, true, 2)
+    assert mean(free["the mean image"], "identified") == 0.0
+    assert (mean(free["true patches in a random order"], "SSIM") or 0) < 0.5
+
+
+def test_a_best_naming_tells_nobody_apart() -> None:
+    """Images of other people, each given to the one that it fits, look as if they were told apart: that is a floor, and no attack's success."""
+    true, others = (in_unit(pictures(12, seed), [0.5], [0.5]) for seed in (0, 1))
+    free = floors(others, true, 2)
+    by_naming = mean(free[OTHERS], "identified") or 0.0
+    assert by_naming > 2 / 12, "far above a guess"
+    assert floors(others[:5], true, 2)[OTHERS]["SSIM"], "fewer of its own than there are"
+    regroup, exact = (next(a for a in ATTACKS if a.name == name) for name in ("regrouped", "public embedding"))
+    got = {a.name: Attacked(a.name, scored(named(others, true) if a is regroup else true, true), [], 1.0, 0.0) for a in (regroup, exact)}
+    blind = Row("batch-shuffle=0.5", 0.5, 0.1, 0.0, {regroup.name: got[regroup.name]})
+    seen = Row("none", 0.5, 0.1, 0.0, got)
+    assert (apart(blind, ATTACKS), apart(seen, ATTACKS)) == (0.0, 1.0)
+    told = findings_of(Case("faces", (seen, blind), free), ATTACKS)
+    assert [f"by the best naming, as are {by_naming:.0%} of other images" in f.sentence for f in told] == [f.id.endswith("regrouped") for f in told]
+
+
+def test_when_an_attacker_has_stopped() -> None:
+    falling, flat = [1.0 - 0.05 * i for i in range(16)], [1.0, 0.5, 0.3, 0.2, *[0.2] * 12]
+    assert not Attacked("a", {}, falling, 1.0, 0.0).has_stopped
+    assert Attacked("a", {}, flat, 1.0, 0.0).has_stopped
+    assert not Attacked("a", {}, flat[:3], 1.0, 0.0).has_stopped
+
+
+def test_attacks_on_a_victim_are_exact_where_nothing_defends_and_at_the_floor_where_all_is_noise() -> None:
+    own, true = pictures(150, 2), pictures(12, 3)
+    clear = in_unit(true, [0.5], [0.5])
+    floor = mean(floors(in_unit(own, [0.5], [0.5]), clear, 2)["the mean image"], "SSIM") or 0.0
+    exact = [a for a in ATTACKS if a.name in ("public embedding", "least squares")]
+    got: dict[str, dict[str, float]] = {}
+    for combination in ("none", "rows", "noise=30+rows"):
+        views = views_of(stand(vit(), combination), own, true, 10, 0)
+        setting = Setting(combination, Budget(16, 1, 2), 10)
+        tried = {a.name: attempt(a, views, setting) for a in exact if a.fits(combination)}
+        got[combination] = {n: mean(scored(in_unit(t.images, [0.5], [0.5]), clear), "SSIM") or 0.0 for n, t in tried.items() if t is not None}
+    assert got["none"]["public embedding"] > 0.999
+    assert got["rows"]["public embedding"] > 0.999
+    assert got["none"]["least squares"] > 0.99
+    assert got["noise=30+rows"]["least squares"] < floor + 0.15
+    assert got["noise=30+rows"]["public embedding"] < floor + 0.15
+
+
+@pytest.mark.parametrize("combination", ["noise=1.5", "noise=1.5+rows"])
+def test_noise_that_is_drawn_afresh_is_averaged_away(combination: str) -> None:
+    own, true = pictures(150, 2), pictures(12, 3)
+    clear = in_unit(true, [0.5], [0.5])
+    views = views_of(stand(vit(), combination), own, true, 10, 0)
+    chosen = {a.name: a for a in ATTACKS if a.name in ("least squares", "averaged")}
+    got = {}
+    for name, attack in chosen.items():
+        tried = attempt(attack, views, Setting(combination, Budget(16, 1, 2), 10))
+        assert tried is not None
+        got[name] = mean(scored(in_unit(tried.images, [0.5], [0.5]), clear), "SSIM") or 0.0
+    assert got["averaged"] > got["least squares"] + 0.05
+    assert not any(chosen["averaged"].fits(c) for c in ("none", "rows", "low-pass=0.3", "noise=0.5+batch-shuffle=0.5"))
+    assert views_of(stand(vit(), "rows"), own, true, 10, 0).often is None
+
+
+def test_seeds_are_told_apart_from_images() -> None:
+    one = Attacked("decoder", {"SSIM": [0.1, 0.3, 0.6, 0.8]}, [], 0.0, 1.0, seeds=2)
+    assert one.by_seed("SSIM") == pytest.approx([0.2, 0.7])
+
+
+def test_labels_are_told_from_gradients_and_not_from_noise() -> None:
+    data, run = examples(60), Run(12, 10)
+    passes = stand(vit(), "rows", ADAMW).train(data, run, watch_first=6)
+    assert (labels_of(passes, data, run) or 0) > 0.9
+    g = torch.Generator().manual_seed(0)
+    noise = [Served(p.stream, p.others, torch.randn(p.stream.shape, generator=g)) for p in passes]
+    assert (labels_of(noise, data, run) or 0) < 0.65
+    assert labels_of([], data, run) is None
+    many = examples(60, multi=True)
+    passes = stand(vit(), "none", ADAMW).train(many, run, watch_first=6)
+    assert (labels_of(passes, many, run) or 0) > chance(many)
+
+
+def test_several_answers_to_each_image() -> None:
+    rows = np.array([[1, -1], [-1, -1], [1, 1]])
+    data = Data("d", {"image": np.zeros((3, 8, 8), np.uint8), "glasses": rows[:, 0], "beard": rows[:, 1], "label": rows}, "")
+    task = {"kind": "images", "classes": 2, "mean": [0.5], "std": [0.5]}
+    for one in ({**task, "attributes": ["glasses", "beard"]}, task):
+        made = prepare(one, data)
+        assert made.multi
+        assert made.batch(np.arange(3))[1].tolist() == [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
+    logits = torch.tensor([[0.3, -0.3], [-9.0, -9.0], [9.0, 9.0]])
+    labels = made.batch(np.arange(3))[1]
+    assert float(loss_of(made, logits, labels)) == pytest.approx(float(torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)))
+    assert chance(made) == pytest.approx(2 / 3)
+    model = vit(num_labels=2)
+    assert task_of(model, data, mean=[0.5], std=[0.5], attributes=["glasses", "beard"])[0]["attributes"] == ["glasses", "beard"]
+    with pytest.raises(DataError, match="1 attributes are named, and the model answers 2"):
+        task_of(model, data, mean=[0.5], std=[0.5], attributes=["glasses"])
+    pair = stand(vit(), "rows", ADAMW)
+    many = examples(60, multi=True)
+    before = pair.measure(many, 20)["accuracy"]
+    pair.train(many, Run(30, 20))
+    assert pair.measure(many, 20)["accuracy"] > max(before, chance(many) - 0.05)
+
+
+def test_labels_that_are_words_are_numbered_as_the_model_names_them() -> None:
+    data = Data("d", {"image": np.zeros((2, 8, 8), np.uint8), "label": np.array(["happy", "neutral"])}, "")
+    model = vit(num_labels=2, id2label={0: "neutral", 1: "happy"})
+    task, _ = task_of(model, data, mean=[0.5], std=[0.5])
+    assert prepare(task, data).batch(np.arange(2))[1].tolist() == [1, 0]
+    with pytest.raises(DataError, match='the label "happy", which the model does not know'):
+        prepare({**task, "names": ["neutral"]}, data)
+
+
+def row(combination: str, accuracy: float, decoder: float, best: float, apart: float) -> Row:
+    def got(name: str, value: float) -> Attacked:
+        return Attacked(name, {"SSIM": [value, value], "identified": [apart, apart]}, [1.0], 1.0, 1.0)
+
+    return Row(combination, accuracy, 0.5, 1.0, {"decoder": got("decoder", decoder), "public embedding": got("public embedding", best)})
+
+
+def test_the_verdict_is_in_words() -> None:
+    floor = {"SSIM": [0.4, 0.4], "identified": [0.0, 0.0]}
+    rows = (row("none", 0.9, 0.9, 1.0, 1.0), row("rows", 0.9, 0.45, 1.0, 1.0), row("noise=1", 0.7, 0.5, 0.5, 0.1))
+    said = verdict_of(Case("faces", rows, {"the mean image": floor, "true patches in a random order": floor}), ATTACKS)
+    assert said[0] == "faces: the server has the images under 2 of 3 combinations."
+    assert "SSIM goes from 1.00 to 1.00 (public embedding); against the paper's decoder alone from 0.90 to 0.45" in said[2]
+    assert "The least leaks under noise=1: the best attack goes 17% of the way" in said[3]
+    together = joined([row("rows", 0.8, 0.2, 0.4, 0.0), row("rows", 0.6, 0.4, 0.4, 0.0)])
+    assert together.accuracy == pytest.approx(0.7)
+    assert together.value("decoder", "SSIM") == pytest.approx(0.3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("audit")
+    vit().save_pretrained(path / "vit")
+    picos.build("swin").float().save_pretrained(path / "swin")
+    x = ((pictures(150)[:, 0] + 1) * 127).numpy().astype(np.uint8)
+    labels = examples(150).batch(np.arange(150))[1].numpy()
+    np.savez(path / "images.npz", image=x, label=labels)
+    np.savez(path / "colours.npz", image=np.repeat(np.repeat(x.repeat(2, 1).repeat(2, 2)[..., None], 3, 3), 1, 0), label=labels % 2)
+    return path
+
+
+def audit(folder: Path, *more: str, model: str = "vit", data: str = "images.npz") -> int:
+    return main(["audit", "split", str(folder / model), "--data", str(folder / data), "--mean", "0.5", "--std", "0.5", *more])
+
+
+QUICKLY = ("--epochs", "1", "--attacker", "16,1,2", "--attacked", "10", "--batch", "25")
+
+
+def test_the_command_says_what_it_comes_to(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, page = tmp_path / "r.json", tmp_path / "page.html"
+    asked = ("--defence", "rows", "--defence", "batch-shuffle=0.5", "--random-weights", "--gallery", "2")
+    assert audit(folder, *QUICKLY, *asked, "--json", str(out), "--report", str(page)) == 0
+    said = capsys.readouterr()
+    assert "the server has the images under" in said.out
+    assert "not measured: LPIPS and F-SIM" in said.out
+    assert "75 images of the client's, 45 of the attacker's, 30 to test on; 10 are attacked" in said.err
+    found = load_results(out)
+    assert [r[0] for r in found.tables[0].rows] == ["none", "rows", "batch-shuffle=0.5", "a guess, the mean image"]
+    ids = {f.id for f in found.findings}
+    assert "images/rows/places" in ids
+    assert "images/none/places" not in ids
+    assert "images/batch-shuffle=0.5/regrouped" in ids
+    exact = next(f for f in found.findings if f.id == "images/rows/public embedding")
+    assert exact.value == pytest.approx(1.0, abs=1e-3)
+    assert all(f.floor is not None and f.ceiling is not None for f in found.findings)
+    kinds = [f.kind for f in found.figures]
+    assert kinds[:2] == ["points", "points"]
+    assert "lines" in kinds
+    gallery = next(f for f in found.figures if f.kind == "images")
+    assert [len(r["images"]) for r in gallery.data["rows"]] == [2] * 4
+    text = page.read_text()
+    assert "the server has the images under" in text.split("<h2>")[0], "the verdict comes first"
+    assert text.count("data:image/png") >= 8
+    assert json.loads(out.read_text())["facts"]["weights"] == "random"
+
+
+def test_an_audit_fails_where_it_is_told_to(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("--attacks", "public embedding,least squares", "--defence", "rows", "--gallery", "0")
+    assert audit(folder, *QUICKLY, *asked, "--fail-above", "0.5") == 3
+    assert "FAILS  images/rows/public embedding" in capsys.readouterr().out
+
+
+def test_a_convolution_over_single_pixels_makes_no_patches() -> None:
+    """A stem of 1 x 1, as hybrids have before their patches, was taken for the patch embedding."""
+    stem, patches = torch.nn.Conv2d(3, 3, 1), torch.nn.Conv2d(3, 8, 4, stride=4)
+    assert patch_of(torch.nn.Sequential(stem, patches), pictures(2)) == 4
+    assert patch_of(vit(), pictures(2)) == 2
+    for none in (torch.nn.Sequential(stem), torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, stride=2)), torch.nn.Conv2d(3, 8, (4, 2), stride=(4, 2))):
+        with pytest.raises(LeakageError, match="no embedding of square patches"):
+            patch_of(none, pictures(2))
+
+
+def test_attacks_are_named_or_all_of_them() -> None:
+    from regauge.audit.split.attempts import ATTACKS
+    from regauge.audit.split.text_audit import TEXT_ATTACKS
+    from regauge.cli.audit_split import _attacks
+
+    first = ATTACKS[0].name
+    assert [a.name for a in _attacks(first, False)] == [first]
+    for text in (None, "all", f"{first}, all"):
+        assert _attacks(text, False) == tuple(ATTACKS)
+    assert _attacks("all", True) == tuple(TEXT_ATTACKS)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--defence", "low-pass=0"), "a radius of 0.0"),
+        (("--defence", "noise=-1"), "noise of -1.0"),
+        (("--defence", "fog"), 'no defence "fog"'),
+        (("--radii", "0"), "a radius of 0.0"),
+        (("--defence", "batch-shuffle", "--batch", "1"), "batches have one"),
+        (("--model", "swin", "--data", "colours.npz", "--defence", "rows"), "the rows of a SwinForImageClassification cannot move"),
+        (("--data", "colours.npz"), "are 16 x 16, and the model reads 8 x 8"),
+        (("--attacks", "magic"), 'there is no attack "magic"'),
+        (("--attacks", "all,magic"), 'there is no attack "magic"'),
+        (("--attacks", "places,sets", "--defence", "rows"), "none of these attacks can try an undefended victim"),
+        (("--attacks", "averaged", "--defence", "noise=1"), "hint: add least squares or decoder"),
+        (("--attacker", "big"), "is not WIDTH,DEPTH,EPOCHS"),
+        (("--rate", "-1"), "is no rate"),
+        (("--lpips", "nothing.safetensors"), "nothing.safetensors"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_trained(
+    folder: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], message: str
+) -> None:
+    given = dict(zip(more[::2], more[1::2], strict=True))
+    model, data = given.pop("--model", "vit"), given.pop("--data", "images.npz")
+    assert audit(folder, *(x for pair in given.items() for x in pair), model=model, data=data) in (1, 2)
+    said = capsys.readouterr()
+    assert message in said.err
+    assert "train through" not in said.err
+    assert said.out == ""
+
+
+def test_too_few_images_are_refused() -> None:
+    few = SplitCase(vit(), examples(20), examples(10), examples(10), [0.5], [0.5])
+    with pytest.raises(LeakageError, match="an attacker with 10 images"):
+        audit_split(few, ("rows",))

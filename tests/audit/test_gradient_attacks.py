@@ -1,0 +1,331 @@
+"""Closed forms on updates: exact where the issue says so, nothing where a defence takes the equations away, and errors that say what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from regauge.attacks.april import april, april_model, is_april
+from regauge.attacks.classes import label_counts, labels_from, shared_out
+from regauge.attacks.descents import How, april_descent, dlg, gradvit, idlg, inverting_gradients
+from regauge.attacks.embeddings import embedding_least_squares
+from regauge.attacks.membership import auc
+from regauge.attacks.passes import slopes_by, twice
+from regauge.attacks.spans import mask_leak, span_membership
+from regauge.attacks.updates import Granted, SentUpdate, Update, check_update
+from regauge.audit.gradients.clients import contribute, prepared, rehearse
+from regauge.audit.gradients.scores import patches_of
+from regauge.defences.gradients import Clip, Private, clipped, names_of, plan_of
+from regauge.defences.split import DefenceError, parts_of
+from regauge.errors import UpdateError
+from regauge.results.metrics import spectral
+from support.updates import changed, examples, pictures, psnr, sent, timm_vit, vit
+
+MODELS = {"transformers": vit, "timm": timm_vit, "timm DeiT, distilled": lambda: timm_vit("deit_small_distilled_patch16_224")}
+NAMES = "vit.embeddings.position_embeddings", "vit.embeddings.patch_embeddings.projection.weight"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_least_squares_is_exact_on_unmodified_models(name: str) -> None:
+    view, truth = sent(MODELS[name]())
+    found, solved = embedding_least_squares(view)
+    assert psnr(found, truth.read["pixel_values"]) > 60
+    assert solved.rank == solved.unknowns == 16
+    assert solved.residual < 1e-5
+    other, _ = embedding_least_squares(sent(MODELS[name](), first=3)[0])
+    assert psnr(other, truth.read["pixel_values"]) < 20  # another image's update gives another image
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "heads"), [(384, 6), (768, 12)])
+@pytest.mark.parametrize("library", ["transformers", "timm"])
+def test_least_squares_gives_60_db_on_vit_s_and_vit_b_in_float32(width: int, heads: int, library: str) -> None:
+    if library == "timm":
+        model = timm_vit(
+            f"vit_{'small' if width == 384 else 'base'}_patch16_224", img_size=224, patch_size=16, embed_dim=width, depth=12, num_heads=heads
+        )
+    else:
+        model = vit(hidden_size=width, num_attention_heads=heads, num_hidden_layers=12, intermediate_size=4 * width, image_size=224, patch_size=16,
+                    initializer_range=0.02)  # fmt: skip
+    data = examples(1, side=224)
+    inputs, labels = data.batch([0])
+    update, truth = contribute(model, plan_of("none"), data, inputs, labels)
+    view = SentUpdate(model, update, (3, 224, 224), Granted(batch=1))
+    assert psnr(embedding_least_squares(view)[0], truth.read["pixel_values"]) > 60
+    patches = patches_of(truth.read["pixel_values"], 16)
+    others = patches_of(pictures(1, seed=9, side=224), 16)
+    scores = span_membership(view, torch.cat([patches, others]))
+    assert auc(scores[:196], scores[196:]) > 0.99
+
+
+def test_local_steps_on_one_image_do_not_hide_it() -> None:
+    view, truth = sent(vit(), "steps=5,rate=0.1", dtype=torch.float64)
+    assert view.update.kind == "change"
+    assert psnr(embedding_least_squares(view)[0], truth.read["pixel_values"]) > 100
+
+
+def test_rows_shuffled_after_the_positions_change_nothing() -> None:
+    plain, truth = sent(vit(), dtype=torch.float64)
+    shuffled, _ = sent(vit(), "rows", dtype=torch.float64)
+    for name, slope in plain.update.tensors.items():
+        assert torch.allclose(slope, shuffled.update.tensors[name], atol=1e-10), name
+    assert psnr(embedding_least_squares(shuffled)[0], truth.read["pixel_values"]) > 100
+
+
+@pytest.mark.parametrize("combination", ["batch=4", "clients=4", "noise=1", "private=1", "prune=0.95"])
+def test_rehearsed_least_squares_is_at_the_floor_where_nothing_is_left(combination: str) -> None:
+    own = examples(64, seed=5)
+    images = own.batch(range(64))[0]["pixel_values"]
+    gained = []
+    for first in (0, 4, 8):
+        view, truth = sent(vit(), combination, first=first)
+        rehearsals = tuple(rehearse(view.model, plan_of(combination), own, 6, 7))
+        granted = Granted(view.granted.batch, images=images, rehearsals=rehearsals)
+        found, _ = embedding_least_squares(SentUpdate(view.model, view.update, view.shape, granted))
+        true = truth.original["pixel_values"]
+        gained.append(psnr(found.expand_as(true), true) - psnr(images.mean(0).expand_as(true), true))
+    assert -1 < sum(gained) / 3 < 3
+
+
+def test_a_prior_helps_where_equations_are_too_few() -> None:
+    narrow = vit(hidden_size=12)  # 16 patches, 12 channels
+    view, truth = sent(narrow)
+    found, solved = embedding_least_squares(view)
+    plain, _ = embedding_least_squares(view, plain=True)
+    assert solved.rank < solved.unknowns
+    assert psnr(found, truth.read["pixel_values"]) > psnr(plain, truth.read["pixel_values"]) + 1
+
+
+def test_mjp_without_its_unknown_embedding_gives_the_shuffled_image_away() -> None:
+    view, truth = sent(vit(), "mjp=0.5,unknown=false")
+    found, _ = embedding_least_squares(view)
+    assert psnr(found, truth.read["pixel_values"]) > 60  # the regression of positions is in the update, and is taken out of it
+    assert psnr(found, truth.original["pixel_values"]) < 30
+
+
+def test_mjp_without_a_shuffle_gives_the_image_away() -> None:
+    view, truth = sent(vit(), "mjp=0.5,shuffle=false")
+    assert truth.puzzle is None
+    assert psnr(embedding_least_squares(view)[0], truth.original["pixel_values"]) > 60
+
+
+def test_mjp_hides_masked_patches_from_least_squares_and_not_its_mask() -> None:
+    view, truth = sent(vit(), "mjp=0.5")
+    found, _ = embedding_least_squares(view)
+    assert psnr(found, truth.read["pixel_values"]) < 40
+    assert truth.puzzle is not None
+    assert torch.equal(mask_leak(view), truth.puzzle.mask[0])
+    noisy, _ = sent(vit(), "mjp=0.5+noise=0.1")
+    assert not torch.equal(mask_leak(noisy), truth.puzzle.mask[0])
+    with pytest.raises(UpdateError, match="no mask to read"):
+        mask_leak(sent(vit())[0])
+
+
+@pytest.mark.parametrize("combination", ["none", "mjp=0.5", "withhold=positions", "freeze=embedding", "no-positions"])
+def test_spans_tell_patches_at_batch_1(combination: str) -> None:
+    view, truth = sent(vit(hidden_size=64), combination, dtype=torch.float64)
+    true, others = patches_of(truth.read["pixel_values"], 4), patches_of(pictures(4, seed=3).double(), 4)
+    scores = span_membership(view, torch.cat([true, others]))
+    assert auc(scores[: len(true)], scores[len(true) :]) >= 0.99
+
+
+def test_spans_say_nothing_of_more_tokens_than_channels_or_of_withheld_layers() -> None:
+    view, truth = sent(vit(), "batch=8")
+    true, others = patches_of(truth.read["pixel_values"], 4), patches_of(pictures(8, seed=3), 4)
+    scores = span_membership(view, torch.cat([true, others]))
+    assert 0.4 < auc(scores[: len(true)], scores[len(true) :]) < 0.6
+    with pytest.raises(UpdateError, match="neither the patch embedding"):
+        span_membership(sent(vit(), "freeze=embedding,first")[0], true)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("combination", ["none", "batch=4", "batch=7"])
+def test_labels_are_counted(name: str, combination: str) -> None:
+    view, truth = sent(MODELS[name](), combination, first=2)
+    assert torch.equal(label_counts(view), torch.bincount(truth.labels, minlength=5))
+    assert sorted(truth.labels.tolist()) == labels_from(label_counts(view)).tolist()
+
+
+def test_labels_are_told_without_the_bias_and_not_without_the_head() -> None:
+    view, truth = sent(vit())
+    assert int(label_counts(changed(view, classifier__bias=None)).argmax()) == int(truth.labels)
+    with pytest.raises(UpdateError, match=r"classifier\.weight"):
+        label_counts(sent(vit(), "withhold=head")[0])
+    assert shared_out(torch.tensor([0.2, 1.4, 1.4]), 3).tolist() == [0, 2, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_labels_are_told_by_a_head_without_a_bias(dtype: torch.dtype) -> None:
+    """Their slopes add up to 0 in float64 too: the sign is that of the one number which is below."""
+    for label in range(5):
+        model = vit(seed=label)
+        model.classifier = torch.nn.Linear(48, 5, bias=False)
+        view, truth = sent(model, first=label, dtype=dtype)
+        assert int(truth.labels) == label
+        assert int(label_counts(view).argmax()) == label
+
+
+def test_updates_that_are_none_are_refused_by_name() -> None:
+    view, _ = sent(vit())
+    model, tensors = view.model, dict(view.update.tensors)
+    name = NAMES[0]
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({}, "empty"),
+        ({"nobody": torch.zeros(2)}, "nobody"),
+        ({name: torch.zeros(1, 3, 48)}, r"\[1, 3, 48\] in the update"),
+        ({name: torch.full_like(tensors[name], torch.nan)}, "NaN"),
+        ({n: torch.zeros_like(t) for n, t in tensors.items()}, "zero everywhere"),
+    ]
+    for given, said in bad:
+        with pytest.raises(UpdateError, match=said):
+            check_update(model, Update(given))
+    with pytest.raises(UpdateError, match="tells no gradient"):
+        check_update(model, Update(tensors, "change"))
+    check_update(model, Update(tensors))
+
+
+def test_attacks_say_which_layer_is_missing() -> None:
+    for part, name in (("positions", NAMES[0]), ("patches", NAMES[1])):
+        view, _ = sent(vit(), f"withhold={part}")
+        with pytest.raises(UpdateError, match=name):
+            embedding_least_squares(view)
+    view, _ = sent(vit())
+    with pytest.raises(UpdateError, match="zero in every row"):
+        embedding_least_squares(changed(view, **{NAMES[0].replace(".", "__"): torch.zeros_like(view.update.tensors[NAMES[0]])}))
+    plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 5))
+    with pytest.raises(UpdateError, match="no patch embedding"):
+        embedding_least_squares(SentUpdate(plain, Update({}), (3, 16, 16)))
+
+
+def test_combinations_are_read_and_refused() -> None:
+    plan = plan_of("noise=0.1+mjp=0.3,unknown=false+batch=4+withhold=positions,head")
+    assert (plan.batch, plan.withheld, [type(d).__name__ for d in plan.leaving]) == (4, ("positions", "head"), ["Withhold", "Noise"])
+    assert plan_of("steps=3,fresh=true", batch=2).samples == 6
+    assert plan_of("none", batch=3, steps=2).steps is not None
+    assert parts_of("clip=1e+1+noise=0.1,head+rows") == ["clip=1e+1", "noise=0.1,head", "rows"]
+    assert isinstance(plan_of("clip=1e+1+noise=0.1").leaving[0], Clip)
+    for text, said in (
+        ("fog", "fog"),
+        ("mjp=0.5+no-positions", "no-positions"),
+        ("withhold=tail", "tail"),
+        ("batch=0", "0 samples"),
+        ("batch=2.5", "2.5 samples"),
+        ("steps=inf", "inf steps"),
+        ("clients=inf", "inf clients"),
+        ("batch=nan", "nan samples"),
+        ("noise=0", "none"),
+        ("clip=1+clip=2", "twice"),
+        ("private=1+steps=3", "local steps"),
+        ("mjp=0", "nothing"),
+        ("round=1", "bits"),
+        ("prune=1", "share"),
+    ):
+        with pytest.raises(DefenceError, match=said):
+            plan_of(text)
+    with pytest.raises(UpdateError, match="made of 4 samples"):
+        contribute(vit(), plan_of("batch=4"), examples(2), *examples(2).batch([0, 1]))
+
+
+def test_what_is_withheld_is_trained_in_local_steps_and_what_is_frozen_is_not() -> None:
+    both, kept, still = (sent(vit(), f"steps=3,0.5{more}")[0].update.tensors for more in ("", "+withhold=embedding", "+freeze=embedding"))
+    assert kept.keys() == still.keys() == both.keys() - names_of(vit(), "embedding")
+    assert all(torch.equal(kept[n], both[n]) for n in kept)  # it is not sent, and all else is as if it were
+    assert not torch.equal(still["classifier.weight"], both["classifier.weight"])
+    plan = plan_of("withhold=positions+freeze=head")
+    assert (sorted(plan.withheld), plan.frozen) == (["head", "positions"], ("head",))
+
+
+def test_parts_are_what_they_are_called() -> None:
+    model = vit()
+    assert names_of(model, "positions") == {NAMES[0]}
+    assert names_of(model, "patches") == {NAMES[1], NAMES[1].replace("weight", "bias")}
+    assert names_of(model, "embedding") == {n for n, _ in model.named_parameters() if ".embeddings." in n}
+    assert names_of(model, "first") == {n for n, _ in model.named_parameters() if ".layers.0." in n}
+    wrapped = prepared(model, plan_of("mjp=0.5"))
+    assert "unknown" in names_of(wrapped, "positions")
+    assert all(n.startswith("model.vit.layers.0.") for n in names_of(wrapped, "first"))
+
+
+def test_private_updates_are_clipped_by_sample_and_have_an_epsilon() -> None:
+    pytest.importorskip("dp_accounting")
+    view, _ = sent(vit(), "batch=3+private=0.000001,norm=0.5")
+    norm = sum(float(t.double().square().sum()) for t in view.update.tensors.values()) ** 0.5
+    assert 0 < norm <= 0.5
+    assert 4 < Private(1.0).epsilon() < 5.5
+    assert Private(1.0).epsilon(10) > Private(1.0).epsilon() > Private(2.0).epsilon()
+    assert clipped({"a": torch.tensor([3.0, 4.0])}, 10)["a"].tolist() == [3, 4]
+
+
+def test_the_spectral_distance_is_that_of_the_pixels() -> None:
+    a, b = pictures(3), pictures(3, seed=1)
+    pixels = 1 - torch.nn.functional.cosine_similarity(a.double().flatten(1), b.double().flatten(1))
+    assert torch.allclose(spectral(a, b), pixels, atol=1e-10)
+    assert torch.allclose(spectral(a, 2 * a), torch.zeros(3, dtype=torch.float64), atol=1e-12)
+
+
+def test_april_is_exact_on_its_own_block_in_float64_and_nothing_on_a_real_one() -> None:
+    for model in (vit(), timm_vit()):
+        view, truth = sent(april_model(model), dtype=torch.float64)
+        found, solved = april(view)
+        assert psnr(found, truth.read["pixel_values"]) > 100
+        assert solved.rank == solved.unknowns == 17
+        rough, _ = sent(april_model(model))
+        assert psnr(april(rough)[0], truth.read["pixel_values"]) < 100  # float32
+        real, _ = sent(model, dtype=torch.float64)
+        assert psnr(april(real)[0], truth.read["pixel_values"]) < 15
+    assert is_april(view.model)
+    assert not is_april(real.model)
+
+
+@pytest.mark.slow
+def test_april_gives_100_db_on_the_modified_vit_b() -> None:
+    sizes = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "intermediate_size": 3072, "image_size": 224, "patch_size": 16}
+    view, truth = sent(april_model(vit(**sizes, initializer_range=0.02)), dtype=torch.float64)
+    found, solved = april(view)
+    assert psnr(found, truth.read["pixel_values"]) > 100
+    assert solved.condition > 1e4
+
+
+TINY = {"hidden_size": 24, "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+
+
+def test_guessed_gradients_are_the_clients_own_one_by_one_and_side_by_side() -> None:
+    for combination in ("none", "mjp=0.5,localize=false"):
+        view, truth = sent(vit(**TINY), combination, dtype=torch.float64)
+        mask = None if truth.puzzle is None else truth.puzzle.mask
+        x = truth.read["pixel_values"][None]
+        with twice():
+            slopes = slopes_by(view, mask)
+            one = slopes(x, truth.labels[None])
+            many = slopes(torch.cat([x, 0 * x]), truth.labels.expand(2, 1))
+        for name, slope in view.update.tensors.items():
+            assert torch.allclose(one[name][0], slope, atol=1e-10), name
+            assert torch.allclose(many[name][0], slope, atol=1e-10), name
+            assert torch.allclose(many[name][1], slopes(0 * x, truth.labels[None])[name][0], atol=1e-10)
+
+
+@pytest.mark.parametrize("attack", [dlg, idlg, inverting_gradients, gradvit, april_descent])
+def test_descents_lower_their_objective_and_know_the_truth_when_they_see_it(attack: Any) -> None:
+    view, truth = sent(vit(**TINY))
+    how = {
+        dlg: How(objective="euclidean", signed=False, learned=True, schedule="none"),
+        gradvit: How(objective="layers", smooth=0.01, seams=0.01, near=0.01, restarts=2, schedule="cosine"),
+        april_descent: How(objective="april", signed=False),
+    }.get(attack, How(smooth=0.01))
+    found = attack(view, replace(how, steps=12))
+    assert found.images.shape == truth.read["pixel_values"].shape
+    assert found.curve[-1] < found.curve[0]
+    again = attack(view, replace(how, steps=12))
+    assert torch.equal(found.images, again.images)
+    if attack is inverting_gradients:
+        at = attack(view, replace(how, steps=1), start=truth.read["pixel_values"])
+        assert at.objective < 1e-5 < found.objective
+
+
+def test_descents_say_what_they_need() -> None:
+    view, _ = sent(vit(**TINY), batch=None)
+    with pytest.raises(UpdateError, match="not granted"):
+        inverting_gradients(view)

@@ -1,0 +1,141 @@
+"""Attacks that learn from updates of their own: they get past defences that closed forms do not, and get nothing where nothing is left."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from regauge.attacks.classes import label_counts
+from regauge.attacks.membership import asked_layers, auc, practise, practised_membership
+from regauge.attacks.regression import features_of, learn_regression, regressed, resemblance
+from regauge.attacks.spans import span_membership
+from regauge.attacks.updates import Granted, SentUpdate, Threat
+from regauge.audit.gradients.attempts import Budget, attempt, named
+from regauge.audit.gradients.clients import contribute, practice, prepared, rehearse, view_of
+from regauge.audit.gradients.engine import GradientCase, row_of, shared_out
+from regauge.audit.gradients.scores import patches_of
+from regauge.defences.gradients import names_of, plan_of
+from regauge.errors import UpdateError
+from regauge.jigsaw.layers import layers_of
+from support.updates import examples, psnr, vit
+
+
+def seen(combination: str, first: int = 0, count: int = 4) -> tuple[SentUpdate, torch.Tensor]:
+    """A view with other images and rehearsals, and the image."""
+    plan = plan_of(combination)
+    model = prepared(vit(), plan)
+    data, own = examples(12), examples(60, seed=5)
+    inputs, labels = data.batch(range(first, first + plan.samples * plan.clients))
+    update, truth = contribute(model, plan, data, inputs, labels, first)
+    images = own.batch(range(60))[0]["pixel_values"]
+    rehearsals = rehearse(model, plan, own, count, 7)
+    return view_of(model, plan, update, truth, Threat(images=True), images, rehearsals), truth.read["pixel_values"]
+
+
+def told(view: SentUpdate, true: torch.Tensor) -> float:
+    others = patches_of(examples(12, seed=9).batch(range(4))[0]["pixel_values"], 4)
+    asked = torch.cat([patches_of(true, 4), others])
+    scores = practised_membership(view, asked)
+    inside = len(asked) - len(others)
+    return auc(scores[:inside], scores[inside:])
+
+
+def test_membership_goes_by_deeper_layers_where_the_first_are_not_sent() -> None:
+    view, true = seen("freeze=embedding,first")
+    with pytest.raises(UpdateError, match="neither the patch embedding"):
+        span_membership(view, patches_of(true, 4))
+    assert asked_layers(view, layers_of(view.model, view.shape)) == ["block 1"]
+    views = [seen("freeze=embedding,first", first) for first in (0, 3, 6)]
+    strangers = [examples(12, seed=77).batch([n])[0]["pixel_values"] for n in (3, 4, 5)]
+    members = sum(told(view, true) for view, true in views) / 3
+    others = sum(told(view, other) for (view, _), other in zip(views, strangers, strict=True)) / 3
+    assert members > 0.7
+    assert others < 0.6  # patches of other images are no members
+
+
+def test_membership_is_a_guess_under_private_gradients() -> None:
+    values = [told(*seen("private=4", first)) for first in (0, 3, 6)]
+    assert 0.3 < sum(values) / 3 < 0.7
+
+
+def test_membership_needs_something_to_practise_on() -> None:
+    view, true = seen("none")
+    bare = SentUpdate(view.model, view.update, view.shape, Granted(batch=1))
+    with pytest.raises(UpdateError, match="nothing to practise on"):
+        practise(bare)
+    view, true = seen("freeze=matrices")
+    with pytest.raises(UpdateError, match="nor that of any attention"):
+        practised_membership(view, patches_of(true, 4))
+
+
+@pytest.mark.parametrize(("combination", "helps"), [("freeze=embedding,first", True), ("private=20", False)])
+def test_regression_learns_what_updates_say(combination: str, helps: bool) -> None:
+    plan = plan_of(combination)
+    model, own = prepared(vit(), plan), examples(80, seed=5)
+    learned = learn_regression(practice(model, plan, own, 80, 1000))
+    mean = own.batch(range(80))[0]["pixel_values"].mean(0, keepdim=True)
+    gained = []
+    for first in range(8):
+        view, true = seen(combination, first, 1)
+        gained.append(psnr(regressed(view, learned), true) - psnr(mean, true))
+    if helps:
+        assert np.mean(gained) > 0.3
+        assert learned.left < 0.97
+        view, true = seen(combination, 0, 1)
+        assert resemblance(view, patches_of(true, 4), learned).shape == (16,)
+    else:
+        assert abs(np.mean(gained)) < 0.3  # the mean image, and not below it
+        assert learned.left > 0.97
+
+
+def test_a_layer_that_reads_one_token_gives_it_away() -> None:
+    view, _ = seen("none")
+    slopes = view.slopes
+    head = {n: slopes[n] for n in ("classifier.weight", "classifier.bias")}
+    found = features_of(head, "inputs")
+    k = int(slopes["classifier.bias"].abs().argmax())
+    assert torch.allclose(found, (slopes["classifier.weight"][k] / slopes["classifier.bias"][k]).double(), atol=1e-4)
+    with pytest.raises(UpdateError, match="too few"):
+        learn_regression([])
+
+
+def test_matrices_are_all_but_biases_and_gains_and_labels_stay() -> None:
+    model = vit()
+    gone = names_of(model, "matrices")
+    assert all((p.ndim > 1) == (n in gone) for n, p in model.named_parameters())
+    view, _ = seen("freeze=matrices")
+    assert view.update.tensors
+    assert not set(view.update.tensors) & gone
+    plain, _ = seen("none")
+    assert torch.equal(label_counts(view), label_counts(plain))
+    many, _ = seen("freeze=matrices+batch=4")
+    assert int(label_counts(many).sum()) == 4
+
+
+def test_practice_draws_as_often_as_it_is_asked_to() -> None:
+    plan, own = plan_of("batch=4"), examples(6)
+    made = list(practice(vit(), plan, own, 5, 0))
+    assert [len(m.read) for m in made] == [4] * 5
+    assert not torch.equal(made[0].read, made[1].read)
+    assert not list(practice(vit(), plan_of("batch=7"), own, 5, 0))  # never more than there are
+
+
+def test_members_are_told_apart_from_images_that_the_attacker_was_not_given() -> None:
+    mine, apart = shared_out(examples(40))
+    given = mine.batch(range(len(mine)))[0]["pixel_values"]
+    assert len(mine) + len(apart) == 40
+    assert not any(torch.equal(a, b) for a in apart for b in given)
+
+
+def test_attacks_that_learn_share_a_lesson_and_say_where_they_cannot() -> None:
+    case = GradientCase(vit(), examples(4), examples(40, seed=5), [0.5] * 3, [0.5] * 3, updates=2)
+    attacks = named(["regression", "membership", "resemblance"])
+    row = row_of(case, case.model, "none", attacks, Budget(practice=12), None, 0, lambda now: None)
+    assert row.images["regression"].facts[0]["features"] in ("inputs", "vectors")
+    assert len(row.patches) == 2
+    row = row_of(case, case.model, "none", attacks, Budget(practice=2), None, 0, lambda now: None)
+    assert "too few" in row.why["regression"]
+    assert "too few" in row.why["resemblance"]
+    view, _ = seen("none")
+    assert "learns from updates" in attempt(attacks[0], view, Budget()).why

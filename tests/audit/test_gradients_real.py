@@ -1,0 +1,60 @@
+"""Updates of real weights on real images: modules of no library give their images away as those of libraries do. Needs the assets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from regauge.attacks.embeddings import embedding_least_squares
+from regauge.attacks.updates import Granted, SentUpdate
+from regauge.audit.gradients.clients import contribute
+from regauge.checkpoints.reader import open_checkpoint
+from regauge.data.tasks import Examples
+from regauge.defences.gradients import plan_of
+from regauge.errors import UpdateError
+from support.own_modules import Cifar, Mnist
+from support.updates import changed, psnr
+
+ASSETS = Path(__file__).parents[3] / "shared" / "assets"
+pytestmark = pytest.mark.skipif(not (ASSETS / "vit_cifar10_postln.safetensors").exists(), reason=f"no {ASSETS / 'vit_cifar10_postln.safetensors'}")
+MODELS: dict[str, Any] = {
+    "vit_cifar10_postln": (Cifar, "cifar10_test.npz", "X", (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), "patch_embed.proj.weight"),
+    "vit_mnist_preln": (Mnist, "mnist.npz", "X_test", (0.1307,), (0.3081,), ""),
+}
+
+
+def given(name: str) -> tuple[Any, torch.Tensor]:
+    kind, file, field, mean, std, _ = MODELS[name]
+    model = kind()
+    held = open_checkpoint(ASSETS / f"{name}.safetensors")
+    model.load_state_dict({n: held[n].float() for n in held})
+    pixels = torch.from_numpy(np.load(ASSETS / file)[field][:4]).float() / 255
+    pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
+    return model.eval(), (pixels - torch.tensor(mean).view(1, -1, 1, 1)) / torch.tensor(std).view(1, -1, 1, 1)
+
+
+def test_a_trained_module_of_no_library_gives_a_real_image_away() -> None:
+    model, images = given("vit_cifar10_postln")
+    data = Examples(4, 10, lambda i: ({"pixel_values": images[i]}, torch.tensor([3, 8, 8, 0])[i]))
+    inputs, labels = data.batch([1])
+    update, truth = contribute(model, plan_of("none"), data, inputs, labels)
+    view = SentUpdate(model, update, (3, 32, 32), Granted(batch=1))
+    found, solved = embedding_least_squares(view, plain=True)
+    assert solved.rank == 64
+    assert psnr(found, truth.read["pixel_values"], 4.0) > 40
+    assert psnr(found, images[:1], 4.0) < 20  # and no other
+    with pytest.raises(UpdateError, match=r'has no "patch_embed\.proj\.weight"'):
+        embedding_least_squares(changed(view, patch_embed__proj__weight=None))
+
+
+def test_a_module_whose_patches_are_embedded_otherwise_is_told() -> None:
+    model, images = given("vit_mnist_preln")
+    data = Examples(4, 10, lambda i: ({"pixel_values": images[i]}, torch.tensor([7, 2, 1, 0])[i]))
+    inputs, labels = data.batch([0])
+    update, _ = contribute(model, plan_of("none"), data, inputs, labels)
+    with pytest.raises(UpdateError, match="Mnist has no patch embedding"):
+        embedding_least_squares(SentUpdate(model, update, (1, 28, 28), Granted(batch=1)))

@@ -1,0 +1,309 @@
+"""The front door of the command line: what stands there without a command, every command's example, doctor, completion, and no debris."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from regauge.cli import app as cli
+from regauge.cli import doctor, main
+from regauge.cli.menu import EXAMPLES, NEXT, PANELS
+from regauge.demo.move import LLAMA, make
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command by its full name, groups opened."""
+
+    def walk(prefix: str, command: Any) -> Iterator[tuple[str, Any]]:
+        for name, below in command.commands.items():
+            full = f"{prefix} {name}".strip()
+            yield from walk(full, below) if hasattr(below, "commands") else [(full, below)]
+
+    yield from walk("", typer.main.get_command(cli.build_app([])))
+
+
+ALL = dict(commands())
+
+
+def test_every_command_has_an_example_and_every_example_a_command() -> None:
+    assert set(EXAMPLES) == set(ALL)
+    listed = [name for names in PANELS.values() for name in names]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {name.split()[0] for name in ALL}
+
+
+def parsed(line: str) -> Any:
+    """The command of a line, with its arguments taken in; nothing is run. What it does not take is refused."""
+    name, *given = shlex.split(line)
+    assert name == "regauge"
+    full = next(n for n in (" ".join(given[:2]), given[0]) if n in ALL)
+    return ALL[full].make_context(full, given[len(full.split()) :]), full
+
+
+def test_switches_show_no_type(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in (["--help"], ["audit", "--help"], ["split", "train", "--help"]):
+        assert main(line) == 0
+        said = capsys.readouterr().out
+        assert "--help" in said
+        assert "<bool>" not in said
+        assert "<int>" not in said
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES))
+def test_an_example_is_taken_by_its_command(name: str) -> None:
+    _, full = parsed(EXAMPLES[name])
+    assert full == name
+
+
+def test_an_example_with_an_option_that_is_gone_is_refused() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        parsed("regauge move MODEL --random -o OUT --sead 1")
+    with pytest.raises(Exception, match="Missing parameter: out"):
+        parsed("regauge move MODEL --random")
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_help_ends_with_the_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*name.split(), "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.endswith(f"Example: {EXAMPLES[name]}")
+
+
+def test_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert capsys.readouterr().out == NEXT + "\n"
+    for line in re.findall(r"regauge (?!COMMAND|--)(\w+(?: \w+)?)", NEXT.split("\n\n", 1)[1]):
+        assert line in ALL or line.split()[0] in ALL, line
+    assert main(["--nonsense"]) == 2
+
+
+def test_commands_that_measure_have_json() -> None:
+    without = {name for name, command in ALL.items() if not any("--json" in p.opts for p in command.params)}
+    assert without == {"report"}, "whose input is JSON"
+
+
+def test_every_option_is_spelled_one_way() -> None:
+    """Where two commands have an option of one meaning, it has one name, and one short form."""
+    short: dict[str, set[str]] = {}
+    for command in ALL.values():
+        for p in command.params:
+            for option in p.opts:
+                if re.fullmatch(r"-\w", option):
+                    short.setdefault(option, set()).add(next((o for o in p.opts if o.startswith("--")), p.name))
+            assert ("-o" in p.opts) == ("--out" in p.opts), (command.name, p.opts)
+    assert short == {"-o": {"--out"}, "-k": {"--key"}, "-g": {"--element"}, "-v": {"verbose"}}
+
+
+@pytest.mark.parametrize("name", sorted(n for n, c in ALL.items() if n != "move" and any("--seed" in p.opts for p in c.params)))
+def test_a_seed_that_cannot_be_is_refused(name: str) -> None:
+    """numpy, torch and scikit-learn raise errors of their own for it, each another one. `move` takes any whole number."""
+    words = re.sub(r" --seed \d+", "", EXAMPLES[name])
+    for good in (0, 2**32 - 1):
+        assert parsed(f"{words} --seed {good}")[0].params["seed"] == good
+    for bad in (-1, 2**32):
+        with pytest.raises(Exception, match=r"Input should|range") as caught:
+            parsed(f"{words} --seed {bad}")
+        assert "--seed" in caught.value.format_message()  # type: ignore[attr-defined]
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["healthy"] is True
+    assert found["torch"]["devices"][0]["name"] == "cpu"
+    extras = {extra["name"]: extra for extra in found["extras"]}
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(doctor._BRINGS) == set(project["optional-dependencies"]), "every extra says what it brings"
+    assert extras["report"]["complete"]
+    assert extras["report"]["get"] == "pip install 'regauge[report]'"
+    assert {entry["name"] for entry in extras["experiments"]["libraries"]} >= {"transformers", "jinja2"}, "extras of extras are spelled out"
+
+
+def test_doctor_names_what_is_missing_or_old(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name == "jinja2":
+            raise metadata.PackageNotFoundError(name)
+        return "0.1" if name == "matplotlib" else "1.20" if name == "numpy" and old else real(name)
+
+    old = False
+    monkeypatch.setattr(doctor.metadata, "version", version)
+    assert main(["doctor"]) == 0, "an extra that is missing is no fault"
+    said = capsys.readouterr().out
+    assert re.search(r"jinja2>=3\.1\S*, matplotlib 0\.1 is too old \(>=3\.8\)", said)
+    assert "to get report: pip install 'regauge[report]'" in said
+    assert all("  # " in line for line in said.splitlines() if line.startswith(("to get timm", "to get federated")))
+    old = True
+    assert main(["doctor"]) == 1
+    assert "numpy 1.20 is too old (>=1.26); pip install --upgrade regauge" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("version", "safe"), [("2.5.1", False), ("2.9.1+cpu", False), ("2.10.0", True), ("2.13.0+cpu", True)])
+def test_doctor_names_a_vulnerable_torch(version: str, safe: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the reason, and also where regauge runs from its sources and nothing says what it requires."""
+    real = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == "torch" else real(name))
+    monkeypatch.setattr(doctor, "requirements", dict)
+    assert main(["doctor"]) == (0 if safe else 1)
+    line = f"torch {version} is unsafe (CVE-2025-32434, CVE-2026-24747): a crafted pickle runs code"
+    said = capsys.readouterr().out
+    assert (line in said) is not safe
+    assert ("pip install 'torch>=2.10'" in said) is not safe
+    assert main(["doctor", "--json"]) == (0 if safe else 1)
+    found = json.loads(capsys.readouterr().out)
+    assert [entry["library"] for entry in found["vulnerable"]] == ([] if safe else ["torch"])
+    assert found["healthy"] is safe
+
+
+def test_doctor_loads_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "requirements", lambda: {"": [("rich", ">=13")], "x": [("jinja2", "")]})
+    monkeypatch.setitem(sys.modules, "jinja2", None)  # an import of it fails
+    found = doctor.facts(load=True)
+    assert found["healthy"]
+    assert found["extras"][0]["libraries"][0]["state"] == "does not load"
+    assert "jinja2" in doctor.text_of(found)
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted", "yes"),
+    [("2.13.0+cpu", ">=2.4", True), ("2.3.1", ">=2.4", False), ("5.0", ">=5.0,<6", True), ("6.0.1", ">=5.0,<6", False), ("5.0.0rc1", "", True)],
+)
+def test_versions_are_compared_by_number(version: str, wanted: str, yes: bool) -> None:
+    assert doctor.satisfies(version, wanted) is yes
+
+
+def test_completion() -> None:
+    def completed(line: str) -> list[str]:
+        words = f"regauge {line}".split(" ")
+        environment = os.environ | {"_REGAUGE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
+        done = subprocess.run([sys.executable, "-m", "regauge"], capture_output=True, text=True, env=environment, check=False)
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    assert completed("au") == ["audit"]
+    assert completed("audit lock --fail") == ["--fail-above"]
+    assert completed("nonsense") == []
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_colour_is_for_terminals_that_want_it(plain: bool) -> None:
+    """The help in a terminal has colours, unless NO_COLOR is set; in a pipe it has none."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm-256color", "COLUMNS": "100"}
+    environment |= {"NO_COLOR": "1"} if plain else {}
+    leader, follower = pty.openpty()
+    process = subprocess.Popen([sys.executable, "-m", "regauge", "doctor", "--help"], stdout=follower, stderr=follower, env=environment)
+    os.close(follower)
+    said = b""
+    while True:
+        try:
+            more = os.read(leader, 65536)
+        except OSError:  # the other end is closed
+            break
+        if not more:
+            break
+        said += more
+    assert process.wait() == 0
+    assert b"regauge doctor" in said
+    assert (re.search(rb"\x1b\[[\d;]*3\dm", said) is None) is plain
+    piped = subprocess.run([sys.executable, "-m", "regauge", "doctor", "--help"], capture_output=True, env=environment, check=True)
+    assert b"\x1b" not in piped.stdout
+
+
+CTRL_C = {
+    "keygen": "keygen -o NEW",
+    "seal": "seal llama -k SEALKEY -o NEW",
+    "open": "open SEALED -k SEALKEY -o NEW",
+    "lock": "lock llama -k KEY -o NEW",
+    "unlock": "unlock LOCKED -k KEY -o NEW",
+    "rekey": "rekey LOCKED -k KEY --to OTHERKEY -o NEW",
+    "move": "move llama --random -o NEW --save-element G",
+    "match": "match llama llama -o NEW",
+    "convert": "convert PICKLED -o NEW",
+    "split certs": "split certs --to NEW",
+    "verify": "verify llama --steps 0 --no-general --json NEW",
+    "report": "report RESULTS -o NEW",
+    "compare": "compare llama llama --json NEW",
+}
+WITHOUT = {  # and why nothing is left there, or what, and the test that says so
+    "merge": "keeps its shards, and goes on with them: tests/cli/test_cli_merge.py",
+    "jigsaw train": "keeps its steps, and goes on with them",
+    "split serve": "ends at Ctrl-C, as it should: tests/cli/test_cli_split.py",
+    "split train": "has a journal, and goes on with it: tests/cli/test_cli_split.py",
+    "demo": "writes its page at the end, by write_bytes, as verify does",
+    "audit lock": "the same",
+    "audit split": "the same",
+    "barrier": "the same",
+    "jigsaw evaluate": "the same",
+    "jigsaw study": "the same",
+    "split predict": "writes nothing",
+    "inspect": "writes nothing",
+    "fingerprint": "writes nothing",
+    "doctor": "writes nothing",
+    "audit gradients": "writes its page at the end, by write_bytes, as verify does",
+    "federate": "keeps its rounds, and goes on with them: tests/cli/test_cli_federate.py",
+    "split join": "writes as convert does",
+}
+
+
+def test_every_command_is_interrupted_or_says_why_not() -> None:
+    assert set(CTRL_C) | set(WITHOUT) == set(ALL)
+    assert not set(CTRL_C) & set(WITHOUT)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything that the commands of CTRL_C read."""
+    import torch
+    from safetensors.torch import load_file
+
+    here = tmp_path_factory.mktemp("place")
+    make(here / "llama", LLAMA, 0)
+    (here / "PICKLED").mkdir()
+    torch.save(load_file(here / "llama" / "model.safetensors"), here / "PICKLED" / "pytorch_model.bin")
+    for line in (
+        f"keygen -o {here}/KEY",
+        f"keygen -o {here}/OTHERKEY",
+        f"keygen -o {here}/SEALKEY --purpose seal",
+        f"lock {here}/llama -k {here}/KEY -o {here}/LOCKED",
+        f"seal {here}/llama -k {here}/SEALKEY -o {here}/SEALED",
+        f"verify {here}/llama --steps 0 --no-general --json {here}/RESULTS",
+    ):
+        assert main(line.split()) == 0, line
+    return here
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+@pytest.mark.parametrize("name", sorted(CTRL_C))
+def test_ctrl_c_leaves_no_debris(name: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The signal comes when what was written is to be made safe: nothing has its name yet, and much of it is there."""
+    asked: list[int] = []
+
+    def interrupted(fd: int) -> None:
+        asked.append(fd)
+        raise KeyboardInterrupt
+
+    before = everything(place)
+    monkeypatch.chdir(place)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", interrupted)
+        assert main(CTRL_C[name].split()) == 130
+    assert asked, "it was interrupted while it wrote"
+    assert "interrupted" in capsys.readouterr().err
+    assert everything(place) == before

@@ -1,0 +1,334 @@
+"""What leaves a client, what a server sees of it and can make of it, and clients that begin apart."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import support.federations as fed
+from regauge import apply, element, fold_norms
+from regauge.audit.gradients.attempts import Budget
+from regauge.audit.recorded import view_of
+from regauge.audit.recorded.engine import audit_run, open_run, rehearsed
+from regauge.cli import main
+from regauge.defences.split import DefenceError
+from regauge.errors import MissingExtraError, UpdateError
+from regauge.federated import Contribution, FederatedError, Settings, contribute, fusion, parts_of, prepared, state_of, state_store
+from regauge.federated.defences import defended, epsilon, frozen, read_defences
+from regauge.federated.fusion import average, parted
+from regauge.federated.recorder import RecordedUpdate, load_rows, load_update, recorded_rounds, spy_on
+from regauge.federated.runs import Source, federated
+from regauge.federated.states import digest_of, layout_of, load_state
+from regauge.models.resolve import spec_of
+from regauge.results.findings import load_results
+
+SETTINGS = Settings(clients=3, rounds=2, batch=4, steps=1, rate=0.1)
+KEY = bytes(32)
+
+
+def made(change: float = 1.0) -> Contribution:
+    model = fed.vit()
+    state = state_of(model)
+    draw = torch.Generator().manual_seed(0)
+    tensors = {n: change * torch.randn(t.shape, generator=draw) for n, t in state.items()}
+    return Contribution(1, 0, digest_of(layout_of(state)), tensors, 10, 1, 4, 0.1, 0.5)
+
+
+def norm(c: Contribution) -> float:
+    return sum(float(t.double().square().sum()) for t in c.tensors.values()) ** 0.5
+
+
+def test_clipping_bounds_the_whole_change_and_leaves_a_small_one() -> None:
+    big, small = made(), made(1e-4)
+    assert norm(big) > 5
+    assert norm(defended(big, fed.vit(), read_defences(["clip=1"]), KEY)) == pytest.approx(1.0, rel=1e-4)
+    same = defended(small, fed.vit(), read_defences(["clip=1"]), KEY)
+    assert all(torch.equal(same.tensors[n], small.tensors[n]) for n in small.tensors)
+
+
+def test_private_noise_has_its_size_depends_on_the_secret_and_costs_an_epsilon() -> None:
+    chosen = read_defences(["private=2,norm=0.5"])
+    quiet = replace(made(), tensors={n: torch.zeros_like(t) for n, t in made().tensors.items()})
+    one, two = (defended(quiet, fed.vit(), chosen, secret) for secret in (KEY, bytes([1]) * 32))
+    flat = torch.cat([t.flatten() for t in one.tensors.values()])
+    assert float(flat.std()) == pytest.approx(1.0, rel=0.1)  # 2 times 0.5
+    assert any(not torch.equal(one.tensors[n], two.tensors[n]) for n in one.tensors)
+    few, many = epsilon(chosen, 1), epsilon(chosen, 20)
+    assert few is not None
+    assert many is not None
+    assert 0 < few < many
+    assert epsilon(read_defences(["clip=1"]), 5) is None
+
+
+def test_what_is_withheld_is_not_sent_and_what_is_frozen_is_not_trained() -> None:
+    chosen = read_defences(["withhold=embedding"])
+    sent = defended(made(), fed.vit(), chosen, KEY)
+    gone = made().tensors.keys() - sent.tensors.keys()
+    assert "vit.embeddings.position_embeddings" in gone
+    assert "classifier.weight" in sent.tensors
+    assert not frozen(fed.vit(), chosen)
+    kept = fed.ran(replace(SETTINGS, defences=("freeze=embedding",)))
+    plain, start = fed.ran(SETTINGS), state_of(fed.vit())
+    name = "vit.embeddings.position_embeddings"
+    assert torch.equal(kept.state[name], start[name])
+    assert not torch.equal(plain.state[name], start[name])
+    assert not torch.equal(kept.state["classifier.weight"], start["classifier.weight"])
+
+
+def test_compression_keeps_few_numbers_or_few_bits() -> None:
+    pruned = defended(made(), fed.vit(), read_defences(["prune=0.9"]), KEY).tensors["classifier.weight"]
+    assert float((pruned != 0).float().mean()) == pytest.approx(0.1, abs=0.03)
+    rounded = defended(made(), fed.vit(), read_defences(["round=2"]), KEY).tensors["classifier.weight"]
+    assert len(rounded.unique()) <= 4
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"),
+    [(["hide"], 'no defence "hide"'), (["clip=1", "clip=2"], "twice"), (["clip=1", "private=1"], "private clips by itself"), (["clip=-1"], "norm")],
+)
+def test_defences_that_cannot_be_are_refused(texts: list[str], said: str) -> None:
+    with pytest.raises(DefenceError, match=said):
+        read_defences(texts)
+
+
+# The spy
+
+
+def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    state_store.begin(folder, SETTINGS, "l", {})
+    start = state_of(fed.vit())
+    fed.ran(SETTINGS, folder=folder, spy=spy_on(folder, SETTINGS))
+    assert recorded_rounds(folder) == {0: [0, 1, 2], 1: [0, 1, 2]}
+    seen = load_update(folder, 0, 1)
+    assert (seen.steps, seen.lr, seen.batch) == (1, 0.1, 4)
+    assert all(torch.equal(seen.state[n], start[n]) for n in start)
+    (rows,) = load_rows(folder, 0, 1)
+    part = parts_of(fed.bars(), SETTINGS)[1]
+    model = fed.vit().train()
+    inputs, labels = part.batch(list(rows))
+    torch.nn.functional.cross_entropy(model(**inputs).logits, labels).backward()
+    slopes = {n: p.grad for n, p in model.named_parameters()}
+    assert torch.allclose(view_of(seen).slopes["classifier.weight"], slopes["classifier.weight"], atol=1e-5)
+    sent = (folder / "seen").rglob("*")
+    assert not any(p.suffix == ".json" for p in sent)
+    with pytest.raises(FederatedError, match="nothing that the server saw"):
+        recorded_rounds(tmp_path)
+
+
+def test_the_accountant_is_asked_for_before_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    fed.vit(num_labels=10).save_pretrained(tmp_path / "start")  # type: ignore[operator]
+    source = Source(str(tmp_path / "start"), "digits", mean=[0.3], std=[0.38], test="digits")
+    settings = Settings(clients=2, rounds=1, batch=4, steps=1)
+    with pytest.raises(MissingExtraError, match='"privacy"'):
+        federated(source, replace(settings, defences=("private=1",)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    federated(source, replace(settings, defences=("clip=1",)), tmp_path / "run")
+
+
+def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start, run = tmp_path / "start", tmp_path / "run"
+    fed.vit(num_labels=10).save_pretrained(start)  # type: ignore[operator]
+    source = Source(str(start), "digits", mean=[0.3], std=[0.38], test="digits")
+    federated(source, Settings(clients=2, rounds=2, batch=1, steps=1, rate=0.1), run, spy=True)
+    out = tmp_path / "r.json"
+    assert (
+        main(
+            ["audit", "gradients", "--from", str(run), "--attacks", "least squares,labels", "--json", str(out), "--report", str(tmp_path / "p.html")]
+        )
+        == 0
+    )
+    capsys.readouterr()
+    found = load_results(out)
+    rows = found.tables[0].rows
+    assert found.facts["verdict"][0] == "Images come back from what was sent in 2 of 2 rounds that were attacked."
+    assert [row[0] for row in rows] == [1, 2]
+    assert rows[0][2] > rows[0][3] + 10  # one image, one step: far above the mean image
+    assert rows[0][5] == 1.0  # its label is told
+    page = (tmp_path / "p.html").read_text()
+    assert "Accuracy over rounds" in page
+    assert "Leakage over rounds" in page
+    hidden = tmp_path / "hidden"
+    federated(source, Settings(clients=2, rounds=1, batch=1, steps=1, rate=0.1, defences=("freeze=embedding",)), hidden, spy=True)
+    assert main(["audit", "gradients", "--from", str(hidden), "--attacks", "least squares", "--json", str(out)]) == 0
+    table = load_results(out).tables[0]
+    assert table.rows[0][2] is None
+    assert "sent. The update has no" in table.note
+    assert main(["audit", "gradients", "--from", str(start)]) == 1
+    assert "is no run" in capsys.readouterr().err
+    for more, named in (
+        (["--fail-above", "0.1"], "--fail-above: a run has no undefended updates"),
+        (
+            ["--defence", "rows", "--batch", "2", "--steps", "2", "--device", "cpu"],
+            "--defence, --batch, --steps, --device: the run that --from names",
+        ),
+        ([str(start)], "MODEL: the run that --from names"),
+    ):
+        assert main(["audit", "gradients", "--from", str(run), *more]) == 2
+        assert named in " ".join(capsys.readouterr().err.split())
+    assert main(["audit", "gradients", "--from", str(run), "--rounds", "7"]) == 1
+    assert "recorded: rounds 1, 2" in capsys.readouterr().err  # counted as --rounds counts
+    assert main(["audit", "gradients", str(start), "--data", "digits", "--rounds", "1"]) == 2
+    assert "--rounds: rounds are of --from RUN" in " ".join(capsys.readouterr().err.split())
+    assert main(["audit", "gradients", "--from", str(run), "--rounds", "1", "--attacks", "labels", "--gallery", "0", "--threads", "1"]) == 0
+    assert json.loads((run / "run.json").read_text())["version"] == 1
+
+
+def test_a_run_of_a_model_from_the_hub_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    there = tmp_path / "cache"
+    fed.vit(num_labels=10).save_pretrained(there)  # type: ignore[operator]
+    (there / "preprocessor_config.json").write_text(json.dumps({"do_normalize": True, "image_mean": [0.25], "image_std": [0.5]}))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(there))
+    federated(Source("owner/name", "digits", test="digits"), Settings(clients=2, rounds=1, batch=1, steps=1), tmp_path / "run", spy=True)
+    run = open_run(tmp_path / "run")
+    assert (run.task["kind"], list(run.task["mean"]), list(run.task["std"])) == ("images", [0.25], [0.5])
+
+
+def test_a_run_on_images_with_several_answers_is_attacked_by_what_needs_no_labels(tmp_path: Path) -> None:
+    fed.vit().save_pretrained(tmp_path / "start")  # type: ignore[operator]
+    x = fed.bars(40).batch(np.arange(40))[0]["pixel_values"]
+    pixels = ((x - x.min()) / (x.max() - x.min()) * 255).byte().permute(0, 2, 3, 1).numpy()
+    np.savez(tmp_path / "data.npz", image=pixels, label=np.random.default_rng(0).integers(0, 2, (40, 4)))
+    source = Source(str(tmp_path / "start"), str(tmp_path / "data.npz"), mean=[0.3], std=[0.38])
+    federated(source, Settings(clients=2, rounds=1, batch=1, steps=1, rate=0.1), tmp_path / "run", spy=True)
+    found = audit_run(tmp_path / "run", attacks=["least squares", "labels"])
+    assert found.tables[0].rows[0][2] is not None
+    assert found.unchecked == ("labels and counts: it is for one answer to each image, and these have several",)
+
+
+def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
+    """Closed forms cannot try where the first layers are not sent; attacks that practise as the clients do can, and beat a guess."""
+    start, run = tmp_path / "start", tmp_path / "run"
+    fed.vit(num_labels=10, num_hidden_layers=2).save_pretrained(start)  # type: ignore[operator]
+    source = Source(str(start), "digits", mean=[0.3], std=[0.38], test="digits")
+    how = {"batch": 1, "steps": 1, "rate": 0.1, "defences": ("freeze=embedding,first",)}
+    federated(source, Settings(clients=6, rounds=1, **how), run, spy=True)  # type: ignore[arg-type]
+    closed = audit_run(run, attacks=["least squares", "span"]).tables[0]
+    assert closed.rows[0][2] is None
+    assert closed.rows[0][4] is None
+    practised = audit_run(run, attacks=["regression", "membership", "labels"], budget=Budget(practice=60)).tables[0]
+    _, _, leak, floor, patches, labels, *_ = practised.rows[0]
+    assert leak >= floor - 0.1  # no less than the mean image
+    assert patches > 0.6
+    assert labels == 1.0
+    with pytest.raises(UpdateError, match='no attack "search" on images'):
+        audit_run(run, attacks=["search"])
+
+
+def test_a_server_rehearses_what_its_clients_do(tmp_path: Path) -> None:
+    """As many examples and steps, the same puzzles and defences; under a secure sum as many clients."""
+    settings = replace(SETTINGS, steps=2, jigsaw=0.3, probability=1.0, momentum=0.9)
+    model = prepared(fed.vit(), settings)
+    state, own = state_of(model), fed.bars(16)
+    sent = contribute(model, state, own, settings, 3, 0)
+    seen = RecordedUpdate(3, 0, state, sent.tensors, sent.steps, sent.rate, sent.batch, sent.examples)
+    one, other = rehearsed(model, seen, own, settings, 2, 0)
+    assert one.update.tensors.keys() == seen.tensors.keys()
+    assert (one.update.steps, len(one.read)) == (2, 8)
+    assert not torch.equal(one.read, one.original)  # type: ignore[arg-type]
+    assert not torch.equal(one.read, other.read)
+    (hidden,) = rehearsed(model, seen, own, replace(settings, defences=("freeze=embedding", "noise=0.1")), 1, 0)
+    assert not any("embeddings" in n for n in hidden.update.tensors)
+    noisy, still, kept = (
+        next(rehearsed(model, seen, own, replace(settings, defences=(d,)), 1, 0)).update.tensors["model.classifier.weight"]
+        for d in ("noise=0.5", "freeze=embedding", "withhold=embedding")
+    )
+    assert not torch.allclose(noisy, one.update.tensors["model.classifier.weight"], rtol=0.1)
+    assert not torch.equal(still, kept)  # in the second step what is withheld has been trained, and what is frozen has not
+    assert torch.equal(kept, one.update.tensors["model.classifier.weight"])
+    (summed,) = rehearsed(model, seen, own, settings, 1, 0, clients=3)
+    assert len(summed.read) == 24
+
+
+@pytest.mark.parametrize("jigsaw", [0.0, 0.3])
+def test_an_audit_reads_the_texts_that_were_sent(tmp_path: Path, jigsaw: float, capsys: pytest.CaptureFixture[str]) -> None:
+    source = fed.reader(tmp_path, num_hidden_layers=2, hidden_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    run, out = tmp_path / "run", tmp_path / "r.json"
+    federated(source, Settings(clients=2, rounds=2, batch=1, steps=1, rate=0.1, jigsaw=jigsaw, probability=0.0), run, spy=True)
+    assert main(["audit", "gradients", "--from", str(run), "--rounds", "2", "--json", str(out), "--report", str(tmp_path / "p.html")]) == 0
+    found = load_results(out)
+    ((number, _, leak, floor, exact, words, labels, count),) = found.tables[0].rows
+    assert (number, count) == (2, 2)
+    assert leak == exact == words == labels == 1.0
+    assert floor < 0.5
+    assert found.facts["verdict"][0] == "Texts come back from what was sent in 1 of 1 rounds that were attacked."
+    assert "Leakage over rounds" in (tmp_path / "p.html").read_text()
+    assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 1
+    assert 'no attack "least squares" on texts' in capsys.readouterr().err
+    assert main(["audit", "gradients", "--from", str(run), "--gallery", "2"]) == 2
+    assert "--gallery: it is for runs on images" in " ".join(capsys.readouterr().err.split())
+    many = tmp_path / "many"
+    federated(source, Settings(clients=2, rounds=1, batch=8, steps=1, rate=0.1), many, spy=True)
+    table = audit_run(many).tables[0]
+    assert "at least as many tokens as the model has channels" in table.note
+    assert table.rows[0][2] < 0.9  # words by place, and not which belong together
+    assert table.rows[0][5] == 1.0  # words, by the rows of their table
+
+
+# Clients that begin apart
+
+
+def apart(settings: Settings) -> tuple[torch.nn.Module, dict[str, torch.Tensor], list[Contribution]]:
+    """Three descriptions of one model, as three clients would send them; and the logits that all of them give."""
+    model = fed.vit(num_labels=10)
+    folded, state = fold_norms(spec_of(model), state_of(model))
+    sent = []
+    for i in range(3):
+        moved = {n: t.contiguous() for n, t in (apply(element(folded, i + 1), state) if i else state).items()}
+        sent.append(replace(made(), client=i, tensors=moved, kind="weights"))
+    return model, state_of(model), sent
+
+
+def test_matched_clients_average_to_the_function_that_each_of_them_has() -> None:
+    settings = Settings(clients=3, rounds=1, independent=True, strategy="matched")
+    model, state, sent = apart(settings)
+    images = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        true = model(pixel_values=images).logits
+        load_state(model, average(model, state, sent, settings, inputs=[{"pixel_values": images}] * 2, steps=2))
+        matched = model(pixel_values=images).logits
+        load_state(model, average(model, state, sent, replace(settings, strategy="fedavg")))
+        plain = model(pixel_values=images).logits
+    assert torch.allclose(matched, true, atol=1e-3)
+    assert float((plain - true).abs().max()) > 0.1
+
+
+def test_a_server_of_texts_matches_by_half_of_its_own_and_measures_on_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion, "STEPS", 5)
+    source = fed.reader(tmp_path)
+    settings = Settings(clients=2, rounds=1, batch=8, steps=2, independent=True, strategy="matched")
+    found = federated(source, settings, tmp_path / "run")
+    assert found.kept.history[0].contributed == (0, 1)
+    _, test, _ = source.read(source.live(settings))
+    rest, inputs = parted(test)
+    assert len(rest) == found.kept.history[0].measures["examples"] == len(test) - sum(len(one["input_ids"]) for one in inputs)
+    plain = federated(source, replace(settings, strategy="fedavg"), tmp_path / "plain")
+    assert plain.kept.history[0].measures["loss"] != found.kept.history[0].measures["loss"]
+
+
+def test_clients_that_begin_apart_send_weights_and_are_averaged() -> None:
+    settings = Settings(clients=2, rounds=2, batch=8, steps=1, independent=True, strategy="matched")
+    model = fed.vit()
+    from functools import partial
+
+    kept = fed.ran(settings, fuse=partial(average, model, steps=2))
+    assert [r.contributed for r in kept.history] == [(0, 1), (0, 1)]
+    with pytest.raises(FederatedError, match="matched is for clients that begin apart"):
+        Settings(clients=2, rounds=1, strategy="matched")
+    _, state, sent = apart(settings)
+    with pytest.raises(FederatedError, match=r'client 1 did not send "classifier.bias"'):
+        average(
+            fed.vit(num_labels=10),
+            state,
+            [sent[0], replace(sent[1], tensors={k: v for k, v in sent[1].tensors.items() if k != "classifier.bias"})],
+            settings,
+        )

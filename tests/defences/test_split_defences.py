@@ -1,0 +1,340 @@
+"""What a client does to what leaves it: each defence by itself, in the stated order, and through the link, forward and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from regauge.defences.split import (
+    DEFENCES,
+    BatchShuffle,
+    Bottleneck,
+    Clip,
+    DefenceError,
+    Draw,
+    LowPass,
+    Noise,
+    PixelNoise,
+    Private,
+    Round,
+    Rows,
+    clipped,
+    leave,
+    ordered,
+    parts_of,
+    read_defence,
+)
+from regauge.errors import CutError
+from regauge.models.cut import Crossing, cut
+from regauge.split import Host, InProcess, Training, connect
+from regauge.testing import strict_float64
+from support.split_pairs import ADAMW, batch, columns, locked, made, optimizer_of, train
+
+SECRET = bytes(range(32))
+
+
+def crossing_of(name: str = "vit", count: int = 4) -> Crossing:
+    model = made(name)
+    data = {k: torch.cat([batch(name, i)[k] for i in range(count // 2)]) for k in batch(name, 0) if k != "labels"}
+    return cut(model).embed(**data)
+
+
+def images(count: int = 3, side: int = 16) -> torch.Tensor:
+    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def test_the_order_is_stated_and_kept() -> None:
+    named = ["rows=sample,keep_cls", "private=1,norm=2", "batch-shuffle", "low-pass=0.2,disc", "clip=3", "pixel-noise=0.1", "noise=0.5"]
+    named += ["round=2", "bottleneck=4"]
+    found = [type(d).__name__ for d in ordered(named)]
+    assert found == ["LowPass", "PixelNoise", "Bottleneck", "Clip", "Private", "Noise", "Round", "BatchShuffle", "Rows"]
+    assert {type(d) for d in ordered(named)} == set(DEFENCES.values())
+    with pytest.raises(DefenceError, match="twice"):
+        ordered(["noise=1", Noise(2.0)])
+
+
+def test_named_as_on_the_command_line() -> None:
+    assert read_defence("noise=0.5") == Noise(0.5)
+    assert read_defence("low-pass=0.05") == LowPass(0.05, "square")
+    assert read_defence("low-pass=0.05,disc") == LowPass(0.05, "disc")
+    assert read_defence("rows=sample,keep_cls") == Rows("sample", True)
+    assert read_defence("private=1.5,norm=8") == Private(1.5, 8.0)
+    assert read_defence("batch-shuffle=0.5,keep_cls=false") == BatchShuffle(0.5, False)
+    assert read_defence("bottleneck=4") == Bottleneck(4)
+    assert read_defence("round=2") == Round(2)
+
+
+def test_a_text_may_be_several_as_audits_print_them() -> None:
+    assert parts_of("noise=0.5+rows") == ["noise=0.5", "rows"]
+    assert parts_of("noise=1e+1") == ["noise=1e+1"]
+    assert ordered(["rows+noise=0.5", "clip=1e+1"]) == (Clip(10.0), Noise(0.5), Rows())
+    with pytest.raises(DefenceError, match="twice"):
+        ordered(["noise=0.5+rows", "rows=sample"])
+    with pytest.raises(DefenceError, match='no defence "fog"'):
+        ordered(["noise=0.5+fog"])
+
+
+def test_a_hint_is_a_whole_sentence() -> None:
+    with pytest.raises(DefenceError) as error:
+        read_defence("bottleneck=few")
+    assert error.value.hint == "Nothing of the stream but its first `channels`: a token leaves as that many numbers, the others are zero"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("noise=-1", "noise of -1"),
+        ("noise=0", "noise of 0"),
+        ("noise=nan", "noise of nan"),
+        ("noise", "missing"),
+        ("noise=loud", '"loud" is no number'),
+        ("low-pass=0", "radius of 0"),
+        ("low-pass=0.6", "radius of 0.6"),
+        ("low-pass=0.1,star", "star"),
+        ("clip=-3", "norm of -3"),
+        ("batch-shuffle=1.5", "share of 1.5"),
+        ("rows=column", "column"),
+        ("private=0", "no noise multiplier"),
+        ("bottleneck=0", "0.0 channels"),
+        ("bottleneck=2.5", "2.5 channels"),
+        ("bottleneck=inf", "inf channels"),
+        ("bottleneck=nan", "nan channels"),
+        ("round=0", "0.0 bits"),
+        ("round=nan", "nan bits"),
+        ("round=9", "9.0 bits"),
+        ("fog=1", 'no defence "fog"'),
+        ("noise=1,2,3", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:
+    with pytest.raises(DefenceError, match=said) as error:
+        read_defence(text)
+    assert error.value.hint
+
+
+def test_low_pass_keeps_low_frequencies_alone() -> None:
+    side, draw = 16, Draw(SECRET, "1")
+    line = torch.arange(side, dtype=torch.float64) * 2 * math.pi / side
+    for shape in ("square", "disc"):
+        low, high = ((torch.cos(k * line)[:, None] * torch.ones(side)).expand(1, 1, -1, -1) for k in (2, 4))
+        passed = LowPass(0.2, shape).enter(low + high, draw)  # type: ignore[arg-type]
+        torch.testing.assert_close(passed, low + 0 * high)
+    # On the diagonal the square keeps what the disc does not.
+    corner = (torch.cos(3 * line)[:, None] * torch.cos(3 * line)[None]).expand(1, 1, -1, -1)
+    torch.testing.assert_close(LowPass(0.2).enter(corner, draw), corner)
+    torch.testing.assert_close(LowPass(0.2, "disc").enter(corner, draw), 0 * corner)
+    torch.testing.assert_close(LowPass(0.5).enter(images(), draw), images())
+    twice = LowPass(0.1).enter(LowPass(0.1).enter(images(), draw), draw)
+    torch.testing.assert_close(twice, LowPass(0.1).enter(images(), draw))
+
+
+def test_noise_has_the_size_that_it_says() -> None:
+    x = images(8, 64)
+    added = PixelNoise(0.3).enter(x, Draw(SECRET, "1")) - x
+    assert added.std().item() == pytest.approx(0.3, rel=0.02)
+    assert abs(added.mean().item()) < 0.01
+    crossing = crossing_of()
+    z = crossing.stream
+    there, back = Noise(0.5).leave(crossing, Draw(SECRET, "1"))
+    added = there.stream - z
+    assert added.std().item() == pytest.approx(0.5 * z.std().item(), rel=0.1)
+    assert back(z) is z
+
+
+def test_drawn_from_the_secret_and_the_request() -> None:
+    x = images()
+    once, again, later, other = (PixelNoise(1.0).enter(x, Draw(s, n)) for s, n in ((SECRET, "1"), (SECRET, "1"), (SECRET, "2"), (bytes(32), "1")))
+    assert torch.equal(once, again)
+    assert not torch.equal(once, later)
+    assert not torch.equal(once, other)
+
+
+def test_clipped_to_a_norm() -> None:
+    x = torch.stack([torch.full((5, 4), 10.0), torch.full((5, 4), 0.01)])
+    y = clipped(x, 2.0)
+    assert y[0].norm().item() == pytest.approx(2.0)
+    assert torch.equal(y[1], x[1])
+    torch.testing.assert_close(y[0] / y[0].norm(), x[0] / x[0].norm())
+    there, _ = Clip(1.0).leave(crossing_of(), Draw(SECRET, "1"))
+    assert there.stream.flatten(1).norm(dim=1).max().item() <= 1 + 1e-9
+
+
+def test_a_bottleneck_lets_few_channels_through_and_noise_stays_in_them() -> None:
+    crossing = crossing_of()
+    z = crossing.stream.detach().clone().requires_grad_()
+    there, back = Bottleneck(3).leave(crossing.replaced(hidden_states=z), Draw(SECRET, "1"))
+    assert torch.equal(there.stream[..., :3], z[..., :3])
+    assert not there.stream[..., 3:].any()
+    (slope,) = torch.autograd.grad(there.stream.sum(), z)
+    assert slope[..., :3].all(), "what leaves is what learns"
+    assert not slope[..., 3:].any()
+    assert back(z) is z
+    noisy, _ = Noise(0.5).leave(there, Draw(SECRET, "1"))
+    assert not noisy.stream[..., 3:].any()
+    added = (noisy.stream - there.stream)[..., :3]
+    assert added.std().item() == pytest.approx(0.5 * z[..., :3].std().item(), rel=0.3)
+    with pytest.raises(DefenceError, match="all of it"):
+        Bottleneck(z.shape[-1]).leave(crossing, Draw(SECRET, "1"))
+
+
+def test_rounding_leaves_few_values_and_the_same_ones_in_every_pass() -> None:
+    crossing = crossing_of()
+    z = crossing.stream.detach().clone().requires_grad_()
+    for bits in (1, 2, 4):
+        there, _ = Round(bits).leave(crossing.replaced(hidden_states=z), Draw(SECRET, "1"))
+        again, _ = Round(bits).leave(crossing.replaced(hidden_states=z), Draw(bytes(32), "2"))
+        assert torch.equal(there.stream, again.stream), "nothing is drawn, so that nothing averages out"
+        assert len(there.stream.detach().mul(1e6).round().unique()) <= 2**bits
+        (slope,) = torch.autograd.grad((there.stream * z.detach()).sum(), z)
+        torch.testing.assert_close(slope, z.detach())
+    apart = [float((Round(b).leave(crossing, Draw(SECRET, "1"))[0].stream - z).detach().square().mean()) for b in (1, 2, 4, 6)]
+    assert apart == sorted(apart, reverse=True)
+    signs = Round(1).leave(crossing, Draw(SECRET, "1"))[0].stream
+    assert torch.equal(signs > 0, z >= 0)
+    few, _ = leave(ordered(["bottleneck=3", "round=1"]), crossing, Draw(SECRET, "1"))
+    assert not few.stream[..., 3:].any(), "what was left out stays out"
+
+
+def test_batch_shuffle_mixes_samples_and_goes_back() -> None:
+    crossing = crossing_of(count=4)
+    z = crossing.stream
+    there, back = BatchShuffle().leave(crossing, Draw(SECRET, "1"))
+    y = there.stream
+    assert torch.equal(back(y), z)
+    assert torch.equal(y[:, 0], z[:, 0]), "the first token stays"
+    origin = torch.cdist(y[:, 1:].flatten(0, 1), z[:, 1:].flatten(0, 1)).argmin(1)
+    assert sorted(origin.tolist()) == list(range(len(origin))), "the same tokens, in another order"
+    n = z.shape[1] - 1
+    assert any(int(o) // n != i // n for i, o in enumerate(origin)), "some are in another sample now"
+    half, _ = BatchShuffle(0.5).leave(crossing, Draw(SECRET, "1"))
+    stayed = (half.stream == z).all(-1).float()[:, 1:].mean().item()
+    assert 0.4 < stayed < 0.9
+    first, _ = BatchShuffle(keep_cls=False).leave(crossing, Draw(SECRET, "1"))
+    assert not torch.equal(first.stream[:, 0], z[:, 0])
+
+
+def test_batch_shuffle_refuses_what_it_does_not_fit() -> None:
+    one = cut(made("vit")).embed(pixel_values=batch("vit", 0)["pixel_values"][:1])
+    with pytest.raises(DefenceError, match="batch of one"):
+        BatchShuffle().leave(one, Draw(SECRET, "1"))
+    with pytest.raises(DefenceError, match="belongs to each token"):
+        BatchShuffle().leave(crossing_of("bert-classifier"), Draw(SECRET, "1"))
+
+
+def test_all_of_them_compose_and_go_back() -> None:
+    crossing = crossing_of()
+    chosen = ordered([Rows("sample"), BatchShuffle(), Clip(1e9)])
+    there, home = leave(chosen, crossing, Draw(SECRET, "7"))
+    assert not torch.equal(there.stream, crossing.stream)
+    assert torch.equal(home(there.stream), crossing.stream)
+
+
+def linked(name: str, defences: list[Any], training: Training | None = ADAMW, **more: Any) -> tuple[torch.nn.Module, Any]:
+    model = made(name)
+    g = columns(model)
+    host = Host(locked(model, g), training)
+    return model, connect(model, InProcess(host), element=g, secret=SECRET, defences=defences, **more)
+
+
+def test_noise_through_the_link_is_noise_on_the_stream() -> None:
+    """The client's model with noise on its stream, here and over the link: the same losses and gradients."""
+    model, link = linked("vit", ["noise=0.3", "rows=sample"], None)
+    data = batch("vit", 0)
+    with strict_float64():
+        loss = model(**data).loss
+        loss.backward()
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    link.close()
+    plain = made("vit")
+
+    def noisy(c: Crossing) -> torch.Tensor:
+        return Noise(0.3).leave(c, Draw(SECRET, "1"))[0].run()
+
+    with strict_float64(), cut(plain).route(noisy):
+        wanted = plain(**data).loss
+        wanted.backward()
+    assert loss.item() == pytest.approx(wanted.item(), abs=1e-12)
+    grads = dict(plain.named_parameters())
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, grads[name].grad)
+    assert found
+
+
+def test_images_are_defended_before_the_embedding() -> None:
+    model, link = linked("vit", ["pixel-noise=0.5", "low-pass=0.2"], None)
+    data = batch("vit", 0)
+    with torch.no_grad():
+        model.eval()
+        clear = made("vit").eval()(**data).logits
+        assert not torch.allclose(model(**data).logits, clear)
+        assert not torch.allclose(model(data["pixel_values"]).logits, clear), "by place as by name"
+        link.close()
+        torch.testing.assert_close(model(**data).logits, clear)
+
+
+def test_images_alone_are_images() -> None:
+    model, _ = linked("gpt2", ["pixel-noise=0.5"], None)
+    with pytest.raises(DefenceError, match="for images"):
+        model(**batch("gpt2", 0))
+
+
+def test_rows_that_cannot_move_are_refused() -> None:
+    with pytest.raises(CutError, match="cannot move"):
+        linked("swin", ["batch-shuffle"], None)
+
+
+def test_a_run_is_repeatable() -> None:
+    """Noise, shuffles and all: two runs with one secret are the same, bit for bit; with another secret they are not."""
+    found = []
+    for secret in (SECRET, SECRET, bytes(32)):
+        model = made("vit")
+        host = Host(locked(model, None), ADAMW)
+        link = connect(model, InProcess(host), secret=secret, defences=["noise=0.2", "batch-shuffle", "rows=batch", "pixel-noise=0.1"])
+        losses = train("vit", model, optimizer_of(model), range(3))
+        found.append((losses, host.backbone()))
+        link.close()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(t, found[1][1][n]) for n, t in found[0][1].items())
+    assert found[0][0] != found[2][0]
+
+
+def test_private_features_and_gradients() -> None:
+    """What the server gets of either is within the norm, but for the noise: seen through a host that writes down what it gets."""
+    seen: dict[str, list[torch.Tensor]] = {"FORWARD": [], "BACKWARD": []}
+
+    class Watched(Host):
+        def _answer(self, frame: Any, peer: str) -> bytes:
+            if frame.kind.name in seen:
+                seen[frame.kind.name].append(next(iter(frame.tensors.values())).clone())
+            return super()._answer(frame, peer)
+
+    model = made("vit")
+    host = Watched(locked(model, None), ADAMW)
+    connect(model, InProcess(host), secret=SECRET, defences=[Private(1e-9, norm=0.01)])
+    model(**batch("vit", 0)).loss.mul(1e6).backward()
+    for kind in seen:
+        norms = seen[kind][0].flatten(1).norm(dim=1)
+        assert norms.tolist() == pytest.approx([0.01, 0.01], rel=1e-4), kind
+    clean = seen["BACKWARD"][0]
+    model = made("vit")
+    connect(model, InProcess(Watched(locked(model, None), ADAMW)), secret=SECRET, defences=[Private(50.0, norm=0.01)])
+    model(**batch("vit", 0)).loss.mul(1e6).backward()
+    for kind in seen:
+        noise = seen[kind][1] if kind == "FORWARD" else seen[kind][1] - clean
+        assert noise.std().item() == pytest.approx(50 * 2 * 0.01, rel=0.05), kind
+
+
+def test_epsilon_is_the_gaussian_mechanism_s() -> None:
+    """Against the closed form of the Renyi divergence of Gaussians, minimised over orders: a bound that the accountant may only beat."""
+    private = Private(2.0)
+    for passes in (1, 10):
+        releases = 2 * passes
+        orders = torch.arange(2, 512, dtype=torch.float64)
+        bound = (releases * orders / (2 * 2.0**2) + math.log(1e5) / (orders - 1)).min().item()
+        found = private.epsilon(passes, delta=1e-5)
+        assert 0.5 * bound < found <= bound * 1.001
+    assert private.epsilon(10) > private.epsilon(10, backward=False) > private.epsilon(1, backward=False) > private.epsilon(0) == 0.0
+    assert Private(4.0).epsilon(10) < private.epsilon(10)

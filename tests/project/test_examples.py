@@ -1,0 +1,81 @@
+"""Every example runs as it is written, from another folder, and leaves nothing behind. Each holds itself to what it shows."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+APART = {"federated_loopback"}  # minutes, and an environment of its own
+PROGRAMS = sorted(p.stem for p in EXAMPLES.glob("*.py") if p.stem not in APART)
+NOTEBOOKS = sorted(p.stem for p in EXAMPLES.glob("*.ipynb"))
+NEEDS = {"lock_and_finetune": "peft", "split_trainer": "accelerate", "jigsaw_timm": "timm"}
+QUICK = ("seal_and_open", "first_steps")
+
+
+def ran(code: str, tmp_path: Path) -> str:
+    """What a program prints, in a process and a folder of its own."""
+    paths = [str(ROOT / "tests"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert list(tmp_path.iterdir()) == []
+    return done.stdout
+
+
+def marked(name: str) -> object:
+    return pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in PROGRAMS])
+def test_a_program_runs(name: str, tmp_path: Path) -> None:
+    library = NEEDS.get(name)
+    first = "import torchvision_ops; " if library == "timm" else ""  # tests see timm in a folder of its own
+    if library == "timm":
+        pytest.importorskip("timm")
+    elif library and importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    said = ran(f"{first}import runpy; runpy.run_path({str(EXAMPLES / f'{name}.py')!r}, run_name='__main__')", tmp_path)
+    assert said.strip()
+
+
+def cells(name: str) -> list[str]:
+    notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text())
+    assert notebook["nbformat"] == 4
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in NOTEBOOKS])
+def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
+    assert ran("\n\n".join(cells(name)), tmp_path).strip()
+
+
+def test_notebooks_carry_no_outputs() -> None:
+    for name in NOTEBOOKS:
+        for cell in json.loads((EXAMPLES / f"{name}.ipynb").read_text())["cells"]:
+            assert not cell.get("outputs")
+            assert cell.get("execution_count") is None
+
+
+def test_there_are_enough_and_all_are_listed() -> None:
+    assert len(PROGRAMS) >= 10
+    assert len(NOTEBOOKS) >= 2
+    listed = (EXAMPLES / "README.md").read_text()
+    for name in (*(f"{p}.py" for p in PROGRAMS), *(f"{n}.ipynb" for n in NOTEBOOKS)):
+        assert f"]({name})" in listed, name
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_says_what_it_is_and_how_it_is_run(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text()
+    told = ast.get_docstring(ast.parse(text)) or ""
+    assert f"examples/{name}.py" in told
+    assert len(text.splitlines()) <= 90, "short enough to be read from top to bottom"

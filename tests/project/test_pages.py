@@ -1,0 +1,95 @@
+"""The documentation: pages that are made from the code are as it makes them, links lead somewhere, and the snippets of the page that suffices run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+sys.path.insert(0, str(ROOT / "scripts"))
+import pages  # noqa: E402
+
+
+def test_pages_are_as_the_code_makes_them() -> None:
+    assert pages.stale(pages.made(only_quick=True)) == [], "python scripts/pages.py writes them anew"
+
+
+@pytest.mark.slow
+def test_the_page_of_families_is_as_the_specs_make_it() -> None:
+    assert (DOCS / "families.md").read_text() == pages.families(), "python scripts/pages.py writes it anew"
+
+
+def test_every_family_is_shown() -> None:
+    from regauge.models.families import FAMILIES
+
+    assert set(pages.SHOWN) == {family.name for family in FAMILIES}
+    text = (DOCS / "families.md").read_text()
+    for family in FAMILIES:
+        assert f"\n## {family.name}\n" in text
+        assert all(f"`{t}`" in text for t in family.model_types)
+
+
+def test_every_attack_fills_in_the_template() -> None:
+    """What it sees, recovers and is stopped by, why it works, and between which bounds it is scored."""
+    import importlib
+    import pkgutil
+
+    import regauge.attacks
+
+    for info in pkgutil.iter_modules(regauge.attacks.__path__):
+        module = importlib.import_module(f"regauge.attacks.{info.name}")
+        for found in vars(module).values():
+            if pages.is_attack(found) and found.__module__ == module.__name__:
+                first, parts = pages.told(found)
+                assert first, found
+                assert {"Sees", "Recovers", "Why it works", "What stops it", "Floor", "Ceiling"} <= parts.keys(), found
+
+
+def test_the_picture_is_as_its_script_makes_it(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "picture.py", tmp_path / "picture.svg"], check=True)
+    assert (tmp_path / "picture.svg").read_bytes() == (DOCS / "picture.svg").read_bytes()
+
+
+def links(text: str) -> list[str]:
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)) if "://" not in target]
+
+
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in links(path.read_text()):
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        assert found.exists(), target
+        if anchor and found.suffix == ".md":
+            titles = re.findall(r"^#+ (.*)$", found.read_text(), re.M)
+            slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", t.replace("`", "")).strip().lower()) for t in titles}
+            assert anchor in slugs, target
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed = (ROOT / "mkdocs.yml").read_text()
+    for path in DOCS.glob("*.md"):
+        assert path.name in listed, path.name
+
+
+def test_the_page_that_suffices_runs() -> None:
+    scope: dict[str, object] = {}
+    snippets = re.findall(r"```python\n(.*?)```", (DOCS / "all-of-regauge.md").read_text(), re.S)
+    assert len(snippets) == 2
+    for snippet in snippets:
+        exec(snippet, scope)
+
+
+def test_nothing_of_the_machine_is_in_the_pages() -> None:
+    places = [str(Path.home()), str(DOCS.parent), tempfile.gettempdir()]
+    for path in [*PAGES, *DOCS.rglob("*.svg")]:
+        assert not any(f"{place}/" in path.read_text() for place in places), path

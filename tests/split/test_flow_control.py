@@ -1,0 +1,184 @@
+"""What one client can take of a server: memory while frames come, streams, places, and bytes that are no requests."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regauge.split import Host, InProcess, TransportError, connect
+from regauge.split.client.journal import Folder
+from regauge.split.protocol.channel import Loop
+from regauge.split.protocol.frames import Frame, FrameError, Kind, Limits, RefusedError, decode, encode
+from regauge.split.server import network as module
+from regauge.split.server.flow_control import Held, Holdings
+from regauge.split.server.network import Grpc, Server
+from regauge.split.server.quotas import Quota, Quotas
+from support.split_pairs import ADAMW, batch, made, optimizer_of, train
+
+pytest.importorskip("grpc")
+GOOD = b"".join(encode(Frame(Kind.STEP, 1, {"session": "a" * 32})))
+
+
+def test_past_its_share_a_client_is_read_from_one_stream_at_a_time() -> None:
+    holdings = Holdings(100, 3)
+    with holdings.stream("ann") as a, holdings.stream("ann") as b, holdings.stream("bob") as c:
+
+        def who() -> list[bool]:
+            return [holdings.may_go_on(held) for held in (a, b, c)]
+
+        assert who() == [True, True, True]
+        b.add(60)
+        a.add(39)
+        assert who() == [True, True, True]
+        a.add(1)
+        assert who() == [False, True, True]  # b's frame began first
+        b.add(1000)
+        assert who() == [False, True, True]
+        b.clear()
+        assert who() == [True, True, True]
+        a.add(100)
+        assert who() == [True, False, True]
+    assert (holdings.held, holdings.open) == ({}, {})
+
+
+def test_a_stream_that_ends_gives_back_what_it_held() -> None:
+    holdings = Holdings(100, 2)
+    with holdings.stream("ann") as a:
+        with holdings.stream("ann") as b:
+            b.add(500)
+            a.add(1)
+            assert not holdings.may_go_on(a)
+            with pytest.raises(FrameError, match="ann has 2 streams open") as found, holdings.stream("ann"):
+                pass
+            assert found.value.code == "busy"
+            with holdings.stream("bob"):
+                pass
+        assert holdings.may_go_on(a)
+
+
+async def _stream(link: Grpc, *pieces: bytes) -> Any:
+    stream = link._open()
+    for piece in pieces:
+        await stream.write(piece)
+    return stream
+
+
+async def _reply(stream: Any, seconds: float = 30.0) -> Frame:
+    while not (piece := await asyncio.wait_for(stream.read(), seconds)):
+        pass
+    return decode(piece)
+
+
+def test_half_frames_of_many_streams_wait_for_each_other_and_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two halves are held, and a third stream's bytes are not read, until one of them has ended. Its client hears that the server is there."""
+    monkeypatch.setattr(module, "BEAT", 0.05)
+    half = len(GOOD) // 2
+    with Server(Host(made("gpt2"), limits=Limits(payload=2 * half))) as server, Grpc(f"127.0.0.1:{server.port}") as link:
+        server.holdings.share = 2 * half
+
+        def held() -> list[int]:
+            return [sum(streams.values()) for streams in server.holdings.held.values()]
+
+        async def run() -> None:
+            first, second = await _stream(link, GOOD[:half]), await _stream(link, GOOD[:half])
+            while held() != [2 * half]:
+                await asyncio.sleep(0.01)
+            third = await _stream(link, GOOD)
+            await second.write(GOOD[half:])
+            assert await asyncio.wait_for(third.read(), 30) == b""  # it waits
+            await asyncio.sleep(0.2)
+            assert held() == [2 * half]
+            await first.write(GOOD[half:])
+            for stream in (first, second, third):
+                assert (await _reply(stream)).values["code"] == "session"
+
+        Loop.run(run(), 60)
+
+
+def test_streams_of_one_client_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STREAMS", 2)
+    with Server(Host(made("gpt2"))) as server, Grpc(f"127.0.0.1:{server.port}") as link:
+
+        async def run() -> None:
+            one, two = await _stream(link, GOOD), await _stream(link, GOOD)
+            assert [(await _reply(s)).values["code"] for s in (one, two)] == ["session", "session"]
+            assert (await _reply(await _stream(link, GOOD))).values["code"] == "busy"
+            two.cancel()
+            while server.streams > 1:
+                await asyncio.sleep(0.01)
+            assert (await _reply(await _stream(link, GOOD))).values["code"] == "session"
+
+        Loop.run(run(), 60)
+
+
+def test_bytes_that_are_no_request_count_too() -> None:
+    now = [0.0]
+    host = Host(made("gpt2"), quotas=Quotas(Quota(bytes=600), clock=lambda: now[0]))
+    broken = GOOD[:-1] + bytes([GOOD[-1] ^ 1]) + bytes(600)
+    with Server(host) as server, Grpc(f"127.0.0.1:{server.port}") as link:
+
+        async def run() -> None:
+            assert (await _reply(await _stream(link, GOOD))).values["code"] == "session"
+            assert (await _reply(await _stream(link, broken))).values["code"] == "checksum"
+            waits = await _stream(link, GOOD)
+            assert await asyncio.wait_for(waits.read(), 30) == b""  # it has used its minute, and is told that the server is there
+            before = server.received
+            await asyncio.sleep(0.1)
+            assert server.received == before
+            now[0] = 60.0
+            assert (await _reply(waits)).values["code"] == "session"
+
+        Loop.run(run(), 60)
+
+
+def test_a_known_client_takes_a_quarter_of_all_places() -> None:
+    host = Host(made("gpt2"), sessions=8)
+    for _ in range(2):
+        connect(made("gpt2"), InProcess(host, "ann")).close()
+    with pytest.raises(RefusedError, match="ann has 2 sessions, and may have 2"):
+        connect(made("gpt2"), InProcess(host, "ann"))
+    connect(made("gpt2"), InProcess(host, "bob")).close()
+    for _ in range(5):
+        connect(made("gpt2"), InProcess(host)).close()  # without certificates all are one
+    with pytest.raises(RefusedError, match="has 8 sessions, and takes no more"):
+        connect(made("gpt2"), InProcess(host))
+
+
+def test_a_server_that_says_for_ever_that_it_computes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BEAT", 0.05)
+    with Server(Host(made("gpt2"))) as server, Grpc(f"127.0.0.1:{server.port}", computing=0.5) as link:
+        server.holdings.share = -1
+        with server.holdings.stream("") as other:
+            other.add(1)  # what began before never ends
+            with pytest.raises(TransportError):
+                link.exchange([memoryview(GOOD)])
+
+
+def test_a_first_contact_that_fails_leaves_no_journal(tmp_path: Path) -> None:
+    class Nobody:
+        def exchange(self, request: object) -> bytes:
+            raise TransportError("nobody is there")
+
+    with pytest.raises(TransportError):
+        connect(made("gpt2"), Nobody(), journal=tmp_path / "a", patience=0.01)  # type: ignore[arg-type]
+    assert not list((tmp_path / "a").iterdir())
+    host, mine = Host(made("gpt2"), ADAMW), made("gpt2")
+    with connect(mine, InProcess(host), journal=tmp_path / "a"):
+        train("gpt2", mine, optimizer_of(mine), range(1))
+    session = Folder(tmp_path / "a").session
+    Folder(tmp_path / "a").abandon()  # a run that has begun stays
+    assert Folder(tmp_path / "a").session == session
+    assert batch("gpt2", 0)
+
+
+def test_what_is_held_is_of_one_stream() -> None:
+    peer: dict[Held, int] = {}
+    one, other = Held(peer), Held(peer)
+    one.add(3)
+    one.add(4)
+    assert (one.size, other.size) == (7, 0)
+    other.clear()
+    assert one.size == 7

@@ -1,0 +1,492 @@
+"""What a server does beside answering: quotas, metrics, health, mixed precision, compiled blocks, copies that are averaged, a quiet end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regauge.errors import CheckpointError
+from regauge.split import Host, InProcess, Link, Training, TransportError, connect
+from regauge.split.client.journal import Memory
+from regauge.split.protocol.frames import FrameError, Kind, RefusedError, decode
+from regauge.split.server.backbone import mean, slopes
+from regauge.split.server.health import NOT_SERVING, SERVING, UNKNOWN, asked_for
+from regauge.split.server.metrics import text_of
+from regauge.split.server.optimizer_config import TrainingError
+from regauge.split.server.quotas import Quota, QuotaError, Quotas, read_clients, read_quota
+from support.split_pairs import ADAMW, batch, distance, made, optimizer_of, same, train
+
+
+def named(letter: str) -> Memory:
+    journal = Memory()
+    journal.session = letter * 32
+    return journal
+
+
+# Quotas
+
+
+def test_quotas_are_read_and_refused_by_line() -> None:
+    assert read_quota("sessions=2 requests=0.5, bytes=1.5M") == Quota(2, 0.5, 1_500_000)
+    found = read_clients("# who may come\nann\n\nbob\tsessions=3  # of the other team\n", Quota(requests=9))
+    assert found == {"ann": Quota(requests=9), "bob": Quota(3, 9)}
+    for text in ("requests", "sessions=1.5", "bytes=-1", "speed=3"):
+        with pytest.raises(QuotaError, match="is no quota"):
+            read_quota(text)
+    with pytest.raises(QuotaError, match="line 2 names ann a second time"):
+        read_clients("ann\nann requests=3\n")
+
+
+def test_requests_and_bytes_are_counted_over_time() -> None:
+    now = [0.0]
+    quotas = Quotas(Quota(requests=2, bytes=600), {"bob": Quota()}, clock=lambda: now[0])
+
+    def busy(client: str, size: int) -> bool:
+        try:
+            quotas.take(client, size)
+        except FrameError as error:
+            return error.code == "busy"
+        return False
+
+    assert [busy("ann", 10) for _ in range(3)] == [False, False, True]
+    assert [busy("bob", 10**9) for _ in range(3)] == [False] * 3
+    now[0] = 0.6
+    assert [busy("ann", 1000), busy("ann", 1)] == [False, True]  # a large one passes, and is waited for
+    now[0] = 30.0
+    assert busy("ann", 1)  # 580 + 294 - 1000 is less than nothing
+    now[0] = 60.0
+    assert not busy("ann", 1)
+
+
+def test_a_client_that_is_too_fast_waits_and_trains_as_ever() -> None:
+    now = [0.0]
+    host = Host(made("gpt2"), ADAMW, quotas=Quotas(Quota(requests=2), clock=lambda: now[0]))
+    calm = Host(made("gpt2"), ADAMW)
+    for h in (host, calm):
+        mine = made("gpt2")
+        network = InProcess(h)
+        with connect(mine, network, journal=named("a")) as link:
+            link.log.sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)
+            train("gpt2", mine, optimizer_of(mine), range(4))
+    assert host.requests["forward", "busy"] + host.requests["backward", "busy"] > 4
+    assert same(host.backbone(), calm.backbone())
+
+
+def test_sessions_of_one_client_are_counted() -> None:
+    host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1), {"bob": Quota(sessions=2)}))
+    connect(made("gpt2"), InProcess(host, "ann"))
+    with pytest.raises(RefusedError, match="ann has 1 sessions, and may have 1"):
+        connect(made("gpt2"), InProcess(host, "ann"))
+    for _ in range(2):
+        connect(made("gpt2"), InProcess(host, "bob"))
+    assert host.requests["hello", "quota"] == 1
+
+
+# Mixed precision and compiled blocks
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_is_near_and_told(precision: str) -> None:
+    losses = []
+    for chosen in ("", precision):
+        mine = made("gpt2", torch.float32)
+        host = Host(made("gpt2", torch.float32), ADAMW, precision=chosen)
+        with connect(mine, InProcess(host)) as link:
+            assert link.told["precision"] == chosen
+            losses.append(train("gpt2", mine, optimizer_of(mine), range(6)))
+            assert all(t.dtype == torch.float32 for t in host.backbone().values())
+    assert losses[0] != losses[1]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_small_gradients_do_not_vanish_in_half_precision() -> None:
+    weight = torch.randn(8, 8, requires_grad=True)
+    x = torch.randn(4, 8)
+    slope = torch.randn(4, 8) * 1e-9
+    with torch.autocast("cpu", dtype=torch.float16):
+        y = (torch.nn.functional.gelu(x @ weight) @ weight).float()
+    plain = torch.autograd.grad(y, [weight], slope, retain_graph=True)[0]
+    (scaled,) = slopes(y, [weight], slope, "fp16")
+    exact = torch.autograd.grad(torch.nn.functional.gelu(x @ weight) @ weight, [weight], slope)[0]
+    assert scaled is not None
+    assert float((scaled - exact).norm() / exact.norm()) < 0.01
+    assert float((plain - exact).norm() / exact.norm()) > 0.05
+    (huge,) = slopes(y, [weight], slope * 1e12, "fp16")
+    assert huge is not None
+    assert bool(torch.isfinite(huge).all())
+
+
+def test_mixed_precision_is_over_float32() -> None:
+    with pytest.raises(TrainingError, match="over weights in float32"):
+        Host(made("gpt2"), precision="bf16")
+    with pytest.raises(TrainingError, match="no precision"):
+        Host(made("gpt2", torch.float32), precision="fp8")
+
+
+@pytest.mark.slow
+def test_compiled_blocks_compute_the_same_and_fall_back(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler here")
+
+    found = []
+    for compiler in ("", "aot_eager", broken):
+        mine = made("gpt2", torch.float32)
+        host = Host(made("gpt2", torch.float32), ADAMW, compiler=compiler)  # type: ignore[arg-type]
+        with connect(mine, InProcess(host)), caplog.at_level(logging.WARNING, "regauge.split"):
+            train("gpt2", mine, optimizer_of(mine), range(1))
+        found.append(host.backbone())
+        assert bool(host.runner.compiler) == (compiler == "aot_eager")
+        torch._dynamo.reset()
+    assert "torch.compile does not work here" in caplog.text
+    assert distance(found[1], found[0]) < 1e-4
+    assert same(found[2], found[0])
+
+
+# Copies that are averaged
+
+
+def stepped(mine: torch.nn.Module, steps: range, optimizer: torch.optim.Optimizer) -> None:
+    train("gpt2", mine, optimizer, steps)
+
+
+def test_the_average_of_one_is_plain_training() -> None:
+    found = []
+    for average in (0, 2):
+        mine = made("gpt2", dropout=0.1)
+        host = Host(made("gpt2", dropout=0.1), ADAMW, average=average)
+        with connect(mine, InProcess(host), journal=named("a")) as link:
+            assert link.told["average"] == average
+            torch.manual_seed(0)
+            stepped(mine, range(5), optimizer_of(mine))
+        found.append(host.backbone())
+        assert host.step == 5
+    assert same(*found)
+
+
+def test_copies_become_their_mean_after_steps_of_each() -> None:
+    alone = []
+    for first in (0, 10):
+        mine = made("gpt2")
+        host = Host(made("gpt2"), ADAMW)
+        with connect(mine, InProcess(host)):
+            stepped(mine, range(first, first + 2), optimizer_of(mine))
+        alone.append(host.backbone())
+    host = Host(made("gpt2"), ADAMW, average=2)
+    start = host.backbone()
+    ann, bob = made("gpt2"), made("gpt2")
+    with connect(ann, InProcess(host), journal=named("a")), connect(bob, InProcess(host), journal=named("b"), patience=0.0) as link:
+        optimizers = optimizer_of(ann), optimizer_of(bob)
+        stepped(ann, range(1), optimizers[0])
+        stepped(bob, range(10, 12), optimizers[1])
+        assert same(host.main.state(), start)  # the round is not over
+        with pytest.raises(TransportError, match="the round ends when 1 more have taken 2 steps"):
+            stepped(bob, range(12, 13), optimizers[1])
+        with torch.no_grad():
+            bob(**batch("gpt2", 0))  # a prediction has no turn
+        stepped(ann, range(1, 2), optimizers[0])
+        expected = mean([(1, alone[0]), (1, alone[1])])
+        assert same(dict(host.main.state()), expected)
+        assert all(same(dict(s.learner.state()), expected) for s in host.sessions.values() if s.learner)
+        link.log.patience = 60.0
+        stepped(bob, range(12, 13), optimizers[1])
+        assert host.step == 5
+        assert [s.learner.since for s in host.sessions.values() if s.learner] == [0, 1]
+
+
+def test_whoever_leaves_or_is_away_counts_by_what_was_done() -> None:
+    for how in ("leaves", "is away"):
+        host = Host(made("gpt2"), ADAMW, average=2, away=0.0 if how == "is away" else 60.0)
+        ann, bob = made("gpt2"), made("gpt2")
+        with connect(ann, InProcess(host), journal=named("a")), connect(bob, InProcess(host), journal=named("b")) as link:
+            optimizer, other = optimizer_of(ann), optimizer_of(bob)
+            stepped(bob, range(10, 11), other)
+            stepped(ann, range(2), optimizer)
+            copies = {n: {k: t.clone() for k, t in s.learner.state().items()} for n, s in host.sessions.items() if s.learner}
+            expected = mean([(2, copies["a" * 32]), (1, copies["b" * 32])])
+            if how == "leaves":
+                link.end()
+            else:
+                loss = ann(**batch("gpt2", 2)).loss  # who waits finds that the other is away
+                assert same(dict(host.main.state()), expected)
+                loss.backward()
+                stepped(bob, range(11, 12), other)  # and is a member again when it comes back
+                assert [s.learner.since for s in host.sessions.values() if s.learner] == [1, 1]
+                continue
+        assert same(host.backbone(), expected)
+
+
+def test_averaging_needs_training_and_its_own_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="nothing to average"):
+        Host(made("gpt2"), average=3)
+    mine = made("gpt2")
+    host = Host(made("gpt2"), ADAMW, folder=tmp_path, average=2)
+    with connect(mine, InProcess(host)):
+        stepped(mine, range(1), optimizer_of(mine))
+    host.keep()
+    with pytest.raises(CheckpointError, match="copies that are averaged"):
+        Host(made("gpt2"), ADAMW, folder=tmp_path)
+
+
+class Restarting:
+    """A server that is lost, with all since its checkpoint, after every so many requests that it has answered, eight times at most."""
+
+    def __init__(self, started: Callable[[], Host], after: int) -> None:
+        self.started, self.after, self.count, self.hosts, self.lock = started, after, 0, [started()], threading.Lock()
+
+    def exchange(self, request: Any) -> bytes:
+        with self.lock:
+            reply = InProcess(self.hosts[-1]).exchange(request)
+            self.count += decode(reply).kind is not Kind.ERROR
+            if self.after and self.count >= self.after and len(self.hosts) < 9:
+                self.hosts.append(self.started())
+                self.count = 0
+            return reply
+
+
+def averaged(folder: Path, after: int, at_once: bool) -> tuple[dict[str, torch.Tensor], list[Host]]:
+    """Two clients of six steps each, with a mean after every two; at once, or one after the other."""
+    network = Restarting(lambda: Host(made("gpt2"), ADAMW, folder=folder, every=2, average=2), after)
+    models = [made("gpt2"), made("gpt2")]
+    links: list[Link] = [connect(m, network, journal=named("ab"[i]), rows="batch", secret=5) for i, m in enumerate(models)]
+    for link in links:
+        link.log.sleep = lambda seconds: time.sleep(min(seconds, 0.005))
+    optimizers = [optimizer_of(m) for m in models]
+    faults: list[BaseException] = []
+
+    def run(i: int, steps: range) -> None:
+        try:
+            for step in steps:
+                optimizers[i].zero_grad()
+                models[i](**batch("gpt2", 100 * i + step)).loss.backward()
+                optimizers[i].step()
+            if steps.stop == 6:
+                links[i].end()
+        except BaseException as error:
+            faults.append(error)
+
+    for i in (0, 1):
+        run(i, range(1))  # both are members before either goes on
+    if at_once:
+        threads = [threading.Thread(target=run, args=(i, range(1, 6))) for i in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    else:
+        for step in range(1, 6):
+            for i in (0, 1):
+                run(i, range(step, step + 1))
+    assert faults == []
+    state = {f"{i}/{n}": t for i, m in enumerate(models) for n, t in m.state_dict().items()}
+    return state | network.hosts[-1].backbone(), network.hosts
+
+
+def test_two_clients_and_a_server_that_is_lost_again_and_again(tmp_path: Path) -> None:
+    calm, hosts = averaged(tmp_path / "calm", 0, at_once=False)
+    assert len(hosts) == 1
+    for after in (0, 5):
+        found, hosts = averaged(tmp_path / str(after), after, at_once=True)
+        assert (len(hosts) > 3) == bool(after)
+        assert hosts[-1].step == 12
+        assert same(found, calm)
+
+
+# The port
+
+
+def test_health_by_known_bytes() -> None:
+    assert (SERVING, NOT_SERVING, UNKNOWN) == (b"\x08\x01", b"\x08\x02", b"\x08\x03")
+    assert asked_for(b"") == ""
+    assert asked_for(b"\n\rregauge.Split") == "regauge.Split"
+    for wrong in (b"\n", b"\n\x05abc", b"\x10\x01", b"\n\x02abc"):
+        assert asked_for(wrong) is None
+
+
+def test_the_health_service_is_beside_the_server() -> None:
+    grpc = pytest.importorskip("grpc")
+    from regauge.split.server.network import Server
+
+    server = Server(Host(made("gpt2")))
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert check(b"", timeout=20) == SERVING
+        assert check(b"\n\rregauge.Split", timeout=20) == SERVING
+        for asked, code in ((b"\n\x05other", "NOT_FOUND"), (b"\xff", "INVALID_ARGUMENT")):
+            with pytest.raises(grpc.RpcError) as caught:
+                check(asked, timeout=20)
+            assert caught.value.code().name == code
+        watched = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=60)
+        assert next(watched) == SERVING
+        assert next(channel.unary_stream("/grpc.health.v1.Health/Watch")(b"\n\x05other", timeout=60)) == UNKNOWN
+        threading.Thread(target=server.stop).start()
+        assert next(watched) == NOT_SERVING
+
+
+def test_health_as_the_library_asks() -> None:
+    health = pytest.importorskip("grpc_health.v1.health_pb2")
+    assert health.HealthCheckResponse.FromString(SERVING).status == health.HealthCheckResponse.SERVING
+    assert asked_for(health.HealthCheckRequest(service="regauge.Split").SerializeToString()) == "regauge.Split"
+
+
+def test_metrics_say_what_was_done(tmp_path: Path) -> None:
+    pytest.importorskip("grpc")
+    from regauge.split.server.metrics import Metrics
+    from regauge.split.server.network import Grpc, Server
+
+    mine = made("gpt2")
+    host = Host(made("gpt2"), ADAMW, folder=tmp_path, every=2)
+    with Server(host) as server, Grpc(f"127.0.0.1:{server.port}") as network:
+        page = Metrics(host, server)
+        with connect(mine, network):
+            train("gpt2", mine, optimizer_of(mine), range(3))
+            open_one = mine(**batch("gpt2", 3)).loss
+            with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=20) as reply:
+                assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+                text = reply.read().decode()
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(f"http://127.0.0.1:{page.port}/", timeout=20)
+            assert open_one.requires_grad
+        page.close()
+    numbers = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            matched = re.fullmatch(r'([a-z_]+(?:\{kind="[a-z]+",result="[a-z]+"\})?) ([0-9.e+-]+)', line)
+            assert matched is not None, line
+            numbers[matched[1].removeprefix("regauge_split_")] = float(matched[2])
+    assert numbers["steps_total"] == 3
+    assert numbers['requests_total{kind="forward",result="ok"}'] == 4
+    assert numbers['requests_total{kind="backward",result="ok"}'] == 3
+    assert (numbers["sessions"], numbers["passes_open"], numbers["checkpoint_step"], numbers["streams"]) == (1, 1, 2, 1)
+    assert min(numbers["received_bytes_total"], numbers["sent_bytes_total"]) > 1000
+    assert numbers["compute_seconds_total"] > 0
+    assert "regauge_split_steps_total 3\n" in text_of(host)
+
+
+def test_metrics_on_a_port_that_is_taken() -> None:
+    from regauge.split.server.metrics import Metrics
+
+    page = Metrics(Host(made("gpt2")), None)
+    try:
+        with pytest.raises(TransportError, match="cannot be listened on for metrics"):
+            Metrics(Host(made("gpt2")), None, f"127.0.0.1:{page.port}")
+        with pytest.raises(TransportError, match="is no address"):
+            Metrics(Host(made("gpt2")), None, "9100x")
+    finally:
+        page.close()
+
+
+def test_a_server_that_stops_finishes_what_is_under_way(tmp_path: Path) -> None:
+    """The reply of a step that is being computed arrives, the checkpoint has it, and the next server goes on."""
+    pytest.importorskip("grpc")
+    from regauge.split.server.network import Grpc, Server
+    from support.ports import free_port
+
+    port = free_port()
+    begun, release = threading.Event(), threading.Event()
+
+    class Slow(Host):
+        def answer(self, frame: Any, peer: str = "") -> bytes:
+            if frame.number == 4:
+                begun.set()
+                release.wait(30)
+            return super().answer(frame, peer)
+
+    servers: list[Server] = [Server(Slow(made("gpt2"), ADAMW, folder=tmp_path), f"127.0.0.1:{port}")]
+    replies: list[int] = []
+
+    def stop() -> None:
+        begun.wait(30)
+        threading.Timer(0.2, release.set).start()
+        servers[0].stop(30)
+        replies.append(servers[0].host.requests.get(("backward", "ok"), 0))
+        servers.append(Server(Host(made("gpt2"), ADAMW, folder=tmp_path), f"127.0.0.1:{port}"))
+
+    stopping = threading.Thread(target=stop)
+    stopping.start()
+    mine = made("gpt2")
+    with Grpc(f"127.0.0.1:{port}") as network, connect(mine, network, journal=named("a")):
+        train("gpt2", mine, optimizer_of(mine), range(4))
+    stopping.join()
+    servers[1].stop()
+    assert replies == [2]
+    assert servers[1].host.requests["backward", "ok"] == 2  # nothing was asked twice of the second
+    calm = made("gpt2")
+    host = Host(made("gpt2"), ADAMW)
+    with connect(calm, InProcess(host), journal=named("a")):
+        train("gpt2", calm, optimizer_of(calm), range(4))
+    assert same(servers[1].host.backbone(), host.backbone())
+
+
+def test_the_end_of_a_session_is_kept(tmp_path: Path) -> None:
+    """A client that is done sends nothing again: what it asked for must outlive the server from then on."""
+    mine = made("gpt2")
+    host = Host(made("gpt2"), ADAMW, folder=tmp_path, every=1000)
+    with connect(mine, InProcess(host)) as link:
+        train("gpt2", mine, optimizer_of(mine), range(3))
+        link.end()
+    again = Host(made("gpt2"), ADAMW, folder=tmp_path)
+    assert (again.step, len(again.sessions)) == (3, 0)
+    assert same(again.backbone(), host.backbone())
+
+
+def test_a_training_is_told() -> None:
+    told = Training("sgd", 0.1, decay=0.2, momentum=0.9, schedule="linear", warmup=1, steps=9, clip=0.5, accumulate=2).told()
+    assert told == {
+        "optimizer": "sgd",
+        "rate": 0.1,
+        "decay": 0.2,
+        "momentum": 0.9,
+        "schedule": "linear",
+        "warmup": 1,
+        "steps": 9,
+        "clip": 0.5,
+        "accumulate": 2,
+    }
+
+
+def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    host = Host(made("gpt2"), Training("sgd", 0.1), folder=tmp_path)
+    host.keep()
+    path = tmp_path / "split.safetensors"
+    with safe_open(path, "pt") as file:
+        about = file.metadata()["about"]
+    for version in ("1", "3"):
+        save_file(load_file(path), path, {"regauge": "split", "version": version, "about": about})
+        with pytest.raises(CheckpointError, match="of version 2"):
+            Host(made("gpt2"), host.training, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rate": -0.1}, "rate is -0.1"),
+        ({"rate": math.nan}, "rate is nan"),
+        ({"rate": math.inf}, "rate is inf"),
+        ({"decay": -1.0}, "decay is -1"),
+        ({"momentum": -1.0}, "momentum is -1"),
+        ({"clip": -1.0}, "clip is -1"),
+        ({"clip": math.nan}, "clip is nan"),
+        ({"warmup": -5}, "warmup is -5"),
+        ({"steps": -5}, "steps is -5"),
+        ({"accumulate": 0}, "accumulate is 0"),
+    ],
+)
+def test_a_training_that_cannot_be_names_what_is_wrong(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(TrainingError, match=words) as caught:
+        Training("sgd", **{"rate": 0.1, **given})
+    assert "or more" in (caught.value.hint or "")
+    assert Training("sgd", rate=0.0, clip=0.0, accumulate=1).rate == 0.0

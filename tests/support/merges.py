@@ -1,0 +1,125 @@
+"""Checkpoints to merge, and merges that are interrupted."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from regauge.checkpoints.reader import open_checkpoint
+from support.cli_runs import Run
+
+State = dict[str, torch.Tensor]
+
+
+def tuned(folder: Path, out: Path, seed: int, amount: float = 0.02, dtype: torch.dtype | None = None) -> Path:
+    """A model with a little noise on every weight, as fine-tuning leaves it."""
+    shutil.copytree(folder, out)
+    g = torch.Generator().manual_seed(seed)
+    state = {n: t + amount * torch.randn(t.shape, generator=g) for n, t in load_file(folder / "model.safetensors").items()}
+    save_file({n: t.to(dtype or t.dtype) for n, t in state.items()}, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+def state_of(folder: Path) -> State:
+    checkpoint = open_checkpoint(folder)
+    return {name: checkpoint[name].clone() for name in checkpoint}
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((found.double() - wanted.double()).abs().max() <= tolerance * wanted.double().abs().max())
+
+
+# A process that merges slowly, so that it can be killed in the middle: every tensor takes a moment.
+SLOW = """
+import sys, time, torch
+torch.set_num_threads(1)
+from regauge.merging import engine
+make = engine._make
+def slowly(merge, place):
+    time.sleep(0.02)
+    return make(merge, place)
+engine._make = slowly
+from regauge.cli import main
+print("ready", flush=True)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def killed(arguments: list[str], out: Path, writing: bool, after: float) -> None:
+    """Start a merge and kill it so many seconds after it began, or after it began to write."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    while writing and process.poll() is None and not out.with_name(f".{out.name}.partial").exists():
+        time.sleep(0.01)
+    time.sleep(after)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def kill_and_resume(run: Run, tmp_path: Path, arguments: list[object], kills: int, seed: int, always_writing: bool) -> None:
+    assert run(*arguments, "-o", tmp_path / "whole").code == 0
+    wanted = digests(tmp_path / "whole")
+    wanted.pop("README.md")  # it has the name of the folder in it
+    draws, interrupted = random.Random(seed), 0
+    for i in range(kills):
+        out = tmp_path / f"out{i}"
+        writing = always_writing or draws.random() < 0.7
+        killed([str(x) for x in (*arguments, "-o", out)], out, writing, draws.uniform(0.0, 0.5) if writing else draws.uniform(0.0, 6.0))
+        interrupted += not out.exists()
+        if not out.exists():
+            said = run(*arguments, "-o", out)
+            assert said.code == 0, said.err
+        found = digests(out)  # if it was there already, it is whole all the same
+        found.pop("README.md")
+        assert found == wanted
+        assert not list(tmp_path.glob(f".out{i}.partial"))
+        shutil.rmtree(out)
+    assert interrupted
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, after: int) -> Callable[[], None]:
+    """Interrupt a merge after so many tensors; what is returned ends that."""
+    from regauge.merging import engine
+
+    make_it, made = engine._make, 0
+
+    def until(merge: Any, place: Any) -> torch.Tensor:
+        nonlocal made
+        made += 1
+        if made > after:
+            raise KeyboardInterrupt
+        return make_it(merge, place)
+
+    monkeypatch.setattr(engine, "_make", until)
+    return lambda: monkeypatch.setattr(engine, "_make", make_it)
+
+
+def reader(folder: Path, count: int = 256) -> Path:
+    """A tokenizer of words beside a model, as its own would be."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(count)}, unk_token="t0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(folder / "tokenizer.json"))
+    return folder

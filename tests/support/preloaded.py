@@ -1,0 +1,12 @@
+"""The classes behind the pico-models that mutant runs use, imported once before they are forked. Nothing of regauge."""
+
+import torch
+import transformers.models.bert.modeling_bert
+import transformers.models.gemma2.modeling_gemma2
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama
+import transformers.models.vit.modeling_vit  # noqa: F401
+
+import support.torchvision_ops as torchvision_ops  # noqa: F401
+
+torch.set_num_threads(1)

@@ -231,10 +231,10 @@ class Ours:
 
     def __init__(self, port: int, tls: Tls) -> None:
         from regauge.split.client.journal import Memory
-        from regauge.split.client.request_log import Log
+        from regauge.split.client.request_log import RequestLog
 
         self.network = Grpc(f"localhost:{port}", tls=tls)
-        self.log = Log(self.network, Memory(), {})
+        self.log = RequestLog(self.network, Memory(), {})
         self.log.welcome = {}
 
     def trips(self, up: int, down: int, count: int) -> list[float]:
@@ -319,9 +319,9 @@ async def _raw_server(tls: Tls) -> int:
 
 
 def _training() -> Any:
-    from regauge.split import Training
+    from regauge.split import OptimizerConfig
 
-    return Training("adamw", rate=1e-4)
+    return OptimizerConfig("adamw", rate=1e-4)
 
 
 def small() -> torch.nn.Module:

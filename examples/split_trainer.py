@@ -12,7 +12,7 @@ import tempfile
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from regauge.split import Host, InProcess, Training, connect
+from regauge.split import Host, InProcess, OptimizerConfig, connect
 
 torch.manual_seed(0)
 STEPS, RATE = 40, 1e-3
@@ -35,7 +35,7 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": self.ids[i], "labels": self.labels[i]}
 
 
-server = Host(copy.deepcopy(start), Training("adamw", RATE, schedule="linear", steps=STEPS))  # the server's side: it trains the blocks
+server = Host(copy.deepcopy(start), OptimizerConfig("adamw", RATE, schedule="linear", steps=STEPS))  # the server's side: it trains the blocks
 client = copy.deepcopy(start)
 with tempfile.TemporaryDirectory() as folder, connect(client, InProcess(server), rows="batch"):  # tokens are shuffled afresh for every batch
     options = TrainingArguments(folder, max_steps=STEPS, per_device_train_batch_size=32, learning_rate=RATE, max_grad_norm=0.0, weight_decay=0.0,

@@ -32,7 +32,7 @@ from regauge.federated import InProcess, Settings, contribute, parts_of, prepare
 from regauge.federated.client import rows_of
 from regauge.federated.defences import defended, frozen, read_defences
 from regauge.federated.fusion import average, parted
-from regauge.federated.local_state import Own
+from regauge.federated.local_state import LocalState
 from regauge.federated.recorder import RecordedUpdate
 from regauge.federated.rounds import done
 from regauge.federated.runs import OF_CLIENTS, measuring
@@ -90,7 +90,7 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         if number in marks:
             caught[number] = (dict(state), list(sent))
 
-    own = Own()
+    own = LocalState()
     kept = run(InProcess(model, parts, settings, own), state_of(model), settings, measure=measuring(model, test, own=own), spy=spy)
     leaks = {str(n): _leaks(model, parts, test, settings, p, n, *caught[n]) for n in marks if n in caught}
     accuracies = [r.measures.get(OF_CLIENTS, r.measures["accuracy"]) for r in done(kept.history)]

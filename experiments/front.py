@@ -30,7 +30,7 @@ from regauge.audit.gradients.attempts import QUICK, Attack, Budget, named
 from regauge.audit.gradients.clients import on, prepared, puzzle_of, slopes_of
 from regauge.audit.gradients.engine import GradientCase, row_of
 from regauge.audit.gradients.scores import LEAK, average
-from regauge.audit.split.engine import in_unit
+from regauge.audit.split.engine import denormalize
 from regauge.checkpoints.resume import Outcome, Work
 from regauge.data.tasks import Examples, loss_of, prepare
 from regauge.defences.gradients import NONE, Noise, Plan, Private, Withhold, names_of, plan_of
@@ -321,7 +321,7 @@ def _silent(now: str) -> None:
 def _floor(case: GradientCase) -> list[float]:
     x = case.victims.batch(np.arange(len(case.victims)))[0]["pixel_values"]
     own = case.own.batch(np.arange(len(case.own)))[0]["pixel_values"]
-    true, guess = (in_unit(v, case.mean, case.std).clamp(0, 1) for v in (x, own.mean(0, keepdim=True).expand_as(x)))
+    true, guess = (denormalize(v, case.mean, case.std).clamp(0, 1) for v in (x, own.mean(0, keepdim=True).expand_as(x)))
     return [float(v) for v in psnr(guess, true, 1.0)]
 
 

@@ -22,15 +22,15 @@ from experiments.presets import Subject
 from experiments.training import parameters_of, uri_of
 from regauge.audit.split import report
 from regauge.audit.split.attempts import ATTACKS, Attack, Budget, Setting, attempt, named, patch_of, views_of
-from regauge.audit.split.engine import chance, in_unit
+from regauge.audit.split.engine import chance, denormalize
 from regauge.audit.split.scores import Attacked, Case, Row, floors, joined, scored
-from regauge.audit.split.scores import named as by_name
-from regauge.audit.split.victims import NONE, stand
+from regauge.audit.split.scores import best_assignment as by_name
+from regauge.audit.split.victims import NONE, make_split_pair
 from regauge.checkpoints.resume import Outcome, Work
 from regauge.data.tasks import Examples, prepare
 from regauge.results.findings import Finding, Results, Table, spread_of
 from regauge.results.metrics import Lpips
-from regauge.split import Training
+from regauge.split import OptimizerConfig
 from regauge.split.client.train import Run
 
 Tensor = torch.Tensor
@@ -168,11 +168,13 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     recipe, seed = p["recipe"], int(p["seed"])
     train, test = prepare(p["task"], data["train"]), prepare(p["tested"], data["test"])
     steps = math.ceil(len(train) / recipe["batch"]) * int(recipe["epochs"])
-    how = Training(recipe["optimizer"], recipe["rate"], decay=recipe.get("decay", 0.0), schedule="cosine", warmup=max(1, steps // 10), steps=steps)
+    how = OptimizerConfig(
+        recipe["optimizer"], recipe["rate"], decay=recipe.get("decay", 0.0), schedule="cosine", warmup=max(1, steps // 10), steps=steps
+    )
     how = replace(how, momentum=recipe.get("momentum", 0.0), clip=recipe.get("clip", 0.0))
     # In float64 rows change nothing but rounding, which then does not grow: what a defence costs is told from what chance does to a training.
     model = build(p["model"], seed, uri_of(data, "source")).to(work.device, getattr(torch, recipe.get("dtype", "float32")))
-    pair = stand(model, p["combination"], how, seed=seed)
+    pair = make_split_pair(model, p["combination"], how, seed=seed)
     pair.train(train, Run(steps, int(recipe["batch"]), seed))
     found = pair.measure(test, int(recipe["batch"]))
     values = {"accuracy": found["accuracy"], "chance": chance(test), "loss": found["loss"], "losses": pair.losses, "steps": steps}
@@ -190,17 +192,17 @@ def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> 
             if name.endswith(("position_embeddings", "pos_embed")):
                 torch.nn.init.zeros_(table)
     test, own = (_pixels(prepare({**p["tested"], "part": plan[part]}, data["test"])) for part in ("attacked", "own"))
-    pair = stand(model, p["combination"], seed=seed)
+    pair = make_split_pair(model, p["combination"], seed=seed)
     views = views_of(pair, own, test, batch, seed)
     chosen = next(a for a in ATTACKS if a.name == p["attack"])
     tried = attempt(chosen, views, Setting(p["combination"], Budget(**plan["budget"]), batch, seed))
     lpips = Lpips(data["lpips"].uri) if "lpips" in data else None
     mean, std = p["tested"]["mean"], p["tested"]["std"]
-    true, mine = (in_unit(v, mean, std).clamp(0, 1) for v in (test, own))
+    true, mine = (denormalize(v, mean, std).clamp(0, 1) for v in (test, own))
     values = {"floors": floors(mine, true, patch_of(model, true), lpips, seed), "attacked": len(test), "own": len(own)}
     if tried is None:
         return Outcome({**values, "scores": {}, "losses": [], "floor": 0.0}, {"images": true[:0], "true": true[:PICTURES]})
-    images = in_unit(tried.images, mean, std)
+    images = denormalize(tried.images, mean, std)
     images = images if chosen.is_named else by_name(images, true)
     values |= {"scores": scored(images, true, lpips), "losses": list(tried.losses), "floor": tried.floor}
     return Outcome(values, {"images": images[:PICTURES].clamp(0, 1), "true": true[:PICTURES]})

@@ -180,14 +180,14 @@ def _remote(
     start: torch.nn.Module, g: Any, known: Any, examples: Examples, rows: Sequence[Any], seed: int
 ) -> tuple[torch.nn.Module, list[float], dict[str, Tensor], int, int]:
     """Train behind gRPC: the client's model, its losses, the server's backbone, the most bytes that a step moved, and four streams."""
-    from regauge.split import Host, Training, connect
+    from regauge.split import Host, OptimizerConfig, connect
     from regauge.split.protocol.certificates import make_certificates
     from regauge.split.protocol.frames import Bytes, Kind, decode
     from regauge.split.server.network import Grpc, Server
 
     mine, served = copy.deepcopy(start), copy.deepcopy(start)
     served.load_state_dict(apply(g, start.state_dict(), part="backbone"))
-    host = Host(served, Training("adamw", rate=RATE))
+    host = Host(served, OptimizerConfig("adamw", rate=RATE))
     streams: list[int] = []
     crossed = [0]
 

@@ -24,7 +24,7 @@ from regauge.attacks.april import april_model
 from regauge.audit.gradients.attempts import Budget, named
 from regauge.audit.gradients.engine import GradientCase, floors, row_of
 from regauge.audit.gradients.scores import LEAK, Scored
-from regauge.audit.split.engine import in_unit
+from regauge.audit.split.engine import denormalize
 from regauge.audit.split.report import pictures_of
 from regauge.audit.split.scores import mean
 from regauge.checkpoints.resume import Outcome, Work
@@ -204,7 +204,7 @@ def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     got: Scored | None = row.images.get(name)
     values: dict[str, Any] = {"floor": floors(case, lpips)["the mean image"], "original": {}, "read": {}, "why": dict(row.why)}
     shown = case.victims.batch(np.arange(min(SHOWN, count)))[0]["pixel_values"]
-    tensors = {"original": in_unit(shown, mean_, std).clamp(0, 1)}
+    tensors = {"original": denormalize(shown, mean_, std).clamp(0, 1)}
     if got is not None:
         values |= {"original": got.original, "read": got.read, "condition": got.facts[0].get("condition"), "seconds": got.seconds}
         if got.images is not None:

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from regauge.checkpoints.tensor_files import read_tensors, write_tensors
-from regauge.split import Host, InProcess, Training, connect
+from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.server.checkpoint import FILE, VERSION
 from soak.harness import Counter, Outcome, mutants
 
 MUTANTS, EDITS, KILLS, STEPS = 4_000, 1_000, 40, 12
-OPTIONS = Training("adamw", 1e-2, accumulate=2)
+OPTIONS = OptimizerConfig("adamw", 1e-2, accumulate=2)
 
 
 def server_checkpoints(scale: float) -> Iterator[Outcome]:

@@ -20,7 +20,7 @@ from regauge.audit.gradients.engine import floors
 from regauge.audit.gradients.scores import told_labels
 from regauge.audit.split import LeakageError
 from regauge.audit.split.scores import OTHERS, mean
-from regauge.audit.split.scores import named as by_name
+from regauge.audit.split.scores import best_assignment as by_name
 from regauge.cli import main
 from regauge.data.tasks import Examples
 from regauge.errors import MissingExtraError, RegaugeError, UpdateError

@@ -28,7 +28,7 @@ from regauge.locking.lock import FIELD
 from regauge.locking.lock_files import plan_lock, plan_unlock, reseal
 from regauge.matching.fingerprint import fingerprint
 from regauge.models.resolve import spec_of as stored_spec
-from regauge.results.findings import Finding, judged, load_results
+from regauge.results.findings import Finding, apply_threshold, load_results
 from support.locked_models import drifted, model_of
 from support.picos import build, spec_of
 from support.texts import readings, spoken, words
@@ -128,10 +128,10 @@ def test_verdicts() -> None:
 
 def test_what_counts_is_the_way_from_the_floor_to_the_ceiling() -> None:
     found = Finding("lock/theft/tuned 40", "", None, 0.6, 0.5, 1.0)
-    assert judged(found, 0.3).holds is True
-    assert judged(found, 0.1).holds is False
-    assert judged(found, None).holds is None
-    assert judged(replace(found, holds=True), 0.1).holds is True, "what holds or not by itself is not judged again"
+    assert apply_threshold(found, 0.3).holds is True
+    assert apply_threshold(found, 0.1).holds is False
+    assert apply_threshold(found, None).holds is None
+    assert apply_threshold(replace(found, holds=True), 0.1).holds is True, "what holds or not by itself is not judged again"
 
 
 def test_a_guess_with_the_wrong_sign_or_at_another_place_is_wrong() -> None:

@@ -15,20 +15,20 @@ import support.picos as picos
 from regauge.attacks.views import Served
 from regauge.audit.split import LeakageError, SplitCase, audit_split
 from regauge.audit.split.attempts import ATTACKS, Budget, Setting, attempt, patch_of, views_of
-from regauge.audit.split.engine import chance, in_unit, labels_of
+from regauge.audit.split.engine import chance, denormalize, labels_of
 from regauge.audit.split.report import apart, findings_of, verdict_of, without_rows
-from regauge.audit.split.scores import OTHERS, Attacked, Case, Row, floors, joined, mean, named, scored, worst
-from regauge.audit.split.victims import batches_of, defences_of, is_shuffled, on_images, stand, unshuffled, without_one
+from regauge.audit.split.scores import OTHERS, Attacked, Case, Row, best_assignment, floors, joined, mean, scored, worst
+from regauge.audit.split.victims import batches_of, defences_of, drop_singleton_batch, is_shuffled, make_split_pair, on_images, unshuffled
 from regauge.cli import main
 from regauge.data.datasets import Data, DataError
 from regauge.data.tasks import Examples, loss_of, prepare, task_of
 from regauge.defences.split import DefenceError, LowPass, Rows
 from regauge.models.cut import cut
 from regauge.results.findings import load_results
-from regauge.split import Training
+from regauge.split import OptimizerConfig
 from regauge.split.client.train import Run
 
-ADAMW = Training("adamw", rate=5e-3)
+ADAMW = OptimizerConfig("adamw", rate=5e-3)
 
 
 def vit(seed: int = 0, **more: Any) -> Any:
@@ -71,30 +71,30 @@ def test_the_server_sees_what_was_sent_and_nothing_else() -> None:
     model, x = vit(), pictures(6)
     with torch.no_grad():
         sent = cut(model).embed(pixel_values=x).stream
-    seen = stand(vit(), "none").watch(x, 3, "a")
+    seen = make_split_pair(vit(), "none").watch(x, 3, "a")
     assert torch.allclose(seen, sent)
-    shuffled = stand(vit(), "rows=sample").watch(x, 3, "a")
+    shuffled = make_split_pair(vit(), "rows=sample").watch(x, 3, "a")
     assert not torch.allclose(shuffled, sent)
     assert torch.allclose(shuffled.sort(1).values, sent.sort(1).values)
-    filtered = stand(vit(), "low-pass=0.2").watch(x, 3, "a")
+    filtered = make_split_pair(vit(), "low-pass=0.2").watch(x, 3, "a")
     with torch.no_grad():
         assert torch.allclose(filtered, cut(model).embed(pixel_values=on_images("low-pass=0.2", x, 3)).stream, atol=1e-6)
 
 
 def test_what_is_drawn_can_be_drawn_again() -> None:
-    pair, x = stand(vit(), "noise=1+rows"), pictures(4)
+    pair, x = make_split_pair(vit(), "noise=1+rows"), pictures(4)
     once, again, later = (pair.watch(x, 2, label) for label in ("a", "a", "b"))
     assert torch.equal(once, again)
     assert not torch.equal(once, later)
 
 
 def test_gradients_are_seen_in_the_steps_that_are_watched() -> None:
-    pair, data = stand(vit(), "rows", ADAMW), examples(20)
+    pair, data = make_split_pair(vit(), "rows", ADAMW), examples(20)
     passes = pair.train(data, Run(5, 4), watch_first=3)
     assert len(passes) == 3
     assert all(p.slope is not None and p.slope.shape == p.stream.shape and float(p.slope.abs().sum()) > 0 for p in passes)
     assert len(pair.losses) == 5
-    assert not stand(vit(), "rows", ADAMW).train(data, Run(2, 4))
+    assert not make_split_pair(vit(), "rows", ADAMW).train(data, Run(2, 4))
 
 
 def test_a_victim_learns_with_its_defences_and_rows_cost_nothing() -> None:
@@ -102,7 +102,7 @@ def test_a_victim_learns_with_its_defences_and_rows_cost_nothing() -> None:
     found = {}
     for combination in ("low-pass=0.3", "low-pass=0.3+rows"):
         model = vit().double()
-        pair = stand(model, combination, ADAMW)
+        pair = make_split_pair(model, combination, ADAMW)
         before = pair.measure(test, 20)["accuracy"]
         pair.train(train, Run(40, 20))
         found[combination] = pair.measure(test, 20)
@@ -113,13 +113,13 @@ def test_a_victim_learns_with_its_defences_and_rows_cost_nothing() -> None:
 
 def test_no_batch_is_one_image_alone() -> None:
     assert [len(b) for b in batches_of(pictures(7), 3)] == [3, 4]
-    assert len(without_one(examples(7), 3)) == 6
-    assert len(without_one(examples(8), 3)) == 8
-    stand(vit(), "batch-shuffle").watch(pictures(5), 4, "a")
+    assert len(drop_singleton_batch(examples(7), 3)) == 6
+    assert len(drop_singleton_batch(examples(8), 3)) == 8
+    make_split_pair(vit(), "batch-shuffle").watch(pictures(5), 4, "a")
 
 
 def test_scores_are_of_each_image_and_know_what_is_worse() -> None:
-    true = in_unit(pictures(6), [0.5], [0.5])
+    true = denormalize(pictures(6), [0.5], [0.5])
     near = true.clone()
     near[1:] += 0.2 * torch.randn(near[1:].shape, generator=torch.Generator().manual_seed(0))
     found = scored(near, true)
@@ -130,7 +130,7 @@ def test_scores_are_of_each_image_and_know_what_is_worse() -> None:
     assert found["PSNR"][0] == 100.0
     assert (mean(found, "SSIM") or 0) < 0.99
     order = torch.tensor([3, 0, 5, 1, 4, 2])
-    assert torch.equal(named(near[order], true), near)
+    assert torch.equal(best_assignment(near[order], true), near)
     free = floors(true, true, 2)
     assert mean(free["the mean image"], "identified") == 0.0
     assert (mean(free["true patches in a random order"], "SSIM") or 0) < 0.5
@@ -138,13 +138,13 @@ def test_scores_are_of_each_image_and_know_what_is_worse() -> None:
 
 def test_a_best_naming_tells_nobody_apart() -> None:
     """Images of other people, each given to the one that it fits, look as if they were told apart: that is a floor, and no attack's success."""
-    true, others = (in_unit(pictures(12, seed), [0.5], [0.5]) for seed in (0, 1))
+    true, others = (denormalize(pictures(12, seed), [0.5], [0.5]) for seed in (0, 1))
     free = floors(others, true, 2)
     by_naming = mean(free[OTHERS], "identified") or 0.0
     assert by_naming > 2 / 12, "far above a guess"
     assert floors(others[:5], true, 2)[OTHERS]["SSIM"], "fewer of its own than there are"
     regroup, exact = (next(a for a in ATTACKS if a.name == name) for name in ("regrouped", "public embedding"))
-    got = {a.name: Attacked(a.name, scored(named(others, true) if a is regroup else true, true), [], 1.0, 0.0) for a in (regroup, exact)}
+    got = {a.name: Attacked(a.name, scored(best_assignment(others, true) if a is regroup else true, true), [], 1.0, 0.0) for a in (regroup, exact)}
     blind = Row("batch-shuffle=0.5", 0.5, 0.1, 0.0, {regroup.name: got[regroup.name]})
     seen = Row("none", 0.5, 0.1, 0.0, got)
     assert (apart(blind, ATTACKS), apart(seen, ATTACKS)) == (0.0, 1.0)
@@ -161,15 +161,15 @@ def test_when_an_attacker_has_stopped() -> None:
 
 def test_attacks_on_a_victim_are_exact_where_nothing_defends_and_at_the_floor_where_all_is_noise() -> None:
     own, true = pictures(150, 2), pictures(12, 3)
-    clear = in_unit(true, [0.5], [0.5])
-    floor = mean(floors(in_unit(own, [0.5], [0.5]), clear, 2)["the mean image"], "SSIM") or 0.0
+    clear = denormalize(true, [0.5], [0.5])
+    floor = mean(floors(denormalize(own, [0.5], [0.5]), clear, 2)["the mean image"], "SSIM") or 0.0
     exact = [a for a in ATTACKS if a.name in ("public embedding", "least squares")]
     got: dict[str, dict[str, float]] = {}
     for combination in ("none", "rows", "noise=30+rows"):
-        views = views_of(stand(vit(), combination), own, true, 10, 0)
+        views = views_of(make_split_pair(vit(), combination), own, true, 10, 0)
         setting = Setting(combination, Budget(16, 1, 2), 10)
         tried = {a.name: attempt(a, views, setting) for a in exact if a.fits(combination)}
-        got[combination] = {n: mean(scored(in_unit(t.images, [0.5], [0.5]), clear), "SSIM") or 0.0 for n, t in tried.items() if t is not None}
+        got[combination] = {n: mean(scored(denormalize(t.images, [0.5], [0.5]), clear), "SSIM") or 0.0 for n, t in tried.items() if t is not None}
     assert got["none"]["public embedding"] > 0.999
     assert got["rows"]["public embedding"] > 0.999
     assert got["none"]["least squares"] > 0.99
@@ -180,17 +180,17 @@ def test_attacks_on_a_victim_are_exact_where_nothing_defends_and_at_the_floor_wh
 @pytest.mark.parametrize("combination", ["noise=1.5", "noise=1.5+rows"])
 def test_noise_that_is_drawn_afresh_is_averaged_away(combination: str) -> None:
     own, true = pictures(150, 2), pictures(12, 3)
-    clear = in_unit(true, [0.5], [0.5])
-    views = views_of(stand(vit(), combination), own, true, 10, 0)
+    clear = denormalize(true, [0.5], [0.5])
+    views = views_of(make_split_pair(vit(), combination), own, true, 10, 0)
     chosen = {a.name: a for a in ATTACKS if a.name in ("least squares", "averaged")}
     got = {}
     for name, attack in chosen.items():
         tried = attempt(attack, views, Setting(combination, Budget(16, 1, 2), 10))
         assert tried is not None
-        got[name] = mean(scored(in_unit(tried.images, [0.5], [0.5]), clear), "SSIM") or 0.0
+        got[name] = mean(scored(denormalize(tried.images, [0.5], [0.5]), clear), "SSIM") or 0.0
     assert got["averaged"] > got["least squares"] + 0.05
     assert not any(chosen["averaged"].fits(c) for c in ("none", "rows", "low-pass=0.3", "noise=0.5+batch-shuffle=0.5"))
-    assert views_of(stand(vit(), "rows"), own, true, 10, 0).often is None
+    assert views_of(make_split_pair(vit(), "rows"), own, true, 10, 0).often is None
 
 
 def test_seeds_are_told_apart_from_images() -> None:
@@ -200,14 +200,14 @@ def test_seeds_are_told_apart_from_images() -> None:
 
 def test_labels_are_told_from_gradients_and_not_from_noise() -> None:
     data, run = examples(60), Run(12, 10)
-    passes = stand(vit(), "rows", ADAMW).train(data, run, watch_first=6)
+    passes = make_split_pair(vit(), "rows", ADAMW).train(data, run, watch_first=6)
     assert (labels_of(passes, data, run) or 0) > 0.9
     g = torch.Generator().manual_seed(0)
     noise = [Served(p.stream, p.others, torch.randn(p.stream.shape, generator=g)) for p in passes]
     assert (labels_of(noise, data, run) or 0) < 0.65
     assert labels_of([], data, run) is None
     many = examples(60, multi=True)
-    passes = stand(vit(), "none", ADAMW).train(many, run, watch_first=6)
+    passes = make_split_pair(vit(), "none", ADAMW).train(many, run, watch_first=6)
     assert (labels_of(passes, many, run) or 0) > chance(many)
 
 
@@ -227,7 +227,7 @@ def test_several_answers_to_each_image() -> None:
     assert task_of(model, data, mean=[0.5], std=[0.5], attributes=["glasses", "beard"])[0]["attributes"] == ["glasses", "beard"]
     with pytest.raises(DataError, match="1 attributes are named, and the model answers 2"):
         task_of(model, data, mean=[0.5], std=[0.5], attributes=["glasses"])
-    pair = stand(vit(), "rows", ADAMW)
+    pair = make_split_pair(vit(), "rows", ADAMW)
     many = examples(60, multi=True)
     before = pair.measure(many, 20)["accuracy"]
     pair.train(many, Run(30, 20))

@@ -16,7 +16,7 @@ from regauge.audit.text_scores import rouge_l, scores_of
 from regauge.cli import main
 from regauge.data.tasks import Examples
 from regauge.results.findings import load_results
-from regauge.split import Training
+from regauge.split import OptimizerConfig
 from regauge.split.client.train import Run
 
 SIZES = {
@@ -56,7 +56,7 @@ def texts(count: int, seed: int, causal: bool = False) -> Examples:
 
 
 def case(model: Any, causal: bool = False) -> SplitCase:
-    training = Training("adamw", 1e-3, schedule="constant")
+    training = OptimizerConfig("adamw", 1e-3, schedule="constant")
     parts = [texts(n, seed, causal) for seed, n in enumerate((32, 60, 12))]
     return SplitCase(model, *parts, training=training, run=Run(4, 8), attacked=12, name="texts")
 

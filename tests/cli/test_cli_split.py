@@ -154,7 +154,7 @@ def test_three_commands(run: Run, tmp_path: Path, model: Path, monkeypatch: pyte
 def test_it_is_the_training_in_one_process(run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from regauge.data.datasets import open_data
     from regauge.data.tasks import logits_of, loss_of, read_examples
-    from regauge.split import Training
+    from regauge.split import OptimizerConfig
     from regauge.split.client.train import Run as Steps
     from regauge.split.client.train import drawing
 
@@ -165,7 +165,7 @@ def test_it_is_the_training_in_one_process(run: Run, tmp_path: Path, model: Path
     assert run("split", "join", tmp_path / "edges", tmp_path / "backbone", "-o", tmp_path / "whole").code == 0
     plain = load_model(model, "float32").train()
     examples, _ = read_examples(plain, open_data(tmp_path / "book.txt"), beside=model, length=12)
-    own, steps = Training("sgd", 0.1, momentum=0.9, schedule="linear", steps=9, accumulate=2), Steps(5, 4, 0)
+    own, steps = OptimizerConfig("sgd", 0.1, momentum=0.9, schedule="linear", steps=9, accumulate=2), Steps(5, 4, 0)
     optimizer = own.build(plain.parameters())
     for step in range(5):
         for group in optimizer.param_groups:

@@ -29,7 +29,7 @@ from regauge.defences.split import (
 )
 from regauge.errors import CutError
 from regauge.models.cut import Crossing, cut
-from regauge.split import Host, InProcess, Training, connect
+from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.testing import strict_float64
 from support.split_pairs import ADAMW, batch, columns, locked, made, optimizer_of, train
 
@@ -232,7 +232,7 @@ def test_all_of_them_compose_and_go_back() -> None:
     assert torch.equal(home(there.stream), crossing.stream)
 
 
-def linked(name: str, defences: list[Any], training: Training | None = ADAMW, **more: Any) -> tuple[torch.nn.Module, Any]:
+def linked(name: str, defences: list[Any], training: OptimizerConfig | None = ADAMW, **more: Any) -> tuple[torch.nn.Module, Any]:
     model = made(name)
     g = columns(model)
     host = Host(locked(model, g), training)

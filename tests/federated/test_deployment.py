@@ -17,7 +17,7 @@ pytest.importorskip("flwr")
 import support.federations as fed
 from regauge.federated import Contribution, InProcess, Settings, parts_of, run, state_of, state_store
 from regauge.federated.deployment import Loopback, loopback, make_node_key, superlink, supernode, write_bundle
-from regauge.federated.local_state import Own
+from regauge.federated.local_state import LocalState
 from regauge.federated.runs import Source
 from regauge.federated.state_store import Kept
 from regauge.federated.states import Absence, State
@@ -99,7 +99,7 @@ def test_four_nodes_are_a_run_in_this_process_and_keep_what_they_withhold(net: L
     assert distance(source, settings, found) <= 1e-6
     assert distance(source, SETTINGS, found) > 1e-6  # the bar can be missed
     name = state_store.about_of(tmp_path / "run")["name"]
-    assert [Own(net.folder / f"keep-{i}" / name).clients() for i in range(4)] == [[0], [1], [2], [3]]
+    assert [LocalState(net.folder / f"keep-{i}" / name).clients() for i in range(4)] == [[0], [1], [2], [3]]
 
 
 def test_a_killed_node_and_a_restarted_superlink_lose_no_round(net: Loopback, source: Source, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from flwr.serverapp import strategy as theirs
 import support.federations as fed
 from regauge.federated import FederatedError, Settings, aggregate, flower, load_state, parts_of, state_of
 from regauge.federated.aggregation import Memory
-from regauge.federated.local_state import Own
+from regauge.federated.local_state import LocalState
 from regauge.federated.runs import Source, federated
 from regauge.federated.states import Absence, Contribution, digest_of, layout_of
 
@@ -343,7 +343,7 @@ def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(
     nodes.app = flower.client_app(source, own=tmp_path / "own")
     there = flower.serve(nodes, source, settings, tmp_path / "there", gather=0.0)  # type: ignore[arg-type]
     assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
-    one, two = Own(tmp_path / "here" / "own"), Own(tmp_path / "own")
+    one, two = LocalState(tmp_path / "here" / "own"), LocalState(tmp_path / "own")
     assert one.clients() == two.clients() == [0, 1, 2, 3]
     assert all(torch.equal(t, two.latest(2)[n]) for n, t in one.latest(2).items())
     (told, _) = (a.why for a in flower.GridEngine(Nodes(source), settings, gather=0.0).ask(0, [0, 1], state_of(fed.vit(num_labels=10))))  # type: ignore

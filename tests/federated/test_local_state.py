@@ -11,7 +11,7 @@ import torch
 import support.federations as fed
 from regauge.errors import CheckpointError
 from regauge.federated import InProcess, Settings, parts_of, run, state_of, state_store
-from regauge.federated.local_state import Own, withheld
+from regauge.federated.local_state import LocalState, withheld
 from regauge.federated.runs import Source, federated
 from regauge.results.findings import load_results
 
@@ -19,20 +19,20 @@ SETTINGS = Settings(clients=3, rounds=3, batch=8, rate=0.1, defences=("withhold=
 NAME = "vit.embeddings.position_embeddings"
 
 
-def ran(own: Own, settings: Settings = SETTINGS, folder: Path | None = None, **more: object) -> state_store.Kept:
+def ran(own: LocalState, settings: Settings = SETTINGS, folder: Path | None = None, **more: object) -> state_store.Kept:
     model = fed.vit()
     return run(InProcess(model, parts_of(fed.bars(), settings), settings, own), state_of(model), settings, folder=folder, **more)  # type: ignore[arg-type]
 
 
 def test_what_is_withheld_is_each_clients_own_and_the_servers_stays() -> None:
-    own, start = Own(), state_of(fed.vit())
+    own, start = LocalState(), state_of(fed.vit())
     kept = ran(own)
     assert torch.equal(kept.state[NAME], start[NAME])
     assert not torch.equal(kept.state["classifier.weight"], start["classifier.weight"])
     mine = [own.latest(client)[NAME] for client in own.clients()]
     assert len(mine) == 3
     assert not torch.equal(mine[0], mine[1])
-    first = Own()
+    first = LocalState()
     ran(first, replace(SETTINGS, rounds=1))
     moved = [float((o.latest(0)[NAME] - start[NAME]).norm()) for o in (first, own)]
     assert moved[1] > 1.5 * moved[0]  # a round begins where the last one ended, and not where the server is
@@ -40,7 +40,7 @@ def test_what_is_withheld_is_each_clients_own_and_the_servers_stays() -> None:
 
 
 def test_a_round_that_is_asked_again_begins_as_it_did(tmp_path: Path) -> None:
-    whole, again = Own(), Own(tmp_path / "own")
+    whole, again = LocalState(), LocalState(tmp_path / "own")
     ran(whole)
     ran(again)
     model = fed.vit()
@@ -71,7 +71,7 @@ def test_a_run_that_was_interrupted_goes_on_with_what_its_clients_have(tmp_path:
 
 
 def test_without_it_there_is_nothing_of_ones_own() -> None:
-    own = Own()
+    own = LocalState()
     kept = ran(own, replace(SETTINGS, defences=("freeze=embedding",)))
     assert own.clients() == []
     assert torch.equal(kept.state[NAME], state_of(fed.vit())[NAME])

@@ -9,7 +9,7 @@ import transformers as T
 
 import regauge
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
-from regauge.models.load import drawn_anew
+from regauge.models.load import reinitialize
 from regauge.models.resolve import spec_of
 from regauge.testing import assert_symmetry
 from support.picos import IMAGES, LLAMA, build, config_of, gpt2
@@ -92,14 +92,14 @@ def test_weights_are_drawn_anew_from_a_seed() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    new = drawn_anew(model, 5)
+    new = reinitialize(model, 5)
     assert torch.equal(torch.rand(3), expected), "the process's own random numbers stay"
     assert type(new) is type(model)
     assert new.config is not model.config
     state = new.state_dict()
     assert state.keys() == plain.keys()
     assert all(torch.equal(state[n], plain[n]) for n in plain)
-    other = drawn_anew(model, 6).state_dict()
+    other = reinitialize(model, 6).state_dict()
     assert not all(torch.equal(state[n], other[n]) for n in plain)
     with pytest.raises(UnknownModelError, match="Linear has no config"):
-        drawn_anew(torch.nn.Linear(2, 2), 5)
+        reinitialize(torch.nn.Linear(2, 2), 5)

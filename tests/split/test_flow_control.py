@@ -13,7 +13,7 @@ from regauge.split.client.journal import Folder
 from regauge.split.protocol.channel import Loop
 from regauge.split.protocol.frames import Frame, FrameError, Kind, Limits, RefusedError, decode, encode
 from regauge.split.server import network as module
-from regauge.split.server.flow_control import Held, Holdings
+from regauge.split.server.flow_control import FlowControl, Held
 from regauge.split.server.network import Grpc, Server
 from regauge.split.server.quotas import Quota, Quotas
 from support.split_pairs import ADAMW, batch, made, optimizer_of, train
@@ -23,7 +23,7 @@ GOOD = b"".join(encode(Frame(Kind.STEP, 1, {"session": "a" * 32})))
 
 
 def test_past_its_share_a_client_is_read_from_one_stream_at_a_time() -> None:
-    holdings = Holdings(100, 3)
+    holdings = FlowControl(100, 3)
     with holdings.stream("ann") as a, holdings.stream("ann") as b, holdings.stream("bob") as c:
 
         def who() -> list[bool]:
@@ -45,7 +45,7 @@ def test_past_its_share_a_client_is_read_from_one_stream_at_a_time() -> None:
 
 
 def test_a_stream_that_ends_gives_back_what_it_held() -> None:
-    holdings = Holdings(100, 2)
+    holdings = FlowControl(100, 2)
     with holdings.stream("ann") as a:
         with holdings.stream("ann") as b:
             b.add(500)

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from regauge.errors import CheckpointError
-from regauge.split import Host, InProcess, Training, TransportError, connect
+from regauge.split import Host, InProcess, OptimizerConfig, TransportError, connect
 from regauge.split.client.journal import Memory
 from regauge.split.protocol.channel import Loop
 from regauge.split.protocol.frames import BARE, HEADER, MAGIC, VERSION, Bytes, Frame, FrameError, Kind, RefusedError, checksum, decode, encode
@@ -146,7 +146,7 @@ def test_a_checkpoint_that_fails_is_no_reason_to_refuse_what_was_done(tmp_path: 
 
 @pytest.mark.parametrize(("size", "accumulate"), [(1e30, 1), (2.5e38, 4)])
 def test_gradients_that_overflow_later_are_refused_now(size: float, accumulate: int) -> None:
-    host = Host(made("gpt2", torch.float32), Training("adamw", 1e-3, accumulate=accumulate))
+    host = Host(made("gpt2", torch.float32), OptimizerConfig("adamw", 1e-3, accumulate=accumulate))
     mine = made("gpt2", torch.float32)
     with connect(mine, InProcess(host)):
         with pytest.raises(FrameError, match="whose squares are"):
@@ -320,7 +320,7 @@ def test_what_a_server_returns_is_looked_at(kind: Kind, change: Callable[[torch.
 
 
 def test_sgds_moments_are_no_others(tmp_path: Path) -> None:
-    host = Host(made("gpt2"), Training("sgd", 0.1, momentum=0.9), folder=tmp_path)
+    host = Host(made("gpt2"), OptimizerConfig("sgd", 0.1, momentum=0.9), folder=tmp_path)
     mine = made("gpt2")
     with connect(mine, InProcess(host)):
         train("gpt2", mine, optimizer_of(mine), range(1))
@@ -346,14 +346,14 @@ def without_a_trainer(path: Path) -> None:
 
 def test_a_training_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
     Host(made("gpt2"), ADAMW, folder=tmp_path).keep()
-    for other in (Training("sgd", 0.1), Training("adam", 1e-2)):
+    for other in (OptimizerConfig("sgd", 0.1), OptimizerConfig("adam", 1e-2)):
         with pytest.raises(CheckpointError, match=f"holds a training with adamw, and this one is with {other.optimizer}") as caught:
             Host(made("gpt2"), other, folder=tmp_path)
         assert "--optimizer adamw" in (caught.value.hint or "")
-    assert Host(made("gpt2"), Training("adamw", 0.5), folder=tmp_path).step == 0  # at any rate
+    assert Host(made("gpt2"), OptimizerConfig("adamw", 0.5), folder=tmp_path).step == 0  # at any rate
     assert Host(made("gpt2"), folder=tmp_path).step == 0  # it only serves
     without_a_trainer(tmp_path / "split.safetensors")
-    assert Host(made("gpt2"), Training("sgd", 0.1), folder=tmp_path).step == 0
+    assert Host(made("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path).step == 0
 
 
 @pytest.mark.parametrize("address", ["localhost", "7000", "localhost:", "localhost:http", "127.0.0.1:99999"])

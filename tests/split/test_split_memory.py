@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from regauge.split import Host, InProcess, Training, connect
+from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.client.journal import Memory
 from regauge.split.protocol import frames as frames_module
 from regauge.split.protocol.frames import Frame, FrameError, Kind, Limits, RefusedError, decode, encode
@@ -18,7 +18,6 @@ from regauge.split.server.memory import Budget, BudgetError, Cost, _cgroup_memor
 from regauge.split.server.metrics import text_of
 from support.cli_runs import Run
 from support.split_pairs import ADAMW, batch, made, same
-
 
 MB = 1 << 20
 
@@ -236,7 +235,7 @@ def saved_bytes(host: Host, frame: Frame) -> int:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["gpt2", "bert-classifier", "vit", "llama"])
 def test_the_estimate_is_what_a_graph_saves(name: str, dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    host, model = Host(made(name, dropout=dropout), Training("sgd", rate=0.0)), made(name)
+    host, model = Host(made(name, dropout=dropout), OptimizerConfig("sgd", rate=0.0)), made(name)
     asked: list[Frame] = []
     real = Estimator.of
     monkeypatch.setattr(Estimator, "of", lambda self, frame, *, learns: (asked.append(frame), real(self, frame, learns=learns))[1])
@@ -262,7 +261,7 @@ def test_the_bound_for_blocks_that_cannot_be_simulated_is_not_less(name: str, mo
     for fails in (False, True):
         if fails:
             monkeypatch.setattr(Estimator, "_simulated", lambda *args, **kwargs: 1 / 0)
-        host = Host(made(name), Training("sgd", rate=0.0), memory=1 << 30)
+        host = Host(made(name), OptimizerConfig("sgd", rate=0.0), memory=1 << 30)
         with connect(model, InProcess(host)):
             model(**batch(name, 0)).loss.backward()
         costs.append(host.costs.of(asked[-1], learns=True))

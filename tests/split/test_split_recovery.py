@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from regauge.errors import CheckpointError
-from regauge.split import Host, InProcess, Link, Training, TransportError, connect
+from regauge.split import Host, InProcess, OptimizerConfig, RemoteBackbone, TransportError, connect
 from regauge.split.client.journal import Folder, JournalError, Memory
 from regauge.split.protocol.frames import Frame, FrameError, Kind, RefusedError, decode, encode, marks
 from support.split_pairs import ADAMW, KINDS, Faulty, batch, columns, locked, made, optimizer_of, same, train, whole
@@ -17,7 +17,7 @@ from support.split_pairs import ADAMW, KINDS, Faulty, batch, columns, locked, ma
 STEPS = range(8)
 
 
-def undisturbed(name: str = "gpt2", options: Training = ADAMW, dropout: float = 0.0) -> dict[str, torch.Tensor]:
+def undisturbed(name: str = "gpt2", options: OptimizerConfig = ADAMW, dropout: float = 0.0) -> dict[str, torch.Tensor]:
     """The weights after all steps, with a session of a known name: dropout is drawn from it."""
     mine = made(name, dropout=dropout)
     g = columns(mine)
@@ -63,8 +63,10 @@ def test_a_line_that_garbles_nine_requests_in_ten_is_a_bad_line_and_no_reason_to
     assert same(whole(mine, host, g), undisturbed())
 
 
-@pytest.mark.parametrize("options", [ADAMW, Training("sgd", rate=0.1, momentum=0.9, accumulate=3, schedule="linear", steps=20)], ids=["adamw", "sgd"])
-def test_a_server_that_starts_again_is_told_what_it_lost(tmp_path: Path, options: Training) -> None:
+@pytest.mark.parametrize(
+    "options", [ADAMW, OptimizerConfig("sgd", rate=0.1, momentum=0.9, accumulate=3, schedule="linear", steps=20)], ids=["adamw", "sgd"]
+)
+def test_a_server_that_starts_again_is_told_what_it_lost(tmp_path: Path, options: OptimizerConfig) -> None:
     mine = made("gpt2", dropout=0.1)
     g = columns(mine)
     start = locked(mine, g)
@@ -155,7 +157,7 @@ def test_a_client_that_was_killed_goes_on_from_its_own_checkpoint(tmp_path: Path
     host = Host(locked(first, g), ADAMW, folder=tmp_path / "server", every=2)
     kept: dict = {}
 
-    def run(model: torch.nn.Module, link: Link, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    def run(model: torch.nn.Module, link: RemoteBackbone, optimizer: torch.optim.Optimizer, steps: range) -> None:
         def after(step: int) -> None:
             if step % 2 == 1:
                 kept.update(step=step + 1, model=clone(model.state_dict()), optimizer=clone(optimizer.state_dict()), link=link.state_dict())

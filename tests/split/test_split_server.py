@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from regauge.errors import CheckpointError
-from regauge.split import Host, InProcess, Link, Training, TransportError, connect
+from regauge.split import Host, InProcess, OptimizerConfig, RemoteBackbone, TransportError, connect
 from regauge.split.client.journal import Memory
 from regauge.split.protocol.frames import FrameError, Kind, RefusedError, decode
 from regauge.split.server.backbone import mean, slopes
@@ -258,7 +258,7 @@ def averaged(folder: Path, after: int, at_once: bool) -> tuple[dict[str, torch.T
     """Two clients of six steps each, with a mean after every two; at once, or one after the other."""
     network = Restarting(lambda: Host(made("gpt2"), ADAMW, folder=folder, every=2, average=2), after)
     models = [made("gpt2"), made("gpt2")]
-    links: list[Link] = [connect(m, network, journal=named("ab"[i]), rows="batch", secret=5) for i, m in enumerate(models)]
+    links: list[RemoteBackbone] = [connect(m, network, journal=named("ab"[i]), rows="batch", secret=5) for i, m in enumerate(models)]
     for link in links:
         link.log.sleep = lambda seconds: time.sleep(min(seconds, 0.005))
     optimizers = [optimizer_of(m) for m in models]
@@ -441,7 +441,7 @@ def test_the_end_of_a_session_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_training_is_told() -> None:
-    told = Training("sgd", 0.1, decay=0.2, momentum=0.9, schedule="linear", warmup=1, steps=9, clip=0.5, accumulate=2).told()
+    told = OptimizerConfig("sgd", 0.1, decay=0.2, momentum=0.9, schedule="linear", warmup=1, steps=9, clip=0.5, accumulate=2).told()
     assert told == {
         "optimizer": "sgd",
         "rate": 0.1,
@@ -459,7 +459,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
-    host = Host(made("gpt2"), Training("sgd", 0.1), folder=tmp_path)
+    host = Host(made("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path)
     host.keep()
     path = tmp_path / "split.safetensors"
     with safe_open(path, "pt") as file:
@@ -487,6 +487,6 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
 )
 def test_a_training_that_cannot_be_names_what_is_wrong(given: dict[str, Any], words: str) -> None:
     with pytest.raises(TrainingError, match=words) as caught:
-        Training("sgd", **{"rate": 0.1, **given})
+        OptimizerConfig("sgd", **{"rate": 0.1, **given})
     assert "or more" in (caught.value.hint or "")
-    assert Training("sgd", rate=0.0, clip=0.0, accumulate=1).rate == 0.0
+    assert OptimizerConfig("sgd", rate=0.0, clip=0.0, accumulate=1).rate == 0.0

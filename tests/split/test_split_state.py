@@ -15,7 +15,7 @@ import torch
 
 from regauge.checkpoints.tensor_files import read_tensors, write_tensors
 from regauge.errors import CheckpointError
-from regauge.split import Host, InProcess, Training, connect
+from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.master_weights import MasterOptimizer, are_finite, are_usable
 from regauge.split.protocol.frames import Frame, Kind, RefusedError, decode, encode
 from support.split_pairs import ADAMW, batch, made, optimizer_of, same, train
@@ -46,7 +46,7 @@ def unchanged(host: Host, before: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
 def test_a_half_precision_backbone_trains_near_float32(tmp_path: Path, dtype: torch.dtype, optimizer: str) -> None:
     """Steps are smaller than the spacing of the half-precision weights, and must add up all the same."""
-    options = Training(optimizer, rate=1e-4 if optimizer != "sgd" else 1e-3)
+    options = OptimizerConfig(optimizer, rate=1e-4 if optimizer != "sgd" else 1e-3)
     moved: list[dict[str, torch.Tensor]] = []
     for kind in (dtype, torch.float32):
         start = made("gpt2").to(dtype).to(kind)  # both from the same numbers
@@ -79,7 +79,7 @@ def test_a_plain_optimizer_in_float16_is_the_negative_control() -> None:
 def test_float32_and_float64_have_no_copies_and_step_as_torch_does() -> None:
     for dtype in (torch.float32, torch.float64):
         a, b = made("gpt2", dtype), made("gpt2", dtype)
-        options = Training("adamw", 1e-2, clip=0.1, decay=0.1, schedule="linear", steps=9)
+        options = OptimizerConfig("adamw", 1e-2, clip=0.1, decay=0.1, schedule="linear", steps=9)
         own, plain = MasterOptimizer(options, dict(a.named_parameters())), options.build(b.parameters())
         assert all(own.masters[n] is p for n, p in a.named_parameters())
         for step in range(3):
@@ -99,7 +99,7 @@ def test_float32_and_float64_have_no_copies_and_step_as_torch_does() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_step_that_is_not_finite_is_undone_exactly(tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     """The weights would leave the range of their dtype."""
-    host = Host(made("gpt2", dtype), Training("sgd", rate=3e38 if dtype is torch.float32 else 1e8, momentum=0.9), folder=tmp_path, every=1)
+    host = Host(made("gpt2", dtype), OptimizerConfig("sgd", rate=3e38 if dtype is torch.float32 else 1e8, momentum=0.9), folder=tmp_path, every=1)
     mine = made("gpt2", dtype)
     with connect(mine, InProcess(host)) as link:
         before, path = snapshot_of(host), tmp_path / "split.safetensors"
@@ -111,7 +111,7 @@ def test_a_step_that_is_not_finite_is_undone_exactly(tmp_path: Path, dtype: torc
         assert unchanged(host, before)
         assert (host.step, host.main.step, host.main.waiting, host.main.gradients()) == (0, 0, 0, {})
         assert not path.exists()
-        host.training = host.main.training = host.main.optimizer.training = Training("sgd", rate=1e-3, momentum=0.9)  # type: ignore[union-attr]
+        host.training = host.main.training = host.main.optimizer.training = OptimizerConfig("sgd", rate=1e-3, momentum=0.9)  # type: ignore[union-attr]
         mine(**batch("gpt2", 1, dtype)).loss.backward()  # the session goes on
         assert link.log.greet()["done"] == 3  # two forward passes and a backward pass
     assert host.step == 1
@@ -121,7 +121,7 @@ def test_a_step_that_is_not_finite_is_undone_exactly(tmp_path: Path, dtype: torc
 
 def test_gradients_that_wait_for_a_step_are_dropped_with_it_also_after_a_restart(tmp_path: Path) -> None:
     """One client's huge gradient does not block the steps of all others."""
-    options = Training("sgd", rate=100.0, accumulate=2)
+    options = OptimizerConfig("sgd", rate=100.0, accumulate=2)
     host = Host(made("gpt2", torch.float16), options, folder=tmp_path, every=1000)
     models = [made("gpt2", torch.float16) for _ in range(2)]
     links = [connect(m, InProcess(host, peer)) for m, peer in zip(models, ("mallory", "ann"), strict=True)]
@@ -206,7 +206,7 @@ def asked(host: Host, frame: Frame, peer: str = "") -> Frame:
 
 
 def test_a_step_without_gradients_does_not_count(tmp_path: Path) -> None:
-    options = Training("adamw", 1e-2, schedule="linear", steps=10)
+    options = OptimizerConfig("adamw", 1e-2, schedule="linear", steps=10)
     host, mine = Host(made("gpt2"), options, folder=tmp_path, every=1), made("gpt2")
     with connect(mine, InProcess(host)) as link:
         session = str(link.told["session"])
@@ -225,7 +225,7 @@ def test_a_step_without_gradients_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_step_is_not_taken_with_another_clients_gradients() -> None:
-    host = Host(made("gpt2"), Training("sgd", 0.1, accumulate=2))
+    host = Host(made("gpt2"), OptimizerConfig("sgd", 0.1, accumulate=2))
     mine = made("gpt2")
     with connect(mine, InProcess(host, "ann")), connect(made("gpt2"), InProcess(host, "mallory")) as other:
         mine(**batch("gpt2", 0)).loss.backward()
@@ -238,7 +238,7 @@ def test_a_step_is_not_taken_with_another_clients_gradients() -> None:
 
 def test_whose_gradients_went_with_anothers_step_is_answered_and_not_counted() -> None:
     """Ann has gone back through one of two passes when bob's step takes her gradient along: her own STEP is honest, and has nothing left to do."""
-    host = Host(made("gpt2"), Training("sgd", 0.1))
+    host = Host(made("gpt2"), OptimizerConfig("sgd", 0.1))
     ann, bob = made("gpt2"), made("gpt2")
     with connect(ann, InProcess(host, "ann")) as link, connect(bob, InProcess(host, "bob")):
         losses = [ann(**batch("gpt2", step)).loss for step in (0, 1)]
@@ -384,7 +384,7 @@ def test_nobody_makes_the_server_forget_anothers_ended_session(monkeypatch: pyte
 
 def trained_folder(folder: Path, **more: Any) -> Path:
     """A checkpoint with moments, waiting gradients, an open pass and an ended session."""
-    host = Host(made("gpt2"), Training("adamw", 1e-2, accumulate=2), folder=folder, **more)
+    host = Host(made("gpt2"), OptimizerConfig("adamw", 1e-2, accumulate=2), folder=folder, **more)
     mine, gone = made("gpt2"), made("gpt2")
     with connect(gone, InProcess(host, "bob")) as link:
         train("gpt2", gone, optimizer_of(gone), range(2))
@@ -398,7 +398,7 @@ def trained_folder(folder: Path, **more: Any) -> Path:
     return folder / "split.safetensors"
 
 
-OPTIONS = Training("adamw", 1e-2, accumulate=2)
+OPTIONS = OptimizerConfig("adamw", 1e-2, accumulate=2)
 WEIGHT = "weight/transformer.h.0.ln_1.weight"
 MOMENT = "optimizer/transformer.h.0.ln_1.weight/exp_avg_sq"
 
@@ -494,12 +494,12 @@ def test_a_server_that_only_serves_for_a_while_loses_no_training_state(saved: Pa
     assert unchanged(b, snapshot_of(a))
     assert same(a.main.gradients(), b.main.gradients())
     with pytest.raises(CheckpointError, match="training with adamw"):
-        Host(made("gpt2"), Training("sgd", 0.1), folder=tmp_path)
+        Host(made("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path)
 
 
 def test_a_learner_that_is_copied_has_its_masters(tmp_path: Path) -> None:
     """Copies of a half-precision backbone start from the masters, not from their rounded weights, and are saved and averaged in float32."""
-    host = Host(made("gpt2", torch.float16), Training("sgd", 1e-3), average=2, folder=tmp_path)
+    host = Host(made("gpt2", torch.float16), OptimizerConfig("sgd", 1e-3), average=2, folder=tmp_path)
     with torch.no_grad():
         for master in host.main.masters.values():
             master.mul_(1 + 1e-5)  # too little for float16
@@ -510,7 +510,7 @@ def test_a_learner_that_is_copied_has_its_masters(tmp_path: Path) -> None:
         for step in range(3):
             mine(**batch("gpt2", step, torch.float16)).loss.backward()
         host.keep()
-    again = Host(made("gpt2", torch.float16), Training("sgd", 1e-3), average=2, folder=tmp_path)
+    again = Host(made("gpt2", torch.float16), OptimizerConfig("sgd", 1e-3), average=2, folder=tmp_path)
     (one,), (other,) = ([s.learner for s in h.sessions.values()] for h in (host, again))
     assert one is not None
     assert other is not None

@@ -10,7 +10,7 @@ import torch
 
 from regauge.core.element import element
 from regauge.errors import CutError, RegaugeError
-from regauge.split import Host, InProcess, Training, connect
+from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.protocol.frames import RefusedError
 from regauge.testing import strict_float64
 from support.picos import PICOS, build, config_of, spec_of
@@ -92,10 +92,10 @@ def test_features_cross_in_fewer_bytes_and_masks_as_they_are(codec: str) -> None
 
 
 def test_gradients_are_accumulated_clipped_and_scheduled_as_locally() -> None:
-    options = Training("sgd", rate=0.1, momentum=0.9, schedule="cosine", warmup=2, steps=6, accumulate=2)
+    options = OptimizerConfig("sgd", rate=0.1, momentum=0.9, schedule="cosine", warmup=2, steps=6, accumulate=2)
     mine, plain = made("bert-classifier"), made("bert-classifier")
     host = Host(made("bert-classifier"), options)
-    mine_optimizer, optimizer = optimizer_of(mine, Training("sgd", rate=0.0)), optimizer_of(plain, options)
+    mine_optimizer, optimizer = optimizer_of(mine, OptimizerConfig("sgd", rate=0.0)), optimizer_of(plain, options)
     edges = [p for n, p in plain.named_parameters() if ".layer." not in n]
     with connect(mine, InProcess(host)):
         for step in range(6):

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("accelerate")
 
-from regauge.split import Host, InProcess, Training, connect
+from regauge.split import Host, InProcess, OptimizerConfig, connect
 from support.split_pairs import batch, distance, made, whole
 
 RATE, STEPS = 1e-2, 6
@@ -56,7 +56,7 @@ def test_a_trainer_does_not_notice(tmp_path: Path, over: str) -> None:
     plain, mine = made("gpt2", torch.float32), made("gpt2", torch.float32)
     before = {n: t.clone() for n, t in plain.state_dict().items()}
     expected = trained(plain, tmp_path / "plain")
-    host = Host(made("gpt2", torch.float32), Training("adamw", RATE, schedule="linear", steps=STEPS))
+    host = Host(made("gpt2", torch.float32), OptimizerConfig("adamw", RATE, schedule="linear", steps=STEPS))
     if over == "process":
         with connect(mine, InProcess(host), rows="batch"):
             losses = trained(mine, tmp_path / "split")

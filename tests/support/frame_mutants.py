@@ -11,7 +11,7 @@ import struct
 
 import torch
 
-from regauge.split import Host, InProcess, Training, connect
+from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.client.journal import Memory
 from regauge.split.protocol.frames import BARE, CODECS, HEADER, Frame, FrameError, Kind, Limits, checksum, decode, encode
 from support.split_pairs import batch, made, optimizer_of, train
@@ -23,7 +23,7 @@ SESSION = "0" * 32
 def requests(name: str) -> tuple[Host, list[bytes]]:
     """A server at work, and one of every kind of request that it is sent. Its rate is 0: it trains, and stays as it is."""
     mine = made(name)
-    host = Host(made(name), Training("adamw", rate=0.0), limits=LIMITS, length=64, graphs=64, sessions=4)
+    host = Host(made(name), OptimizerConfig("adamw", rate=0.0), limits=LIMITS, length=64, graphs=64, sessions=4)
     seen: list[bytes] = []
 
     class Watched(InProcess):

@@ -12,14 +12,14 @@ import torch
 
 from regauge.core.action import apply
 from regauge.core.element import Element, element
-from regauge.split import Host, Training, TransportError
+from regauge.split import Host, OptimizerConfig, TransportError
 from regauge.split.protocol.frames import chunks
 from regauge.split.protocol.transport import deliver
 from regauge.testing import strict_float64
 from support.picos import IDS, IMAGES, PICOS, build, spec_of
 
 NAMES = ("gpt2", "bert-classifier", "vit", "llama")
-ADAMW = Training("adamw", rate=1e-2, decay=0.01)
+ADAMW = OptimizerConfig("adamw", rate=1e-2, decay=0.01)
 
 
 def batch(name: str, step: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def columns(model: torch.nn.Module, seed: int = 3) -> Element:
     return element(spec_of(model), seed, within="permutation")
 
 
-def optimizer_of(model: torch.nn.Module, options: Training = ADAMW) -> torch.optim.Optimizer:
+def optimizer_of(model: torch.nn.Module, options: OptimizerConfig = ADAMW) -> torch.optim.Optimizer:
     return options.build(p for p in model.parameters() if p.requires_grad)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from regauge.core.element import Element
-from regauge.split import Host, InProcess, Link, TransportError, connect
+from regauge.split import Host, InProcess, RemoteBackbone, TransportError, connect
 from support.split_pairs import ADAMW, columns, locked, made, optimizer_of, whole
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -154,7 +154,7 @@ def _train(pipe: Connection, port: int, folder: str, steps: int) -> None:
     g: Element = columns(model)
     path, allowed = Path(folder) / "client.pt", 0
     with Watched(f"127.0.0.1:{port}") as network:
-        link: Link = connect(model, network, element=g, rows="batch", secret=SECRET, journal=Path(folder) / "journal", patience=PATIENCE)
+        link: RemoteBackbone = connect(model, network, element=g, rows="batch", secret=SECRET, journal=Path(folder) / "journal", patience=PATIENCE)
         optimizer, done = optimizer_of(model), 0
         if path.exists():
             state = torch.load(path, weights_only=True)

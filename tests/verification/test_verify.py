@@ -554,8 +554,8 @@ def test_a_tensor_that_half_precision_drowns_is_named_and_not_judged(dtype: torc
 
 
 def test_of_two_draws_the_one_that_fails_is_told() -> None:
-    holds, larger, untold, fails = (Finding("x", "", h, v) for h, v in ((True, 1e-9), (True, 1e-8), (None, None), (False, 1e-10)))
-    for one, other, worse in ((holds, larger, larger), (holds, untold, untold), (untold, fails, fails), (larger, fails, fails)):
+    holds, larger, inconclusive, fails = (Finding("x", "", h, v) for h, v in ((True, 1e-9), (True, 1e-8), (None, None), (False, 1e-10)))
+    for one, other, worse in ((holds, larger, larger), (holds, inconclusive, inconclusive), (inconclusive, fails, fails), (larger, fails, fails)):
         assert _worse(one, other) is worse
         assert _worse(other, one) is worse
 

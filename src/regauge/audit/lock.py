@@ -30,7 +30,7 @@ from regauge.errors import CutError, RegaugeError
 from regauge.matching.barriers import score
 from regauge.matching.invariants import nonfinite
 from regauge.models.cut import cut
-from regauge.results.findings import Finding, Results, Table, judged
+from regauge.results.findings import Finding, Results, Table, apply_threshold
 
 if TYPE_CHECKING:
     from regauge.locking.keys import Key
@@ -110,7 +110,7 @@ def audit_lock(
         if name == "theft" and case.train is not None:
             unchecked += [f"theft with {n} labels: there are {len(case.train)} examples" for n in labels if n > len(case.train)]
         for finding, seconds in run():
-            findings.append(judged(finding, most))
+            findings.append(apply_threshold(finding, most))
             costs.append((finding.id, round(seconds, 2)))
     if not findings:
         raise AuditError("nothing could be tried against this lock", hint="give --against BASE, or --data with examples of its task")

@@ -84,7 +84,7 @@ def staged_folder(out: Path, mode: int = EVERYONE, *, replace: bool = False) -> 
     For what other libraries write: files and folders in it get the bits of `mode`, less the umask, just before. An older `out` must be an empty
     folder, or is removed with `replace` once the new one is in its place.
     """
-    partial = beside(out)
+    partial = temp_sibling(out)
     with writing(out):
         try:
             make_folder(partial.parent)
@@ -168,7 +168,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def alone(folder: Path, message: str, hint: str) -> Iterator[None]:
+def exclusive_lock(folder: Path, message: str, hint: str) -> Iterator[None]:
     """Refuse whoever comes second to a folder. It is free again when its holder is gone, however that ended. Where the system cannot lock folders,
     nothing is refused."""
     try:
@@ -215,7 +215,7 @@ def _require_plain(path: Path) -> None:
     require_file(path)
 
 
-def beside(path: Path) -> Path:
+def temp_sibling(path: Path) -> Path:
     """A hidden name beside a file, for what is not whole yet. It is random: in a container every process may have the same number, and would meet
     what a killed one has left."""
     return path.with_name(f".{path.name}.partial-{os.urandom(6).hex()}")
@@ -224,7 +224,7 @@ def beside(path: Path) -> Path:
 def replace_folder(new: Path, old: Path) -> None:
     """Put the folder `new` in the place of `old`, which is removed. Where the system can exchange two names (Linux), one of the two is in place at
     every moment; elsewhere `old` is moved aside first, and back if the second rename fails."""
-    aside = beside(old)
+    aside = temp_sibling(old)
     if not old.exists():
         new.rename(old)
     elif _exchange(new, old):
@@ -259,7 +259,7 @@ def write_bytes(path: Path, data: bytes | bytearray | memoryview, mode: int = 0o
         _require_plain(path)
         if not new and path.exists():
             mode &= stat.S_IMODE(path.stat().st_mode) | 0o600
-    partial = beside(path)
+    partial = temp_sibling(path)
     with writing(path):
         try:
             with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:

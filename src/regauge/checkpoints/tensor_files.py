@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from regauge.checkpoints.files import beside, fsync_folder, require_file, writing
+from regauge.checkpoints.files import fsync_folder, require_file, temp_sibling, writing
 from regauge.errors import CheckpointError
 
 Tensor = torch.Tensor
@@ -27,7 +27,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = beside(path)
+        partial = temp_sibling(path)
         try:
             if mode is not None:
                 partial.touch(mode=mode)

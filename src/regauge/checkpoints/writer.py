@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoints.blocks import Blocks, bits_of
-from regauge.checkpoints.files import alone, copy_file, file_mode, fsync_folder, make_folder, tighten, write_bytes, writing
+from regauge.checkpoints.files import copy_file, exclusive_lock, file_mode, fsync_folder, make_folder, tighten, write_bytes, writing
 from regauge.checkpoints.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.checkpoints.plan import File, Plan, Thunks, check_space, is_file_name, is_finite, nbytes, real_path
 from regauge.checkpoints.reader import Checkpoint
@@ -147,7 +147,7 @@ def _staged(partial: Path, plan: Plan, resume: bool, mode: int) -> Iterator[set[
     with writing(partial):
         partial.mkdir(mode=mode, exist_ok=True)
         tighten(partial, mode)
-    with alone(partial, f"another run is writing {partial}", "wait for it, or name another folder with -o"):
+    with exclusive_lock(partial, f"another run is writing {partial}", "wait for it, or name another folder with -o"):
         done = _finished(partial, plan, digest) if resume else set()
         try:
             with writing(partial):

@@ -96,7 +96,7 @@ def split(
     check_device(device)
     from regauge.audit.split import SplitCase, audit_split, audit_texts
     from regauge.results.metrics import Lpips
-    from regauge.split import Training
+    from regauge.split import OptimizerConfig
     from regauge.split.client.train import Run
 
     set_threads(threads)
@@ -115,7 +115,7 @@ def split(
     train, own, test = parts(examples, samples, seed)
     say(f"{len(train)} {what} of the client's, {len(own)} of the attacker's, {len(test)} to test on; {min(attacked, len(test))} are attacked")
     steps = math.ceil(len(train) / batch) * epochs
-    how = Training("adamw", rate, decay=0.01, schedule="cosine", warmup=max(1, steps // 10), steps=steps + 1)
+    how = OptimizerConfig("adamw", rate, decay=0.01, schedule="cosine", warmup=max(1, steps // 10), steps=steps + 1)
     pixels = task.get("mean", ()), task.get("std", ())
     case = SplitCase(module.to(device), train, own, test, *pixels, how, Run(steps, batch, seed), attacked, Path(str(data)).stem)
     with step_bar("audit") as progress:
@@ -179,14 +179,14 @@ def open_plain(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module,
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.errors import LockError
     from regauge.locking.lock import record_of
-    from regauge.models.load import drawn_anew, load_model
+    from regauge.models.load import load_model, reinitialize
 
     checkpoint = open_checkpoint(model)
     record = record_of(checkpoint)
     if record is not None:
         raise LockError(f"{model} is locked by the key {record.key}", hint="audit the plain model: columns under one key hide little (audit lock)")
     module = load_model(checkpoint, "float32")
-    return drawn_anew(module, seed) if is_random else module, checkpoint
+    return reinitialize(module, seed) if is_random else module, checkpoint
 
 
 def require_size(source: sample.Sample, module: torch.nn.Module) -> None:

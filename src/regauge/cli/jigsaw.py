@@ -111,7 +111,7 @@ def train(
     from regauge.jigsaw.folder import FOLDER, save_wrapped
     from regauge.jigsaw.masks import JigsawError, check_ratio
     from regauge.jigsaw.wrapper import wrap
-    from regauge.models.load import drawn_anew, load_model
+    from regauge.models.load import load_model, reinitialize
 
     check_ratio(ratio)
     for name, value in (("--rate", rate), ("--decay", decay)):
@@ -126,7 +126,7 @@ def train(
     if (checkpoint.path / FOLDER).is_dir():
         say(f"{model} was trained with puzzles: it goes on as a plain model, with an unknown embedding of its own")
     if fresh:
-        live = drawn_anew(live, seed)
+        live = reinitialize(live, seed)
     broken = next((name for name, t in live.state_dict().items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
     if broken is not None:
         raise JigsawError(f'"{broken}" of {model} is not finite', hint="restore it from a copy, or train from scratch: --fresh")

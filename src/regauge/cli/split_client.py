@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from regauge.checkpoints.reader import Checkpoint
     from regauge.data.tasks import Examples
     from regauge.defences.split import Defence
-    from regauge.split import Link, Training
+    from regauge.split import OptimizerConfig, RemoteBackbone
 
 VERSION = 1
 FIRST = 10.0  # seconds in which the first contact must succeed
@@ -288,7 +288,7 @@ def _linked(
     codec: Codec | None,
     journal: Path | None,
     patience: float,
-) -> Iterator[Link]:
+) -> Iterator[RemoteBackbone]:
     """A link that was told who the server is, and talks when it waits."""
     from regauge.errors import LockError, RegaugeError
     from regauge.split import TransportError, connect
@@ -377,14 +377,14 @@ def _checked(told: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _own(told: dict[str, Any], steps: int, rate: float | None, optimizer: Optimizer | None, given: dict[str, Any]) -> Training:
+def _own(told: dict[str, Any], steps: int, rate: float | None, optimizer: Optimizer | None, given: dict[str, Any]) -> OptimizerConfig:
     """How embedding and head are trained: as was asked for, and otherwise as the server trains. A schedule that was asked for ends with the run."""
-    from regauge.split import Training
+    from regauge.split import OptimizerConfig
 
     names = ("optimizer", "rate", "decay", "momentum", "schedule", "warmup", "steps", "clip", "accumulate")
     theirs = {n: told[n] for n in names if n in told and told.get("trains")}
     said = {"rate": rate, "optimizer": optimizer, **given, "steps": None if given["schedule"] is None else steps}
-    return Training(**{**theirs, **{n: str(v) if isinstance(v, StrEnum) else v for n, v in said.items() if v is not None}})
+    return OptimizerConfig(**{**theirs, **{n: str(v) if isinstance(v, StrEnum) else v for n, v in said.items() if v is not None}})
 
 
 def _require_journal(journal: Path | None, resume: bool) -> None:

@@ -20,7 +20,7 @@ from regauge.cli import options
 from regauge.cli.console import data_json, say
 
 if TYPE_CHECKING:
-    from regauge.split import Host, Training
+    from regauge.split import Host, OptimizerConfig
     from regauge.split.protocol.channel import Tls
     from regauge.split.server.client_list import ClientFile
     from regauge.split.server.network import Server
@@ -196,27 +196,27 @@ def serve(
     return 0
 
 
-def _training(rate: float | None, optimizer: Optimizer | None, given: dict[str, Any]) -> Training | None:
+def _training(rate: float | None, optimizer: Optimizer | None, given: dict[str, Any]) -> OptimizerConfig | None:
     said = {name: value for name, value in given.items() if value is not None}
     if rate is None:
         if said or optimizer is not None:
             what = "--optimizer" if optimizer is not None else f"--{min(said)}"
             raise typer.BadParameter("this belongs to training, and without --rate R nothing is trained", param_hint=what)
         return None
-    from regauge.split import Training
+    from regauge.split import OptimizerConfig
 
     plain: dict[str, Any] = {k: str(v) if isinstance(v, StrEnum) else v for k, v in said.items()}
-    return Training("adamw" if optimizer is None else optimizer.value, rate, **plain)
+    return OptimizerConfig("adamw" if optimizer is None else optimizer.value, rate, **plain)
 
 
 @contextmanager
 def only_one(folder: Path, what: str) -> Iterator[None]:
     """Hold a folder, made if it is not there, for one process: two would overwrite what the other one has said is kept."""
-    from regauge.checkpoints.files import alone, writing
+    from regauge.checkpoints.files import exclusive_lock, writing
 
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with alone(folder, f"another {what} is using {folder}", "wait until it has ended, or name another folder"):
+    with exclusive_lock(folder, f"another {what} is using {folder}", "wait until it has ended, or name another folder"):
         yield
 
 

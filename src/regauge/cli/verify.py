@@ -138,7 +138,7 @@ def text_of(results: Results, verbose: int = 0) -> str:
     lines = [results.title, "", columns(rows, right=(2, 3, 4)), ""]
     lines += [f"not checked: {text}" for text in results.unchecked]
     last = f"{held} of {told} checks hold"
-    last += f"; {len(results.untold)} cannot be told" if results.untold else ""
+    last += f"; {len(results.inconclusive)} cannot be told" if results.inconclusive else ""
     last += f"; {len(results.failed)} FAILED" if results.failed else ""
     return "\n".join([*lines, last])
 

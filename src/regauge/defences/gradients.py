@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from regauge.defences.split import DefenceError, Draw, in_turn, parts_of, read_named, require, spent
+from regauge.defences.split import DefenceError, Draw, gaussian_epsilon, in_turn, parts_of, read_named, require
 from regauge.errors import RegaugeError
 from regauge.jigsaw.layers import inner_of
 from regauge.jigsaw.masks import check_ratio
@@ -160,7 +160,7 @@ class Private:
 
     def epsilon(self, releases: int = 1, delta: float = 1e-5) -> float:
         """Of a sample that was in so many updates, next to a training without it, for whoever sees all of them; no sampling is assumed to hide it."""
-        return spent(self.multiplier, releases, delta, "ADD_OR_REMOVE_ONE")
+        return gaussian_epsilon(self.multiplier, releases, delta, "ADD_OR_REMOVE_ONE")
 
 
 @dataclass(frozen=True)

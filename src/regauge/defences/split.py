@@ -242,10 +242,10 @@ class Private(_OnStream):
         accountant. The gradient is counted as a second release of the same sample; labels are in it, and are so covered.
         """
         require(passes >= 0, f"{passes} passes cannot be", "count them from 0")
-        return spent(self.multiplier, passes * (2 if backward else 1), delta, "REPLACE_ONE")
+        return gaussian_epsilon(self.multiplier, passes * (2 if backward else 1), delta, "REPLACE_ONE")
 
 
-def spent(multiplier: float, releases: int, delta: float, neighbours: str) -> float:
+def gaussian_epsilon(multiplier: float, releases: int, delta: float, neighbours: str) -> float:
     """The epsilon of so many Gaussian releases, by dp-accounting's Renyi accountant. `neighbours` is its relation: REPLACE_ONE, ADD_OR_REMOVE_ONE."""
     need("dp_accounting", "privacy")
     from dp_accounting import GaussianDpEvent, NeighboringRelation, SelfComposedDpEvent

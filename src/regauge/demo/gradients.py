@@ -48,11 +48,11 @@ def given(stage: Stage) -> Results:
 
 def _vit(seed: int) -> Any:
     """The ViT of the other chapters with two layers, wide enough for its patches, as real ones are."""
-    from regauge.models.load import drawn_anew
+    from regauge.models.load import reinitialize
 
     model = vit(seed).float()
     model.config.num_hidden_layers, model.config.hidden_size, model.config.initializer_range = 2, 64, 0.05
-    return drawn_anew(model, seed)
+    return reinitialize(model, seed)
 
 
 def _claims(found: Results) -> tuple[Finding, ...]:

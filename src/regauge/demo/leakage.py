@@ -26,7 +26,7 @@ def watched(stage: Stage) -> Results:
     from regauge.audit.split.attempts import Budget, named
     from regauge.data.tasks import Examples
     from regauge.models.summary import columns
-    from regauge.split import Training
+    from regauge.split import OptimizerConfig
     from regauge.split.client.train import Run
 
     images, labels = load()
@@ -43,7 +43,7 @@ def watched(stage: Stage) -> Results:
         part(TRAIN + OWN, len(images)),
         [0.5],
         [0.5],
-        Training("adamw", 2e-3, schedule="cosine", warmup=steps // 10, steps=steps + 1),
+        OptimizerConfig("adamw", 2e-3, schedule="cosine", warmup=steps // 10, steps=steps + 1),
         Run(steps, BATCH, stage.seed),
         ATTACKED,
         "watched",
@@ -62,12 +62,12 @@ def watched(stage: Stage) -> Results:
 
 def _vit(seed: int) -> Any:
     """The ViT of the other chapters with half of its layers, and weights to begin with that learn in a few epochs."""
-    from regauge.models.load import drawn_anew
+    from regauge.models.load import reinitialize
 
     model = vit(seed).float()
     model.config.num_hidden_layers = 2
     model.config.initializer_range = 0.1
-    return drawn_anew(model, seed)
+    return reinitialize(model, seed)
 
 
 def _claims(found: Results) -> tuple[Finding, ...]:

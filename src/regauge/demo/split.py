@@ -24,7 +24,7 @@ def apart(stage: Stage) -> Results:
     need("sklearn", "experiments")
     from regauge import apply, element, spec_of
     from regauge.models.summary import columns
-    from regauge.split import Host, Training, connect
+    from regauge.split import Host, OptimizerConfig, connect
 
     images, labels = load()
     test, answers = images[SPLIT:], labels[SPLIT:]
@@ -34,7 +34,7 @@ def apart(stage: Stage) -> Results:
     theirs.load_state_dict(apply(g, plain.state_dict(), part="backbone"))
     with stage.bar("train, in one place") as tick:
         expected = train(plain, images[:SPLIT], labels[:SPLIT], stage.seed + 32, tick, epochs=EPOCHS)
-    host = Host(theirs, Training("adamw", RATE, decay=0.01))
+    host = Host(theirs, OptimizerConfig("adamw", RATE, decay=0.01))
     with _served(host, stage) as network, connect(mine, network, element=g, rows="batch"):
         with stage.bar("train, with the backbone on a server") as tick:
             losses = train(mine, images[:SPLIT], labels[:SPLIT], stage.seed + 32, tick, epochs=EPOCHS)

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 
 from regauge.defences.gradients import Clip, Freeze, Noise, Prune, Round, Withhold, clipped, names_of
-from regauge.defences.split import DefenceError, Draw, in_turn, parts_of, read_named, spent
+from regauge.defences.split import DefenceError, Draw, gaussian_epsilon, in_turn, parts_of, read_named
 from regauge.federated.settings import FederatedError
 from regauge.federated.states import Contribution
 
@@ -49,7 +49,7 @@ class Private:
 
     def epsilon(self, rounds: int, delta: float = DELTA) -> float:
         """Of a client that contributed to so many rounds, next to a run without it."""
-        return spent(self.multiplier, rounds, delta, "ADD_OR_REMOVE_ONE")
+        return gaussian_epsilon(self.multiplier, rounds, delta, "ADD_OR_REMOVE_ONE")
 
 
 DEFENCES: Mapping[str, type] = {

@@ -44,7 +44,7 @@ from regauge.defences.split import parts_of as texts_of  # noqa: E402
 from regauge.federated.client import contribute  # noqa: E402
 from regauge.federated.defences import defended, frozen, read_defences  # noqa: E402
 from regauge.federated.flower_secure import ask_securely, securing  # noqa: E402
-from regauge.federated.local_state import Own, after, withheld  # noqa: E402
+from regauge.federated.local_state import LocalState, after, withheld  # noqa: E402
 from regauge.federated.partitions import parts_of  # noqa: E402
 from regauge.federated.rounds import Tell, done  # noqa: E402
 from regauge.federated.runs import OWN, Found, Source, federated  # noqa: E402
@@ -197,7 +197,7 @@ def client_app(source: Source | None = None, mods: Sequence[Mod] = (), own: Path
             model, part = part_of(source or source_of(context.node_config), settings, client, "data" in context.node_config)
             chosen, state = defences_of(settings, context), from_arrays(message.content["arrays"])
             still, hidden = frozen(model, chosen), withheld(model, chosen)
-            place = Own(own or folder_of(context.node_config, str(config.get("run", "")))) if hidden else Own()
+            place = LocalState(own or folder_of(context.node_config, str(config.get("run", "")))) if hidden else LocalState()
             mine = place.before(client, number)
             made = contribute(model, state, part, settings, number, client, still=still, own=mine)
             if hidden:

@@ -20,7 +20,7 @@ from regauge.federated.settings import VERSION
 from regauge.federated.states import Contribution, State
 
 
-class Own:
+class LocalState:
     """The withheld tensors of clients, in a folder or, without one, in memory."""
 
     def __init__(self, folder: Path | None = None) -> None:

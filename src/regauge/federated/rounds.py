@@ -21,7 +21,7 @@ from regauge.federated import state_store
 from regauge.federated.aggregation import Fuse, Memory, NonFiniteError, aggregate
 from regauge.federated.client import contribute
 from regauge.federated.defences import defended, frozen, read_defences
-from regauge.federated.local_state import Own, after, withheld
+from regauge.federated.local_state import LocalState, after, withheld
 from regauge.federated.settings import FederatedError, Settings
 from regauge.federated.state_store import Kept, Round
 from regauge.federated.states import Absence, Contribution, State, digest_of, layout_of
@@ -43,7 +43,7 @@ class InProcess:
     """Clients in this process, one after the other, on one model. `settings.drop` of the contributions are lost on purpose, by the seed, from which
     the noise of defences is drawn too. What clients withhold is kept in `own`."""
 
-    def __init__(self, model: torch.nn.Module, parts: Sequence[Examples], settings: Settings, own: Own | None = None) -> None:
+    def __init__(self, model: torch.nn.Module, parts: Sequence[Examples], settings: Settings, own: LocalState | None = None) -> None:
         if len(parts) != settings.clients:
             raise FederatedError(f"there are {len(parts)} parts of data for {settings.clients} clients")
         if settings.secure:
@@ -51,7 +51,7 @@ class InProcess:
         self.model, self.parts, self.settings = model, parts, settings
         self.defences = read_defences(settings.defences)
         self.still, self.hidden = frozen(model, self.defences), withheld(model, self.defences)
-        self.own = own or Own()
+        self.own = own or LocalState()
         self.tries: dict[int, int] = {}
 
     def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:

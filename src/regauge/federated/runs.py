@@ -23,7 +23,7 @@ from regauge.data.tasks import Examples, read_examples
 from regauge.federated import fusion, state_store
 from regauge.federated.client import plain, prepared
 from regauge.federated.defences import DELTA, epsilon, frozen, read_defences
-from regauge.federated.local_state import Own, withheld
+from regauge.federated.local_state import LocalState, withheld
 from regauge.federated.partitions import parts_of
 from regauge.federated.recorder import spy_on
 from regauge.federated.rounds import Engine, InProcess, Tell, done, run
@@ -117,7 +117,7 @@ def federated(
     model = source.live(settings)
     shared, test, _ = source.read(model)
     test, inputs = fusion.parted(test) if settings.independent else (test, ())
-    own = Own(folder / OWN)
+    own = LocalState(folder / OWN)
     here = None if engine else InProcess(model, parts_of(shared, settings), settings, own)  # what cannot be is refused before a folder is made
     limits, state = limits_of(model, shared, settings), state_of(model)
     with writing(folder):
@@ -146,7 +146,7 @@ def limits_of(model: torch.nn.Module, shared: Examples, settings: Settings) -> L
     return Limits(max(1, largest), None if settings.secure or not closed else state_of(model).keys() - closed)
 
 
-def measuring(model: torch.nn.Module, test: Examples, batch: int = 256, own: Own | None = None) -> Any:
+def measuring(model: torch.nn.Module, test: Examples, batch: int = 256, own: LocalState | None = None) -> Any:
     """A function of a state: its loss and accuracy on the server's own examples. Where clients of this machine have parts of their `own`, their mean
     accuracy with them too: the server's part beside theirs has not been trained."""
 

@@ -17,7 +17,7 @@ import torch
 
 from regauge.core.canonical import canonical
 from regauge.errors import RegaugeError
-from regauge.split.server.optimizer_config import Training, TrainingError
+from regauge.split.server.optimizer_config import OptimizerConfig, TrainingError
 
 VERSION = 1  # of settings, messages and run folders
 STRATEGIES = ("fedavg", "fedprox", "fedadam", "matched")
@@ -151,9 +151,9 @@ class Settings:
         ]
 
     @property
-    def training(self) -> Training:
+    def training(self) -> OptimizerConfig:
         """The client's optimizer."""
-        return Training(self.optimizer, self.rate, self.decay, self.momentum, clip=self.clip)
+        return OptimizerConfig(self.optimizer, self.rate, self.decay, self.momentum, clip=self.clip)
 
     def told(self) -> dict[str, Any]:
         """As JSON."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from regauge.checkpoints.documents import CONFIG_BYTES, load_json, parse_json, read_document
-from regauge.checkpoints.files import alone, write_bytes, writing
+from regauge.checkpoints.files import exclusive_lock, write_bytes, writing
 from regauge.checkpoints.tensor_files import read_tensors, sweep, write_tensors
 from regauge.errors import CheckpointError
 from regauge.federated.aggregation import Memory
@@ -64,7 +64,7 @@ def owning(folder: Path) -> Iterator[None]:
     """Hold a run's folder, which is made if need be: two servers of one run would count rounds twice. It is free when its holder is gone."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with alone(folder, f"another process is at work on the run in {folder}", "wait for it, or end it: the same command then goes on"):
+    with exclusive_lock(folder, f"another process is at work on the run in {folder}", "wait for it, or end it: the same command then goes on"):
         yield
 
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from regauge.checkpoints.files import OWNER, beside, file_mode, fsync_folder, reading, require_inside, writing
+from regauge.checkpoints.files import OWNER, file_mode, fsync_folder, reading, require_inside, temp_sibling, writing
 from regauge.core.canonical import canonical
 from regauge.errors import CheckpointError, LockError, TamperedFileError, WrongKeyError
 from regauge.locking.keys import Key
@@ -47,7 +47,7 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
     header = canonical({"version": VERSION, "key": key.id, "kind": kind, "salt": salt.hex()})
     start = MAGIC + b"%d\n" % VERSION + len(header).to_bytes(4, "little") + header
     tag = _header_tag(key, salt, start)
-    partial = beside(out)
+    partial = temp_sibling(out)
     with writing(out):
         try:
             # for its owner only, as the key is
@@ -77,7 +77,7 @@ def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
     key.require("seal")
     _require_new(out)
     with _opened(source, key) as (kind, chunks):
-        partial = beside(out)
+        partial = temp_sibling(out)
         with writing(out):
             partial.mkdir(mode=OWNER)
             try:

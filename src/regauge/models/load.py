@@ -55,7 +55,7 @@ def require_numel(module: torch.nn.Module, stored: int, where: object) -> None:
         )
 
 
-def drawn_anew(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+def reinitialize(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     """Another model of this one's class and config, with weights drawn from a seed, as before any training. The process's own random numbers stay as
     they are. For classes of the transformers library."""
     import torch

@@ -86,7 +86,7 @@ class Results:
         return tuple(f for f in self.findings if f.holds is False)
 
     @property
-    def untold(self) -> tuple[Finding, ...]:
+    def inconclusive(self) -> tuple[Finding, ...]:
         """The findings whose statement should hold, where the measurement sees too little to say so."""
         return tuple(f for f in self.findings if f.holds is None and f.sentence.startswith(UNTOLD))
 
@@ -96,7 +96,7 @@ def spread_of(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def judged(f: Finding, most: float | None) -> Finding:
+def apply_threshold(f: Finding, most: float | None) -> Finding:
     """A finding that fails where its value has gone further than this share of the way from its floor to its ceiling."""
     if f.holds is not None or most is None or f.value is None or f.floor is None or f.ceiling is None or f.ceiling == f.floor:
         return f

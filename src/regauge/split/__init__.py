@@ -7,9 +7,9 @@
 `rounds` and `keeping`), `log` the client's, `network` gRPC, `clients` the list of those that may come.
 """
 
-from regauge.split.client.remote_backbone import Link, connect
+from regauge.split.client.remote_backbone import RemoteBackbone, connect
 from regauge.split.protocol.transport import InProcess, Transport, TransportError
 from regauge.split.server.host import Host
-from regauge.split.server.optimizer_config import Training
+from regauge.split.server.optimizer_config import OptimizerConfig
 
-__all__ = ["Host", "InProcess", "Link", "Training", "Transport", "TransportError", "connect"]
+__all__ = ["Host", "InProcess", "RemoteBackbone", "OptimizerConfig", "Transport", "TransportError", "connect"]

@@ -15,7 +15,7 @@ import torch
 
 from regauge.errors import RegaugeError
 from regauge.split.server import checkpoint
-from regauge.split.server.optimizer_config import Training, give_moments, moments_of
+from regauge.split.server.optimizer_config import OptimizerConfig, give_moments, moments_of
 
 Tensor = torch.Tensor
 HALF = (torch.float16, torch.bfloat16)
@@ -68,7 +68,7 @@ class MasterOptimizer:
 
     def __init__(
         self,
-        training: Training,
+        training: OptimizerConfig,
         parameters: Mapping[str, torch.nn.Parameter],
         snapshot: Snapshot | None = None,
     ) -> None:

@@ -28,10 +28,10 @@ from regauge.verification.subject import (
     Trained,
     Way,
     against,
-    apart,
     errors,
     flat,
     overall,
+    relative_error,
     run,
     train,
 )
@@ -319,7 +319,7 @@ def _only(values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
 
 def _updates(c: Case, a: State, b: State, start: State) -> dict[str, float]:
     """How far trained weights are apart, relative to how far they came."""
-    return {n: apart(a[n], b[n], start[n]) for n in c.live(a)}
+    return {n: relative_error(a[n], b[n], start[n]) for n in c.live(a)}
 
 
 # How a comparison becomes a finding.

@@ -195,7 +195,7 @@ def against(exact: Subject, plain: Pass) -> tuple[Pass, dict[str, float], set[st
         def note(p: Tensor, name: str = name) -> None:
             assert p.grad is not None
             gradient, p.grad = p.grad, None
-            own[name] = apart(plain.gradients[name], gradient) if name in plain.gradients else math.inf
+            own[name] = relative_error(plain.gradients[name], gradient) if name in plain.gradients else math.inf
             sizes[name] = float(gradient.norm()) / math.sqrt(gradient.numel())
 
         handles.append(p.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
@@ -290,11 +290,11 @@ def errors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]
     """How far each tensor of a is from its counterpart, relative to that. A tensor that is missing on one side is infinitely far."""
     out = dict.fromkeys(a.keys() ^ b.keys(), math.inf)
     for name in a.keys() & b.keys():
-        out[name] = apart(a[name], b[name])
+        out[name] = relative_error(a[name], b[name])
     return out
 
 
-def apart(got: Tensor, want: Tensor, start: Tensor | None = None) -> float:
+def relative_error(got: Tensor, want: Tensor, start: Tensor | None = None) -> float:
     """||got - want|| / ||want||, or / ||want - start||, in float64 but never as a whole."""
     if got.shape != want.shape:
         return math.inf

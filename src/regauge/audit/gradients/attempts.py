@@ -255,7 +255,7 @@ def named(names: Sequence[str]) -> tuple[Attack, ...]:
     return tuple(a for a in ATTACKS if a.name in names)
 
 
-def lesson(kept: dict[Any, Any], attack: Attack, view: SentUpdate, budget: Budget, practice: Practice) -> Any:
+def fit_attack(kept: dict[Any, Any], attack: Attack, view: SentUpdate, budget: Budget, practice: Practice) -> Any:
     """What an attack learns; it is `kept`, and attacks that learn the same share it. Raises where there is nothing to learn."""
     assert attack.learn is not None
     if attack.learn not in kept:

@@ -13,17 +13,17 @@ import torch
 from regauge.attacks.membership import auc
 from regauge.attacks.updates import SentUpdate
 from regauge.audit.gradients import report
-from regauge.audit.gradients.attempts import QUICK, Attack, Attempt, Budget, attempt, fitting, lesson
+from regauge.audit.gradients.attempts import QUICK, Attack, Attempt, Budget, attempt, fit_attack, fitting
 from regauge.audit.gradients.clients import Truth, contribute, on, practice, prepared, rehearse, view_of
 from regauge.audit.gradients.scores import LEAK, Case, Row, Scored, patches_of, score, told_labels
-from regauge.audit.split.engine import in_unit
+from regauge.audit.split.engine import denormalize
 from regauge.audit.split.scores import OTHERS, LeakageError, Scores, mean
-from regauge.audit.split.scores import named as by_name
+from regauge.audit.split.scores import best_assignment as by_name
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import NONE, Plan, plan_of
 from regauge.errors import UpdateError, need
 from regauge.jigsaw.layers import Layers, layers_of
-from regauge.results.findings import Results, judged
+from regauge.results.findings import Results, apply_threshold
 from regauge.results.metrics import Lpips
 
 Tensor = torch.Tensor
@@ -95,7 +95,7 @@ def audit_gradients(
     if not any(a.is_slow for a in wanted):
         unchecked.append("attacks by descent: none was chosen (--attacks inverting, or all)")
     found = report.results("What updates give away", [measured], attacks, unchecked)
-    return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else judged(f, most) for f in found.findings))
+    return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings))
 
 
 def check(case: GradientCase, combinations: Sequence[str]) -> None:
@@ -139,7 +139,7 @@ def row_of(
 
     def learned_by(attack: Attack) -> Any:
         seen = view_of(made[0][0], plan, made[0][1], made[0][2], attack.threat, own, rehearsals)
-        return lesson(lessons, attack, seen, budget, lambda n: practice(made[0][0], plan, mine, n, case.seed * 1000 + 700))
+        return fit_attack(lessons, attack, seen, budget, lambda n: practice(made[0][0], plan, mine, n, case.seed * 1000 + 700))
 
     for attack in attacks:
         tell(f"{combination}: {attack.title}")
@@ -175,7 +175,7 @@ def row_of(
         plan.private.epsilon() if plan.private is not None else None,
         plan.samples * plan.clients,
         why,
-        None if read is None else in_unit(read.float(), case.mean, case.std).clamp(0, 1),
+        None if read is None else denormalize(read.float(), case.mean, case.std).clamp(0, 1),
         floor=mean(_mean_image(case, len(made) * plan.samples * plan.clients, None), LEAK),
     )
 
@@ -198,9 +198,9 @@ def _scored(case: GradientCase, name: str, tried: Sequence[tuple[Attempt, Truth]
     kept: dict[str, list[Tensor]] = {"original": [], "read": [], "by original": [], "by read": []}
     for one, truth in tried:
         assert one.found is not None
-        found = in_unit(one.found.float().cpu(), case.mean, case.std).clamp(0, 1)
+        found = denormalize(one.found.float().cpu(), case.mean, case.std).clamp(0, 1)
         for what, inputs in (("original", truth.original), ("read", truth.read)):
-            true = in_unit(inputs["pixel_values"].float().cpu(), case.mean, case.std).clamp(0, 1)
+            true = denormalize(inputs["pixel_values"].float().cpu(), case.mean, case.std).clamp(0, 1)
             kept[what].append(true)
             kept[f"by {what}"].append(by_name(found, true))
     true, read, found, shuffled = (torch.cat(kept[k]) for k in ("original", "read", "by original", "by read"))
@@ -248,7 +248,7 @@ def _mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Scores:
 
 
 def pixels(case: GradientCase, examples: Examples) -> Tensor:
-    return in_unit(_inputs(examples), case.mean, case.std).clamp(0, 1)
+    return denormalize(_inputs(examples), case.mean, case.std).clamp(0, 1)
 
 
 def _first(case: GradientCase, count: int) -> Examples:

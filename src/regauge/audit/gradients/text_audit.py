@@ -23,7 +23,7 @@ from regauge.audit.text_scores import MEASURES, scores_of
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import NONE, plan_of
 from regauge.errors import UpdateError
-from regauge.results.findings import Finding, Results, Table, judged
+from regauge.results.findings import Finding, Results, Table, apply_threshold
 
 Tensor = torch.Tensor
 Tell = Callable[[int, int, str], None]
@@ -98,7 +98,7 @@ def audit_texts(
     if progress:
         progress(len(combinations), len(combinations), "")
     found = _told(case, rows, _floor(case), attacks)
-    return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else judged(f, most) for f in found.findings))
+    return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings))
 
 
 def _row(case: TextCase, combination: str, attacks: Sequence[TextAttack], optimised: int) -> TextRow:

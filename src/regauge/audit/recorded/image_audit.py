@@ -12,15 +12,15 @@ import torch
 
 from regauge.attacks.membership import auc
 from regauge.attacks.updates import Rehearsal, SentUpdate
-from regauge.audit.gradients.attempts import ATTACKS, QUICK, Attack, Budget, attempt, chosen, fitting, lesson
+from regauge.audit.gradients.attempts import ATTACKS, QUICK, Attack, Budget, attempt, chosen, fit_attack, fitting
 from regauge.audit.gradients.clients import Truth, shown
 from regauge.audit.gradients.engine import REHEARSALS, asked_of, shared_out
 from regauge.audit.gradients.scores import average, score, told_labels
 from regauge.audit.recorded import view_of
 from regauge.audit.recorded.engine import Leak, Recorded, Row, Tell, rehearsed, told
-from regauge.audit.split.engine import in_unit
+from regauge.audit.split.engine import denormalize
+from regauge.audit.split.scores import best_assignment as by_name
 from regauge.audit.split.scores import mean as mean_of
-from regauge.audit.split.scores import named as by_name
 from regauge.data.tasks import Examples
 from regauge.errors import UpdateError
 from regauge.federated.recorder import RecordedUpdate
@@ -48,7 +48,7 @@ class Practice:
 
     def lesson(self, attack: Attack, view: SentUpdate, budget: Budget) -> Any:
         """What an attack learns of this round."""
-        return lesson(self.lessons, attack, view, budget, lambda n: self.make(n, 700))
+        return fit_attack(self.lessons, attack, view, budget, lambda n: self.make(n, 700))
 
 
 def practising(model: torch.nn.Module, seen: RecordedUpdate, own: Examples, settings: Settings, clients: int = 1) -> Practice:
@@ -103,8 +103,8 @@ def attacked(
     batch are told from those of images `apart`, which it has not."""
     load_state(model, seen.state)
     model.eval()
-    true = in_unit(truth.original["pixel_values"].float(), *units).clamp(0, 1)
-    floor = score(in_unit(images, *units).clamp(0, 1).mean(0, keepdim=True).expand_as(true), true, None)
+    true = denormalize(truth.original["pixel_values"].float(), *units).clamp(0, 1)
+    floor = score(denormalize(images, *units).clamp(0, 1).mean(0, keepdim=True).expand_as(true), true, None)
     row: Row = {"images": len(true), "steps": seen.steps, "floor": mean_of(floor, "PSNR")}
     best: Tensor | None = None
     for attack in attacks:
@@ -120,7 +120,7 @@ def attacked(
         if one.found is None:
             row[f"why {attack.name}"] = one.why
         elif attack.kind == "images":
-            guess = by_name(in_unit(one.found.float(), *units).clamp(0, 1), true)
+            guess = by_name(denormalize(one.found.float(), *units).clamp(0, 1), true)
             value = mean_of(score(guess, true, None), "PSNR")
             if value is not None and value >= row.get("leak", -np.inf):
                 row["leak"], best = value, guess

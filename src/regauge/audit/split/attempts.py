@@ -16,7 +16,7 @@ from regauge.attacks.inversion import Inverted, decoder, in_order, probe, public
 from regauge.attacks.linear import ridge
 from regauge.attacks.served import averaged, regrouped
 from regauge.attacks.views import PairedImages, PublicPatches
-from regauge.audit.split.victims import NONE, Pair, batches_of, defences_of, is_shuffled, on_images, stand, unshuffled
+from regauge.audit.split.victims import NONE, Pair, batches_of, defences_of, is_shuffled, make_split_pair, on_images, unshuffled
 from regauge.defences.split import BatchShuffle, Noise, PixelNoise, Private
 from regauge.jigsaw.layers import patch_embedding
 
@@ -214,7 +214,7 @@ def views_of(pair: Pair, own: Tensor, images: Tensor, batch: int, seed: int) -> 
     beside = pair
     if is_shuffled(pair.combination):
         pair.link.close()
-        beside = stand(pair.model, unshuffled(pair.combination), seed=seed + 1)
+        beside = make_split_pair(pair.model, unshuffled(pair.combination), seed=seed + 1)
         placed = beside.watch(own, batch, "own")
     mine = [placed, *(beside.watch(own, batch, f"own {n}") for n in range(1, PASSES))] if again else []
     if beside is not pair:

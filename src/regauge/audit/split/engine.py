@@ -15,13 +15,13 @@ from regauge.attacks.labels import clustered, several, slopes_of
 from regauge.attacks.views import SentSlopes, Served
 from regauge.audit.split import report
 from regauge.audit.split.attempts import ATTACKS, Attack, Budget, Setting, attempt, patch_of, views_of
-from regauge.audit.split.scores import Attacked, Case, LeakageError, Row, floors, named, scored
-from regauge.audit.split.victims import NONE, defences_of, stand, without_one
+from regauge.audit.split.scores import Attacked, Case, LeakageError, Row, best_assignment, floors, scored
+from regauge.audit.split.victims import NONE, defences_of, drop_singleton_batch, make_split_pair
 from regauge.data.tasks import Examples
 from regauge.defences.split import BatchShuffle
-from regauge.results.findings import Results, judged
+from regauge.results.findings import Results, apply_threshold
 from regauge.results.metrics import Lpips
-from regauge.split import Training
+from regauge.split import OptimizerConfig
 from regauge.split.client.train import Run
 
 Tensor = torch.Tensor
@@ -40,7 +40,7 @@ class SplitCase:
     test: Examples
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
-    training: Training = field(default_factory=Training)
+    training: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: Run = field(default_factory=lambda: Run(200, 32))
     attacked: int = 64
     name: str = "split"
@@ -83,7 +83,7 @@ def audit_split(
     elif "LPIPS" not in rows[0].attacked[next(iter(rows[0].attacked))].scores:
         unchecked.append("LPIPS and F-SIM: images under 32 x 32 are too small for AlexNet")
     found = report.results("What the server learns", [measured], attacks, unchecked)
-    judgements = tuple(f if f.id.split("/")[1] == NONE else judged(f, most) for f in found.findings)
+    judgements = tuple(f if f.id.split("/")[1] == NONE else apply_threshold(f, most) for f in found.findings)
     return replace(found, findings=judgements)
 
 
@@ -104,7 +104,7 @@ def check(case: SplitCase, combinations: Sequence[str], attacks: Sequence[Attack
     shown = case.test.batch(np.arange(2))[0]["pixel_values"]
     patch_of(case.model, shown)
     for combination in combinations:
-        pair = stand(copy.deepcopy(case.model), combination)
+        pair = make_split_pair(copy.deepcopy(case.model), combination)
         pair.watch(shown, 2, "check")
 
 
@@ -115,7 +115,7 @@ def row_of(
     tell(f"{combination}: train through the split")
     started = time.monotonic()
     seed = case.run.seed
-    pair = stand(copy.deepcopy(case.model), combination, case.training, seed=seed)
+    pair = make_split_pair(copy.deepcopy(case.model), combination, case.training, seed=seed)
     passes = pair.train(case.train, case.run, watch_first=min(case.run.steps, LABELLED))
     found = pair.measure(case.test, max(2, case.run.batch))
     seconds = time.monotonic() - started
@@ -130,8 +130,8 @@ def row_of(
             continue
         tried = attempt(attack, views, setting)
         if tried is not None:
-            images = in_unit(tried.images, case.mean, case.std)
-            images = images if attack.is_named else named(images, true)
+            images = denormalize(tried.images, case.mean, case.std)
+            images = images if attack.is_named else best_assignment(images, true)
             attacked[attack.name] = Attacked(
                 attack.name, scored(images, true, lpips), tried.losses, tried.floor, tried.seconds, images[:pictures].clamp(0, 1)
             )
@@ -142,7 +142,7 @@ def row_of(
 def labels_of(passes: Sequence[Served], examples: Examples, run: Run) -> float | None:
     """The share of labels that the server tells from the gradients of the first steps, where it knows three of each class; of several answers to each
     example, where it knows a tenth of the examples. None where no gradient was seen."""
-    examples = without_one(examples, run.batch)
+    examples = drop_singleton_batch(examples, run.batch)
     slopes = slopes_of(passes)
     if not len(slopes):
         return None
@@ -167,14 +167,14 @@ def chance(examples: Examples) -> float:
     return float(torch.bincount(labels).max()) / len(labels)
 
 
-def in_unit(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """What a model reads, as pixels in 0..1."""
     shift, scale = (torch.tensor(list(v), dtype=images.dtype).view(1, -1, 1, 1) for v in (mean, std))
     return images * scale + shift
 
 
 def pixels(case: SplitCase, examples: Examples) -> Tensor:
-    return in_unit(_inputs(examples), case.mean, case.std).clamp(0, 1)
+    return denormalize(_inputs(examples), case.mean, case.std).clamp(0, 1)
 
 
 def _inputs(examples: Examples) -> Tensor:

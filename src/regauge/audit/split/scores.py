@@ -59,7 +59,7 @@ def scored(found: Tensor, true: Tensor, lpips: Lpips | None = None, metrics: Seq
     return {name: [round(float(v), 6) for v in value.clamp(max=100.0)] for name, value in values if value is not None}
 
 
-def named(found: Tensor, true: Tensor) -> Tensor:
+def best_assignment(found: Tensor, true: Tensor) -> Tensor:
     """Reconstructions of which it is not said whose they are, in the order in which they are nearest to the true ones: the best naming counts. Where
     there are fewer than images, each stands for several."""
     from scipy.optimize import linear_sum_assignment
@@ -79,7 +79,7 @@ def floors(own: Tensor, true: Tensor, patch: int, lpips: Lpips | None = None, se
     patches = to_patches(true, patch)
     mixed = torch.stack([p[torch.randperm(len(p), generator=draw)] for p in patches])
     guesses = {"the mean image": own.mean(0, keepdim=True).expand_as(true), "true patches in a random order": to_images(mixed, patch, true.shape[1])}
-    guesses[OTHERS] = named(own[: len(true)], true)
+    guesses[OTHERS] = best_assignment(own[: len(true)], true)
     return {name: scored(guess, true, lpips) for name, guess in guesses.items()}
 
 

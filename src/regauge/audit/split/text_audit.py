@@ -20,10 +20,10 @@ from regauge.attacks.views import EmbeddedText, PairedTexts, Served
 from regauge.audit.split.engine import SplitCase, Tell, chance, labels_of
 from regauge.audit.split.report import LAST, meanings_of
 from regauge.audit.split.scores import LeakageError
-from regauge.audit.split.victims import NONE, Pair, defences_of, is_shuffled, stand, unshuffled
+from regauge.audit.split.victims import NONE, Pair, defences_of, is_shuffled, make_split_pair, unshuffled
 from regauge.audit.text_scores import MEASURES, scores_of
 from regauge.defences.split import BatchShuffle
-from regauge.results.findings import Finding, Results, Table, judged
+from regauge.results.findings import Finding, Results, Table, apply_threshold
 
 Tensor = torch.Tensor
 LEAK = "ROUGE-L"
@@ -123,14 +123,14 @@ def audit_texts(
     guess = [scores_of([other.tolist()], [text.tolist()]) for other, text in zip(own, true, strict=False)]
     floor = {m: [v for one in guess for v in one[m]] for m in MEASURES}
     found = _told(case.name, rows, floor, attacks)
-    return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else judged(f, most) for f in found.findings))
+    return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings))
 
 
 def _row(case: SplitCase, combination: str, attacks: Sequence[TextAttack], true: Tensor, own: Tensor, tell: Callable[[str], None]) -> TextRow:
     tell(f"{combination}: train through the split")
     seed, batch = case.run.seed, max(2, case.run.batch)
     public = copy.deepcopy(case.model).eval()
-    pair = stand(_client(case.model, combination), combination, case.training, seed=seed)
+    pair = make_split_pair(_client(case.model, combination), combination, case.training, seed=seed)
     passes = pair.train(case.train, case.run, watch_first=min(case.run.steps, LABELLED))
     accuracy = pair.measure(case.test, batch)["accuracy"]
     served = pair.serve(_batches(true, batch), "seen")
@@ -164,7 +164,7 @@ def _own_features(pair: Pair, own: Tensor, batch: int, seed: int) -> Tensor:
     if not is_shuffled(pair.combination):
         return torch.cat([p.stream for p in pair.serve(_batches(own, batch), "own")]).float()
     pair.link.close()
-    beside = stand(pair.model, unshuffled(pair.combination), seed=seed + 1)
+    beside = make_split_pair(pair.model, unshuffled(pair.combination), seed=seed + 1)
     found = torch.cat([p.stream for p in beside.serve(_batches(own, batch), "own")]).float()
     beside.link.close()
     return found
@@ -199,7 +199,7 @@ def _check(case: SplitCase, combinations: Sequence[str], true: Tensor, own: Tens
     if on_pixels is not None:
         raise LeakageError(f"{type(on_pixels).__name__} acts on images, and these are texts", hint="noise, round, bottleneck, rows and the like")
     for combination in combinations:
-        stand(_client(case.model, combination), combination).serve(_batches(true[:2], 2), "check")
+        make_split_pair(_client(case.model, combination), combination).serve(_batches(true[:2], 2), "check")
 
 
 def _told(name: str, rows: Sequence[TextRow], floor: Mapping[str, list[float]], attacks: Sequence[TextAttack]) -> Results:

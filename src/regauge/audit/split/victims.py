@@ -20,7 +20,7 @@ import torch
 from regauge.attacks.views import Served
 from regauge.data.tasks import Examples, logits_of
 from regauge.defences.split import BatchShuffle, Defence, Rows, ordered, parts_of
-from regauge.split import Host, InProcess, Link, Training, connect
+from regauge.split import Host, InProcess, OptimizerConfig, RemoteBackbone, connect
 from regauge.split.client.train import Run, measure, train
 from regauge.split.protocol.frames import Frame, Kind
 
@@ -66,9 +66,9 @@ class Pair:
 
     model: torch.nn.Module
     server: Watched
-    link: Link
+    link: RemoteBackbone
     combination: str
-    training: Training | None
+    training: OptimizerConfig | None
     losses: list[float] = field(default_factory=list)
 
     def train(self, examples: Examples, run: Run, tick: Tick | None = None, watch_first: int = 0) -> list[Served]:
@@ -81,13 +81,13 @@ class Pair:
                 tick(step, loss)
 
         self.server.is_on = watch_first > 0
-        self.losses = train(self.model, self.link, without_one(examples, run.batch), self.training, run, tick=told)
+        self.losses = train(self.model, self.link, drop_singleton_batch(examples, run.batch), self.training, run, tick=told)
         return self._taken()
 
     def measure(self, examples: Examples, batch: int) -> dict[str, float]:
         """Loss and accuracy in use, with the defences."""
         self._drawing("test")
-        return measure(self.model, without_one(examples, batch), batch)
+        return measure(self.model, drop_singleton_batch(examples, batch), batch)
 
     def watch(self, images: Tensor, batch: int, label: str) -> Tensor:
         """What the server sees of images, [images, tokens, channels], as it stands in the passes. `label` is what is drawn afresh by."""
@@ -120,7 +120,7 @@ class Pair:
         return found
 
 
-def without_one(examples: Examples, batch: int) -> Examples:
+def drop_singleton_batch(examples: Examples, batch: int) -> Examples:
     """Examples whose last batch is not one example alone, which could change places with none: it is left out."""
     return examples.only(range(len(examples) - 1)) if batch > 1 and len(examples) % batch == 1 else examples
 
@@ -131,7 +131,7 @@ def batches_of(images: Tensor, batch: int) -> list[Tensor]:
     return [*found[:-2], torch.cat(found[-2:])] if len(found) > 1 and len(found[-1]) == 1 else found
 
 
-def stand(model: torch.nn.Module, combination: str, training: Training | None = None, *, seed: int = 0) -> Pair:
+def make_split_pair(model: torch.nn.Module, combination: str, training: OptimizerConfig | None = None, *, seed: int = 0) -> Pair:
     """A client with this model, which is used and trained in place, and a server with a copy of its backbone. Drawn from the seed."""
     server = Watched(Host(copy.deepcopy(model), training))
     link = connect(model, InProcess(server), defences=defences_of(combination), secret=seed)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from regauge.core.groups import Rotary
 from regauge.core.spec import Space, Spec
 from regauge.models.discovery.explain import why
 from regauge.models.discovery.folds import folds
-from regauge.models.discovery.infer_groups import Kind, Reading, read
+from regauge.models.discovery.infer_groups import Kind, Reading, infer_groups
 from regauge.models.discovery.names import name_kinds, side_of
 from regauge.models.discovery.terms import Atom, Sum, Term, factors, find, parts
 from regauge.models.discovery.walk import Axis, Value, Walk
@@ -31,7 +31,7 @@ def assemble(w: Walk, module: torch.nn.Module, family: str) -> tuple[Spec, Readi
     norms, scales = folds(w, list(outputs.values()))
     values = {name: w.value(node) for name, node in outputs.items()}
     closed = _closed(w, values)
-    reading = read(w, {n.gain for n in norms} | {s.gain for s in scales}, closed)
+    reading = infer_groups(w, {n.gain for n in norms} | {s.gain for s in scales}, closed)
     sided = len({side for n in reading.parameters if (side := side_of([n])) and re.search(r"\.\d+\.", n)}) > 1
     names = name_kinds(reading, sided)
     tensors = {name: axes_of(reading, names, axes) for name, axes in reading.parameters.items()}

@@ -60,7 +60,7 @@ class Reading:
     parameters: Mapping[str, tuple[Axis, ...]]
 
 
-def read(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Reading:
+def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Reading:
     """`foldable`: gains that can be folded. `closed`: axes of outputs that callers must find as they are, and why."""
     sources = [v for named in w.aliases.values() for v in named.values()]
     sources += [v for n, v in w.values.items() if n.op == "placeholder" and n not in w.aliases and isinstance(v, Value)]

@@ -60,13 +60,13 @@ def page(results: Results) -> str:
 def verdict(results: Results) -> tuple[str, str]:
     """What the banner says: good, bad or none, and the words."""
     checked, failed = sum(f.holds is not None for f in results.findings), len(results.failed)
-    untold = f"; {len(results.untold)} cannot be told" if results.untold else ""
+    inconclusive = f"; {len(results.inconclusive)} cannot be told" if results.inconclusive else ""
     if not checked:
-        return "none", f"Measured: nothing here passes or fails{untold}"
+        return "none", f"Measured: nothing here passes or fails{inconclusive}"
     if failed:
-        return "bad", f"{failed} of {checked} checks {'fails' if failed == 1 else 'fail'}{untold}"
-    if untold:
-        return "none", f"{checked} {'check holds' if checked == 1 else 'checks hold'}{untold}"
+        return "bad", f"{failed} of {checked} checks {'fails' if failed == 1 else 'fail'}{inconclusive}"
+    if inconclusive:
+        return "none", f"{checked} {'check holds' if checked == 1 else 'checks hold'}{inconclusive}"
     return "good", f"All {checked} checks hold" if checked > 1 else "The one check holds"
 
 

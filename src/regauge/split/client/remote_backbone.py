@@ -28,7 +28,7 @@ from regauge.locking.optimizer_guard import PERMUTED, member_kind
 from regauge.models.cut import Crossing, cut
 from regauge.models.families import Boundary
 from regauge.split.client.journal import Folder, Journal, Memory
-from regauge.split.client.request_log import Log
+from regauge.split.client.request_log import RequestLog
 from regauge.split.protocol.frames import CODECS, Frame, FrameError, Kind, Limits, Value
 from regauge.split.protocol.messages import CACHE, PROTOCOL, blocks_of, described, exact_of, pack
 from regauge.split.protocol.transport import Transport
@@ -52,7 +52,7 @@ def connect(
     limits: Limits | None = None,
     patience: float = 120.0,
     defences: Sequence[Defence | str] = (),
-) -> Link:
+) -> RemoteBackbone:
     """Hand a model's backbone to a server until the link is closed. The model is used, trained and saved as ever.
 
     `element` is what the server's backbone is locked with. With `rows` the tokens are shuffled, by a fresh permutation for every batch or for every
@@ -63,10 +63,10 @@ def connect(
     """
     kept = Folder(journal) if isinstance(journal, str | Path) else journal or Memory()
     shuffled = [*defences, *([] if rows is None else [Rows(rows, keep_cls)])]
-    return Link(model, transport, kept, element, ordered(shuffled), codec, secret, key, config, boundaries, limits, patience)
+    return RemoteBackbone(model, transport, kept, element, ordered(shuffled), codec, secret, key, config, boundaries, limits, patience)
 
 
-class Link:
+class RemoteBackbone:
     """A model's backbone on a server. `close()` gives the model its own blocks back."""
 
     def __init__(
@@ -102,7 +102,7 @@ class Link:
         limits = limits or Limits()
         about: dict[str, Value] = {**described(self.cut, config), "protocol": PROTOCOL, "key": key, "codec": codec}
         about["limits"] = [limits.payload, limits.table, limits.tensors, limits.axes]
-        self.log = Log(transport, journal, about, codec=codec, limits=limits, patience=patience)
+        self.log = RequestLog(transport, journal, about, codec=codec, limits=limits, patience=patience)
         if not journal.reply(1):
             try:
                 self.log.greet()  # a wrong model is refused here, and not in the first step
@@ -145,7 +145,7 @@ class Link:
         self.close()
         self.log.end()
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> RemoteBackbone:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -263,7 +263,7 @@ class Link:
 class _Waits:
     """A forward pass that waits for its backward pass, for as long as its graph lives."""
 
-    def __init__(self, link: Link, number: int) -> None:
+    def __init__(self, link: RemoteBackbone, number: int) -> None:
         link.alive.add(number)
         self.end = weakref.finalize(self, _died, link.alive, link.dead, number)
         self.end.atexit = False
@@ -276,7 +276,9 @@ def _died(alive: set[int], dead: list[int], number: int) -> None:
 
 class _Remote(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, link: Link, boundary: Boundary, values: dict[str, Value], keys: list[str], anchor: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, link: RemoteBackbone, boundary: Boundary, values: dict[str, Value], keys: list[str], anchor: Tensor, *tensors: Tensor
+    ) -> Tensor:
         wanted = [needed and t.is_floating_point() for needed, t in zip(ctx.needs_input_grad[5:], tensors, strict=True)]
         named = dict(zip(keys, tensors, strict=True))
         released = sorted(link.dead)

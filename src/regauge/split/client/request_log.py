@@ -21,7 +21,7 @@ _BEFORE = frozenset({"gap", "session"})
 _ON_THE_WAY = frozenset({"checksum", "length"})
 
 
-class Log:
+class RequestLog:
     def __init__(
         self,
         transport: Transport,

@@ -20,11 +20,11 @@ import torch
 from regauge.core.canonical import canonical
 from regauge.data.tasks import Examples, logits_of, loss_of
 from regauge.errors import CheckpointError, RegaugeError
-from regauge.split.client.remote_backbone import Link
+from regauge.split.client.remote_backbone import RemoteBackbone
 from regauge.split.master_weights import MasterOptimizer, are_finite
 from regauge.split.server import checkpoint
 from regauge.split.server.executor import drawn_by
-from regauge.split.server.optimizer_config import Training, moment_fault
+from regauge.split.server.optimizer_config import OptimizerConfig, moment_fault
 
 Tick = Callable[[int, float], None]  # after a step: how many are done, and its loss
 CLIENT = "client"  # the folder of the client's checkpoint in its journal
@@ -51,9 +51,9 @@ class Run:
 
 def train(
     model: torch.nn.Module,
-    link: Link,
+    link: RemoteBackbone,
     examples: Examples,
-    own: Training,
+    own: OptimizerConfig,
     run: Run,
     *,
     folder: Path | None = None,

@@ -16,17 +16,17 @@ from regauge.models.families import Boundary
 from regauge.split.master_weights import MasterOptimizer, Snapshot, are_finite
 from regauge.split.protocol.messages import blocks_of
 from regauge.split.server import checkpoint
-from regauge.split.server.optimizer_config import Training, dtype_name, moment_fault
+from regauge.split.server.optimizer_config import OptimizerConfig, dtype_name, moment_fault
 
 Tensor = torch.Tensor
 PRECISIONS = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Learner:
+class TrainableBackbone:
     """The blocks of a cut and what trains them. `step` counts the optimizer's steps, `waiting` the losses since the last one, `since` the steps since
     the last average."""
 
-    def __init__(self, cut: Cut, training: Training | None, snapshot: Snapshot | None = None) -> None:
+    def __init__(self, cut: Cut, training: OptimizerConfig | None, snapshot: Snapshot | None = None) -> None:
         self.cut, self.training = cut, training
         self.names = {name: p for b in cut.boundaries for name, p in _named(cut, b)}
         self.trained = {n: p for n, p in self.names.items() if p.requires_grad and training is not None}
@@ -34,9 +34,11 @@ class Learner:
         self.step = self.waiting = self.since = 0
         self.unused: checkpoint.Copy | None = None  # the checkpoint's training state of parameters that are not trained now
 
-    def copy(self) -> Learner:
+    def copy(self) -> TrainableBackbone:
         """Blocks of its own with the same weights, and an optimizer that begins."""
-        made = Learner(Cut(_shell(self.cut), self.cut.boundaries), self.training, None if self.optimizer is None else self.optimizer.snapshot)
+        made = TrainableBackbone(
+            Cut(_shell(self.cut), self.cut.boundaries), self.training, None if self.optimizer is None else self.optimizer.snapshot
+        )
         made.set_masters(self.masters)
         return made
 

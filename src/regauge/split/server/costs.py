@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from regauge.models.cut import Crossing
 from regauge.split.protocol.frames import Frame, declared, nbytes
 from regauge.split.protocol.messages import unpack
-from regauge.split.server.backbone import Learner, autocast
-from regauge.split.server.executor import Runner
+from regauge.split.server.backbone import TrainableBackbone, autocast
+from regauge.split.server.executor import Executor
 from regauge.split.server.memory import Cost
 
 Tensor = torch.Tensor
@@ -48,7 +48,7 @@ class _Part:
 class Estimator:
     """Estimates of passes through a learner's blocks, as a runner runs them."""
 
-    def __init__(self, learner: Learner, runner: Runner) -> None:
+    def __init__(self, learner: TrainableBackbone, runner: Executor) -> None:
         self.learner, self.runner, self.device, self.precision = learner, runner, runner.device, runner.precision
         self._known: OrderedDict[tuple[bool, bytes], dict[Shapes, Cost]] = OrderedDict()
 

@@ -16,18 +16,18 @@ from regauge.models.resolve import spec_of
 from regauge.split.master_weights import are_usable
 from regauge.split.protocol.frames import Frame, FrameError
 from regauge.split.protocol.messages import dtype_of, unpack
-from regauge.split.server.backbone import PRECISIONS, Learner, autocast, slopes
+from regauge.split.server.backbone import PRECISIONS, TrainableBackbone, autocast, slopes
 from regauge.split.server.optimizer_config import TrainingError
-from regauge.split.server.sessions import Open
+from regauge.split.server.sessions import PendingForward
 
 Tensor = torch.Tensor
 _log = logging.getLogger("regauge.split")
 
 
-class Runner:
+class Executor:
     """How blocks run here: for streams of up to `length` tokens, dropout drawn from `seed`, over float32 in `precision`, compiled by `compiler`."""
 
-    def __init__(self, main: Learner, config: Mapping[str, Any] | None, *, seed: int, length: int, precision: str, compiler: str) -> None:
+    def __init__(self, main: TrainableBackbone, config: Mapping[str, Any] | None, *, seed: int, length: int, precision: str, compiler: str) -> None:
         self.model = main.cut.model
         self.sizes = _sizes(self.model, config)
         self.dtype = dtype_of(main.cut)
@@ -43,7 +43,7 @@ class Runner:
             )
         self.seed, self.length, self.precision, self.compiler = seed, length, precision, compiler
 
-    def crossing(self, learner: Learner, frame: Frame) -> Crossing:
+    def crossing(self, learner: TrainableBackbone, frame: Frame) -> Crossing:
         return unpack(frame, learner.cut, self.sizes, self.dtype, self.device, self.length)
 
     def run(self, crossing: Crossing, frame: Frame, label: str) -> Tensor:
@@ -55,7 +55,7 @@ class Runner:
             raise FrameError("failed", "the blocks did not return a stream")
         return z.to(crossing.stream.dtype)
 
-    def opened(self, learner: Learner, frame: Frame) -> Open:
+    def opened(self, learner: TrainableBackbone, frame: Frame) -> PendingForward:
         """A forward pass whose backward pass will come."""
         crossing = self.crossing(learner, frame)
         wanted = _wanted(frame, crossing)
@@ -63,9 +63,9 @@ class Runner:
             z = self.run(crossing.replaced(**wanted), frame, f"{frame.values['session']}/{frame.number}")
         if not z.requires_grad:
             raise FrameError("graph", "nothing here is trained, and no gradient is wanted", hint="use torch.no_grad()")
-        return Open(frame, z, wanted)
+        return PendingForward(frame, z, wanted)
 
-    def closed(self, learner: Learner, passed: Open, slope: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def closed(self, learner: TrainableBackbone, passed: PendingForward, slope: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The gradients of the inputs that the client wants, and those of the weights with what they had before. Nothing is changed yet."""
         if passed.output is None:
             passed = self.opened(learner, passed.request)
@@ -85,7 +85,7 @@ class Runner:
 
     # The compiler
 
-    def compile(self, learner: Learner) -> None:
+    def compile(self, learner: TrainableBackbone) -> None:
         if not self.compiler:
             return
         import torch._functorch.config as functorch
@@ -102,7 +102,7 @@ class Runner:
 
         return isinstance(error, TorchDynamoException)
 
-    def give_up_compiling(self, learners: Iterable[Learner], error: Exception) -> None:
+    def give_up_compiling(self, learners: Iterable[TrainableBackbone], error: Exception) -> None:
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         _log.warning("torch.compile does not work here, and the blocks run as they are: %s", first)
         self.compiler = ""

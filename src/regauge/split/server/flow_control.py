@@ -31,7 +31,7 @@ class Held:
         self.peer.pop(self, None)
 
 
-class Holdings:
+class FlowControl:
     """`share` is how many bytes of frames a client may hold before its streams take turns, `streams` how many of those it may have, and `total` how
     many bytes all clients may hold."""
 

@@ -10,14 +10,14 @@ import torch
 from regauge.split.protocol.frames import Frame, FrameError, Kind
 from regauge.split.protocol.messages import CACHE
 from regauge.split.protocol.replies import reply
-from regauge.split.server.backbone import Learner
-from regauge.split.server.executor import Runner
+from regauge.split.server.backbone import TrainableBackbone
+from regauge.split.server.executor import Executor
 from regauge.split.server.sessions import Cache, Session
 
 Admit = Callable[[Session, Frame, Cache | None], int]
 
 
-def predicted(runner: Runner, learner: Learner, session: Session, frame: Frame, admit: Admit, *, caches: int, payload: int) -> bytes:
+def predicted(runner: Executor, learner: TrainableBackbone, session: Session, frame: Frame, admit: Admit, *, caches: int, payload: int) -> bytes:
     """The reply to a FORWARD without a number. A session has at most so many `caches`; the streams of one text have at most `payload` bytes. `admit`
     refuses a pass that needs too much memory, before it is unpacked; it returns the bytes that a cache will hold."""
     name, turn = frame.values.get("cache"), frame.values.get("turn")

@@ -37,15 +37,15 @@ from regauge.split.protocol.frames import Frame, FrameError, Kind, Limits, Value
 from regauge.split.protocol.messages import PROTOCOL, described
 from regauge.split.protocol.replies import bytes_of, refusal, reply
 from regauge.split.server import checkpoint
-from regauge.split.server.backbone import Learner
+from regauge.split.server.backbone import TrainableBackbone
 from regauge.split.server.costs import Estimator
-from regauge.split.server.executor import Runner
+from regauge.split.server.executor import Executor
 from regauge.split.server.generation import predicted
 from regauge.split.server.memory import FRAME_SHARE, Budget, Cost, charges
-from regauge.split.server.optimizer_config import Training
+from regauge.split.server.optimizer_config import OptimizerConfig
 from regauge.split.server.quotas import Quotas
 from regauge.split.server.rounds import Rounds
-from regauge.split.server.sessions import Cache, Session, greeted, name_in, restored_sessions, session_of, silent
+from regauge.split.server.sessions import Cache, Session, name_in, parse_hello, restored_sessions, session_of, sessions_to_evict
 
 Tensor = torch.Tensor
 _GONE = 100_000  # sessions that are remembered after their end
@@ -67,7 +67,7 @@ class Host:
     def __init__(
         self,
         model: torch.nn.Module,
-        training: Training | None = None,
+        training: OptimizerConfig | None = None,
         *,
         folder: Path | str | None = None,
         every: int = 100,
@@ -94,10 +94,10 @@ class Host:
         self.key, self.training = key, training
         self.most, self.graphs, self.caches, self.idle = sessions, graphs, caches, idle
         self.quotas = quotas or Quotas()
-        self.main = Learner(where, training)
+        self.main = TrainableBackbone(where, training)
         self.sessions: dict[str, Session] = {}
         self.gone: dict[str, str] = {}  # sessions that have ended, and whose: their requests are in the weights, and must not be taken again
-        self.runner = Runner(self.main, config, seed=seed, length=length, precision=precision, compiler=compiler)
+        self.runner = Executor(self.main, config, seed=seed, length=length, precision=precision, compiler=compiler)
         if training is not None:
             self.main.require_finite()
         self.budget = Budget.of(memory, client_memory, device=self.runner.device, reserved=self.main.nbytes(spare=2, snapshot=True))
@@ -197,13 +197,13 @@ class Host:
                 raise FrameError("kind", f"a {frame.kind.name} of number {frame.number} is no request")
 
     def _hello(self, frame: Frame, peer: str) -> bytes:
-        name, codec, limits = greeted(frame, self.about, self.key)
+        name, codec, limits = parse_hello(frame, self.about, self.key)
         if name in self.gone:
             raise FrameError("ended", "this session has ended, and what it asked for is done", hint="start a new one")
         session = self.sessions.get(name)
         if session is None:
             most = self.quotas.of(peer).sessions or (max(1, self.most // 4) if peer else 0)  # where clients are known, none takes all places
-            for one in silent(self.sessions, peer, most, self.most, self.idle):
+            for one in sessions_to_evict(self.sessions, peer, most, self.most, self.idle):
                 self._leave(one)
             session = self.sessions[name] = Session(peer, codec, limits)
         elif session.peer != peer:

@@ -28,7 +28,7 @@ from regauge.split.protocol.transport import TransportError
 from regauge.split.server import health
 from regauge.split.server.client_list import ClientFile
 from regauge.split.server.connections import raise_open_files, server_options
-from regauge.split.server.flow_control import Held, Holdings
+from regauge.split.server.flow_control import FlowControl, Held
 from regauge.split.server.host import Host
 from regauge.split.server.memory import FRAME_SHARE
 
@@ -62,7 +62,7 @@ class Server:
         self.received = self.sent = self.streams = self.under_way = 0  # bytes, and what is open
         self.waits: dict[asyncio.Timeout, str] = {}  # of streams that wait for their client
         share = min(host.limits.payload + host.limits.table, host.budget.client // FRAME_SHARE)
-        self.holdings = Holdings(share, STREAMS, host.budget.total // FRAME_SHARE)
+        self.holdings = FlowControl(share, STREAMS, host.budget.total // FRAME_SHARE)
         self.is_stopping = False
         self.set_clients(clients.named if isinstance(clients, ClientFile) else clients)
         self.server, self.port = Loop.run(self._start())

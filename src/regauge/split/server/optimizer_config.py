@@ -19,7 +19,7 @@ class TrainingError(RegaugeError):
 
 
 @dataclass(frozen=True)
-class Training:
+class OptimizerConfig:
     """The server's options. They are its own: clients are told, and not asked.
 
     `rate` is multiplied by the schedule: from 0 up in `warmup` steps, then constant, or down to 0 at `steps` along a line or a cosine. `clip` bounds
@@ -98,16 +98,16 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _sgd(parameters: list[torch.nn.Parameter], o: Training) -> torch.optim.Optimizer:
+def _sgd(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, o.rate, momentum=o.momentum, weight_decay=o.decay)
 
 
-def _adam(parameters: list[torch.nn.Parameter], o: Training) -> torch.optim.Optimizer:
+def _adam(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, o.rate, betas=o.betas, eps=o.eps, weight_decay=o.decay)
 
 
-def _adamw(parameters: list[torch.nn.Parameter], o: Training) -> torch.optim.Optimizer:
+def _adamw(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, o.rate, betas=o.betas, eps=o.eps, weight_decay=o.decay)
 
 
-OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter], Training], torch.optim.Optimizer]] = {"sgd": _sgd, "adam": _adam, "adamw": _adamw}
+OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter], OptimizerConfig], torch.optim.Optimizer]] = {"sgd": _sgd, "adam": _adam, "adamw": _adamw}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from regauge.split.protocol.frames import FrameError
-from regauge.split.server.backbone import Learner, mean
+from regauge.split.server.backbone import TrainableBackbone, mean
 from regauge.split.server.optimizer_config import TrainingError
 from regauge.split.server.sessions import Session
 
@@ -28,7 +28,14 @@ class Rounds:
     """The learners of a server: `main`, and the copies of its `sessions`, at most `most` of them. `ready` is done to each."""
 
     def __init__(
-        self, main: Learner, sessions: Mapping[str, Session], ready: Callable[[Learner], None], *, average: int, away: float, most: int
+        self,
+        main: TrainableBackbone,
+        sessions: Mapping[str, Session],
+        ready: Callable[[TrainableBackbone], None],
+        *,
+        average: int,
+        away: float,
+        most: int,
     ) -> None:
         if average < 0 or (average and main.optimizer is None):
             raise TrainingError("there is nothing to average where nothing is trained", hint="give the server an optimizer and a rate")
@@ -37,18 +44,18 @@ class Rounds:
         self.left: dict[str, tuple[int, dict[str, Tensor]]] = {}  # what those who are gone have done in this round
         ready(main)
 
-    def learner_of(self, session: Session) -> Learner:
+    def learner_of(self, session: Session) -> TrainableBackbone:
         return session.learner or self.main
 
-    def learners(self) -> list[Learner]:
+    def learners(self) -> list[TrainableBackbone]:
         return [self.main, *(s.learner for s in self.sessions.values() if s.learner is not None)]
 
-    def copy(self) -> Learner:
+    def copy(self) -> TrainableBackbone:
         learner = self.main.copy()
         self.ready(learner)
         return learner
 
-    def void(self, learner: Learner) -> None:
+    def void(self, learner: TrainableBackbone) -> None:
         """The weights have changed: passes that are open are run again when their gradients come."""
         for session in self.sessions.values():
             if self.learner_of(session) is learner:

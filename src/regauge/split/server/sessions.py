@@ -12,7 +12,7 @@ import torch
 
 from regauge.split.protocol.frames import CODECS, Frame, FrameError, Limits, Value, decode
 from regauge.split.protocol.messages import PROTOCOL
-from regauge.split.server.backbone import Learner
+from regauge.split.server.backbone import TrainableBackbone
 from regauge.split.server.memory import Cost
 from regauge.split.server.quotas import require_room
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class Open:
+class PendingForward:
     """A forward pass whose backward pass has not come yet. Its graph is for the weights that it was made with: a step makes it void."""
 
     request: Frame
@@ -52,9 +52,9 @@ class Session:
     check: int = 0
     reply: bytes = b""
     seen: float = 0.0
-    learner: Learner | None = None  # of its own, where copies are averaged
+    learner: TrainableBackbone | None = None  # of its own, where copies are averaged
     is_away: bool = False
-    open: dict[int, Open] = field(default_factory=dict)
+    open: dict[int, PendingForward] = field(default_factory=dict)
     caches: OrderedDict[str, Cache] = field(default_factory=OrderedDict)
     has_gradients: bool = False  # has it gone back through a pass since it last counted a loss?
 
@@ -85,7 +85,7 @@ class Session:
         return made
 
 
-def greeted(frame: Frame, about: Mapping[str, Value], key: str) -> tuple[str, str, Limits]:
+def parse_hello(frame: Frame, about: Mapping[str, Value], key: str) -> tuple[str, str, Limits]:
     """A session's name, its codec and the client's limits, out of a HELLO that speaks of the server's model and key."""
     if frame.values.get("protocol") != PROTOCOL:
         raise FrameError(
@@ -133,7 +133,7 @@ def restored_sessions(saved: Mapping[str, Mapping[str, Any]], frames: Mapping[st
             raise ValueError(f'the frame "{place[:100]}" belongs to no session')
         frame = decode(data, limits)
         if number != "reply":
-            out[name].open[int(number)] = Open(frame)
+            out[name].open[int(number)] = PendingForward(frame)
     return out
 
 
@@ -152,7 +152,7 @@ def session_of(sessions: Mapping[str, Session], frame: Frame, peer: str) -> Sess
     return session
 
 
-def silent(sessions: Mapping[str, Session], peer: str, own: int, most: int, idle: float) -> list[str]:
+def sessions_to_evict(sessions: Mapping[str, Session], peer: str, own: int, most: int, idle: float) -> list[str]:
     """Whose places a new session takes, if there are too many: of those that are idle, the ones that were silent for longest, of this client's, then
     of all. Where that is not enough the client is refused, and nobody is to go."""
     out: list[str] = []

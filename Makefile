@@ -34,7 +34,7 @@ $(FEDERATED)/ready: $(VENV)/ready
 
 demo: $(VENV)/ready  ## two minutes: moves, trains, locks, splits and attacks small models, and writes regauge-demo.html and a folder to try commands in
 	rm -rf regauge-demo
-	$(BIN)/regauge demo --out regauge-demo
+	$(BIN)/regauge demo --output regauge-demo
 
 test: $(VENV)/vision/ready $(FEDERATED)/ready  ## the tests, about ten minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

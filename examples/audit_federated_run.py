@@ -32,14 +32,14 @@ with tempfile.TemporaryDirectory() as folder:
         "3",
         "--rounds",
         "2",
-        "--batch",
+        "--batch-size",
         "1",
         "--steps",
         "1",
     ]
     for name, defence in (("plain", []), ("embedding frozen", ["--defence", "freeze=embedding"])):
         run = here / name
-        assert regauge_command(["federate", str(here / "start"), *how, *defence, "--spy", "-o", str(run)]) == 0
+        assert regauge_command(["federate", str(here / "start"), *how, *defence, "--record", "-o", str(run)]) == 0
         line = ["audit", "gradients", "--from", str(run), "--json", str(run / "audit.json"), "--report", str(run / "page.html")]
         assert regauge_command(line) == 0
         found[name] = load_results(run / "audit.json")

@@ -268,7 +268,7 @@ def memory_bombs(scale: float, options: tuple[str, ...] = ("--memory", f"{BUDGET
     for build, bombs in ((minilm, BERT_BOMBS), (small_gpt2, GPT2_BOMBS)):
         model = build()
         model.train()
-        with saved(model) as folder, serve(folder, "--rate", "1e-4", *options) as server:
+        with saved(model) as folder, serve(folder, "--lr", "1e-4", *options) as server:
             with linked(model, server.address):
                 forward(model, 2, 16).logits.sum().backward()  # so that weights, gradients and moments are there
             for name, bomb in list(bombs.items())[: max(1, round(len(bombs) * min(1.0, scale * 10)))]:
@@ -333,7 +333,7 @@ def idle_connections(scale: float) -> Iterator[Outcome]:
     model = small_gpt2()
     with saved(model) as folder:
         tls = make_certificates(folder / "certs", ["127.0.0.1"], ["ann"])["ann"]
-        with serve(folder, "--rate", "1e-4", "--tls", str(folder / "certs"), files=1024) as server:
+        with serve(folder, "--lr", "1e-4", "--tls", str(folder / "certs"), files=1024) as server:
             host, _, port = server.address.rpartition(":")
             _trains(model, server, patience=50.0, tls=tls)  # so that weights, gradients and moments are there
             with ExitStack() as stack, server.peak() as peak:
@@ -354,7 +354,7 @@ def watch_streams(scale: float) -> Iterator[Outcome]:
     number = max(100, round(10_000 * min(1.0, scale)))
     count = Counter(f"split flood: {number:,} Watch streams")
     model = small_gpt2()
-    with saved(model) as folder, serve(folder, "--rate", "1e-4") as server:
+    with saved(model) as folder, serve(folder, "--lr", "1e-4") as server:
         alone = _step_seconds(model, server)
         with server.peak() as peak, grpc.insecure_channel(server.address) as channel:
             watch, streams = channel.unary_stream("/grpc.health.v1.Health/Watch"), []

@@ -120,7 +120,7 @@ def test_what_cannot_be_audited_is_refused_by_name(tmp_path: Path, capsys: pytes
         (["--attacks", "fog"], "fog"),
         (["--budget", "1"], "STEPS,RESTARTS"),
         (["--batches", "x"], "numbers"),
-        (["--rate", "-1"], "no rate"),
+        (["--lr", "-1"], "no rate"),
     ):
         assert main([*given, *more]) in (1, 2)
         assert text in " ".join(capsys.readouterr().err.split())

@@ -278,7 +278,7 @@ def audit(folder: Path, *more: str, model: str = "vit", data: str = "images.npz"
     return main(["audit", "split", str(folder / model), "--data", str(folder / data), "--mean", "0.5", "--std", "0.5", *more])
 
 
-QUICKLY = ("--epochs", "1", "--attacker", "16,1,2", "--attacked", "10", "--batch", "25")
+QUICKLY = ("--epochs", "1", "--attacker", "16,1,2", "--attacked", "10", "--batch-size", "25")
 
 
 def test_the_command_says_what_it_comes_to(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,7 +344,7 @@ def test_attacks_are_named_or_all_of_them() -> None:
         (("--defence", "noise=-1"), "noise of -1.0"),
         (("--defence", "fog"), 'no defence "fog"'),
         (("--radii", "0"), "a radius of 0.0"),
-        (("--defence", "batch-shuffle", "--batch", "1"), "batches have one"),
+        (("--defence", "batch-shuffle", "--batch-size", "1"), "batches have one"),
         (("--model", "swin", "--data", "colours.npz", "--defence", "rows"), "the rows of a SwinForImageClassification cannot move"),
         (("--data", "colours.npz"), "are 16 x 16, and the model reads 8 x 8"),
         (("--attacks", "magic"), 'there is no attack "magic"'),
@@ -352,7 +352,7 @@ def test_attacks_are_named_or_all_of_them() -> None:
         (("--attacks", "places,sets", "--defence", "rows"), "none of these attacks can try an undefended victim"),
         (("--attacks", "averaged", "--defence", "noise=1"), "hint: add least squares or decoder"),
         (("--attacker", "big"), "is not WIDTH,DEPTH,EPOCHS"),
-        (("--rate", "-1"), "is no rate"),
+        (("--lr", "-1"), "is no rate"),
         (("--lpips", "nothing.safetensors"), "nothing.safetensors"),
     ],
 )

@@ -128,7 +128,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_command_reads_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "r.json"
-    command = ["audit", "split", str(folder / "bert"), "--data", str(folder / "texts.tsv"), "--epochs", "1", "--batch", "20", "--attacked", "6"]
+    command = ["audit", "split", str(folder / "bert"), "--data", str(folder / "texts.tsv"), "--epochs", "1", "--batch-size", "20", "--attacked", "6"]
     assert main([*command, "--defence", "rows", "--json", str(out), "--report", str(folder / "page.html")]) == 0
     said = capsys.readouterr()
     assert "the server reads the texts under 2 of 2 combinations" in said.out

@@ -101,7 +101,7 @@ COMMANDS: dict[str, Callable[[Inputs, Path], None]] = {
     "move by an element": lambda i, out: run("move", i.model, "-g", i.more / "element", "-o", out),
     "move an adapter": lambda i, out: run("move", i.model, "--adapter", i.adapter, "-g", i.more / "element", "-o", out),
     "match": lambda i, out: run("match", i.model, i.other, "--spaces", "ffn", "-o", out),
-    "match folded": lambda i, out: run("match", i.model, i.other, "--spaces", "ffn", "--fold", "-o", out.with_name("first"), "--out-b", out),
+    "match folded": lambda i, out: run("match", i.model, i.other, "--spaces", "ffn", "--fold", "-o", out.with_name("first"), "--output-b", out),
     "merge": lambda i, out: run("merge", i.model, i.other, "--force", "-o", out),
     "merge a recipe": lambda i, out: run("merge", i.more / "recipe.yaml", "-o", out),
     "merge an adapter": lambda i, out: run("merge", f"{i.model}+{i.adapter}", i.model, "--force", "-o", out),

@@ -16,7 +16,7 @@ from regauge.cli import main
 from regauge.federated import state_store
 from regauge.results.findings import load_results
 
-HOW = ["--data", "digits", "--test", "digits", "--mean", "0.3", "--std", "0.38", "--steps", "2", "--batch", "16"]
+HOW = ["--data", "digits", "--test", "digits", "--mean", "0.3", "--std", "0.38", "--steps", "2", "--batch-size", "16"]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def test_a_run_its_model_and_going_on(start: Path, tmp_path: Path, capsys: pytes
         (["--clients", "2000", "--rounds", "1"], "2000 clients cannot share 1440 examples"),
         (["--clients", "2", "--rounds", "1", "--jigsaw", "1.5"], "a ratio of 1.5"),
         (["--clients", "2", "--rounds", "1", "--momentum", "-1"], "momentum"),
-        (["--clients", "2", "--rounds", "1", "--decay", "-1"], "decay"),
-        (["--clients", "2", "--rounds", "1", "--optimizer", "adamw", "--decay", "-1"], "decay"),
+        (["--clients", "2", "--rounds", "1", "--weight-decay", "-1"], "decay"),
+        (["--clients", "2", "--rounds", "1", "--optimizer", "adamw", "--weight-decay", "-1"], "decay"),
         (["--clients", "2", "--rounds", "1", "--clip", "-1"], "clip is -1"),
         (["--clients", "2", "--rounds", "1", "--max-examples", "-1"], "max_examples must be >= 0, got -1"),
         (["--clients", "2", "--rounds", "1", "--norm-factor", "0.5"], "norm_factor must be 0 or > 1 and finite, got 0.5"),

@@ -103,8 +103,8 @@ def test_every_option_is_spelled_one_way() -> None:
             for option in p.opts:
                 if re.fullmatch(r"-\w", option):
                     short.setdefault(option, set()).add(next((o for o in p.opts if o.startswith("--")), p.name))
-            assert ("-o" in p.opts) == ("--out" in p.opts), (command.name, p.opts)
-    assert short == {"-o": {"--out"}, "-k": {"--key"}, "-g": {"--element"}, "-v": {"verbose"}}
+            assert ("-o" in p.opts) == ("--output" in p.opts), (command.name, p.opts)
+    assert short == {"-o": {"--output"}, "-k": {"--key"}, "-g": {"--element"}, "-v": {"verbose"}}
 
 
 @pytest.mark.parametrize("name", sorted(n for n, c in ALL.items() if n != "move" and any("--seed" in p.opts for p in c.params)))

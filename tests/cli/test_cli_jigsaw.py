@@ -35,7 +35,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(start: Path) -> Path:
     out = start.parent / "trained"
-    given = ["--ratio", "0.5", "--per", "sample", "--epochs", "2", "--rate", "1e-2", "--schedule", "reference"]
+    given = ["--ratio", "0.5", "--per", "sample", "--epochs", "2", "--lr", "1e-2", "--schedule", "reference"]
     assert main(["jigsaw", "train", str(start), *HOW, *given, "-o", str(out)]) == 0
     return out
 
@@ -53,7 +53,7 @@ def test_what_is_trained_is_a_plain_checkpoint_and_what_puzzles_learned(start: P
 
 
 def test_training_lowers_the_loss_and_says_so(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--variant", "E", "--rate", "1e-2", "--fresh", "--flip", "--shift", "1"]
+    given = ["--variant", "E", "--lr", "1e-2", "--fresh", "--flip", "--shift", "1"]
     page = tmp_path / "page.html"
     assert main(["jigsaw", "train", str(start), *HOW, *given, "-o", str(tmp_path / "out"), "--json", "--report", str(page)]) == 0
     assert "The loss on the way" in page.read_text()
@@ -71,7 +71,7 @@ def test_a_training_goes_on_with_its_own_state_and_no_other(
     from regauge.data import train as training
 
     def command(out: str, *more: str) -> list[str]:
-        return ["jigsaw", "train", str(start), *HOW, "--epochs", "2", "--rate", "1e-2", *more, "-o", str(tmp_path / out)]
+        return ["jigsaw", "train", str(start), *HOW, "--epochs", "2", "--lr", "1e-2", *more, "-o", str(tmp_path / out)]
 
     def stopping(model: object, optimizer: object, step: int, *rest: object) -> None:
         keep(model, optimizer, step, *rest)  # type: ignore[arg-type]
@@ -85,7 +85,12 @@ def test_a_training_goes_on_with_its_own_state_and_no_other(
     assert main(command("out", "--ratio", "0.5")) == 130
     monkeypatch.setattr(training, "_keep", keep)
     assert ".out.training" in capsys.readouterr().err
-    for other in (["--ratio", "0.3"], ["--ratio", "0.5", "--seed", "1"], ["--ratio", "0.5", "--variant", "A"], ["--ratio", "0.5", "--batch", "32"]):
+    for other in (
+        ["--ratio", "0.3"],
+        ["--ratio", "0.5", "--seed", "1"],
+        ["--ratio", "0.5", "--variant", "A"],
+        ["--ratio", "0.5", "--batch-size", "32"],
+    ):
         assert main(command("out", *other)) == 1
         assert ".out.training is of other work that was interrupted" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
@@ -105,13 +110,13 @@ def test_what_is_not_finite_is_refused(start: Path, tmp_path: Path, capsys: pyte
     assert '"classifier.weight" of' in capsys.readouterr().err
     assert main(["jigsaw", "evaluate", str(tmp_path / "broken"), *HOW]) == 1
     assert "answers are not finite" in capsys.readouterr().err
-    assert main(["jigsaw", "train", str(start), *HOW, "--rate", "1e30", "-o", str(tmp_path / "out")]) == 1
+    assert main(["jigsaw", "train", str(start), *HOW, "--lr", "1e30", "-o", str(tmp_path / "out")]) == 1
     assert "the loss of step" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_the_strong_recipe_trains_too(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["jigsaw", "train", str(start), *HOW, "--strong", "--rate", "1e-2", "--fresh", "-o", str(tmp_path / "out")]) == 0
+    assert main(["jigsaw", "train", str(start), *HOW, "--strong", "--lr", "1e-2", "--fresh", "-o", str(tmp_path / "out")]) == 0
     words = capsys.readouterr().out.split()
     first, last = (float(words[words.index(before) - 2]) for before in ("first,", "last"))
     assert last < first  # of mixed and smoothed labels: not far
@@ -213,7 +218,7 @@ def test_study_of_hard_images_and_of_images_of_no_class(
     pixels, labels = np.asarray(digits["image"]), np.asarray(digits["label"])
     np.savez(tmp_path / "hard.npz", image=pixels[:50], label=labels[:50])
     np.savez(tmp_path / "none.npz", image=np.random.default_rng(0).permuted(pixels[:90].reshape(90, -1), axis=1).reshape(90, 8, 8))
-    given = ["--hard", str(tmp_path / "hard.npz"), "--outside", str(tmp_path / "none.npz"), "--batch", "32", "--device", "cpu"]
+    given = ["--hard", str(tmp_path / "hard.npz"), "--outside", str(tmp_path / "none.npz"), "--batch-size", "32", "--device", "cpu"]
     outputs = ["--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "page.html")]
     assert main(["jigsaw", "study", str(trained), str(net), *HOW, *given, *outputs]) == 0
     assert "AURRA" in capsys.readouterr().out
@@ -245,8 +250,8 @@ def test_study_of_hard_images_and_of_images_of_no_class(
         (["evaluate", "START", *HOW, "--ratios", "1.5"], "not in [0, 1)"),
         (["train", "START", *HOW, "--ratio", "1", "-o", "OUT"], "not in [0, 1)"),
         (["train", "START", *HOW, "--variant", "Z", "-o", "OUT"], 'no variant "Z"'),
-        (["train", "START", *HOW, "--rate", "-1", "-o", "OUT"], "--rate"),
-        (["train", "START", *HOW, "--decay", "nan", "-o", "OUT"], "--decay"),
+        (["train", "START", *HOW, "--lr", "-1", "-o", "OUT"], "--lr"),
+        (["train", "START", *HOW, "--weight-decay", "nan", "-o", "OUT"], "--weight-decay"),
         (["study", "START", "--corruptions"], "--data"),
         (["study", "START", "--outside", "digits"], "--data"),
         (["study", "START", *HOW, "--outside", "nowhere.npz"], "nowhere.npz"),

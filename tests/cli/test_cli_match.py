@@ -67,7 +67,7 @@ def test_a_folded_match_writes_both(pair: tuple[Path, Path], tmp_path: Path) -> 
             "-o",
             out,
             "--fold",
-            "--out-b",
+            "--output-b",
             other,
             "--self-written",
             "--samples",
@@ -117,7 +117,7 @@ def test_gauges_are_fixed_in_both(pair: tuple[Path, Path], tmp_path: Path, capsy
     a, b = pair
     out, other = tmp_path / "out", tmp_path / "other"
     wishes = ("--fix", "keys,values,balance", "--anchors", "*wte*,*wpe*", "--weight", "*c_fc*=0.5", "--group", "orthogonal")
-    assert run("match", a, b, "-o", out, "--out-b", other, *wishes) == 0
+    assert run("match", a, b, "-o", out, "--output-b", other, *wishes) == 0
     assert "B, with fixed gauges" in capsys.readouterr().err
     results = json.loads((out / "match.json").read_text())
     assert results["facts"]["fixed"] == ["keys", "values", "balance"]
@@ -129,7 +129,7 @@ def test_gauges_are_fixed_in_both(pair: tuple[Path, Path], tmp_path: Path, capsy
     for x in logits[1:]:
         assert torch.allclose(logits[0], x, atol=1e-3)
     assert run("match", a, b, "-o", tmp_path / "c", "--fix", "keys") == 2
-    assert run("match", a, b, "-o", tmp_path / "c", "--fix", "gains", "--out-b", tmp_path / "d") == 1
+    assert run("match", a, b, "-o", tmp_path / "c", "--fix", "gains", "--output-b", tmp_path / "d") == 1
     assert 'no gauge "gains"' in capsys.readouterr().err
     for wrong in ("c_fc", "*c_fc*=x", "*c_fc*=-1", "=1"):
         assert run("match", a, b, "-o", tmp_path / "c", "--weight", wrong) == 2

@@ -512,7 +512,7 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys.modules[jigsaw.__module__], "FIRST", 5)
     monkeypatch.setattr(sys.modules[jigsaw.__module__], "THEN", 3)
     monkeypatch.setattr(general, "optimizer_matrix", lambda seed: ([], Table("t", ("a",), ()), Figure("f", "lines", {"x": [0], "y": {"a": [1]}})))
-    said = run("demo", "--out", tmp_path / "demo")
+    said = run("demo", "--output", tmp_path / "demo")
     assert said.code == 0, said.err
     assert "bit for bit" in said.out
     assert "moved, but given plain features" in said.out
@@ -541,7 +541,7 @@ def test_the_demo_takes_no_place_that_is_taken(run: Run, tmp_path: Path) -> None
     (tmp_path / "full" / "llama").write_text("precious")
     before = contents(tmp_path)
     for out, message in (("file", "exists already"), ("full", "exists already"), ("no/where", "does not exist"), ("y" * 300, "cannot be written")):
-        said = run("demo", "--out", tmp_path / out)
+        said = run("demo", "--output", tmp_path / out)
         assert said.code == 1
         assert said.out == ""
         assert message in said.err

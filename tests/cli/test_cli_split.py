@@ -95,11 +95,11 @@ def test_three_commands(run: Run, tmp_path: Path, model: Path, monkeypatch: pyte
         model,
         "--tls",
         tmp_path / "certs",
-        "--rate",
+        "--lr",
         1e-2,
         "--checkpoint",
         tmp_path / "kept",
-        "--out",
+        "--output",
         tmp_path / "backbone",
         "--threads",
         1,
@@ -111,7 +111,7 @@ def test_three_commands(run: Run, tmp_path: Path, model: Path, monkeypatch: pyte
         12,
         "--tls",
         tmp_path / "certs",
-        "--as",
+        "--client-name",
         "ann",
         "--rows",
         "sample",
@@ -122,7 +122,7 @@ def test_three_commands(run: Run, tmp_path: Path, model: Path, monkeypatch: pyte
     ]
     with server as address:
         before = run("split", "predict", model, "--server", address, *how, "--json")
-        said = run("split", "train", model, "--server", address, *how, "--epochs", 4, "--batch", 8, "-o", tmp_path / "edges", "--json")
+        said = run("split", "train", model, "--server", address, *how, "--epochs", 4, "--batch-size", 8, "-o", tmp_path / "edges", "--json")
         assert said.code == 0, said.err
         after = run("split", "predict", tmp_path / "edges", "--server", address, *how, "--json")
     told = json.loads(said.out)
@@ -158,10 +158,10 @@ def test_it_is_the_training_in_one_process(run: Run, tmp_path: Path, model: Path
     from regauge.split.client.train import Run as Steps
     from regauge.split.client.train import drawing
 
-    options = ["--optimizer", "sgd", "--rate", 0.1, "--momentum", 0.9, "--schedule", "linear", "--steps", 9, "--accumulate", 2, "--threads", 1]
-    with served(monkeypatch, model, *options, "--out", tmp_path / "backbone") as address:
+    options = ["--optimizer", "sgd", "--lr", 0.1, "--momentum", 0.9, "--schedule", "linear", "--steps", 9, "--accumulate", 2, "--threads", 1]
+    with served(monkeypatch, model, *options, "--output", tmp_path / "backbone") as address:
         how = ["--data", tmp_path / "book.txt", "--length", 12, "--server", address, "--threads", 1]
-        assert run("split", "train", model, *how, "--steps", 5, "--batch", 4, "-o", tmp_path / "edges").code == 0
+        assert run("split", "train", model, *how, "--steps", 5, "--batch-size", 4, "-o", tmp_path / "edges").code == 0
     assert run("split", "join", tmp_path / "edges", tmp_path / "backbone", "-o", tmp_path / "whole").code == 0
     plain = load_model(model, "float32").train()
     examples, _ = read_examples(plain, open_data(tmp_path / "book.txt"), beside=model, length=12)
@@ -189,7 +189,7 @@ def test_a_locked_backbone_and_its_key(run: Run, tmp_path: Path, model: Path, mo
     data = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1]
     losses = []
     for name, source, more in (("plain", model, []), ("locked", locked, ["--key", key])):
-        with served(monkeypatch, source, "--rate", 1e-3, "--out", tmp_path / f"{name}-backbone", "--threads", 1) as address:
+        with served(monkeypatch, source, "--lr", 1e-3, "--output", tmp_path / f"{name}-backbone", "--threads", 1) as address:
             said = run("split", "train", source, *data, "--server", address, *more, "--steps", 6, "-o", tmp_path / f"{name}-edges", "--json")
             assert said.code == 0, said.err
             losses.append(json.loads(said.out)["losses"])
@@ -227,12 +227,12 @@ def test_who_may_come_and_what_is_said_to_others(run: Run, tmp_path: Path, model
     certs = ["--tls", tmp_path / "certs"]
     with served(monkeypatch, model, *certs, "--clients", tmp_path / "list", "--threads", 1) as address:
         ask = ["split", "predict", model, *data, "--server", address, "--samples", 2]
-        assert run(*ask, *certs, "--as", "ann").code == 0
+        assert run(*ask, *certs, "--client-name", "ann").code == 0
         for wrong, words in (
-            ([*certs, "--as", "bob"], "this server does not know you"),
+            ([*certs, "--client-name", "bob"], "this server does not know you"),
             ([*certs], "has certificates of ann, bob"),
-            ([*certs, "--as", "cid"], "there is no"),
-            (["--tls", tmp_path / "strange", "--as", "ann"], "the server's certificate is not of this authority"),
+            ([*certs, "--client-name", "cid"], "there is no"),
+            (["--tls", tmp_path / "strange", "--client-name", "ann"], "the server's certificate is not of this authority"),
             ([], "it hung up"),
             (["--tls", tmp_path / "nothing"], "there is no folder"),
         ):
@@ -242,10 +242,10 @@ def test_who_may_come_and_what_is_said_to_others(run: Run, tmp_path: Path, model
         other = tmp_path / "other"
         build("gpt2", seed=1).double().save_pretrained(other)
         (other / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
-        said = run("split", "predict", other, *data, "--server", address, *certs, "--as", "ann", "--dtype", "float64")
+        said = run("split", "predict", other, *data, "--server", address, *certs, "--client-name", "ann", "--dtype", "float64")
         assert said.code == 1
         assert "the server's dtype is float32, the client's float64" in said.err
-    said = run(*ask, *certs, "--as", "ann")
+    said = run(*ask, *certs, "--client-name", "ann")
     assert said.code == 1
     assert f"no reply within 1 s: {address}: nothing listens there" in said.err
     assert "is the server running" in said.err
@@ -268,13 +268,13 @@ def test_rows_are_rows_by_either_name(run: Run, tmp_path: Path, model: Path, mon
 def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, model: Path) -> None:
     there = ["--data", tmp_path / "book.txt", "--server", "127.0.0.1:1"]
     for arguments, words, code in (
-        (["serve", model, "--optimizer", "sgd"], "without --rate R nothing is trained", 2),
-        (["serve", model, "--rate", 0.1, "--schedule", "linear"], "ends after its warm-up", 1),
+        (["serve", model, "--optimizer", "sgd"], "without --lr R nothing is trained", 2),
+        (["serve", model, "--lr", 0.1, "--schedule", "linear"], "ends after its warm-up", 1),
         (["serve", model, "--listen", "0.0.0.0:0"], "without TLS anyone on the way reads", 1),
         (["serve", model, "--listen", "7000"], "is no address", 1),
         (["serve", model, "--clients", tmp_path / "book.txt"], "it needs --tls", 2),
         (["serve", model, "--quota", "much"], "is no quota", 1),
-        (["serve", model, "--out", tmp_path / "out"], "nothing is trained", 2),
+        (["serve", model, "--output", tmp_path / "out"], "nothing is trained", 2),
         (["serve", model, "--average", 3], "nothing to average", 1),
         (["serve", tmp_path / "nothing"], "does not exist", 1),
         (["train", model, *there, "-o", model], "exists already", 1),
@@ -304,7 +304,7 @@ def test_nothing_is_lost_at_awkward_moments(run: Run, tmp_path: Path, model: Pat
     """A folder has one user; Ctrl-C in the last step does not undo the others; a server that cannot keep its state still writes what it was asked to;
     a run that is stopped and cannot go on leaves no session behind."""
     kept, journal, hosts = tmp_path / "kept", tmp_path / "journal", []
-    how = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1, "--batch", 8, "--epochs", 1]
+    how = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1, "--batch-size", 8, "--epochs", 1]
     stop, at = threading.Event(), 7
 
     @contextmanager
@@ -323,8 +323,8 @@ def test_nothing_is_lost_at_awkward_moments(run: Run, tmp_path: Path, model: Pat
 
     monkeypatch.setattr(split_client, "signals", signals)
     monkeypatch.setattr(split_client._Ticker, "__call__", ticked)
-    with served(monkeypatch, model, "--rate", 1e-2, "--quota", "sessions=1", "--checkpoint", kept, "--threads", 1) as address:
-        said = run("split", "serve", model, "--rate", 1e-2, "--checkpoint", kept, "--listen", f"127.0.0.1:{free_port()}")
+    with served(monkeypatch, model, "--lr", 1e-2, "--quota", "sessions=1", "--checkpoint", kept, "--threads", 1) as address:
+        said = run("split", "serve", model, "--lr", 1e-2, "--checkpoint", kept, "--listen", f"127.0.0.1:{free_port()}")
         assert (said.code, f"another server is using {kept}" in said.err) == (1, True), said.err
         with split_server.only_one(journal, "run"):
             said = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges", "--journal", journal)
@@ -338,7 +338,7 @@ def test_nothing_is_lost_at_awkward_moments(run: Run, tmp_path: Path, model: Pat
         said = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges", "--journal", journal)
         assert (said.code, (tmp_path / "edges").exists(), list(journal.iterdir())) == (0, True, []), said.err
     monkeypatch.setattr("regauge.split.server.host.Host.keep", failed)
-    with pytest.raises(AssertionError), served(monkeypatch, model, "--rate", 1e-2, "--checkpoint", kept, "--out", tmp_path / "backbone"):
+    with pytest.raises(AssertionError), served(monkeypatch, model, "--lr", 1e-2, "--checkpoint", kept, "--output", tmp_path / "backbone"):
         pass
     assert hosts[0].step == 10
     assert (tmp_path / "backbone" / "split.json").exists()
@@ -383,13 +383,13 @@ def ended(process: subprocess.Popen, seconds: float = 300.0) -> tuple[int, str]:
 def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model: Path) -> None:
     """A client and a server, each killed in the middle and started again, end with the bits of a run that nobody disturbed."""
     address = f"127.0.0.1:{free_port()}"
-    data = ["--data", tmp_path / "book.txt", "--length", 12, "--batch", 4, "--server", address]
+    data = ["--data", tmp_path / "book.txt", "--length", 12, "--batch-size", 4, "--server", address]
 
     def serve(name: str) -> subprocess.Popen:
         process = started(
             "serve",
             model,
-            "--rate",
+            "--lr",
             1e-2,
             "--listen",
             address,
@@ -397,7 +397,7 @@ def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model:
             tmp_path / name / "kept",
             "--every",
             3,
-            "--out",
+            "--output",
             tmp_path / name / "out",
         )
         try:
@@ -488,7 +488,7 @@ def test_two_quick_sigterms_still_write_checkpoint_and_backbone(model: Path, tmp
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    code = signalled(model, "--rate", "1e-3", "--checkpoint", tmp_path / "kept", "--out", tmp_path / "backbone", during=during)
+    code = signalled(model, "--lr", "1e-3", "--checkpoint", tmp_path / "kept", "--output", tmp_path / "backbone", during=during)
     assert (code, asked) == (0, [signal.SIGTERM])
     assert (tmp_path / "kept" / "split.safetensors").is_file()
     assert (tmp_path / "backbone" / "model.safetensors").is_file()
@@ -523,9 +523,11 @@ def test_half_precision_trains_on_both_sides_and_stays_finite(
 ) -> None:
     from safetensors.torch import load_file
 
-    with served(monkeypatch, model, "--rate", "3e-3", "--dtype", dtype, "--out", tmp_path / "backbone", "--checkpoint", tmp_path / "kept") as address:
+    with served(
+        monkeypatch, model, "--lr", "3e-3", "--dtype", dtype, "--output", tmp_path / "backbone", "--checkpoint", tmp_path / "kept"
+    ) as address:
         how = ["--data", tmp_path / "book.txt", "--length", 12, "--server", address, "--dtype", dtype, "--threads", 1]
-        said = run("split", "train", model, *how, "--steps", 12, "--batch", 8, "-o", tmp_path / "edges", "--json")
+        said = run("split", "train", model, *how, "--steps", 12, "--batch-size", 8, "-o", tmp_path / "edges", "--json")
         assert said.code == 0, said.err
     losses = json.loads(said.out)["losses"]
     assert losses[-1] < losses[0] - 0.05

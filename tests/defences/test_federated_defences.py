@@ -166,8 +166,8 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     for more, named in (
         (["--fail-above", "0.1"], "--fail-above: a run has no undefended updates"),
         (
-            ["--defence", "rows", "--batch", "2", "--steps", "2", "--device", "cpu"],
-            "--defence, --batch, --steps, --device: the run that --from names",
+            ["--defence", "rows", "--batch-size", "2", "--steps", "2", "--device", "cpu"],
+            "--defence, --batch-size, --steps, --device: the run that --from names",
         ),
         ([str(start)], "MODEL: the run that --from names"),
     ):

@@ -366,9 +366,9 @@ def test_results_count_rejections_by_client_and_reason(tmp_path: Path, capsys: p
     results = load_results(tmp_path / "run" / "results.json")
     assert results.facts["rejected"] == {"1": {"examples": 2}}
     assert results.tables[1].rows == (("1", "examples", 2),)
-    assert main([*command, "--least", "3", "-o", str(tmp_path / "other")]) == 1
+    assert main([*command, "--min-clients", "3", "-o", str(tmp_path / "other")]) == 1
     assert "round 1 had too few contributions 3 times (3 are needed): client 1: examples must be" in capsys.readouterr().err
-    assert main([*command, "--least", "3", "--max-examples", str(10**12), "-o", str(tmp_path / "other")]) == 0  # the same run goes on
+    assert main([*command, "--min-clients", "3", "--max-examples", str(10**12), "-o", str(tmp_path / "other")]) == 0  # the same run goes on
 
 
 def saved(folder: Path) -> None:

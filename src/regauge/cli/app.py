@@ -164,7 +164,7 @@ def _note(others: Callable[..., None]) -> Callable[..., None]:
 
 def _interrupted(arguments: list[str]) -> int:
     say("error: interrupted")
-    outs = [Path(b) for a, b in itertools.pairwise(arguments) if a in ("-o", "--out")]
+    outs = [Path(b) for a, b in itertools.pairwise(arguments) if a in ("-o", "--output")]
     kept = sorted(str(p) for out in outs if out.parent.is_dir() for p in out.parent.glob(f".{glob.escape(out.name)}.*"))
     if kept:
         say(f"hint: kept to go on with, by the same command (with --resume where it has that): {', '.join(kept)}")

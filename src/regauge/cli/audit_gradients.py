@@ -61,7 +61,8 @@ def gradients(
         str | None, typer.Option("--data", metavar="URI", help="Samples of its task. Half are the clients', half the attacker's own.")
     ] = None,
     run: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN", help="Attack what was sent in a run that regauge federate --spy recorded. Needs no MODEL.")
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Attack what was sent in a run that regauge federate --record recorded. Needs no MODEL."),
     ] = None,
     only: Annotated[str, typer.Option("--rounds", metavar="R,R", help="Of --from: these rounds, counted from 1. Default: all.")] = "",
     defence: Annotated[
@@ -73,9 +74,9 @@ def gradients(
             help="A combination to audit, as mjp=0.5 or freeze=embedding+noise=0.1. May be repeated. Default: one of each kind.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Samples of one update, where a combination does not say.")] = 1,
+    batch: Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Samples of one update, where a combination does not say.")] = 1,
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Local steps of SGD in an update, likewise.")] = 1,
-    rate: Annotated[float, typer.Option("--rate", metavar="R", help="Of the local steps.")] = 0.01,
+    rate: Annotated[float, typer.Option("--lr", metavar="R", help="Of the local steps.")] = 0.01,
     batches: Annotated[str, typer.Option("--batches", metavar="N,N", help="Sizes of the batch for the curve; empty: none.")] = "1,2,4,8",
     stages: Annotated[str, typer.Option("--train", metavar="N,N", help="Train so many steps here, and attack again: leakage against training.")] = "",
     attacks: Annotated[
@@ -128,7 +129,7 @@ def gradients(
     from regauge.defences.gradients import plan_of
 
     if not 0 < rate < math.inf:
-        raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
+        raise typer.BadParameter(f"{rate} is no rate", param_hint="--lr")
     combinations, skipped = (list(defence), []) if defence else default(DEFAULT, steps)
     for combination in combinations:
         plan_of(combination, batch, steps, rate)

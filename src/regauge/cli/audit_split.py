@@ -64,7 +64,7 @@ def split(
     samples: Annotated[int | None, typer.Option("--samples", min=50, metavar="N", help="Use N examples of the data. Default: all.")] = None,
     epochs: Annotated[int, typer.Option("--epochs", min=1, metavar="N", help="Of the client's and the server's training.")] = 10,
     batch: options.Batch = 32,
-    rate: Annotated[float, typer.Option("--rate", metavar="R", help="Of their optimizer, AdamW, along a cosine.")] = 1e-3,
+    rate: Annotated[float, typer.Option("--lr", metavar="R", help="Of their optimizer, AdamW, along a cosine.")] = 1e-3,
     attacked: Annotated[int, typer.Option("--attacked", min=2, metavar="N", help="Test images or texts that the attacker is after.")] = 64,
     attacker: Annotated[
         str, typer.Option("--attacker", metavar="WIDTH,DEPTH,EPOCHS", help="Its decoder, and the most that it trains.")
@@ -92,7 +92,7 @@ def split(
     budget = _budget(attacker)
     _attacks(attacks)
     if not 0 < rate < math.inf:
-        raise typer.BadParameter(f"{rate} is no rate", param_hint="--rate")
+        raise typer.BadParameter(f"{rate} is no rate", param_hint="--lr")
     check_device(device)
     from regauge.audit.split import SplitCase, audit_split, audit_texts
     from regauge.results.metrics import Lpips

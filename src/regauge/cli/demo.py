@@ -16,7 +16,9 @@ from regauge.cli.console import data, say, step_bar
 def demo(
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", metavar="DIR", help="Keep the models and the images here, in a new folder, by the names that the README uses."),
+        typer.Option(
+            "-o", "--output", metavar="DIR", help="Keep the models and the images here, in a new folder, by the names that the README uses."
+        ),
     ] = None,
     report: Annotated[Path, typer.Option("--report", metavar="page.html", help="Write the page here.")] = Path("regauge-demo.html"),
     seed: Annotated[int, options.seed("The seed of the models and elements.")] = 0,

@@ -60,24 +60,24 @@ def federate(
     data: Annotated[str, typer.Option("--data", metavar="URI", help="What the clients share out among themselves: examples with labels.")],
     clients: Annotated[int, typer.Option("--clients", metavar="N", help="How many there are.")],
     rounds: Annotated[int, typer.Option("--rounds", metavar="R", help="How often they are asked. More than a run has had makes it longer.")],
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="RUN", help="The run's folder. One that is there goes on where it stood.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="RUN", help="The run's folder. One that is there goes on where it stood.")],
     strategy: Annotated[Strategy, typer.Option("--strategy", help="How contributions become the next model.")] = Strategy.fedavg,
     partition: Annotated[Partition, typer.Option("--partition", help="Even parts, or classes shared out by a Dirichlet draw.")] = Partition.iid,
     alpha: Annotated[float, typer.Option("--alpha", metavar="A", help="Of the Dirichlet draw: the smaller, the more unlike.")] = 0.5,
-    asked: Annotated[float, typer.Option("--asked", metavar="X", help="The share of clients that a round asks.")] = 1.0,
-    least: Annotated[int, typer.Option("--least", metavar="N", help="Contributions without which a round does not count.")] = 1,
+    asked: Annotated[float, typer.Option("--participation", metavar="X", help="The share of clients that a round asks.")] = 1.0,
+    least: Annotated[int, typer.Option("--min-clients", metavar="N", help="Contributions without which a round does not count.")] = 1,
     epochs: Annotated[int, typer.Option("--epochs", metavar="N", help="Times that a client goes through its data in a round.")] = 1,
     steps: Annotated[int, typer.Option("--steps", metavar="N", help="Local steps in place of epochs.")] = 0,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", help="Examples of a local step.")] = 32,
+    batch: Annotated[int, typer.Option("--batch-size", metavar="N", help="Examples of a local step.")] = 32,
     optimizer: Annotated[Optimizer, typer.Option("--optimizer", help="The clients'.")] = Optimizer.sgd,
-    rate: Annotated[float, typer.Option("--rate", metavar="X", help="Its rate.")] = 0.05,
+    rate: Annotated[float, typer.Option("--lr", metavar="X", help="Its rate.")] = 0.05,
     momentum: Annotated[float, typer.Option("--momentum", metavar="X", help="Of sgd.")] = 0.0,
-    decay: Annotated[float, typer.Option("--decay", metavar="X", help="Its weight decay.")] = 0.0,
+    decay: Annotated[float, typer.Option("--weight-decay", metavar="X", help="Its weight decay.")] = 0.0,
     clip: Annotated[float, typer.Option("--clip", metavar="X", help="The largest norm of a local gradient; 0: any.")] = 0.0,
     proximal: Annotated[
         float, typer.Option("--proximal", metavar="MU", help="FedProx: how strongly clients are held to the server's weights.")
     ] = 0.0,
-    server_rate: Annotated[float | None, typer.Option("--server-rate", metavar="X", help="The server's step. Default: 1; of fedadam 0.01.")] = None,
+    server_rate: Annotated[float | None, typer.Option("--server-lr", metavar="X", help="The server's step. Default: 1; of fedadam 0.01.")] = None,
     weigh: Annotated[Weigh, typer.Option("--weigh", help="What counts in the mean.")] = Weigh.examples,
     aggregation: Annotated[
         Aggregation, typer.Option("--aggregation", help="Rule that combines contributions; the last three bound the influence of one client.")
@@ -93,7 +93,7 @@ def federate(
     norm_factor: Annotated[
         float, typer.Option("--norm-factor", metavar="X", help="Reject contributions beyond X times the round's median norm. 0: never.")
     ] = 5.0,
-    uneven: Annotated[float, typer.Option("--uneven", metavar="X", help="Clients take fewer local steps, by up to this share.")] = 0.0,
+    uneven: Annotated[float, typer.Option("--step-jitter", metavar="X", help="Clients take fewer local steps, by up to this share.")] = 0.0,
     drop: Annotated[float, typer.Option("--drop", metavar="X", help="Lose this share of contributions on purpose.")] = 0.0,
     jigsaw: Annotated[float, typer.Option("--jigsaw", metavar="R", help="Clients train with masked jigsaw puzzles of this ratio.")] = 0.0,
     probability: Annotated[float, typer.Option("--probability", metavar="P", help="The share of local steps that have puzzles.")] = 0.5,
@@ -106,7 +106,7 @@ def federate(
     secure: Annotated[
         bool, typer.Option("--secure", help="The server sees the mean of contributions only: Flower's SecAgg+, on its engines.")
     ] = False,
-    spy: Annotated[bool, typer.Option("--spy", help="Keep what the server sees, for regauge audit gradients --from RUN.")] = False,
+    spy: Annotated[bool, typer.Option("--record", help="Keep what the server sees, for regauge audit gradients --from RUN.")] = False,
     engine: Annotated[
         EngineName, typer.Option("--engine", help="In this process, Flower's simulation, or nodes that are connected to a SuperLink.")
     ] = EngineName.process,

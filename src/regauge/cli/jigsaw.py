@@ -45,7 +45,7 @@ class Schedule(StrEnum):
 Data = Annotated[str, typer.Option("--data", metavar="URI", help="npz, parquet, a folder of images or a hub id: images and labels.")]
 Seed = Annotated[int, options.seed("The seed of all draws.")]
 Ratios = Annotated[str, typer.Option("--ratios", metavar="R,R", help="Shares of patches that are shuffled at inference.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Images at a time.")]
+Batch = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Images at a time.")]
 Patch = Annotated[
     int | None, typer.Option("--patch", min=1, metavar="N", help="For models without patches of their own. Default: the others', or 16.")
 ]
@@ -60,7 +60,7 @@ def _root() -> None:
 def train(
     model: options.Model,
     data: Data,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="A new folder: the plain checkpoint, and what the puzzles learned.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="A new folder: the plain checkpoint, and what the puzzles learned.")],
     ratio: Annotated[float, typer.Option("--ratio", metavar="R", help="The share of patches that are shuffled in training.")] = 0.1,
     variant: Annotated[
         str | None, typer.Option("--variant", metavar="A-J", help="A letter of the paper's Table 2. Default: J, or what fits.")
@@ -78,8 +78,8 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="Draw all weights anew: train from scratch.")] = False,
     epochs: Annotated[int, typer.Option("--epochs", min=1, metavar="N", help="Times through the data.")] = 1,
     batch: Batch = 64,
-    rate: Annotated[float, typer.Option("--rate", metavar="X", help="The largest rate of AdamW; it rises and falls.")] = 1e-4,
-    decay: Annotated[float, typer.Option("--decay", metavar="X", help="Its weight decay.")] = 0.05,
+    rate: Annotated[float, typer.Option("--lr", metavar="X", help="The largest rate of AdamW; it rises and falls.")] = 1e-4,
+    decay: Annotated[float, typer.Option("--weight-decay", metavar="X", help="Its weight decay.")] = 0.05,
     flip: Annotated[bool, typer.Option("--flip", help="Mirror half of the images.")] = False,
     shift: Annotated[int, typer.Option("--shift", min=0, metavar="N", help="Move images by up to so many pixels.")] = 0,
     strong: Annotated[
@@ -114,7 +114,7 @@ def train(
     from regauge.models.load import load_model, reinitialize
 
     check_ratio(ratio)
-    for name, value in (("--rate", rate), ("--decay", decay)):
+    for name, value in (("--lr", rate), ("--weight-decay", decay)):
         if not 0 <= value < math.inf:
             raise typer.BadParameter(f"{value:g} is not 0 or more, and finite", param_hint=name)
     check_new(out)
@@ -176,7 +176,7 @@ def _told(bar: Any, step: int, total: int, loss: float) -> None:
     from regauge.jigsaw.masks import JigsawError
 
     if not math.isfinite(loss):
-        raise JigsawError(f"the loss of step {step} is {loss}", hint="a smaller --rate, or look at --mean, --std and the labels")
+        raise JigsawError(f"the loss of step {step} is {loss}", hint="a smaller --lr, or look at --mean, --std and the labels")
     if step % max(1, total // 50) == 0 or step == total:
         bar(step - 1, total, f"loss {loss:.4f}")
 

@@ -30,7 +30,7 @@ class Purpose(StrEnum):
 
 
 def keygen(
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="KEY", help="The new key file, for its owner only.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="KEY", help="The new key file, for its owner only.")],
     passphrase: Annotated[
         bool, typer.Option("--passphrase", help="Protect it by a passphrase: asked for twice, or taken from REGAUGE_PASSPHRASE.")
     ] = False,

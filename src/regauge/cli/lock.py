@@ -33,7 +33,7 @@ class Group(StrEnum):
 def lock(
     model: options.Model,
     key: options.KeyFile,
-    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--output", metavar="OUT", help="The new folder (or .safetensors file).")] = None,
     group: Annotated[Group | None, typer.Option("--group", help="Draw the element from this subgroup. Default: signed.")] = None,
     spaces: Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="Move these spaces only. Default: all of the backbone.")] = None,
     reseal: Annotated[

@@ -29,9 +29,10 @@ Other = Annotated[str, typer.Argument(metavar="B", help="The model that stays.")
 Spaces = Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="These spaces take part: stream, head, qk, vo, ffn, ... Default: all.")]
 Layers = Annotated[str | None, typer.Option("--layers", metavar="0-5,11", help="Of what belongs to a layer, these only.")]
 Group = Annotated[options.Kind, typer.Option("--group", help="How far members may go; orthogonal is paper 003's rotations.")]
-Fold = Annotated[bool, typer.Option("--fold", help="Fold the norms of both first, which gives the stream its rotations. Needs --out-b.")]
+Fold = Annotated[bool, typer.Option("--fold", help="Fold the norms of both first, which gives the stream its rotations. Needs --output-b.")]
 Fix = Annotated[
-    str | None, typer.Option("--fix", metavar="A,B", help="Fix gauges of both first: keys, values (biases that nobody sees), balance. Needs --out-b.")
+    str | None,
+    typer.Option("--fix", metavar="A,B", help="Fix gauges of both first: keys, values (biases that nobody sees), balance. Needs --output-b."),
 ]
 Anchors = Annotated[str | None, typer.Option("--anchors", metavar="A,B", help="Tensors to find a space by at first; * stands for anything.")]
 Weight = Annotated[
@@ -45,8 +46,10 @@ SharedTokens = Annotated[bool, typer.Option("--shared-tokens", help="Match by th
 def match(
     a: One,
     b: Other,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder: A, moved next to B, and match.json.")],
-    out_b: Annotated[Path | None, typer.Option("--out-b", metavar="OUT_B", help="With --fold or --fix: B, likewise, which OUT is next to.")] = None,
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new folder: A, moved next to B, and match.json.")],
+    out_b: Annotated[
+        Path | None, typer.Option("--output-b", metavar="OUT_B", help="With --fold or --fix: B, likewise, which OUT is next to.")
+    ] = None,
     spaces: Spaces = None,
     layers: Layers = None,
     group: Group = options.Kind.full,
@@ -96,11 +99,11 @@ def match(
     started = time.monotonic()
     fixed = names(fix) or []
     if (fold or bool(fixed)) != (out_b is not None):
-        raise typer.BadParameter("--fold or --fix and --out-b belong together: a folded A is next to a folded B, and not to B itself")
+        raise typer.BadParameter("--fold or --fix and --output-b belong together: a folded A is next to a folded B, and not to B itself")
     if self_written and sample_data is not None:
         raise typer.BadParameter("either --data or --self-written")
     if out_b is not None and out_b.absolute() == out.absolute():
-        raise typer.BadParameter("--out and --out-b are one folder: A and B need one each")
+        raise typer.BadParameter("--output and --output-b are one folder: A and B need one each")
     check_outputs(json, report)
     from regauge.checkpoints.element_files import save_element as save
     from regauge.checkpoints.files import amount

@@ -62,9 +62,9 @@ EXAMPLES = {
     "seal": "regauge seal MODEL -k SEALKEY -o MODEL.sealed",
     "split certs": "regauge split certs --to CERTS --name server.example --client hospital",
     "split join": "regauge split join EDGES BACKBONE -o MODEL",
-    "split predict": "regauge split predict EDGES --data IMAGES --server server.example:7000 --tls CERTS --as hospital",
-    "split serve": "regauge split serve MODEL --listen 0.0.0.0:7000 --tls CERTS --out BACKBONE",
-    "split train": "regauge split train MODEL --data IMAGES --server server.example:7000 --tls CERTS --as hospital -o EDGES",
+    "split predict": "regauge split predict EDGES --data IMAGES --server server.example:7000 --tls CERTS --client-name hospital",
+    "split serve": "regauge split serve MODEL --listen 0.0.0.0:7000 --tls CERTS --output BACKBONE",
+    "split train": "regauge split train MODEL --data IMAGES --server server.example:7000 --tls CERTS --client-name hospital -o EDGES",
     "unlock": "regauge unlock LOCKED -k KEY -o MODEL",
     "verify": "regauge verify MODEL --dtype float64 --report page.html",
 }

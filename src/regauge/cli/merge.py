@@ -21,7 +21,7 @@ VERSION = 1
 
 def merge(
     models: Annotated[list[str], typer.Argument(metavar="RECIPE.yaml | A B ...", help="A recipe, or the models: folders, files or hub ids.")],
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new folder.")],
     method: Annotated[str | None, typer.Option("--method", metavar="M", help="linear (default), slerp, ties, ...; docs/merge.md has all.")] = None,
     base: Annotated[str | None, typer.Option("--base", metavar="X", help="The base model, for methods that add up differences from one.")] = None,
     weight: Annotated[

@@ -29,7 +29,7 @@ def seed(words: str) -> Any:
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A folder, a .safetensors file, or a hub id (owner/name).")]
 LockedModel = Annotated[str, typer.Argument(metavar="LOCKED", help="A locked folder or .safetensors file.")]
-Out = Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder (or .safetensors file).")]
+Out = Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new folder (or .safetensors file).")]
 SpecFile = Annotated[Path | None, typer.Option("--spec", metavar="FILE", help="A spec file (TOML) for a module of your own; see docs/formats.md.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout.")]
@@ -40,7 +40,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write
 Threads = Annotated[
     int | None, typer.Option("--threads", min=1, max=256, metavar="N", help="Threads that compute. Default: one per core but one, at most four.")
 ]
-Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Examples at a time.")]
+Batch = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Examples at a time.")]
 Device = Annotated[str, typer.Option("--device", metavar="D", help="Where to compute: cpu, cuda, cuda:1, mps.")]
 Verbose = Annotated[int, typer.Option("-v", count=True, help="Say more; twice: show tracebacks.", show_default=False)]
 KeyFile = Annotated[Path, typer.Option("-k", "--key", metavar="KEY", help="A key file; regauge keygen makes one.")]

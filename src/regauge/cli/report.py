@@ -14,7 +14,7 @@ from regauge.cli.console import say
 
 def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS", help="The results that a command wrote with --json.")],
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new HTML file.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new HTML file.")],
     verbose: options.Verbose = 0,
 ) -> int:
     """Write results as one HTML page that opens from disk, without a network."""

@@ -17,7 +17,7 @@ VERSION = 1
 def seal(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a folder with all that is in it.")],
     key: options.KeyFile,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new sealed file.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new sealed file.")],
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,
@@ -40,7 +40,7 @@ def seal(
 def open_(
     path: Annotated[Path, typer.Argument(metavar="SEALED", help="A sealed file.")],
     key: options.KeyFile,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="PATH", help="The new file or folder.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="PATH", help="The new file or folder.")],
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,

@@ -91,7 +91,7 @@ app.command()(predict)
 def join(
     edges: Annotated[str, typer.Argument(metavar="EDGES", help="What a client has written: embedding and head.")],
     backbone: Annotated[str, typer.Argument(metavar="BACKBONE", help="What the server has written.")],
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder of the whole model.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new folder of the whole model.")],
     dtype: Annotated[str | None, typer.Option("--dtype", metavar="D", help="float32, float16 or bfloat16. Default: as they are.")] = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,

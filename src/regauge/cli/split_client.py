@@ -47,7 +47,7 @@ Data = Annotated[
     str, typer.Option("--data", metavar="URI", help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id. It stays here.")
 ]
 Server = Annotated[str, typer.Option("--server", metavar="ADDR", help="Where the backbone is, as in server.example:7000.")]
-As = Annotated[str | None, typer.Option("--as", metavar="NAME", help="Whose certificate of the folder. Default: its only client's.")]
+As = Annotated[str | None, typer.Option("--client-name", metavar="NAME", help="Whose certificate of the folder. Default: its only client's.")]
 KeyOption = Annotated[Path | None, typer.Option("-k", "--key", metavar="KEY", help="The key that MODEL and the server's backbone are locked with.")]
 RowsOption = Annotated[Rows | None, typer.Option("--rows", help="Shuffle the tokens afresh for every batch, or for every sample.")]
 DefenceOption = Annotated[
@@ -66,7 +66,7 @@ def train(
     model: Source,
     data: Data,
     server: Server,
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="The new folder of the trained embedding and head.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new folder of the trained embedding and head.")],
     tls: TlsFiles = None,
     name: As = None,
     insecure: Insecure = False,
@@ -148,7 +148,7 @@ def train(
     loss = losses[-1] if losses else None
     last = "" if loss is None else f", last loss {loss:.4f}"
     say(f"wrote embedding and head to {out} after {count} steps{last}, {time.monotonic() - started:.0f} s")
-    say("the backbone is with the server: its --out writes it, and regauge split join makes a whole model of both")
+    say("the backbone is with the server: its --output writes it, and regauge split join makes a whole model of both")
     if json:
         data_json({"version": VERSION, "command": "split train", "out": str(out), "steps": count, "losses": losses})
     return 0

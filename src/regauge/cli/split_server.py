@@ -48,8 +48,8 @@ class Precision(StrEnum):
     fp16 = "fp16"
 
 
-Rate = Annotated[float | None, typer.Option("--rate", min=0.0, metavar="R", help="The learning rate.")]
-Decay = Annotated[float | None, typer.Option("--decay", min=0.0, metavar="X", help="Weight decay.")]
+Rate = Annotated[float | None, typer.Option("--lr", min=0.0, metavar="R", help="The learning rate.")]
+Decay = Annotated[float | None, typer.Option("--weight-decay", min=0.0, metavar="X", help="Weight decay.")]
 Momentum = Annotated[float | None, typer.Option("--momentum", min=0.0, max=1.0, metavar="X", help="Of sgd.")]
 Warmup = Annotated[int | None, typer.Option("--warmup", min=0, metavar="N", help="Steps from 0 up to the rate.")]
 Clip = Annotated[float | None, typer.Option("--clip", min=0.0, metavar="X", help="Bound the norm of the gradient.")]
@@ -85,9 +85,9 @@ def serve(
     insecure: Insecure = False,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", metavar="DIR", help="Keep everything here, and go on from here.")] = None,
     every: Annotated[int, typer.Option("--every", min=1, metavar="N", help="Steps between two checkpoints.")] = 100,
-    out: Annotated[Path | None, typer.Option("-o", "--out", metavar="OUT", help="Write the trained backbone here when the server stops.")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--output", metavar="OUT", help="Write the trained backbone here when the server stops.")] = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", min=0.0, metavar="R", help="Train the backbone at this rate. Without it, it only serves.")
+        float | None, typer.Option("--lr", min=0.0, metavar="R", help="Train the backbone at this rate. Without it, it only serves.")
     ] = None,
     optimizer: Annotated[Optimizer | None, typer.Option("--optimizer", help="Default: adamw.")] = None,
     schedule: Annotated[Schedule | None, typer.Option("--schedule", help="How the rate goes on after the warm-up. Default: constant.")] = None,
@@ -134,7 +134,7 @@ def serve(
     if out is not None:
         check_new(out)
         if training is None and checkpoint is None:
-            raise typer.BadParameter("nothing is trained, so that there is nothing to write; --rate R trains the backbone", param_hint="--out")
+            raise typer.BadParameter("nothing is trained, so that there is nothing to write; --lr R trains the backbone", param_hint="--output")
     files = read_tls(tls, "server")
     listed, quotas = _clients(tls, clients, quota, files is not None)
     source = open_checkpoint(backbone)
@@ -201,7 +201,7 @@ def _training(rate: float | None, optimizer: Optimizer | None, given: dict[str, 
     if rate is None:
         if said or optimizer is not None:
             what = "--optimizer" if optimizer is not None else f"--{min(said)}"
-            raise typer.BadParameter("this belongs to training, and without --rate R nothing is trained", param_hint=what)
+            raise typer.BadParameter("this belongs to training, and without --lr R nothing is trained", param_hint=what)
         return None
     from regauge.split import OptimizerConfig
 
@@ -239,7 +239,9 @@ def read_tls(text: str | None, name: str | None) -> Tls | None:
         names = sorted(p.stem for p in folder.glob("*.key") if p.stem != "server")
         if name is None:
             if len(names) != 1:
-                raise CheckpointError(f"{text} has certificates of {', '.join(names) or 'no client'}", hint="say whose they are with --as NAME")
+                raise CheckpointError(
+                    f"{text} has certificates of {', '.join(names) or 'no client'}", hint="say whose they are with --client-name NAME"
+                )
             name = names[0]
         found = Tls(folder / "authority.pem", folder / f"{name}.pem", folder / f"{name}.key")
     for path in (found.authority, found.certificate, found.key):
@@ -272,7 +274,7 @@ def _introduce(host: Host, model: Any, record: Any, checkpoint: Path | None) -> 
     locked = "" if record is None else f", locked by the key {record.key}"
     say(f"{type(model).__name__}: {len(host.blocks)} blocks, {count:,} weights in {host.about['dtype']}{locked}")
     if host.training is None:
-        say("serves only: gradients pass through, and the backbone stays as it is; --rate R trains it")
+        say("serves only: gradients pass through, and the backbone stays as it is; --lr R trains it")
     else:
         more = "".join(
             [

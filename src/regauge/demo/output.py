@@ -1,4 +1,4 @@
-"""What the demo leaves behind with `--out`: its models and images, by the names that the README's commands use, so that each runs as it stands."""
+"""What the demo leaves behind with `--output`: its models and images, by the names that the README's commands use, so that each runs as it stands."""
 
 from __future__ import annotations
 

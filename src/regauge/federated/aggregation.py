@@ -112,7 +112,7 @@ def aggregate(
     for kind, tensors in (("state", made), ("optimizer state", after.tensors)):
         bad = next((name for name, t in tensors.items() if not bool(torch.isfinite(t).all())), None)
         if bad is not None:
-            raise NonFiniteError(f'the aggregated {kind} must be finite, got NaN or Inf in "{bad}"', hint="lower --server-rate, or set --max-norm")
+            raise NonFiniteError(f'the aggregated {kind} must be finite, got NaN or Inf in "{bad}"', hint="lower --server-lr, or set --max-norm")
     return made, after
 
 

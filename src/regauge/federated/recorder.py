@@ -61,7 +61,7 @@ def recorded_rounds(folder: Path) -> dict[int, list[int]]:
     for path in sorted((folder / "seen").glob("round-*")):
         out[int(path.name.partition("-")[2])] = [int(p.stem.partition("-")[2]) for p in sorted(path.glob("client-*.safetensors"))]
     if not out:
-        raise FederatedError(f"{folder} has nothing that the server saw", hint="record a run with regauge federate --spy")
+        raise FederatedError(f"{folder} has nothing that the server saw", hint="record a run with regauge federate --record")
     return out
 
 

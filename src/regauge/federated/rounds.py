@@ -136,7 +136,7 @@ def run(
         if voids >= PATIENCE:
             raise FederatedError(
                 f"round {number + 1} {why_void(kept.history[-1], settings.least)}",
-                hint="nothing is lost: the same command goes on from the last round" if folder else "fewer may be enough: --least",
+                hint="nothing is lost: the same command goes on from the last round" if folder else "fewer may be enough: --min-clients",
             )
     return kept
 

@@ -100,7 +100,7 @@ def check(case: SplitCase, combinations: Sequence[str], attacks: Sequence[Attack
         raise LeakageError("there is one image to attack, which is always nearest to itself", hint="give more data")
     few = next((c for c in combinations if any(isinstance(d, BatchShuffle) for d in defences_of(c))), None)
     if few is not None and case.run.batch < 2:
-        raise LeakageError(f'"{few}" shuffles tokens between samples, and batches have one', hint="--batch 2 or more")
+        raise LeakageError(f'"{few}" shuffles tokens between samples, and batches have one', hint="--batch-size 2 or more")
     shown = case.test.batch(np.arange(2))[0]["pixel_values"]
     patch_of(case.model, shown)
     for combination in combinations:

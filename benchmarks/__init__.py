@@ -1,1 +1,3 @@
-"""Benchmarks: side by side with a yardstick, in one run, as ratios. `python -m benchmarks [NAME...]`."""
+"""Benchmarks: side by side with a yardstick, in one run, as ratios. `python -m benchmarks
+[NAME...]`.
+"""

@@ -4,7 +4,22 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks import audit, authorized, discover, federated, gradients, hostile, jigsaw, lock, matching, merging, move, permuted, split, start
+from benchmarks import (
+    audit,
+    authorized,
+    discover,
+    federated,
+    gradients,
+    hostile,
+    jigsaw,
+    lock,
+    matching,
+    merging,
+    move,
+    permuted,
+    split,
+    start,
+)
 
 BENCHMARKS = {
     "start": start.main,

@@ -1,8 +1,9 @@
-"""How long each attack of `regauge audit lock` takes, by group of the lock, and as a multiple of the shortest thing that an owner does: one pass over
-the same test.
+"""How long each attack of `regauge audit lock` takes, by group of the lock, and as a multiple of
+the shortest thing that an owner does: one pass over the same test.
 
-GPT-2s of random weights (what is searched does not depend on what they have learned): one of width 256 under every attack, one of GPT-2's own shape
-under those that look at weights. One run each; the audit itself measures. Theft takes what its steps take, and is of classifiers only.
+GPT-2s of random weights (what is searched does not depend on what they have learned): one of width
+256 under every attack, one of GPT-2's own shape under those that look at weights. One run each; the
+audit itself measures. Theft takes what its steps take, and is of classifiers only.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ from regauge.core.groups import Kind
 from regauge.data.tasks import Examples
 from regauge.matching.barriers import score
 
-GROUPS: dict[str, tuple[Kind, bool]] = {"permutation": ("permutation", False), "signed": ("signed", False), "rotation": ("orthogonal", True)}
+GROUPS: dict[str, tuple[Kind, bool]] = {
+    "permutation": ("permutation", False),
+    "signed": ("signed", False),
+    "rotation": ("orthogonal", True),
+}
 SHAPES: dict[str, tuple[dict[str, int], Sequence[str] | None]] = {
-    "GPT-2, 6 layers, width 256": ({"n_layer": 6, "n_head": 4, "n_embd": 256, "vocab_size": 1024, "n_positions": 128}, None),
+    "GPT-2, 6 layers, width 256": (
+        {"n_layer": 6, "n_head": 4, "n_embd": 256, "vocab_size": 1024, "n_positions": 128},
+        None,
+    ),
     "GPT-2, 12 layers, width 768": (
         {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 2048, "n_positions": 128},
         ("public edges", "public base", "lineage"),
@@ -34,18 +42,31 @@ SHAPES: dict[str, tuple[dict[str, int], Sequence[str] | None]] = {
 def case(shape: dict[str, int], within: Kind, fold: bool) -> LockCase:
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        **shape, bos_token_id=0, eos_token_id=0, tie_word_embeddings=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        **shape,
+        bos_token_id=0,
+        eos_token_id=0,
+        tie_word_embeddings=False,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     model: Any = transformers.GPT2LMHeadModel(config).eval()
     spec, base = spec_of(model), {n: v.detach().clone() for n, v in model.state_dict().items()}
     if fold:
         spec, base = fold_norms(spec, base)
-    tuned = {n: v + 0.01 * v.std() * torch.randn_like(v) if v.dim() > 1 else v for n, v in base.items()}
+    tuned = {
+        n: v + 0.01 * v.std() * torch.randn_like(v) if v.dim() > 1 else v for n, v in base.items()
+    }
     g = element(spec, 1, within=within)
     locked = apply(g, tuned, "backbone")
     model.load_state_dict(locked)
     ids = torch.randint(shape["vocab_size"], (96, 64))
-    every = Examples(len(ids), shape["vocab_size"], lambda rows: ({"input_ids": ids[rows]}, ids[rows]), causal=True)
+    every = Examples(
+        len(ids),
+        shape["vocab_size"],
+        lambda rows: ({"input_ids": ids[rows]}, ids[rows]),
+        causal=True,
+    )
     return LockCase(spec, locked, within, g, base, model=model, test=every.only(np.arange(64, 96)))
 
 
@@ -61,7 +82,9 @@ def main() -> int:
             seconds.setdefault("one pass over the test", {})[group] = time.perf_counter() - started
             found = audit_lock(one, attacks=attacks)
             for row in found.tables[0].rows:
-                seconds.setdefault(str(row[0]).removeprefix("lock/"), {})[group] = float(row[-1] or 0.0)
+                seconds.setdefault(str(row[0]).removeprefix("lock/"), {})[group] = float(
+                    row[-1] or 0.0
+                )
         wide = max(map(len, seconds))
         print(f"\n{name}: seconds, and how many passes over the test that is")
         print(f"{'':{wide}}  " + "  ".join(f"{group:>18}" for group in GROUPS))

@@ -1,9 +1,12 @@
-"""What the edges of an authorised model cost beside the plain model: time, peak memory and FLOPs, in one run.
+"""What the edges of an authorised model cost beside the plain model: time, peak memory and FLOPs,
+in one run.
 
-The models are those of `permuted`, locked by permutations of the stream and of every inner space, and (the ViT, folded) by rotations: two products
-with a matrix of the stream's width. Interleaved: each round runs every variant once, in turn; the
-ratio is the median over rounds of variant / plain, with a bootstrap 95 % interval. Goal: permutations within 1 % of plain, in time and memory.
-On a noisy machine 1 % is less than the ratio's own spread, so that what the edges take is also measured by itself.
+The models are those of `permuted`, locked by permutations of the stream and of every inner space,
+and (the ViT, folded) by rotations: two products with a matrix of the stream's width. Interleaved:
+each round runs every variant once, in turn; the ratio is the median over rounds of variant / plain,
+with a bootstrap 95 % interval. Goal: permutations within 1 % of plain, in time and memory. On a
+noisy machine 1 % is less than the ratio's own spread, so that what the edges take is also measured
+by itself.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ def once(model: str, kind: str, training: bool) -> None:
 
 
 def edges(make: Maker, training: bool) -> float:
-    """Seconds of what the edges add, by itself: the stream through the key and back, and in training the gradient too. Median of 50."""
+    """Seconds of what the edges add, by itself: the stream through the key and back, and in
+    training the gradient too. Median of 50.
+    """
     model, inputs = make()
     stream = cut(model).embed(**inputs).stream.detach()
     member = element(spec_of(model), 1, within="permutation").members["stream"]
@@ -76,9 +81,15 @@ def main() -> int:
             added = edges(make, training)
             found = measured(name, made, training, peak)
             plain = alone_step(made["plain"], training)
-            print(f"the edges of a permutation by themselves: {1000 * added:.1f} ms, {added / plain:.2%} of a plain step")
+            print(
+                f"the edges of a permutation by themselves: {1000 * added:.1f} ms, "
+                f"{added / plain:.2%} of a plain step"
+            )
             met &= max(found["permutation"]) <= 1 + GOAL
-    print(f"\ngoal: permutations within {GOAL:.0%} of plain in time and memory: {'met' if met else 'NOT MET'}")
+    print(
+        f"\ngoal: permutations within {GOAL:.0%} of plain in time and memory: "
+        f"{'met' if met else 'NOT MET'}"
+    )
     return 0 if met else 1
 
 

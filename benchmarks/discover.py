@@ -1,4 +1,6 @@
-"""What discovery costs, in CPU-seconds: pico-models (goal: 3 each) and one of a hundred million parameters (goal: 60), verification included."""
+"""What discovery costs, in CPU-seconds: pico-models (goal: 3 each) and one of a hundred million
+parameters (goal: 60), verification included.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +35,12 @@ def main() -> int:
     found = discovery_of(large, {"input_ids": torch.arange(7)[None]})
     seconds = time.process_time() - start
     met &= seconds <= LARGE
-    print(f"GPT-2 of {count / 1e6:.0f} M  {seconds:5.1f} CPU-s  error {found.error:.1e}, verified on {found.verified_on}")
-    print(f"goals: {PICO:g} CPU-seconds for a pico-model, {LARGE:g} for a hundred million parameters: {'met' if met else 'NOT MET'}")
+    print(
+        f"GPT-2 of {count / 1e6:.0f} M  {seconds:5.1f} CPU-s  error {found.error:.1e}, verified "
+        f"on {found.verified_on}"
+    )
+    print(
+        f"goals: {PICO:g} CPU-seconds for a pico-model, {LARGE:g} for a hundred million "
+        f"parameters: {'met' if met else 'NOT MET'}"
+    )
     return 0 if met else 1

@@ -1,9 +1,12 @@
-"""What regauge adds to a round of Flower: its client, checks and aggregation against a plain Flower app with the same model, in one simulation.
+"""What regauge adds to a round of Flower: its client, checks and aggregation against a plain Flower
+app with the same model, in one simulation.
 
-Both apps live in the same Ray workers and are asked in turns; each trains a ViT (32 x 32, width 192, 6 blocks, 2.7 million parameters) for 4 steps of
-16 images on each of 2 clients. Plain is a train function as Flower's documentation has it, and Flower's FedAvg. The ratio is the median over
-$REGAUGE_ROUNDS (20) pairs of rounds, with a bootstrap 95 % interval, of the clock and of the CPU seconds of server and workers, which other work on
-the machine disturbs less. Goal: at most 5 % more of the clock. Needs the environment of Flower (Makefile).
+Both apps live in the same Ray workers and are asked in turns; each trains a ViT (32 x 32, width
+192, 6 blocks, 2.7 million parameters) for 4 steps of 16 images on each of 2 clients. Plain is a
+train function as Flower's documentation has it, and Flower's FedAvg. The ratio is the median over
+$REGAUGE_ROUNDS (20) pairs of rounds, with a bootstrap 95 % interval, of the clock and of the CPU
+seconds of server and workers, which other work on the machine disturbs less. Goal: at most 5 % more
+of the clock. Needs the environment of Flower (Makefile).
 """
 
 from __future__ import annotations
@@ -26,8 +29,13 @@ def spent() -> float:
     ticks = 0
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            if int(place.name) == os.getpid() or b"ClientAppActor" in (place / "cmdline").read_bytes():
-                ticks += sum(int(n) for n in (place / "stat").read_text().rpartition(")")[2].split()[11:13])
+            if (
+                int(place.name) == os.getpid()
+                or b"ClientAppActor" in (place / "cmdline").read_bytes()
+            ):
+                ticks += sum(
+                    int(n) for n in (place / "stat").read_text().rpartition(")")[2].split()[11:13]
+                )
         except OSError:  # it has ended meanwhile
             continue
     return ticks / os.sysconf("SC_CLK_TCK")
@@ -35,7 +43,10 @@ def spent() -> float:
 
 def main() -> int:
     if find_spec("flwr") is None:
-        print("federated: Flower is not installed here; run it with .venv/federated/bin/python -m benchmarks federated")
+        print(
+            "federated: Flower is not installed here; run it with .venv/federated/bin/python -m "
+            "benchmarks federated"
+        )
         return 0
     import numpy as np
     import torch
@@ -53,20 +64,40 @@ def main() -> int:
     from regauge.federated.validation import Call, collect
 
     place = Path(tempfile.mkdtemp())
-    size = {"hidden_size": 192, "num_hidden_layers": 6, "num_attention_heads": 3, "intermediate_size": 768, "image_size": 32, "patch_size": 4}
+    size = {
+        "hidden_size": 192,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 3,
+        "intermediate_size": 768,
+        "image_size": 32,
+        "patch_size": 4,
+    }
     torch.manual_seed(0)
-    model = transformers.ViTForImageClassification(transformers.ViTConfig(**size, num_channels=3, num_labels=10))
+    model = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**size, num_channels=3, num_labels=10)
+    )
     model.save_pretrained(place / "model")
     draw = np.random.default_rng(0)
-    images = {"image": draw.integers(0, 256, (256, 32, 32, 3), dtype=np.uint8), "label": draw.integers(0, 10, 256)}
+    images = {
+        "image": draw.integers(0, 256, (256, 32, 32, 3), dtype=np.uint8),
+        "label": draw.integers(0, 10, 256),
+    }
     np.savez(place / "data.npz", **images)
-    source = Source(str(place / "model"), str(place / "data.npz"), mean=[0.5] * 3, std=[0.5] * 3, test=str(place / "data.npz"))
+    source = Source(
+        str(place / "model"),
+        str(place / "data.npz"),
+        mean=[0.5] * 3,
+        std=[0.5] * 3,
+        test=str(place / "data.npz"),
+    )
     settings = Settings(clients=2, rounds=1, batch=16, steps=4, rate=0.01)
     client = flower.client_app(source)
 
     @client.train("plain")
     def plain(message: Message, context: Context) -> Message:
-        net, part = flower.part_of(source, settings, int(context.node_config["partition-id"]), False)  # the same data, loaded as ours are
+        net, part = flower.part_of(
+            source, settings, int(context.node_config["partition-id"]), False
+        )  # the same data, loaded as ours are
         net.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=True)
         net.train()
         optimizer = torch.optim.SGD(net.parameters(), 0.01)
@@ -75,7 +106,12 @@ def main() -> int:
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(net(**inputs).logits, labels).backward()
             optimizer.step()
-        content = RecordDict({"arrays": ArrayRecord(net.state_dict()), "metrics": MetricRecord({"num-examples": len(part)})})
+        content = RecordDict(
+            {
+                "arrays": ArrayRecord(net.state_dict()),
+                "metrics": MetricRecord({"num-examples": len(part)}),
+            }
+        )
         return Message(content, reply_to=message)
 
     times: dict[str, list[float]] = {"plain": [], "ours": []}
@@ -89,14 +125,22 @@ def main() -> int:
         digest = digest_of(layout_of(states["ours"]))
 
         def ours(number: int) -> None:
-            got = collect(engine.ask(number, (0, 1), states["ours"]), Call(number, (0, 1), states["ours"], digest), settings)
+            got = collect(
+                engine.ask(number, (0, 1), states["ours"]),
+                Call(number, (0, 1), states["ours"], digest),
+                settings,
+            )
             assert not got.absent, got.absent
             states["ours"] = aggregate(states["ours"], got.sent, Memory(), settings)[0]
 
         def theirs(number: int) -> None:
             nodes = list(grid.get_node_ids())
-            content = RecordDict({"arrays": states["plain"], "config": ConfigRecord({"round": number})})
-            replies = list(grid.send_and_receive([Message(content, node, "train.plain") for node in nodes]))
+            content = RecordDict(
+                {"arrays": states["plain"], "config": ConfigRecord({"round": number})}
+            )
+            replies = list(
+                grid.send_and_receive([Message(content, node, "train.plain") for node in nodes])
+            )
             found, _ = strategy.aggregate_train(number, replies)
             assert found is not None
             states["plain"] = found
@@ -111,13 +155,24 @@ def main() -> int:
                     work[name].append(spent() - used)
 
     grid_poll = "rounds are seen every 0.1 s, which is Flower's own and the same for both"
-    run_simulation(app, client, 2, backend_config={"client_resources": {"num_cpus": 1}, "init_args": {"num_cpus": 2, "log_to_driver": False}})
+    run_simulation(
+        app,
+        client,
+        2,
+        backend_config={
+            "client_resources": {"num_cpus": 1},
+            "init_args": {"num_cpus": 2, "log_to_driver": False},
+        },
+    )
     found = {}
     for name, both in (("clock", times), ("CPU", work)):
         ratios = [b / a for a, b in zip(both["plain"], both["ours"], strict=True)]
         found[name], (low, high) = statistics.median(ratios), interval(ratios)
         plainly, mine = (statistics.median(both[way]) for way in ("plain", "ours"))
-        print(f"a round of 2 clients, 4 steps each, {name}: plain Flower {plainly:.3f} s, ours {mine:.3f} s")
+        print(
+            f"a round of 2 clients, 4 steps each, {name}: plain Flower {plainly:.3f} s, ours "
+            f"{mine:.3f} s"
+        )
         print(f"  {found[name]:.4f} of plain ({low:.4f} to {high:.4f}), {len(ratios)} pairs")
     print(f"  {grid_poll}")
     met = found["clock"] <= 1 + GOAL

@@ -1,10 +1,12 @@
-"""One hostile client of eight: test accuracy under attacks, without checks, with the default checks, and with each robust rule by itself; and how
-far the norms of honest clients lie apart, which the default of `norm_factor` goes by.
+"""One hostile client of eight: test accuracy under attacks, without checks, with the default
+checks, and with each robust rule by itself; and how far the norms of honest clients lie apart,
+which the default of `norm_factor` goes by.
 
     python -m benchmarks hostile          # some minutes; digits, a perceptron, three seeds
 
-The hostile client trains honestly and then changes what it sends, in every round. "No checks" and the robust rules bypass `validation`: they show
-what a rule does by itself. A table in docs/federated.md quotes the output.
+The hostile client trains honestly and then changes what it sends, in every round. "No checks" and
+the robust rules bypass `validation`: they show what a rule does by itself. A table in
+docs/federated.md quotes the output.
 """
 
 from __future__ import annotations
@@ -61,9 +63,15 @@ class Attacked(InProcess):
 
     attack: Change | None = None
 
-    def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+    def ask(
+        self, number: int, clients: Sequence[int], state: State
+    ) -> Iterable[Contribution | Absence]:
         for c in super().ask(number, clients, state):
-            yield self.attack(c) if self.attack and isinstance(c, Contribution) and c.client == HOSTILE else c
+            yield (
+                self.attack(c)
+                if self.attack and isinstance(c, Contribution) and c.client == HOSTILE
+                else c
+            )
 
 
 class Perceptron(torch.nn.Module):
@@ -96,12 +104,20 @@ def unchecked(engine: Attacked, state: State, settings: Settings) -> State:
     """All rounds without a check of what is sent or of what comes out."""
     memory, rate = Memory(), DEFAULT_RATES.get(settings.strategy, 1.0)
     for number in range(settings.rounds):
-        sent = [c for c in engine.ask(number, range(settings.clients), state) if isinstance(c, Contribution)]
-        state, memory = STEPS[settings.strategy](state, COMBINE[settings.aggregation](sent, settings), memory, rate)
+        sent = [
+            c
+            for c in engine.ask(number, range(settings.clients), state)
+            if isinstance(c, Contribution)
+        ]
+        state, memory = STEPS[settings.strategy](
+            state, COMBINE[settings.aggregation](sent, settings), memory, rate
+        )
     return state
 
 
-def accuracy(attack: str, rule: str, checks: bool, seed: int, train: Examples, test: Examples) -> float:
+def accuracy(
+    attack: str, rule: str, checks: bool, seed: int, train: Examples, test: Examples
+) -> float:
     strategy, change = ATTACKS[attack]
     settings = replace(SETTINGS, strategy=strategy, aggregation=rule, seed=seed)
     model = model_of(seed)
@@ -120,14 +136,27 @@ HONEST: Mapping[str, Mapping[str, Any]] = {
     "even parts, AdamW": {"momentum": 0.0, "optimizer": "adamw", "rate": 2e-3},
     "Dirichlet 0.3, momentum": {"partition": "dirichlet", "alpha": 0.3},
     "Dirichlet 0.1, momentum": {"partition": "dirichlet", "alpha": 0.1},
-    "Dirichlet 0.1, AdamW": {"partition": "dirichlet", "alpha": 0.1, "momentum": 0.0, "optimizer": "adamw", "rate": 2e-3},
-    "Dirichlet 0.1, 2 to 8 steps": {"partition": "dirichlet", "alpha": 0.1, "steps": 8, "uneven": 0.8},
+    "Dirichlet 0.1, AdamW": {
+        "partition": "dirichlet",
+        "alpha": 0.1,
+        "momentum": 0.0,
+        "optimizer": "adamw",
+        "rate": 2e-3,
+    },
+    "Dirichlet 0.1, 2 to 8 steps": {
+        "partition": "dirichlet",
+        "alpha": 0.1,
+        "steps": 8,
+        "uneven": 0.8,
+    },
     "Dirichlet 0.05, 20 clients": {"partition": "dirichlet", "alpha": 0.05, "clients": 20},
 }
 
 
 def largest_ratio(more: Mapping[str, Any], train: Examples) -> float:
-    """Return the largest norm of an honest contribution, as a multiple of the norm that `validation` compares it with."""
+    """Return the largest norm of an honest contribution, as a multiple of the norm that
+    `validation` compares it with.
+    """
     settings, model = replace(SETTINGS, **more), model_of(0)
     found: list[float] = []
 
@@ -135,19 +164,39 @@ def largest_ratio(more: Mapping[str, Any], train: Examples) -> float:
         usual = usual_norms(sent)
         found.extend(norm_of(c.tensors) / usual[c.client] for c in sent if c.client in usual)
 
-    run(InProcess(model, parts_of(train, settings), settings), state_of(model), replace(settings, norm_factor=0.0), spy=spy)
+    run(
+        InProcess(model, parts_of(train, settings), settings),
+        state_of(model),
+        replace(settings, norm_factor=0.0),
+        spy=spy,
+    )
     return max(found)
 
 
 def main() -> int:
     torch.set_num_threads(1)
     train, test = digits("train"), digits("test")
-    print("largest norm of an honest contribution, as a multiple of the usual one of its round", flush=True)
+    print(
+        "largest norm of an honest contribution, as a multiple of the usual one of its round",
+        flush=True,
+    )
     for name, more in HONEST.items():
         print(f"{name}: {largest_ratio(more, train):.2f}", flush=True)
-    columns = [("mean, no checks", "mean", False), ("mean, default checks", "mean", True), *((rule, rule, False) for rule in RULES[1:])]
-    print(f"accuracy in %, mean (standard deviation) of {len(SEEDS)} seeds; {SETTINGS.clients} clients, {SETTINGS.rounds} rounds", flush=True)
-    print(f"| the hostile client sends | {' | '.join(name for name, _, _ in columns)} |\n|---|{'---|' * len(columns)}", flush=True)
+    columns = [
+        ("mean, no checks", "mean", False),
+        ("mean, default checks", "mean", True),
+        *((rule, rule, False) for rule in RULES[1:]),
+    ]
+    print(
+        f"accuracy in %, mean (standard deviation) of {len(SEEDS)} seeds; {SETTINGS.clients} "
+        f"clients, {SETTINGS.rounds} rounds",
+        flush=True,
+    )
+    print(
+        f"| the hostile client sends | {' | '.join(name for name, _, _ in columns)} "
+        f"|\n|---|{'---|' * len(columns)}",
+        flush=True,
+    )
     for attack in ATTACKS:
         cells = []
         for _, rule, checks in columns:

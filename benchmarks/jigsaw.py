@@ -1,10 +1,14 @@
-"""What training with masked jigsaw puzzles costs: a step of ViT-S/16 at batch 16, wrapped and plain, in turns in one run.
+"""What training with masked jigsaw puzzles costs: a step of ViT-S/16 at batch 16, wrapped and
+plain, in turns in one run.
 
-Every step of a wrapped model has a puzzle (probability 1, twice the paper's), so that this is the most it can cost; the puzzles are drawn, patches
-shuffled, positions swapped and the regression taken along. Each of $REGAUGE_ROUNDS (30) rounds has a step of the plain model and one of the method
-(J, per batch), in an order that turns round, and every third round one of J per image and one of the regression by PCA (H); the ratio is the median
-over rounds of wrapped / plain, with a bootstrap 95 % interval. One thread, so that the CPU seconds of a step are its time on a core of its own,
-whatever else the machine does; seconds by the clock are told beside them. Goal: J within 2 % of plain.
+Every step of a wrapped model has a puzzle (probability 1, twice the paper's), so that this is the
+most it can cost; the puzzles are drawn, patches shuffled, positions swapped and the regression
+taken along. Each of $REGAUGE_ROUNDS (30) rounds has a step of the plain model and one of the method
+(J, per batch), in an order that turns round, and every third round one of J per image and one of
+the regression by PCA (H); the ratio is the median over rounds of wrapped / plain, with a bootstrap
+95 % interval. One thread, so that the CPU seconds of a step are its time on a core of its own,
+whatever else the machine does; seconds by the clock are told beside them. Goal: J within 2 % of
+plain.
 """
 
 from __future__ import annotations
@@ -47,14 +51,20 @@ def main() -> int:
     plain.train()
     images, labels = inputs["pixel_values"], torch.arange(16) % 10
     models: dict[str, torch.nn.Module] = {"plain": plain}
-    models |= {name: MaskedJigsaw(copy.deepcopy(plain), 0.1, probability=1.0, **how).train() for name, how in WAYS.items()}
+    models |= {
+        name: MaskedJigsaw(copy.deepcopy(plain), 0.1, probability=1.0, **how).train()
+        for name, how in WAYS.items()
+    }
     pairs: dict[str, list[tuple[Times, Times]]] = {name: [] for name in WAYS}
     print(f"ViT-S/16, batch 16, training: {ROUNDS} rounds", flush=True)
     for model in models.values():
         step(model, images, labels)
     for i in range(ROUNDS):
         names = list(models) if i % SELDOM == 0 else list(models)[:2]
-        took = {name: step(models[name], images, labels) for name in (names if i % 2 else reversed(names))}
+        took = {
+            name: step(models[name], images, labels)
+            for name in (names if i % 2 else reversed(names))
+        }
         for name in names[1:]:
             pairs[name].append((took["plain"], took[name]))
     medians = {}
@@ -66,7 +76,10 @@ def main() -> int:
             for what, r in (("CPU", cpu), ("clock", clock))
             for low, high in [interval(r)]
         ]
-        print(f"{name:20} {statistics.median(b[1] for _, b in found):6.3f} CPU s; of plain, {len(found)} pairs: {', '.join(told)}")
+        print(
+            f"{name:20} {statistics.median(b[1] for _, b in found):6.3f} CPU s; of plain, "
+            f"{len(found)} pairs: {', '.join(told)}"
+        )
     met = medians[METHOD] <= 1 + GOAL
     print(f"goal: {METHOD}, within {GOAL:.0%} of plain: {'met' if met else 'NOT MET'}")
     return 0 if met else 1

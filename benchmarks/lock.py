@@ -1,7 +1,9 @@
-"""How long it takes to lock and to unlock the 2 GB bf16 Llama-shaped checkpoint of `benchmarks.move`, against `cp` and `sync` of the same files.
+"""How long it takes to lock and to unlock the 2 GB bf16 Llama-shaped checkpoint of
+`benchmarks.move`, against `cp` and `sync` of the same files.
 
-Goals: lock at most 3.0 times, unlock at most 4.0 times the wall time, hashing included: a lock reads the plain model once for its digest, moves it,
-and hashes what it writes; unlocking hashes all before it moves anything. The whole command is timed, Python's start included; warm cache,
+Goals: lock at most 3.0 times, unlock at most 4.0 times the wall time, hashing included: a lock
+reads the plain model once for its digest, moves it, and hashes what it writes; unlocking hashes all
+before it moves anything. The whole command is timed, Python's start included; warm cache,
 interleaved, median of five. $REGAUGE_BENCH_LAYERS makes a smaller model, to see that it runs.
 """
 
@@ -28,7 +30,11 @@ def main() -> int:
     cache = Path(os.environ.get("REGAUGE_BENCH") or Path(tempfile.gettempdir()) / "regauge-bench")
     cache.mkdir(parents=True, exist_ok=True)
     layers = int(os.environ.get("REGAUGE_BENCH_LAYERS", "20"))
-    model, out, key = cache / ("llama-2gb" if layers == 20 else f"llama-{layers}-layers"), cache / "out", cache / "key"
+    model, out, key = (
+        cache / ("llama-2gb" if layers == 20 else f"llama-{layers}-layers"),
+        cache / "out",
+        cache / "key",
+    )
     if not model.exists():
         print(f"making {model}", file=sys.stderr)
         make(model, shape_=Shape(layers=layers))
@@ -39,7 +45,10 @@ def main() -> int:
         clean(folder)
         _run("lock", model, key, folder, "--group", group)
     size = sum(p.stat().st_size for p in model.iterdir())
-    print(f"{size / 1e9:.2f} GB in {len(list(model.glob('*.safetensors')))} shards, {os.cpu_count()} cores")
+    print(
+        f"{size / 1e9:.2f} GB in {len(list(model.glob('*.safetensors')))} shards, "
+        f"{os.cpu_count()} cores"
+    )
     times = interleaved(
         {
             "cp + sync": partial(shell, f"cp -r '{model}' '{out}' && sync"),
@@ -58,7 +67,10 @@ def main() -> int:
         median, goal = statistics.median(seconds), GOALS.get(name)
         met = met and (goal is None or median <= goal * base)
         wanted = "" if goal is None else f"{goal:6.1f}"
-        print(f"{name:16}  {median:6.2f} s  {min(seconds):5.2f} s  {max(seconds):5.2f} s  {median / base:6.2f}  {wanted}")
+        print(
+            f"{name:16}  {median:6.2f} s  {min(seconds):5.2f} s  {max(seconds):5.2f} s  "
+            f"{median / base:6.2f}  {wanted}"
+        )
     print(f"goals: {'met' if met else 'NOT MET'}")
     return 0 if met else 1
 
@@ -66,6 +78,19 @@ def main() -> int:
 def _run(command: str, model: Path, key: Path, out: Path, *options: str) -> dict[str, float]:
     start = time.perf_counter()
     subprocess.run(
-        [sys.executable, "-m", "regauge.cli", command, str(model), "-k", str(key), "-o", str(out), *options], check=True, capture_output=True
+        [
+            sys.executable,
+            "-m",
+            "regauge.cli",
+            command,
+            str(model),
+            "-k",
+            str(key),
+            "-o",
+            str(out),
+            *options,
+        ],
+        check=True,
+        capture_output=True,
     )
     return {"": time.perf_counter() - start}

@@ -1,9 +1,13 @@
-"""How long matching takes: beside a plain transcription of paper 003's formulas on the same pair, and a whole sweep of a TinyLlama shape.
+"""How long matching takes: beside a plain transcription of paper 003's formulas on the same pair,
+and a whole sweep of a TinyLlama shape.
 
-1. GPT-2 small (12 layers, d 768, FFN 3072), two sets of random weights: rotations of QK and VO and the assignment of FFN neurons, by the
-   transcription of `experiments.rotations` (numpy, float32, as the paper's code does it; its layers are read before the clock starts) and
+1. GPT-2 small (12 layers, d 768, FFN 3072), two sets of random weights: rotations of QK and VO and
+the assignment of FFN neurons, by the
+   transcription of `experiments.rotations` (numpy, float32, as the paper's code does it; its layers
+   are read before the clock starts) and
    by `match`. Interleaved, medians. Goal: not slower, in CPU seconds (wall beside).
-2. TinyLlama's shape (22 layers, d 2048, FFN 5632, 32 heads over 4 key-value heads), bf16 on disk, B a planted A: one whole search over the full
+2. TinyLlama's shape (22 layers, d 2048, FFN 5632, 32 heads over 4 key-value heads), bf16 on disk, B
+a planted A: one whole search over the full
    group, in one process and in two: wall seconds, CPU seconds, peak memory of the largest process.
 """
 
@@ -32,17 +36,31 @@ def gpt2(seed: int) -> dict[str, Any]:
     shapes = {"transformer.wte.weight": (1024, WIDTH), "transformer.wpe.weight": (64, WIDTH)}
     for i in range(LAYERS):
         at = f"transformer.h.{i}."
-        shapes |= {at + "ln_1.weight": (WIDTH,), at + "ln_1.bias": (WIDTH,), at + "ln_2.weight": (WIDTH,), at + "ln_2.bias": (WIDTH,)}
-        shapes |= {at + "attn.c_attn.weight": (WIDTH, 3 * WIDTH), at + "attn.c_attn.bias": (3 * WIDTH,)}
+        shapes |= {
+            at + "ln_1.weight": (WIDTH,),
+            at + "ln_1.bias": (WIDTH,),
+            at + "ln_2.weight": (WIDTH,),
+            at + "ln_2.bias": (WIDTH,),
+        }
+        shapes |= {
+            at + "attn.c_attn.weight": (WIDTH, 3 * WIDTH),
+            at + "attn.c_attn.bias": (3 * WIDTH,),
+        }
         shapes |= {at + "attn.c_proj.weight": (WIDTH, WIDTH), at + "attn.c_proj.bias": (WIDTH,)}
-        shapes |= {at + "mlp.c_fc.weight": (WIDTH, FFN), at + "mlp.c_fc.bias": (FFN,), at + "mlp.c_proj.weight": (FFN, WIDTH)}
+        shapes |= {
+            at + "mlp.c_fc.weight": (WIDTH, FFN),
+            at + "mlp.c_fc.bias": (FFN,),
+            at + "mlp.c_proj.weight": (FFN, WIDTH),
+        }
         shapes |= {at + "mlp.c_proj.bias": (WIDTH,)}
     shapes |= {"transformer.ln_f.weight": (WIDTH,), "transformer.ln_f.bias": (WIDTH,)}
     return {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
 
 
 def transcribed(layers: list[list[Any]]) -> None:
-    """Paper 003, head by head and layer by layer: two SVDs for each head, one assignment for each layer. Its layers are read before."""
+    """Paper 003, head by head and layer by layer: two SVDs for each head, one assignment for each
+    layer. Its layers are read before.
+    """
     from experiments import rotations
 
     for one, two in zip(*layers, strict=True):
@@ -61,14 +79,24 @@ def beside() -> bool:
     from experiments import rotations
     from regauge import spec_of
 
-    config = {"model_type": "gpt2", "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS, "n_positions": 64, "vocab_size": 1024}
+    config = {
+        "model_type": "gpt2",
+        "n_embd": WIDTH,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "n_positions": 64,
+        "vocab_size": 1024,
+    }
     spec = spec_of({**config, "architectures": ["GPT2Model"], "bos_token_id": 0, "eos_token_id": 0})
     a, b = ({n.removeprefix("transformer."): t for n, t in gpt2(seed).items()} for seed in (0, 1))
     whole = [{f"transformer.{n}": t for n, t in state.items()} for state in (a, b)]
     layers = [rotations.read(state, "gpt2", HEADS, np.float32) or [] for state in whole]
     times: dict[str, list[tuple[float, float]]] = {"transcription": [], "match": []}
     for _ in range(ROUNDS):
-        for name, run in (("transcription", lambda: transcribed(layers)), ("match", lambda: ours(spec, a, b))):
+        for name, run in (
+            ("transcription", lambda: transcribed(layers)),
+            ("match", lambda: ours(spec, a, b)),
+        ):
             cpu, wall = time.process_time(), time.perf_counter()
             run()
             times[name].append((time.process_time() - cpu, time.perf_counter() - wall))
@@ -76,9 +104,19 @@ def beside() -> bool:
     ratios = []
     for i, what in enumerate(("CPU", "wall")):
         for name, found in times.items():
-            print(f"{name:14}  {what:4}  median {statistics.median(t[i] for t in found):6.2f} s  least {min(t[i] for t in found):6.2f} s")
-        ratios.append(statistics.median(x[i] / y[i] for x, y in zip(times["match"], times["transcription"], strict=True)))
-    print(f"match / transcription: {ratios[0]:.2f} CPU, {ratios[1]:.2f} wall (distances by module are part of what match returns)")
+            print(
+                f"{name:14}  {what:4}  median {statistics.median(t[i] for t in found):6.2f} s  "
+                f"least {min(t[i] for t in found):6.2f} s"
+            )
+        ratios.append(
+            statistics.median(
+                x[i] / y[i] for x, y in zip(times["match"], times["transcription"], strict=True)
+            )
+        )
+    print(
+        f"match / transcription: {ratios[0]:.2f} CPU, {ratios[1]:.2f} wall (distances by module "
+        "are part of what match returns)"
+    )
     return ratios[0] <= 1.0
 
 
@@ -91,16 +129,51 @@ def tiny_llama(layers: int) -> None:
     if not a.exists():
         make(a, 0, Shape(layers=layers, kv=4, ffn=5632))
     if not b.exists():
-        subprocess.run([sys.executable, "-m", "regauge.cli", "move", a, "--random", "--group", "full", "--seed", "3", "-o", b], check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "regauge.cli",
+                "move",
+                a,
+                "--random",
+                "--group",
+                "full",
+                "--seed",
+                "3",
+                "-o",
+                b,
+            ],
+            check=True,
+        )
     print(f"\nTinyLlama's shape with {layers} layers: one whole search over the full group")
     for workers in (1, 2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         started = time.perf_counter()
-        command = [sys.executable, "-m", "regauge.cli", "match", a, b, "-o", cache / "never", "--sweeps", "0", "--dry-run", "--workers", str(workers)]
-        subprocess.run([*map(str, command)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        command = [
+            sys.executable,
+            "-m",
+            "regauge.cli",
+            "match",
+            a,
+            b,
+            "-o",
+            cache / "never",
+            "--sweeps",
+            "0",
+            "--dry-run",
+            "--workers",
+            str(workers),
+        ]
+        subprocess.run(
+            [*map(str, command)], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         wall, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        print(f"{workers} process{'es' if workers > 1 else ''}: {wall:6.1f} s wall, {cpu:6.1f} s CPU, {after.ru_maxrss / 1e6:5.2f} GB in the largest")
+        print(
+            f"{workers} process{'es' if workers > 1 else ''}: {wall:6.1f} s wall, {cpu:6.1f} s "
+            f"CPU, {after.ru_maxrss / 1e6:5.2f} GB in the largest"
+        )
 
 
 def main() -> int:

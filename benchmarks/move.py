@@ -1,8 +1,11 @@
-"""How long it takes to move a 2 GB bf16 Llama-shaped checkpoint, against `cp` and `sync` of the same files.
+"""How long it takes to move a 2 GB bf16 Llama-shaped checkpoint, against `cp` and `sync` of the
+same files.
 
-Goals: a permutation in at most 2.0 times the wall time, private memory at most two of the largest tensors plus 200 MB. The whole command is timed,
-Python's start included; warm cache, interleaved, median of five. Full elements and rotations are reported beside it, from one run each. The
-checkpoint is made once from a fixed seed and kept in a cache folder: $REGAUGE_BENCH, or regauge-bench in the system's temporary folder.
+Goals: a permutation in at most 2.0 times the wall time, private memory at most two of the largest
+tensors plus 200 MB. The whole command is timed, Python's start included; warm cache, interleaved,
+median of five. Full elements and rotations are reported beside it, from one run each. The
+checkpoint is made once from a fixed seed and kept in a cache folder: $REGAUGE_BENCH, or
+regauge-bench in the system's temporary folder.
 """
 
 from __future__ import annotations
@@ -42,8 +45,13 @@ def main() -> int:
     out = cache / "out"
     copy = partial(shell, f"cp -r '{model}' '{out}' && sync")
     size = sum(p.stat().st_size for p in model.iterdir())
-    print(f"{size / 1e9:.2f} GB in {len(list(model.glob('*.safetensors')))} shards, largest tensor {LARGEST / 1e6:.0f} MB, {os.cpu_count()} cores")
-    times = interleaved({"cp + sync": copy, "permutation": partial(_move, model, out, MOVES["permutation"])}, out)
+    print(
+        f"{size / 1e9:.2f} GB in {len(list(model.glob('*.safetensors')))} shards, largest "
+        f"tensor {LARGEST / 1e6:.0f} MB, {os.cpu_count()} cores"
+    )
+    times = interleaved(
+        {"cp + sync": copy, "permutation": partial(_move, model, out, MOVES["permutation"])}, out
+    )
     memory: dict[str, float] = {}
     for name, options in MOVES.items():
         clean(out)
@@ -53,13 +61,28 @@ def main() -> int:
             times.setdefault(f"{name}{key}", [seconds])
     clean(out)
     base = statistics.median(times["cp + sync"])
-    print(f"{'':26}  {'median':>8}  {'least':>7}  {'most':>7}  {'ratio':>6}  {'private memory':>14}")
+    print(
+        f"{'':26}  {'median':>8}  {'least':>7}  {'most':>7}  {'ratio':>6}  {'private memory':>14}"
+    )
     for name, seconds in times.items():
-        median, private = statistics.median(seconds), f"{memory[name] / 1e6:11.0f} MB" if name in memory else ""
-        print(f"{name:26}  {median:6.2f} s  {min(seconds):5.2f} s  {max(seconds):5.2f} s  {median / base:6.2f}  {private:>14}")
-    ratio, private, limit = statistics.median(times["permutation"]) / base, memory["permutation"], 2 * LARGEST + GOAL_EXTRA
+        median, private = (
+            statistics.median(seconds),
+            f"{memory[name] / 1e6:11.0f} MB" if name in memory else "",
+        )
+        print(
+            f"{name:26}  {median:6.2f} s  {min(seconds):5.2f} s  {max(seconds):5.2f} s  "
+            f"{median / base:6.2f}  {private:>14}"
+        )
+    ratio, private, limit = (
+        statistics.median(times["permutation"]) / base,
+        memory["permutation"],
+        2 * LARGEST + GOAL_EXTRA,
+    )
     met = "met" if ratio <= GOAL_RATIO and private <= limit else "NOT MET"
-    print(f"goal: ratio {ratio:.2f} (at most {GOAL_RATIO}), private memory {private / 1e6:.0f} MB (at most {limit / 1e6:.0f} MB): {met}")
+    print(
+        f"goal: ratio {ratio:.2f} (at most {GOAL_RATIO}), private memory {private / 1e6:.0f} MB "
+        f"(at most {limit / 1e6:.0f} MB): {met}"
+    )
     return 0 if met == "met" else 1
 
 
@@ -87,13 +110,19 @@ def make(folder: Path, seed: int = 0, shape_: Shape = Shape()) -> None:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (s.vocab, s.hidden)}
     for i in range(s.layers):
         at = f"model.layers.{i}."
-        shapes |= {at + f"self_attn.{x}_proj.weight": (kv if x in "kv" else s.hidden, s.hidden) for x in "qkvo"}
+        shapes |= {
+            at + f"self_attn.{x}_proj.weight": (kv if x in "kv" else s.hidden, s.hidden)
+            for x in "qkvo"
+        }
         shapes |= {
             at + "mlp.gate_proj.weight": (s.ffn, s.hidden),
             at + "mlp.up_proj.weight": (s.ffn, s.hidden),
             at + "mlp.down_proj.weight": (s.hidden, s.ffn),
         }
-        shapes |= {at + "input_layernorm.weight": (s.hidden,), at + "post_attention_layernorm.weight": (s.hidden,)}
+        shapes |= {
+            at + "input_layernorm.weight": (s.hidden,),
+            at + "post_attention_layernorm.weight": (s.hidden,),
+        }
     shapes |= {"model.norm.weight": (s.hidden,), "lm_head.weight": (s.vocab, s.hidden)}
     groups: list[list[str]] = [[]]
     held = 0
@@ -105,7 +134,11 @@ def make(folder: Path, seed: int = 0, shape_: Shape = Shape()) -> None:
         groups[-1].append(name)
         held += n
     files = [
-        File(f"model-{i + 1:05}-of-{len(groups):05}.safetensors", tuple((n, "BF16", shapes[n]) for n in names), {"format": "pt"})
+        File(
+            f"model-{i + 1:05}-of-{len(groups):05}.safetensors",
+            tuple((n, "BF16", shapes[n]) for n in names),
+            {"format": "pt"},
+        )
         for i, names in enumerate(groups)
     ]
     config = {
@@ -127,14 +160,23 @@ def make(folder: Path, seed: int = 0, shape_: Shape = Shape()) -> None:
 
     def draw(place: int, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + place)
-        return torch.empty(shape, dtype=torch.bfloat16).normal_(1.0 if len(shape) == 1 else 0.0, 0.02, generator=generator)
+        return torch.empty(shape, dtype=torch.bfloat16).normal_(
+            1.0 if len(shape) == 1 else 0.0, 0.02, generator=generator
+        )
 
-    thunks: dict[str, Callable[[], torch.Tensor]] = {name: partial(draw, i, shape) for i, (name, shape) in enumerate(shapes.items())}
-    small = {"config.json": json.dumps(config).encode(), "model.safetensors.index.json": json.dumps(index).encode()}
+    thunks: dict[str, Callable[[], torch.Tensor]] = {
+        name: partial(draw, i, shape) for i, (name, shape) in enumerate(shapes.items())
+    }
+    small = {
+        "config.json": json.dumps(config).encode(),
+        "model.safetensors.index.json": json.dumps(index).encode(),
+    }
     write_plan(folder, Plan(tuple(files), small), thunks)
 
 
-def interleaved(subjects: dict[str, Callable[[], dict[str, float]]], out: Path) -> dict[str, list[float]]:
+def interleaved(
+    subjects: dict[str, Callable[[], dict[str, float]]], out: Path
+) -> dict[str, list[float]]:
     """Wall times, one subject after the other, after one round that only warms the cache."""
     times: dict[str, list[float]] = {}
     for turn in range(RUNS + 1):
@@ -160,7 +202,20 @@ def shell(command: str) -> dict[str, float]:
 def _move(model: Path, out: Path, options: list[str], sample: bool = False) -> dict[str, float]:
     """Seconds of the command; with `sample`, the largest private memory in bytes too."""
     how = "sample" if sample else "plain"
-    command = [sys.executable, "-m", "benchmarks.move", how, "move", str(model), "-o", str(out), "--random", "--seed", "1", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.move",
+        how,
+        "move",
+        str(model),
+        "-o",
+        str(out),
+        "--random",
+        "--seed",
+        "1",
+        *options,
+    ]
     start = time.perf_counter()
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     seconds = time.perf_counter() - start
@@ -168,7 +223,9 @@ def _move(model: Path, out: Path, options: list[str], sample: bool = False) -> d
 
 
 def _child(arguments: list[str]) -> int:
-    """The command in this process: prints the largest private dirty memory that "sample" saw, every 20 ms."""
+    """The command in this process: prints the largest private dirty memory that "sample" saw, every
+    20 ms.
+    """
     from regauge.cli import main as command
 
     how, *rest = arguments
@@ -178,7 +235,14 @@ def _child(arguments: list[str]) -> int:
         nonlocal largest
         while not stop.wait(0.02):
             lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-            largest = max(largest, sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Private_Dirty:")))
+            largest = max(
+                largest,
+                sum(
+                    1024 * int(line.split()[1])
+                    for line in lines
+                    if line.startswith("Private_Dirty:")
+                ),
+            )
 
     if how == "sample":
         threading.Thread(target=watch, daemon=True).start()

@@ -1,8 +1,11 @@
-"""What permuted training and inference cost (Fig. 8 of paper 000): time, peak memory and FLOPs beside the plain model, in one run.
+"""What permuted training and inference cost (Fig. 8 of paper 000): time, peak memory and FLOPs
+beside the plain model, in one run.
 
-Rows are shuffled anew in every pass and columns are moved, both gathered (ours) or multiplied by dense matrices (the paper's way). ViT-S/16 at batch
-16, and a causal model of the same size whose permuted mask loses the fast kernel. Interleaved: each round runs every variant once, in turn; the ratio
-is the median over rounds of variant / plain, with a bootstrap 95 % interval. Goal: ours within 1 % of plain on the ViT, in time and memory.
+Rows are shuffled anew in every pass and columns are moved, both gathered (ours) or multiplied by
+dense matrices (the paper's way). ViT-S/16 at batch 16, and a causal model of the same size whose
+permuted mask loses the fast kernel. Interleaved: each round runs every variant once, in turn; the
+ratio is the median over rounds of variant / plain, with a bootstrap 95 % interval. Goal: ours
+within 1 % of plain on the ViT, in time and memory.
 """
 
 from __future__ import annotations
@@ -27,35 +30,59 @@ from regauge.models.cut import Crossing, cut
 
 ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "30"))
 GOAL = 0.01
-SMALL = {"num_hidden_layers": 12, "num_attention_heads": 6, "hidden_size": 384, "intermediate_size": 1536}
+SMALL = {
+    "num_hidden_layers": 12,
+    "num_attention_heads": 6,
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+}
 KINDS = ("plain", "ours", "dense")
 Made = dict[str, tuple[torch.nn.Module, dict[str, Any]]]
 
 
 def vit() -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
-    model = transformers.ViTForImageClassification(transformers.ViTConfig(**SMALL, image_size=224, patch_size=16, num_labels=10))
+    model = transformers.ViTForImageClassification(
+        transformers.ViTConfig(**SMALL, image_size=224, patch_size=16, num_labels=10)
+    )
     return model, {"pixel_values": torch.randn(16, 3, 224, 224)}
 
 
 def causal() -> tuple[Any, dict[str, Any]]:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_layer=12, n_head=6, n_embd=384, n_positions=256, vocab_size=1024, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_layer=12,
+        n_head=6,
+        n_embd=384,
+        n_positions=256,
+        vocab_size=1024,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop"):
         setattr(config, name, 0.0)
     return transformers.GPT2LMHeadModel(config), {"input_ids": torch.randint(0, 1024, (8, 256))}
 
 
-MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {"ViT-S/16, batch 16": vit, "GPT-2 of that size, 8 x 256 tokens": causal}
+MODELS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "ViT-S/16, batch 16": vit,
+    "GPT-2 of that size, 8 x 256 tokens": causal,
+}
 
 
-def variant(make: Callable[[], tuple[Any, dict[str, Any]]], kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+def variant(
+    make: Callable[[], tuple[Any, dict[str, Any]]], kind: str
+) -> tuple[torch.nn.Module, dict[str, Any]]:
     model, inputs = make()
     if kind == "plain":
         return model, inputs
     n = 197 if make is vit else 256
     if make is causal:  # rows move only with a mask that is there
-        inputs["attention_mask"] = torch.full((n, n), torch.finfo(torch.float32).min).triu(1)[None, None].expand(len(inputs["input_ids"]), 1, n, n)
+        inputs["attention_mask"] = (
+            torch.full((n, n), torch.finfo(torch.float32).min)
+            .triu(1)[None, None]
+            .expand(len(inputs["input_ids"]), 1, n, n)
+        )
     g = element(spec_of(model), 1, within="permutation")
     if kind == "ours":
         return Permuted(model, columns=g), inputs
@@ -63,7 +90,9 @@ def variant(make: Callable[[], tuple[Any, dict[str, Any]]], kind: str) -> tuple[
 
 
 class Dense(torch.nn.Module):
-    """The paper's way: four more matrix products, two with P_R (drawn per batch) and two with P_C."""
+    """The paper's way: four more matrix products, two with P_R (drawn per batch) and two with
+    P_C.
+    """
 
     def __init__(self, model: torch.nn.Module, g: Any) -> None:
         super().__init__()
@@ -104,9 +133,15 @@ def peak(model: str, kind: str, training: bool) -> float:
 
 
 def alone(code: str) -> float:
-    """What some code prints in a process of its own, where memory that is freed goes back at once: what a model's making left would hide a peak."""
+    """What some code prints in a process of its own, where memory that is freed goes back at once:
+    what a model's making left would hide a peak.
+    """
     strict = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-    return float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=strict).stdout.split()[-1])
+    return float(
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=strict
+        ).stdout.split()[-1]
+    )
 
 
 def once(model: str, kind: str, training: bool) -> None:
@@ -116,7 +151,9 @@ def once(model: str, kind: str, training: bool) -> None:
 
 
 def needed(work: Callable[[], object]) -> int:
-    """Bytes at the peak of some work over what was resident before it. The mark of the highest is put back first: making a model has its own."""
+    """Bytes at the peak of some work over what was resident before it. The mark of the highest is
+    put back first: making a model has its own.
+    """
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
@@ -125,8 +162,14 @@ def needed(work: Callable[[], object]) -> int:
 
 
 def _memory(what: str) -> int:
-    """Bytes of this process's own memory. Its rusage would not do: on Linux ru_maxrss starts at what the parent held, and so is the same for all."""
-    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    """Bytes of this process's own memory. Its rusage would not do: on Linux ru_maxrss starts at
+    what the parent held, and so is the same for all.
+    """
+    return next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(what)
+    )
 
 
 def flops(model: torch.nn.Module, inputs: dict[str, Any], training: bool) -> float:
@@ -137,8 +180,12 @@ def flops(model: torch.nn.Module, inputs: dict[str, Any], training: bool) -> flo
     return float(counter.get_total_flops())
 
 
-def measured(name: str, made: Made, training: bool, memory: Callable[[str, str, bool], float]) -> dict[str, tuple[float, float]]:
-    """Time and memory of every kind over those of the plain one, side by side in interleaved rounds, printed as a table."""
+def measured(
+    name: str, made: Made, training: bool, memory: Callable[[str, str, bool], float]
+) -> dict[str, tuple[float, float]]:
+    """Time and memory of every kind over those of the plain one, side by side in interleaved
+    rounds, printed as a table.
+    """
     kinds = list(made)
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for model, inputs in made.values():
@@ -150,7 +197,9 @@ def measured(name: str, made: Made, training: bool, memory: Callable[[str, str, 
             started = time.perf_counter()
             step(*made[kind], training)
             times[kind].append(time.perf_counter() - started)
-    peaks = {kind: statistics.median(memory(name, kind, training) for _ in range(3)) for kind in kinds}
+    peaks = {
+        kind: statistics.median(memory(name, kind, training) for _ in range(3)) for kind in kinds
+    }
     work = {kind: flops(*made[kind], training) for kind in kinds}
     wide = max(map(len, kinds))
     print(f"\n{name}, {'training' if training else 'inference'}: {ROUNDS} rounds")
@@ -161,7 +210,10 @@ def measured(name: str, made: Made, training: bool, memory: Callable[[str, str, 
         low, high = interval(ratios)
         ratio, more = statistics.median(ratios), peaks[kind] / peaks["plain"]
         line = f"{statistics.median(times[kind]):6.2f} s  {ratio:6.3f} ({low:.3f} to {high:.3f})"
-        print(f"{kind:{wide}}  {line}  {peaks[kind] / 1e6:8.0f} MB {more:6.3f}  {work[kind] / 1e9:7.1f} {work[kind] / work['plain']:6.3f}")
+        print(
+            f"{kind:{wide}}  {line}  {peaks[kind] / 1e6:8.0f} MB {more:6.3f}  "
+            f"{work[kind] / 1e9:7.1f} {work[kind] / work['plain']:6.3f}"
+        )
         out[kind] = (ratio, more)
     return out
 
@@ -174,5 +226,8 @@ def main() -> int:
             found = measured(name, made, training, peak)
             if make is vit:
                 met &= max(found["ours"]) <= 1 + GOAL
-    print(f"\ngoal: ours on the ViT within {GOAL:.0%} of plain in time and memory: {'met' if met else 'NOT MET'}")
+    print(
+        f"\ngoal: ours on the ViT within {GOAL:.0%} of plain in time and memory: "
+        f"{'met' if met else 'NOT MET'}"
+    )
     return 0 if met else 1

@@ -1,14 +1,17 @@
-"""The wire of `regauge.split` against raw grpc.aio, both with mutual TLS, in turns in one run; and what a training step costs over a local one.
+"""The wire of `regauge.split` against raw grpc.aio, both with mutual TLS, in turns in one run; and
+what a training step costs over a local one.
 
-A server process has both: a handler that returns the bytes it was sent, and a regauge server whose host returns the tensors it was sent. The raw
-client writes and reads messages of up to 1 MiB in the event loop's own thread; ours goes from tensor to tensor as training does: packed, journalled,
-sent, read, checked, unpacked. Goals for 1 MiB: at most 3 ms over raw in the median, 10 ms in the 99th percentile; each way at least 150 MB/s or 60 %
-of raw, whichever is lower.
+A server process has both: a handler that returns the bytes it was sent, and a regauge server whose
+host returns the tensors it was sent. The raw client writes and reads messages of up to 1 MiB in the
+event loop's own thread; ours goes from tensor to tensor as training does: packed, journalled, sent,
+read, checked, unpacked. Goals for 1 MiB: at most 3 ms over raw in the median, 10 ms in the 99th
+percentile; each way at least 150 MB/s or 60 % of raw, whichever is lower.
 
-A training step is timed locally, in process, in process with columns and rows moved, and over mutual TLS: what each adds is framing, permutation,
-wire. Its bytes are held against the formula of docs/split.md: four streams a step. At last 32 clients train one backbone at once for $REGAUGE_SECONDS
-(15), from four processes: no error, and no request that takes ten times as long as the median. $REGAUGE_ROUNDS (300) is how many round trips are
-timed.
+A training step is timed locally, in process, in process with columns and rows moved, and over
+mutual TLS: what each adds is framing, permutation, wire. Its bytes are held against the formula of
+docs/split.md: four streams a step. At last 32 clients train one backbone at once for
+$REGAUGE_SECONDS (15), from four processes: no error, and no request that takes ten times as long as
+the median. $REGAUGE_ROUNDS (300) is how many round trips are timed.
 """
 
 from __future__ import annotations
@@ -69,7 +72,13 @@ def main() -> int:
 
 def _process(*args: str) -> subprocess.Popen[str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GRPC_VERBOSITY": "NONE"}
-    return subprocess.Popen([sys.executable, "-m", "benchmarks.split", *args], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True, env=env)
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.split", *args],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        text=True,
+        env=env,
+    )
 
 
 @dataclass
@@ -104,10 +113,18 @@ class Bench:
                 for times, run in zip(found, (self.raw, self.ours), strict=True):
                     times += run.trips(size, size, BLOCK)
             raw, ours = ([1e3 * statistics.median(t), 1e3 * _share(t, 0.99)] for t in found)
-            print(f"{name:12}  {raw[0]:6.2f} ms  {raw[1]:6.2f} ms  {ours[0]:6.2f} ms  {ours[1]:6.2f} ms")
+            print(
+                f"{name:12}  {raw[0]:6.2f} ms  {raw[1]:6.2f} ms  {ours[0]:6.2f} ms  "
+                f"{ours[1]:6.2f} ms"
+            )
             if name == "1 MiB":
-                for what, over, goal in (("median", ours[0] - raw[0], GOAL_MEDIAN), ("99th percentile", ours[1] - raw[1], GOAL_99)):
-                    self.goal(over <= goal, f"{name}, {what}: {over:.2f} ms over raw, of at most {goal:g}")
+                for what, over, goal in (
+                    ("median", ours[0] - raw[0], GOAL_MEDIAN),
+                    ("99th percentile", ours[1] - raw[1], GOAL_99),
+                ):
+                    self.goal(
+                        over <= goal, f"{name}, {what}: {over:.2f} ms over raw, of at most {goal:g}"
+                    )
 
     def throughput(self) -> None:
         for way, up, down in (("up", LARGE, 1 << 10), ("down", 1 << 10, LARGE)):
@@ -118,7 +135,10 @@ class Bench:
                     times += took if turn else []  # the first warms up
             raw, ours = (LARGE / 1e6 / statistics.median(t) for t in found)
             goal = min(GOAL_RATE, GOAL_SHARE * raw)
-            self.goal(ours >= goal, f"{LARGE >> 20} MiB {way}: {ours:.0f} MB/s, raw {raw:.0f}, of at least {goal:.0f}")
+            self.goal(
+                ours >= goal,
+                f"{LARGE >> 20} MiB {way}: {ours:.0f} MB/s, raw {raw:.0f}, of at least {goal:.0f}",
+            )
 
     def steps(self, folder: Path) -> None:
         """What a training step costs, of two models, and what crosses."""
@@ -133,13 +153,32 @@ class Bench:
             ways: dict[str, Callable[[], None]] = {"local": _stepping(build(), data)}
             plain, moved, remote = build(), build(), build()
             links = [connect(plain, InProcess(Host(build(), _training())))]
-            links.append(connect(moved, InProcess(Host(_locked(build(), g), _training())), element=g, rows="batch"))
+            links.append(
+                connect(
+                    moved,
+                    InProcess(Host(_locked(build(), g), _training())),
+                    element=g,
+                    rows="batch",
+                )
+            )
             with (
-                Server(Host(_locked(build(), g), _training()), tls=make_certificates(folder / name)["server"]) as server,
-                Counted(f"localhost:{server.port}", tls=Tls(*(folder / name / f for f in ("authority.pem", "client.pem", "client.key")))) as network,
+                Server(
+                    Host(_locked(build(), g), _training()),
+                    tls=make_certificates(folder / name)["server"],
+                ) as server,
+                Counted(
+                    f"localhost:{server.port}",
+                    tls=Tls(
+                        *(folder / name / f for f in ("authority.pem", "client.pem", "client.key"))
+                    ),
+                ) as network,
             ):
                 links.append(connect(remote, network, element=g, rows="batch"))
-                ways |= {"framing": _stepping(plain, data), "permuting": _stepping(moved, data), "wire": _stepping(remote, data)}
+                ways |= {
+                    "framing": _stepping(plain, data),
+                    "permuting": _stepping(moved, data),
+                    "wire": _stepping(remote, data),
+                }
                 times: dict[str, list[float]] = {way: [] for way in ways}
                 crossed: list[int] = []
                 for turn in range(12):
@@ -157,13 +196,17 @@ class Bench:
             budget = 4 * width
             self.goal(
                 max(crossed) <= GOAL_TRAFFIC * budget,
-                f"{name}: {max(crossed) / 1e6:.2f} MB a step, {max(crossed) / budget:.4f} of four streams ({budget / 1e6:.2f} MB)",
+                f"{name}: {max(crossed) / 1e6:.2f} MB a step, {max(crossed) / budget:.4f} of "
+                f"four streams ({budget / 1e6:.2f} MB)",
             )
 
     def crowd(self, folder: str, port: int) -> None:
         """Clients that train one backbone at once."""
         print(f"\n{CLIENTS} clients for {SECONDS:g} s")
-        processes = [_process("clients", folder, str(port), str(CLIENTS // PROCESSES)) for _ in range(PROCESSES)]
+        processes = [
+            _process("clients", folder, str(port), str(CLIENTS // PROCESSES))
+            for _ in range(PROCESSES)
+        ]
         for process in processes:
             assert process.stdout is not None
             process.stdout.readline()  # ready
@@ -175,12 +218,16 @@ class Bench:
         each = [times for one in told for times in one["times"]]
         faults = [fault for one in told for fault in one["faults"]]
         every = sorted(t for times in each for t in times)
-        self.goal(not faults and len(each) == CLIENTS, f"{len(every)} requests, {len(faults)} errors {faults[:1]}")
+        self.goal(
+            not faults and len(each) == CLIENTS,
+            f"{len(every)} requests, {len(faults)} errors {faults[:1]}",
+        )
         median = statistics.median(every)
         slow = max(statistics.median(times) for times in each)
         self.goal(
             every[-1] / median < GOAL_SLOWEST,
-            f"median {1e3 * median:.0f} ms, slowest {1e3 * every[-1]:.0f} ms: {every[-1] / median:.1f} times, of less than {GOAL_SLOWEST:g}; "
+            f"median {1e3 * median:.0f} ms, slowest {1e3 * every[-1]:.0f} ms: "
+            f"{every[-1] / median:.1f} times, of less than {GOAL_SLOWEST:g}; "
             f"the slowest client's median {slow / median:.2f} times",
         )
 
@@ -202,7 +249,9 @@ class Raw:
         import grpc
 
         authority, certificate, key = tls.read()
-        channel = grpc.aio.secure_channel(f"localhost:{port}", grpc.ssl_channel_credentials(authority, key, certificate))
+        channel = grpc.aio.secure_channel(
+            f"localhost:{port}", grpc.ssl_channel_credentials(authority, key, certificate)
+        )
         return channel.stream_stream("/raw/Echo")(), channel
 
     def trips(self, up: int, down: int, count: int) -> list[float]:
@@ -272,7 +321,16 @@ class Echo:
         down = int(frame.values["down"])  # type: ignore[arg-type]
         x = frame.tensors["x"]
         values: dict[str, Value] = {"saved": frame.number}
-        return b"".join(encode(Frame(Kind.OUTPUT, frame.number, values, {"x": x if x.numel() == down // 4 else self.zeros[: down // 4]})))
+        return b"".join(
+            encode(
+                Frame(
+                    Kind.OUTPUT,
+                    frame.number,
+                    values,
+                    {"x": x if x.numel() == down // 4 else self.zeros[: down // 4]},
+                )
+            )
+        )
 
     def keep(self) -> None:
         pass
@@ -285,7 +343,11 @@ def serve(folder: str) -> None:
     from regauge.split import Host
 
     ours = Server(Echo(), "127.0.0.1:0", tls=tls)  # type: ignore[arg-type]
-    train = Server(Host(small(), _training(), sessions=CLIENTS, quotas=Quotas(Quota(sessions=CLIENTS))), "127.0.0.1:0", tls=tls)
+    train = Server(
+        Host(small(), _training(), sessions=CLIENTS, quotas=Quotas(Quota(sessions=CLIENTS))),
+        "127.0.0.1:0",
+        tls=tls,
+    )
     print(Loop.run(_raw_server(tls)), ours.port, train.port, flush=True)
     sys.stdin.read()
 
@@ -307,9 +369,18 @@ async def _raw_server(tls: Tls) -> int:
                 down -= len(piece)
 
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("raw", {"Echo": grpc.stream_stream_rpc_method_handler(echo)}),))
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                "raw", {"Echo": grpc.stream_stream_rpc_method_handler(echo)}
+            ),
+        )
+    )
     authority, certificate, key = tls.read()
-    port: int = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True))
+    port: int = server.add_secure_port(
+        "127.0.0.1:0",
+        grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True),
+    )
     await server.start()
     _raw_server.kept = server  # type: ignore[attr-defined]
     return port
@@ -334,7 +405,16 @@ def _gpt2(width: int, layers: int) -> torch.nn.Module:
 
     torch.manual_seed(0)
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(n_embd=width, n_layer=layers, n_head=4, vocab_size=500, n_positions=128, bos_token_id=1, eos_token_id=2, **drops)
+    config = GPT2Config(
+        n_embd=width,
+        n_layer=layers,
+        n_head=4,
+        vocab_size=500,
+        n_positions=128,
+        bos_token_id=1,
+        eos_token_id=2,
+        **drops,
+    )
     model = GPT2LMHeadModel(config)
     model.set_attn_implementation("eager")  # its mask is a tensor, and moves with the rows
     return model.train()
@@ -344,18 +424,35 @@ def _vit(width: int, layers: int) -> torch.nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
     torch.manual_seed(0)
-    size = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 4 * width}
+    size = {
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "intermediate_size": 4 * width,
+    }
     drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return ViTForImageClassification(ViTConfig(**size, **drops, image_size=224, patch_size=16, num_labels=10)).train()
+    return ViTForImageClassification(
+        ViTConfig(**size, **drops, image_size=224, patch_size=16, num_labels=10)
+    ).train()
 
 
-def models() -> dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], dict[str, torch.Tensor]], int]]:
+def models() -> dict[
+    str, tuple[Callable[[], torch.nn.Module], Callable[[], dict[str, torch.Tensor]], int]
+]:
     """How each is built, its batch, and the bytes of its stream."""
     ids = torch.randint(3, 500, (8, 128), generator=torch.Generator().manual_seed(0))
     images = torch.randn(8, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     return {
-        "GPT-2": (lambda: _gpt2(256, 4), lambda: {"input_ids": ids, "labels": ids}, 8 * 128 * 256 * 4),
-        "ViT": (lambda: _vit(192, 4), lambda: {"pixel_values": images, "labels": torch.arange(8)}, 8 * 197 * 192 * 4),
+        "GPT-2": (
+            lambda: _gpt2(256, 4),
+            lambda: {"input_ids": ids, "labels": ids},
+            8 * 128 * 256 * 4,
+        ),
+        "ViT": (
+            lambda: _vit(192, 4),
+            lambda: {"pixel_values": images, "labels": torch.arange(8)},
+            8 * 197 * 192 * 4,
+        ),
     }
 
 
@@ -401,7 +498,9 @@ def clients(folder: str, port: str, count: str) -> None:
         try:
             network = Timed(f"localhost:{port}", tls=tls)
             network.into = []
-            ids = torch.randint(3, 500, (4, 64), generator=torch.Generator().manual_seed(os.getpid() + i))
+            ids = torch.randint(
+                3, 500, (4, 64), generator=torch.Generator().manual_seed(os.getpid() + i)
+            )
             with network, connect(mine[i], network, rows="batch"):
                 step = _stepping(mine[i], {"input_ids": ids, "labels": ids})
                 step()

@@ -1,4 +1,6 @@
-"""What it costs to start: CPU-seconds of `regauge --help` and `import regauge`, beside those of Python itself. Goal: help in at most 0.5."""
+"""What it costs to start: CPU-seconds of `regauge --help` and `import regauge`, beside those of
+Python itself. Goal: help in at most 0.5.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,11 @@ import subprocess
 import sys
 
 RUNS, GOAL = 5, 0.5
-SUBJECTS = {"python": "pass", "import regauge": "import regauge", "regauge --help": "from regauge.cli import main; main(['--help'])"}
+SUBJECTS = {
+    "python": "pass",
+    "import regauge": "import regauge",
+    "regauge --help": "from regauge.cli import main; main(['--help'])",
+}
 
 
 def main() -> int:
@@ -18,9 +24,17 @@ def main() -> int:
             before = os.times()
             subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
             after = os.times()
-            seconds[name].append(after.children_user + after.children_system - before.children_user - before.children_system)
+            seconds[name].append(
+                after.children_user
+                + after.children_system
+                - before.children_user
+                - before.children_system
+            )
     for name, found in seconds.items():
-        print(f"{name:16}  {statistics.median(found):5.2f} CPU-s  ({min(found):.2f} to {max(found):.2f})")
+        print(
+            f"{name:16}  {statistics.median(found):5.2f} CPU-s  ({min(found):.2f} to "
+            f"{max(found):.2f})"
+        )
     met = statistics.median(seconds["regauge --help"]) <= GOAL
     print(f"goal: regauge --help in at most {GOAL} CPU-seconds: {'met' if met else 'NOT MET'}")
     return 0 if met else 1

@@ -1,4 +1,5 @@
-"""What a server learns from a federated run: record what it is sent, attack exactly that, and change the run until the attack has nothing.
+"""What a server learns from a federated run: record what it is sent, attack exactly that, and
+change the run until the attack has nothing.
 
 python examples/audit_federated_run.py       # some seconds
 """
@@ -13,8 +14,16 @@ from regauge.cli import main as regauge_command
 from regauge.results.findings import load_results
 
 torch.manual_seed(0)
-size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.1}
-model = ViTForImageClassification(ViTConfig(**size, image_size=8, patch_size=2, num_channels=1, num_labels=10))
+size = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "initializer_range": 0.1,
+}
+model = ViTForImageClassification(
+    ViTConfig(**size, image_size=8, patch_size=2, num_channels=1, num_labels=10)
+)
 found = {}
 with tempfile.TemporaryDirectory() as folder:
     here = Path(folder)
@@ -39,8 +48,22 @@ with tempfile.TemporaryDirectory() as folder:
     ]
     for name, defence in (("plain", []), ("embedding frozen", ["--defence", "freeze=embedding"])):
         run = here / name
-        assert regauge_command(["federate", str(here / "start"), *how, *defence, "--record", "-o", str(run)]) == 0
-        line = ["audit", "gradients", "--from", str(run), "--json", str(run / "audit.json"), "--report", str(run / "page.html")]
+        assert (
+            regauge_command(
+                ["federate", str(here / "start"), *how, *defence, "--record", "-o", str(run)]
+            )
+            == 0
+        )
+        line = [
+            "audit",
+            "gradients",
+            "--from",
+            str(run),
+            "--json",
+            str(run / "audit.json"),
+            "--report",
+            str(run / "page.html"),
+        ]
         assert regauge_command(line) == 0
         found[name] = load_results(run / "audit.json")
 

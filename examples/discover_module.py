@@ -1,4 +1,5 @@
-"""The symmetry of a module of your own, read off its graph and verified: no spec is written by hand.
+"""The symmetry of a module of your own, read off its graph and verified: no spec is written by
+hand.
 
 python examples/discover_module.py       # some seconds
 """
@@ -17,11 +18,18 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(width)
         self.heads, self.size = heads, width // heads
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.up, self.gate, self.down = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.up, self.gate, self.down = (
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm(x)
-        q, k, v = (f(h).unflatten(-1, (self.heads, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k, v = (
+            f(h).unflatten(-1, (self.heads, self.size)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
         mixed = torch.softmax(q @ k.transpose(-1, -2) / self.size**0.5, -1) @ v
         x = x + self.o(mixed.transpose(1, 2).flatten(2))
         return x + self.down(self.up(x) * torch.sigmoid(self.gate(x)))
@@ -30,7 +38,11 @@ class Block(nn.Module):
 class Mine(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.blocks, self.leave = nn.Linear(6, 32), nn.ModuleList(Block(32, 4) for _ in range(2)), nn.Linear(32, 3)
+        self.enter, self.blocks, self.leave = (
+            nn.Linear(6, 32),
+            nn.ModuleList(Block(32, 4) for _ in range(2)),
+            nn.Linear(32, 3),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.enter(x)
@@ -43,13 +55,18 @@ torch.manual_seed(0)
 model, x = Mine().eval(), torch.randn(2, 5, 6)
 spec = regauge.discover(model, x)
 for name, space in spec.spaces.items():
-    over, folded = f", over {space.over}" if space.over else "", f"; folded {space.folded}" if space.folded else ""
+    over, folded = (
+        f", over {space.over}" if space.over else "",
+        f"; folded {space.folded}" if space.folded else "",
+    )
     print(f"{name:10} {space.size:4}  {space.group}{over}{folded}")
 print("blocks.0.up.weight is", spec.tensors["blocks.0.up.weight"])
 
 before = model(x)
 g = regauge.element(spec, key=3)
 moved = regauge.apply(g, model.state_dict())
-assert all(not torch.equal(moved[n], t) for n, t in model.state_dict().items() if n.endswith("up.weight"))
+assert all(
+    not torch.equal(moved[n], t) for n, t in model.state_dict().items() if n.endswith("up.weight")
+)
 model.load_state_dict(moved)
 assert torch.allclose(model(x), before, atol=1e-4), "the same function, in other weights"

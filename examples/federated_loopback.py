@@ -1,9 +1,12 @@
-"""A SuperLink and its SuperNodes on this machine, each a process of its own: TLS, registered node keys, no telemetry, nothing installed at run time.
+"""A SuperLink and its SuperNodes on this machine, each a process of its own: TLS, registered node
+keys, no telemetry, nothing installed at run time.
 
     python examples/federated_loopback.py MODEL OUT [--nodes 4] [--rounds 3]
 
-MODEL is a ViT for images of 8 x 8 (without one: a small one is made). The nodes share scikit-learn's digits. It takes minutes on two cores, most of
-it Flower starting a Python for every message; OUT/run is then what `regauge federate` writes, and the same program goes on where it stood.
+MODEL is a ViT for images of 8 x 8 (without one: a small one is made). The nodes share
+scikit-learn's digits. It takes minutes on two cores, most of it Flower starting a Python for every
+message; OUT/run is then what `regauge federate` writes, and the same program goes on where it
+stood.
 """
 
 from __future__ import annotations
@@ -18,7 +21,9 @@ from regauge.federated.runs import Source
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--nodes", type=int, default=4)
@@ -30,10 +35,20 @@ def main() -> int:
     settings = Settings(clients=given.nodes, rounds=given.rounds, batch=16, steps=10, rate=0.1)
     source = Source(str(model), "digits", mean=[0.3], std=[0.38], test="digits")
     configs = [
-        {"partition-id": i, "model": str(model), "shared-data": "digits", "mean": "0.3", "std": "0.38", "test": "digits"} for i in range(given.nodes)
+        {
+            "partition-id": i,
+            "model": str(model),
+            "shared-data": "digits",
+            "mean": "0.3",
+            "std": "0.38",
+            "test": "digits",
+        }
+        for i in range(given.nodes)
     ]
     with loopback(given.out / "network", configs) as net:
-        write_bundle(given.out / "bundle", source.told(), settings, given.out / "run", wait=300, gather=120)
+        write_bundle(
+            given.out / "bundle", source.told(), settings, given.out / "run", wait=300, gather=120
+        )
         code = net.run(given.out / "bundle").wait()
         sys.stdout.write(net.log("run"))
     return code
@@ -42,8 +57,16 @@ def main() -> int:
 def make(folder: Path) -> None:
     import transformers
 
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "initializer_range": 0.1}
-    config = transformers.ViTConfig(**size, image_size=8, patch_size=2, num_channels=1, num_labels=10)
+    size = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "initializer_range": 0.1,
+    }
+    config = transformers.ViTConfig(
+        **size, image_size=8, patch_size=2, num_channels=1, num_labels=10
+    )
     transformers.ViTForImageClassification(config).save_pretrained(folder)
 
 

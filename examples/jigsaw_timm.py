@@ -15,12 +15,25 @@ torch.manual_seed(0)
 draw = np.random.default_rng(0)
 labels = draw.integers(0, 4, 512)
 images = 0.3 * draw.standard_normal((512, 3, 32, 32)).astype(np.float32)
-for image, label in zip(images, labels, strict=True):  # the class is the colour of a square, wherever it is
+for image, label in zip(
+    images, labels, strict=True
+):  # the class is the colour of a square, wherever it is
     x, y = draw.integers(0, 24, 2)
     image[label % 3, y : y + 8, x : x + 8] += 2.0 if label < 3 else -2.0
 
-model = timm.create_model("vit_tiny_patch16_224", pretrained=False, num_classes=4, img_size=32, patch_size=8, embed_dim=48, depth=2, num_heads=4)
-wrapped = MaskedJigsaw(model, ratio=0.5)  # half of the patches change places, under one learnable, unknown position
+model = timm.create_model(
+    "vit_tiny_patch16_224",
+    pretrained=False,
+    num_classes=4,
+    img_size=32,
+    patch_size=8,
+    embed_dim=48,
+    depth=2,
+    num_heads=4,
+)
+wrapped = MaskedJigsaw(
+    model, ratio=0.5
+)  # half of the patches change places, under one learnable, unknown position
 optimizer = create_optimizer_v2(wrapped, opt="adamw", lr=2e-3, weight_decay=0.05)
 scheduler, _ = create_scheduler_v2(optimizer, num_epochs=8)
 for epoch in range(8):
@@ -34,6 +47,8 @@ for epoch in range(8):
     print(f"epoch {epoch}: {wrapped.extra_repr()}, loss {float(out.loss):.3f}")
 
 plain = wrapped.unwrap().eval()  # an ordinary timm model again
-accuracy = float((plain(torch.from_numpy(images)).argmax(1) == torch.from_numpy(labels)).float().mean())
+accuracy = float(
+    (plain(torch.from_numpy(images)).argmax(1) == torch.from_numpy(labels)).float().mean()
+)
 print(f"accuracy of the plain model: {accuracy:.0%}")
 assert accuracy > 0.5

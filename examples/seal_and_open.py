@@ -1,4 +1,5 @@
-"""A model at rest, encrypted: sealed under a key with a passphrase, opened again, and refused once a byte has changed.
+"""A model at rest, encrypted: sealed under a key with a passphrase, opened again, and refused once
+a byte has changed.
 
 python examples/seal_and_open.py       # a second; needs nothing but regauge
 """
@@ -25,7 +26,9 @@ with tempfile.TemporaryDirectory() as folder:
     size = seal(here / "model", key, here / "model.sealed")
     names = open_sealed(here / "model.sealed", key, here / "opened")
     print(f"sealed into {size:,} bytes by {key}, opened again: {', '.join(sorted(names))}")
-    assert (here / "opened" / "model.safetensors").read_bytes() == (here / "model" / "model.safetensors").read_bytes()
+    assert (here / "opened" / "model.safetensors").read_bytes() == (
+        here / "model" / "model.safetensors"
+    ).read_bytes()
 
     changed = bytearray((here / "model.sealed").read_bytes())
     changed[-1000] ^= 1

@@ -1,9 +1,12 @@
-"""Split training from transformers' Trainer: the backbone is a server's, data, labels, embedding and head stay here, and Trainer does not notice.
+"""Split training from transformers' Trainer: the backbone is a server's, data, labels, embedding
+and head stay here, and Trainer does not notice.
 
-    pip install 'regauge[models]' accelerate && python examples/split_trainer.py       # some seconds
+    pip install 'regauge[models]' accelerate && python examples/split_trainer.py       # some
+    seconds
 
-Here the server is in the same process, and goes through the same bytes. Over a network: Server(host, "0.0.0.0:7000", tls=...) there, and
-connect(model, Grpc("server.example:7000", tls=...)) here, or `regauge split serve` and `regauge split train`: docs/split.md.
+Here the server is in the same process, and goes through the same bytes. Over a network:
+Server(host, "0.0.0.0:7000", tls=...) there, and connect(model, Grpc("server.example:7000",
+tls=...)) here, or `regauge split serve` and `regauge split train`: docs/split.md.
 """
 
 import copy
@@ -16,7 +19,14 @@ from regauge.split import Host, InProcess, OptimizerConfig, connect
 
 torch.manual_seed(0)
 STEPS, RATE = 40, 1e-3
-config = BertConfig(vocab_size=50, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, num_labels=2)
+config = BertConfig(
+    vocab_size=50,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    intermediate_size=96,
+    num_labels=2,
+)
 start = BertForSequenceClassification(config)
 
 
@@ -35,16 +45,38 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": self.ids[i], "labels": self.labels[i]}
 
 
-server = Host(copy.deepcopy(start), OptimizerConfig("adamw", RATE, schedule="linear", steps=STEPS))  # the server's side: it trains the blocks
+server = Host(
+    copy.deepcopy(start), OptimizerConfig("adamw", RATE, schedule="linear", steps=STEPS)
+)  # the server's side: it trains the blocks
 client = copy.deepcopy(start)
-with tempfile.TemporaryDirectory() as folder, connect(client, InProcess(server), rows="batch"):  # tokens are shuffled afresh for every batch
-    options = TrainingArguments(folder, max_steps=STEPS, per_device_train_batch_size=32, learning_rate=RATE, max_grad_norm=0.0, weight_decay=0.0,
-                                logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True)  # fmt: skip
-    trainer = Trainer(model=client, args=options, train_dataset=Texts(2000, 0), eval_dataset=Texts(200, 1))
+with (
+    tempfile.TemporaryDirectory() as folder,
+    connect(client, InProcess(server), rows="batch"),
+):  # tokens are shuffled afresh for every batch
+    options = TrainingArguments(
+        folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=32,
+        learning_rate=RATE,
+        max_grad_norm=0.0,
+        weight_decay=0.0,
+        # fmt: skip
+        logging_steps=10,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    trainer = Trainer(
+        model=client, args=options, train_dataset=Texts(2000, 0), eval_dataset=Texts(200, 1)
+    )
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
     after = trainer.evaluate()["eval_loss"]
 
-print(f"loss on held-out texts: {before:.3f} before, {after:.3f} after {server.step} steps that the server took part in")
+print(
+    f"loss on held-out texts: {before:.3f} before, {after:.3f} after {server.step} steps that "
+    "the server took part in"
+)
 assert server.step == STEPS
 assert after < before

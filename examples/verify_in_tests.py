@@ -1,4 +1,5 @@
-"""regauge in your own test-suite: a model of yours, held to its symmetry. Run by pytest, or as it is.
+"""regauge in your own test-suite: a model of yours, held to its symmetry. Run by pytest, or as it
+is.
 
 pytest examples/verify_in_tests.py       # some seconds
 """
@@ -14,7 +15,11 @@ INPUTS = {"input_ids": torch.arange(10)[None]}
 
 def my_model() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=24, n_layer=2, n_head=3)).double().eval()
+    return (
+        GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=24, n_layer=2, n_head=3))
+        .double()
+        .eval()
+    )
 
 
 def test_every_description_is_the_same_function() -> None:
@@ -28,7 +33,9 @@ def test_it_would_fail_if_a_layer_looked_at_the_order_of_its_neurons() -> None:
     """The negative beside the positive: a fault is found."""
     model = my_model()
     spec = regauge.spec_of(model)
-    model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, given, out: out * torch.arange(out.shape[-1]))
+    model.transformer.h[0].mlp.c_fc.register_forward_hook(
+        lambda module, given, out: out * torch.arange(out.shape[-1])
+    )
     assert symmetry_error(model, spec, regauge.element(spec, 1, spaces=["ffn.0"]), INPUTS) > 1e-3
 
 

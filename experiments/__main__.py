@@ -1,4 +1,6 @@
-"""`python -m experiments ID`: the papers' tables and figures, computed on this machine and set beside theirs."""
+"""`python -m experiments ID`: the papers' tables and figures, computed on this machine and set
+beside theirs.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,45 @@ class UnknownExperimentError(RegaugeError):
 
 
 def reproduce(
-    id: Annotated[str | None, typer.Argument(metavar="ID", help="Which: 000/table2, say. --list names all.")] = None,  # noqa: A002
+    id: Annotated[  # noqa: A002
+        str | None, typer.Argument(metavar="ID", help="Which: 000/table2, say. --list names all.")
+    ] = None,
     preset: Annotated[
-        str, typer.Option("--preset", metavar="small|paper", help="Minutes on two cores, or the paper's own models and data.")
+        str,
+        typer.Option(
+            "--preset",
+            metavar="small|paper",
+            help="Minutes on two cores, or the paper's own models and data.",
+        ),
     ] = "small",
-    seeds: Annotated[int | None, typer.Option("--seeds", min=1, metavar="N", help="Train from this many seeds. Default: the preset's.")] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(
+            "--seeds", min=1, metavar="N", help="Train from this many seeds. Default: the preset's."
+        ),
+    ] = None,
     assets: Annotated[
-        Path | None, typer.Option("--assets", metavar="DIR", help="Where data and models lie. Default: $REGAUGE_ASSETS, or ../shared/assets.")
+        Path | None,
+        typer.Option(
+            "--assets",
+            metavar="DIR",
+            help="Where data and models lie. Default: $REGAUGE_ASSETS, or ../shared/assets.",
+        ),
     ] = None,
     json: options.JsonFile = None,
     report: options.Report = None,
     listed: Annotated[bool, typer.Option("--list", help="Name the experiments.")] = False,
     device: options.Device = "cpu",
-    threads: Annotated[int | None, typer.Option("--threads", min=1, max=256, metavar="N", help="Threads that compute. Default: torch's own.")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads",
+            min=1,
+            max=256,
+            metavar="N",
+            help="Threads that compute. Default: torch's own.",
+        ),
+    ] = None,
     jobs: Annotated[
         int | None,
         typer.Option(
@@ -44,21 +72,28 @@ def reproduce(
             min=1,
             max=256,
             metavar="N",
-            help="Processes, of one thread each, for parts of an experiment that do not wait for each other. Default: with preset small on the CPU "
+            help="Processes, of one thread each, for parts of an experiment that do not wait "
+            "for each other. Default: with preset small on the CPU "
             "as many as there are cores, up to 8.",
         ),
     ] = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Run a table or figure of the papers and set its numbers beside theirs. Computed cells are cached in $REGAUGE_CACHE, so an interrupted
-    run resumes. Exit code 3 if a finding that should hold does not."""
+    """Run a table or figure of the papers and set its numbers beside theirs. Computed cells are
+    cached in $REGAUGE_CACHE, so an interrupted run resumes. Exit code 3 if a finding that should
+    hold does not.
+    """
     need("transformers", "experiments")
     check_outputs(json, report)
     from experiments import EXPERIMENTS
     from experiments.lab import Lab, default_assets
 
     if listed:
-        data("\n".join(f"{name}  {(fn.__doc__ or '').splitlines()[0]}" for name, fn in EXPERIMENTS.items()))
+        data(
+            "\n".join(
+                f"{name}  {(fn.__doc__ or '').splitlines()[0]}" for name, fn in EXPERIMENTS.items()
+            )
+        )
         return 0
     if id not in EXPERIMENTS:
         what = "no experiment is named" if id is None else f'there is no experiment "{id}"'
@@ -66,21 +101,40 @@ def reproduce(
     check_device(device)
     set_threads(threads)
     with step_bar(id) as progress:
-        lab = Lab(preset, seeds, assets or default_assets(), device=device, progress=progress, jobs=jobs or _jobs(preset, device, threads))
+        lab = Lab(
+            preset,
+            seeds,
+            assets or default_assets(),
+            device=device,
+            progress=progress,
+            jobs=jobs or _jobs(preset, device, threads),
+        )
         results = EXPERIMENTS[id](lab)
     results = replace(results, facts={"command": facts_of_run()["command"], **results.facts})
-    return deliver(results, text_of(results), json, report, replace(results, figures=(*results.figures, *lab.pictures)))
+    return deliver(
+        results,
+        text_of(results),
+        json,
+        report,
+        replace(results, figures=(*results.figures, *lab.pictures)),
+    )
 
 
 def _jobs(preset: str, device: str, threads: int | None) -> int:
-    return min(8, os.cpu_count() or 1) if preset == "small" and device == "cpu" and threads is None else 1
+    return (
+        min(8, os.cpu_count() or 1)
+        if preset == "small" and device == "cpu" and threads is None
+        else 1
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one experiment; return the exit code."""
 
     def build(arguments: list[str]) -> typer.Typer:
-        app = typer.Typer(pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]})
+        app = typer.Typer(
+            pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]}
+        )
         app.command()(reproduce)
         return app
 

@@ -1,9 +1,12 @@
-"""Cells: what experiments are made of. A cell is a pure function of JSON-able parameters and data; its outcome is kept and never computed twice.
+"""Cells: what experiments are made of. A cell is a pure function of JSON-able parameters and data;
+its outcome is kept and never computed twice.
 
-An outcome is known by the hash of the cell's name and version, its parameters and the digests of its data, and lies in one safetensors file of that
-name: values in the metadata, tensors (a trained checkpoint) as they are, and a digest of both. A file that does not match its digest is computed
-again. While a long cell works it leaves its state beside it (`Work.save`), and goes on from there after an interruption. Files appear whole or not
-at all, so that processes may share a cache; where the system has file locks, the second waits for the first and reads what it found.
+An outcome is known by the hash of the cell's name and version, its parameters and the digests of
+its data, and lies in one safetensors file of that name: values in the metadata, tensors (a trained
+checkpoint) as they are, and a digest of both. A file that does not match its digest is computed
+again. While a long cell works it leaves its state beside it (`Work.save`), and goes on from there
+after an interruption. Files appear whole or not at all, so that processes may share a cache; where
+the system has file locks, the second waits for the first and reads what it found.
 
     outcome = run(TRAIN, {"seed": 0, "steps": 200}, cache, {"train": data})
 """
@@ -20,7 +23,16 @@ from typing import Any, Protocol
 
 from regauge.checkpoints.environment import versions
 from regauge.checkpoints.files import writing
-from regauge.checkpoints.resume import FORMAT, KEEP_EVERY, CacheError, Outcome, Work, canonical_values, read_outcome, write_outcome
+from regauge.checkpoints.resume import (
+    FORMAT,
+    KEEP_EVERY,
+    CacheError,
+    Outcome,
+    Work,
+    canonical_values,
+    read_outcome,
+    write_outcome,
+)
 
 
 class Digested(Protocol):
@@ -32,15 +44,26 @@ class Digested(Protocol):
 
 @dataclass(frozen=True)
 class Cell:
-    """A function with a name and a version. The version is raised by whoever changes what the function finds."""
+    """A function with a name and a version. The version is raised by whoever changes what the
+    function finds.
+    """
 
     name: str
     version: int
     compute: Callable[[Mapping[str, Any], Mapping[str, Any], Work], Outcome]
 
 
-def run(cell: Cell, parameters: Mapping[str, Any], cache: Path, data: Mapping[str, Digested] | None = None, *, device: str = "cpu") -> Outcome:
-    """The cell's outcome for these parameters and data: from the cache if it is there and whole, or computed and kept."""
+def run(
+    cell: Cell,
+    parameters: Mapping[str, Any],
+    cache: Path,
+    data: Mapping[str, Digested] | None = None,
+    *,
+    device: str = "cpu",
+) -> Outcome:
+    """The cell's outcome for these parameters and data: from the cache if it is there and whole, or
+    computed and kept.
+    """
     data = data or {}
     path = place(cell, parameters, cache, data)
     with writing(cache):
@@ -53,29 +76,45 @@ def run(cell: Cell, parameters: Mapping[str, Any], cache: Path, data: Mapping[st
         work = Work(path.with_suffix(".working"), KEEP_EVERY, device)
         started = time.monotonic()
         outcome = cell.compute(parameters, data, work)
-        outcome = Outcome(outcome.values, outcome.tensors, round(time.monotonic() - started, 3), versions())
+        outcome = Outcome(
+            outcome.values, outcome.tensors, round(time.monotonic() - started, 3), versions()
+        )
         write_outcome(path, outcome)
         work.path.unlink(missing_ok=True)
     found = read_outcome(path)
     if found is None:
-        raise CacheError(f"{path} does not hold what was just written to it", hint="look at the disk, or set REGAUGE_CACHE to another folder")
+        raise CacheError(
+            f"{path} does not hold what was just written to it",
+            hint="look at the disk, or set REGAUGE_CACHE to another folder",
+        )
     return found
 
 
-def place(cell: Cell, parameters: Mapping[str, Any], cache: Path, data: Mapping[str, Digested] | None = None) -> Path:
+def place(
+    cell: Cell,
+    parameters: Mapping[str, Any],
+    cache: Path,
+    data: Mapping[str, Digested] | None = None,
+) -> Path:
     """Where an outcome lies, once it is there."""
     return cache / f"{cell.name}-{key_of(cell, parameters, data)[:40]}.safetensors"
 
 
-def key_of(cell: Cell, parameters: Mapping[str, Any], data: Mapping[str, Digested] | None = None) -> str:
+def key_of(
+    cell: Cell, parameters: Mapping[str, Any], data: Mapping[str, Digested] | None = None
+) -> str:
     """The hash that an outcome is known by."""
     digests = {name: one.digest for name, one in (data or {}).items()}
-    return hashlib.sha256(canonical_values([FORMAT, cell.name, cell.version, parameters, digests])).hexdigest()
+    return hashlib.sha256(
+        canonical_values([FORMAT, cell.name, cell.version, parameters, digests])
+    ).hexdigest()
 
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Hold the cell's lock where the system has such. Without it two processes may compute the same cell, to the same end."""
+    """Hold the cell's lock where the system has such. Without it two processes may compute the same
+    cell, to the same end.
+    """
     try:
         import fcntl
     except ImportError:

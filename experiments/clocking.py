@@ -1,4 +1,6 @@
-"""Table 3 of paper 003: what matching costs in seconds, beside a plain transcription of the paper's formulas and beside the merges themselves."""
+"""Table 3 of paper 003: what matching costs in seconds, beside a plain transcription of the paper's
+formulas and beside the merges themselves.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,22 @@ PLAIN, PAPERS, WHOLE = "plain numpy", "ours, 003's matcher", "ours, everything"
 
 
 def clock(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
-    """Seconds of matching and merging, in turn, `runs` times, and the distance that ours and the plain transcription come to. No pure function: what
-    is kept is what was measured once, on the machine that measured it. Besides wall seconds those of the processor, which others' work changes less.
+    """Seconds of matching and merging, in turn, `runs` times, and the distance that ours and the
+    plain transcription come to. No pure function: what is kept is what was measured once, on the
+    machine that measured it. Besides wall seconds those of the processor, which others' work
+    changes less.
     """
     module, spec, a, b = ends_of({**p, "way": {}}, data)
     config = getattr(module, "config", None)
     heads = int(getattr(config, "num_attention_heads", 0))
-    tasks: dict[str, Callable[[], Any]] = {PAPERS: lambda: FINDERS["match"](Request(spec, a, b, PAPER, module, _none))}
+    tasks: dict[str, Callable[[], Any]] = {
+        PAPERS: lambda: FINDERS["match"](Request(spec, a, b, PAPER, module, _none))
+    }
     transcribed = rotations.read(b, spec.family, heads)
     if transcribed is not None:
-        tasks[PLAIN] = lambda: [rotations.matched(x, y) for x, y in zip(*_layers(spec, heads, a, b), strict=True)]
+        tasks[PLAIN] = lambda: [
+            rotations.matched(x, y) for x, y in zip(*_layers(spec, heads, a, b), strict=True)
+        ]
     tasks[WHOLE] = lambda: _whole_match(module, a, b)
     some = examples_of(p, data, "train")  # before any clock runs: tokenising is no part of a merge
     for name, method in METHODS.items():
@@ -47,7 +55,9 @@ def clock(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         tasks[f"merge: {name}"] = lambda method=method, given=given: method(given)  # type: ignore[misc]
     wall: dict[str, list[float]] = {name: [] for name in tasks}
     cpu: dict[str, list[float]] = {name: [] for name in tasks}
-    long = {f"merge: {name}" for name in METHODS if name != "Simple"}  # seconds each: once is enough, without a warm-up
+    long = {
+        f"merge: {name}" for name in METHODS if name != "Simple"
+    }  # seconds each: once is enough, without a warm-up
     for run in range(p["runs"] + 1):
         for name, task in tasks.items():
             if name in long and run != 1:
@@ -64,7 +74,10 @@ def clock(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         for x, y in zip(*_layers(spec, heads, a, b), strict=True):
             rest += rotations.squared(rotations.matched(x, y), y) - rotations.squared(x, y)
         ours = FINDERS["match"](Request(spec, a, b, PAPER, module, _none)).element
-        values["distance"] = {PLAIN: rest**0.5, "ours": sum(d for d, _ in costs.distances(ours).values()) ** 0.5}
+        values["distance"] = {
+            PLAIN: rest**0.5,
+            "ours": sum(d for d, _ in costs.distances(ours).values()) ** 0.5,
+        }
     return Outcome(values)
 
 
@@ -88,51 +101,126 @@ CLOCK = Cell("clock", 3, clock)
 def clocked(bench: Bench) -> Mapping[str, Any]:
     """The seconds of one pair."""
     p = {**bench.parameters, "runs": bench.effort["runs"], "samples": bench.effort["samples"]}
-    return bench.lab.run(CLOCK, p, {**bench.data, **bench.examples}, f"time {bench.pair.label}").values
+    return bench.lab.run(
+        CLOCK, p, {**bench.data, **bench.examples}, f"time {bench.pair.label}"
+    ).values
 
 
 def median_ratio(one: Sequence[float], other: Sequence[float]) -> float:
-    """The median over runs of one / other, which were measured in turn; where what takes long was run less often, the ratio of the medians."""
+    """The median over runs of one / other, which were measured in turn; where what takes long was
+    run less often, the ratio of the medians.
+    """
     if len(one) != len(other):
         return statistics.median(one) / max(statistics.median(other), 1e-9)
     return statistics.median(x / max(y, 1e-9) for x, y in zip(one, other, strict=True))
 
 
 def table3(lab: Lab) -> Results:
-    """What matching costs in seconds, beside a plain transcription of the paper's formulas and beside the merges themselves."""
+    """What matching costs in seconds, beside a plain transcription of the paper's formulas and
+    beside the merges themselves.
+    """
     ends, benches = open_pairs(lab, lambda ends: len(ends.ready), most=1)
     rows, findings = [], []
     for bench in benches:
         found = clocked(bench)
         seconds, kind = found["cpu"], bench.pair.kind
         base = seconds.get(PLAIN)
-        for what in (w for w in (PLAIN, PAPERS, WHOLE, *(f"merge: {m}" for m in METHODS)) if w in seconds):
+        for what in (
+            w for w in (PLAIN, PAPERS, WHOLE, *(f"merge: {m}" for m in METHODS)) if w in seconds
+        ):
             times = seconds[what]
             ratio = median_ratio(times, base) if base else None
             wall = statistics.median(found["wall"][what])
-            rows.append((bench.pair.about.name, what, statistics.median(times), min(times), max(times), ratio, wall, len(times)))
+            rows.append(
+                (
+                    bench.pair.about.name,
+                    what,
+                    statistics.median(times),
+                    min(times),
+                    max(times),
+                    ratio,
+                    wall,
+                    len(times),
+                )
+            )
         if base:
             ratio = median_ratio(seconds[PAPERS], base)
-            said = f"CPU seconds of our matcher on the {bench.pair.about.name}s, as the paper's, over those of its plain transcription"
+            said = (
+                f"CPU seconds of our matcher on the {bench.pair.about.name}s, as the "
+                "paper's, over those of its plain transcription"
+            )
             told = "measured in turn on this machine; the median ratio"
-            findings.append(Finding(f"{kind}/seconds", said, None, ratio, None, 1.0, told, "003 Tab. 3", "ratio of seconds", trials=len(base)))
+            findings.append(
+                Finding(
+                    f"{kind}/seconds",
+                    said,
+                    None,
+                    ratio,
+                    None,
+                    1.0,
+                    told,
+                    "003 Tab. 3",
+                    "ratio of seconds",
+                    trials=len(base),
+                )
+            )
             for method in ("Fisher", "RegMean"):
                 times = seconds[f"merge: {method}"]
-                share, trials = median_ratio(seconds[PAPERS], times), min(len(seconds[PAPERS]), len(times))
-                said = f"CPU seconds of the paper's matching of the {bench.pair.about.name}s over those of a merge by {method}"
+                share, trials = (
+                    median_ratio(seconds[PAPERS], times),
+                    min(len(seconds[PAPERS]), len(times)),
+                )
+                said = (
+                    f"CPU seconds of the paper's matching of the {bench.pair.about.name}s "
+                    f"over those of a merge by {method}"
+                )
                 told = "the paper says under 0.05, on an A100 and with 1000 steps"
                 findings.append(
-                    Finding(f"{kind}/{method}/share", said, None, share, None, 1.0, told, "003 Tab. 3", "ratio of seconds", trials=trials)
+                    Finding(
+                        f"{kind}/{method}/share",
+                        said,
+                        None,
+                        share,
+                        None,
+                        1.0,
+                        told,
+                        "003 Tab. 3",
+                        "ratio of seconds",
+                        trials=trials,
+                    )
                 )
             ours, theirs = found["distance"]["ours"], found["distance"][PLAIN]
             off = abs(ours - theirs) / theirs if theirs else abs(ours)
-            said = f"Our matcher brings the {bench.pair.about.name}s as near as the transcription does"
+            said = (
+                f"Our matcher brings the {bench.pair.about.name}s as near as the transcription does"
+            )
             told = f"{ours:.6g} and {theirs:.6g}"
-            findings.append(Finding(f"{kind}/distance", said, off <= EXACT, off, EXACT, sentence=told, source="003 Thm 4.1"))
-    heads = ("models", "what", "CPU seconds, median", "least", "most", "over plain numpy", "wall seconds, median", "runs")
+            findings.append(
+                Finding(
+                    f"{kind}/distance",
+                    said,
+                    off <= EXACT,
+                    off,
+                    EXACT,
+                    sentence=told,
+                    source="003 Thm 4.1",
+                )
+            )
+    heads = (
+        "models",
+        "what",
+        "CPU seconds, median",
+        "least",
+        "most",
+        "over plain numpy",
+        "wall seconds, median",
+        "runs",
+    )
     note = (
-        "Measured in turn; ratios are medians over runs, of CPU seconds. The transcription computes in float64 and checks nothing. The "
-        "paper's (an A100, three models): matching 1.59, 1.71, 3.48; simple averaging .13, .09, .22; Fisher 197, 70, 84; RegMean 138, "
+        "Measured in turn; ratios are medians over runs, of CPU seconds. The transcription "
+        "computes in float64 and checks nothing. The "
+        "paper's (an A100, three models): matching 1.59, 1.71, 3.48; simple averaging .13, .09, "
+        ".22; Fisher 197, 70, 84; RegMean 138, "
         "36, 71."
     )
     title = "Table 3: what matching costs"

@@ -1,4 +1,6 @@
-"""A client whose crossings are defended, trained here and attacked: the cell that `recipes` is made of."""
+"""A client whose crossings are defended, trained here and attacked: the cell that `recipes` is made
+of.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,17 @@ from regauge.checkpoints.resume import Outcome, Work
 from regauge.data.augment import augmented
 from regauge.data.tasks import Examples, logits_of
 from regauge.data.train import descend
-from regauge.defences.split import Back, BatchShuffle, Defence, Draw, Noise, PixelNoise, Rows, leave, ordered
+from regauge.defences.split import (
+    Back,
+    BatchShuffle,
+    Defence,
+    Draw,
+    Noise,
+    PixelNoise,
+    Rows,
+    leave,
+    ordered,
+)
 from regauge.models.cut import Crossing, cut
 from regauge.results.metrics import identified, psnr, ssim
 
@@ -35,7 +47,9 @@ DRAWN = PixelNoise, Noise  # what is drawn afresh in every pass, and can be aver
 
 @dataclass(frozen=True, eq=False)
 class Mixed:
-    """Some of another sample of the batch in each: noise that looks like the data. It is tried here, and not in the registry."""
+    """Some of another sample of the batch in each: noise that looks like the data. It is tried
+    here, and not in the registry.
+    """
 
     share: float
     stage = 3
@@ -46,14 +60,22 @@ class Mixed:
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
         partner = z[torch.from_numpy(draw.stream("mixed").permutation(len(z)))]
-        return crossing.replaced(**{crossing.boundary.stream: (1 - self.share) * z + self.share * partner}), lambda y: y
+        return crossing.replaced(
+            **{crossing.boundary.stream: (1 - self.share) * z + self.share * partner}
+        ), lambda y: y
 
 
 class Client:
     """A model whose crossings are defended, pass after pass."""
 
     def __init__(self, model: torch.nn.Module, defences: Sequence[Defence], blocks: int) -> None:
-        self.model, self.cut, self.defences, self.blocks, self.passes = model, cut(model), tuple(defences), blocks, 0
+        self.model, self.cut, self.defences, self.blocks, self.passes = (
+            model,
+            cut(model),
+            tuple(defences),
+            blocks,
+            0,
+        )
 
     def draw(self) -> Draw:
         self.passes += 1
@@ -61,10 +83,16 @@ class Client:
 
     def split(self, crossing: Crossing) -> tuple[Crossing, Crossing]:
         """The blocks that the client keeps, and the rest."""
-        mine = replace(crossing, real=crossing.real[: self.blocks], calls=crossing.calls[: self.blocks])
-        return mine, replace(crossing, real=crossing.real[self.blocks :], calls=crossing.calls[self.blocks :])
+        mine = replace(
+            crossing, real=crossing.real[: self.blocks], calls=crossing.calls[: self.blocks]
+        )
+        return mine, replace(
+            crossing, real=crossing.real[self.blocks :], calls=crossing.calls[self.blocks :]
+        )
 
-    def sent(self, crossing: Crossing, defences: Sequence[Defence], draw: Draw) -> tuple[Crossing, Back]:
+    def sent(
+        self, crossing: Crossing, defences: Sequence[Defence], draw: Draw
+    ) -> tuple[Crossing, Back]:
         mine, rest = self.split(crossing)
         z = mine.run() if self.blocks else crossing.stream
         return leave(defences, rest.replaced(**{crossing.boundary.stream: z}), draw)
@@ -77,7 +105,9 @@ class Client:
             there, back = self.sent(crossing, self.defences, self.draw())
             return back(there.run())
 
-        hook = self.model.register_forward_pre_hook(lambda module, args: (self.entered(args[0]), *args[1:]))
+        hook = self.model.register_forward_pre_hook(
+            lambda module, args: (self.entered(args[0]), *args[1:])
+        )
         try:
             with self.cut.route(cross):
                 yield
@@ -94,7 +124,12 @@ class Client:
         chosen = [d for d in self.defences if not (in_order and isinstance(d, Rows | BatchShuffle))]
         with torch.no_grad():
             return torch.cat(
-                [self.sent(self.cut.embed(pixel_values=self.entered(part)), chosen, self.draw())[0].stream for part in torch.split(images, batch)]
+                [
+                    self.sent(self.cut.embed(pixel_values=self.entered(part)), chosen, self.draw())[
+                        0
+                    ].stream
+                    for part in torch.split(images, batch)
+                ]
             )
 
 
@@ -103,23 +138,51 @@ def recipe(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     seed, (trained, held, tested) = int(p["seed"]), p["parts"]
     pixels, labels = pictures_of(data["images"], int(p["side"]))
     order = np.random.default_rng(seed).permutation(len(pixels))
-    train, own, test = (order[a:b] for a, b in ((0, trained), (trained, trained + held), (trained + held, trained + held + tested)))
+    train, own, test = (
+        order[a:b]
+        for a, b in (
+            (0, trained),
+            (trained, trained + held),
+            (trained + held, trained + held + tested),
+        )
+    )
     middle, scale = pixels[train].mean(), pixels[train].std()
     images = (pixels - middle) / scale
     model = build(p["model"], seed).float()
     defences = [*ordered(p["defences"]), *([Mixed(p["mixed"])] if p["mixed"] else [])]
     client = Client(model, sorted(defences, key=lambda d: d.stage), int(p["blocks"]))
     classes = int(labels.max()) + 1
-    examples = Examples(len(train), classes, lambda rows: ({"pixel_values": images[train[rows]]}, labels[train[rows]]))
+    examples = Examples(
+        len(train),
+        classes,
+        lambda rows: ({"pixel_values": images[train[rows]]}, labels[train[rows]]),
+    )
     with client.serving():
         losses, _ = descend(model, examples, p["training"], seed, replace(work, every=math.inf))
         model.eval()
         with torch.no_grad():
             parts = np.array_split(test, max(1, len(test) // 50))
-            right = sum(int((logits_of(model, {"pixel_values": images[rows]}).argmax(1) == labels[rows]).sum()) for rows in parts)
-    values = {"accuracy": right / len(test), "loss": losses[-1], "parameters": parameters_of(model), "chance": 1 / classes}
+            right = sum(
+                int(
+                    (
+                        logits_of(model, {"pixel_values": images[rows]}).argmax(1) == labels[rows]
+                    ).sum()
+                )
+                for rows in parts
+            )
+    values = {
+        "accuracy": right / len(test),
+        "loss": losses[-1],
+        "parameters": parameters_of(model),
+        "chance": 1 / classes,
+    }
     targets = test[: int(p["attack"]["targets"])]
-    return Outcome({**values, **_attacked(client, images[targets], images[own], p, seed, float(middle), float(scale))})
+    return Outcome(
+        {
+            **values,
+            **_attacked(client, images[targets], images[own], p, seed, float(middle), float(scale)),
+        }
+    )
 
 
 RECIPE = Cell("recipe", 2, recipe)
@@ -130,14 +193,36 @@ def pictures_of(data: Any, side: int) -> tuple[Tensor, Tensor]:
     x = torch.from_numpy(np.asarray(data["image"])).float() / 255
     x = x[:, None] if x.dim() == 3 else x.permute(0, 3, 1, 2)
     x = x if x.shape[-1] == side else torch.nn.functional.interpolate(x, (side, side), mode="area")
-    return x, torch.from_numpy(np.unique(np.asarray(data["label"]), return_inverse=True)[1].astype(np.int64))
+    return x, torch.from_numpy(
+        np.unique(np.asarray(data["label"]), return_inverse=True)[1].astype(np.int64)
+    )
 
 
-def _attacked(client: Client, true: Tensor, own: Tensor, p: Mapping[str, Any], seed: int, middle: float, scale: float) -> dict[str, Any]:
-    """Every attack that fits the recipe: by name [SSIM, of the worst image, PSNR, share identified, seconds]."""
+def _attacked(
+    client: Client,
+    true: Tensor,
+    own: Tensor,
+    p: Mapping[str, Any],
+    seed: int,
+    middle: float,
+    scale: float,
+) -> dict[str, Any]:
+    """Every attack that fits the recipe: by name [SSIM, of the worst image, PSNR, share identified,
+    seconds].
+    """
     patch, how = int(p["patch"]), p["attack"]
-    pool = torch.cat([own, *(augmented(own, {"flip": True, "shift": 2}, np.random.default_rng([seed, i])) for i in range(2))])
-    rows, mixes = (any(isinstance(d, kind) for d in client.defences) for kind in (Rows, BatchShuffle))
+    pool = torch.cat(
+        [
+            own,
+            *(
+                augmented(own, {"flip": True, "shift": 2}, np.random.default_rng([seed, i]))
+                for i in range(2)
+            ),
+        ]
+    )
+    rows, mixes = (
+        any(isinstance(d, kind) for d in client.defences) for kind in (Rows, BatchShuffle)
+    )
     drawn = any(isinstance(d, (*DRAWN, Mixed)) for d in client.defences)
     seen, ordered_pool = client.features(true, in_order=False), client.features(pool, in_order=True)
     view = PairedImages(seen, ordered_pool, pool, patch)
@@ -147,16 +232,32 @@ def _attacked(client: Client, true: Tensor, own: Tensor, p: Mapping[str, Any], s
     shuffled = rows or mixes
     pairs = client.features(pool, in_order=False) if shuffled else ordered_pool
     if shuffled:
-        tried["least squares over sets"] = lambda: ridge(PairedImages(seen, pairs, pool, patch), scopes=["set"], seed=seed).images
+        tried["least squares over sets"] = lambda: (
+            ridge(PairedImages(seen, pairs, pool, patch), scopes=["set"], seed=seed).images
+        )
     if how["decoder"]:
-        tried["decoder"] = lambda: decoder(PairedImages(seen, pairs, pool, patch), in_order=not shuffled, seed=seed, **how["decoder"]).images
+        tried["decoder"] = lambda: (
+            decoder(
+                PairedImages(seen, pairs, pool, patch),
+                in_order=not shuffled,
+                seed=seed,
+                **how["decoder"],
+            ).images
+        )
     if mixes:
 
         def together() -> Tensor:
-            flat = [part.flatten(0, 1)[regrouped(replace(view, seen=part), seed=seed)] for part in torch.split(seen, 50)]
+            flat = [
+                part.flatten(0, 1)[regrouped(replace(view, seen=part), seed=seed)]
+                for part in torch.split(seen, 50)
+            ]
             skip = view.features.shape[1] - flat[0].shape[1]
-            found = ridge(PairedImages(torch.cat(flat), ordered_pool[:, skip:], pool, patch), seed=seed).images
-            cost = torch.cdist(found.flatten(1), true.flatten(1)).numpy()  # who is who is not said: the best naming counts
+            found = ridge(
+                PairedImages(torch.cat(flat), ordered_pool[:, skip:], pool, patch), seed=seed
+            ).images
+            cost = torch.cdist(
+                found.flatten(1), true.flatten(1)
+            ).numpy()  # who is who is not said: the best naming counts
             return found[torch.from_numpy(linear_sum_assignment(cost.T)[1])]
 
         tried["regrouped, least squares"] = together
@@ -165,9 +266,19 @@ def _attacked(client: Client, true: Tensor, own: Tensor, p: Mapping[str, Any], s
         def often() -> Tensor:
             draw, views = torch.Generator().manual_seed(seed), [seen]
             for _ in range(int(how["passes"]) - 1):
-                views.append(client.features(true, in_order=False)[torch.randperm(len(true), generator=draw)])
-            mean = averaged([client.features(pool, in_order=True) for _ in range(int(how["passes"]))], link=False, match=False)
-            return ridge(PairedImages(averaged(views, match=rows), mean, pool, patch), shuffled=rows, seed=seed).images
+                views.append(
+                    client.features(true, in_order=False)[torch.randperm(len(true), generator=draw)]
+                )
+            mean = averaged(
+                [client.features(pool, in_order=True) for _ in range(int(how["passes"]))],
+                link=False,
+                match=False,
+            )
+            return ridge(
+                PairedImages(averaged(views, match=rows), mean, pool, patch),
+                shuffled=rows,
+                seed=seed,
+            ).images
 
         tried[f"{how['passes']} passes averaged, least squares"] = often
     clear = (true * scale + middle).clamp(0, 1)

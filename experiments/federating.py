@@ -1,9 +1,11 @@
-"""Federated training and what it gives away: FedAvg with and without masked jigsaw puzzles, with frozen parts and with parts that are each client's
-own, on even and on unlike data; and clients that begin apart, averaged plainly and after a match.
+"""Federated training and what it gives away: FedAvg with and without masked jigsaw puzzles, with
+frozen parts and with parts that are each client's own, on even and on unlike data; and clients that
+begin apart, averaged plainly and after a match.
 
-Accuracy is of the averaged model, with the part of its own where a client has one (the mean of clients). Leakage is of two kinds, at the first, the
-middle and the last round: of updates exactly as they were sent, and of the worst case, an update of one image and one step from the same state with
-the same defences. The attacker is the server (`federated.auditing`).
+Accuracy is of the averaged model, with the part of its own where a client has one (the mean of
+clients). Leakage is of two kinds, at the first, the middle and the last round: of updates exactly
+as they were sent, and of the worst case, an update of one image and one step from the same state
+with the same defences. The attacker is the server (`federated.auditing`).
 """
 
 from __future__ import annotations
@@ -50,16 +52,58 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "FedAvg + MJP, embedding of one's own": {"jigsaw": 0.3, "defences": ["withhold=embedding"]},
     "FedAvg, embedding and first block frozen": {"defences": ["freeze=embedding,first"]},
 }
-PARTS: Mapping[str, Mapping[str, Any]] = {"even": {"partition": "iid"}, "unlike": {"partition": "dirichlet", "alpha": 0.3}}
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    "even": {"partition": "iid"},
+    "unlike": {"partition": "dirichlet", "alpha": 0.3},
+}
 TRAINING = {
-    "small": {"clients": 8, "rounds": 40, "steps": 8, "batch": 16, "optimizer": "sgd", "momentum": 0.9, "rate": 0.05},
-    "paper": {"clients": 20, "rounds": 100, "steps": 20, "batch": 32, "optimizer": "sgd", "momentum": 0.9, "rate": 0.05},
+    "small": {
+        "clients": 8,
+        "rounds": 40,
+        "steps": 8,
+        "batch": 16,
+        "optimizer": "sgd",
+        "momentum": 0.9,
+        "rate": 0.05,
+    },
+    "paper": {
+        "clients": 20,
+        "rounds": 100,
+        "steps": 20,
+        "batch": 32,
+        "optimizer": "sgd",
+        "momentum": 0.9,
+        "rate": 0.05,
+    },
     "pico": {"clients": 3, "rounds": 3, "steps": 2, "batch": 8, "optimizer": "sgd", "rate": 0.05},
 }
 FUSION = {
-    "small": {"clients": 3, "rounds": 2, "epochs": 40, "batch": 50, "optimizer": "adamw", "rate": 2e-3, "decay": 0.01},
-    "paper": {"clients": 4, "rounds": 6, "epochs": 60, "batch": 50, "optimizer": "adamw", "rate": 2e-3, "decay": 0.01},
-    "pico": {"clients": 2, "rounds": 2, "epochs": 2, "batch": 50, "optimizer": "adamw", "rate": 5e-3},
+    "small": {
+        "clients": 3,
+        "rounds": 2,
+        "epochs": 40,
+        "batch": 50,
+        "optimizer": "adamw",
+        "rate": 2e-3,
+        "decay": 0.01,
+    },
+    "paper": {
+        "clients": 4,
+        "rounds": 6,
+        "epochs": 60,
+        "batch": 50,
+        "optimizer": "adamw",
+        "rate": 2e-3,
+        "decay": 0.01,
+    },
+    "pico": {
+        "clients": 2,
+        "rounds": 2,
+        "epochs": 2,
+        "batch": 50,
+        "optimizer": "adamw",
+        "rate": 5e-3,
+    },
 }
 FUSED: Mapping[str, Mapping[str, Any]] = {
     "as they stand": {"strategy": "fedavg", "looks": False},
@@ -74,7 +118,10 @@ CHANCE = 0.1
 
 def model_of(preset: str) -> dict[str, Any]:
     width, layers = {"small": (48, 2), "paper": (48, 4), "pico": (16, 1)}[preset]
-    return {"class": "ViTForImageClassification", "config": vit_config(8, 2, width, layers, num_labels=10)}
+    return {
+        "class": "ViTForImageClassification",
+        "config": vit_config(8, 2, width, layers, num_labels=10),
+    }
 
 
 def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
@@ -91,10 +138,25 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
             caught[number] = (dict(state), list(sent))
 
     own = LocalState()
-    kept = run(InProcess(model, parts, settings, own), state_of(model), settings, measure=measuring(model, test, own=own), spy=spy)
-    leaks = {str(n): _leaks(model, parts, test, settings, p, n, *caught[n]) for n in marks if n in caught}
+    kept = run(
+        InProcess(model, parts, settings, own),
+        state_of(model),
+        settings,
+        measure=measuring(model, test, own=own),
+        spy=spy,
+    )
+    leaks = {
+        str(n): _leaks(model, parts, test, settings, p, n, *caught[n]) for n in marks if n in caught
+    }
     accuracies = [r.measures.get(OF_CLIENTS, r.measures["accuracy"]) for r in done(kept.history)]
-    return Outcome({"accuracy": accuracies, "leaks": leaks, "examples": len(examples), "parameters": sum(t.numel() for t in kept.state.values())})
+    return Outcome(
+        {
+            "accuracy": accuracies,
+            "leaks": leaks,
+            "examples": len(examples),
+            "parameters": sum(t.numel() for t in kept.state.values()),
+        }
+    )
 
 
 def _leaks(
@@ -113,23 +175,56 @@ def _leaks(
     budget = Budget(seed=settings.seed, practice=int(p["practice"]))
     practice: dict[str, Practice] = {}
     defences = read_defences(settings.defences)
-    alone = replace(settings, batch=1, steps=1, momentum=0.0, probability=1.0 if settings.jigsaw else settings.probability)
+    alone = replace(
+        settings,
+        batch=1,
+        steps=1,
+        momentum=0.0,
+        probability=1.0 if settings.jigsaw else settings.probability,
+    )
     out: dict[str, list[dict[str, Any]]] = {"as sent": [], "one image": []}
     for c in sent[:UPDATES]:
-        one = contribute(model, state, parts[c.client], alone, number, c.client, still=frozen(model, defences))
-        for name, way, made in (("as sent", settings, c), ("one image", alone, defended(one, model, defences, seed_key(settings.seed)))):
-            truth = truth_of(model, parts[c.client], rows_of(c.examples, way, number, c.client), way, number, c.client)
-            seen = RecordedUpdate(number, c.client, state, made.tensors, made.steps, made.rate, made.batch, made.examples)
+        one = contribute(
+            model, state, parts[c.client], alone, number, c.client, still=frozen(model, defences)
+        )
+        for name, way, made in (
+            ("as sent", settings, c),
+            ("one image", alone, defended(one, model, defences, seed_key(settings.seed))),
+        ):
+            truth = truth_of(
+                model,
+                parts[c.client],
+                rows_of(c.examples, way, number, c.client),
+                way,
+                number,
+                c.client,
+            )
+            seen = RecordedUpdate(
+                number,
+                c.client,
+                state,
+                made.tensors,
+                made.steps,
+                made.rate,
+                made.batch,
+                made.examples,
+            )
             if name not in practice:
                 practice[name] = practising(model, seen, mine, way)
-            row, _, _ = attacked(model, seen, truth, images, apart, units, QUICK, budget, practice[name])
+            row, _, _ = attacked(
+                model, seen, truth, images, apart, units, QUICK, budget, practice[name]
+            )
             out[name].append({k: v for k, v in row.items() if not k.startswith("why ")})
     return out
 
 
 def fuse(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
-    """Clients that begin apart: accuracy after each round, by the way in which the first is averaged."""
-    settings = read_settings({**p["settings"], "seed": p["seed"], "independent": True, "strategy": p["strategy"]})
+    """Clients that begin apart: accuracy after each round, by the way in which the first is
+    averaged.
+    """
+    settings = read_settings(
+        {**p["settings"], "seed": p["seed"], "independent": True, "strategy": p["strategy"]}
+    )
     examples = prepare(p["task"], data["train"])
     test, inputs = parted(prepare(p["task"], data["test"]))
     model = build(p["model"], int(p["seed"])).to(work.device)
@@ -148,7 +243,13 @@ def fuse(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         spy=spy,
         fuse=partial(average, model, inputs=inputs if p["looks"] else (), steps=p["steps"]),
     )
-    return Outcome({"accuracy": [r.measures["accuracy"] for r in done(kept.history)], "alone": alone, "examples": len(examples)})
+    return Outcome(
+        {
+            "accuracy": [r.measures["accuracy"] for r in done(kept.history)],
+            "alone": alone,
+            "examples": len(examples),
+        }
+    )
 
 
 TRAIN = Cell("federated-train", 3, train)
@@ -156,11 +257,17 @@ FUSE = Cell("federated-fuse", 2, fuse)
 
 
 def training(lab: Lab) -> Results:
-    """FedAvg with and without MJP and with parts of the model frozen, on even and unlike parts: accuracy and leakage."""
+    """FedAvg with and without MJP and with parts of the model frozen, on even and unlike parts:
+    accuracy and leakage.
+    """
     trials = range(lab.seeds or SEEDS[lab.preset_name])
     lab.total = len(WAYS) * len(PARTS) * len(trials)
     lab.ahead(_part, [(way, part, trial) for trial in trials for part in PARTS for way in WAYS])
-    found = {(way, part): [_trained(lab, way, part, trial) for trial in trials] for part in PARTS for way in WAYS}
+    found = {
+        (way, part): [_trained(lab, way, part, trial) for trial in trials]
+        for part in PARTS
+        for way in WAYS
+    }
     rows = [(way, part, *_row(many)) for (way, part), many in found.items()]
     columns = (
         "training",
@@ -175,18 +282,35 @@ def training(lab: Lab) -> Results:
         "as sent: AUC at last",
         "labels told, as sent",
     )
-    note = "Means over seeds; the spread is the standard deviation. Attacks: all but descents, those that practise on updates of their own too."
-    findings = [f for part in PARTS for f in _claims(part, {way: found[(way, part)] for way in WAYS}, len(trials))]
+    note = (
+        "Means over seeds; the spread is the standard deviation. Attacks: all but descents, "
+        "those that practise on updates of their own too."
+    )
+    findings = [
+        f
+        for part in PARTS
+        for f in _claims(part, {way: found[(way, part)] for way in WAYS}, len(trials))
+    ]
     first = next(iter(found.values()))[0]
     curves = {f"{way}, {part}": many[0]["accuracy"] for (way, part), many in found.items()}
     figure = Figure(
         "Accuracy over rounds, seed 0",
         "lines",
-        {"x": list(range(1, len(first["accuracy"]) + 1)), "y": curves, "xlabel": "round", "ylabel": "accuracy", "log": False},
+        {
+            "x": list(range(1, len(first["accuracy"]) + 1)),
+            "y": curves,
+            "xlabel": "round",
+            "ylabel": "accuracy",
+            "log": False,
+        },
     )
     facts = lab.facts("federated/training", len(trials), settings=TRAINING[lab.preset_name])
     return Results(
-        "Federated training, and what it gives away", tuple(findings), (Table("Accuracy and leakage", columns, tuple(rows), note),), (figure,), facts
+        "Federated training, and what it gives away",
+        tuple(findings),
+        (Table("Accuracy and leakage", columns, tuple(rows), note),),
+        (figure,),
+        facts,
     )
 
 
@@ -196,7 +320,13 @@ def _part(lab: Lab, item: tuple[str, str, int]) -> None:
 
 def _trained(lab: Lab, way: str, part: str, trial: int) -> Mapping[str, Any]:
     settings = {**TRAINING[lab.preset_name], **PARTS[part], **WAYS[way]}
-    parameters = {"model": model_of(lab.preset_name), "task": TASK, "settings": settings, "practice": PRACTICE[lab.preset_name], "seed": trial}
+    parameters = {
+        "model": model_of(lab.preset_name),
+        "task": TASK,
+        "settings": settings,
+        "practice": PRACTICE[lab.preset_name],
+        "seed": trial,
+    }
     data = {name: lab.open(source) for name, source in DATA.items()}
     return lab.run(TRAIN, parameters, data, f"{way}, {part} parts, seed {trial}").values
 
@@ -206,7 +336,9 @@ def _leak(many: Sequence[Mapping[str, Any]], kind: str, name: str, which: int) -
     for one in many:
         marks = sorted(one["leaks"], key=int)
         if marks:
-            values += [row[name] for row in one["leaks"][marks[which]][kind] if row.get(name) is not None]
+            values += [
+                row[name] for row in one["leaks"][marks[which]][kind] if row.get(name) is not None
+            ]
     return statistics.fmean(values) if values else None
 
 
@@ -225,7 +357,9 @@ def _row(many: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
     )
 
 
-def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials: int) -> list[Finding]:
+def _claims(
+    part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials: int
+) -> list[Finding]:
     plain = found["FedAvg"]
     out = []
     for way, many in found.items():
@@ -249,7 +383,11 @@ def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials:
         ceiling = _leak(plain, "one image", "leak", 0)
         if ceiling is not None:
             shown = floor if leak is None else leak
-            told = "no attack on images could try: what it needs is not sent" if leak is None else "updates of one image in the first round"
+            told = (
+                "no attack on images could try: what it needs is not sent"
+                if leak is None
+                else "updates of one image in the first round"
+            )
             out.append(
                 Finding(
                     f"{part}/{way}/leak",
@@ -260,7 +398,13 @@ def _claims(part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials:
                     ceiling,
                     told,
                     measure="PSNR, dB",
-                    spread=spread_of([a for one in many if (a := _leak([one], "one image", "leak", 0)) is not None]),
+                    spread=spread_of(
+                        [
+                            a
+                            for one in many
+                            if (a := _leak([one], "one image", "leak", 0)) is not None
+                        ]
+                    ),
                     trials=trials,
                 )
             )
@@ -278,24 +422,53 @@ def fusion(lab: Lab) -> Results:
     def at(way: str, n: int) -> list[float]:
         return [one["accuracy"][n] for one in found[way]]
 
-    rows: list[tuple[Any, ...]] = [(way, *(statistics.fmean(at(way, n)) for n in range(rounds)), spread_of(at(way, 0))) for way in FUSED]
-    columns = ("clients that begin apart, averaged", *(f"round {n + 1}" for n in range(rounds)), "spread of round 1")
-    note = f"Accuracy on half of the server's examples, means over seeds; the clients themselves have {100 * alone:.1f} %. Inputs are the other half."
+    rows: list[tuple[Any, ...]] = [
+        (way, *(statistics.fmean(at(way, n)) for n in range(rounds)), spread_of(at(way, 0)))
+        for way in FUSED
+    ]
+    columns = (
+        "clients that begin apart, averaged",
+        *(f"round {n + 1}" for n in range(rounds)),
+        "spread of round 1",
+    )
+    note = (
+        "Accuracy on half of the server's examples, means over seeds; the clients "
+        f"themselves have {100 * alone:.1f} %. Inputs are the other half."
+    )
     plain = statistics.fmean(at("as they stand", 0))
-    findings = [f for way in list(FUSED)[1:] for f in _fusions(lab, way, at(way, 0), at("as they stand", 0), alone)]
+    findings = [
+        f
+        for way in list(FUSED)[1:]
+        for f in _fusions(lab, way, at(way, 0), at("as they stand", 0), alone)
+    ]
     told = {"clients alone": alone, "as they stand": plain}
     facts = lab.facts("federated/fusion", len(trials), settings=FUSION[lab.preset_name]) | told
-    return Results("Clients that begin apart", tuple(findings), (Table("Accuracy after each round", columns, tuple(rows), note),), (), facts)
+    return Results(
+        "Clients that begin apart",
+        tuple(findings),
+        (Table("Accuracy after each round", columns, tuple(rows), note),),
+        (),
+        facts,
+    )
 
 
-def _fusions(lab: Lab, way: str, matched: Sequence[float], plain: Sequence[float], alone: float) -> list[Finding]:
+def _fusions(
+    lab: Lab, way: str, matched: Sequence[float], plain: Sequence[float], alone: float
+) -> list[Finding]:
     """What a match must reach."""
     mean, base = statistics.fmean(matched), statistics.fmean(plain)
-    told = f"{100 * mean:.1f} % {way}, {100 * base:.1f} % as they stand, the clients themselves {100 * alone:.1f} %"
+    told = (
+        f"{100 * mean:.1f} % {way}, {100 * base:.1f} % as they stand, the clients themselves "
+        f"{100 * alone:.1f} %"
+    )
     better = min(m - p for m, p in zip(matched, plain, strict=True)) > 0
     works = base < 2 * CHANCE and mean > CHANCE + (alone - CHANCE) / 2
     judged = lab.preset_name != "pico"  # which trains too little for either
-    more: dict[str, Any] = {"measure": "accuracy", "spread": spread_of(matched), "trials": len(matched)}
+    more: dict[str, Any] = {
+        "measure": "accuracy",
+        "spread": spread_of(matched),
+        "trials": len(matched),
+    }
     what = f"Averaged {way}: "
     return [
         Finding(
@@ -310,7 +483,8 @@ def _fusions(lab: Lab, way: str, matched: Sequence[float], plain: Sequence[float
         ),
         Finding(
             f"goal/{way}/works",
-            what + "at least half of what the clients have above chance, where as they stand the average is at chance (below twice of it).",
+            what + "at least half of what the clients have above chance, where as they stand the "
+            "average is at chance (below twice of it).",
             works if judged else None,
             mean,
             CHANCE,
@@ -322,7 +496,13 @@ def _fusions(lab: Lab, way: str, matched: Sequence[float], plain: Sequence[float
 
 
 def _fused(lab: Lab, way: str, trial: int) -> Mapping[str, Any]:
-    parameters = {"model": model_of(lab.preset_name), "task": TASK, "settings": FUSION[lab.preset_name], "seed": trial, **FUSED[way]}
+    parameters = {
+        "model": model_of(lab.preset_name),
+        "task": TASK,
+        "settings": FUSION[lab.preset_name],
+        "seed": trial,
+        **FUSED[way],
+    }
     parameters["steps"] = 5 if lab.preset_name == "pico" else None
     data = {name: lab.open(source) for name, source in DATA.items()}
     return lab.run(FUSE, parameters, data, f"clients that begin apart, {way}, seed {trial}").values

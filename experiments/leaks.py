@@ -1,7 +1,9 @@
-"""What a server of split learning learns besides pictures: labels, who is who, the key of the columns, texts. Defences are shuffles, keys, noise.
+"""What a server of split learning learns besides pictures: labels, who is who, the key of the
+columns, texts. Defences are shuffles, keys, noise.
 
-A ViT is trained here, its crossings recorded as a server would: the gradients by the output in every step, and the streams of some samples before the
-first epoch and after each. Texts are random tokens, so that no language model helps.
+A ViT is trained here, its crossings recorded as a server would: the gradients by the output in
+every step, and the streams of some samples before the first epoch and after each. Texts are random
+tokens, so that no language model helps.
 """
 
 from __future__ import annotations
@@ -35,15 +37,24 @@ Tensor = torch.Tensor
 KINDS: tuple[Kind, ...] = ("permutation", "signed", "orthogonal")
 SCENES = {"small": (FACES, CIFAR), "paper": (FACES, CIFAR), "pico": (PICO,)}
 TEXTS = {"small": ("gpt2_pair/seed1", "minilm"), "paper": ("gpt2_pair/seed1", "minilm"), "pico": ()}
-SIZES = {"small": {"epochs": 6, "samples": 200, "train": 1200}, "paper": {"epochs": 6, "samples": 200, "train": 1200}}
+SIZES = {
+    "small": {"epochs": 6, "samples": 200, "train": 1200},
+    "paper": {"epochs": 6, "samples": 200, "train": 1200},
+}
 SIZES["pico"] = {"epochs": 1, "samples": 40, "train": 150}
 NOISES, KNOWN, BATCHES = (0.0, 1.0, 2.0), (1, 4, 8), (10, 50)
 
 
 def leaks(lab: Lab) -> Results:
-    """Labels, links over epochs, keys of columns, shuffled batches and texts: how much of each a server gets that looks."""
+    """Labels, links over epochs, keys of columns, shuffled batches and texts: how much of each a
+    server gets that looks.
+    """
     trials = range(lab.seeds or 1)
-    scenes = [s for s in SCENES[lab.preset_name] if s.data.uri == "digits" or (lab.assets / s.data.uri).exists()]
+    scenes = [
+        s
+        for s in SCENES[lab.preset_name]
+        if s.data.uri == "digits" or (lab.assets / s.data.uri).exists()
+    ]
     texts = [t for t in TEXTS[lab.preset_name] if (lab.assets / t).exists()]
     lab.total = (len(scenes) + len(texts)) * len(trials)
     findings: list[Finding] = []
@@ -52,27 +63,73 @@ def leaks(lab: Lab) -> Results:
         found = [_recorded(lab, scene, t) for t in trials]
         findings += [_finding(f"{scene.name}/{what}", found, what) for what in found[0]]
     for text in texts:
-        found = [lab.run(TEXT, {"tokens": 32, "seed": t}, {"source": lab.source(text)}, f"read {text}, seed {t}").values["found"] for t in trials]
+        found = [
+            lab.run(
+                TEXT,
+                {"tokens": 32, "seed": t},
+                {"source": lab.source(text)},
+                f"read {text}, seed {t}",
+            ).values["found"]
+            for t in trials
+        ]
         findings += [_finding(f"{text}/{what}", found, what) for what in found[0]]
     rows = [(f.id, f.floor, f.value, f.ceiling) for f in findings]
     facts = lab.facts("split/leaks", len(trials))
     note = "Shares, between what a guess gets and all of it."
-    missing = [f"{s.name} ({s.data.uri} is not in the assets)" for s in SCENES[lab.preset_name] if s not in scenes]
-    missing += [f"texts of {t} (it is not in the assets)" for t in TEXTS[lab.preset_name] if t not in texts]
-    table = Table("What a server learns besides pictures", ("what", "floor", "found", "ceiling"), tuple(rows), note)
-    return Results("What a server of split learning learns besides pictures", tuple(findings), (table,), (), facts, tuple(missing))
+    missing = [
+        f"{s.name} ({s.data.uri} is not in the assets)"
+        for s in SCENES[lab.preset_name]
+        if s not in scenes
+    ]
+    missing += [
+        f"texts of {t} (it is not in the assets)" for t in TEXTS[lab.preset_name] if t not in texts
+    ]
+    table = Table(
+        "What a server learns besides pictures",
+        ("what", "floor", "found", "ceiling"),
+        tuple(rows),
+        note,
+    )
+    return Results(
+        "What a server of split learning learns besides pictures",
+        tuple(findings),
+        (table,),
+        (),
+        facts,
+        tuple(missing),
+    )
 
 
 def _finding(name: str, found: Sequence[Mapping[str, Any]], what: str) -> Finding:
     values = [float(one[what][1]) for one in found]
     mean, floor = float(np.mean(values)), float(found[0][what][0])
     said = f"{mean:.1%}, where a guess gets {floor:.1%}"
-    return Finding(f"leak/{name}", f"{what} leak", None, mean, floor, 1.0, said, measure="share", spread=spread_of(values), trials=len(found))
+    return Finding(
+        f"leak/{name}",
+        f"{what} leak",
+        None,
+        mean,
+        floor,
+        1.0,
+        said,
+        measure="share",
+        spread=spread_of(values),
+        trials=len(found),
+    )
 
 
 def _recorded(lab: Lab, scene: Scene, trial: int) -> Mapping[str, Any]:
-    shared = {"model": scene.model, "side": scene.side, "patch": scene.patch, "rate": scene.training["rate"], "seed": trial, **SIZES[lab.preset_name]}
-    outcome = lab.run(PASSES, shared, {"images": lab.open(scene.data)}, f"watch {scene.name}, seed {trial}")
+    shared = {
+        "model": scene.model,
+        "side": scene.side,
+        "patch": scene.patch,
+        "rate": scene.training["rate"],
+        "seed": trial,
+        **SIZES[lab.preset_name],
+    }
+    outcome = lab.run(
+        PASSES, shared, {"images": lab.open(scene.data)}, f"watch {scene.name}, seed {trial}"
+    )
     found: Mapping[str, Any] = outcome.values["found"]
     return found
 
@@ -99,7 +156,9 @@ def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
         for rows in np.array_split(drawn.permutation(train), max(1, len(train) // 50)):
             outputs: list[Tensor] = []
             with cut(model).route(lambda crossing, outputs=outputs: _kept(crossing, outputs)):  # type: ignore[misc]
-                loss = torch.nn.functional.cross_entropy(model(pixel_values=images[rows]).logits, labels[rows])
+                loss = torch.nn.functional.cross_entropy(
+                    model(pixel_values=images[rows]).logits, labels[rows]
+                )
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -110,21 +169,46 @@ def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
         streams.append(stream(train[:samples]))
         if epoch in (0, int(p["epochs"]) - 1):
             slopes, told = slopes_of([Served(s, {}, s) for s in sent]), torch.cat(true)
-            loud = slopes_of([Served(s, {}, s + _noise(s, s.flatten(1).norm(dim=1).mean() / s[0].numel() ** 0.5, drawn)) for s in sent])
+            loud = slopes_of(
+                [
+                    Served(
+                        s,
+                        {},
+                        s + _noise(s, s.flatten(1).norm(dim=1).mean() / s[0].numel() ** 0.5, drawn),
+                    )
+                    for s in sent
+                ]
+            )
             most = float(torch.bincount(told).max() / len(told))
             when = f"epoch {epoch + 1}"
-            found[f"labels, {when}"] = [most, _named(clustered(SentSlopes(slopes), classes), told, classes)]
-            found[f"labels, gradients with noise of their own size, {when}"] = [most, _named(clustered(SentSlopes(loud), classes), told, classes)]
-            found[f"the number of classes, {when}"] = [0.0, float(count_classes(SentSlopes(slopes)) == classes)]
+            found[f"labels, {when}"] = [
+                most,
+                _named(clustered(SentSlopes(slopes), classes), told, classes),
+            ]
+            found[f"labels, gradients with noise of their own size, {when}"] = [
+                most,
+                _named(clustered(SentSlopes(loud), classes), told, classes),
+            ]
+            found[f"the number of classes, {when}"] = [
+                0.0,
+                float(count_classes(SentSlopes(slopes)) == classes),
+            ]
     for noise in NOISES:
         who = torch.from_numpy(drawn.permutation(samples))
         first, last = (z + _noise(z, noise * z.std(), drawn) for z in (streams[0], streams[-1]))
-        right = who[relinked(_shuffled(first, drawn)[0], _shuffled(last[who], drawn)[0])] == torch.arange(samples)
-        found[f"links from before training to after it, noise {noise:g}"] = [1 / samples, float(right.double().mean())]
+        right = who[
+            relinked(_shuffled(first, drawn)[0], _shuffled(last[who], drawn)[0])
+        ] == torch.arange(samples)
+        found[f"links from before training to after it, noise {noise:g}"] = [
+            1 / samples,
+            float(right.double().mean()),
+        ]
     found |= _columns(streams[-1], stream(own), drawn)
     for count in BATCHES:
         if count < samples:
-            found[f"images of a shuffled batch of {count}"] = _regroup(streams[-1][:count], stream(own), images[own], int(p["patch"]), drawn)
+            found[f"images of a shuffled batch of {count}"] = _regroup(
+                streams[-1][:count], stream(own), images[own], int(p["patch"]), drawn
+            )
     return Outcome({"found": found})
 
 
@@ -154,7 +238,9 @@ def _named(found: Tensor, true: Tensor, classes: int) -> float:
 def _columns(seen: Tensor, own: Tensor, drawn: np.random.Generator) -> dict[str, list[float]]:
     out, width = {}, seen.shape[-1]
     for kind in KINDS:
-        member = GROUPS[kind].sample(width, 1, Stream(seed_key(int(drawn.integers(1 << 30))), "leaks"))
+        member = GROUPS[kind].sample(
+            width, 1, Stream(seed_key(int(drawn.integers(1 << 30))), "leaks")
+        )
         matrix = torch.from_numpy(member.matrix()[0])
 
         def right(found: Member, truth: Member = member) -> float:
@@ -162,15 +248,24 @@ def _columns(seen: Tensor, own: Tensor, drawn: np.random.Generator) -> dict[str,
 
         for count in KNOWN:
             plain = seen[:count].double()
-            found, _ = known_streams(KnownStreams(plain, _shuffled(plain, drawn)[0] @ matrix.T, kind))
+            found, _ = known_streams(
+                KnownStreams(plain, _shuffled(plain, drawn)[0] @ matrix.T, kind)
+            )
             out[f"columns ({kind}) from {count} known images"] = [1 / width, right(found)]
         moved = Served(_shuffled(seen.double(), drawn)[0] @ matrix.T, {})
-        out[f"columns ({kind}) from {len(seen)} unknown images"] = [1 / width, right(reused_key([moved], own, kind))]
+        out[f"columns ({kind}) from {len(seen)} unknown images"] = [
+            1 / width,
+            right(reused_key([moved], own, kind)),
+        ]
     return out
 
 
-def _regroup(z: Tensor, own: Tensor, images: Tensor, patch: int, drawn: np.random.Generator) -> list[float]:
-    """The share of tokens that stand with most of their group: of random groups, and of those that were found. A first token stays."""
+def _regroup(
+    z: Tensor, own: Tensor, images: Tensor, patch: int, drawn: np.random.Generator
+) -> list[float]:
+    """The share of tokens that stand with most of their group: of random groups, and of those that
+    were found. A first token stays.
+    """
     count, tokens = z.shape[:2]
     places = (images.shape[-1] // patch) ** 2
     skip = tokens - places
@@ -187,7 +282,9 @@ def _together(group: Tensor) -> float:
 
 
 def text(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
-    """Random tokens through a model's embedding, shuffled and moved, and read: [floor, share] of tokens and of places."""
+    """Random tokens through a model's embedding, shuffled and moved, and read: [floor, share] of
+    tokens and of places.
+    """
     from regauge.checkpoints.reader import open_checkpoint
 
     model = load_model(open_checkpoint(data["source"].uri), "float32").eval()
@@ -200,7 +297,9 @@ def text(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
     for kind in (None, *KINDS):
         x = rows[0].double()
         if kind is not None:
-            member = GROUPS[kind].sample(x.shape[1], 1, Stream(seed_key(int(drawn.integers(1 << 30))), "leaks"))
+            member = GROUPS[kind].sample(
+                x.shape[1], 1, Stream(seed_key(int(drawn.integers(1 << 30))), "leaks")
+            )
             x = x @ torch.from_numpy(member.matrix()[0]).T
         tokens, places = embedded(EmbeddedText(x.float(), model, kind))
         about = f"rows shuffled, columns moved ({kind})" if kind else "rows shuffled"

@@ -1,4 +1,6 @@
-"""Table 2 of paper 003: six ways to merge two models, as they stand and after matching. Its claim: matching helps every one of them."""
+"""Table 2 of paper 003: six ways to merge two models, as they stand and after matching. Its claim:
+matching helps every one of them.
+"""
 
 from __future__ import annotations
 
@@ -14,22 +16,34 @@ from experiments.ways import SAID, WAYS
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
 
 MATCHINGS = ("none", "paper", "ours", "refined")
-HARM = 0.005  # the share of accuracy by which a merge may be worse after matching, and still not be harmed: 10 of 2,000 test examples
+# the share of accuracy by which a merge may be worse after matching, and still not be harmed: 10 of
+# 2,000 test examples
+HARM = 0.005
 
 
 def table2(lab: Lab) -> Results:
-    """Simple, Fisher, RegMean and the three optimal-transport merges of two models: not matched, matched as in the paper, and matched by ours."""
-    ends, benches = open_pairs(lab, lambda ends: len(ends.ready) * (len(MATCHINGS) * (2 + len(METHODS)) + 3))
+    """Simple, Fisher, RegMean and the three optimal-transport merges of two models: not matched,
+    matched as in the paper, and matched by ours.
+    """
+    ends, benches = open_pairs(
+        lab, lambda ends: len(ends.ready) * (len(MATCHINGS) * (2 + len(METHODS)) + 3)
+    )
     shown = Rows()
     for bench in benches:
-        better = max((bench.merge(WAYS["none"], end) for end in ("A", "B")), key=lambda s: s["accuracy"])
+        better = max(
+            (bench.merge(WAYS["none"], end) for end in ("A", "B")), key=lambda s: s["accuracy"]
+        )
         seconds = clocked(bench)["cpu"]
         for way in MATCHINGS:
             found, path = bench.match(WAYS[way]).values, bench.walk(WAYS[way])
             of_way = {"share": found["after"] / found["before"], "barrier": path.barrier}
             for method in METHODS:
                 score = bench.merge(WAYS[way], method)
-                more = {"guess": 1 / score["classes"], "end": better["accuracy"], "seconds": statistics.median(seconds[f"merge: {method}"])}
+                more = {
+                    "guess": 1 / score["classes"],
+                    "end": better["accuracy"],
+                    "seconds": statistics.median(seconds[f"merge: {method}"]),
+                }
                 shown.add(bench.pair, (method, way), {**score, **more, **of_way})
     rows, findings, figures = [], [], []
     for kind in ends.kinds:
@@ -37,13 +51,33 @@ def table2(lab: Lab) -> Results:
         for method in METHODS:
             for way in MATCHINGS:
                 mean = shown.mean(kind, (method, way))
-                paper = PAPER_ACCURACY.get(method, {}).get(way) if kind in ("vit", "imfeld") else None
+                paper = (
+                    PAPER_ACCURACY.get(method, {}).get(way) if kind in ("vit", "imfeld") else None
+                )
                 spread = shown.spread(kind, (method, way), "accuracy")
-                numbers = (100 * mean("accuracy"), None if spread is None else 100 * spread, paper, mean("loss"), mean("share"), mean("barrier"))
-                rows.append((name, method, SAID[way], *numbers, mean("seconds"), shown.trials(kind)))
+                numbers = (
+                    100 * mean("accuracy"),
+                    None if spread is None else 100 * spread,
+                    paper,
+                    mean("loss"),
+                    mean("share"),
+                    mean("barrier"),
+                )
+                rows.append(
+                    (name, method, SAID[way], *numbers, mean("seconds"), shown.trials(kind))
+                )
             findings += [_helps(lab, shown, kind, method, way) for way in MATCHINGS[1:]]
-        bars = {SAID[way]: [round(100 * shown.mean(kind, (m, way))("accuracy"), 3) for m in METHODS] for way in MATCHINGS}
-        figures.append(Figure(f"{name}: the merged model's accuracy", "bars", {"labels": list(METHODS), "y": bars, "ylabel": "percent right"}))
+        bars = {
+            SAID[way]: [round(100 * shown.mean(kind, (m, way))("accuracy"), 3) for m in METHODS]
+            for way in MATCHINGS
+        }
+        figures.append(
+            Figure(
+                f"{name}: the merged model's accuracy",
+                "bars",
+                {"labels": list(METHODS), "y": bars, "ylabel": "percent right"},
+            )
+        )
         findings += [_best(shown, kind, name)]
     heads = (
         "models",
@@ -59,14 +93,28 @@ def table2(lab: Lab) -> Results:
         "pairs",
     )
     note = (
-        "Means over pairs, on test data; accuracy of language models: of the next token. Barrier: of the straight path after the matching, whatever "
-        "the merge. CPU seconds: of the merge alone, statistics included (003/table3). The paper's accuracies are those of its "
-        "own ViT pair, at the layers that were best on its validation data; here every layer is matched. Fisher and RegMean see unlabelled training "
+        "Means over pairs, on test data; accuracy of language models: of the next token. "
+        "Barrier: of the straight path after the matching, whatever "
+        "the merge. CPU seconds: of the merge alone, statistics included (003/table3). The "
+        "paper's accuracies are those of its "
+        "own ViT pair, at the layers that were best on its validation data; here every layer is "
+        "matched. Fisher and RegMean see unlabelled training "
         "data, after the matching; so do OT-ACTS and OT-ACTS-EMD."
     )
     title = "Table 2: six merges, with and without matching"
-    chosen = "the paper's choice of layers on validation data (003/figure6 has the layers one by one)"
-    return results(lab, "table2", title, findings, Table(title, heads, tuple(rows), note), figures, ends, chosen)
+    chosen = (
+        "the paper's choice of layers on validation data (003/figure6 has the layers one by one)"
+    )
+    return results(
+        lab,
+        "table2",
+        title,
+        findings,
+        Table(title, heads, tuple(rows), note),
+        figures,
+        ends,
+        chosen,
+    )
 
 
 def _helps(lab: Lab, shown: Rows, kind: str, method: str, way: str) -> Finding:
@@ -77,7 +125,10 @@ def _helps(lab: Lab, shown: Rows, kind: str, method: str, way: str) -> Finding:
         zip(shown.values(kind, (method, way)), shown.values(kind, (method, "none")), strict=True)
     )
     worse = sum(x["accuracy"] < y["accuracy"] - HARM for x, y in pairs)
-    told = f"{100 * none('accuracy'):.1f} % without, {100 * here('accuracy'):.1f} % with; a better end has {100 * none('end'):.1f} %"
+    told = (
+        f"{100 * none('accuracy'):.1f} % without, {100 * here('accuracy'):.1f} % with; a "
+        f"better end has {100 * none('end'):.1f} %"
+    )
     told += f"; worse in {worse} of {len(pairs)} pairs" if worse else ""
     return Finding(
         f"claim/{kind}/{method}/{way.replace(' ', '-')}",
@@ -96,7 +147,24 @@ def _helps(lab: Lab, shown: Rows, kind: str, method: str, way: str) -> Finding:
 
 def _best(shown: Rows, kind: str, name: str) -> Finding:
     """The best of all merges, and what it needs."""
-    method, way = max(((m, w) for m in METHODS for w in MATCHINGS), key=lambda case: shown.mean(kind, case)("accuracy"))
+    method, way = max(
+        ((m, w) for m in METHODS for w in MATCHINGS),
+        key=lambda case: shown.mean(kind, case)("accuracy"),
+    )
     mean = shown.mean(kind, (method, way))
-    said, told = f"The best merge of the {name}s: {method}, {SAID[way]}", f"loss {mean('loss'):.4g} nats"
-    return Finding(f"{kind}/best", said, None, mean("accuracy"), mean("guess"), mean("end"), told, "", "accuracy", trials=shown.trials(kind))
+    said, told = (
+        f"The best merge of the {name}s: {method}, {SAID[way]}",
+        f"loss {mean('loss'):.4g} nats",
+    )
+    return Finding(
+        f"{kind}/best",
+        said,
+        None,
+        mean("accuracy"),
+        mean("guess"),
+        mean("end"),
+        told,
+        "",
+        "accuracy",
+        trials=shown.trials(kind),
+    )

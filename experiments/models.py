@@ -1,4 +1,6 @@
-"""The models of the experiments, and the ways in which one is used: plainly, permuted, moved without its edges, with a wrong key."""
+"""The models of the experiments, and the ways in which one is used: plainly, permuted, moved
+without its edges, with a wrong key.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,19 @@ class Dense(torch.nn.Module):
         n, side = pixel_values.shape[0], pixel_values.shape[-1] // self.patch
         z = self.decoder(self.vit(pixel_values=pixel_values).last_hidden_state[:, 1:])
         z = z.view(n, side, side, -1, self.patch, self.patch)
-        pixels: Tensor = z.permute(0, 3, 1, 4, 2, 5).reshape(n, -1, side * self.patch, side * self.patch)
+        pixels: Tensor = z.permute(0, 3, 1, 4, 2, 5).reshape(
+            n, -1, side * self.patch, side * self.patch
+        )
         return pixels
 
 
 def build(about: Mapping[str, Any], seed: int, source: str | None = None) -> torch.nn.Module:
-    """A model with fresh weights from a seed, of a class of the transformers library and a config: {"class": ..., "config": {...}}.
+    """A model with fresh weights from a seed, of a class of the transformers library and a config:
+    {"class": ..., "config": {...}}.
 
-    With a `source` (a folder or a hub id; for {"timm": architecture} it is optional) the weights are those, and only a new head is drawn. A model
-    with "dense": classes is a ViT with one linear layer on top, one with "positions": factor has a table of positions that much larger than drawn.
+    With a `source` (a folder or a hub id; for {"timm": architecture} it is optional) the weights
+    are those, and only a new head is drawn. A model with "dense": classes is a ViT with one linear
+    layer on top, one with "positions": factor has a table of positions that much larger than drawn.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -50,11 +56,17 @@ def build(about: Mapping[str, Any], seed: int, source: str | None = None) -> tor
 
         kind = getattr(transformers, about["class"])
         if source is None:
-            model = kind(transformers.AutoConfig.for_model(**about["config"]), **about.get("more", {}))
+            model = kind(
+                transformers.AutoConfig.for_model(**about["config"]), **about.get("more", {})
+            )
         else:
             try:
                 with quiet(), code_disabled():
-                    how = {**about.get("config", {}), **about.get("more", {}), "trust_remote_code": False}
+                    how = {
+                        **about.get("config", {}),
+                        **about.get("more", {}),
+                        "trust_remote_code": False,
+                    }
                     model = kind.from_pretrained(source, **how)
             except (OSError, ValueError) as error:
                 raise _absent(source, error) from error
@@ -83,7 +95,9 @@ def fresh(about: Mapping[str, Any], seed: int, source: str | None = None) -> tor
 
         try:
             with code_disabled():
-                config = transformers.AutoConfig.from_pretrained(str(source), trust_remote_code=False, **about.get("config", {}))
+                config = transformers.AutoConfig.from_pretrained(
+                    str(source), trust_remote_code=False, **about.get("config", {})
+                )
         except (OSError, ValueError) as error:
             raise _absent(str(source), error) from error
         return getattr(transformers, about["class"])(config, **about.get("more", {}))  # type: ignore[no-any-return]
@@ -95,29 +109,35 @@ def _of_timm(about: Mapping[str, Any], source: str | None) -> torch.nn.Module:
 
     given = {"pretrained_cfg_overlay": {"file": source}} if source else {}
     try:
-        return timm.create_model(about["timm"], pretrained=True, num_classes=about["classes"], **given)  # type: ignore[no-any-return]
+        return timm.create_model(  # type: ignore[no-any-return]
+            about["timm"], pretrained=True, num_classes=about["classes"], **given
+        )
     except Exception as error:  # no network and no such file come as errors of several libraries
         raise _absent(source or about["timm"], error) from error
 
 
 def _absent(source: str, error: Exception) -> UnknownModelError:
     first = (str(error) or type(error).__name__).splitlines()[0]
-    return UnknownModelError(f"the model {source} is not here and the hub did not give it: {first}", hint="connect, or use --preset small")
+    return UnknownModelError(
+        f"the model {source} is not here and the hub did not give it: {first}",
+        hint="connect, or use --preset small",
+    )
 
 
 def draw(model: torch.nn.Module, seed: int) -> Element:
-    """Columns for a model: a permutation of its stream, its heads, their insides and its neurons."""
+    """Columns for a model: a permutation of its stream, its heads, their insides and its
+    neurons.
+    """
     return element(spec_of(model), seed, within="permutation")
 
 
 def used(model: torch.nn.Module, way: str, seed: int) -> torch.nn.Module:
     """The model in one of the ways in which it is used. It is moved in place.
 
-    plain    as it is
-    rows     tokens shuffled anew in every pass where they enter the backbone, and put back where they leave (Eq. 2)
-    columns  the backbone's weights moved by a key, features permuted by the same key and put back (Eq. 5 and 6)
-    both     rows and columns
-    moved    the backbone's weights moved by a key, and nothing else: whoever has no key gives it normal input
+    plain    as it is rows     tokens shuffled anew in every pass where they enter the backbone, and
+    put back where they leave (Eq. 2) columns  the backbone's weights moved by a key, features
+    permuted by the same key and put back (Eq. 5 and 6) both     rows and columns moved    the
+    backbone's weights moved by a key, and nothing else: whoever has no key gives it normal input
     wrong    the same, and features permuted and put back by another key
     """
     if way not in WAYS:
@@ -127,7 +147,8 @@ def used(model: torch.nn.Module, way: str, seed: int) -> torch.nn.Module:
     inner = model.vit if isinstance(model, Dense) else model
     rows = way in ("rows", "both")
     if rows and getattr(getattr(inner, "config", None), "model_type", "") == "gpt2":
-        inner.set_attn_implementation("eager")  # type: ignore[operator]  # the causal mask must be there to move with the rows
+        # the causal mask must be there to move with the rows
+        inner.set_attn_implementation("eager")  # type: ignore[operator]
     key = None if way == "rows" else draw(inner, seed)
     if way == "moved":
         apply_(draw(inner, seed), inner, part="backbone")

@@ -1,4 +1,6 @@
-"""What experiments on pairs of models share: which pairs they take, the numbers of each, and what they say of themselves."""
+"""What experiments on pairs of models share: which pairs they take, the numbers of each, and what
+they say of themselves.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,13 @@ def numbers(path: Path) -> dict[str, float]:
     """A path in a few numbers."""
     assert path.calibrated is not None
     ends = {"first": path.losses[0], "second": path.losses[-1]}
-    measured = {"barrier": path.barrier, "rise": path.rise, "span": path.span, "midpoint": path.midpoint, "accuracy": path.of_accuracy}
+    measured = {
+        "barrier": path.barrier,
+        "rise": path.rise,
+        "span": path.span,
+        "midpoint": path.midpoint,
+        "accuracy": path.of_accuracy,
+    }
     return {**measured, "calibrated": path.calibrated.barrier, **ends}
 
 
@@ -67,7 +75,9 @@ class Rows:
         return len(next(iter(self._found[kind].values())))
 
 
-def open_pairs(lab: Lab, cells: Callable[[Ends], int], most: int | None = MOST) -> tuple[Ends, list[Bench]]:
+def open_pairs(
+    lab: Lab, cells: Callable[[Ends], int], most: int | None = MOST
+) -> tuple[Ends, list[Bench]]:
     """The pairs, each on its bench, and how many cells are to come."""
     ends = look(lab, KINDS[lab.preset_name], most)
     lab.total = ends.steps + cells(ends)
@@ -80,12 +90,36 @@ def slug(way: str) -> str:
 
 def facts(lab: Lab, name: str, ends: Ends) -> dict[str, Any]:
     """What an experiment on pairs says of itself."""
-    which = "all finished pairs" if ends.most is None else f"of finished pairs, at most {ends.most} of a kind"
-    return lab.facts(f"003/{name}", lab.seeds or which, pairs={kind: sum(r.kind == kind for r in ends.ready) for kind in ends.kinds})
+    which = (
+        "all finished pairs"
+        if ends.most is None
+        else f"of finished pairs, at most {ends.most} of a kind"
+    )
+    return lab.facts(
+        f"003/{name}",
+        lab.seeds or which,
+        pairs={kind: sum(r.kind == kind for r in ends.ready) for kind in ends.kinds},
+    )
 
 
 def results(
-    lab: Lab, name: str, title: str, findings: Sequence[Finding], table: Table, figures: Sequence[Figure], ends: Ends, *unchecked: str
+    lab: Lab,
+    name: str,
+    title: str,
+    findings: Sequence[Finding],
+    table: Table,
+    figures: Sequence[Figure],
+    ends: Ends,
+    *unchecked: str,
 ) -> Results:
-    own = () if lab.preset_name == "paper" else ("the paper's own models and data (--preset paper)",)
-    return Results(title, tuple(findings), (table,), tuple(figures), facts(lab, name, ends), (*own, *ends.told(), *unchecked))
+    own = (
+        () if lab.preset_name == "paper" else ("the paper's own models and data (--preset paper)",)
+    )
+    return Results(
+        title,
+        tuple(findings),
+        (table,),
+        tuple(figures),
+        facts(lab, name, ends),
+        (*own, *ends.told(), *unchecked),
+    )

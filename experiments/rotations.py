@@ -1,8 +1,10 @@
-"""Paper 003's matcher, written down plainly in numpy, layer by layer and head by head: what ours is timed and checked against.
+"""Paper 003's matcher, written down plainly in numpy, layer by layer and head by head: what ours is
+timed and checked against.
 
-Model 1 moves next to model 2. For each head M = Q1 Q2^T + K1 K2^T = U S V^T (rows are a head's coordinates, its slice of the bias one more column),
-R = U V^T, and Q1, K1 become R^T Q1, R^T K1; the same for V and O; then the factor of the quartic; then an assignment of neurons. Absolute positions
-only, as in the paper: under rotary ones its rotations are no symmetry.
+Model 1 moves next to model 2. For each head M = Q1 Q2^T + K1 K2^T = U S V^T (rows are a head's
+coordinates, its slice of the bias one more column), R = U V^T, and Q1, K1 become R^T Q1, R^T K1;
+the same for V and O; then the factor of the quartic; then an assignment of neurons. Absolute
+positions only, as in the paper: under rotary ones its rotations are no symmetry.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from regauge.core.rng import Floats
 
 @dataclass
 class Layer:
-    """Heads [H, d_h, d + 1] with their biases, o [H, d_h, d]; neurons up [f, d + 1] and down [f, d]."""
+    """Heads [H, d_h, d + 1] with their biases, o [H, d_h, d]; neurons up [f, d + 1] and down [f,
+    d].
+    """
 
     q: Floats
     k: Floats
@@ -34,7 +38,11 @@ class Layer:
 
 
 NAMES = {
-    "vit": ("vit.layers.{}.attention.{}_proj", ("q", "k", "v", "o"), ("vit.layers.{}.mlp.fc1", "vit.layers.{}.mlp.fc2")),
+    "vit": (
+        "vit.layers.{}.attention.{}_proj",
+        ("q", "k", "v", "o"),
+        ("vit.layers.{}.mlp.fc1", "vit.layers.{}.mlp.fc2"),
+    ),
     "bert": (
         "bert.encoder.layer.{}.attention.{}",
         ("self.query", "self.key", "self.value", "output.dense"),
@@ -43,9 +51,17 @@ NAMES = {
 }
 
 
-def read(state: Mapping[str, Any], family: str, heads: int, dtype: Any = np.float64) -> list[Layer] | None:
-    """The layers of a state, or None for a family that the formulas do not fit, or whose names are not known here."""
-    arrays = {name: t.detach().double().numpy().astype(dtype, copy=False) for name, t in state.items() if t.is_floating_point()}
+def read(
+    state: Mapping[str, Any], family: str, heads: int, dtype: Any = np.float64
+) -> list[Layer] | None:
+    """The layers of a state, or None for a family that the formulas do not fit, or whose names are
+    not known here.
+    """
+    arrays = {
+        name: t.detach().double().numpy().astype(dtype, copy=False)
+        for name, t in state.items()
+        if t.is_floating_point()
+    }
     if family == "gpt2":
         return _read_gpt2(arrays, heads)
     if family not in NAMES:
@@ -55,7 +71,11 @@ def read(state: Mapping[str, Any], family: str, heads: int, dtype: Any = np.floa
     for i in range(_count(arrays, pattern.format("{}", parts[0]) + ".weight")):
         q, k, v = (_heads(_with_bias(arrays, pattern.format(i, p)), heads) for p in parts[:3])
         o = _heads(arrays[pattern.format(i, parts[3]) + ".weight"].T, heads)
-        layers.append(Layer(q, k, v, o, _with_bias(arrays, up.format(i)), arrays[down.format(i) + ".weight"].T))
+        layers.append(
+            Layer(
+                q, k, v, o, _with_bias(arrays, up.format(i)), arrays[down.format(i) + ".weight"].T
+            )
+        )
     return layers or None
 
 
@@ -63,10 +83,23 @@ def _read_gpt2(arrays: Mapping[str, Floats], heads: int) -> list[Layer]:
     layers = []
     for i in range(_count(arrays, "transformer.h.{}.attn.c_attn.weight")):
         at = f"transformer.h.{i}."
-        fused = np.concatenate([arrays[at + "attn.c_attn.weight"].T, arrays[at + "attn.c_attn.bias"][:, None]], 1)
+        fused = np.concatenate(
+            [arrays[at + "attn.c_attn.weight"].T, arrays[at + "attn.c_attn.bias"][:, None]], 1
+        )
         q, k, v = (_heads(part, heads) for part in np.split(fused, 3))
-        up = np.concatenate([arrays[at + "mlp.c_fc.weight"].T, arrays[at + "mlp.c_fc.bias"][:, None]], 1)
-        layers.append(Layer(q, k, v, _heads(arrays[at + "attn.c_proj.weight"], heads), up, arrays[at + "mlp.c_proj.weight"]))
+        up = np.concatenate(
+            [arrays[at + "mlp.c_fc.weight"].T, arrays[at + "mlp.c_fc.bias"][:, None]], 1
+        )
+        layers.append(
+            Layer(
+                q,
+                k,
+                v,
+                _heads(arrays[at + "attn.c_proj.weight"], heads),
+                up,
+                arrays[at + "mlp.c_proj.weight"],
+            )
+        )
     return layers
 
 
@@ -80,7 +113,9 @@ def matched(one: Layer, two: Layer, *, rescale: bool = True) -> Layer:
     return Layer(q, k, v, o, one.up[places], one.down[places])
 
 
-def _rotated(q1: Floats, k1: Floats, q2: Floats, k2: Floats, rescale: bool) -> tuple[Floats, Floats]:
+def _rotated(
+    q1: Floats, k1: Floats, q2: Floats, k2: Floats, rescale: bool
+) -> tuple[Floats, Floats]:
     u, _, vt = np.linalg.svd(q1 @ q2.T + k1 @ k2.T)
     r = u @ vt
     q1, k1 = r.T @ q1, r.T @ k1

@@ -1,7 +1,9 @@
-"""Split training against local training: the same batches, one run on one machine, one with the backbone behind gRPC and mutual TLS on loopback.
+"""Split training against local training: the same batches, one run on one machine, one with the
+backbone behind gRPC and mutual TLS on loopback.
 
-Columns are locked and rows shuffled for every batch. Both runs are in float32, so that they agree to rounding, which adds up over the steps. Biases
-of keys are left out of the comparison of weights: softmax does not feel them, their gradient is rounding, and Adam makes whole steps of it. They are
+Columns are locked and rows shuffled for every batch. Both runs are in float32, so that they agree
+to rounding, which adds up over the steps. Biases of keys are left out of the comparison of weights:
+softmax does not feel them, their gradient is rounding, and Adam makes whole steps of it. They are
 compared through the outputs. The control is a client that has no key.
 """
 
@@ -34,9 +36,15 @@ NEAR, NEAR_OUTPUTS, MORE = 1e-5, 1e-4, 1.05  # relative, relative, and of the fo
 
 
 def equality(lab: Lab) -> Results:
-    """Split training equals local training: losses, weights and outputs of ViT, BERT and GPT-2 over mutual TLS, and the bytes of a step."""
+    """Split training equals local training: losses, weights and outputs of ViT, BERT and GPT-2 over
+    mutual TLS, and the bytes of a step.
+    """
     tables = lab.preset.tables
-    subjects = {"image": tables["table3"]["image"], "bert": tables["table5"]["bert"], "gpt2": tables["table5"]["gpt2"]}
+    subjects = {
+        "image": tables["table3"]["image"],
+        "bert": tables["table5"]["bert"],
+        "gpt2": tables["table5"]["gpt2"],
+    }
     trials = range(lab.trials)
     lab.total = len(subjects) * len(trials)
     findings: list[Finding] = []
@@ -45,21 +53,57 @@ def equality(lab: Lab) -> Results:
         found = [_ran(lab, subject, trial) for trial in trials]
         findings += _claims(key, subject.name, found)
         one = found[0]
-        rows.append((subject.name, one["steps"], one["first"], one["last"], one["bytes"] / 1e6, one["budget"] / 1e6, one["bytes"] / one["budget"]))
-    columns = ("model", "steps", "first loss", "last loss", "MB a step", "four streams, MB", "share")
-    note = "A step moves the stream up and its output down, the output's gradient up and the stream's down; masks and tables are the rest."
+        rows.append(
+            (
+                subject.name,
+                one["steps"],
+                one["first"],
+                one["last"],
+                one["bytes"] / 1e6,
+                one["budget"] / 1e6,
+                one["bytes"] / one["budget"],
+            )
+        )
+    columns = (
+        "model",
+        "steps",
+        "first loss",
+        "last loss",
+        "MB a step",
+        "four streams, MB",
+        "share",
+    )
+    note = (
+        "A step moves the stream up and its output down, the output's gradient up and the "
+        "stream's down; masks and tables are the rest."
+    )
     facts = lab.facts("split/equality", len(trials))
-    return Results("Split training is local training", tuple(findings), (Table("Traffic", columns, tuple(rows), note),), (), facts)
+    return Results(
+        "Split training is local training",
+        tuple(findings),
+        (Table("Traffic", columns, tuple(rows), note),),
+        (),
+        facts,
+    )
 
 
 def _ran(lab: Lab, subject: Subject, trial: int) -> Mapping[str, Any]:
     assert subject.train is not None
     assert subject.recipe is not None
-    parameters = {"model": subject.model, "task": subject.task, "batch": subject.recipe["batch"], "seed": trial, "steps": STEPS[lab.preset_name]}
+    parameters = {
+        "model": subject.model,
+        "task": subject.task,
+        "batch": subject.recipe["batch"],
+        "seed": trial,
+        "steps": STEPS[lab.preset_name],
+    }
     data: dict[str, Any] = {"train": lab.open(subject.train), **lab.sources(subject, 0)}
     outcome = lab.run(SPLIT, parameters, data, f"train {subject.name} here and split, seed {trial}")
     found = outcome.values
-    lab.sizes[subject.name] = {"parameters": found["parameters"], "trained on": f"{found['examples']:,} of {data['train'].name}"}
+    lab.sizes[subject.name] = {
+        "parameters": found["parameters"],
+        "trained on": f"{found['examples']:,} of {data['train'].name}",
+    }
     return found
 
 
@@ -100,8 +144,10 @@ def _claims(key: str, name: str, found: Sequence[Mapping[str, Any]]) -> list[Fin
             worst("tensors"),
             NEAR,
             None,
-            f"the worst is {max(found, key=lambda one: float(one['tensors']))['worst']}; Adam makes steps of rounding where a gradient is almost 0: "
-            f"local training on the same batches in reverse order is {worst('tensors by rounding'):.1e} from itself",
+            f"the worst is {max(found, key=lambda one: float(one['tensors']))['worst']}; Adam "
+            "makes steps of rounding where a gradient is almost 0: "
+            "local training on the same batches in reverse order is "
+            f"{worst('tensors by rounding'):.1e} from itself",
             measure="relative difference of the worst tensor",
             trials=trials,
         ),
@@ -139,11 +185,16 @@ def split(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
     if eager is not None:
         eager("eager")  # a causal mask is then a tensor, and moves with the rows
     g = draw(start, seed)
-    rows = [np.random.default_rng([seed, step]).choice(len(examples), int(p["batch"]), replace=False) for step in range(steps)]
+    rows = [
+        np.random.default_rng([seed, step]).choice(len(examples), int(p["batch"]), replace=False)
+        for step in range(steps)
+    ]
     local = copy.deepcopy(start)
     expected = _descend(local, examples, rows)
     again = copy.deepcopy(start)
-    _descend(again, examples, [some[::-1].copy() for some in rows])  # the same sums in another order
+    _descend(
+        again, examples, [some[::-1].copy() for some in rows]
+    )  # the same sums in another order
     mine, losses, backbone, crossed, budget = _remote(start, g, g, examples, rows, seed)
     _, without, *_ = _remote(start, g, None, examples, rows[:WITHOUT], seed)
     locked = {**mine.state_dict(), **backbone}
@@ -159,7 +210,9 @@ def split(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
         "weights locked": _distance(locked, local.state_dict()),
         "tensors": apart[worst],
         "worst": worst,
-        "tensors by rounding": max(_distance({n: t}, {n: local.state_dict()[n]}) for n, t in again.state_dict().items()),
+        "tensors by rounding": max(
+            _distance({n: t}, {n: local.state_dict()[n]}) for n, t in again.state_dict().items()
+        ),
         "outputs": float((outputs[0] - outputs[1]).norm() / outputs[1].norm()),
         "outputs before": float((outputs[2] - outputs[1]).norm() / outputs[1].norm()),
         "first": expected[0],
@@ -179,7 +232,9 @@ SPLIT = Cell("split", 3, split)
 def _remote(
     start: torch.nn.Module, g: Any, known: Any, examples: Examples, rows: Sequence[Any], seed: int
 ) -> tuple[torch.nn.Module, list[float], dict[str, Tensor], int, int]:
-    """Train behind gRPC: the client's model, its losses, the server's backbone, the most bytes that a step moved, and four streams."""
+    """Train behind gRPC: the client's model, its losses, the server's backbone, the most bytes that
+    a step moved, and four streams.
+    """
     from regauge.split import Host, OptimizerConfig, connect
     from regauge.split.protocol.certificates import make_certificates
     from regauge.split.protocol.frames import Bytes, Kind, decode
@@ -197,7 +252,11 @@ def _remote(
             crossed[0] += sum(map(len, request)) + len(reply)
             if not streams:
                 frame = decode(reply)
-                streams.extend(t.numel() * t.element_size() for t in frame.tensors.values() if frame.kind is Kind.OUTPUT)
+                streams.extend(
+                    t.numel() * t.element_size()
+                    for t in frame.tensors.values()
+                    if frame.kind is Kind.OUTPUT
+                )
             return reply
 
     counts = [0]
@@ -213,8 +272,12 @@ def _remote(
     return mine, losses, host.backbone(), max(b - a for a, b in pairwise(counts)), 4 * streams[0]
 
 
-def _descend(model: torch.nn.Module, examples: Examples, rows: Sequence[Any], after: Any = None) -> list[float]:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], RATE, weight_decay=0.0)
+def _descend(
+    model: torch.nn.Module, examples: Examples, rows: Sequence[Any], after: Any = None
+) -> list[float]:
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], RATE, weight_decay=0.0
+    )
     losses = []
     for some in rows:
         inputs, labels = examples.batch(some)
@@ -239,8 +302,18 @@ def _apart(found: Sequence[float], expected: Sequence[float]) -> float:
 
 def _distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
     """The relative difference of weights, biases of keys apart."""
-    pairs = [(_felt(name, a[name]).double(), _felt(name, t).double()) for name, t in b.items() if t.is_floating_point()]
-    return float((sum(float((x - y).square().sum()) for x, y in pairs) / max(sum(float(y.square().sum()) for _, y in pairs), 1e-300)) ** 0.5)
+    pairs = [
+        (_felt(name, a[name]).double(), _felt(name, t).double())
+        for name, t in b.items()
+        if t.is_floating_point()
+    ]
+    return float(
+        (
+            sum(float((x - y).square().sum()) for x, y in pairs)
+            / max(sum(float(y.square().sum()) for _, y in pairs), 1e-300)
+        )
+        ** 0.5
+    )
 
 
 def _felt(name: str, value: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Puzzles of texts, beyond paper 002: BERT on sentences, trained plainly and with shuffled spans."""
+"""Puzzles of texts, beyond paper 002: BERT on sentences, trained plainly and with shuffled
+spans.
+"""
 
 from __future__ import annotations
 
@@ -31,24 +33,38 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     """Train with shuffled spans (of ratio 0: plainly); the wrapped model's state and the losses."""
     recipe, seed = p["recipe"], int(p["seed"])
     examples = prepare(p["task"], data["train"], uri_of(data, "tokenizer"))
-    model = build(p["model"], seed, uri_of(data, "source")).to(work.device, getattr(torch, recipe["dtype"]))
-    wrapped = TextJigsaw(model, p["ratio"], warmup=round(p["warmup"] * steps_of(recipe, len(examples))), seed=seed)
+    model = build(p["model"], seed, uri_of(data, "source")).to(
+        work.device, getattr(torch, recipe["dtype"])
+    )
+    wrapped = TextJigsaw(
+        model, p["ratio"], warmup=round(p["warmup"] * steps_of(recipe, len(examples))), seed=seed
+    )
     losses, _ = descend(wrapped, examples, recipe, seed, work)
     state = {name: t.detach().cpu().clone() for name, t in wrapped.state_dict().items()}
-    return Outcome({"losses": losses, "examples": len(examples), "parameters": parameters_of(wrapped)}, state)
+    return Outcome(
+        {"losses": losses, "examples": len(examples), "parameters": parameters_of(wrapped)}, state
+    )
 
 
 def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
-    """Top-1, and what shuffled spans do; `bare` is the unwrapped model, which nobody tells where tokens were shuffled."""
+    """Top-1, and what shuffled spans do; `bare` is the unwrapped model, which nobody tells where
+    tokens were shuffled.
+    """
     examples = prepare(p["task"], data["test"], uri_of(data, "tokenizer"))
     wrapped = TextJigsaw(build(p["model"], 0, uri_of(data, "source")), p["ratio"]).to(work.device)
     wrapped.load_state_dict(data["weights"].tensors)
     accuracy, found = evaluate(wrapped, examples, p["shuffled"], p["batch"], work.device)
-    _, bare = evaluate(TextJigsaw(wrapped.unwrap(), 0.0), examples, p["shuffled"], p["batch"], work.device)
-    return Outcome({"accuracy": accuracy, "shuffled": [found], "bare": bare, "examples": len(examples)})
+    _, bare = evaluate(
+        TextJigsaw(wrapped.unwrap(), 0.0), examples, p["shuffled"], p["batch"], work.device
+    )
+    return Outcome(
+        {"accuracy": accuracy, "shuffled": [found], "bare": bare, "examples": len(examples)}
+    )
 
 
-def evaluate(wrapped: TextJigsaw, examples: Examples, ratio: float, batch: int, device: str = "cpu") -> tuple[float, dict[str, float]]:
+def evaluate(
+    wrapped: TextJigsaw, examples: Examples, ratio: float, batch: int, device: str = "cpu"
+) -> tuple[float, dict[str, float]]:
     """Top-1, and top-1, consistency and the norm of the difference under shuffled spans."""
     wrapped.eval()
     right, sums = 0, np.zeros(4)
@@ -56,20 +72,44 @@ def evaluate(wrapped: TextJigsaw, examples: Examples, ratio: float, batch: int, 
         for start in range(0, len(examples), batch):
             rows = np.arange(start, min(start + batch, len(examples)))
             inputs, labels = examples.batch(rows)
-            ids, there, labels = inputs["input_ids"].to(device), inputs["attention_mask"].to(device), labels.to(device)
+            ids, there, labels = (
+                inputs["input_ids"].to(device),
+                inputs["attention_mask"].to(device),
+                labels.to(device),
+            )
             plain = wrapped(ids, there).logits.argmax(-1)
             seen = features()
             right += int((plain == labels).sum())
-            found = wrapped(ids, there, puzzle=puzzles_of(rows, wrapped, ids, there, ratio)).logits.argmax(-1)
+            found = wrapped(
+                ids, there, puzzle=puzzles_of(rows, wrapped, ids, there, ratio)
+            ).logits.argmax(-1)
             apart = (features() - seen).flatten(1).double().norm(dim=1)
-            sums += [int((found == labels).sum()), int((found == plain).sum()), float(apart.sum()), float(apart.square().sum())]
-    measures = dict(zip(("accuracy", "consistency", "norm", "squared"), (sums / len(examples)).tolist(), strict=True))
+            sums += [
+                int((found == labels).sum()),
+                int((found == plain).sum()),
+                float(apart.sum()),
+                float(apart.square().sum()),
+            ]
+    measures = dict(
+        zip(
+            ("accuracy", "consistency", "norm", "squared"),
+            (sums / len(examples)).tolist(),
+            strict=True,
+        )
+    )
     return right / len(examples), {"ratio": ratio, **measures}
 
 
-def puzzles_of(rows: Any, wrapped: TextJigsaw, ids: torch.Tensor, there: torch.Tensor, ratio: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every text has a puzzle of its own, from its number alone: all models and all batch sizes get the same."""
-    mask, order = torch.zeros(ids.shape, dtype=torch.bool), torch.arange(ids.shape[1]).repeat(len(ids), 1)
+def puzzles_of(
+    rows: Any, wrapped: TextJigsaw, ids: torch.Tensor, there: torch.Tensor, ratio: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every text has a puzzle of its own, from its number alone: all models and all batch sizes get
+    the same.
+    """
+    mask, order = (
+        torch.zeros(ids.shape, dtype=torch.bool),
+        torch.arange(ids.shape[1]).repeat(len(ids), 1),
+    )
     for i, (row, length) in enumerate(zip(rows, there.sum(1).tolist(), strict=True)):
         found = wrapped.draw(ids[i : i + 1, :length], None, [0, int(row)], ratio)
         mask[i, :length], order[i, :length] = found[0][0], found[1][0]
@@ -85,10 +125,21 @@ def score_of(lab: Lab, subject: Subject, ratio: float, trial: int) -> Outcome:
     assert subject.train is not None
     known = {"model": subject.model, "task": subject.task, "ratio": ratio}
     told = f"{subject.name}, {f'spans {ratio:g}' if ratio else 'plain'}, seed {trial}"
-    train_on, test_on, sources = lab.open(subject.train), lab.open(subject.test), lab.sources(subject, 0)
-    weights = lab.run(TRAIN, {**known, "recipe": subject.recipe, "seed": trial, "warmup": WARMUP}, {"train": train_on, **sources}, f"train {told}")
+    train_on, test_on, sources = (
+        lab.open(subject.train),
+        lab.open(subject.test),
+        lab.sources(subject, 0),
+    )
+    weights = lab.run(
+        TRAIN,
+        {**known, "recipe": subject.recipe, "seed": trial, "warmup": WARMUP},
+        {"train": train_on, **sources},
+        f"train {told}",
+    )
     data = {"test": test_on, "weights": weights, **sources}
-    found = lab.run(SCORE, {**known, "shuffled": RATIO, "batch": subject.batch}, data, f"test {told}")
+    found = lab.run(
+        SCORE, {**known, "shuffled": RATIO, "batch": subject.batch}, data, f"test {told}"
+    )
     lab.sizes[subject.name] = {
         "parameters": weights.values["parameters"],
         "trained on": f"{weights.values['examples']:,} of {train_on.name}",
@@ -98,23 +149,47 @@ def score_of(lab: Lab, subject: Subject, ratio: float, trial: int) -> Outcome:
 
 
 def texts(lab: Lab) -> Results:
-    """Beyond the paper: puzzles of texts. BERT on sentences, trained plainly and with shuffled spans of tokens."""
+    """Beyond the paper: puzzles of texts. BERT on sentences, trained plainly and with shuffled
+    spans of tokens.
+    """
     subject = lab.preset.tables["table4"]["bert"]
     subject = replace(subject, recipe={**(subject.recipe or {}), "dtype": "float32"})
     lab.total = 4 * trials_of(lab)
-    lab.ahead(_part, [(subject, ratio, trial) for trial in range(trials_of(lab)) for ratio in (0.0, TRAINED)])
-    base, puzzled = ([score_of(lab, subject, ratio, trial).values for trial in range(trials_of(lab))] for ratio in (0.0, TRAINED))
+    lab.ahead(
+        _part,
+        [(subject, ratio, trial) for trial in range(trials_of(lab)) for ratio in (0.0, TRAINED)],
+    )
+    base, puzzled = (
+        [score_of(lab, subject, ratio, trial).values for trial in range(trials_of(lab))]
+        for ratio in (0.0, TRAINED)
+    )
     findings = (
-        better("texts/consistency", f"({subject.name}) trained with shuffled spans", puzzled, base, judged=False),
+        better(
+            "texts/consistency",
+            f"({subject.name}) trained with shuffled spans",
+            puzzled,
+            base,
+            judged=False,
+        ),
         shorter("texts/norm", subject.name, puzzled, base),
     )
     rows = ((subject.name, *row_of(base)), (f"{subject.name} + spans", *row_of(puzzled)))
     note = (
-        f"Training ratio {TRAINED:g}, inference ratio {RATIO:g}, spans of up to 3 tokens; first and last token stay. Means over seeds, percent; "
-        "spreads are standard deviations over seeds. Under puzzles a model trained with them is told which tokens were shuffled: they carry the "
-        'unknown position; "unwrapped" is the consistency of the plain checkpoint, which is not told.'
+        f"Training ratio {TRAINED:g}, inference ratio {RATIO:g}, spans of up to 3 tokens; first "
+        "and last token stay. Means over seeds, percent; "
+        "spreads are standard deviations over seeds. Under puzzles a model trained with them is "
+        "told which tokens were shuffled: they carry the "
+        'unknown position; "unwrapped" is the consistency of the plain checkpoint, which is not '
+        "told."
     )
-    return results(lab, "002/texts", "Beyond paper 002: puzzles of texts", findings, (Table("Sentences", ("model", *COLUMNS), rows, note),), ())
+    return results(
+        lab,
+        "002/texts",
+        "Beyond paper 002: puzzles of texts",
+        findings,
+        (Table("Sentences", ("model", *COLUMNS), rows, note),),
+        (),
+    )
 
 
 def _part(lab: Lab, item: tuple[Subject, float, int]) -> None:

@@ -1,7 +1,9 @@
-"""Two cells that all of the paper's tables are made of: train a model in some way, and score it in some way.
+"""Two cells that all of the paper's tables are made of: train a model in some way, and score it in
+some way.
 
-Training is a function of its parameters alone: batches, learning rates, shuffles and dropout depend on the seed and the number of the step. So a run
-that was interrupted goes on as if it had not been, and two ways of training see the same batches in the same order.
+Training is a function of its parameters alone: batches, learning rates, shuffles and dropout depend
+on the seed and the number of the step. So a run that was interrupted goes on as if it had not been,
+and two ways of training see the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -23,12 +25,15 @@ from regauge.data.train import descend, exact_arithmetic, move_batch
 
 Tensor = torch.Tensor
 Parameters = Mapping[str, Any]
-SHOWN = 64  # dense examples whose logits are kept for comparison; of the others only the confusion matrix
+# dense examples whose logits are kept for comparison; of the others only the confusion matrix
+SHOWN = 64
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tokenizer or a pre-trained model: where it lies, and the digest of its files (for the hub, of its name)."""
+    """A tokenizer or a pre-trained model: where it lies, and the digest of its files (for the hub,
+    of its name).
+    """
 
     uri: str
     digest: str
@@ -36,7 +41,13 @@ class Source:
 
 def source_of(uri: str | Path) -> Source:
     path = Path(uri)
-    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path] if path.is_file() else []
+    files = (
+        sorted(p for p in path.rglob("*") if p.is_file())
+        if path.is_dir()
+        else [path]
+        if path.is_file()
+        else []
+    )
     found = hashlib.sha256()
     for file in files:
         found.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
@@ -46,26 +57,50 @@ def source_of(uri: str | Path) -> Source:
 def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     """Train in one way; the plain weights, put back where they belong, and the losses.
 
-    A recipe has an `optimizer` with its `rate` (and `more` arguments), `batch`, `epochs` or `steps`, `dtype`, and may have `warmup` (a share of the
-    steps), `clip` (the largest norm of a gradient) and `augment` (of images, see `augmenting`; `repeat` has each of them several times in a batch).
+    A recipe has an `optimizer` with its `rate` (and `more` arguments), `batch`, `epochs` or
+    `steps`, `dtype`, and may have `warmup` (a share of the steps), `clip` (the largest norm of a
+    gradient) and `augment` (of images, see `augmenting`; `repeat` has each of them several times in
+    a batch).
     """
     recipe, seed = p["recipe"], int(p["seed"])
     examples = prepare(p["task"], data["train"], uri_of(data, "tokenizer"))
-    model = used(build(p["model"], seed, uri_of(data, "source")).to(work.device, getattr(torch, recipe["dtype"])), p["way"], seed)
+    model = used(
+        build(p["model"], seed, uri_of(data, "source")).to(
+            work.device, getattr(torch, recipe["dtype"])
+        ),
+        p["way"],
+        seed,
+    )
     losses, _ = descend(model, examples, recipe, seed, work, on_resume=count_passes(model))
     state = {name: t.detach().cpu().clone() for name, t in plain(model).state_dict().items()}
-    return Outcome({"losses": losses, "steps": len(losses), "examples": len(examples), "parameters": parameters_of(model)}, state)
+    return Outcome(
+        {
+            "losses": losses,
+            "steps": len(losses),
+            "examples": len(examples),
+            "parameters": parameters_of(model),
+        },
+        state,
+    )
 
 
 def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
-    """Use a model in one way on all test examples: the measures, what a guess gets, and the logits (of texts: the nats of each token)."""
+    """Use a model in one way on all test examples: the measures, what a guess gets, and the logits
+    (of texts: the nats of each token).
+    """
     examples = prepare(p["task"], data["test"], uri_of(data, "tokenizer"))
     dtype = getattr(torch, p["dtype"])
-    model = build(p["model"], 0, uri_of(data, "source")).to(work.device, dtype)  # first, so that weights are not rounded on their way in
+    model = build(p["model"], 0, uri_of(data, "source")).to(
+        work.device, dtype
+    )  # first, so that weights are not rounded on their way in
     if "weights" in data:
         model.load_state_dict(data["weights"].tensors)
     model = used(model, p["way"], int(p["key"])).eval()
-    confusion = torch.zeros(examples.classes if not examples.causal else 1, examples.classes if not examples.causal else 1, dtype=torch.int64)
+    confusion = torch.zeros(
+        examples.classes if not examples.causal else 1,
+        examples.classes if not examples.causal else 1,
+        dtype=torch.int64,
+    )
     kept: list[Tensor] = []
     with torch.no_grad(), exact_arithmetic(dtype):
         for start in range(0, len(examples), p["batch"]):
@@ -73,7 +108,11 @@ def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
             inputs, labels = move_batch(examples.batch(rows), work.device, dtype)
             logits = logits_of(model, inputs)
             if examples.causal:
-                kept.append(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none").cpu())
+                kept.append(
+                    torch.nn.functional.cross_entropy(
+                        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="none"
+                    ).cpu()
+                )
                 continue
             counted = labels != -100
             at = labels[counted] * examples.classes + logits.argmax(1)[counted]
@@ -82,7 +121,11 @@ def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
                 kept.append(logits.cpu())
     outputs = torch.cat(kept)
     nats = float(outputs.double().mean()) if examples.causal else 0.0
-    values = {"measures": measures(examples, confusion, nats), "chance": chances(examples, confusion), "examples": len(examples)}
+    values = {
+        "measures": measures(examples, confusion, nats),
+        "chance": chances(examples, confusion),
+        "examples": len(examples),
+    }
     values |= {"parameters": parameters_of(model)}
     return Outcome(values, {"outputs": outputs[:SHOWN].clone() if examples.dense else outputs})
 
@@ -97,7 +140,9 @@ def uri_of(data: Mapping[str, Any], name: str) -> str | None:
 
 
 def count_passes(model: torch.nn.Module) -> Callable[[int], None]:
-    """Return what sets the pass counter of a permuted model, on which its row shuffles depend: one pass per step."""
+    """Return what sets the pass counter of a permuted model, on which its row shuffles depend: one
+    pass per step.
+    """
 
     def resume(step: int) -> None:
         wrapped = wrapper(model)

@@ -1,7 +1,8 @@
-"""What is measured after two models were matched in a way: the path between them, merges, the plane around them. Every answer is a cell.
+"""What is measured after two models were matched in a way: the path between them, merges, the plane
+around them. Every answer is a cell.
 
-A merge method is a function (`METHODS`); adding one is one line. What a way finds is kept as an element, so that every measure after it moves A again
-rather than searching again.
+A merge method is a function (`METHODS`); adding one is one line. What a way finds is kept as an
+element, so that every measure after it moves A again rather than searching again.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ Parameters = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Merging:
-    """What a merge method is given: two states of one module, the first moved next to the second, and examples, of which those that look at data look
-    at so many."""
+    """What a merge method is given: two states of one module, the first moved next to the second,
+    and examples, of which those that look at data look at so many.
+    """
 
     module: torch.nn.Module
     spec: Spec
@@ -54,7 +56,9 @@ Method = Callable[[Merging], dict[str, Tensor]]
 
 
 def _merged(m: Merging, method: str, **parameters: Any) -> dict[str, Tensor]:
-    """B and the moved A in one of `regauge merge`'s ways. What data say is computed here, of A as it was moved: never of A before."""
+    """B and the moved A in one of `regauge merge`'s ways. What data say is computed here, of A as
+    it was moved: never of A before.
+    """
     states, kind = [m.b, m.a], MERGES[method].statistic
     if not kind:
         return merge_states(states, method, spec=m.spec, **parameters)
@@ -63,7 +67,8 @@ def _merged(m: Merging, method: str, **parameters: Any) -> dict[str, Tensor]:
     return merge_states(states, method, statistics=known, spec=m.spec, **parameters)
 
 
-# The six baselines of paper 003, by its names, with its factor of RegMean. Its Fisher is the empirical one, ours that of the model's predictions.
+# The six baselines of paper 003, by its names, with its factor of RegMean. Its Fisher is the
+# empirical one, ours that of the model's predictions.
 METHODS: dict[str, Method] = {
     "Simple": lambda m: interpolate(m.a, m.b, 0.5),
     "Fisher": lambda m: _merged(m, "fisher"),
@@ -73,13 +78,20 @@ METHODS: dict[str, Method] = {
     "OT-ACTS-EMD": lambda m: _merged(m, "ot_acts_emd"),
 }
 LOOKING = ("Fisher", "RegMean", "OT-ACTS", "OT-ACTS-EMD")  # the methods that look at training data
-ENDS: dict[str, Method] = {"A": lambda m: dict(m.a), "B": lambda m: dict(m.b)}  # no merges: the ends themselves, measured in the same way
+ENDS: dict[str, Method] = {
+    "A": lambda m: dict(m.a),
+    "B": lambda m: dict(m.b),
+}  # no merges: the ends themselves, measured in the same way
 
 
 def find(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
-    """Search in one way: the element as arrays, and the distances before and after it, in the form (folded or not) that the way compares."""
+    """Search in one way: the element as arrays, and the distances before and after it, in the form
+    (folded or not) that the way compares.
+    """
     module, spec, a, b = ends_of(p, data)
-    found = FINDERS[p["way"]["by"]](Request(spec, a, b, p["way"], module, lambda: examples_of(p, data, "train")))
+    found = FINDERS[p["way"]["by"]](
+        Request(spec, a, b, p["way"], module, lambda: examples_of(p, data, "train"))
+    )
     costs = Costs(spec, a, b)
     before, after = (list(costs.distances(g).values()) for g in (identity(spec), found.element))
     arrays, kinds = arrays_of(found.element)
@@ -91,15 +103,33 @@ def find(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         "soft": found.soft,
         "notes": list(found.notes),
     }
-    return Outcome(values, {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()})
+    return Outcome(
+        values,
+        {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()},
+    )
 
 
 def walk(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     """The path from the moved A to B, with temperatures fitted on what was kept for validation."""
     module, a, b = moved(p, data)
     test, other = examples_of(p, data, "test"), examples_of(p, data, "validation")
-    path = along(module, a, b, test, points=p["points"], calibration=other, batch=p["batch"], device=work.device)
-    values = {"t": path.ts, "loss": path.losses, "accuracy": path.accuracies, "temperature": path.temperatures, "examples": len(test)}
+    path = along(
+        module,
+        a,
+        b,
+        test,
+        points=p["points"],
+        calibration=other,
+        batch=p["batch"],
+        device=work.device,
+    )
+    values = {
+        "t": path.ts,
+        "loss": path.losses,
+        "accuracy": path.accuracies,
+        "temperature": path.temperatures,
+        "examples": len(test),
+    }
     values |= {"calibrated": path.calibrated.losses if path.calibrated else ()}
     return Outcome({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()})
 
@@ -108,10 +138,19 @@ def merge(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     """One model out of the moved A and B, by one method: its loss and accuracy on the test data."""
     module, a, b = moved(p, data)
     spec = ends_of(p, data)[1]
-    state = {**METHODS, **ENDS}[p["method"]](Merging(module, spec, a, b, lambda: examples_of(p, data, "train"), p.get("samples", 0)))
+    state = {**METHODS, **ENDS}[p["method"]](
+        Merging(module, spec, a, b, lambda: examples_of(p, data, "train"), p.get("samples", 0))
+    )
     test = examples_of(p, data, "test")
     found = score(module, state, test, batch=p["batch"], device=work.device)
-    return Outcome({"loss": found.loss, "accuracy": found.accuracy, "examples": len(test), "classes": test.classes})
+    return Outcome(
+        {
+            "loss": found.loss,
+            "accuracy": found.accuracy,
+            "examples": len(test),
+            "classes": test.classes,
+        }
+    )
 
 
 def landscape(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
@@ -119,9 +158,21 @@ def landscape(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     module, a, b = moved(p, data)
     _, _, first, _ = ends_of(p, data)
     corners = {"A": first, "B": b, "A, moved": a}
-    found = plane(module, corners, examples_of(p, data, "test"), points=p["points"], batch=p["batch"], device=work.device)
+    found = plane(
+        module,
+        corners,
+        examples_of(p, data, "test"),
+        points=p["points"],
+        batch=p["batch"],
+        device=work.device,
+    )
     return Outcome(
-        {"x": list(found.xs), "y": list(found.ys), "losses": [list(r) for r in found.losses], "points": {k: list(v) for k, v in found.points.items()}}
+        {
+            "x": list(found.xs),
+            "y": list(found.ys),
+            "losses": [list(r) for r in found.losses],
+            "points": {k: list(v) for k, v in found.points.items()},
+        }
     )
 
 
@@ -137,7 +188,9 @@ def moved(p: Parameters, data: Mapping[str, Any]) -> tuple[torch.nn.Module, Stat
     """The module, A as the way moves it, and B."""
     module, spec, a, b = ends_of(p, data)
     found: Outcome = data["match"]
-    g = element_of(spec, {name: t.numpy() for name, t in found.tensors.items()}, found.values["kinds"])
+    g = element_of(
+        spec, {name: t.numpy() for name, t in found.tensors.items()}, found.values["kinds"]
+    )
     if found.values["soft"]:
         g = Element(spec, {name: Soft(m.matrix()) for name, m in g.members.items()})
     return module, apply(g, a, force=found.values["soft"]), b
@@ -147,7 +200,10 @@ def ends_of(p: Parameters, data: Mapping[str, Any]) -> tuple[torch.nn.Module, Sp
     """The module and both states, with their norms folded if the way says so."""
     module = build(p["model"], 0, data["source"].uri if "source" in data else None).eval()
     spec = spec_of(module)
-    a, b = ({n: t.float() if t.is_floating_point() else t for n, t in data[name].tensors.items()} for name in ("a", "b"))
+    a, b = (
+        {n: t.float() if t.is_floating_point() else t for n, t in data[name].tensors.items()}
+        for name in ("a", "b")
+    )
     if p["way"].get("fold"):
         (folded, a), (_, b) = fold_norms(spec, a), fold_norms(spec, b)
         spec = folded
@@ -163,8 +219,9 @@ def examples_of(p: Parameters, data: Mapping[str, Any], which: str) -> Examples:
     return found.only(np.unique(np.linspace(0, len(found) - 1, rows).astype(int)))
 
 
-# How much is measured: rows of the test and of what temperatures are fitted on (None: all), points on a path, on a side of a plane, runs of a clock,
-# examples that merges look at, and how many steps a refinement takes at most.
+# How much is measured: rows of the test and of what temperatures are fitted on (None: all), points
+# on a path, on a side of a plane, runs of a clock, examples that merges look at, and how many steps
+# a refinement takes at most.
 EFFORT: dict[str, dict[str, Any]] = {
     "small": {
         "rows": {"test": 2000, "validation": 200},
@@ -195,14 +252,20 @@ EFFORT: dict[str, dict[str, Any]] = {
 
 
 class Bench:
-    """One pair in a lab: what a way finds between its ends, and what is measured after it. Every answer is a cell."""
+    """One pair in a lab: what a way finds between its ends, and what is measured after it. Every
+    answer is a cell.
+    """
 
     def __init__(self, lab: Lab, pair: Pair) -> None:
         self.lab, self.pair = lab, pair
         about, effort = pair.about, EFFORT[lab.preset_name]
         assert about.train is not None
         self.effort = effort
-        tasks = {"train": dict(about.task), "validation": {**about.task, **about.validated}, "test": {**about.task, **about.tested}}
+        tasks = {
+            "train": dict(about.task),
+            "validation": {**about.task, **about.validated},
+            "test": {**about.task, **about.tested},
+        }
         rows = effort["text" if about.task["kind"] == "text" else "rows"]
         self.parameters = {"model": about.model, "tasks": tasks, "rows": rows, "batch": about.batch}
         self.data: dict[str, Any] = {"a": pair.a, "b": pair.b, **lab.sources(about, 0)}
@@ -216,8 +279,16 @@ class Bench:
             reads = how["by"] in READ
             if "steps" in how and "steps" in self.effort:
                 how = {**how, "steps": min(how["steps"], self.effort["steps"])}
-            p = {**(self.parameters if reads else {"model": self.parameters["model"]}), "way": dict(how)}
-            self.found[key] = self.lab.run(MATCH, p, {**self.data, **(self.examples if reads else {})}, f"match {self.pair.label}: {told(how)}")
+            p = {
+                **(self.parameters if reads else {"model": self.parameters["model"]}),
+                "way": dict(how),
+            }
+            self.found[key] = self.lab.run(
+                MATCH,
+                p,
+                {**self.data, **(self.examples if reads else {})},
+                f"match {self.pair.label}: {told(how)}",
+            )
         return self.found[key]
 
     def walk(self, how: How) -> Path:
@@ -235,4 +306,9 @@ class Bench:
     def _after(self, cell: Cell, how: How, more: Mapping[str, Any], what: str) -> Outcome:
         found = self.match(how)
         p = {**self.parameters, "way": dict(how), **more}
-        return self.lab.run(cell, p, {**self.data, **self.examples, "match": found}, f"{what} {self.pair.label}: {told(how)}")
+        return self.lab.run(
+            cell,
+            p,
+            {**self.data, **self.examples, "match": found},
+            f"{what} {self.pair.label}: {told(how)}",
+        )

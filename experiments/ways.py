@@ -1,4 +1,5 @@
-"""Ways to match two models, and who finds them: what Figures 3 to 6 of paper 003 and the benchmark of Theus et al. share.
+"""Ways to match two models, and who finds them: what Figures 3 to 6 of paper 003 and the benchmark
+of Theus et al. share.
 
 A way is a literal: who finds it (`by`, one of `FINDERS`), and how. Adding one is one line.
 """
@@ -29,7 +30,8 @@ from regauge.merging.transport import plan
 Tensor = torch.Tensor
 How = Mapping[str, Any]
 
-# Paper 003's own matcher: rotations of heads as they stand, one factor each, neurons; biases as stored; each part on its own, so that no sweep helps.
+# Paper 003's own matcher: rotations of heads as they stand, one factor each, neurons; biases as
+# stored; each part on its own, so that no sweep helps.
 PAPER: dict[str, Any] = {
     "by": "match",
     "spaces": ["qk", "vo", "ffn"],
@@ -47,7 +49,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "without FFN": {**PAPER, "spaces": ["qk", "vo"]},
     "without attention": {**PAPER, "spaces": ["ffn"]},
     "with heads": {**PAPER, "spaces": [*HEADS, *PAPER["spaces"]]},
-    "with stream": {"by": "match", "within": "orthogonal", "rescale": True, "whole": True, "nearest": True},
+    "with stream": {
+        "by": "match",
+        "within": "orthogonal",
+        "rescale": True,
+        "whole": True,
+        "nearest": True,
+    },
     "neurons": {"by": "match", "within": "permutation", "spaces": ["ffn"]},
     "permutations": {"by": "match", "within": "permutation", "nearest": True},
     "transport": {"by": "transport"},
@@ -72,16 +80,20 @@ SAID = {
     "transport": "OT-Fusion, FFN, exact transport",
     "soft transport": "OT-Fusion, FFN, Sinkhorn (no element)",
     "ours": "ours: everything, norms folded",
-    "seen": "ours, first by what the two do (language models: on text that they write; others: on unlabelled training data), then by weights",
+    "seen": "ours, first by what the two do (language models: on text that they write; others: "
+    "on unlabelled training data), then by weights",
     "refined": "the same to the nearest weights, and 200 learned steps on such inputs",
-    "refined longer": "the same to the nearest weights, and 1,200 learned steps on unlabelled training data",
+    "refined longer": "the same to the nearest weights, and 1,200 learned steps on unlabelled "
+    "training data",
     "drawn": "ours, first by what the two do on noise, then by weights",
 }
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a finder is given. `examples` are of the training data, and opened only where they are asked for."""
+    """What a finder is given. `examples` are of the training data, and opened only where they are
+    asked for.
+    """
 
     spec: Spec
     a: State
@@ -104,7 +116,9 @@ def _not_moved(r: Request) -> Found:
 
 def _by_match(r: Request) -> Found:
     given = {k: v for k, v in r.how.items() if k not in ("by", "fold")}
-    if "spaces" in given:  # a family without heads that move, or without grouped queries, has no such space
+    if (
+        "spaces" in given
+    ):  # a family without heads that move, or without grouped queries, has no such space
         roots = {s.split(".")[0] for s in r.spec.spaces}
         given["spaces"] = [s for s in given["spaces"] if s in roots]
     found = match(r.spec, r.a, r.b, **given)
@@ -112,22 +126,46 @@ def _by_match(r: Request) -> Found:
 
 
 def _by_seen(r: Request) -> Found:
-    """By what the two do: language models on text that they write themselves, others on training data without labels, or on noise."""
+    """By what the two do: language models on text that they write themselves, others on training
+    data without labels, or on noise.
+    """
     return Found(_seen(r, _inputs(r)))
 
 
 def _by_refine(r: Request) -> Found:
-    """The same, and then learned steps on the group, towards what the ends predict on such inputs."""
+    """The same, and then learned steps on the group, towards what the ends predict on such
+    inputs.
+    """
     inputs = _inputs(r)
     g, steps = _seen(r, inputs[: min(8, max(1, len(inputs) // 4))]), int(r.how["steps"])
-    refined = refine(r.spec, r.a, r.b, g, r.module, inputs, steps=steps, held=min(0.1, 8 / len(inputs)), every=max(1, steps // 10))
-    said = f"divergence from the ends {refined.start:.4f} before learning, {refined.loss:.4f} after {refined.step} steps"
+    refined = refine(
+        r.spec,
+        r.a,
+        r.b,
+        g,
+        r.module,
+        inputs,
+        steps=steps,
+        held=min(0.1, 8 / len(inputs)),
+        every=max(1, steps // 10),
+    )
+    said = (
+        f"divergence from the ends {refined.start:.4f} before learning, {refined.loss:.4f} "
+        f"after {refined.step} steps"
+    )
     return Found(refined.g, notes=(said,))
 
 
 def _seen(r: Request, inputs: Sequence[Mapping[str, Tensor]]) -> Element:
     seen = record(r.module, r.a, r.spec, inputs), record(r.module, r.b, r.spec, inputs)
-    return match(r.spec, r.a, r.b, seen=seen, sweeps=int(r.how["sweeps"]), nearest=bool(r.how.get("nearest", True))).element
+    return match(
+        r.spec,
+        r.a,
+        r.b,
+        seen=seen,
+        sweeps=int(r.how["sweeps"]),
+        nearest=bool(r.how.get("nearest", True)),
+    ).element
 
 
 def _inputs(r: Request, batch: int = 8) -> list[dict[str, Tensor]]:
@@ -141,20 +179,31 @@ def _inputs(r: Request, batch: int = 8) -> list[dict[str, Tensor]]:
     if r.how.get("noise"):
         return drawn(r.module, count=4 * count, batch=4 * batch)
     examples = r.examples()
-    rows = np.random.default_rng(0).permutation(len(examples))[: 4 * count]  # a picture has fewer tokens than a text
-    return [examples.batch(np.sort(rows[i : i + 4 * batch]))[0] for i in range(0, len(rows), 4 * batch)]
+    rows = np.random.default_rng(0).permutation(len(examples))[
+        : 4 * count
+    ]  # a picture has fewer tokens than a text
+    return [
+        examples.batch(np.sort(rows[i : i + 4 * batch]))[0] for i in range(0, len(rows), 4 * batch)
+    ]
 
 
 def _by_transport(r: Request) -> Found:
-    """OT-Fusion's matching of neurons (Singh and Jaggi 2020): transport between the two layers' neurons with uniform marginals, by the Euclidean
-    distance of their incoming weights and biases. Exact transport ends in a vertex, which is a permutation. With `soft`, Sinkhorn's plan at that
-    share of the mean cost, used as a barycentric map: it mixes neurons, and the moved model is another function."""
+    """OT-Fusion's matching of neurons (Singh and Jaggi 2020): transport between the two layers'
+    neurons with uniform marginals, by the Euclidean distance of their incoming weights and biases.
+    Exact transport ends in a vertex, which is a permutation. With `soft`, Sinkhorn's plan at that
+    share of the mean cost, used as a barycentric map: it mixes neurons, and the moved model is
+    another function.
+    """
     members: dict[str, Member] = {}
     costs = Costs(r.spec, r.a, r.b)
     for space in r.spec.spaces:
-        if space.split(".")[0] == "ffn" and isinstance(r.spec.spaces[space].group, Permutation | Scaling):
+        if space.split(".")[0] == "ffn" and isinstance(
+            r.spec.spaces[space].group, Permutation | Scaling
+        ):
             found = plan(*_incoming(costs, space), r.how.get("soft"))
-            members[space] = Soft(found[None]) if r.how.get("soft") else Monomial(found.argmax(1)[None])
+            members[space] = (
+                Soft(found[None]) if r.how.get("soft") else Monomial(found.argmax(1)[None])
+            )
     return Found(Element(r.spec, members), bool(r.how.get("soft")))
 
 
@@ -166,7 +215,9 @@ def _incoming(costs: Costs, space: str) -> tuple[Floats, Floats]:
         leaf = y.dims[place]
         if leaf is not None and not leaf.star:
             rows.append((y.unfolded(place), x.unfolded(place)))
-    there, here = (np.concatenate([np.asarray(pair[i], np.float64) for pair in rows], 1) for i in (0, 1))
+    there, here = (
+        np.concatenate([np.asarray(pair[i], np.float64) for pair in rows], 1) for i in (0, 1)
+    )
     return there, here
 
 
@@ -177,7 +228,9 @@ FINDERS: dict[str, Callable[[Request], Found]] = {
     "seen": _by_seen,
     "refine": _by_refine,
 }
-READ = frozenset({"seen", "refine"})  # the finders that look at data, where models do not write their own
+READ = frozenset(
+    {"seen", "refine"}
+)  # the finders that look at data, where models do not write their own
 
 
 def told(how: How) -> str:

@@ -1,4 +1,6 @@
-"""A hook of mkdocs: links out of docs/, to files of the repository that the site does not have, become plain code; a file that is not there is an error."""
+"""A hook of mkdocs: links out of docs/, to files of the repository that the site does not have,
+become plain code; a file that is not there is an error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The picture of README and architecture page: `python scripts/picture.py [docs/picture.svg]`. The same bytes every time."""
+"""The picture of README and architecture page: `python scripts/picture.py [docs/picture.svg]`. The
+same bytes every time.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,57 @@ INK, SOFT, BLUE, GREEN, RED = "#1b1f24", "#57606a", "#dbe9fb", "#dcf3e3", "#fbe3
 CODE = "DejaVu Sans Mono"
 
 
-def box(ax: Axes, x: float, y: float, w: float, h: float, title: str, below: str = "", colour: str = "white") -> None:
-    ax.add_patch(FancyBboxPatch((x, y), w, h, boxstyle="round,pad=0,rounding_size=0.9", linewidth=1.1, edgecolor=INK, facecolor=colour))
+def box(
+    ax: Axes,
+    x: float,
+    y: float,
+    w: float,
+    h: float,
+    title: str,
+    below: str = "",
+    colour: str = "white",
+) -> None:
+    ax.add_patch(
+        FancyBboxPatch(
+            (x, y),
+            w,
+            h,
+            boxstyle="round,pad=0,rounding_size=0.9",
+            linewidth=1.1,
+            edgecolor=INK,
+            facecolor=colour,
+        )
+    )
     middle = x + w / 2
-    ax.text(middle, y + h * (0.66 if below else 0.5), title, ha="center", va="center", fontsize=11, weight="bold", color=INK)
+    ax.text(
+        middle,
+        y + h * (0.66 if below else 0.5),
+        title,
+        ha="center",
+        va="center",
+        fontsize=11,
+        weight="bold",
+        color=INK,
+    )
     if below:
         ax.text(middle, y + h * 0.29, below, ha="center", va="center", fontsize=8.2, color=SOFT)
 
 
-def arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float], style: str = "-|>") -> None:
-    ax.add_patch(FancyArrowPatch(start, end, arrowstyle=style, mutation_scale=11, linewidth=1.1, color=INK, shrinkA=0, shrinkB=0))
+def arrow(
+    ax: Axes, start: tuple[float, float], end: tuple[float, float], style: str = "-|>"
+) -> None:
+    ax.add_patch(
+        FancyArrowPatch(
+            start,
+            end,
+            arrowstyle=style,
+            mutation_scale=11,
+            linewidth=1.1,
+            color=INK,
+            shrinkA=0,
+            shrinkB=0,
+        )
+    )
 
 
 def picture() -> plt.Figure:
@@ -38,7 +81,16 @@ def picture() -> plt.Figure:
     box(ax, 74, 49, 28, 9, "a key, or a fit", "random, or nearest to a model", BLUE)
     box(ax, 14, 36, 30, 8, "Spec", "what a model permits, and why", BLUE)
     box(ax, 60, 36, 30, 8, "Element", "g, ~g, g @ h: another description", BLUE)
-    box(ax, 22, 25.5, 60, 6.5, "apply(g, weights) · act(g, anything, axes)", "one rule for weights, gradients, activations, masks, optimizers", BLUE)
+    box(
+        ax,
+        22,
+        25.5,
+        60,
+        6.5,
+        "apply(g, weights) · act(g, anything, axes)",
+        "one rule for weights, gradients, activations, masks, optimizers",
+        BLUE,
+    )
     for x, end in ((16, 24), (52, 34)):
         arrow(ax, (x, 49), (end, 44))
     arrow(ax, (88, 49), (80, 44))
@@ -71,9 +123,20 @@ def picture() -> plt.Figure:
 
 
 def main() -> None:
-    out = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1] / "docs" / "picture.svg")
-    mpl.rcParams.update({"svg.hashsalt": "regauge", "svg.fonttype": "path", "font.family": "DejaVu Sans"})
-    picture().savefig(out, format="svg", bbox_inches="tight", pad_inches=0.05, metadata={"Date": None, "Creator": None}, facecolor="white")
+    out = Path(
+        sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1] / "docs" / "picture.svg"
+    )
+    mpl.rcParams.update(
+        {"svg.hashsalt": "regauge", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
+    )
+    picture().savefig(
+        out,
+        format="svg",
+        bbox_inches="tight",
+        pad_inches=0.05,
+        metadata={"Date": None, "Creator": None},
+        facecolor="white",
+    )
     text = out.read_text()
     out.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
 

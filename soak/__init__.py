@@ -1,1 +1,3 @@
-"""Long adversarial runs: `python -m soak` fuzzes files and frames, sends memory bombs and floods, kills processes, and prints one table of counts."""
+"""Long adversarial runs: `python -m soak` fuzzes files and frames, sends memory bombs and floods,
+kills processes, and prints one table of counts.
+"""

@@ -1,4 +1,6 @@
-"""Run every scenario, or those that are named: `python -m soak [NAME ...] [--scale 1.0] [--json FILE]`. Exit code 1 if one fails."""
+"""Run every scenario, or those that are named: `python -m soak [NAME ...] [--scale 1.0] [--json
+FILE]`. Exit code 1 if one fails.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the scenarios and print their table. Returns the exit code: 1 if one of them fails."""
     parser = argparse.ArgumentParser(prog="python -m soak", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"scenarios to run: {', '.join(SCENARIOS)}")
-    parser.add_argument("--scale", type=float, default=1.0, help="fraction of the full number of trials")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="fraction of the full number of trials"
+    )
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     args = parser.parse_args(arguments)
     logging.disable(logging.CRITICAL)  # torch logs every model that it cannot trace
@@ -57,7 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in args.names or SCENARIOS:
         for outcome in SCENARIOS[name](args.scale):
             outcomes.append(outcome)
-            print(table([outcome]).splitlines()[-1], *(f"    {note}" for note in outcome.notes), sep="\n", flush=True)
+            print(
+                table([outcome]).splitlines()[-1],
+                *(f"    {note}" for note in outcome.notes),
+                sep="\n",
+                flush=True,
+            )
     print(f"\n{table(outcomes)}")
     if args.json is not None:
         args.json.write_text(json.dumps([o.to_dict() for o in outcomes], indent=1) + "\n")

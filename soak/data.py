@@ -1,4 +1,6 @@
-"""Data files that would fill the memory: images, npz and parquet, opened in a process of their own."""
+"""Data files that would fill the memory: images, npz and parquet, opened in a process of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from pathlib import Path
 import support.bombs as bombs
 from soak.harness import Counter, Outcome, mutants, run_child
 
-BUDGET_MB = 512  # one image of 100 million pixels in RGB takes 300 MB, a column of 33 million numbers 270 MB
+# one image of 100 million pixels in RGB takes 300 MB, a column of 33 million numbers 270 MB
+BUDGET_MB = 512
 
 _OPEN = """
 import sys
@@ -34,16 +37,27 @@ def data_bombs(scale: float) -> Iterator[Outcome]:
         good = folder / "good.txt"
         good.write_text("a")
         idle = run_child([sys.executable, "-c", _OPEN, str(good)], folder).peak_mb
-        accepted = {"text.parquet": (bombs.repeated_text, ""), "90-megapixel.png": (lambda: bombs.png(10_000, 9_000), "")}
+        accepted = {
+            "text.parquet": (bombs.repeated_text, ""),
+            "90-megapixel.png": (lambda: bombs.png(10_000, 9_000), ""),
+        }
         for what, (build, message) in {**bombs.DATA, **accepted}.items():
             there = folder / what.replace(".", "-")
             there.mkdir()
             (there / what).write_bytes(build())
             opened = there if what.endswith(".png") else there / what
             run = run_child([sys.executable, "-c", _OPEN, str(opened)], folder)
-            right = "accepted" if run.code == 0 and not message else "rejected" if run.code == 1 and message and message in run.stdout else None
+            right = (
+                "accepted"
+                if run.code == 0 and not message
+                else "rejected"
+                if run.code == 1 and message and message in run.stdout
+                else None
+            )
             kind = "hangs" if run.code is None else right or "untyped"
-            count.add(kind, None if right else f"{what}: {run.code} {(run.stdout + run.stderr)[-300:]}")
+            count.add(
+                kind, None if right else f"{what}: {run.code} {(run.stdout + run.stderr)[-300:]}"
+            )
             count.peak(max(0.0, run.peak_mb - idle), BUDGET_MB)
     yield count.outcome()
 
@@ -53,7 +67,9 @@ def data_mutants(scale: float) -> Iterator[Outcome]:
     from regauge.data.datasets import open_data
 
     good = {
-        "a.npz": bombs.npz({"image": bombs.npy("(2, 2)", bytes(32)), "label": bombs.npy("(2,)", bytes(16))}),
+        "a.npz": bombs.npz(
+            {"image": bombs.npy("(2, 2)", bytes(32)), "label": bombs.npy("(2,)", bytes(16))}
+        ),
         "a.parquet": bombs.parquet({"text": ["one", "two"] * 20, "label": [0, 1] * 20}),
         "a.png": bombs.png(8, 8),
         "a.jsonl": b'{"text": "one", "label": 1}\n{"text": "two", "label": 0}\n',

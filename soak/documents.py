@@ -1,4 +1,6 @@
-"""Structure-aware mutants: documents that still parse, with a value of another type, size or name somewhere inside."""
+"""Structure-aware mutants: documents that still parse, with a value of another type, size or name
+somewhere inside.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,57 @@ for _ in range(200):
     DEEP = [DEEP]
 
 VALUES: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 2, 3, 7, 1.5, -0.0, 1e-300, 1e308, float("nan"), float("inf"), -float("inf")),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        3,
+        7,
+        1.5,
+        -0.0,
+        1e-300,
+        1e308,
+        float("nan"),
+        float("inf"),
+        -float("inf"),
+    ),
     *(2**31, 2**32 + 1, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**400),
-    *("", " ", "a", "0", "nan", "../x", "/", "a/b", "\x00", "\ud800", "a\udfffb", "\x1b[31m", "é", "x" * 5000, "(a+)+$", "(", "*"),
-    *([], {}, [[]], [None], [1, "a"], [1] * 300, {"a": 1}, {"": None}, [{}], {"a": {"a": {"a": []}}}, DEEP),
+    *(
+        "",
+        " ",
+        "a",
+        "0",
+        "nan",
+        "../x",
+        "/",
+        "a/b",
+        "\x00",
+        "\ud800",
+        "a\udfffb",
+        "\x1b[31m",
+        "é",
+        "x" * 5000,
+        "(a+)+$",
+        "(",
+        "*",
+    ),
+    *(
+        [],
+        {},
+        [[]],
+        [None],
+        [1, "a"],
+        [1] * 300,
+        {"a": 1},
+        {"": None},
+        [{}],
+        {"a": {"a": {"a": []}}},
+        DEEP,
+    ),
 )
 # Tokens that `json.dumps` does not write. The middle one nests deeper than a parser's stack.
 RAW = ("1" * 5000, "[" * 100_000, "[" * 3000 + "]" * 3000, "1e999", "-0", '"\\ud83d"', "")
@@ -48,7 +97,9 @@ def to_json(document: Any) -> bytes:
 
 def to_toml(document: dict[str, Any]) -> bytes:
     """Write a document as TOML: top-level keys on lines of their own, everything else inline."""
-    return "\n".join(f"{json.dumps(key)} = {_inline(value)}" for key, value in document.items()).encode("utf-8", "surrogatepass")
+    return "\n".join(
+        f"{json.dumps(key)} = {_inline(value)}" for key, value in document.items()
+    ).encode("utf-8", "surrogatepass")
 
 
 def _inline(value: Any) -> str:
@@ -58,11 +109,15 @@ def _inline(value: Any) -> str:
         return "[" + ", ".join(map(_inline, value)) + "]"
     if isinstance(value, str) and value.startswith(_MARK):
         return RAW[int(value.removeprefix(_MARK))]
-    return str(value) if isinstance(value, float) else json.dumps(value)  # nan and inf are words of TOML; null is not, and must be rejected
+    return (
+        str(value) if isinstance(value, float) else json.dumps(value)
+    )  # nan and inf are words of TOML; null is not, and must be rejected
 
 
 def header_mutants(file: bytes, seed: int, count: int) -> Iterator[bytes]:
-    """Change the header of a safetensors file; its length is kept right, the tensors stay as they are."""
+    """Change the header of a safetensors file; its length is kept right, the tensors stay as they
+    are.
+    """
     length = int.from_bytes(file[:8], "little")
     for header in json_mutants(json.loads(file[8 : 8 + length]), seed, count):
         yield len(header).to_bytes(8, "little") + header + file[8 + length :]
@@ -75,7 +130,13 @@ def _changed(document: Any, rng: random.Random) -> Any:
             return to_json(_changed(json.loads(document), rng)).decode("utf-8", "surrogatepass")
         except ValueError:
             return document[:-1]
-    inner: list[Any] = list(document) if isinstance(document, dict) else list(range(len(document))) if isinstance(document, list) else []
+    inner: list[Any] = (
+        list(document)
+        if isinstance(document, dict)
+        else list(range(len(document)))
+        if isinstance(document, list)
+        else []
+    )
     if not inner or rng.random() < 0.15:
         return _replaced(document, rng)
     key = rng.choice(inner)
@@ -86,7 +147,9 @@ def _changed(document: Any, rng: random.Random) -> Any:
             other = rng.choice(inner)
             document[key], document[other] = document[other], document[key]
         case 2 if isinstance(document, dict):
-            document[rng.choice(("", "a", "\ud800", "x" * 300, "..", f"{key} ", str(key).upper()))] = document.pop(key)
+            document[
+                rng.choice(("", "a", "\ud800", "x" * 300, "..", f"{key} ", str(key).upper()))
+            ] = document.pop(key)
         case 3 if isinstance(document, list):
             document += copy.deepcopy(document[: 1 + rng.randrange(3)]) * rng.choice((1, 2, 50))
         case _:
@@ -96,7 +159,9 @@ def _changed(document: Any, rng: random.Random) -> Any:
 
 def _replaced(value: Any, rng: random.Random) -> Any:
     if isinstance(value, int | float) and abs(value) < 1e300 and rng.random() < 0.4:
-        return rng.choice((-value, value + 1, value - 1, value * 2, value * 1000, value / 2, [value], str(value)))
+        return rng.choice(
+            (-value, value + 1, value - 1, value * 2, value * 1000, value / 2, [value], str(value))
+        )
     match rng.randrange(8):
         case 0:
             return f"{_MARK}{rng.randrange(len(RAW))}"
@@ -105,6 +170,15 @@ def _replaced(value: Any, rng: random.Random) -> Any:
         case 2:
             return {"a": value}
         case 3 if isinstance(value, str):
-            return rng.choice((value + value, value[:-1], value.upper(), f"{value}\ud800", value.swapcase(), value.replace("a", "(a+)+")))
+            return rng.choice(
+                (
+                    value + value,
+                    value[:-1],
+                    value.upper(),
+                    f"{value}\ud800",
+                    value.swapcase(),
+                    value.replace("a", "(a+)+"),
+                )
+            )
         case _:
             return copy.deepcopy(rng.choice(VALUES))

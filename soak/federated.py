@@ -1,4 +1,6 @@
-"""Fuzz what federated clients send and what a run has saved: the run goes on, its state stays as the honest clients make it."""
+"""Fuzz what federated clients send and what a run has saved: the run goes on, its state stays as
+the honest clients make it.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,28 @@ from regauge.federated.states import Absence, State, digest_of, layout_of, norm_
 from regauge.federated.validation import Limits
 from soak.harness import Counter, Outcome, mutants
 
-START: State = {"w": torch.linspace(-1, 1, 12).reshape(4, 3), "b": torch.zeros(3), "scale": torch.tensor(1.0)}
+START: State = {
+    "w": torch.linspace(-1, 1, 12).reshape(4, 3),
+    "b": torch.zeros(3),
+    "scale": torch.tensor(1.0),
+}
 DIGEST = digest_of(layout_of(START))
 CLIENTS, ROUNDS, HOSTILE = 5, 3, 2
 LIMITS = Limits(max_examples=100)
-STRATEGIES, RULES = ("fedavg", "fedprox", "fedadam"), ("mean", "median", "trimmed-mean", "clipped-mean")
-DTYPES = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64, torch.float8_e4m3fn)
+STRATEGIES, RULES = (
+    ("fedavg", "fedprox", "fedadam"),
+    ("mean", "median", "trimmed-mean", "clipped-mean"),
+)
+DTYPES = (
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+)
 ODD: tuple[Any, ...] = (
     None, True, -1, 0, 10**12, 10**400, 10**5000, 1.5, float("nan"), float("inf"), -float("inf"), 1e308, "", "x" * 10**6, "\x1b[2J\ud800", b"bytes",
     [], [1], {}, object(), torch.zeros(2), torch.tensor(3), np.zeros(3), np.int64(5), np.float32("nan"), lambda: 0,
@@ -47,7 +65,16 @@ def bent(tensors: State, rng: random.Random) -> Any:
         case 0:
             new = t.to(rng.choice(DTYPES))
         case 1:
-            new = rng.choice([t[None], torch.zeros(0), torch.zeros(7, 5), torch.zeros(()), t.flatten()[:1], t.expand(2, *t.shape)])
+            new = rng.choice(
+                [
+                    t[None],
+                    torch.zeros(0),
+                    torch.zeros(7, 5),
+                    torch.zeros(()),
+                    t.flatten()[:1],
+                    t.expand(2, *t.shape),
+                ]
+            )
         case 2:
             new = torch.full_like(t, rng.choice([float("nan"), float("inf"), -float("inf")]))
         case 3:
@@ -55,7 +82,9 @@ def bent(tensors: State, rng: random.Random) -> Any:
         case 4:
             return {**tensors, rng.choice(["", "w.", "../w", "\x1b[0m", "n" * 10**5, "state/w"]): t}
         case 5:
-            return rng.choice([{}, {name: t}, None, list(tensors.values()), {name: t.tolist()}, {5: t}, "tensors"])
+            return rng.choice(
+                [{}, {name: t}, None, list(tensors.values()), {name: t.tolist()}, {5: t}, "tensors"]
+            )
         case 6:
             new = rng.choice([t.to_sparse(), t.to("meta"), t.clone().requires_grad_()])
         case 7:
@@ -71,12 +100,20 @@ def fuzzed(c: Contribution, rng: random.Random) -> Any:
         return rng.choice([*ODD, Absence(c.client, "x" * 10**5)])
     for _ in range(rng.choice((1, 1, 2))):
         if rng.random() < 0.5:
-            whole = isinstance(c.tensors, dict) and c.tensors and all(isinstance(t, torch.Tensor) for t in c.tensors.values())
+            whole = (
+                isinstance(c.tensors, dict)
+                and c.tensors
+                and all(isinstance(t, torch.Tensor) for t in c.tensors.values())
+            )
             c = replace(c, tensors=bent(c.tensors, rng) if whole else rng.choice(ODD))
         else:
-            field = rng.choice(("client", "round", "layout", "examples", "steps", "batch", "rate", "loss", "kind"))
+            field = rng.choice(
+                ("client", "round", "layout", "examples", "steps", "batch", "rate", "loss", "kind")
+            )
             value = rng.choice((*ODD, 3, 100, "weights", DIGEST))
-            if field != "client" or not (type(value) is int and 0 <= value < CLIENTS):  # an engine knows which client an answer comes from
+            if field != "client" or not (
+                type(value) is int and 0 <= value < CLIENTS
+            ):  # an engine knows which client an answer comes from
                 c = replace(c, **{field: value})
     return c
 
@@ -87,7 +124,9 @@ class Fuzzed:
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
 
-    def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+    def ask(
+        self, number: int, clients: Sequence[int], state: State
+    ) -> Iterable[Contribution | Absence]:
         answers: list[Any] = [honest(c, number) for c in clients if c != HOSTILE]
         bad: list[Any] = []
         for _ in range(self.rng.choice((1, 1, 3))):
@@ -101,9 +140,17 @@ class Fuzzed:
 
 
 def went_on(seed: int) -> bool:
-    """A run with the fuzzer in it: all rounds are done, the honest count, and the state is where an honest fifth client could have moved it."""
+    """A run with the fuzzer in it: all rounds are done, the honest count, and the state is where an
+    honest fifth client could have moved it.
+    """
     rng = random.Random(seed)
-    settings = Settings(clients=CLIENTS, rounds=ROUNDS, strategy=rng.choice(STRATEGIES), proximal=0.1, aggregation=rng.choice(RULES))
+    settings = Settings(
+        clients=CLIENTS,
+        rounds=ROUNDS,
+        strategy=rng.choice(STRATEGIES),
+        proximal=0.1,
+        aggregation=rng.choice(RULES),
+    )
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) if seed % 10 == 0 else None
         found = run(Fuzzed(seed), START, settings, folder=folder, limits=LIMITS)
@@ -112,12 +159,19 @@ def went_on(seed: int) -> bool:
             assert again is not None
             json.dumps([r.absent for r in again.history])
     others = {c for c in range(CLIENTS) if c != HOSTILE}
-    complete = [r.number for r in found.history] == list(range(ROUNDS)) and all(others <= set(r.contributed) for r in found.history)
+    complete = [r.number for r in found.history] == list(range(ROUNDS)) and all(
+        others <= set(r.contributed) for r in found.history
+    )
     tensors = {**found.state, **found.memory.tensors}
-    sane = all(t.dtype == torch.float32 and bool(torch.isfinite(t).all()) and not t.requires_grad for t in tensors.values())
+    sane = all(
+        t.dtype == torch.float32 and bool(torch.isfinite(t).all()) and not t.requires_grad
+        for t in tensors.values()
+    )
     moved = norm_of({n: found.state[n] - t for n, t in START.items()})
     own = norm_of(honest(0, 0).tensors)
-    return complete and sane and moved <= ROUNDS * own * 4  # a factor of 5 in a weight of at most 100 / (100 + 4 x 50) for the mean
+    return (
+        complete and sane and moved <= ROUNDS * own * 4
+    )  # a factor of 5 in a weight of at most 100 / (100 + 4 x 50) for the mean
 
 
 def contributions(scale: float) -> Iterator[Outcome]:
@@ -145,24 +199,46 @@ def _replies(scale: float) -> Outcome:
     def trial(seed: int) -> bool:
         rng = random.Random(seed)
         content = flower.to_reply(honest(HOSTILE, 0))
-        odd: tuple[Any, ...] = (-1, 0, 10**12, 2**63 - 1, 1.5, float("nan"), float("inf"), [1, 2], [0.5])
+        odd: tuple[Any, ...] = (
+            -1,
+            0,
+            10**12,
+            2**63 - 1,
+            1.5,
+            float("nan"),
+            float("inf"),
+            [1, 2],
+            [0.5],
+        )
         match rng.randrange(4):
             case 0:
-                content["metrics"][rng.choice(["num-examples", "steps", "batch", "rate", "loss"])] = rng.choice(odd)
+                content["metrics"][
+                    rng.choice(["num-examples", "steps", "batch", "rate", "loss"])
+                ] = rng.choice(odd)
             case 1:
-                content["about"][rng.choice(["regauge", "client", "round", "layout", "kind", "refused"])] = rng.choice(
-                    (*odd, "x" * 10**5, b"x", True)
-                )
+                content["about"][
+                    rng.choice(["regauge", "client", "round", "layout", "kind", "refused"])
+                ] = rng.choice((*odd, "x" * 10**5, b"x", True))
             case 2:
                 data = next(mutants(good.data, seed, 1))
-                content["arrays"]["b"] = Array(rng.choice(["float32", "object", ""]), (3,), rng.choice(["numpy.ndarray", "x"]), data)
+                content["arrays"]["b"] = Array(
+                    rng.choice(["float32", "object", ""]),
+                    (3,),
+                    rng.choice(["numpy.ndarray", "x"]),
+                    data,
+                )
             case _:
                 key = rng.choice(["arrays", "metrics", "about"])
                 content[key] = rng.choice([MetricRecord({"a": 1}), ConfigRecord({"a": "b"})])
 
         class Once:
-            def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
-                return [*(honest(c, 0) for c in clients if c != HOSTILE), flower.from_reply(Message(content, reply_to=asked), HOSTILE)]
+            def ask(
+                self, number: int, clients: Sequence[int], state: State
+            ) -> Iterable[Contribution | Absence]:
+                return [
+                    *(honest(c, 0) for c in clients if c != HOSTILE),
+                    flower.from_reply(Message(content, reply_to=asked), HOSTILE),
+                ]
 
         found = run(Once(), START, Settings(clients=CLIENTS, rounds=1), limits=LIMITS)
         return len(found.history[0].contributed) >= CLIENTS - 1
@@ -187,7 +263,9 @@ def _folders(scale: float) -> Outcome:
             def read() -> bool:
                 state_store.begin(folder, settings, DIGEST, {})
                 found = state_store.load(folder)
-                return found is not None and all(bool(torch.isfinite(t).all()) for t in found.state.values())
+                return found is not None and all(
+                    bool(torch.isfinite(t).all()) for t in found.state.values()
+                )
 
             for data in mutants(good, seed=3, count=max(1, int(5_000 * scale)), focus=focus):
                 path.write_bytes(data)

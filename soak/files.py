@@ -1,6 +1,8 @@
-"""Mutated files of every kind that regauge reads: a typed error each time, or the result that the valid file gives; nothing is left behind.
+"""Mutated files of every kind that regauge reads: a typed error each time, or the result that the
+valid file gives; nothing is left behind.
 
-Half of the mutants change bytes (`harness.mutants`), half change values and keep the syntax (`documents`), where a kind has a syntax to keep.
+Half of the mutants change bytes (`harness.mutants`), half change values and keep the syntax
+(`documents`), where a kind has a syntax to keep.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Kind:
 
     Args:
         good: the valid bytes. Bytes are changed mostly within the first `focus` of them.
-        read: put bytes in the file's place and read it. Returns whether the result is right; raises a typed error for a file it rejects.
+        read: put bytes in the file's place and read it. Returns whether the result is right; raises
+        a typed error for a file it rejects.
         documents: mutants that keep the syntax, or None.
         folder: must hold the same names after a file was rejected as before.
     """
@@ -101,7 +104,22 @@ def _saved(folder: Path, name: str = "gpt2", half: bool = False) -> Path:
     return folder
 
 
-FAMILIES = ("gpt2", "llama", "mixtral", "gemma2", "qwen3", "bert", "distilbert", "deberta-v3", "vit", "dinov2", "bart", "t5", "swin", "clip")
+FAMILIES = (
+    "gpt2",
+    "llama",
+    "mixtral",
+    "gemma2",
+    "qwen3",
+    "bert",
+    "distilbert",
+    "deberta-v3",
+    "vit",
+    "dinov2",
+    "bart",
+    "t5",
+    "swin",
+    "clip",
+)
 
 
 def config(folder: Path) -> list[Kind]:
@@ -125,7 +143,9 @@ def config(folder: Path) -> list[Kind]:
 
 
 def loaded(folder: Path) -> list[Kind]:
-    """config.json as `verify` and `split` read it: the class is built and the weights are loaded."""
+    """config.json as `verify` and `split` read it: the class is built and the weights are
+    loaded.
+    """
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.models.load import load_empty, load_model
 
@@ -148,7 +168,13 @@ def discovered(folder: Path) -> list[Kind]:
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.models.resolve import spec_of
 
-    small = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 20, "vocab_size": 30}
+    small = {
+        "hidden_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "intermediate_size": 20,
+        "vocab_size": 30,
+    }
     model = GPTNeoXForCausalLM(GPTNeoXConfig(**small, max_position_embeddings=16))
     model.save_pretrained(folder / "model")
 
@@ -169,7 +195,10 @@ def weights(folder: Path) -> list[Kind]:
     def read() -> bool:
         opened = open_checkpoint(saved)
         check(spec_of(opened), opened.entries)
-        return all(tuple(opened[n].shape) == e.shape == opened.bits[n].shape for n, e in opened.entries.items())
+        return all(
+            tuple(opened[n].shape) == e.shape == opened.bits[n].shape
+            for n, e in opened.entries.items()
+        )
 
     return [_tensors(saved / "model.safetensors", read)]
 
@@ -248,7 +277,9 @@ def sealed(folder: Path) -> list[Kind]:
 
 
 def element(folder: Path) -> list[Kind]:
-    """An element file. An accepted one has an inverse: applied both ways, it gives the state back."""
+    """An element file. An accepted one has an inverse: applied both ways, it gives the state
+    back.
+    """
     import torch
 
     from regauge.checkpoints.element_files import load_element, save_element
@@ -273,15 +304,21 @@ def element(folder: Path) -> list[Kind]:
 
 
 def spec_file(folder: Path) -> list[Kind]:
-    """A spec file (TOML). An accepted one can be written and read again, and names of any length are matched at once."""
+    """A spec file (TOML). An accepted one can be written and read again, and names of any length
+    are matched at once.
+    """
     from regauge.checkpoints.spec_files import dump_spec, load_spec, parse_spec
     from support.picos import build, spec_of
 
     example = (
-        'regauge = 1\nfamily = "own"\nrepeat = { i = 3 }\nbuffers = ["mask\\\\.\\\\d+", ".*(a|b)?\\\\.ids"]\nnotes = ["a note"]\n'
-        '[spaces]\nstream = { size = 12, group = "permutation", folded = "orthogonal-ones" }\n"ffn.{i}" = { size = 8, group = "monomial+" }\n'
-        '[tensors.embed]\n"pos" = "_ _ stream"\n[tensors.backbone]\n"n.{i}.weight" = "|stream|"\n"up.{i}.weight" = "ffn.{i} stream*"\n'
-        '[outputs]\nlogits = "_ _"\n[[norms]]\ngain = "n.{i}.weight"\nreaders = [["up.{i}.weight"]]\n[fixed]\n[config]\na = 1\n'
+        'regauge = 1\nfamily = "own"\nrepeat = { i = 3 }\nbuffers = ["mask\\\\.\\\\d+", '
+        '".*(a|b)?\\\\.ids"]\nnotes = ["a note"]\n'
+        '[spaces]\nstream = { size = 12, group = "permutation", folded = "orthogonal-ones" '
+        '}\n"ffn.{i}" = { size = 8, group = "monomial+" }\n'
+        '[tensors.embed]\n"pos" = "_ _ stream"\n[tensors.backbone]\n"n.{i}.weight" = '
+        '"|stream|"\n"up.{i}.weight" = "ffn.{i} stream*"\n'
+        '[outputs]\nlogits = "_ _"\n[[norms]]\ngain = "n.{i}.weight"\nreaders = '
+        '[["up.{i}.weight"]]\n[fixed]\n[config]\na = 1\n'
     )
     path = folder / "spec.toml"
 
@@ -291,15 +328,22 @@ def spec_file(folder: Path) -> list[Kind]:
         return parse_spec(dump_spec(spec)) == spec
 
     texts = (example, dump_spec(spec_of(build("mixtral"))))
-    return [Kind(text.encode(), partial(_placed, path, read), partial(_tomls, tomllib.loads(text))) for text in texts]
+    return [
+        Kind(text.encode(), partial(_placed, path, read), partial(_tomls, tomllib.loads(text)))
+        for text in texts
+    ]
 
 
 def _tomls(document: dict[str, Any], seed: int, count: int) -> Iterator[bytes]:
-    return (to_toml(one) if isinstance(one, dict) else b"" for one in mutated(document, seed, count))
+    return (
+        to_toml(one) if isinstance(one, dict) else b"" for one in mutated(document, seed, count)
+    )
 
 
 def adapter(folder: Path, what: str) -> list[Kind]:
-    """A LoRA adapter (adapter_config.json or adapter_model.safetensors), added to its model and moved."""
+    """A LoRA adapter (adapter_config.json or adapter_model.safetensors), added to its model and
+    moved.
+    """
     from safetensors.torch import save_file
 
     from regauge.checkpoints.adapted import open_adapted
@@ -313,10 +357,29 @@ def adapter(folder: Path, what: str) -> list[Kind]:
         model, place = build(name), folder / name
         _saved(place / "model", name)
         (place / "adapter").mkdir()
-        save_file(saved(adapted(model, *CASES[name], **options)), place / "adapter" / "adapter_model.safetensors")
-        patterns = {"h.0.attn.c_attn": 4, r"^transformer\.h\.[12]\.mlp\.(c_fc|c_proj)": 8, ".*q_proj": 2}
-        said = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "fan_in_fan_out": name == "gpt2", "alpha_pattern": patterns}
-        said |= {"use_rslora": False, "rank_pattern": {}, "target_modules": ".*(q|v)_proj", "layers_pattern": None, "bias": "none"}
+        save_file(
+            saved(adapted(model, *CASES[name], **options)),
+            place / "adapter" / "adapter_model.safetensors",
+        )
+        patterns = {
+            "h.0.attn.c_attn": 4,
+            r"^transformer\.h\.[12]\.mlp\.(c_fc|c_proj)": 8,
+            ".*q_proj": 2,
+        }
+        said = {
+            "peft_type": "LORA",
+            "r": RANK,
+            "lora_alpha": ALPHA,
+            "fan_in_fan_out": name == "gpt2",
+            "alpha_pattern": patterns,
+        }
+        said |= {
+            "use_rslora": False,
+            "rank_pattern": {},
+            "target_modules": ".*(q|v)_proj",
+            "layers_pattern": None,
+            "bias": "none",
+        }
         (place / "adapter" / "adapter_config.json").write_text(json.dumps(said))
         g = drawn(spec_of(model), 3, within="permutation")
 
@@ -324,7 +387,11 @@ def adapter(folder: Path, what: str) -> list[Kind]:
             found = open_adapted(f"{place / 'model'}+{place / 'adapter'}")
             whole = all(tuple(found[n].shape) == e.shape for n, e in found.entries.items())
             moved, h = moving_adapter(str(place / "adapter"), g)
-            return whole and {n: make() for n, make in moved.thunks(h).items()}.keys() == moved.checkpoint.entries.keys()
+            return (
+                whole
+                and {n: make() for n, make in moved.thunks(h).items()}.keys()
+                == moved.checkpoint.entries.keys()
+            )
 
         path = place / "adapter" / what
         kinds.append(_json(path, read) if what.endswith(".json") else _tensors(path, read))
@@ -337,21 +404,45 @@ RECIPES = (
         "base_model": "A",
         "models": [
             {"model": "A", "parameters": {"weight": [0, 0.5, 1], "density": 0.5}},
-            {"model": "B", "parameters": {"weight": [{"filter": "mlp", "value": [0.5, 1]}, {"value": 0}]}},
+            {
+                "model": "B",
+                "parameters": {"weight": [{"filter": "mlp", "value": [0.5, 1]}, {"value": 0}]},
+            },
         ],
         "parameters": {"normalize": True, "int8_mask": False},
         "dtype": "float32",
         "out_dtype": "bfloat16",
-        "align": {"spaces": ["ffn.*"], "layers": [0, 1], "group": "permutation", "sweeps": 2, "nearest": False},
+        "align": {
+            "spaces": ["ffn.*"],
+            "layers": [0, 1],
+            "group": "permutation",
+            "sweeps": 2,
+            "nearest": False,
+        },
         "tokenizer": {"source": "union", "pad_to_multiple_of": 8},
-        "data": {"uri": "dev.tsv", "samples": 256, "fields": {"text": "sentence"}, "mean": [0.5], "std": 0.5, "labels": True},
+        "data": {
+            "uri": "dev.tsv",
+            "samples": 256,
+            "fields": {"text": "sentence"},
+            "mean": [0.5],
+            "std": 0.5,
+            "labels": True,
+        },
     },
     {
         "merge_method": "passthrough",
-        "slices": [{"sources": [{"model": "A", "layer_range": [0, 1]}]}, {"sources": [{"model": "B", "layer_range": [0, 2]}]}],
+        "slices": [
+            {"sources": [{"model": "A", "layer_range": [0, 1]}]},
+            {"sources": [{"model": "B", "layer_range": [0, 2]}]},
+        ],
         "dtype": "float16",
     },
-    {"merge_method": "slerp", "base_model": "A", "models": [{"model": "A"}, {"model": "B"}], "parameters": {"t": 0.3}},
+    {
+        "merge_method": "slerp",
+        "base_model": "A",
+        "models": [{"model": "A"}, {"model": "B"}],
+        "parameters": {"t": 0.3},
+    },
 )
 
 
@@ -374,15 +465,29 @@ def recipe(folder: Path) -> list[Kind]:
 
     kinds = []
     for document in RECIPES:
-        text = json.dumps(document).replace('"A"', json.dumps(models[0])).replace('"B"', json.dumps(models[1]))
+        text = (
+            json.dumps(document)
+            .replace('"A"', json.dumps(models[0]))
+            .replace('"B"', json.dumps(models[1]))
+        )
         good = yaml.safe_dump(json.loads(text), sort_keys=False).encode()
-        kinds.append(Kind(good, partial(_placed, path, read), partial(json_mutants, json.loads(text))))
+        kinds.append(
+            Kind(good, partial(_placed, path, read), partial(json_mutants, json.loads(text)))
+        )
     return kinds
 
 
 def results(folder: Path) -> list[Kind]:
     """A results file, read and drawn as a page."""
-    from regauge.results.findings import Figure, Finding, Results, Table, from_json, load_results, to_json
+    from regauge.results.findings import (
+        Figure,
+        Finding,
+        Results,
+        Table,
+        from_json,
+        load_results,
+        to_json,
+    )
     from regauge.results.report import page
 
     images = [{"label": "a", "images": [[[0.0, 1.0], [0.5, 0.2]]]}]
@@ -414,14 +519,32 @@ def results(folder: Path) -> list[Kind]:
     for name, data in figures.items():
         found = Results(
             "a title",
-            (Finding("a/b", "it holds", True, 1e-9, 1e-6, 1.0, "yes", "here", "relative error", "h.0", 0.1, 3), Finding("c", "not", None)),
+            (
+                Finding(
+                    "a/b",
+                    "it holds",
+                    True,
+                    1e-9,
+                    1e-6,
+                    1.0,
+                    "yes",
+                    "here",
+                    "relative error",
+                    "h.0",
+                    0.1,
+                    3,
+                ),
+                Finding("c", "not", None),
+            ),
             (Table("t", ("a", "b"), (("x", 1.5), (None, True)), "note"),),
             (Figure("f", name, data, "caption"),),
             {"command": ["regauge", "verify"], "seed": 1, "nested": {"a": [1, 2]}},
             ("left out",),
         )
         text = to_json(found).encode()
-        kinds.append(Kind(text, partial(_placed, path, read), partial(json_mutants, json.loads(text))))
+        kinds.append(
+            Kind(text, partial(_placed, path, read), partial(json_mutants, json.loads(text)))
+        )
     return kinds
 
 
@@ -455,7 +578,11 @@ def journal(folder: Path) -> list[Kind]:
     from regauge.split.client.journal import Folder
 
     Folder(folder / "journal")
-    return [_json(folder / "journal" / "session.json", lambda: len(Folder(folder / "journal").session) > 0)]
+    return [
+        _json(
+            folder / "journal" / "session.json", lambda: len(Folder(folder / "journal").session) > 0
+        )
+    ]
 
 
 def federated(folder: Path) -> list[Kind]:
@@ -492,7 +619,9 @@ def tokenizer(folder: Path) -> list[Kind]:
     made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[MASK]"])
-    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
     path = folder / "tokenizer.json"
     made.save(str(path))
 
@@ -519,7 +648,11 @@ def pickled(folder: Path) -> list[Kind]:
 
         def read(path: Path = path) -> bool:
             found = open_pickles(path)
-            return all(t.cpu() is not None and t.numel() >= 0 for tensors in found.files.values() for t in tensors.values())
+            return all(
+                t.cpu() is not None and t.numel() >= 0
+                for tensors in found.files.values()
+                for t in tensors.values()
+            )
 
         kinds.append(Kind(path.read_bytes(), partial(_placed, path, read), focus=4000))
     return kinds
@@ -542,17 +675,26 @@ def data(folder: Path, ending: str) -> list[Kind]:
             import pyarrow.parquet as pq
 
             pictures = [{"bytes": _png(one), "path": None} for one in images]
-            pq.write_table(pa.table({"text": ["a", "b", "c", "d"], "label": [0, 1, 0, 1], "image": pictures}), path)
+            pq.write_table(
+                pa.table({"text": ["a", "b", "c", "d"], "label": [0, 1, 0, 1], "image": pictures}),
+                path,
+            )
         case ".jsonl":
             rows = [{"text": f"row {i}", "label": i, "more": [i]} for i in range(4)]
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
             documents = partial(_lines, rows)
         case _:
-            path.write_text("text\tlabel\na film\t1\nanother\t0\n".replace("\t", "," if ending == ".csv" else "\t"))
+            path.write_text(
+                "text\tlabel\na film\t1\nanother\t0\n".replace(
+                    "\t", "," if ending == ".csv" else "\t"
+                )
+            )
 
     def read() -> bool:
         found = open_data(path)
-        return all(len(found[field]) == len(found) and found[field][0] is not None for field in found)
+        return all(
+            len(found[field]) == len(found) and found[field][0] is not None for field in found
+        )
 
     return [Kind(path.read_bytes(), partial(_placed, path, read), documents)]
 
@@ -644,11 +786,17 @@ def fuzz(name: str, count: int, seed: int = 1) -> Outcome:
 
 
 def _resident(field: str = "VmRSS") -> float:
-    """Return the resident memory now (and start a new peak), or its peak, in MB. 0 where the system does not say."""
+    """Return the resident memory now (and start a new peak), or its peak, in MB. 0 where the system
+    does not say.
+    """
     try:
         if field == "VmRSS":
             Path("/proc/self/clear_refs").write_text("5")
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+        line = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith(field)
+        )
     except (OSError, StopIteration):
         return 0.0
     return int(line.split()[1]) / 1024
@@ -663,4 +811,6 @@ def files(scale: float) -> Iterator[Outcome]:
             for name in KINDS:
                 yield fuzz(name, max(5, round(MUTANTS * scale * SLOW.get(name, 1.0))))
         finally:
-            os.environ.pop("REGAUGE_CACHE") if before is None else os.environ.update(REGAUGE_CACHE=before)
+            os.environ.pop("REGAUGE_CACHE") if before is None else os.environ.update(
+                REGAUGE_CACHE=before
+            )

@@ -1,4 +1,6 @@
-"""Hostile model folders: code, Auto classes and pickles in models, tokenizers, processors and timm configs, with "y" on standard input."""
+"""Hostile model folders: code, Auto classes and pickles in models, tokenizers, processors and timm
+configs, with "y" on standard input.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,25 @@ ON_MODELS = {
     "match": ["match", "MODEL", "MODEL", *DIGITS, "-o", "OUT"],
 }
 ON_TOKENIZERS = {
-    "split predict": ["split", "predict", "TEXT", "--data", "BOOK", "--tokenizer", "MODEL", *SERVER],
+    "split predict": [
+        "split",
+        "predict",
+        "TEXT",
+        "--data",
+        "BOOK",
+        "--tokenizer",
+        "MODEL",
+        *SERVER,
+    ],
     "barrier": ["barrier", "TEXT", "TEXT", "--data", "BOOK", "--tokenizer", "MODEL"],
     "match": ["match", "TEXT", "TEXT", "--data", "BOOK", "--tokenizer", "MODEL", "-o", "OUT"],
 }
 
 
 def hostile_folders(scale: float) -> Iterator[Outcome]:
-    """Run commands as processes on every kind of hostile folder. A marker that exists, or an answer that was read, is `lost`."""
+    """Run commands as processes on every kind of hostile folder. A marker that exists, or an answer
+    that was read, is `lost`.
+    """
     import support.federations as federations
     import support.hostile_folders as hostile
     import support.picos as picos
@@ -48,13 +61,30 @@ def hostile_folders(scale: float) -> Iterator[Outcome]:
         (root / "book.txt").write_text("a b c d " * 50)
         trials = [(kind, build, ON_MODELS) for kind, build in hostile.MODELS.items()]
         trials += [(kind, build, ON_TOKENIZERS) for kind, build in hostile.TOKENIZERS.items()]
-        trials.append(("unused_code", hostile.unused_code, {"verify": ON_MODELS["verify"], "inspect": ON_MODELS["inspect"]}))
-        runs = [(kind, build, command) for kind, build, commands in trials for command in commands.values()]
-        for kind, build, command in runs[:: max(1, round(1 / max(scale, 1e-9)))] if scale < 1 else runs:
+        trials.append(
+            (
+                "unused_code",
+                hostile.unused_code,
+                {"verify": ON_MODELS["verify"], "inspect": ON_MODELS["inspect"]},
+            )
+        )
+        runs = [
+            (kind, build, command)
+            for kind, build, commands in trials
+            for command in commands.values()
+        ]
+        for kind, build, command in (
+            runs[:: max(1, round(1 / max(scale, 1e-9)))] if scale < 1 else runs
+        ):
             where = root / "trial"
             shutil.copytree(root / "good", where / "MODEL")
             build(where / "MODEL", where / "marker")
-            places = {"MODEL": where / "MODEL", "OUT": where / "OUT", "TEXT": root / "TEXT", "BOOK": root / "book.txt"}
+            places = {
+                "MODEL": where / "MODEL",
+                "OUT": where / "OUT",
+                "TEXT": root / "TEXT",
+                "BOOK": root / "book.txt",
+            }
             _trial(count, kind, [str(places.get(a, a)) for a in command], where)
             shutil.rmtree(where)
     yield count.outcome()
@@ -78,7 +108,10 @@ def _trial(count: Counter, kind: str, command: list[str], where: Path) -> None:
             count.add("hangs", f"{kind}: {' '.join(command)}")
             return
         read = os.lseek(answers.fileno(), 0, os.SEEK_CUR)
-    note = f"{kind}: {' '.join(command[:2])}: exit {done.returncode} after {time.monotonic() - start:.1f} s, {done.stderr[-200:]!r}"
+    note = (
+        f"{kind}: {' '.join(command[:2])}: exit {done.returncode} after "
+        f"{time.monotonic() - start:.1f} s, {done.stderr[-200:]!r}"
+    )
     if (where / "marker").exists() or read or (where / "OUT").exists():
         count.add("lost", note)
     elif "Traceback" in done.stderr or done.returncode not in (0, 1):
@@ -86,5 +119,7 @@ def _trial(count: Counter, kind: str, command: list[str], where: Path) -> None:
     else:
         count.add(
             "accepted" if done.returncode == 0 else "rejected",
-            None if (done.returncode == 0) == (kind == "unused_code") or "inspect" in command else note,
+            None
+            if (done.returncode == 0) == (kind == "unused_code") or "inspect" in command
+            else note,
         )

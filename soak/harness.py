@@ -1,4 +1,6 @@
-"""Count what mutated input does to regauge, and measure the peak memory of a process that handles a bomb."""
+"""Count what mutated input does to regauge, and measure the peak memory of a process that handles a
+bomb.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ MEMORY_FACTOR = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts of one scenario. `peak_mb` is the largest growth over the process's idle memory, `budget_mb` what the scenario declares."""
+    """Counts of one scenario. `peak_mb` is the largest growth over the process's idle memory,
+    `budget_mb` what the scenario declares.
+    """
 
     name: str
     trials: int = 0
@@ -39,7 +43,11 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        within = self.peak_mb is None or self.budget_mb is None or self.peak_mb <= MEMORY_FACTOR * self.budget_mb
+        within = (
+            self.peak_mb is None
+            or self.budget_mb is None
+            or self.peak_mb <= MEMORY_FACTOR * self.budget_mb
+        )
         return self.trials > 0 and not (self.untyped or self.hangs or self.lost) and within
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,7 +55,9 @@ class Outcome:
 
 
 class HangError(BaseException):
-    """Raised by the alarm. Not an `Exception`, so that no handler of the code under test swallows it."""
+    """Raised by the alarm. Not an `Exception`, so that no handler of the code under test swallows
+    it.
+    """
 
 
 @dataclass
@@ -71,7 +81,9 @@ class Counter:
         self._outcome, self._start = Outcome(self.name), time.monotonic()
 
     def trial(self, run: Callable[[], bool], data: bytes = b"") -> None:
-        """Run one trial on the main thread. `run` returns whether the result is right, or raises a typed error."""
+        """Run one trial on the main thread. `run` returns whether the result is right, or raises a
+        typed error.
+        """
 
         def stop(number: int, frame: FrameType | None) -> None:
             raise HangError
@@ -88,7 +100,11 @@ class Counter:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of a library in Rust is no Exception
-            kind, what, place = "untyped", f"{type(error).__name__}: {str(error)[:200]}", _place(error)
+            kind, what, place = (
+                "untyped",
+                f"{type(error).__name__}: {str(error)[:200]}",
+                _place(error),
+            )
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
@@ -106,7 +122,9 @@ class Counter:
         self._outcome = replace(o, trials=o.trials + 1, notes=notes, **{kind: getattr(o, kind) + 1})
 
     def peak(self, mb: float, budget_mb: float) -> None:
-        """Record the peak memory of a trial; the largest ratio to its budget is what is reported."""
+        """Record the peak memory of a trial; the largest ratio to its budget is what is
+        reported.
+        """
         o = self._outcome
         if o.peak_mb is None or o.budget_mb is None or mb / budget_mb > o.peak_mb / o.budget_mb:
             self._outcome = replace(o, peak_mb=mb, budget_mb=budget_mb)
@@ -143,12 +161,16 @@ WORDS = (
 
 
 def mutants(good: bytes, seed: int, count: int, focus: int | None = None) -> Iterator[bytes]:
-    """Flip bits, change bytes, cut, double, swap and fill stretches, insert words; mostly within the first `focus` bytes."""
+    """Flip bits, change bytes, cut, double, swap and fill stretches, insert words; mostly within
+    the first `focus` bytes.
+    """
     rng = random.Random(seed)
     for _ in range(count):
         data = bytearray(good)
         for _ in range(rng.choice((1, 1, 1, 2, 5))):
-            top = max(1, len(data) if focus is None or rng.random() < 0.3 else min(focus, len(data)))
+            top = max(
+                1, len(data) if focus is None or rng.random() < 0.3 else min(focus, len(data))
+            )
             at, n = rng.randrange(top), rng.randrange(1, 9)
             match rng.randrange(7):
                 case 0 if data:
@@ -165,13 +187,18 @@ def mutants(good: bytes, seed: int, count: int, focus: int | None = None) -> Ite
                     del data[at:]
                 case 6:
                     other = rng.randrange(top)
-                    data[at : at + n], data[other : other + n] = data[other : other + n], data[at : at + n]
+                    data[at : at + n], data[other : other + n] = (
+                        data[other : other + n],
+                        data[at : at + n],
+                    )
         yield bytes(data)
 
 
 @dataclass(frozen=True)
 class ChildRun:
-    """What a child process did: its exit code, seconds, peak resident memory and output. `code` is None if it was stopped."""
+    """What a child process did: its exit code, seconds, peak resident memory and output. `code` is
+    None if it was stopped.
+    """
 
     code: int | None
     seconds: float
@@ -180,7 +207,8 @@ class ChildRun:
     stderr: str
 
 
-# A parent that has loaded torch passes its own resident set on to a forked child's ru_maxrss, so a small process in between does the waiting.
+# A parent that has loaded torch passes its own resident set on to a forked child's ru_maxrss, so a
+# small process in between does the waiting.
 _WAITER = """
 import json, resource, subprocess, sys
 command, out, err, seconds = json.loads(sys.argv[1])
@@ -194,11 +222,20 @@ print(json.dumps([code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss /
 
 
 def run_child(command: Sequence[str], folder: Path, seconds: float = 60) -> ChildRun:
-    """Run a command with no standard input and measure its peak resident memory (Linux: ru_maxrss in kB)."""
+    """Run a command with no standard input and measure its peak resident memory (Linux: ru_maxrss
+    in kB).
+    """
     out, err = folder / ".soak-stdout", folder / ".soak-stderr"
     start = time.monotonic()
-    waiter = [sys.executable, "-c", _WAITER, json.dumps([list(command), str(out), str(err), seconds])]
-    code, peak = json.loads(subprocess.run(waiter, capture_output=True, text=True, check=True).stdout)
+    waiter = [
+        sys.executable,
+        "-c",
+        _WAITER,
+        json.dumps([list(command), str(out), str(err), seconds]),
+    ]
+    code, peak = json.loads(
+        subprocess.run(waiter, capture_output=True, text=True, check=True).stdout
+    )
     texts = [path.read_text(errors="replace") for path in (out, err)]
     for path in (out, err):
         path.unlink()
@@ -208,11 +245,19 @@ def run_child(command: Sequence[str], folder: Path, seconds: float = 60) -> Chil
 def table(outcomes: Sequence[Outcome]) -> str:
     """The table that is printed and quoted in SECURITY.md."""
     lines = [
-        "| scenario | trials | rejected | accepted | untyped | hangs | lost | peak / budget (MB) | seconds | |",
+        (
+            "| scenario | trials | rejected | accepted | untyped | hangs | lost | peak / budget "
+            "(MB) | seconds | |"
+        ),
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for o in outcomes:
         memory = "" if o.peak_mb is None else f"{o.peak_mb:,.0f} / {o.budget_mb:,.0f}"
-        counts = " | ".join(f"{n:,}" for n in (o.trials, o.rejected, o.accepted, o.untyped, o.hangs, o.lost))
-        lines.append(f"| {o.name} | {counts} | {memory} | {o.seconds:,.0f} | {'ok' if o.passed else 'FAILED'} |")
+        counts = " | ".join(
+            f"{n:,}" for n in (o.trials, o.rejected, o.accepted, o.untyped, o.hangs, o.lost)
+        )
+        lines.append(
+            f"| {o.name} | {counts} | {memory} | {o.seconds:,.0f} | "
+            f"{'ok' if o.passed else 'FAILED'} |"
+        )
     return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""Kill commands that write at random moments, and rewrite their input while they read: the output is whole and right, or absent."""
+"""Kill commands that write at random moments, and rewrite their input while they read: the output
+is whole and right, or absent.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ CONFIG = {**LLAMA, "hidden_size": 128, "intermediate_size": 512, "vocab_size": 4
 def _digests(path: Path) -> dict[str, str]:
     """The SHA-256 of a file, or of every file of a folder."""
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
-    return {p.relative_to(path).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+    return {
+        p.relative_to(path).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files
+    }
 
 
 def _inputs(top: Path) -> dict[str, list[str]]:
@@ -56,7 +60,9 @@ def _inputs(top: Path) -> dict[str, list[str]]:
 
 
 def kills(scale: float) -> Iterator[Outcome]:
-    """kill -9 at random moments of each command: nothing under the output's name or all of it, the inputs as they were, and a second run succeeds."""
+    """kill -9 at random moments of each command: nothing under the output's name or all of it, the
+    inputs as they were, and a second run succeeds.
+    """
     rng = random.Random(1)
     with tempfile.TemporaryDirectory() as temporary:
         top = Path(temporary)
@@ -70,16 +76,23 @@ def kills(scale: float) -> Iterator[Outcome]:
             seconds, expected = time.monotonic() - start, _digests(out)
             _remove(out)
             for _ in range(max(2, round(50 * scale))):
-                process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                process = subprocess.Popen(
+                    command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
                 time.sleep(rng.uniform(0.3, 1.05) * seconds)
                 process.kill()
                 process.wait()
                 whole = not os.path.lexists(out) or _is_right(name, out, expected)
                 _remove(out)
-                ended = subprocess.run(command, capture_output=True, text=True, timeout=10 * HANG_SECONDS)
+                ended = subprocess.run(
+                    command, capture_output=True, text=True, timeout=10 * HANG_SECONDS
+                )
                 again = ended.returncode == 0 and _is_right(name, out, expected)
                 kept = all(_digests(top / n) == digests for n, digests in before.items())
-                count.add("accepted" if whole and again and kept else "lost", None if whole and again and kept else f"{name}: {ended.stderr[-300:]}")
+                count.add(
+                    "accepted" if whole and again and kept else "lost",
+                    None if whole and again and kept else f"{name}: {ended.stderr[-300:]}",
+                )
                 _remove(out)
             yield count.outcome()
 
@@ -100,7 +113,9 @@ def _remove(out: Path) -> None:
 
 
 def rewrites(scale: float) -> Iterator[Outcome]:
-    """Rewrite the locked weights in place, back and forth, while `unlock` checks and reads them: the plain weights bit for bit, or a typed error."""
+    """Rewrite the locked weights in place, back and forth, while `unlock` checks and reads them:
+    the plain weights bit for bit, or a typed error.
+    """
     for group in ("signed", "rotation"):
         count = Counter(f"rewrite during unlock ({group})")
         with tempfile.TemporaryDirectory() as temporary:

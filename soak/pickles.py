@@ -1,4 +1,6 @@
-"""Pickled checkpoints for `convert`: bombs with their peak memory, honest large files, and 10,000 mutants beside `torch.load`."""
+"""Pickled checkpoints for `convert`: bombs with their peak memory, honest large files, and 10,000
+mutants beside `torch.load`.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +40,32 @@ def convert_bombs(scale: float) -> Iterator[Outcome]:
             path.write_bytes(build())
             run = run_child(_convert(path, out), folder)
             typed = run.code == 1 and "hint: " in run.stderr and "Traceback" not in run.stderr
-            kind = "hangs" if run.code is None or run.seconds > 10 else "lost" if out.exists() else "rejected" if typed else "untyped"
-            count.add(kind, None if kind == "rejected" else f"{what}: {run.code} {run.stderr[-300:]}")
+            kind = (
+                "hangs"
+                if run.code is None or run.seconds > 10
+                else "lost"
+                if out.exists()
+                else "rejected"
+                if typed
+                else "untyped"
+            )
+            count.add(
+                kind, None if kind == "rejected" else f"{what}: {run.code} {run.stderr[-300:]}"
+            )
             count.peak(max(0.0, run.peak_mb - idle), SPARE_MB + path.stat().st_size / 1e6)
         yield count.outcome()
         for old in (False, True):
-            state = {f"w{i}": torch.randn(10_000, max(1, int(2_000 * scale)), dtype=torch.float32).bfloat16() for i in range(20)}
+            state = {
+                f"w{i}": torch.randn(
+                    10_000, max(1, int(2_000 * scale)), dtype=torch.float32
+                ).bfloat16()
+                for i in range(20)
+            }
             torch.save(state, path, _use_new_zipfile_serialization=not old)
             run = run_child(_convert(path, out), folder, seconds=600)
-            right = run.code == 0 and all(torch.equal(open_checkpoint(out)[n], t) for n, t in state.items())
+            right = run.code == 0 and all(
+                torch.equal(open_checkpoint(out)[n], t) for n, t in state.items()
+            )
             large.add("accepted" if right else "lost", None if right else run.stderr[-300:])
             large.peak(max(0.0, run.peak_mb - idle), SPARE_MB + path.stat().st_size / 1e6)
             for written in out.iterdir():
@@ -59,12 +78,22 @@ def _sources() -> dict[str, tuple[bytes, Callable[[bytes], bytes] | None]]:
     """Honest files, and for pickles alone what packs them into a file again."""
     torch.manual_seed(0)
     shared = torch.randn(4, 3)
-    state = {"a": shared, "tied": shared, "t": shared.T, "h": torch.randn(5).bfloat16(), "n": torch.arange(4), "p": torch.nn.Parameter(torch.ones(2))}
+    state = {
+        "a": shared,
+        "tied": shared,
+        "t": shared.T,
+        "h": torch.randn(5).bfloat16(),
+        "n": torch.arange(4),
+        "p": torch.nn.Parameter(torch.ones(2)),
+    }
     plain, wrapped, old, deflated = io.BytesIO(), io.BytesIO(), io.BytesIO(), io.BytesIO()
     torch.save(state, plain)
     torch.save({"state_dict": state, "epoch": 3, "log": [1.5, None, {"x": (1, 2)}]}, wrapped)
     torch.save(state, old, _use_new_zipfile_serialization=False)
-    with zipfile.ZipFile(io.BytesIO(plain.getvalue())) as source, zipfile.ZipFile(deflated, "w", zipfile.ZIP_DEFLATED) as target:
+    with (
+        zipfile.ZipFile(io.BytesIO(plain.getvalue())) as source,
+        zipfile.ZipFile(deflated, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
         entries = {info.filename: source.read(info) for info in source.infolist()}
         for name, raw in entries.items():
             target.writestr(name, raw)
@@ -89,8 +118,8 @@ def _sources() -> dict[str, tuple[bytes, Callable[[bytes], bytes] | None]]:
 def pickle_mutants(scale: float) -> Iterator[Outcome]:
     """Open 10,000 mutants.
 
-    What is accepted of a file with checksums must be what was saved; of other files, what `torch.load`
-    reads, where that reads it.
+    What is accepted of a file with checksums must be what was saved; of other files, what
+    `torch.load` reads, where that reads it.
     """
     sources = _sources()
     for number, (name, (good, pack)) in enumerate(sources.items()):
@@ -98,7 +127,9 @@ def pickle_mutants(scale: float) -> Iterator[Outcome]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / name
             for data in mutants(good, number, max(1, round(10_000 * scale / len(sources)))):
-                raw, saved = (pack(data), None) if pack else (data, None if name == "x.bin" else good)
+                raw, saved = (
+                    (pack(data), None) if pack else (data, None if name == "x.bin" else good)
+                )
                 count.trial(lambda path=path, raw=raw, saved=saved: _agrees(path, raw, saved), data)
         yield count.outcome()
 
@@ -111,7 +142,9 @@ def _agrees(path: Path, raw: bytes, saved: bytes | None) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loaded: Any = torch.load(io.BytesIO(saved or raw), weights_only=True, map_location="cpu")
+            loaded: Any = torch.load(
+                io.BytesIO(saved or raw), weights_only=True, map_location="cpu"
+            )
     except Exception:  # torch reads less than regauge does, or a name that both ignore is damaged
         return True
     for wrapper in ("state_dict", "model_state_dict", "model", "module", "params"):

@@ -24,8 +24,9 @@ OPTIONS = OptimizerConfig("adamw", 1e-2, accumulate=2)
 def server_checkpoints(scale: float) -> Iterator[Outcome]:
     """Start servers from damaged checkpoints: all that differ from the good one must be rejected.
 
-    Bytes are mutated with the checksum in place, and with it removed, as in files of older versions.
-    There, damage to a tensor's numbers cannot be found; the server must still start sound or not.
+    Bytes are mutated with the checksum in place, and with it removed, as in files of older
+    versions. There, damage to a tensor's numbers cannot be found; the server must still start sound
+    or not.
     """
     from support.split_pairs import made
 
@@ -86,7 +87,9 @@ def server_kills(scale: float) -> Iterator[Outcome]:
                 for step in range(STEPS):
                     client.pipe.send(step + 1)
                     if rng.random() < 0.4:
-                        client.pipe.poll(rng.uniform(0.0, 0.15))  # somewhere in the step, or after it
+                        client.pipe.poll(
+                            rng.uniform(0.0, 0.15)
+                        )  # somewhere in the step, or after it
                         server.kill()
                         server = splitprocs.server(port, folder, every=1)
                 client.said("end")
@@ -128,9 +131,14 @@ def _edit(rng: random.Random, tensors: dict[str, torch.Tensor], metadata: dict[s
     changes: dict[str, Callable[[], Any]] = {
         "drop": lambda: tensors.pop(key),
         "rename": lambda: tensors.update({f"{key}{rng.choice('/x')}": tensors.pop(key)}),
-        "cast": lambda: tensors.update({key: tensor.to(rng.choice([torch.float16, torch.float32, torch.int64, torch.bool]))}),
+        "cast": lambda: tensors.update(
+            {key: tensor.to(rng.choice([torch.float16, torch.float32, torch.int64, torch.bool]))}
+        ),
         "shape": lambda: tensors.update({key: tensor.reshape(-1)[: rng.randrange(3)].clone()}),
-        "fill": lambda: tensor.is_floating_point() and tensor.fill_(rng.choice([float("nan"), float("inf"), -1.0, 1e300])),
+        "fill": lambda: (
+            tensor.is_floating_point()
+            and tensor.fill_(rng.choice([float("nan"), float("inf"), -1.0, 1e300]))
+        ),
         "swap": lambda: tensors.update({key: tensors[rng.choice(sorted(tensors))].clone()}),
     }
     what = rng.choice(sorted(changes))

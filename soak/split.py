@@ -1,4 +1,6 @@
-"""Attack a live split server: memory bombs, floods of connections and health streams, mutated frames."""
+"""Attack a live split server: memory bombs, floods of connections and health streams, mutated
+frames.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from soak.harness import HANG_SECONDS, Counter, Outcome
 
 MB = 1 << 20
 BUDGET_MB = 1024
-FRAMES_MB = 96  # what a process of pico-models may grow by: buffers, graphs, and what allocators keep
+FRAMES_MB = (
+    96  # what a process of pico-models may grow by: buffers, graphs, and what allocators keep
+)
 FLOOD_MB = 64  # of connections and streams that are refused
 
 
@@ -38,12 +42,16 @@ class ServerProcess:
     idle_mb: float = 0.0
 
     def memory_mb(self, name: str = "VmRSS") -> float:
-        found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text())
+        found = re.search(
+            rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text()
+        )
         return int(found[1]) / 1024 if found else 0.0
 
     @contextmanager
     def peak(self) -> Iterator[list[float]]:
-        """Measure the peak growth of resident memory in MB over that before the first measurement (Linux: VmHWM, reset before)."""
+        """Measure the peak growth of resident memory in MB over that before the first measurement
+        (Linux: VmHWM, reset before).
+        """
         Path(f"/proc/{self.process.pid}/clear_refs").write_text("5")
         self.idle_mb, out = self.idle_mb or self.memory_mb(), [0.0]
         yield out
@@ -53,10 +61,26 @@ class ServerProcess:
 @contextmanager
 def serve(folder: Path, *options: str, files: int | None = None) -> Iterator[ServerProcess]:
     """Start a server on loopback, with at most so many open files."""
-    command = [sys.executable, "-m", "regauge", "split", "serve", str(folder), "--listen", "127.0.0.1:0", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "regauge",
+        "split",
+        "serve",
+        str(folder),
+        "--listen",
+        "127.0.0.1:0",
+        *options,
+    ]
     if files is not None:
         command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stderr is not None
     lines: list[str] = []
     try:
@@ -64,7 +88,9 @@ def serve(folder: Path, *options: str, files: int | None = None) -> Iterator[Ser
             lines.append(line.rstrip())
             found = re.search(r"listens on (127\.0\.0\.1:\d+)", line)
             if found:
-                threading.Thread(target=lambda: lines.extend(map(str.rstrip, process.stderr or ())), daemon=True).start()
+                threading.Thread(
+                    target=lambda: lines.extend(map(str.rstrip, process.stderr or ())), daemon=True
+                ).start()
                 yield ServerProcess(process, found[1], lines)
                 return
         raise RuntimeError("\n".join(lines))
@@ -80,9 +106,16 @@ def minilm() -> Any:
     """A BERT of MiniLM's size, from a config."""
     from transformers import BertConfig, BertForSequenceClassification
 
-    sizes = {"num_hidden_layers": 6, "hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
+    sizes = {
+        "num_hidden_layers": 6,
+        "hidden_size": 384,
+        "num_attention_heads": 12,
+        "intermediate_size": 1536,
+    }
     torch.manual_seed(0)
-    return BertForSequenceClassification(BertConfig(vocab_size=30522, max_position_embeddings=8192, **sizes))
+    return BertForSequenceClassification(
+        BertConfig(vocab_size=30522, max_position_embeddings=8192, **sizes)
+    )
 
 
 def small_gpt2() -> Any:
@@ -91,7 +124,9 @@ def small_gpt2() -> Any:
 
     torch.manual_seed(0)
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return GPT2LMHeadModel(GPT2Config(n_layer=6, n_embd=384, n_head=12, vocab_size=1000, n_positions=8192, **ends))
+    return GPT2LMHeadModel(
+        GPT2Config(n_layer=6, n_embd=384, n_head=12, vocab_size=1000, n_positions=8192, **ends)
+    )
 
 
 @contextmanager
@@ -106,7 +141,9 @@ def ids(batch: int, tokens: int) -> torch.Tensor:
 
 
 def forward(model: Any, batch: int, tokens: int) -> Any:
-    return model(input_ids=ids(batch, tokens), attention_mask=torch.ones(batch, tokens, dtype=torch.long))
+    return model(
+        input_ids=ids(batch, tokens), attention_mask=torch.ones(batch, tokens, dtype=torch.long)
+    )
 
 
 @contextmanager
@@ -164,7 +201,15 @@ def _bits(elements: int, with_session: bool) -> Bomb:
         from regauge.split.server.network import Grpc
 
         mask = torch.zeros(1, dtype=torch.float64).expand(elements).contiguous()
-        values = {"boundary": "", "training": True, "plain": [], "layouts": [], "order": [], "wants": [], "release": []}
+        values = {
+            "boundary": "",
+            "training": True,
+            "plain": [],
+            "layouts": [],
+            "order": [],
+            "wants": [],
+            "release": [],
+        }
         if with_session:
             with linked(model, server.address) as link:
                 link.log.ask(Frame(Kind.FORWARD, 0, values, {"x": mask}), exact=("x",))
@@ -179,7 +224,11 @@ def _bits(elements: int, with_session: bool) -> Bomb:
 def _error_of(reply: Any) -> Exception:
     from regauge.split.protocol.frames import Kind, RefusedError
 
-    return RefusedError(str(reply.values.get("code")), "") if reply.kind is Kind.ERROR else RuntimeError(f"the server replied {reply.kind.name}")
+    return (
+        RefusedError(str(reply.values.get("code")), "")
+        if reply.kind is Kind.ERROR
+        else RuntimeError(f"the server replied {reply.kind.name}")
+    )
 
 
 def _generations(count: int, batch: int, tokens: int) -> Bomb:
@@ -187,7 +236,10 @@ def _generations(count: int, batch: int, tokens: int) -> Bomb:
 
     def run(model: Any, server: ServerProcess) -> bool:
         with linked(model, server.address, 120.0), torch.no_grad():
-            held = [model(input_ids=ids(batch, tokens), use_cache=True).past_key_values for _ in range(count)]
+            held = [
+                model(input_ids=ids(batch, tokens), use_cache=True).past_key_values
+                for _ in range(count)
+            ]
             return len(held) == count
 
     return run
@@ -263,16 +315,27 @@ GPT2_BOMBS: dict[str, Bomb] = {
 }
 
 
-def memory_bombs(scale: float, options: tuple[str, ...] = ("--memory", f"{BUDGET_MB}M", "--client-memory", f"{BUDGET_MB}M")) -> Iterator[Outcome]:
-    """Send requests that need far more memory than the server's budget; measure the peak of its resident memory."""
+def memory_bombs(
+    scale: float,
+    options: tuple[str, ...] = ("--memory", f"{BUDGET_MB}M", "--client-memory", f"{BUDGET_MB}M"),
+) -> Iterator[Outcome]:
+    """Send requests that need far more memory than the server's budget; measure the peak of its
+    resident memory.
+    """
     for build, bombs in ((minilm, BERT_BOMBS), (small_gpt2, GPT2_BOMBS)):
         model = build()
         model.train()
         with saved(model) as folder, serve(folder, "--lr", "1e-4", *options) as server:
             with linked(model, server.address):
-                forward(model, 2, 16).logits.sum().backward()  # so that weights, gradients and moments are there
-            for name, bomb in list(bombs.items())[: max(1, round(len(bombs) * min(1.0, scale * 10)))]:
-                count = Counter(f"split memory: {name}", 12 * HANG_SECONDS)  # several requests each; one is answered in far less
+                forward(
+                    model, 2, 16
+                ).logits.sum().backward()  # so that weights, gradients and moments are there
+            for name, bomb in list(bombs.items())[
+                : max(1, round(len(bombs) * min(1.0, scale * 10)))
+            ]:
+                count = Counter(
+                    f"split memory: {name}", 12 * HANG_SECONDS
+                )  # several requests each; one is answered in far less
                 with server.peak() as peak:
                     count.trial(partial(bomb, model, server))
                 count.peak(peak[0], BUDGET_MB)
@@ -280,7 +343,9 @@ def memory_bombs(scale: float, options: tuple[str, ...] = ("--memory", f"{BUDGET
 
 
 def frames(scale: float) -> Iterator[Outcome]:
-    """Deliver mutated requests to a live host: each gets a reply, a request is executed at most once, and the weights stay as they are."""
+    """Deliver mutated requests to a live host: each gets a reply, a request is executed at most
+    once, and the weights stay as they are.
+    """
     from regauge.split import TransportError
     from regauge.split.protocol.frames import Kind, RefusedError, decode
     from regauge.split.protocol.transport import deliver
@@ -299,9 +364,13 @@ def frames(scale: float) -> Iterator[Outcome]:
             session, current = host.sessions[SESSION], host
             data, size = mutated(good, dice, session.done), dice.choice((17, 1000, 1 << 20))
 
-            def run(data: bytes = data, size: int = size, host: Any = current, done: int = session.done) -> bool:
+            def run(
+                data: bytes = data, size: int = size, host: Any = current, done: int = session.done
+            ) -> bool:
                 try:
-                    reply = decode(deliver(host, [data[at : at + size] for at in range(0, len(data), size)]))
+                    reply = decode(
+                        deliver(host, [data[at : at + size] for at in range(0, len(data), size)])
+                    )
                 except TransportError as error:  # half a frame is never answered
                     raise RefusedError("half", str(error)) from error
                 found = host.sessions.get(SESSION)
@@ -325,7 +394,9 @@ def resident_mb() -> float:
 
 
 def idle_connections(scale: float) -> Iterator[Outcome]:
-    """Open TCP connections without a TLS handshake to a server that may have 1,024 open files; a client must still get through."""
+    """Open TCP connections without a TLS handshake to a server that may have 1,024 open files; a
+    client must still get through.
+    """
     from regauge.split.protocol.certificates import make_certificates
 
     number = max(100, round(1200 * min(1.0, scale)))
@@ -335,7 +406,9 @@ def idle_connections(scale: float) -> Iterator[Outcome]:
         tls = make_certificates(folder / "certs", ["127.0.0.1"], ["ann"])["ann"]
         with serve(folder, "--lr", "1e-4", "--tls", str(folder / "certs"), files=1024) as server:
             host, _, port = server.address.rpartition(":")
-            _trains(model, server, patience=50.0, tls=tls)  # so that weights, gradients and moments are there
+            _trains(
+                model, server, patience=50.0, tls=tls
+            )  # so that weights, gradients and moments are there
             with ExitStack() as stack, server.peak() as peak:
                 for _ in range(number):
                     stack.enter_context(socket.create_connection((host, int(port)), 5))
@@ -346,7 +419,9 @@ def idle_connections(scale: float) -> Iterator[Outcome]:
 
 
 def watch_streams(scale: float) -> Iterator[Outcome]:
-    """Open health streams of one client; further ones are refused with RESOURCE_EXHAUSTED, and training goes on at its pace."""
+    """Open health streams of one client; further ones are refused with RESOURCE_EXHAUSTED, and
+    training goes on at its pace.
+    """
     import grpc
 
     from regauge.split.protocol.frames import RefusedError

@@ -14,7 +14,8 @@ from support.cli_runs import run  # noqa: F401
 
 torch.set_num_threads(1)
 
-# Files are handed out whole, in this order: the longest first, so that no worker is left with one at the end.
+# Files are handed out whole, in this order: the longest first, so that no worker is left with one
+# at the end.
 LONG = (
     "verify",
     "mutants",

@@ -1,4 +1,5 @@
-"""regauge: a Transformer's weights are one of many equal descriptions of the same function. regauge chooses which one.
+"""regauge: a Transformer's weights are one of many equal descriptions of the same function. regauge
+chooses which one.
 
 Names are imported when they are first used, so that `import regauge` costs no torch.
 """

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 
 class RegaugeError(Exception):
-    """The root of regauge's errors. The command line prints `error:` and `hint:` lines from it and exits with 1."""
+    """The root of regauge's errors. The command line prints `error:` and `hint:` lines from it and
+    exits with 1.
+    """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -36,7 +38,9 @@ class CutError(RegaugeError):
 
 
 class EdgeError(RegaugeError):
-    """A model that cannot be authorised, or a step that would train it otherwise than the plain one."""
+    """A model that cannot be authorised, or a step that would train it otherwise than the plain
+    one.
+    """
 
 
 class UnknownModelError(RegaugeError):
@@ -44,7 +48,9 @@ class UnknownModelError(RegaugeError):
 
 
 class CustomCodeError(UnknownModelError):
-    """A model, tokenizer or processor that only code of its checkpoint can build. regauge never runs such code."""
+    """A model, tokenizer or processor that only code of its checkpoint can build. regauge never
+    runs such code.
+    """
 
 
 class FindingsError(RegaugeError):
@@ -52,7 +58,9 @@ class FindingsError(RegaugeError):
 
 
 class KeyFileError(RegaugeError):
-    """A key that cannot be read or written, or that is for another purpose. No message ever holds a byte of a key."""
+    """A key that cannot be read or written, or that is for another purpose. No message ever holds a
+    byte of a key.
+    """
 
 
 class PassphraseError(KeyFileError):
@@ -64,7 +72,9 @@ class WrongKeyError(RegaugeError):
 
 
 class TamperedModelError(RegaugeError):
-    """A locked model that is not as it was locked: names, shapes, dtypes, data, or the record of the lock itself."""
+    """A locked model that is not as it was locked: names, shapes, dtypes, data, or the record of
+    the lock itself.
+    """
 
 
 class TamperedFileError(RegaugeError):
@@ -72,11 +82,15 @@ class TamperedFileError(RegaugeError):
 
 
 class LockError(RegaugeError):
-    """A model that cannot be locked, unlocked or sealed as asked: it is locked already, or it is not."""
+    """A model that cannot be locked, unlocked or sealed as asked: it is locked already, or it is
+    not.
+    """
 
 
 class UpdateError(RegaugeError):
-    """An update that does not belong to the model or holds no information, or a model without the layers that an attack reads."""
+    """An update that does not belong to the model or holds no information, or a model without the
+    layers that an attack reads.
+    """
 
 
 class MissingExtraError(RegaugeError):

@@ -1,4 +1,6 @@
-"""Attacks on the features of images, against ground truth: exact where they must be, at the floor where nothing is to be had."""
+"""Attacks on the features of images, against ground truth: exact where they must be, at the floor
+where nothing is to be had.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from regauge.attacks.inversion import decoder, in_order, linked, probe, public_patches, to_images, to_patches
+from regauge.attacks.inversion import (
+    decoder,
+    in_order,
+    linked,
+    probe,
+    public_patches,
+    to_images,
+    to_patches,
+)
 from regauge.attacks.linear import ridge
 from regauge.attacks.views import PairedImages
 from regauge.results.metrics import Lpips, MetricError, identified, mse, psnr, similarity, ssim
@@ -26,7 +36,9 @@ def test_patches_and_back() -> None:
 
 @pytest.mark.parametrize("width", [VALUES, 3 * VALUES], ids=["square", "wide"])
 def test_a_public_embedding_gives_the_images_back_exactly(width: int) -> None:
-    """In order or shuffled, where W is square too: there every place fits every token, and what a patch looks like decides."""
+    """In order or shuffled, where W is square too: there every place fits every token, and what a
+    patch looks like decides.
+    """
     embed, true = Embedding(width), pictures(6, 2)
     for seen in (embed(true), shuffled(embed(true))[0]):
         found = public_patches(embed.view(seen))
@@ -44,7 +56,17 @@ def test_noise_is_a_defence_of_a_public_embedding() -> None:
     embed, true = Embedding(VALUES), pictures(6, 2)
     z = embed(true)
     found = [
-        float(mse(public_patches(replace(embed.view(shuffled(z + s * z.std() * torch.randn_like(z))[0]), tolerance=1.0)), true).mean())
+        float(
+            mse(
+                public_patches(
+                    replace(
+                        embed.view(shuffled(z + s * z.std() * torch.randn_like(z))[0]),
+                        tolerance=1.0,
+                    )
+                ),
+                true,
+            ).mean()
+        )
         for s in (0.01, 0.3, 3.0)
     ]
     assert found[0] < 0.01 < found[1] < found[2]
@@ -56,20 +78,26 @@ def test_positions_are_read_off_shuffled_tokens() -> None:
     found = probe(PairedImages(seen, embed(pictures(300, 1)), pictures(300, 1), PATCH))
     assert float((found == order).float().mean()) > 0.97
     assert torch.allclose(in_order(seen, order), embed(true))
-    blind = Embedding(2 * VALUES, positions=0.0)  # no positions in the tokens: what is left is what patches of a place look like
+    blind = Embedding(
+        2 * VALUES, positions=0.0
+    )  # no positions in the tokens: what is left is what patches of a place look like
     seen, order = shuffled(blind(true))
     found = probe(PairedImages(seen, blind(pictures(300, 1)), pictures(300, 1), PATCH))
     assert float((found == order).float().mean()) < 0.3
 
 
 def test_a_decoder_that_asks_all_tokens_does_not_mind_their_order() -> None:
-    """The paper's decoder and ours, on shuffled rows, with the same few epochs: ours has the images, the paper's has not begun. (It gets there: its
-    attention can sort tokens too.) From noise there is nothing to be had."""
+    """The paper's decoder and ours, on shuffled rows, with the same few epochs: ours has the
+    images, the paper's has not begun. (It gets there: its attention can sort tokens too.) From
+    noise there is nothing to be had.
+    """
     embed, true, own = Embedding(2 * VALUES), pictures(24, 2), pictures(300, 1)
 
     def error(seen: torch.Tensor, features: torch.Tensor, ordered: bool) -> float:
         view = PairedImages(seen, features, own, PATCH)
-        found = decoder(view, in_order=ordered, hidden=64, depth=1, epochs=10, patience=4, batch=32, rate=3e-3)
+        found = decoder(
+            view, in_order=ordered, hidden=64, depth=1, epochs=10, patience=4, batch=32, rate=3e-3
+        )
         assert len(found.losses) <= 10
         return float(mse(found.images, true).mean())
 
@@ -92,17 +120,39 @@ def test_least_squares_are_exact_without_a_defence_and_a_filter_against_noise() 
     floor = float(mse(own.mean(0, keepdim=True).expand_as(true), true).mean())
     clear = ridge(PairedImages(shuffled(embed(true))[0], embed(own), own, PATCH), shuffled=True)
     assert float(mse(clear.images, true).max()) < 1e-9
-    first = torch.cat([torch.ones(24, 1, VALUES), embed(true)], 1), torch.cat([torch.ones(300, 1, VALUES), embed(own)], 1)
+    first = (
+        torch.cat([torch.ones(24, 1, VALUES), embed(true)], 1),
+        torch.cat([torch.ones(300, 1, VALUES), embed(own)], 1),
+    )
     assert float(mse(ridge(PairedImages(*first, own, PATCH)).images, true).max()) < 1e-9
     errors = {}
     for scope in ("token", "image", "both"):
-        found = ridge(PairedImages(noisy(embed(true), 0.5), noisy(embed(own), 0.5), own, PATCH), scopes=[scope])  # type: ignore[list-item]
+        found = ridge(
+            PairedImages(noisy(embed(true), 0.5), noisy(embed(own), 0.5), own, PATCH),
+            scopes=[scope],
+        )  # type: ignore[list-item]
         errors[scope] = float(mse(found.images, true).mean())
-    assert errors["image"] < errors["token"] < 0.6 * floor, "what noise took from a token, its neighbours know"
+    assert errors["image"] < errors["token"] < 0.6 * floor, (
+        "what noise took from a token, its neighbours know"
+    )
     mixed, others = shuffled(embed(true))[0], shuffled(embed(own), 6)[0]  # neither side in order
-    assert float(mse(ridge(PairedImages(mixed, others, own, PATCH), scopes=["set"]).images, true).mean()) < 0.4 * floor
-    assert float(mse(ridge(PairedImages(mixed, others, own, PATCH), scopes=["image"]).images, true).mean()) > 0.7 * floor
-    nothing = ridge(PairedImages(torch.randn(24, TOKENS, VALUES), torch.randn(300, TOKENS, VALUES), own, PATCH))
+    assert (
+        float(
+            mse(ridge(PairedImages(mixed, others, own, PATCH), scopes=["set"]).images, true).mean()
+        )
+        < 0.4 * floor
+    )
+    assert (
+        float(
+            mse(
+                ridge(PairedImages(mixed, others, own, PATCH), scopes=["image"]).images, true
+            ).mean()
+        )
+        > 0.7 * floor
+    )
+    nothing = ridge(
+        PairedImages(torch.randn(24, TOKENS, VALUES), torch.randn(300, TOKENS, VALUES), own, PATCH)
+    )
     assert float(mse(nothing.images, true).mean()) > 0.9 * floor
 
 
@@ -116,13 +166,20 @@ def test_samples_are_linked_over_fresh_shuffles() -> None:
 
 def test_metrics_are_of_each_image_and_of_a_declared_range() -> None:
     true = pictures(5, 3)
-    near, far = true + 0.01 * torch.randn(true.shape, generator=torch.Generator().manual_seed(0)), 1 - true
+    near, far = (
+        true + 0.01 * torch.randn(true.shape, generator=torch.Generator().manual_seed(0)),
+        1 - true,
+    )
     assert torch.allclose(psnr(near, true, 1.0), 10 * torch.log10(1 / mse(near, true)))
-    assert torch.allclose(psnr(2 * near, 2 * true, 2.0), psnr(near, true, 1.0)), "the range says the same in other units"
+    assert torch.allclose(psnr(2 * near, 2 * true, 2.0), psnr(near, true, 1.0)), (
+        "the range says the same in other units"
+    )
     assert ssim(near, true, 1.0).min() > 0.9 > ssim(far, true, 1.0).max()
     assert ssim(true, true, 1.0).tolist() == pytest.approx([1.0] * 5)
     assert identified(near, true).all()
-    assert not identified(true.mean(0, keepdim=True).expand_as(true), true).any(), "the mean image is of nobody"
+    assert not identified(true.mean(0, keepdim=True).expand_as(true), true).any(), (
+        "the mean image is of nobody"
+    )
     assert similarity(near, true, lambda x: x).min() > 0.99
     for wrong in (true[:3], true * float("nan")):
         with pytest.raises(MetricError):
@@ -130,19 +187,27 @@ def test_metrics_are_of_each_image_and_of_a_declared_range() -> None:
 
 
 def test_lpips_by_real_weights() -> None:
-    """By the AlexNet of the assets, on real images: nothing is 0, more noise is farther, another image is farther still; grey is taken for colour."""
+    """By the AlexNet of the assets, on real images: nothing is 0, more noise is farther, another
+    image is farther still; grey is taken for colour.
+    """
     path = Path(__file__).parents[3] / "shared" / "assets"
     if not path.exists():
         pytest.skip("the assets are absent")
     metric = Lpips(path / "lpips_alex.safetensors")
     with np.load(path / "olivetti_faces.npz") as held:
-        faces = torch.from_numpy(next(held[k] for k in held if held[k].ndim == 3)[:40:10]).float()[:, None]
+        faces = torch.from_numpy(next(held[k] for k in held if held[k].ndim == 3)[:40:10]).float()[
+            :, None
+        ]
     faces = faces / faces.max()
     noise = torch.randn(faces.shape, generator=torch.Generator().manual_seed(0))
     found = [metric(faces + s * noise, faces, 0.0, 1.0) for s in (0.0, 0.05, 0.2)]
     assert float(found[0].abs().max()) == 0.0
     assert bool((found[1] < found[2]).all())
-    assert torch.allclose(metric(255 * faces, 255 * faces.roll(1, 0), 0.0, 255.0), metric(faces, faces.roll(1, 0), 0.0, 1.0), atol=1e-4)
+    assert torch.allclose(
+        metric(255 * faces, 255 * faces.roll(1, 0), 0.0, 255.0),
+        metric(faces, faces.roll(1, 0), 0.0, 1.0),
+        atol=1e-4,
+    )
     assert float(metric(faces, faces.roll(1, 0), 0.0, 1.0).min()) > 0.1
     with pytest.raises(MetricError, match="too small"):
         metric(faces[..., :16, :16], faces[..., :16, :16], 0.0, 1.0)

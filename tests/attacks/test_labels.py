@@ -1,4 +1,6 @@
-"""Labels from the gradients that a client sends, against the truth: through heads as models have them, and from gradients that say nothing."""
+"""Labels from the gradients that a client sends, against the truth: through heads as models have
+them, and from gradients that say nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +10,47 @@ import pytest
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from regauge.attacks.labels import by_direction, by_norm, clustered, count_classes, several, slopes_of
+from regauge.attacks.labels import (
+    by_direction,
+    by_norm,
+    clustered,
+    count_classes,
+    several,
+    slopes_of,
+)
 from regauge.attacks.views import SentSlopes, Served
 
 TOKENS, WIDTH = 9, 48
 
 
 class Task:
-    """Outputs of a backbone, labels, and a head of final norm and one linear layer that reads the first token or the mean of all."""
+    """Outputs of a backbone, labels, and a head of final norm and one linear layer that reads the
+    first token or the mean of all.
+    """
 
-    def __init__(self, count: int, classes: int, *, pooled: bool = False, rare: float | None = None, many: int = 0) -> None:
+    def __init__(
+        self,
+        count: int,
+        classes: int,
+        *,
+        pooled: bool = False,
+        rare: float | None = None,
+        many: int = 0,
+    ) -> None:
         draw = torch.Generator().manual_seed(3)
         if many:
             self.labels = (torch.rand(count, many, generator=draw) < 0.4).long()
-            centre = self.labels.double() @ torch.randn(many, WIDTH, generator=draw, dtype=torch.float64)
+            centre = self.labels.double() @ torch.randn(
+                many, WIDTH, generator=draw, dtype=torch.float64
+            )
         else:
             chances = torch.ones(classes) if rare is None else torch.tensor([1 - rare, rare])
             self.labels = torch.multinomial(chances, count, replacement=True, generator=draw)
             centre = torch.randn(classes, WIDTH, generator=draw, dtype=torch.float64)[self.labels]
-        self.outputs = (0.3 * centre[:, None] + torch.randn(count, TOKENS, WIDTH, generator=draw, dtype=torch.float64)).requires_grad_()
+        self.outputs = (
+            0.3 * centre[:, None]
+            + torch.randn(count, TOKENS, WIDTH, generator=draw, dtype=torch.float64)
+        ).requires_grad_()
         torch.manual_seed(4)
         self.norm = torch.nn.LayerNorm(WIDTH).double()
         self.head = torch.nn.Linear(WIDTH, many or classes).double()
@@ -37,7 +61,9 @@ class Task:
         read = self.norm(self.outputs)
         logits = self.head(read.mean(1) if self.pooled else read[:, 0])
         if self.many:
-            return torch.nn.functional.binary_cross_entropy_with_logits(logits, self.labels.double())
+            return torch.nn.functional.binary_cross_entropy_with_logits(
+                logits, self.labels.double()
+            )
         return torch.nn.functional.cross_entropy(logits, self.labels)
 
     def learned(self, steps: int, rate: float = 0.5) -> Task:
@@ -62,7 +88,11 @@ class Task:
 
 def right(found: torch.Tensor, true: torch.Tensor, classes: int) -> float:
     """The share that is right under the best names for clusters."""
-    counts = torch.zeros(classes, classes).index_put_((found, true), torch.ones(len(true)), accumulate=True).numpy()
+    counts = (
+        torch.zeros(classes, classes)
+        .index_put_((found, true), torch.ones(len(true)), accumulate=True)
+        .numpy()
+    )
     return float(counts[linear_sum_assignment(-counts)].sum() / len(true))
 
 
@@ -72,7 +102,10 @@ def auc(score: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def noise(of: SentSlopes, known: Mapping[int, int] | None = None) -> SentSlopes:
-    return SentSlopes(torch.randn(of.slopes.shape, generator=torch.Generator().manual_seed(0)).double(), known or {})
+    return SentSlopes(
+        torch.randn(of.slopes.shape, generator=torch.Generator().manual_seed(0)).double(),
+        known or {},
+    )
 
 
 @pytest.mark.parametrize("pooled", [False, True], ids=["first token", "mean"])
@@ -110,9 +143,13 @@ def test_several_labels_at_once() -> None:
     known = several(task.view(known=60), 4)
     assert float(((known > 0) == task.labels.bool()).double()[60:].mean()) > 0.97
     alone = several(task.view(), 4)
-    match = torch.tensor([[auc(alone[:, j], task.labels[:, k]) for k in range(4)] for j in range(4)])
+    match = torch.tensor(
+        [[auc(alone[:, j], task.labels[:, k]) for k in range(4)] for j in range(4)]
+    )
     sure = torch.maximum(match, 1 - match).numpy()
-    assert float(sure[linear_sum_assignment(-sure)].mean()) > 0.95, "up to their order, and to yes and no"
+    assert float(sure[linear_sum_assignment(-sure)].mean()) > 0.95, (
+        "up to their order, and to yes and no"
+    )
     blind = several(SentSlopes(noise(task.view()).slopes, many=task.view(60).many), 4)
     assert abs(float(((blind > 0) == task.labels.bool()).double()[60:].mean()) - 0.55) < 0.1
 

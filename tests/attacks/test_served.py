@@ -1,4 +1,6 @@
-"""What a server puts together from what it sees, against the truth: rows and columns, samples over passes, noise, shuffled batches."""
+"""What a server puts together from what it sees, against the truth: rows and columns, samples over
+passes, noise, shuffled batches.
+"""
 
 from __future__ import annotations
 
@@ -51,19 +53,27 @@ def test_one_key_over_many_shuffled_passes_gives_it_away_and_then_the_images() -
     right = float((found.matrix() == m.matrix()).all(-1).mean())
     assert right > 0.9
     seen = shuffled(EMBED(true))[0]
-    back = ridge(PairedImages(unmoved(found, moved(seen, m)), EMBED(own[:150]), own[:150], PATCH), shuffled=True)
+    back = ridge(
+        PairedImages(unmoved(found, moved(seen, m)), EMBED(own[:150]), own[:150], PATCH),
+        shuffled=True,
+    )
     blind = ridge(PairedImages(moved(seen, m), EMBED(own[:150]), own[:150], PATCH), shuffled=True)
     assert float(mse(back.images, true).mean()) < 0.1 * float(mse(blind.images, true).mean())
 
 
 def linked(scale: float, drift: float, samples: int = 40) -> float:
-    """Two passes, each shuffled, with noise and with an embedding that has moved between them: the share of samples that are linked."""
+    """Two passes, each shuffled, with noise and with an embedding that has moved between them: the
+    share of samples that are linked.
+    """
     true, later = pictures(samples, 2), Embedding(2 * VALUES)
     draw = torch.Generator().manual_seed(6)
     for w in (later.weight, later.positions, later.bias):
         w += drift * w.std() * torch.randn(w.shape, generator=draw)
     who = torch.randperm(samples, generator=draw)
-    first, second = shuffled(noisy(EMBED(true), scale, 1), 7)[0], shuffled(noisy(later(true)[who], scale, 2), 8)[0]
+    first, second = (
+        shuffled(noisy(EMBED(true), scale, 1), 7)[0],
+        shuffled(noisy(later(true)[who], scale, 2), 8)[0],
+    )
     return float((who[relinked(first, second)] == torch.arange(samples)).double().mean())
 
 
@@ -83,22 +93,32 @@ def test_noise_does_not_survive_epochs() -> None:
         who.append(torch.randperm(30, generator=draw) if epoch else torch.arange(30))
         views.append(shuffled(noisy(true[who[-1]], 0.5, 20 + epoch), epoch)[0])
     first = shuffled(true, 0)[0]
-    once, often = (float((v - first).square().mean().sqrt() / true.std()) for v in (views[0], averaged(views)))
+    once, often = (
+        float((v - first).square().mean().sqrt() / true.std()) for v in (views[0], averaged(views))
+    )
     assert once == pytest.approx(0.5, rel=0.05)
     assert often < 0.25, "about a third of it is left"
-    kept = views[0][:, torch.randperm(TOKENS, generator=draw)]  # the same noise again: nothing is gained
-    assert float((averaged([views[0], kept]) - first).square().mean().sqrt() / true.std()) == pytest.approx(once, rel=0.01)
+    kept = views[0][
+        :, torch.randperm(TOKENS, generator=draw)
+    ]  # the same noise again: nothing is gained
+    assert float(
+        (averaged([views[0], kept]) - first).square().mean().sqrt() / true.std()
+    ) == pytest.approx(once, rel=0.01)
 
 
 def mixed(count: int, seed: int, scale: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch whose tokens changed places between samples, and for each token where it came from."""
+    """A batch whose tokens changed places between samples, and for each token where it came
+    from.
+    """
     z = noisy(EMBED(pictures(count, 2)), scale, 5) if scale else EMBED(pictures(count, 2))
     order = torch.randperm(count * TOKENS, generator=torch.Generator().manual_seed(seed))
     return z.flatten(0, 1)[order].view_as(z), order
 
 
 def together(found: torch.Tensor, order: torch.Tensor) -> tuple[float, float]:
-    """The share of tokens that stand with the image that most of their group are of; and that stand at their place."""
+    """The share of tokens that stand with the image that most of their group are of; and that stand
+    at their place.
+    """
     origin = order[found]
     own = (origin // TOKENS == (origin // TOKENS).mode(1).values[:, None]).double().mean()
     return float(own), float((origin % TOKENS == torch.arange(TOKENS)).double().mean())
@@ -115,8 +135,12 @@ def test_a_shuffled_batch_is_put_together_again() -> None:
     back = seen.flatten(0, 1)[found]
     images = ridge(PairedImages(back, EMBED(own), own, PATCH)).images
     true = pictures(10, 2)
-    nearest = torch.cdist(images.flatten(1), true.flatten(1)).min(1).values.square() / true[0].numel()
+    nearest = (
+        torch.cdist(images.flatten(1), true.flatten(1)).min(1).values.square() / true[0].numel()
+    )
     assert float(nearest.median()) < 1e-6
     blind = torch.randn(seen.shape, generator=torch.Generator().manual_seed(1))
-    group, _ = together(regrouped(PairedImages(blind, torch.randn(EMBED(own).shape), own, PATCH)), order)
+    group, _ = together(
+        regrouped(PairedImages(blind, torch.randn(EMBED(own).shape), own, PATCH)), order
+    )
     assert group < 0.4, "from noise no more than a guess"

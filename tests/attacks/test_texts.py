@@ -1,4 +1,6 @@
-"""Texts from what crosses, against the truth: through the embeddings of the real classes, rows shuffled and columns moved."""
+"""Texts from what crosses, against the truth: through the embeddings of the real classes, rows
+shuffled and columns moved.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ def model_of(name: str) -> torch.nn.Module:
     torch.manual_seed(1)
     if name == "gpt2":
         return T.GPT2LMHeadModel(gpt2(n_embd=48, n_head=4)).double().eval()
-    size = {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 20, "vocab_size": 30}
+    size = {
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 20,
+        "vocab_size": 30,
+    }
     model = T.BertModel(T.BertConfig(**size, max_position_embeddings=16)).double().eval()
     for p in model.embeddings.LayerNorm.parameters():
         p.data += 0.3 * torch.randn_like(p)
@@ -34,7 +42,12 @@ def model_of(name: str) -> torch.nn.Module:
 def moved(x: torch.Tensor, kind: Kind | None) -> torch.Tensor:
     if kind is None:
         return x
-    return x @ torch.from_numpy(GROUPS[kind].sample(x.shape[-1], 1, Stream(seed_key(4), "test")).matrix()[0]).T
+    return (
+        x
+        @ torch.from_numpy(
+            GROUPS[kind].sample(x.shape[-1], 1, Stream(seed_key(4), "test")).matrix()[0]
+        ).T
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,8 +80,16 @@ def test_deeper_states_in_no_order(kind: Kind) -> None:
     with torch.no_grad():
         states = model(input_ids=TEXT, output_hidden_states=True).hidden_states[1][0]
     order = torch.randperm(len(states), generator=torch.Generator().manual_seed(2))
-    assert vocabulary(HiddenStates(moved(states[order], kind), model, 1, kind, shuffled=True), batch=16) == TEXT[0].tolist()
-    assert vocabulary(HiddenStates(moved(states[order], kind), model, 1, kind), batch=16) != TEXT[0].tolist(), "taken in the order in which they came"
+    assert (
+        vocabulary(
+            HiddenStates(moved(states[order], kind), model, 1, kind, shuffled=True), batch=16
+        )
+        == TEXT[0].tolist()
+    )
+    assert (
+        vocabulary(HiddenStates(moved(states[order], kind), model, 1, kind), batch=16)
+        != TEXT[0].tolist()
+    ), "taken in the order in which they came"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
@@ -77,8 +98,16 @@ def test_what_crosses_beside_the_stream_tells_the_order(name: str) -> None:
     model.set_attn_implementation("eager")
     crossing = cut(model).embed(input_ids=TEXT)
     there, _ = Rows("batch").leave(crossing, Draw(bytes(32), "1"))
-    others = {k: v[0] if isinstance(v, tuple) else v for k, v in there.tensors.items() if k != crossing.boundary.stream}
-    found = order_told(Served(there.stream.detach(), {k: v for k, v in others.items() if isinstance(v, torch.Tensor)}))
+    others = {
+        k: v[0] if isinstance(v, tuple) else v
+        for k, v in there.tensors.items()
+        if k != crossing.boundary.stream
+    }
+    found = order_told(
+        Served(
+            there.stream.detach(), {k: v for k, v in others.items() if isinstance(v, torch.Tensor)}
+        )
+    )
     if name == "bert":
         assert found is None, "nothing but the stream has the order"
         return

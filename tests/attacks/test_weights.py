@@ -16,7 +16,16 @@ from regauge.attacks.features import GROUPS, known_inputs, seen_features, vocabu
 from regauge.attacks.inversion import decoder, linked, probe, public_patches
 from regauge.attacks.products import products, rearranged
 from regauge.attacks.theft import Budget, learned_order, new_edges, scratch, tuned
-from regauge.attacks.views import HiddenStates, KnownInputs, Locked, SeenFeatures, WithBase, WithCandidates, WithLabels, part_of
+from regauge.attacks.views import (
+    HiddenStates,
+    KnownInputs,
+    Locked,
+    SeenFeatures,
+    WithBase,
+    WithCandidates,
+    WithLabels,
+    part_of,
+)
 from regauge.attacks.weights import lineage, norm_vectors, public_base
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.core.element import Element
@@ -35,7 +44,10 @@ ASSETS = Path(__file__).parents[3] / "shared" / "assets"
 
 def wrong(g: Element, h: Element) -> float:
     """The largest error of a member, relative to it."""
-    apart = [np.linalg.norm(g.members[s].matrix() - m.matrix()) / np.linalg.norm(m.matrix()) for s, m in h.members.items()]
+    apart = [
+        np.linalg.norm(g.members[s].matrix() - m.matrix()) / np.linalg.norm(m.matrix())
+        for s, m in h.members.items()
+    ]
     return float(max(apart))
 
 
@@ -60,21 +72,37 @@ def test_a_public_base_gives_the_whole_key(name: str, kind: Kind, fold: bool) ->
     found = public_base(WithBase(spec, locked, kind, base=base))
     unlocked = found.unlocked(spec, locked)
     names = [n for n, part in spec.parts.items() if part == "backbone" and n in locked]
-    apart, size = (sum(float((x[n] - tuned_[n]).square().sum()) for n in names) for x in (unlocked, locked))
+    apart, size = (
+        sum(float((x[n] - tuned_[n]).square().sum()) for n in names) for x in (unlocked, locked)
+    )
     assert size > 1  # the lock did something
     assert apart < 0.01 * size
-    inside = Element(found.element.spec, {s: m for s, m in g.members.items() if s in found.element.members and kind != "full"})
-    assert wrong(found.element, inside) < (1e-9 if kind in ("permutation", "signed") else 0.05) if inside.members else kind == "full"
+    inside = Element(
+        found.element.spec,
+        {s: m for s, m in g.members.items() if s in found.element.members and kind != "full"},
+    )
+    assert (
+        wrong(found.element, inside) < (1e-9 if kind in ("permutation", "signed") else 0.05)
+        if inside.members
+        else kind == "full"
+    )
 
 
 def test_gains_and_biases_give_the_stream_and_folded_norms_do_not() -> None:
     spec, base = model_of("gpt2")
     g = element(spec, 5, within="permutation")
-    found = norm_vectors(WithBase(spec, apply(g, drifted(spec, base, 0.01), "backbone"), "permutation", base=base))
-    assert (found.element.members["stream"].permutation().index == g.members["stream"].permutation().index).all()
+    found = norm_vectors(
+        WithBase(spec, apply(g, drifted(spec, base, 0.01), "backbone"), "permutation", base=base)
+    )
+    assert (
+        found.element.members["stream"].permutation().index
+        == g.members["stream"].permutation().index
+    ).all()
     spec, base = model_of("gpt2", fold=True)
     g = element(spec, 5, within="orthogonal")
-    assert not norm_vectors(WithBase(spec, apply(g, base, "backbone"), "orthogonal", base=base)).element.members
+    assert not norm_vectors(
+        WithBase(spec, apply(g, base, "backbone"), "orthogonal", base=base)
+    ).element.members
 
 
 def test_a_stranger_as_base_gives_nothing() -> None:
@@ -83,7 +111,10 @@ def test_a_stranger_as_base_gives_nothing() -> None:
     other = {n: torch.randn_like(v) for n, v in base.items()}
     g = element(spec, 5, within="permutation")
     found = public_base(WithBase(spec, apply(g, base, "backbone"), "permutation", base=other))
-    right = found.element.members["stream"].permutation().index == g.members["stream"].permutation().index
+    right = (
+        found.element.members["stream"].permutation().index
+        == g.members["stream"].permutation().index
+    )
     assert right.mean() < 0.5
     assert found.relative > 0.5
 
@@ -124,11 +155,17 @@ def test_an_order_is_found_from_a_wrong_beginning() -> None:
 @pytest.mark.parametrize("alike", [True, False])
 def test_an_order_is_found_without_a_beginning_if_matrices_are_alike(alike: bool) -> None:
     draw = np.random.default_rng(0)
-    plain, noise, vector = draw.standard_normal((60, 60)), draw.standard_normal((60, 60)), draw.standard_normal(60)
+    plain, noise, vector = (
+        draw.standard_normal((60, 60)),
+        draw.standard_normal((60, 60)),
+        draw.standard_normal(60),
+    )
     plain, noise = plain + plain.T, noise + noise.T
     like = 0.8 * plain + 0.6 * noise if alike else noise
     truth = draw.permutation(60)
-    likeness = np.outer(vector[truth], vector + draw.standard_normal(60))  # a hint of the order, which is not enough
+    likeness = np.outer(
+        vector[truth], vector + draw.standard_normal(60)
+    )  # a hint of the order, which is not enough
     assert (likeness.argmax(1) == truth).mean() < 0.2
     right = annealed([(like[truth][:, truth] / 2, plain)], likeness, 16).argmax(1) == truth
     assert right.all() if alike else right.mean() < 0.2
@@ -138,17 +175,23 @@ def test_an_order_is_found_without_a_beginning_if_matrices_are_alike(alike: bool
 
 
 @pytest.mark.skipif(not (ASSETS / "gpt2_pair").exists(), reason="the shared assets are not here")
-def test_the_edges_of_a_trained_gpt2_give_the_order_of_its_stream_and_those_of_another_do_not() -> None:
+def test_the_edges_of_a_trained_gpt2_give_the_order_of_its_stream_and_those_of_another_do_not() -> (
+    None
+):
     spec, state = stored("seed1")
     g = element(spec, 5, within="permutation")
     locked = apply(g, state, "backbone")
     found = public_edges(Locked(spec, locked, "permutation"))
     assert wrong(found.element, Element(spec, {"stream": g.members["stream"]})) == 0
     unlocked = found.unlocked(spec, locked)
-    assert torch.equal(unlocked["transformer.h.2.ln_1.weight"], state["transformer.h.2.ln_1.weight"])  # type: ignore[arg-type]
+    assert torch.equal(
+        unlocked["transformer.h.2.ln_1.weight"], state["transformer.h.2.ln_1.weight"]
+    )  # type: ignore[arg-type]
     other = stored("seed2")[1]
     mixed = {n: v if spec.parts.get(n) == "backbone" else other[n] for n, v in locked.items()}
-    stranger = public_edges(Locked(spec, mixed, "permutation")).element.members["stream"].permutation()
+    stranger = (
+        public_edges(Locked(spec, mixed, "permutation")).element.members["stream"].permutation()
+    )
     assert (stranger.index == g.members["stream"].permutation().index).mean() < 0.05
 
 
@@ -159,7 +202,12 @@ def test_edges_tell_no_signs_and_no_rotations() -> None:
     assert not public_edges(Locked(spec, state, "signed")).element.members
     spec, state = model_of("gpt2", fold=True)
     assert not can_order(Locked(spec, state, "orthogonal"))
-    assert sorted(public_edges(Locked(*model_of("gpt2"), "signed")).element.members["stream"].permutation().index[0]) == list(range(12))
+    assert sorted(
+        public_edges(Locked(*model_of("gpt2"), "signed"))
+        .element.members["stream"]
+        .permutation()
+        .index[0]
+    ) == list(range(12))
 
 
 def stored(seed: str) -> tuple[Spec, State]:
@@ -180,12 +228,16 @@ def member(kind: Kind) -> Member:
     return GROUPS[kind].sample(24, 1, Stream(seed_key(4), "test"))
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("permutation", 4), ("signed", 4), ("orthogonal", 40)])
+@pytest.mark.parametrize(
+    ("kind", "tokens"), [("permutation", 4), ("signed", 4), ("orthogonal", 40)]
+)
 def test_a_few_known_inputs_give_the_key(kind: Kind, tokens: int) -> None:
     m = member(kind)
     x = features(tokens, 0)
     moved = x @ torch.from_numpy(m.matrix()[0]).float().T
-    np.testing.assert_allclose(known_inputs(KnownInputs(x, moved, kind)).matrix(), m.matrix(), atol=1e-4)
+    np.testing.assert_allclose(
+        known_inputs(KnownInputs(x, moved, kind)).matrix(), m.matrix(), atol=1e-4
+    )
     if kind == "orthogonal":  # fewer tokens than channels do not
         few = known_inputs(KnownInputs(x[:4], moved[:4], kind)).matrix()
         assert np.abs(few - m.matrix()).max() > 0.1
@@ -195,20 +247,34 @@ def test_a_few_known_inputs_give_the_key(kind: Kind, tokens: int) -> None:
 def test_moved_features_alone_give_a_permutation(kind: Kind) -> None:
     m = member(kind)
     moved = features(3000, 0) @ torch.from_numpy(m.matrix()[0]).float().T
-    np.testing.assert_allclose(seen_features(SeenFeatures(moved, features(3000, 1), kind)).matrix(), m.matrix(), atol=1e-9)
+    np.testing.assert_allclose(
+        seen_features(SeenFeatures(moved, features(3000, 1), kind)).matrix(), m.matrix(), atol=1e-9
+    )
     if kind == "signed":  # products cannot tell M from -M, what features lean to can
-        np.testing.assert_allclose(seen_features(SeenFeatures(-moved, features(3000, 1), kind)).matrix(), -m.matrix(), atol=1e-9)
-    noise = torch.randn(3000, 24, generator=torch.Generator().manual_seed(2))  # features that tell nothing
-    blind = seen_features(SeenFeatures(noise @ torch.from_numpy(m.matrix()[0]).float().T, torch.randn(3000, 24), kind)).matrix()
+        np.testing.assert_allclose(
+            seen_features(SeenFeatures(-moved, features(3000, 1), kind)).matrix(),
+            -m.matrix(),
+            atol=1e-9,
+        )
+    noise = torch.randn(
+        3000, 24, generator=torch.Generator().manual_seed(2)
+    )  # features that tell nothing
+    blind = seen_features(
+        SeenFeatures(noise @ torch.from_numpy(m.matrix()[0]).float().T, torch.randn(3000, 24), kind)
+    ).matrix()
     assert (np.abs(blind - m.matrix()).max(2) < 1e-9).mean() < 0.5
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_moved_features_alone_give_most_of_a_rotation(sign: int) -> None:
-    """Of what features restore: the turn is right where they have the same statistics in both samples, and so is its sign."""
+    """Of what features restore: the turn is right where they have the same statistics in both
+    samples, and so is its sign.
+    """
     turn = torch.from_numpy(sign * member("orthogonal").matrix()[0]).float()
     x, others = features(20_000, 0), features(20_000, 1)
-    found = torch.from_numpy(seen_features(SeenFeatures(x @ turn.T, others, "orthogonal")).matrix()[0]).float()
+    found = torch.from_numpy(
+        seen_features(SeenFeatures(x @ turn.T, others, "orthogonal")).matrix()[0]
+    ).float()
     apart = (x @ (found - turn).T).square().sum() / x.square().sum()
     assert apart < 0.2
 
@@ -220,13 +286,23 @@ def test_hidden_states_give_the_text(kind: Kind) -> None:
     with torch.no_grad():
         states = model(input_ids=text, output_hidden_states=True).hidden_states[1][0]
     m = GROUPS[kind].sample(12, 1, Stream(seed_key(4), "test"))
-    assert vocabulary(HiddenStates(states @ torch.from_numpy(m.matrix()[0]).T, model, 1, kind), batch=16) == text[0].tolist()
-    assert vocabulary(HiddenStates(torch.randn(6, 12, dtype=torch.float64), model, 1, kind), batch=16) != text[0].tolist()
+    assert (
+        vocabulary(
+            HiddenStates(states @ torch.from_numpy(m.matrix()[0]).T, model, 1, kind), batch=16
+        )
+        == text[0].tolist()
+    )
+    assert (
+        vocabulary(HiddenStates(torch.randn(6, 12, dtype=torch.float64), model, 1, kind), batch=16)
+        != text[0].tolist()
+    )
 
 
 def task(model: torch.nn.Module, count: int, seed: int) -> Examples:
     pixels = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
-    labels = (pixels[:, 0, :4].mean((1, 2)) > 0).long() + 2 * (pixels[:, 1, 4:].mean((1, 2)) > 0).long()
+    labels = (pixels[:, 0, :4].mean((1, 2)) > 0).long() + 2 * (
+        pixels[:, 1, 4:].mean((1, 2)) > 0
+    ).long()
     return Examples(count, 5, lambda rows: ({"pixel_values": pixels[rows]}, labels[rows]))
 
 
@@ -243,13 +319,17 @@ def test_a_locked_backbone_is_worth_something_to_a_thief_and_keeps_its_weights()
         kept = all(torch.equal(stolen[n], locked[n]) for n in inside)
         assert kept is (steal is new_edges)
         assert not torch.equal(stolen["classifier.weight"], locked["classifier.weight"])
-    assert all(torch.equal(v, locked[n]) for n, v in model.state_dict().items())  # the view is not touched
+    assert all(
+        torch.equal(v, locked[n]) for n, v in model.state_dict().items()
+    )  # the view is not touched
 
 
 def test_a_learned_order_is_a_permutation_that_the_model_uses() -> None:
     model = build("vit").float()
     spec = spec_of(model)
-    view = WithLabels(spec, dict(model.state_dict()), "permutation", model=model, examples=task(model, 64, 0))
+    view = WithLabels(
+        spec, dict(model.state_dict()), "permutation", model=model, examples=task(model, 64, 0)
+    )
     learned, order = learned_order(view, Budget(steps=5, batch=16, rates=(1e-2,)))
     assert sorted(order.index[0].tolist()) == list(range(12))
     pixels = view.examples.batch(np.arange(4))[0]["pixel_values"]
@@ -261,16 +341,73 @@ def test_attacks_know_nothing_of_keys_and_truth() -> None:
     folder = Path(__file__).parents[2] / "src/regauge/attacks"
     for path in folder.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            named = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            named = (
+                [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else []
+            )
             assert not [
-                n for n in named if n.startswith(("regauge.locking.keys", "regauge.locking.lock", "regauge.audit.lock", "regauge.locking.authorize"))
+                n
+                for n in named
+                if n.startswith(
+                    (
+                        "regauge.locking.keys",
+                        "regauge.locking.lock",
+                        "regauge.audit.lock",
+                        "regauge.locking.authorize",
+                    )
+                )
             ], path.name
 
 
 def test_every_attack_says_what_it_is() -> None:
-    of_locks = public_edges, norm_vectors, public_base, lineage, known_inputs, seen_features, vocabulary, new_edges, tuned, learned_order
-    of_labels = labels.count_classes, labels.clustered, labels.by_norm, labels.by_direction, labels.several
-    of_passes = served.known_streams, served.reused_key, served.relinked, served.averaged, served.regrouped
-    for attack in (*of_locks, *of_labels, *of_passes, texts.order_told, texts.embedded, linear.ridge, decoder, probe, public_patches, linked):
-        for word in ("Sees:", "Recovers:", "Why it works:", "What stops it:", "Floor:", "Ceiling:", "References:"):
+    of_locks = (
+        public_edges,
+        norm_vectors,
+        public_base,
+        lineage,
+        known_inputs,
+        seen_features,
+        vocabulary,
+        new_edges,
+        tuned,
+        learned_order,
+    )
+    of_labels = (
+        labels.count_classes,
+        labels.clustered,
+        labels.by_norm,
+        labels.by_direction,
+        labels.several,
+    )
+    of_passes = (
+        served.known_streams,
+        served.reused_key,
+        served.relinked,
+        served.averaged,
+        served.regrouped,
+    )
+    for attack in (
+        *of_locks,
+        *of_labels,
+        *of_passes,
+        texts.order_told,
+        texts.embedded,
+        linear.ridge,
+        decoder,
+        probe,
+        public_patches,
+        linked,
+    ):
+        for word in (
+            "Sees:",
+            "Recovers:",
+            "Why it works:",
+            "What stops it:",
+            "Floor:",
+            "Ceiling:",
+            "References:",
+        ):
             assert word in " ".join((attack.__doc__ or "").split()), (attack.__name__, word)

@@ -1,4 +1,6 @@
-"""`regauge audit gradients` on images: what it says, what it writes, what it refuses; and Table 5 on pico models."""
+"""`regauge audit gradients` on images: what it says, what it writes, what it refuses; and Table 5
+on pico models.
+"""
 
 from __future__ import annotations
 
@@ -30,18 +32,37 @@ from support.updates import examples, pictures, vit
 
 def saved(folder: Path, **more: Any) -> Path:
     vit(**more).save_pretrained(folder / "vit")
-    (folder / "vit" / "preprocessor_config.json").write_text(json.dumps({"do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}))
+    (folder / "vit" / "preprocessor_config.json").write_text(
+        json.dumps({"do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3})
+    )
     pixels = ((pictures(40) + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     np.savez(folder / "data.npz", image=pixels, label=np.arange(40) % 5)
     return folder / "vit"
 
 
-def test_the_audit_says_which_defence_hides_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_audit_says_which_defence_hides_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = saved(tmp_path)
     page, out = tmp_path / "page.html", tmp_path / "r.json"
     defences = ("rows", "mjp=0.5", "batch=8", "freeze=embedding,first", "private=1")
-    given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz"), "--updates", "2"]
-    given += ["--attacks", "least squares,span,mask,labels,inverting", "--budget", "3,1", "--optimised", "1"]
+    given = [
+        "audit",
+        "gradients",
+        str(model),
+        "--data",
+        str(tmp_path / "data.npz"),
+        "--updates",
+        "2",
+    ]
+    given += [
+        "--attacks",
+        "least squares,span,mask,labels,inverting",
+        "--budget",
+        "3,1",
+        "--optimised",
+        "1",
+    ]
     more = ["--batches", "1,4", "--train", "2", "--json", str(out), "--report", str(page)]
     assert main([*given, *(a for d in defences for a in ("--defence", d)), *more]) == 0
     said = capsys.readouterr().out
@@ -55,55 +76,102 @@ def test_the_audit_says_which_defence_hides_what(tmp_path: Path, capsys: pytest.
     assert "epsilon" in said
     assert "freeze=embedding,first, least squares: the update has no" in said
     assert {f.title.split(": ")[1] for f in found.figures} == {
-        "what the server sees", "leakage against batch size", "patches and labels against batch size", "leakage against training"
+        "what the server sees", ("leakage against batch "
+        "size"), "patches and labels against batch size", "leakage against training"
     }  # fmt: skip
     assert "<img" in page.read_text()
     metrics = next(t for t in found.tables if t.title.startswith("Every metric"))
     at = metrics.columns.index("FFT2D")
-    assert all(isinstance(row[at], float) for row in metrics.rows)  # of every attack, and of the mean image
+    assert all(
+        isinstance(row[at], float) for row in metrics.rows
+    )  # of every attack, and of the mean image
     short = ["--attacks", "least squares", "--batches", "", "--fail-above", "0.5"]
     assert main([*given[:5], "--updates", "2", "--defence", "rows", *short]) == 3
     assert main([*given[:5], "--updates", "2", "--defence", "private=1", *short]) == 0
 
 
-def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = saved(tmp_path)
-    given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz"), "--updates", "1", "--attacks", "labels", "--batches", ""]
+    given = [
+        "audit",
+        "gradients",
+        str(model),
+        "--data",
+        str(tmp_path / "data.npz"),
+        "--updates",
+        "1",
+        "--attacks",
+        "labels",
+        "--batches",
+        "",
+    ]
     assert main([*given, "--steps", "2"]) == 0
     said = capsys.readouterr().out
-    assert "not measured: private=1.0: it is for gradients of one batch, and updates have 2 steps" in said
+    assert (
+        "not measured: private=1.0: it is for gradients of one batch, and updates have 2 steps"
+        in said
+    )
     assert "prune=0.9" in said
-    assert main([*given, "--steps", "2", "--defence", "private=1.0"]) == 1  # whoever names it is told
+    assert (
+        main([*given, "--steps", "2", "--defence", "private=1.0"]) == 1
+    )  # whoever names it is told
     assert "leave out steps" in capsys.readouterr().err
     assert main(given) == 0
     assert "not measured: private" not in (said := capsys.readouterr().out)
     assert "private=1.0" in said
 
 
-def test_the_accountant_is_asked_for_before_anything_is_attacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accountant_is_asked_for_before_anything_is_attacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     case = GradientCase(vit(), examples(8), examples(12, 1), [0.5] * 3, [0.5] * 3, updates=1)
     done: list[str] = []
     with pytest.raises(MissingExtraError, match='"privacy"'):
-        audit_gradients(case, ["private=1"], attacks=named(["least squares"]), progress=lambda n, of, what: done.append(what))
+        audit_gradients(
+            case,
+            ["private=1"],
+            attacks=named(["least squares"]),
+            progress=lambda n, of, what: done.append(what),
+        )
     assert not done
-    assert audit_gradients(case, ["noise=1"], attacks=named(["least squares"])).findings  # who tells no epsilon needs none
+    assert audit_gradients(
+        case, ["noise=1"], attacks=named(["least squares"])
+    ).findings  # who tells no epsilon needs none
 
 
 def several(count: int, seed: int = 0) -> Examples:
     """Images with five answers each, yes or no."""
-    x, y = pictures(count, seed), (torch.rand(count, 5, generator=torch.Generator().manual_seed(seed)) > 0.5).float()
+    x, y = (
+        pictures(count, seed),
+        (torch.rand(count, 5, generator=torch.Generator().manual_seed(seed)) > 0.5).float(),
+    )
     return Examples(count, 5, lambda i: ({"pixel_values": x[i]}, y[i]), multi=True)
 
 
 def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> None:
     case = GradientCase(vit(), several(8), several(12, 1), [0.5] * 3, [0.5] * 3, updates=2)
-    found = audit_gradients(case, ["batch=2"], attacks=named(["least squares", "labels", "idlg"]), pictures=0)
-    assert {f.id for f in found.findings} >= {"gradients/none/least squares", "gradients/batch=2/least squares"}
+    found = audit_gradients(
+        case, ["batch=2"], attacks=named(["least squares", "labels", "idlg"]), pictures=0
+    )
+    assert {f.id for f in found.findings} >= {
+        "gradients/none/least squares",
+        "gradients/batch=2/least squares",
+    }
     assert not any("idlg" in f.id or "labels" in f.id for f in found.findings)
-    assert "labels and counts: it is for one answer to each image, and these have several" in found.unchecked
+    assert (
+        "labels and counts: it is for one answer to each image, and these have several"
+        in found.unchecked
+    )
     assert "iDLG: it is for one answer to each image, and these have several" in found.unchecked
-    one = audit_gradients(replace(case, victims=examples(8), own=examples(12, 1)), [], attacks=named(["least squares", "labels"]), pictures=0)
+    one = audit_gradients(
+        replace(case, victims=examples(8), own=examples(12, 1)),
+        [],
+        attacks=named(["least squares", "labels"]),
+        pictures=0,
+    )
     assert any("abels" in c for t in one.tables for c in t.columns)
     assert not any("abels" in c for t in found.tables for c in t.columns)
     assert not any("one answer" in line for line in one.unchecked)
@@ -111,7 +179,9 @@ def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> N
         audit_gradients(case, [], attacks=named(["labels"]), pictures=0)
 
 
-def test_what_cannot_be_audited_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_audited_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = saved(tmp_path)
     given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz")]
     for more, text in (
@@ -132,10 +202,14 @@ def test_what_cannot_be_audited_is_refused_by_name(tmp_path: Path, capsys: pytes
 
 
 def test_of_several_images_in_an_update_the_floor_is_what_a_best_naming_gives_to_others() -> None:
-    case = GradientCase(vit().double(), examples(40, 1), examples(40, 2), [0.5], [0.5], batch=4, updates=2)
+    case = GradientCase(
+        vit().double(), examples(40, 1), examples(40, 2), [0.5], [0.5], batch=4, updates=2
+    )
     free, alone = floors(case, None), floors(replace(case, batch=1), None)
     assert list(alone) == ["the mean image"]
-    assert (mean(free[OTHERS], "identified") or 0) > (mean(free["the mean image"], "identified") or 0), "of any images some fit"
+    assert (mean(free[OTHERS], "identified") or 0) > (
+        mean(free["the mean image"], "identified") or 0
+    ), "of any images some fit"
 
 
 def test_scores_are_of_what_they_are_named_for() -> None:
@@ -151,10 +225,19 @@ def test_scores_are_of_what_they_are_named_for() -> None:
 
 
 def test_attacks_are_chosen_by_name_on_images_and_on_texts_alike() -> None:
-    for table, usual, name in ((ATTACKS, QUICK, "span"), (text_audit.ATTACKS, text_audit.ATTACKS[:1], "words")):
-        assert chosen(None, table, usual, "these") == chosen([], table, usual, "these") == tuple(usual)
+    for table, usual, name in (
+        (ATTACKS, QUICK, "span"),
+        (text_audit.ATTACKS, text_audit.ATTACKS[:1], "words"),
+    ):
+        assert (
+            chosen(None, table, usual, "these") == chosen([], table, usual, "these") == tuple(usual)
+        )
         assert [a.name for a in chosen([name], table, usual, "these")] == [name]
-        assert chosen(["all"], table, usual, "these") == chosen([name, "all"], table, usual, "these") == table
+        assert (
+            chosen(["all"], table, usual, "these")
+            == chosen([name, "all"], table, usual, "these")
+            == table
+        )
         with pytest.raises(UpdateError, match='no attack "fog" on these') as caught:
             chosen([name, "fog"], table, usual, "these")
         assert name in str(caught.value.hint)
@@ -163,7 +246,12 @@ def test_attacks_are_chosen_by_name_on_images_and_on_texts_alike() -> None:
 def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:
     found = EXPERIMENTS["002/table5"](Lab("pico", cache=tmp_path))
     (table,) = found.tables
-    assert {(r[0], r[1]) for r in table.rows} >= {("ViT", "(a)"), ("ViT w/o PEs", "(b)"), ("ViT + MJP w/o unknown", "(c)"), ("ViT + MJP", "(d)")}
+    assert {(r[0], r[1]) for r in table.rows} >= {
+        ("ViT", "(a)"),
+        ("ViT w/o PEs", "(b)"),
+        ("ViT + MJP w/o unknown", "(c)"),
+        ("ViT + MJP", "(d)"),
+    }
     assert len(table.rows) == 31
     by = {f.id: f for f in found.findings}
     assert by["table5/plain"].holds
@@ -176,7 +264,9 @@ def test_the_front_measures_every_recipe_at_every_batch(tmp_path: Path) -> None:
 
     found = EXPERIMENTS["gradients/front"](Lab("pico", cache=tmp_path))
     (table,) = found.tables
-    assert {(r[0], r[1]) for r in table.rows} == {(r, size) for r in PICO for size in (1, 4)} | {("no training at all", None)}
+    assert {(r[0], r[1]) for r in table.rows} == {(r, size) for r in PICO for size in (1, 4)} | {
+        ("no training at all", None)
+    }
     by = {(r[0], r[1]): dict(zip(table.columns, r, strict=True)) for r in table.rows}
     assert by["none", 1]["dB above floor"] > by["none", 4]["dB above floor"]
     assert by["private=1", 1]["epsilon"] > 0

@@ -1,4 +1,6 @@
-"""Audits of locks: attacks scored by the truth, verdicts in words, the command, and a locked model in use."""
+"""Audits of locks: attacks scored by the truth, verdicts in words, the command, and a locked model
+in use.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_an_audit_scores_each_attack_by_the_truth() -> None:
     assert found["lock/public base"].holds is False
     assert found["lock/norm vectors"].value == 1.0
     assert found["lock/public edges"].floor == pytest.approx(1 / 12)
-    assert (found["lock/public edges"].value or 0) < 0.5  # these weights are random: nothing has aligned them
+    assert (
+        found["lock/public edges"].value or 0
+    ) < 0.5  # these weights are random: nothing has aligned them
     assert found["lock/vocabulary"].value == 1.0
     assert "nearest in what no key changes is the base" in found["lock/lineage"].sentence
     used = found["lock/public base, used"]
@@ -57,7 +61,9 @@ def test_an_audit_scores_each_attack_by_the_truth() -> None:
     assert used.floor is not None
     assert used.value is not None
     assert used.floor < used.value - 0.1
-    stranger = LockCase(spec, locked, "permutation", truth=g, base={n: torch.randn_like(v) for n, v in base.items()})
+    stranger = LockCase(
+        spec, locked, "permutation", truth=g, base={n: torch.randn_like(v) for n, v in base.items()}
+    )
     found = {f.id: f for f in audit_lock(stranger, most=0.5).findings}
     assert found["lock/public base"].holds is True
     assert (found["lock/public base"].value or 0) < 0.5
@@ -68,7 +74,10 @@ def test_without_anything_to_try_an_audit_is_refused() -> None:
     with pytest.raises(AuditError, match="nothing could be tried"):
         audit_lock(LockCase(spec, state, "permutation"))
     g = element(spec, 5, within="permutation")
-    only = audit_lock(LockCase(spec, apply(g, state, "backbone"), "permutation", truth=g), attacks=["public edges"])
+    only = audit_lock(
+        LockCase(spec, apply(g, state, "backbone"), "permutation", truth=g),
+        attacks=["public edges"],
+    )
     assert [f.id for f in only.findings] == ["lock/public edges"]
 
 
@@ -76,14 +85,30 @@ def test_one_example_is_too_few_to_take_apart() -> None:
     spec, state = model_of("gpt2")
     model = build("gpt2").float()
     g = element(spec, 5, within="permutation")
-    case = LockCase(spec, apply(g, state, "backbone"), "permutation", truth=g, model=model, test=readings(spoken(model)).only(np.arange(1)))
+    case = LockCase(
+        spec,
+        apply(g, state, "backbone"),
+        "permutation",
+        truth=g,
+        model=model,
+        test=readings(spoken(model)).only(np.arange(1)),
+    )
     results = audit_lock(case)
-    assert {n for n in ("known inputs", "seen features", "vocabulary") if f"{n}: fewer than two examples were given" in results.unchecked} == {
+    assert {
+        n
+        for n in ("known inputs", "seen features", "vocabulary")
+        if f"{n}: fewer than two examples were given" in results.unchecked
+    } == {
         "known inputs",
         "seen features",
         "vocabulary",
     }
-    assert not any("fewer" in line for line in audit_lock(replace(case, test=readings(spoken(model)).only(np.arange(2)))).unchecked)
+    assert not any(
+        "fewer" in line
+        for line in audit_lock(
+            replace(case, test=readings(spoken(model)).only(np.arange(2)))
+        ).unchecked
+    )
 
 
 def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
@@ -98,16 +123,30 @@ def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
     g = element(spec, 3, within="permutation")
     locked = apply(g, plain, "backbone")
     model.load_state_dict(locked)
-    case = LockCase(spec, locked, "permutation", truth=g, model=model, train=every.only(np.arange(80)), test=every.only(np.arange(80, 120)))
+    case = LockCase(
+        spec,
+        locked,
+        "permutation",
+        truth=g,
+        model=model,
+        train=every.only(np.arange(80)),
+        test=every.only(np.arange(80, 120)),
+    )
     results = audit_lock(case, labels=(10, 40, 500), budget=Budget(steps=4, batch=8))
     found = {f.id: f for f in results.findings}
-    assert {i for i in found if "theft" in i} == {f"lock/theft/{way} {n}" for way in ("new edges", "tuned", "scratch") for n in (10, 40)}
+    assert {i for i in found if "theft" in i} == {
+        f"lock/theft/{way} {n}" for way in ("new edges", "tuned", "scratch") for n in (10, 40)
+    }
     assert all(f.ceiling == 1.0 for i, f in found.items() if "theft" in i)
     assert "theft with 500 labels: there are 80 examples" in results.unchecked
     assert any("40 labels reaches" in line for line in results.facts["verdict"])
     assert any("No base was tried" in line for line in results.facts["verdict"])
     slow, quick, both = (
-        {f.id: f.value for f in audit_lock(case, labels=(40,), budget=Budget(8, 8, rates)).findings if "theft" in f.id}
+        {
+            f.id: f.value
+            for f in audit_lock(case, labels=(40,), budget=Budget(8, 8, rates)).findings
+            if "theft" in f.id
+        }
         for rates in ((1e-9,), (1e-2,), (1e-9, 1e-2))
     )
     assert slow != quick
@@ -120,10 +159,21 @@ def test_verdicts() -> None:
     edges = [Finding("lock/public edges", "", None, share, 0.004, 1.0) for share in (1.0, 0.3)]
     assert "The file alone undoes this lock" in verdict_of(edges[:1])[0]
     assert not any("The file alone" in line for line in verdict_of(edges[1:]))
-    assert "gives 30% of the lock away" in verdict_of([Finding("lock/public base", "", None, 0.3, 0.0, 1.0)])[0]
+    assert (
+        "gives 30% of the lock away"
+        in verdict_of([Finding("lock/public base", "", None, 0.3, 0.0, 1.0)])[0]
+    )
     scored = [Finding("lock/theft/tuned 40", "", None, value, 0.1, 0.9) for value in (0.3, 0.6)]
-    scored = [scored[0], replace(scored[1], id="lock/theft/new edges 40"), replace(scored[0], id="lock/theft/scratch 40", value=0.2)]
-    assert verdict_of(scored)[1] == "No relative known: an attacker with 40 labels reaches 0.60 of 0.90; the labels alone give 0.20."
+    scored = [
+        scored[0],
+        replace(scored[1], id="lock/theft/new edges 40"),
+        replace(scored[0], id="lock/theft/scratch 40", value=0.2),
+    ]
+    assert (
+        verdict_of(scored)[1]
+        == "No relative known: an attacker with 40 labels reaches 0.60 of 0.90; the labels "
+        "alone give 0.20."
+    )
 
 
 def test_what_counts_is_the_way_from_the_floor_to_the_ceiling() -> None:
@@ -131,7 +181,9 @@ def test_what_counts_is_the_way_from_the_floor_to_the_ceiling() -> None:
     assert apply_threshold(found, 0.3).holds is True
     assert apply_threshold(found, 0.1).holds is False
     assert apply_threshold(found, None).holds is None
-    assert apply_threshold(replace(found, holds=True), 0.1).holds is True, "what holds or not by itself is not judged again"
+    assert apply_threshold(replace(found, holds=True), 0.1).holds is True, (
+        "what holds or not by itself is not judged again"
+    )
 
 
 def test_a_guess_with_the_wrong_sign_or_at_another_place_is_wrong() -> None:
@@ -157,7 +209,9 @@ def test_a_lock_that_refuses_nothing_fails_the_audit(monkeypatch: pytest.MonkeyP
     assert failed == {"wrong key", "changed bit", "lost tensor"}
 
 
-def test_features_that_are_seen_and_those_to_compare_with_have_no_example_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_are_seen_and_those_to_compare_with_have_no_example_in_common(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Were they the same, the attack by statistics would be the one with known inputs."""
     seen: list[set[int]] = []
 
@@ -167,7 +221,9 @@ def test_features_that_are_seen_and_those_to_compare_with_have_no_example_in_com
 
     spec, state = model_of("gpt2")
     monkeypatch.setattr(audit, "_entering", entering)
-    audit._features(LockCase(spec, state, "permutation", test=Examples(21, 2, lambda rows: ({}, rows))), 0)
+    audit._features(
+        LockCase(spec, state, "permutation", test=Examples(21, 2, lambda rows: ({}, rows))), 0
+    )
     assert not seen[0] & seen[1]
     assert seen[0] | seen[1] == set(range(21))
 
@@ -176,7 +232,9 @@ def test_a_stranger_without_the_key_is_not_said_to_give_the_lock_away() -> None:
     """Any model explains some of another's weights: its gains are near one."""
     spec, state = model_of("gpt2")
     locked = apply(element(spec, 5, within="permutation"), state, "backbone")
-    stranger = {n: 0.1 * v.std() * torch.randn_like(v) if v.dim() > 1 else v for n, v in state.items()}
+    stranger = {
+        n: 0.1 * v.std() * torch.randn_like(v) if v.dim() > 1 else v for n, v in state.items()
+    }
     results = audit_lock(LockCase(spec, locked, "permutation", base=stranger))
     assert results.findings[0].measure == "share explained"
     assert 0.01 < (results.findings[0].value or 0) < 0.99
@@ -186,13 +244,20 @@ def test_a_stranger_without_the_key_is_not_said_to_give_the_lock_away() -> None:
     own = audit_lock(LockCase(spec, locked, "permutation", base=state), most=0.5).findings[0]
     assert (own.floor or 0) < 0.9 < (own.value or 0)
     assert own.holds is False
-    assert audit_lock(LockCase(spec, locked, "permutation", base=stranger), most=0.5).findings[0].holds
+    assert (
+        audit_lock(LockCase(spec, locked, "permutation", base=stranger), most=0.5).findings[0].holds
+    )
 
 
 def test_what_is_not_finite_is_named() -> None:
     spec, state = model_of("gpt2")
-    broken = {**state, "transformer.h.0.ln_1.weight": state["transformer.h.0.ln_1.weight"] * float("nan")}
-    with pytest.raises(AuditError, match=r'the locked model holds NaN or Inf in "transformer\.h\.0\.ln_1\.weight"'):
+    broken = {
+        **state,
+        "transformer.h.0.ln_1.weight": state["transformer.h.0.ln_1.weight"] * float("nan"),
+    }
+    with pytest.raises(
+        AuditError, match=r'the locked model holds NaN or Inf in "transformer\.h\.0\.ln_1\.weight"'
+    ):
         audit_lock(LockCase(spec, broken, "permutation", base=state))
     with pytest.raises(AuditError, match="the base holds NaN"):
         audit_lock(LockCase(spec, state, "permutation", base=broken))
@@ -204,7 +269,10 @@ def test_what_is_not_finite_is_named() -> None:
 def test_only_what_is_tried_is_told() -> None:
     spec, state = model_of("gpt2")
     told: list[str] = []
-    audit_lock(LockCase(spec, state, "permutation", base=state), progress=lambda i, n, name: told.append(name))
+    audit_lock(
+        LockCase(spec, state, "permutation", base=state),
+        progress=lambda i, n, name: told.append(name),
+    )
     assert told == ["public base", "lineage"]
 
 
@@ -224,14 +292,29 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     locked, other = str(tmp_path / "locked"), str(tmp_path / "base")
     given = ["--data", str(tmp_path / "said.txt"), "--length", "12", "--samples", "16"]
     report = ["--json", str(tmp_path / "a.json"), "--report", str(tmp_path / "a.html")]
-    assert main(["audit", "lock", locked, "-k", str(tmp_path / "key"), "--against", other, *given, *report]) == 0
+    assert (
+        main(
+            [
+                "audit",
+                "lock",
+                locked,
+                "-k",
+                str(tmp_path / "key"),
+                "--against",
+                other,
+                *given,
+                *report,
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "The base is public: this lock gives nothing" in out
     results = load_results(tmp_path / "a.json")
     assert {f.id: f.value for f in results.findings}["lock/public base"] == 1.0
-    assert {f.id.rsplit("/", 1)[1]: f.holds for f in results.findings if "/handling/" in f.id} == dict.fromkeys(
-        ("wrong key", "changed bit", "lost tensor", "key reuse"), True
-    )
+    assert {
+        f.id.rsplit("/", 1)[1]: f.holds for f in results.findings if "/handling/" in f.id
+    } == dict.fromkeys(("wrong key", "changed bit", "lost tensor", "key reuse"), True)
     assert key.derive("x").hex() not in (tmp_path / "a.json").read_text()
     assert "What this lock is worth" in (tmp_path / "a.html").read_text()
     assert main(["audit", "lock", locked, "--against", other, "--fail-above", "0.5"]) == 3
@@ -252,11 +335,19 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("group", ["permutation", "rotation"])
-def test_a_locked_folder_is_authorised_by_its_key_trained_and_saved(tmp_path: Path, group: str) -> None:
+def test_a_locked_folder_is_authorised_by_its_key_trained_and_saved(
+    tmp_path: Path, group: str
+) -> None:
     model = build("vit").float()
     model.save_pretrained(tmp_path / "plain")
     key = generate_key()
-    plan_lock(open_checkpoint(tmp_path / "plain"), stored_spec(tmp_path / "plain"), tmp_path / "locked", key, group=group).write()
+    plan_lock(
+        open_checkpoint(tmp_path / "plain"),
+        stored_spec(tmp_path / "plain"),
+        tmp_path / "locked",
+        key,
+        group=group,
+    ).write()
     locked = type(model).from_pretrained(tmp_path / "locked")
     pixels = torch.randn(4, 3, 8, 8)
     expected, garbage = model(pixels).logits, locked(pixels).logits
@@ -277,7 +368,9 @@ def test_a_locked_folder_is_authorised_by_its_key_trained_and_saved(tmp_path: Pa
     assert not is_authorized(locked)
     authorize(locked, key, files=tmp_path / "locked")
     torch.testing.assert_close(locked(pixels).logits, expected, atol=1e-4, rtol=1e-4)
-    optimizer = torch.optim.SGD([p for n, p in locked.named_parameters() if "norm" not in n], lr=0.01)
+    optimizer = torch.optim.SGD(
+        [p for n, p in locked.named_parameters() if "norm" not in n], lr=0.01
+    )
     locked(pixels).logits.square().sum().backward()
     optimizer.step()
     after = locked(pixels).logits
@@ -288,9 +381,21 @@ def test_a_locked_folder_is_authorised_by_its_key_trained_and_saved(tmp_path: Pa
     save_trained(locked, tmp_path / "trained", key)
     assert json.loads((tmp_path / "trained" / "config.json").read_text())[FIELD]["key"] == key.id
     with pytest.raises(TamperedModelError, match="its data were changed"):
-        plan_unlock(open_checkpoint(tmp_path / "unsealed"), stored_spec(tmp_path / "unsealed"), tmp_path / "no", key)
-    plan_unlock(open_checkpoint(tmp_path / "trained"), stored_spec(tmp_path / "trained"), tmp_path / "new", key).write()
-    torch.testing.assert_close(type(model).from_pretrained(tmp_path / "new")(pixels).logits, after, atol=1e-4, rtol=1e-4)
+        plan_unlock(
+            open_checkpoint(tmp_path / "unsealed"),
+            stored_spec(tmp_path / "unsealed"),
+            tmp_path / "no",
+            key,
+        )
+    plan_unlock(
+        open_checkpoint(tmp_path / "trained"),
+        stored_spec(tmp_path / "trained"),
+        tmp_path / "new",
+        key,
+    ).write()
+    torch.testing.assert_close(
+        type(model).from_pretrained(tmp_path / "new")(pixels).logits, after, atol=1e-4, rtol=1e-4
+    )
 
 
 def test_states_are_locked_and_unlocked_alike() -> None:

@@ -1,4 +1,6 @@
-"""What a server of split learning learns: what it is sent is what is written down, scores are of the truth, and the command says what it comes to."""
+"""What a server of split learning learns: what it is sent is what is written down, scores are of
+the truth, and the command says what it comes to.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,27 @@ from regauge.audit.split import LeakageError, SplitCase, audit_split
 from regauge.audit.split.attempts import ATTACKS, Budget, Setting, attempt, patch_of, views_of
 from regauge.audit.split.engine import chance, denormalize, labels_of
 from regauge.audit.split.report import apart, findings_of, verdict_of, without_rows
-from regauge.audit.split.scores import OTHERS, Attacked, Case, Row, best_assignment, floors, joined, mean, scored, worst
-from regauge.audit.split.victims import batches_of, defences_of, drop_singleton_batch, is_shuffled, make_split_pair, on_images, unshuffled
+from regauge.audit.split.scores import (
+    OTHERS,
+    Attacked,
+    Case,
+    Row,
+    best_assignment,
+    floors,
+    joined,
+    mean,
+    scored,
+    worst,
+)
+from regauge.audit.split.victims import (
+    batches_of,
+    defences_of,
+    drop_singleton_batch,
+    is_shuffled,
+    make_split_pair,
+    on_images,
+    unshuffled,
+)
 from regauge.cli import main
 from regauge.data.datasets import Data, DataError
 from regauge.data.tasks import Examples, loss_of, prepare, task_of
@@ -32,8 +53,21 @@ ADAMW = OptimizerConfig("adamw", rate=5e-3)
 
 
 def vit(seed: int = 0, **more: Any) -> Any:
-    config = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 8, "patch_size": 2}
-    config |= {"num_channels": 1, "num_labels": 3, "initializer_range": 0.1, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "image_size": 8,
+        "patch_size": 2,
+    }
+    config |= {
+        "num_channels": 1,
+        "num_labels": 3,
+        "initializer_range": 0.1,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
     torch.manual_seed(seed)
     return transformers.ViTForImageClassification(transformers.ViTConfig(**config | more))
 
@@ -42,13 +76,22 @@ def pictures(count: int, seed: int = 0) -> torch.Tensor:
     """Smooth images in -1..1, the class of each in how bright its left half is."""
     g = torch.Generator().manual_seed(seed)
     small = torch.rand(count, 1, 3, 3, generator=g)
-    return 2 * torch.nn.functional.interpolate(small, (8, 8), mode="bilinear", align_corners=False) - 1
+    return (
+        2 * torch.nn.functional.interpolate(small, (8, 8), mode="bilinear", align_corners=False) - 1
+    )
 
 
 def examples(count: int, seed: int = 0, multi: bool = False) -> Examples:
     x = pictures(count, seed)
     if multi:
-        answers = torch.stack([x[:, 0, :, :4].mean((1, 2)) > 0, x[:, 0, :4].mean((1, 2)) > 0, x.mean((1, 2, 3)) > 0.1], 1).float()
+        answers = torch.stack(
+            [
+                x[:, 0, :, :4].mean((1, 2)) > 0,
+                x[:, 0, :4].mean((1, 2)) > 0,
+                x.mean((1, 2, 3)) > 0.1,
+            ],
+            1,
+        ).float()
         return Examples(count, 3, lambda i: ({"pixel_values": x[i]}, answers[i]), multi=True)
     labels = torch.bucketize(x[:, 0, :, :4].mean((1, 2)), torch.tensor([-0.15, 0.15]))
     return Examples(count, 3, lambda i: ({"pixel_values": x[i]}, labels[i]))
@@ -62,7 +105,11 @@ def test_combinations_are_read_and_taken_apart() -> None:
     assert not is_shuffled("noise=1e+3")
     assert unshuffled("low-pass=0.1,disc+batch-shuffle=0.5+rows=sample") == "low-pass=0.1,disc"
     assert unshuffled("rows") == "none"
-    assert (without_rows("noise=1+rows"), without_rows("rows=sample"), without_rows("noise=1")) == ("noise=1", "none", None)
+    assert (without_rows("noise=1+rows"), without_rows("rows=sample"), without_rows("noise=1")) == (
+        "noise=1",
+        "none",
+        None,
+    )
     with pytest.raises(DefenceError, match="fog"):
         defences_of("fog+rows")
 
@@ -78,7 +125,11 @@ def test_the_server_sees_what_was_sent_and_nothing_else() -> None:
     assert torch.allclose(shuffled.sort(1).values, sent.sort(1).values)
     filtered = make_split_pair(vit(), "low-pass=0.2").watch(x, 3, "a")
     with torch.no_grad():
-        assert torch.allclose(filtered, cut(model).embed(pixel_values=on_images("low-pass=0.2", x, 3)).stream, atol=1e-6)
+        assert torch.allclose(
+            filtered,
+            cut(model).embed(pixel_values=on_images("low-pass=0.2", x, 3)).stream,
+            atol=1e-6,
+        )
 
 
 def test_what_is_drawn_can_be_drawn_again() -> None:
@@ -92,7 +143,10 @@ def test_gradients_are_seen_in_the_steps_that_are_watched() -> None:
     pair, data = make_split_pair(vit(), "rows", ADAMW), examples(20)
     passes = pair.train(data, Run(5, 4), watch_first=3)
     assert len(passes) == 3
-    assert all(p.slope is not None and p.slope.shape == p.stream.shape and float(p.slope.abs().sum()) > 0 for p in passes)
+    assert all(
+        p.slope is not None and p.slope.shape == p.stream.shape and float(p.slope.abs().sum()) > 0
+        for p in passes
+    )
     assert len(pair.losses) == 5
     assert not make_split_pair(vit(), "rows", ADAMW).train(data, Run(2, 4))
 
@@ -137,19 +191,34 @@ def test_scores_are_of_each_image_and_know_what_is_worse() -> None:
 
 
 def test_a_best_naming_tells_nobody_apart() -> None:
-    """Images of other people, each given to the one that it fits, look as if they were told apart: that is a floor, and no attack's success."""
+    """Images of other people, each given to the one that it fits, look as if they were told apart:
+    that is a floor, and no attack's success.
+    """
     true, others = (denormalize(pictures(12, seed), [0.5], [0.5]) for seed in (0, 1))
     free = floors(others, true, 2)
     by_naming = mean(free[OTHERS], "identified") or 0.0
     assert by_naming > 2 / 12, "far above a guess"
     assert floors(others[:5], true, 2)[OTHERS]["SSIM"], "fewer of its own than there are"
-    regroup, exact = (next(a for a in ATTACKS if a.name == name) for name in ("regrouped", "public embedding"))
-    got = {a.name: Attacked(a.name, scored(best_assignment(others, true) if a is regroup else true, true), [], 1.0, 0.0) for a in (regroup, exact)}
+    regroup, exact = (
+        next(a for a in ATTACKS if a.name == name) for name in ("regrouped", "public embedding")
+    )
+    got = {
+        a.name: Attacked(
+            a.name,
+            scored(best_assignment(others, true) if a is regroup else true, true),
+            [],
+            1.0,
+            0.0,
+        )
+        for a in (regroup, exact)
+    }
     blind = Row("batch-shuffle=0.5", 0.5, 0.1, 0.0, {regroup.name: got[regroup.name]})
     seen = Row("none", 0.5, 0.1, 0.0, got)
     assert (apart(blind, ATTACKS), apart(seen, ATTACKS)) == (0.0, 1.0)
     told = findings_of(Case("faces", (seen, blind), free), ATTACKS)
-    assert [f"by the best naming, as are {by_naming:.0%} of other images" in f.sentence for f in told] == [f.id.endswith("regrouped") for f in told]
+    assert [
+        f"by the best naming, as are {by_naming:.0%} of other images" in f.sentence for f in told
+    ] == [f.id.endswith("regrouped") for f in told]
 
 
 def test_when_an_attacker_has_stopped() -> None:
@@ -159,7 +228,9 @@ def test_when_an_attacker_has_stopped() -> None:
     assert not Attacked("a", {}, flat[:3], 1.0, 0.0).has_stopped
 
 
-def test_attacks_on_a_victim_are_exact_where_nothing_defends_and_at_the_floor_where_all_is_noise() -> None:
+def test_attacks_on_a_victim_are_exact_where_nothing_defends_and_at_the_floor_where_all_is_noise() -> (
+    None
+):
     own, true = pictures(150, 2), pictures(12, 3)
     clear = denormalize(true, [0.5], [0.5])
     floor = mean(floors(denormalize(own, [0.5], [0.5]), clear, 2)["the mean image"], "SSIM") or 0.0
@@ -169,7 +240,11 @@ def test_attacks_on_a_victim_are_exact_where_nothing_defends_and_at_the_floor_wh
         views = views_of(make_split_pair(vit(), combination), own, true, 10, 0)
         setting = Setting(combination, Budget(16, 1, 2), 10)
         tried = {a.name: attempt(a, views, setting) for a in exact if a.fits(combination)}
-        got[combination] = {n: mean(scored(denormalize(t.images, [0.5], [0.5]), clear), "SSIM") or 0.0 for n, t in tried.items() if t is not None}
+        got[combination] = {
+            n: mean(scored(denormalize(t.images, [0.5], [0.5]), clear), "SSIM") or 0.0
+            for n, t in tried.items()
+            if t is not None
+        }
     assert got["none"]["public embedding"] > 0.999
     assert got["rows"]["public embedding"] > 0.999
     assert got["none"]["least squares"] > 0.99
@@ -189,7 +264,10 @@ def test_noise_that_is_drawn_afresh_is_averaged_away(combination: str) -> None:
         assert tried is not None
         got[name] = mean(scored(denormalize(tried.images, [0.5], [0.5]), clear), "SSIM") or 0.0
     assert got["averaged"] > got["least squares"] + 0.05
-    assert not any(chosen["averaged"].fits(c) for c in ("none", "rows", "low-pass=0.3", "noise=0.5+batch-shuffle=0.5"))
+    assert not any(
+        chosen["averaged"].fits(c)
+        for c in ("none", "rows", "low-pass=0.3", "noise=0.5+batch-shuffle=0.5")
+    )
     assert views_of(make_split_pair(vit(), "rows"), own, true, 10, 0).often is None
 
 
@@ -213,7 +291,16 @@ def test_labels_are_told_from_gradients_and_not_from_noise() -> None:
 
 def test_several_answers_to_each_image() -> None:
     rows = np.array([[1, -1], [-1, -1], [1, 1]])
-    data = Data("d", {"image": np.zeros((3, 8, 8), np.uint8), "glasses": rows[:, 0], "beard": rows[:, 1], "label": rows}, "")
+    data = Data(
+        "d",
+        {
+            "image": np.zeros((3, 8, 8), np.uint8),
+            "glasses": rows[:, 0],
+            "beard": rows[:, 1],
+            "label": rows,
+        },
+        "",
+    )
     task = {"kind": "images", "classes": 2, "mean": [0.5], "std": [0.5]}
     for one in ({**task, "attributes": ["glasses", "beard"]}, task):
         made = prepare(one, data)
@@ -221,10 +308,14 @@ def test_several_answers_to_each_image() -> None:
         assert made.batch(np.arange(3))[1].tolist() == [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
     logits = torch.tensor([[0.3, -0.3], [-9.0, -9.0], [9.0, 9.0]])
     labels = made.batch(np.arange(3))[1]
-    assert float(loss_of(made, logits, labels)) == pytest.approx(float(torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)))
+    assert float(loss_of(made, logits, labels)) == pytest.approx(
+        float(torch.nn.functional.binary_cross_entropy_with_logits(logits, labels))
+    )
     assert chance(made) == pytest.approx(2 / 3)
     model = vit(num_labels=2)
-    assert task_of(model, data, mean=[0.5], std=[0.5], attributes=["glasses", "beard"])[0]["attributes"] == ["glasses", "beard"]
+    assert task_of(model, data, mean=[0.5], std=[0.5], attributes=["glasses", "beard"])[0][
+        "attributes"
+    ] == ["glasses", "beard"]
     with pytest.raises(DataError, match="1 attributes are named, and the model answers 2"):
         task_of(model, data, mean=[0.5], std=[0.5], attributes=["glasses"])
     pair = make_split_pair(vit(), "rows", ADAMW)
@@ -235,7 +326,9 @@ def test_several_answers_to_each_image() -> None:
 
 
 def test_labels_that_are_words_are_numbered_as_the_model_names_them() -> None:
-    data = Data("d", {"image": np.zeros((2, 8, 8), np.uint8), "label": np.array(["happy", "neutral"])}, "")
+    data = Data(
+        "d", {"image": np.zeros((2, 8, 8), np.uint8), "label": np.array(["happy", "neutral"])}, ""
+    )
     model = vit(num_labels=2, id2label={0: "neutral", 1: "happy"})
     task, _ = task_of(model, data, mean=[0.5], std=[0.5])
     assert prepare(task, data).batch(np.arange(2))[1].tolist() == [1, 0]
@@ -245,17 +338,35 @@ def test_labels_that_are_words_are_numbered_as_the_model_names_them() -> None:
 
 def row(combination: str, accuracy: float, decoder: float, best: float, apart: float) -> Row:
     def got(name: str, value: float) -> Attacked:
-        return Attacked(name, {"SSIM": [value, value], "identified": [apart, apart]}, [1.0], 1.0, 1.0)
+        return Attacked(
+            name, {"SSIM": [value, value], "identified": [apart, apart]}, [1.0], 1.0, 1.0
+        )
 
-    return Row(combination, accuracy, 0.5, 1.0, {"decoder": got("decoder", decoder), "public embedding": got("public embedding", best)})
+    return Row(
+        combination,
+        accuracy,
+        0.5,
+        1.0,
+        {"decoder": got("decoder", decoder), "public embedding": got("public embedding", best)},
+    )
 
 
 def test_the_verdict_is_in_words() -> None:
     floor = {"SSIM": [0.4, 0.4], "identified": [0.0, 0.0]}
-    rows = (row("none", 0.9, 0.9, 1.0, 1.0), row("rows", 0.9, 0.45, 1.0, 1.0), row("noise=1", 0.7, 0.5, 0.5, 0.1))
-    said = verdict_of(Case("faces", rows, {"the mean image": floor, "true patches in a random order": floor}), ATTACKS)
+    rows = (
+        row("none", 0.9, 0.9, 1.0, 1.0),
+        row("rows", 0.9, 0.45, 1.0, 1.0),
+        row("noise=1", 0.7, 0.5, 0.5, 0.1),
+    )
+    said = verdict_of(
+        Case("faces", rows, {"the mean image": floor, "true patches in a random order": floor}),
+        ATTACKS,
+    )
     assert said[0] == "faces: the server has the images under 2 of 3 combinations."
-    assert "SSIM goes from 1.00 to 1.00 (public embedding); against the paper's decoder alone from 0.90 to 0.45" in said[2]
+    assert (
+        "SSIM goes from 1.00 to 1.00 (public embedding); against the paper's decoder alone from "
+        "0.90 to 0.45" in said[2]
+    )
     assert "The least leaks under noise=1: the best attack goes 17% of the way" in said[3]
     together = joined([row("rows", 0.8, 0.2, 0.4, 0.0), row("rows", 0.6, 0.4, 0.4, 0.0)])
     assert together.accuracy == pytest.approx(0.7)
@@ -270,27 +381,62 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     x = ((pictures(150)[:, 0] + 1) * 127).numpy().astype(np.uint8)
     labels = examples(150).batch(np.arange(150))[1].numpy()
     np.savez(path / "images.npz", image=x, label=labels)
-    np.savez(path / "colours.npz", image=np.repeat(np.repeat(x.repeat(2, 1).repeat(2, 2)[..., None], 3, 3), 1, 0), label=labels % 2)
+    np.savez(
+        path / "colours.npz",
+        image=np.repeat(np.repeat(x.repeat(2, 1).repeat(2, 2)[..., None], 3, 3), 1, 0),
+        label=labels % 2,
+    )
     return path
 
 
 def audit(folder: Path, *more: str, model: str = "vit", data: str = "images.npz") -> int:
-    return main(["audit", "split", str(folder / model), "--data", str(folder / data), "--mean", "0.5", "--std", "0.5", *more])
+    return main(
+        [
+            "audit",
+            "split",
+            str(folder / model),
+            "--data",
+            str(folder / data),
+            "--mean",
+            "0.5",
+            "--std",
+            "0.5",
+            *more,
+        ]
+    )
 
 
 QUICKLY = ("--epochs", "1", "--attacker", "16,1,2", "--attacked", "10", "--batch-size", "25")
 
 
-def test_the_command_says_what_it_comes_to(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_says_what_it_comes_to(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, page = tmp_path / "r.json", tmp_path / "page.html"
-    asked = ("--defence", "rows", "--defence", "batch-shuffle=0.5", "--random-weights", "--gallery", "2")
+    asked = (
+        "--defence",
+        "rows",
+        "--defence",
+        "batch-shuffle=0.5",
+        "--random-weights",
+        "--gallery",
+        "2",
+    )
     assert audit(folder, *QUICKLY, *asked, "--json", str(out), "--report", str(page)) == 0
     said = capsys.readouterr()
     assert "the server has the images under" in said.out
     assert "not measured: LPIPS and F-SIM" in said.out
-    assert "75 images of the client's, 45 of the attacker's, 30 to test on; 10 are attacked" in said.err
+    assert (
+        "75 images of the client's, 45 of the attacker's, 30 to test on; 10 are attacked"
+        in said.err
+    )
     found = load_results(out)
-    assert [r[0] for r in found.tables[0].rows] == ["none", "rows", "batch-shuffle=0.5", "a guess, the mean image"]
+    assert [r[0] for r in found.tables[0].rows] == [
+        "none",
+        "rows",
+        "batch-shuffle=0.5",
+        "a guess, the mean image",
+    ]
     ids = {f.id for f in found.findings}
     assert "images/rows/places" in ids
     assert "images/none/places" not in ids
@@ -309,7 +455,9 @@ def test_the_command_says_what_it_comes_to(folder: Path, tmp_path: Path, capsys:
     assert json.loads(out.read_text())["facts"]["weights"] == "random"
 
 
-def test_an_audit_fails_where_it_is_told_to(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_audit_fails_where_it_is_told_to(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = ("--attacks", "public embedding,least squares", "--defence", "rows", "--gallery", "0")
     assert audit(folder, *QUICKLY, *asked, "--fail-above", "0.5") == 3
     assert "FAILS  images/rows/public embedding" in capsys.readouterr().out
@@ -320,7 +468,11 @@ def test_a_convolution_over_single_pixels_makes_no_patches() -> None:
     stem, patches = torch.nn.Conv2d(3, 3, 1), torch.nn.Conv2d(3, 8, 4, stride=4)
     assert patch_of(torch.nn.Sequential(stem, patches), pictures(2)) == 4
     assert patch_of(vit(), pictures(2)) == 2
-    for none in (torch.nn.Sequential(stem), torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, stride=2)), torch.nn.Conv2d(3, 8, (4, 2), stride=(4, 2))):
+    for none in (
+        torch.nn.Sequential(stem),
+        torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, stride=2)),
+        torch.nn.Conv2d(3, 8, (4, 2), stride=(4, 2)),
+    ):
         with pytest.raises(LeakageError, match="no embedding of square patches"):
             patch_of(none, pictures(2))
 
@@ -345,11 +497,17 @@ def test_attacks_are_named_or_all_of_them() -> None:
         (("--defence", "fog"), 'no defence "fog"'),
         (("--radii", "0"), "a radius of 0.0"),
         (("--defence", "batch-shuffle", "--batch-size", "1"), "batches have one"),
-        (("--model", "swin", "--data", "colours.npz", "--defence", "rows"), "the rows of a SwinForImageClassification cannot move"),
+        (
+            ("--model", "swin", "--data", "colours.npz", "--defence", "rows"),
+            "the rows of a SwinForImageClassification cannot move",
+        ),
         (("--data", "colours.npz"), "are 16 x 16, and the model reads 8 x 8"),
         (("--attacks", "magic"), 'there is no attack "magic"'),
         (("--attacks", "all,magic"), 'there is no attack "magic"'),
-        (("--attacks", "places,sets", "--defence", "rows"), "none of these attacks can try an undefended victim"),
+        (
+            ("--attacks", "places,sets", "--defence", "rows"),
+            "none of these attacks can try an undefended victim",
+        ),
         (("--attacks", "averaged", "--defence", "noise=1"), "hint: add least squares or decoder"),
         (("--attacker", "big"), "is not WIDTH,DEPTH,EPOCHS"),
         (("--lr", "-1"), "is no rate"),
@@ -361,7 +519,10 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(
 ) -> None:
     given = dict(zip(more[::2], more[1::2], strict=True))
     model, data = given.pop("--model", "vit"), given.pop("--data", "images.npz")
-    assert audit(folder, *(x for pair in given.items() for x in pair), model=model, data=data) in (1, 2)
+    assert audit(folder, *(x for pair in given.items() for x in pair), model=model, data=data) in (
+        1,
+        2,
+    )
     said = capsys.readouterr()
     assert message in said.err
     assert "train through" not in said.err

@@ -1,4 +1,6 @@
-"""What a server of split learning reads of texts: all of it where nothing defends, nothing where all is noise; and the command says so."""
+"""What a server of split learning reads of texts: all of it where nothing defends, nothing where
+all is noise; and the command says so.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,30 @@ STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initi
 
 def bert() -> Any:
     torch.manual_seed(0)
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES, **STILL, num_labels=2))
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**SIZES, **STILL, num_labels=2)
+    )
 
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 90, "initializer_range": 0.2}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    sizes = {
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 16,
+        "vocab_size": 90,
+        "initializer_range": 0.2,
+    }
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
 
 
 def texts(count: int, seed: int, causal: bool = False) -> Examples:
-    """Random tokens, so that no guess is better than another; the class is in the first of them. Some are shorter."""
+    """Random tokens, so that no guess is better than another; the class is in the first of them.
+    Some are shorter.
+    """
     drawn = np.random.default_rng(seed)
     ids = torch.from_numpy(drawn.integers(1, 90, (count, 10)))
     lengths = torch.from_numpy(drawn.integers(8, 11, count))
@@ -50,7 +65,9 @@ def texts(count: int, seed: int, causal: bool = False) -> Examples:
     def batch(rows: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         mask = (torch.arange(10)[None] < lengths[rows][:, None]).long()
         inputs = {"input_ids": ids[rows] * mask, "attention_mask": mask}
-        return inputs, torch.where(mask.bool(), ids[rows], -100) if causal else (ids[rows, 0] > 45).long()
+        return inputs, torch.where(mask.bool(), ids[rows], -100) if causal else (
+            ids[rows, 0] > 45
+        ).long()
 
     return Examples(count, 90 if causal else 2, batch, causal=causal)
 
@@ -74,9 +91,13 @@ def test_texts_are_read_under_shuffles_and_not_under_noise() -> None:
         assert leaked(found, f"{combination}/regression") > 0.6, combination
     assert leaked(found, "noise=20/vocabulary") < 0.25
     assert leaked(found, "noise=20/regression") < 0.25
-    assert leaked(found, "bottleneck=6/vocabulary") > 0.6, "an attacker sees which channels are sent"
+    assert leaked(found, "bottleneck=6/vocabulary") > 0.6, (
+        "an attacker sees which channels are sent"
+    )
     assert all(f.floor is not None and f.floor < 0.2 for f in found.findings)
-    assert found.facts["verdict"][0].startswith("texts: the server reads the texts under 3 of 4 combinations")
+    assert found.facts["verdict"][0].startswith(
+        "texts: the server reads the texts under 3 of 4 combinations"
+    )
     rows = {row[0]: row for row in found.tables[0].rows}
     assert rows["rows"][2] is not None, "labels are told from gradients"
 
@@ -121,23 +142,54 @@ def folder(tmp_path: Path) -> Path:
     bert().save_pretrained(tmp_path / "bert")
     tokenizer.save(str(tmp_path / "bert" / "tokenizer.json"))
     drawn = np.random.default_rng(0)
-    lines = [f"{int(i % 2)}\t{' '.join(f'w{k}' for k in drawn.integers(2, 90, 10))}" for i in range(120)]
+    lines = [
+        f"{int(i % 2)}\t{' '.join(f'w{k}' for k in drawn.integers(2, 90, 10))}" for i in range(120)
+    ]
     (tmp_path / "texts.tsv").write_text("\n".join(["label\ttext", *lines]) + "\n")
     return tmp_path
 
 
 def test_the_command_reads_texts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "r.json"
-    command = ["audit", "split", str(folder / "bert"), "--data", str(folder / "texts.tsv"), "--epochs", "1", "--batch-size", "20", "--attacked", "6"]
-    assert main([*command, "--defence", "rows", "--json", str(out), "--report", str(folder / "page.html")]) == 0
+    command = [
+        "audit",
+        "split",
+        str(folder / "bert"),
+        "--data",
+        str(folder / "texts.tsv"),
+        "--epochs",
+        "1",
+        "--batch-size",
+        "20",
+        "--attacked",
+        "6",
+    ]
+    assert (
+        main(
+            [
+                *command,
+                "--defence",
+                "rows",
+                "--json",
+                str(out),
+                "--report",
+                str(folder / "page.html"),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr()
     assert "the server reads the texts under 2 of 2 combinations" in said.out
-    assert "60 texts of the client's, 36 of the attacker's, 24 to test on; 6 are attacked" in said.err
+    assert (
+        "60 texts of the client's, 36 of the attacker's, 24 to test on; 6 are attacked" in said.err
+    )
     assert leaked_of(out, "texts/rows/vocabulary") > 0.9
     assert "the server reads the texts" in (folder / "page.html").read_text()
     assert json.loads(out.read_text())["facts"]["client's texts"] == 60
     assert main([*command, "--defence", "rows", "--attacks", "decoder"]) == 2
-    assert 'there is no attack "decoder"; there are: vocabulary, regression' in capsys.readouterr().err
+    assert (
+        'there is no attack "decoder"; there are: vocabulary, regression' in capsys.readouterr().err
+    )
     assert main([*command, "--defence", "low-pass=0.1"]) == 1
     assert "acts on images" in capsys.readouterr().err
 

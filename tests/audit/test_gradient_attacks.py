@@ -1,4 +1,6 @@
-"""Closed forms on updates: exact where the issue says so, nothing where a defence takes the equations away, and errors that say what is missing."""
+"""Closed forms on updates: exact where the issue says so, nothing where a defence takes the
+equations away, and errors that say what is missing.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ from regauge.errors import UpdateError
 from regauge.results.metrics import spectral
 from support.updates import changed, examples, pictures, psnr, sent, timm_vit, vit
 
-MODELS = {"transformers": vit, "timm": timm_vit, "timm DeiT, distilled": lambda: timm_vit("deit_small_distilled_patch16_224")}
+MODELS = {
+    "transformers": vit,
+    "timm": timm_vit,
+    "timm DeiT, distilled": lambda: timm_vit("deit_small_distilled_patch16_224"),
+}
 NAMES = "vit.embeddings.position_embeddings", "vit.embeddings.patch_embeddings.projection.weight"
 
 
@@ -36,16 +42,25 @@ def test_least_squares_is_exact_on_unmodified_models(name: str) -> None:
     assert solved.rank == solved.unknowns == 16
     assert solved.residual < 1e-5
     other, _ = embedding_least_squares(sent(MODELS[name](), first=3)[0])
-    assert psnr(other, truth.read["pixel_values"]) < 20  # another image's update gives another image
+    assert (
+        psnr(other, truth.read["pixel_values"]) < 20
+    )  # another image's update gives another image
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "heads"), [(384, 6), (768, 12)])
 @pytest.mark.parametrize("library", ["transformers", "timm"])
-def test_least_squares_gives_60_db_on_vit_s_and_vit_b_in_float32(width: int, heads: int, library: str) -> None:
+def test_least_squares_gives_60_db_on_vit_s_and_vit_b_in_float32(
+    width: int, heads: int, library: str
+) -> None:
     if library == "timm":
         model = timm_vit(
-            f"vit_{'small' if width == 384 else 'base'}_patch16_224", img_size=224, patch_size=16, embed_dim=width, depth=12, num_heads=heads
+            f"vit_{'small' if width == 384 else 'base'}_patch16_224",
+            img_size=224,
+            patch_size=16,
+            embed_dim=width,
+            depth=12,
+            num_heads=heads,
         )
     else:
         model = vit(hidden_size=width, num_attention_heads=heads, num_hidden_layers=12, intermediate_size=4 * width, image_size=224, patch_size=16,
@@ -75,7 +90,9 @@ def test_rows_shuffled_after_the_positions_change_nothing() -> None:
     assert psnr(embedding_least_squares(shuffled)[0], truth.read["pixel_values"]) > 100
 
 
-@pytest.mark.parametrize("combination", ["batch=4", "clients=4", "noise=1", "private=1", "prune=0.95"])
+@pytest.mark.parametrize(
+    "combination", ["batch=4", "clients=4", "noise=1", "private=1", "prune=0.95"]
+)
 def test_rehearsed_least_squares_is_at_the_floor_where_nothing_is_left(combination: str) -> None:
     own = examples(64, seed=5)
     images = own.batch(range(64))[0]["pixel_values"]
@@ -86,7 +103,9 @@ def test_rehearsed_least_squares_is_at_the_floor_where_nothing_is_left(combinati
         granted = Granted(view.granted.batch, images=images, rehearsals=rehearsals)
         found, _ = embedding_least_squares(SentUpdate(view.model, view.update, view.shape, granted))
         true = truth.original["pixel_values"]
-        gained.append(psnr(found.expand_as(true), true) - psnr(images.mean(0).expand_as(true), true))
+        gained.append(
+            psnr(found.expand_as(true), true) - psnr(images.mean(0).expand_as(true), true)
+        )
     assert -1 < sum(gained) / 3 < 3
 
 
@@ -102,7 +121,9 @@ def test_a_prior_helps_where_equations_are_too_few() -> None:
 def test_mjp_without_its_unknown_embedding_gives_the_shuffled_image_away() -> None:
     view, truth = sent(vit(), "mjp=0.5,unknown=false")
     found, _ = embedding_least_squares(view)
-    assert psnr(found, truth.read["pixel_values"]) > 60  # the regression of positions is in the update, and is taken out of it
+    assert (
+        psnr(found, truth.read["pixel_values"]) > 60
+    )  # the regression of positions is in the update, and is taken out of it
     assert psnr(found, truth.original["pixel_values"]) < 30
 
 
@@ -124,10 +145,15 @@ def test_mjp_hides_masked_patches_from_least_squares_and_not_its_mask() -> None:
         mask_leak(sent(vit())[0])
 
 
-@pytest.mark.parametrize("combination", ["none", "mjp=0.5", "withhold=positions", "freeze=embedding", "no-positions"])
+@pytest.mark.parametrize(
+    "combination", ["none", "mjp=0.5", "withhold=positions", "freeze=embedding", "no-positions"]
+)
 def test_spans_tell_patches_at_batch_1(combination: str) -> None:
     view, truth = sent(vit(hidden_size=64), combination, dtype=torch.float64)
-    true, others = patches_of(truth.read["pixel_values"], 4), patches_of(pictures(4, seed=3).double(), 4)
+    true, others = (
+        patches_of(truth.read["pixel_values"], 4),
+        patches_of(pictures(4, seed=3).double(), 4),
+    )
     scores = span_membership(view, torch.cat([true, others]))
     assert auc(scores[: len(true)], scores[len(true) :]) >= 0.99
 
@@ -159,7 +185,9 @@ def test_labels_are_told_without_the_bias_and_not_without_the_head() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_labels_are_told_by_a_head_without_a_bias(dtype: torch.dtype) -> None:
-    """Their slopes add up to 0 in float64 too: the sign is that of the one number which is below."""
+    """Their slopes add up to 0 in float64 too: the sign is that of the one number which is
+    below.
+    """
     for label in range(5):
         model = vit(seed=label)
         model.classifier = torch.nn.Linear(48, 5, bias=False)
@@ -194,7 +222,12 @@ def test_attacks_say_which_layer_is_missing() -> None:
             embedding_least_squares(view)
     view, _ = sent(vit())
     with pytest.raises(UpdateError, match="zero in every row"):
-        embedding_least_squares(changed(view, **{NAMES[0].replace(".", "__"): torch.zeros_like(view.update.tensors[NAMES[0]])}))
+        embedding_least_squares(
+            changed(
+                view,
+                **{NAMES[0].replace(".", "__"): torch.zeros_like(view.update.tensors[NAMES[0]])},
+            )
+        )
     plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 5))
     with pytest.raises(UpdateError, match="no patch embedding"):
         embedding_least_squares(SentUpdate(plain, Update({}), (3, 16, 16)))
@@ -202,7 +235,11 @@ def test_attacks_say_which_layer_is_missing() -> None:
 
 def test_combinations_are_read_and_refused() -> None:
     plan = plan_of("noise=0.1+mjp=0.3,unknown=false+batch=4+withhold=positions,head")
-    assert (plan.batch, plan.withheld, [type(d).__name__ for d in plan.leaving]) == (4, ("positions", "head"), ["Withhold", "Noise"])
+    assert (plan.batch, plan.withheld, [type(d).__name__ for d in plan.leaving]) == (
+        4,
+        ("positions", "head"),
+        ["Withhold", "Noise"],
+    )
     assert plan_of("steps=3,fresh=true", batch=2).samples == 6
     assert plan_of("none", batch=3, steps=2).steps is not None
     assert parts_of("clip=1e+1+noise=0.1,head+rows") == ["clip=1e+1", "noise=0.1,head", "rows"]
@@ -230,9 +267,14 @@ def test_combinations_are_read_and_refused() -> None:
 
 
 def test_what_is_withheld_is_trained_in_local_steps_and_what_is_frozen_is_not() -> None:
-    both, kept, still = (sent(vit(), f"steps=3,0.5{more}")[0].update.tensors for more in ("", "+withhold=embedding", "+freeze=embedding"))
+    both, kept, still = (
+        sent(vit(), f"steps=3,0.5{more}")[0].update.tensors
+        for more in ("", "+withhold=embedding", "+freeze=embedding")
+    )
     assert kept.keys() == still.keys() == both.keys() - names_of(vit(), "embedding")
-    assert all(torch.equal(kept[n], both[n]) for n in kept)  # it is not sent, and all else is as if it were
+    assert all(
+        torch.equal(kept[n], both[n]) for n in kept
+    )  # it is not sent, and all else is as if it were
     assert not torch.equal(still["classifier.weight"], both["classifier.weight"])
     plan = plan_of("withhold=positions+freeze=head")
     assert (sorted(plan.withheld), plan.frozen) == (["head", "positions"], ("head",))
@@ -242,7 +284,9 @@ def test_parts_are_what_they_are_called() -> None:
     model = vit()
     assert names_of(model, "positions") == {NAMES[0]}
     assert names_of(model, "patches") == {NAMES[1], NAMES[1].replace("weight", "bias")}
-    assert names_of(model, "embedding") == {n for n, _ in model.named_parameters() if ".embeddings." in n}
+    assert names_of(model, "embedding") == {
+        n for n, _ in model.named_parameters() if ".embeddings." in n
+    }
     assert names_of(model, "first") == {n for n, _ in model.named_parameters() if ".layers.0." in n}
     wrapped = prepared(model, plan_of("mjp=0.5"))
     assert "unknown" in names_of(wrapped, "positions")
@@ -282,7 +326,14 @@ def test_april_is_exact_on_its_own_block_in_float64_and_nothing_on_a_real_one() 
 
 @pytest.mark.slow
 def test_april_gives_100_db_on_the_modified_vit_b() -> None:
-    sizes = {"hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12, "intermediate_size": 3072, "image_size": 224, "patch_size": 16}
+    sizes = {
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "intermediate_size": 3072,
+        "image_size": 224,
+        "patch_size": 16,
+    }
     view, truth = sent(april_model(vit(**sizes, initializer_range=0.02)), dtype=torch.float64)
     found, solved = april(view)
     assert psnr(found, truth.read["pixel_values"]) > 100
@@ -304,7 +355,9 @@ def test_guessed_gradients_are_the_clients_own_one_by_one_and_side_by_side() -> 
         for name, slope in view.update.tensors.items():
             assert torch.allclose(one[name][0], slope, atol=1e-10), name
             assert torch.allclose(many[name][0], slope, atol=1e-10), name
-            assert torch.allclose(many[name][1], slopes(0 * x, truth.labels[None])[name][0], atol=1e-10)
+            assert torch.allclose(
+                many[name][1], slopes(0 * x, truth.labels[None])[name][0], atol=1e-10
+            )
 
 
 @pytest.mark.parametrize("attack", [dlg, idlg, inverting_gradients, gradvit, april_descent])
@@ -312,7 +365,9 @@ def test_descents_lower_their_objective_and_know_the_truth_when_they_see_it(atta
     view, truth = sent(vit(**TINY))
     how = {
         dlg: How(objective="euclidean", signed=False, learned=True, schedule="none"),
-        gradvit: How(objective="layers", smooth=0.01, seams=0.01, near=0.01, restarts=2, schedule="cosine"),
+        gradvit: How(
+            objective="layers", smooth=0.01, seams=0.01, near=0.01, restarts=2, schedule="cosine"
+        ),
         april_descent: How(objective="april", signed=False),
     }.get(attack, How(smooth=0.01))
     found = attack(view, replace(how, steps=12))

@@ -1,4 +1,6 @@
-"""Attacks that learn from updates of their own: they get past defences that closed forms do not, and get nothing where nothing is left."""
+"""Attacks that learn from updates of their own: they get past defences that closed forms do not,
+and get nothing where nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def seen(combination: str, first: int = 0, count: int = 4) -> tuple[SentUpdate, 
     update, truth = contribute(model, plan, data, inputs, labels, first)
     images = own.batch(range(60))[0]["pixel_values"]
     rehearsals = rehearse(model, plan, own, count, 7)
-    return view_of(model, plan, update, truth, Threat(images=True), images, rehearsals), truth.read["pixel_values"]
+    return view_of(model, plan, update, truth, Threat(images=True), images, rehearsals), truth.read[
+        "pixel_values"
+    ]
 
 
 def told(view: SentUpdate, true: torch.Tensor) -> float:
@@ -69,7 +73,9 @@ def test_membership_needs_something_to_practise_on() -> None:
         practised_membership(view, patches_of(true, 4))
 
 
-@pytest.mark.parametrize(("combination", "helps"), [("freeze=embedding,first", True), ("private=20", False)])
+@pytest.mark.parametrize(
+    ("combination", "helps"), [("freeze=embedding,first", True), ("private=20", False)]
+)
 def test_regression_learns_what_updates_say(combination: str, helps: bool) -> None:
     plan = plan_of(combination)
     model, own = prepared(vit(), plan), examples(80, seed=5)
@@ -95,7 +101,9 @@ def test_a_layer_that_reads_one_token_gives_it_away() -> None:
     head = {n: slopes[n] for n in ("classifier.weight", "classifier.bias")}
     found = features_of(head, "inputs")
     k = int(slopes["classifier.bias"].abs().argmax())
-    assert torch.allclose(found, (slopes["classifier.weight"][k] / slopes["classifier.bias"][k]).double(), atol=1e-4)
+    assert torch.allclose(
+        found, (slopes["classifier.weight"][k] / slopes["classifier.bias"][k]).double(), atol=1e-4
+    )
     with pytest.raises(UpdateError, match="too few"):
         learn_regression([])
 

@@ -1,4 +1,6 @@
-"""Updates of real weights on real images: modules of no library give their images away as those of libraries do. Needs the assets."""
+"""Updates of real weights on real images: modules of no library give their images away as those of
+libraries do. Needs the assets.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,19 @@ from support.own_modules import Cifar, Mnist
 from support.updates import changed, psnr
 
 ASSETS = Path(__file__).parents[3] / "shared" / "assets"
-pytestmark = pytest.mark.skipif(not (ASSETS / "vit_cifar10_postln.safetensors").exists(), reason=f"no {ASSETS / 'vit_cifar10_postln.safetensors'}")
+pytestmark = pytest.mark.skipif(
+    not (ASSETS / "vit_cifar10_postln.safetensors").exists(),
+    reason=f"no {ASSETS / 'vit_cifar10_postln.safetensors'}",
+)
 MODELS: dict[str, Any] = {
-    "vit_cifar10_postln": (Cifar, "cifar10_test.npz", "X", (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), "patch_embed.proj.weight"),
+    "vit_cifar10_postln": (
+        Cifar,
+        "cifar10_test.npz",
+        "X",
+        (0.4914, 0.4822, 0.4465),
+        (0.2023, 0.1994, 0.2010),
+        "patch_embed.proj.weight",
+    ),
     "vit_mnist_preln": (Mnist, "mnist.npz", "X_test", (0.1307,), (0.3081,), ""),
 }
 
@@ -34,7 +46,9 @@ def given(name: str) -> tuple[Any, torch.Tensor]:
     model.load_state_dict({n: held[n].float() for n in held})
     pixels = torch.from_numpy(np.load(ASSETS / file)[field][:4]).float() / 255
     pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
-    return model.eval(), (pixels - torch.tensor(mean).view(1, -1, 1, 1)) / torch.tensor(std).view(1, -1, 1, 1)
+    return model.eval(), (pixels - torch.tensor(mean).view(1, -1, 1, 1)) / torch.tensor(std).view(
+        1, -1, 1, 1
+    )
 
 
 def test_a_trained_module_of_no_library_gives_a_real_image_away() -> None:

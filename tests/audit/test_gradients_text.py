@@ -1,4 +1,6 @@
-"""Texts from updates: exactly by spans, from BERT and GPT-2; nothing where there are more tokens than channels."""
+"""Texts from updates: exactly by spans, from BERT and GPT-2; nothing where there are more tokens
+than channels.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import pytest
 import torch
 import transformers
 
-from regauge.attacks.subspaces import exact_search, span_candidates, tag, text_layers, token_membership
+from regauge.attacks.subspaces import (
+    exact_search,
+    span_candidates,
+    tag,
+    text_layers,
+    token_membership,
+)
 from regauge.attacks.tables import words_in_places
 from regauge.attacks.updates import Granted, SentUpdate
 from regauge.audit.gradients.clients import contribute, prepared
@@ -50,8 +58,14 @@ def bert(**more: Any) -> Any:
         "max_position_embeddings": 16,
         "num_labels": 2,
     }
-    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.1}
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**{**sizes, **drops, **WIDE, **more}))
+    drops = {
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+        "initializer_range": 0.1,
+    }
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**{**sizes, **drops, **WIDE, **more})
+    )
 
 
 def texts(count: int, length: int, seed: int = 0, words: int = 60) -> torch.Tensor:
@@ -61,11 +75,15 @@ def texts(count: int, length: int, seed: int = 0, words: int = 60) -> torch.Tens
 def sent(model: Any, ids: torch.Tensor, combination: str = "", **granted: Any) -> SentUpdate:
     causal = "LMHead" in type(model).__name__
     labels = ids if causal else torch.arange(len(ids)) % 2
-    data = Examples(len(ids), 60 if causal else 2, lambda i: ({"input_ids": ids[i]}, labels[i]), causal=causal)
+    data = Examples(
+        len(ids), 60 if causal else 2, lambda i: ({"input_ids": ids[i]}, labels[i]), causal=causal
+    )
     plan = plan_of(f"batch={len(ids)}{combination}")
     there = prepared(model, plan)
     update, _ = contribute(there, plan, data, {"input_ids": ids}, labels)
-    return SentUpdate(there, update, (), Granted(**{"batch": len(ids), "length": ids.shape[1], **granted}))
+    return SentUpdate(
+        there, update, (), Granted(**{"batch": len(ids), "length": ids.shape[1], **granted})
+    )
 
 
 def bag(rows: Any) -> set[tuple[int, ...]]:
@@ -74,10 +92,18 @@ def bag(rows: Any) -> set[tuple[int, ...]]:
 
 @pytest.mark.parametrize("length", [8, 16])
 def test_two_tables_give_a_text_whatever_comes_after_them(length: int) -> None:
-    """Dropout blurs what layers are given, and stops the search; rows of words and places get the same gradient all the same. Words may repeat."""
+    """Dropout blurs what layers are given, and stops the search; rows of words and places get the
+    same gradient all the same. Words may repeat.
+    """
     ids = texts(1, length, words=12)
     assert len(set(ids[0].tolist())) < length
-    view = sent(bert(hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.1, num_hidden_layers=3).double(), ids, "+dropout")
+    view = sent(
+        bert(
+            hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.1, num_hidden_layers=3
+        ).double(),
+        ids,
+        "+dropout",
+    )
     assert bag(words_in_places(view)) == bag(ids)
     found = bag(exact_search(view))
     assert found != bag(ids)
@@ -89,7 +115,9 @@ def test_two_tables_tell_words_of_several_texts_by_place() -> None:
     assert len(found[0]) == 8
     told = {(p, int(w)) for text in found if len(text) == 8 for p, w in enumerate(text)}
     true = {(p, int(w)) for text in ids for p, w in enumerate(text)}
-    assert len(told & true) > 0.6 * len(told)  # 24 tokens in 48 channels are not quite apart; a guess gets one in twenty
+    assert len(told & true) > 0.6 * len(
+        told
+    )  # 24 tokens in 48 channels are not quite apart; a guess gets one in twenty
     assert bag(found) != bag(ids)  # which belong together is not told
 
 
@@ -105,14 +133,18 @@ def test_two_tables_need_both() -> None:
 @pytest.mark.parametrize(("model", "count"), [(gpt2, 1), (gpt2, 3), (bert, 1), (bert, 2)])
 def test_the_search_gives_every_text_exactly(model: Any, count: int) -> None:
     ids = texts(count, 8)
-    read = ids[:, :-1] if model is gpt2 else ids  # the last word of a causal model is a label: no layer reads it
+    read = (
+        ids[:, :-1] if model is gpt2 else ids
+    )  # the last word of a causal model is a label: no layer reads it
     assert bag(exact_search(sent(model().double(), ids))) == bag(read)
     assert bag(exact_search(sent(model().double(), texts(count, 8, seed=1)))) != bag(read)
 
 
 def test_the_search_does_without_the_embedding_and_without_the_length() -> None:
     ids = texts(2, 8)
-    assert bag(exact_search(sent(gpt2().double(), ids, "+freeze=embedding", length=None))) == bag(ids[:, :-1])
+    assert bag(exact_search(sent(gpt2().double(), ids, "+freeze=embedding", length=None))) == bag(
+        ids[:, :-1]
+    )
 
 
 def test_more_tokens_than_channels_say_nothing() -> None:
@@ -151,7 +183,13 @@ def test_tag_recovers_some_words_and_more_than_a_guess() -> None:
 
 
 def test_models_without_the_layers_are_refused_by_name() -> None:
-    config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        vocab_size=20,
+    )
     with pytest.raises(UpdateError, match="no table of words"):
         text_layers(transformers.LlamaForCausalLM(config))
 
@@ -160,21 +198,34 @@ def test_models_without_the_layers_are_refused_by_name() -> None:
 def test_real_weights_give_real_text_away() -> None:
     from tokenizers import Tokenizer
 
-    model = transformers.GPT2LMHeadModel.from_pretrained(ASSETS / "gpt2_pair" / "seed1", dtype=torch.float32)
+    model = transformers.GPT2LMHeadModel.from_pretrained(
+        ASSETS / "gpt2_pair" / "seed1", dtype=torch.float32
+    )
     for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
         setattr(model.config, name, 0.0)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     reader = Tokenizer.from_file(str(ASSETS / "gpt2_pair" / "tokenizer.json"))
-    ids = torch.tensor(reader.encode((ASSETS / "tinyshakespeare.txt").read_text()[-4000:]).ids[:32]).view(2, 16)
+    ids = torch.tensor(
+        reader.encode((ASSETS / "tinyshakespeare.txt").read_text()[-4000:]).ids[:32]
+    ).view(2, 16)
     view = sent(model, ids)
-    assert all(int(ids[b, i]) in c.tolist() for i, c in enumerate(span_candidates(view, length=16)) for b in range(2))
+    assert all(
+        int(ids[b, i]) in c.tolist()
+        for i, c in enumerate(span_candidates(view, length=16))
+        for b in range(2)
+    )
     assert bag(exact_search(view)) == bag(ids[:, :-1])
 
 
 def test_rouge_is_what_it_says() -> None:
-    assert rouge([1, 2, 3], [1, 2, 3], 1) == rouge([1, 2, 3], [1, 2, 3], 2) == rouge_l([1, 2, 3], [1, 2, 3]) == 1
+    assert (
+        rouge([1, 2, 3], [1, 2, 3], 1)
+        == rouge([1, 2, 3], [1, 2, 3], 2)
+        == rouge_l([1, 2, 3], [1, 2, 3])
+        == 1
+    )
     assert rouge([3, 2, 1], [1, 2, 3], 1) == 1
     assert rouge([3, 2, 1], [1, 2, 3], 2) == 0
     assert rouge_l([3, 2, 1], [1, 2, 3]) == pytest.approx(1 / 3)
@@ -184,7 +235,9 @@ def test_rouge_is_what_it_says() -> None:
     assert found["in place"] == [pytest.approx(2 / 3), 1]
 
 
-def test_the_audit_of_texts_tells_what_is_given_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_audit_of_texts_tells_what_is_given_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     names = ["[UNK]", *"abcdefghijklmnopqrstuvwxyz"]
@@ -196,8 +249,30 @@ def test_the_audit_of_texts_tells_what_is_given_away(tmp_path: Path, capsys: pyt
     draw = np.random.default_rng(0)
     lines = [f"{' '.join(draw.choice(names[1:], 8, replace=False))}\t{i % 2}" for i in range(12)]
     (tmp_path / "data.tsv").write_text("\n".join(["text\tlabel", *lines]))
-    given = ["audit", "gradients", str(tmp_path / "bert"), "--data", str(tmp_path / "data.tsv"), "--updates", "2", "--json", str(tmp_path / "r.json")]
-    assert main([*given, *(a for d in ("dropout", "private=1", "freeze=embedding") for a in ("--defence", d))]) == 0
+    given = [
+        "audit",
+        "gradients",
+        str(tmp_path / "bert"),
+        "--data",
+        str(tmp_path / "data.tsv"),
+        "--updates",
+        "2",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
+    assert (
+        main(
+            [
+                *given,
+                *(
+                    a
+                    for d in ("dropout", "private=1", "freeze=embedding")
+                    for a in ("--defence", d)
+                ),
+            ]
+        )
+        == 0
+    )
     by = {f.id.removeprefix("data/"): f.value for f in load_results(tmp_path / "r.json").findings}
     assert by["none/search"] == by["freeze=embedding/search"] == 1
     assert by["private=1/search"] < 0.5
@@ -205,10 +280,18 @@ def test_the_audit_of_texts_tells_what_is_given_away(tmp_path: Path, capsys: pyt
     assert "100% of the texts exactly" in capsys.readouterr().out
     assert main([*given, "--attacks", "fog"]) == 2
     tables = [*given, "--attacks", "tables", "--fail-above", "0.1"]
-    assert main([*tables, "--defence", "dropout"]) == 3  # a gate that fails where words come back, and passes where they do not
+    assert (
+        main([*tables, "--defence", "dropout"]) == 3
+    )  # a gate that fails where words come back, and passes where they do not
     assert "FAILS  data/dropout/tables: ROUGE-L" in capsys.readouterr().out
     assert main([*tables, "--defence", "private=1"]) == 0
-    for option, value in (("--batches", "1"), ("--train", "2"), ("--budget", "3,1"), ("--practice", "20"), ("--gallery", "2")):
+    for option, value in (
+        ("--batches", "1"),
+        ("--train", "2"),
+        ("--budget", "3,1"),
+        ("--practice", "20"),
+        ("--gallery", "2"),
+    ):
         assert main([*given, option, value]) == 2
         assert f"{option}: it is for models of images" in " ".join(capsys.readouterr().err.split())
     assert main([*given, "--attacks", "words", "--steps", "2"]) == 0

@@ -1,4 +1,6 @@
-"""A model with its adapter as one checkpoint: what PEFT computes with the two, in weights; in recipes as model+adapter; and moved with its model."""
+"""A model with its adapter as one checkpoint: what PEFT computes with the two, in weights; in
+recipes as model+adapter; and moved with its model.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +33,32 @@ def stored(folder: Path, name: str, adapter: dict[str, torch.Tensor], **config: 
     model = build(name)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder / "model")
-    state = {n: t for n, t in model.state_dict().items() if not (name == "gpt2" and n == "lm_head.weight")}  # which is tied
+    state = {
+        n: t
+        for n, t in model.state_dict().items()
+        if not (name == "gpt2" and n == "lm_head.weight")
+    }  # which is tied
     save_file(state, folder / "model" / "model.safetensors", {"format": "pt"})
     (folder / "adapter").mkdir()
     save_file(adapter, folder / "adapter" / "adapter_model.safetensors", {"format": "pt"})
-    said = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "fan_in_fan_out": name == "gpt2", **config}
+    said = {
+        "peft_type": "LORA",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "fan_in_fan_out": name == "gpt2",
+        **config,
+    }
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(said))
     return f"{folder / 'model'}+{folder / 'adapter'}"
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"dora": True}], ids=["lora", "bias", "dora"])
-def test_the_sum_computes_what_the_two_compute(name: str, options: dict[str, bool], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True}, {"dora": True}], ids=["lora", "bias", "dora"]
+)
+def test_the_sum_computes_what_the_two_compute(
+    name: str, options: dict[str, bool], tmp_path: Path
+) -> None:
     if options.get("bias") and name == "llama":
         pytest.skip("its layers have no bias to add to")
     model = adapted(build(name), *(t for t in CASES[name] if t != "wte"), **options)
@@ -50,23 +66,43 @@ def test_the_sum_computes_what_the_two_compute(name: str, options: dict[str, boo
     plain = build(name)
     plain.load_state_dict({n: found[n].double() for n in found}, strict=False)
     assert distance(outputs(plain, PICOS[name].inputs), outputs(model, PICOS[name].inputs)) < 1e-9
-    assert distance(outputs(build(name), PICOS[name].inputs), outputs(model, PICOS[name].inputs)) > 1e-3
+    assert (
+        distance(outputs(build(name), PICOS[name].inputs), outputs(model, PICOS[name].inputs))
+        > 1e-3
+    )
 
 
 def test_an_embedding_and_whole_tensors(tmp_path: Path) -> None:
     model = adapted(build("gpt2"), "wte")
     whole = torch.randn(build("gpt2").transformer.ln_f.bias.shape, dtype=torch.float64)
-    found = open_adapted(stored(tmp_path, "gpt2", {**saved(model), "base_model.model.transformer.ln_f.modules_to_save.default.bias": whole}))
+    found = open_adapted(
+        stored(
+            tmp_path,
+            "gpt2",
+            {
+                **saved(model),
+                "base_model.model.transformer.ln_f.modules_to_save.default.bias": whole,
+            },
+        )
+    )
     table = model.transformer.wte
-    sum_of = table.base_layer.weight + (table.lora_embedding_B["default"] @ table.lora_embedding_A["default"]).T * (ALPHA / RANK)
+    sum_of = table.base_layer.weight + (
+        table.lora_embedding_B["default"] @ table.lora_embedding_A["default"]
+    ).T * (ALPHA / RANK)
     assert torch.allclose(found["transformer.wte.weight"].double(), sum_of, atol=1e-6)
-    assert torch.equal(found["transformer.ln_f.bias"].double(), whole.to(found["transformer.ln_f.bias"].dtype).double())
+    assert torch.equal(
+        found["transformer.ln_f.bias"].double(),
+        whole.to(found["transformer.ln_f.bias"].dtype).double(),
+    )
 
 
 def test_an_embedding_with_magnitudes_is_what_peft_makes_of_it(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    live = peft.get_peft_model(build("gpt2"), peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["wte"], use_dora=True))
+    live = peft.get_peft_model(
+        build("gpt2"),
+        peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=["wte"], use_dora=True),
+    )
     with torch.no_grad():
         for name, p in live.named_parameters():
             if "lora_" in name:
@@ -75,7 +111,11 @@ def test_an_embedding_with_magnitudes_is_what_peft_makes_of_it(tmp_path: Path) -
     assert any("magnitude" in n for n in adapter)
     found = open_adapted(stored(tmp_path, "gpt2", adapter))["transformer.wte.weight"]
     (tmp_path / "plain").mkdir()
-    without = open_adapted(stored(tmp_path / "plain", "gpt2", {n: t for n, t in adapter.items() if "magnitude" not in n}))["transformer.wte.weight"]
+    without = open_adapted(
+        stored(
+            tmp_path / "plain", "gpt2", {n: t for n, t in adapter.items() if "magnitude" not in n}
+        )
+    )["transformer.wte.weight"]
     wanted = live.merge_and_unload().transformer.wte.weight
     assert torch.allclose(found, wanted, atol=1e-5)
     assert not torch.allclose(without, wanted, atol=0.1)
@@ -88,7 +128,11 @@ def test_scales(tmp_path: Path) -> None:
         (
             ({"use_rslora": True}, ALPHA / RANK**0.5, ALPHA / RANK**0.5),
             ({"alpha_pattern": {"layers.1.self_attn.q_proj": 9}}, ALPHA / RANK, 9 / RANK),
-            ({"alpha_pattern": {"proj": 9}}, ALPHA / RANK, ALPHA / RANK),  # a pattern is a whole word of the name
+            (
+                {"alpha_pattern": {"proj": 9}},
+                ALPHA / RANK,
+                ALPHA / RANK,
+            ),  # a pattern is a whole word of the name
         )
     ):
         (tmp_path / str(i)).mkdir()
@@ -96,7 +140,10 @@ def test_scales(tmp_path: Path) -> None:
         for layer, scale in enumerate((first, second)):
             name = f"model.layers.{layer}.self_attn.q_proj"
             stem = f"base_model.model.{name}"
-            wanted = plain[f"{name}.weight"] + scale * adapter[f"{stem}.lora_B.weight"] @ adapter[f"{stem}.lora_A.weight"]
+            wanted = (
+                plain[f"{name}.weight"]
+                + scale * adapter[f"{stem}.lora_B.weight"] @ adapter[f"{stem}.lora_A.weight"]
+            )
             assert torch.allclose(found[f"{name}.weight"].double(), wanted, atol=1e-6)
 
 
@@ -122,7 +169,11 @@ def test_it_is_loaded_with_its_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["fisher", "regmean"])
 def test_statistics_of_a_merge_are_those_of_the_sum(method: str, run: Run, tmp_path: Path) -> None:
     """A merge with model+adapter is the merge with the two written out as one model."""
-    source = stored(tmp_path, "llama", {n: 0.1 * t for n, t in saved(adapted(build("llama"), *CASES["llama"])).items()})
+    source = stored(
+        tmp_path,
+        "llama",
+        {n: 0.1 * t for n, t in saved(adapted(build("llama"), *CASES["llama"])).items()},
+    )
     model, whole = reader(tmp_path / "model", build("llama").config.vocab_size), tmp_path / "whole"
     shutil.copytree(model, whole)
     found = open_adapted(source)
@@ -132,21 +183,39 @@ def test_statistics_of_a_merge_are_those_of_the_sum(method: str, run: Run, tmp_p
     for other, out in ((source, "out"), (whole, "wanted")):
         said = run("merge", model, other, *how, "-o", tmp_path / out)
         assert said.code == 0, said.err
-    out, wanted, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "wanted", "model"))
+    out, wanted, plain = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("out", "wanted", "model")
+    )
     assert all(torch.allclose(out[n], wanted[n], atol=1e-6) for n in wanted)
-    assert not all(torch.allclose(out[n], (plain[n] + found[n]) / 2, atol=1e-4) for n in plain)  # it was weighed
+    assert not all(
+        torch.allclose(out[n], (plain[n] + found[n]) / 2, atol=1e-4) for n in plain
+    )  # it was weighed
 
 
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda state, config: state.pop(next(n for n in state if "lora_A" in n)), "only one of lora_A and lora_B"),
+        (
+            lambda state, config: state.pop(next(n for n in state if "lora_A" in n)),
+            "only one of lora_A and lora_B",
+        ),
         (lambda state, config: config.pop("lora_alpha"), '"lora_alpha"'),
-        (lambda state, config: config.update(lora_alpha=None), 'gives no number for "model.layers.0.mlp.up_proj"'),
-        (lambda state, config: config.update(alpha_pattern={"(": 3}), 'gives no number for "model.layers.0.mlp.up_proj"'),
+        (
+            lambda state, config: config.update(lora_alpha=None),
+            'gives no number for "model.layers.0.mlp.up_proj"',
+        ),
+        (
+            lambda state, config: config.update(alpha_pattern={"(": 3}),
+            'gives no number for "model.layers.0.mlp.up_proj"',
+        ),
         (lambda state, config: config.update(alpha_pattern=["up_proj"]), "gives no number"),
         (lambda state, config: config.update(fan_in_fan_out=True), "changes"),
-        (lambda state, config: state.update({"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(3, 3)}), "no such layer"),
+        (
+            lambda state, config: state.update(
+                {"base_model.model.model.layers.7.mlp.up_proj.lora_A.weight": torch.zeros(3, 3)}
+            ),
+            "no such layer",
+        ),
         (lambda state, config: config.update(peft_type="LOHA"), "LOHA"),
     ],
 )
@@ -165,19 +234,39 @@ def test_what_does_not_fit_is_refused(spoil: Any, says: str, tmp_path: Path) -> 
 def test_a_lone_bias_is_refused(tmp_path: Path) -> None:
     state = saved(adapted(build("bert-classifier"), "query", bias=True))
     layer = next(n for n in state if n.endswith("lora_B.bias")).removesuffix(".lora_B.bias")
-    source = stored(tmp_path, "bert-classifier", {n: t for n, t in state.items() if not n.startswith(layer) or n.endswith("bias")})
-    with pytest.raises(RegaugeError, match=r'"base_model.*query.lora_B.bias", and no A and B of that layer'):
+    source = stored(
+        tmp_path,
+        "bert-classifier",
+        {n: t for n, t in state.items() if not n.startswith(layer) or n.endswith("bias")},
+    )
+    with pytest.raises(
+        RegaugeError, match=r'"base_model.*query.lora_B.bias", and no A and B of that layer'
+    ):
         open_adapted(source)
 
 
 def test_in_a_recipe(run: Run, tmp_path: Path) -> None:
-    """As a model of its own, and with model and adapter moved secretly, by rotations too: align finds both back."""
+    """As a model of its own, and with model and adapter moved secretly, by rotations too: align
+    finds both back.
+    """
     adapter = saved(adapted(build("llama"), *CASES["llama"]))
     source = stored(tmp_path, "llama", {n: 0.1 * t for n, t in adapter.items()})
     model = tmp_path / "model"
     save_element(element(spec_of(build("llama")), 3), tmp_path / "g")
     assert run("move", model, "-g", tmp_path / "g", "-o", tmp_path / "moved").code == 0
-    assert run("move", model, "-g", tmp_path / "g", "--adapter", tmp_path / "adapter", "-o", tmp_path / "moved-adapter").code == 0
+    assert (
+        run(
+            "move",
+            model,
+            "-g",
+            tmp_path / "g",
+            "--adapter",
+            tmp_path / "adapter",
+            "-o",
+            tmp_path / "moved-adapter",
+        ).code
+        == 0
+    )
     assert run("merge", model, source, "-o", tmp_path / "out").code == 0
     out, plain = (load_file(p / "model.safetensors") for p in (tmp_path / "out", model))
     found = open_adapted(source)

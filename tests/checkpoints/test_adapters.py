@@ -1,4 +1,6 @@
-"""LoRA adapters in PEFT's names: the moved adapter on the moved model is the same function, and comes back bit for bit."""
+"""LoRA adapters in PEFT's names: the moved adapter on the moved model is the same function, and
+comes back bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def test_permutations_bring_an_adapter_back_bit_for_bit() -> None:
     there = move_adapter(g, adapter, "backbone")
     back = move_adapter(~g, there, "backbone")
     assert all(torch.equal(back[n], t) for n, t in adapter.items())
-    assert sum(not torch.equal(there[n], t) for n, t in adapter.items()) == 2 * 4 * 2  # A and B of four layers in two blocks: all but the table
+    assert (
+        sum(not torch.equal(there[n], t) for n, t in adapter.items()) == 2 * 4 * 2
+    )  # A and B of four layers in two blocks: all but the table
     assert all(t.dtype == torch.bfloat16 for t in there.values())
 
 
@@ -98,7 +102,9 @@ def test_magnitudes_of_dora_follow_signed_permutations() -> None:
     twin = adapted(authorized(locked(model, g), g), "c_attn", "c_fc", dora=True)
     loaded(twin, move_adapter(g, saved(plain), "backbone"))
     assert distance(outputs(twin, IDS), outputs(plain, IDS)) < 1e-9
-    with pytest.raises(ElementError, match=r"lora_magnitude_vector.*output follow signed permutations only"):
+    with pytest.raises(
+        ElementError, match=r"lora_magnitude_vector.*output follow signed permutations only"
+    ):
         move_adapter(element(spec, 3), saved(plain))
     llama = build("llama")
     stretched = element(spec_of(llama), 3, spaces=["ffn"])
@@ -118,7 +124,9 @@ def test_magnitudes_of_an_embedding_are_those_of_its_width() -> None:
     assert distance(outputs(twin, IDS), outputs(plain, IDS)) < 1e-9
     assert distance(outputs(loaded(twin, saved(plain)), IDS), outputs(plain, IDS)) > 1e-3
     folded, _ = fold_norms(spec, model.state_dict())
-    with pytest.raises(ElementError, match=r"lora_magnitude_vector.*output follow signed permutations only"):
+    with pytest.raises(
+        ElementError, match=r"lora_magnitude_vector.*output follow signed permutations only"
+    ):
         move_adapter(element(folded, 3), saved(plain))
 
 
@@ -127,15 +135,27 @@ def test_names_may_be_those_of_a_live_model_or_without_prefix() -> None:
     g = element(spec_of(model), 3)
     plain = adapted(model, "c_proj")
     live = {f"base_model.model.{n}": p for n, p in plain.state_dict().items()}
-    bare = {n.removeprefix("base_model.model.").removeprefix("transformer."): p for n, p in saved(plain).items()}
-    base = {n.removeprefix("transformer."): p for n, p in model.state_dict().items() if n != "lm_head.weight"}
+    bare = {
+        n.removeprefix("base_model.model.").removeprefix("transformer."): p
+        for n, p in saved(plain).items()
+    }
+    base = {
+        n.removeprefix("transformer."): p
+        for n, p in model.state_dict().items()
+        if n != "lm_head.weight"
+    }
     moved, expected = move_adapter(g, live), move_adapter(g, saved(plain))
     h = element(spec_of_base(), 3)
     for n, t in move_adapter(h, bare).items():
         assert torch.equal(t, expected[f"base_model.model.transformer.{n}"])
-        assert torch.equal(t, moved[f"base_model.model.transformer.{n}".replace(".weight", ".default.weight")])
+        assert torch.equal(
+            t, moved[f"base_model.model.transformer.{n}".replace(".weight", ".default.weight")]
+        )
     whole = apply(g, model.state_dict())
-    assert torch.equal(moved["base_model.model.transformer.h.0.mlp.c_proj.base_layer.weight"], whole["transformer.h.0.mlp.c_proj.weight"])
+    assert torch.equal(
+        moved["base_model.model.transformer.h.0.mlp.c_proj.base_layer.weight"],
+        whole["transformer.h.0.mlp.c_proj.weight"],
+    )
     kept = {"base_model.model.transformer.ln_f.modules_to_save.default.bias": base["ln_f.bias"]}
     assert torch.equal(next(iter(move_adapter(g, kept).values())), whole["transformer.ln_f.bias"])
 
@@ -152,7 +172,10 @@ def test_experts_on_disk_move_as_a_stack() -> None:
     names = [n for n in model.state_dict() if ".mlp." not in n]
     for i in range(2):
         at = f"model.layers.{i}.block_sparse_moe."
-        names += [at + "gate.weight", *(f"{at}experts.{e}.w{k}.weight" for e in range(3) for k in (1, 2, 3))]
+        names += [
+            at + "gate.weight",
+            *(f"{at}experts.{e}.w{k}.weight" for e in range(3) for k in (1, 2, 3)),
+        ]
     g = element(spec_from(config_of(model), names), 3, within="permutation")
     at = "base_model.model.model.layers.1.block_sparse_moe.experts."
     adapter = {f"{at}{e}.w1.lora_B.weight": torch.randn(20, RANK) for e in range(3)}
@@ -162,7 +185,9 @@ def test_experts_on_disk_move_as_a_stack() -> None:
     order = g.members["expert.1"].index[0]
     for e in range(3):
         source = adapter[f"{at}{order[e]}.w1.lora_B.weight"]
-        assert torch.equal(moved[f"{at}{e}.w1.lora_B.weight"], source[g.members["ffn.1"].index[order[e]]])
+        assert torch.equal(
+            moved[f"{at}{e}.w1.lora_B.weight"], source[g.members["ffn.1"].index[order[e]]]
+        )
     with pytest.raises(SpecError, match="is in the spec but not in the file"):
         move_adapter(g, {n: t for n, t in adapter.items() if ".1.w1" not in n and ".0.w1" not in n})
 
@@ -170,15 +195,29 @@ def test_experts_on_disk_move_as_a_stack() -> None:
 @pytest.mark.parametrize(
     ("name", "shape", "says"),
     [
-        ("base_model.model.transformer.h.0.attn.c_attn.lora_E", (3, 1), "neither a tensor of the model nor"),
-        ("base_model.model.transformer.h.9.attn.c_attn.lora_A.weight", (3, 12), "a layer that the model does not have"),
+        (
+            "base_model.model.transformer.h.0.attn.c_attn.lora_E",
+            (3, 1),
+            "neither a tensor of the model nor",
+        ),
+        (
+            "base_model.model.transformer.h.9.attn.c_attn.lora_A.weight",
+            (3, 12),
+            "a layer that the model does not have",
+        ),
         ("base_model.model.transformer.h.0.ln_1.lora_A.weight", (3, 12), "no input and output"),
-        ("base_model.model.transformer.h.0.attn.c_attn.lora_A.weight", (3, 13), "axis 1 .* has size 13, the spec says 12"),
+        (
+            "base_model.model.transformer.h.0.attn.c_attn.lora_A.weight",
+            (3, 13),
+            "axis 1 .* has size 13, the spec says 12",
+        ),
         ("base_model.model.transformer.h.0.attn.c_attn.lora_A.bias", (3,), "can be moved"),
         ("base_model.model.transformer.h.0.attn.c_attn.ia3_l", (36,), "neither a tensor"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(name: str, shape: tuple[int, ...], says: str) -> None:
+def test_what_is_not_understood_is_refused_by_name(
+    name: str, shape: tuple[int, ...], says: str
+) -> None:
     g = element(spec_of(build("gpt2")), 3)
     with pytest.raises(SpecError, match=says) as error:
         move_adapter(g, {name: torch.zeros(shape)})
@@ -197,36 +236,68 @@ def folder(tmp_path: Path) -> tuple[torch.nn.Module, Element, dict[str, torch.Te
     adapter = saved(adapted(model, "c_attn", "c_proj"))
     (tmp_path / "adapter").mkdir()
     save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors", {"format": "pt"})
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": RANK, "fan_in_fan_out": True}))
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": RANK, "fan_in_fan_out": True})
+    )
     return model, g, adapter
 
 
 def test_move_adapter_and_back(tmp_path: Path, capsys) -> None:
     _, g, adapter = folder(tmp_path)
-    base = ["move", str(tmp_path / "model"), "-g", str(tmp_path / "g.element"), "--part", "backbone"]
-    assert run([*base, "--adapter", str(tmp_path / "adapter"), "-o", str(tmp_path / "there"), "--json"]) == 0
+    base = [
+        "move",
+        str(tmp_path / "model"),
+        "-g",
+        str(tmp_path / "g.element"),
+        "--part",
+        "backbone",
+    ]
+    assert (
+        run(
+            [*base, "--adapter", str(tmp_path / "adapter"), "-o", str(tmp_path / "there"), "--json"]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["adapter"] == str(tmp_path / "adapter")
-    assert sorted(p.name for p in (tmp_path / "there").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "there").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     there = load_file(tmp_path / "there" / "adapter_model.safetensors")
     expected = move_adapter(g, adapter, "backbone")
     assert all(torch.equal(there[n], t) for n, t in expected.items())
-    assert run([*base, "--invert", "--adapter", str(tmp_path / "there"), "-o", str(tmp_path / "back")]) == 0
+    assert (
+        run([*base, "--invert", "--adapter", str(tmp_path / "there"), "-o", str(tmp_path / "back")])
+        == 0
+    )
     back = load_file(tmp_path / "back" / "adapter_model.safetensors")
     assert all(torch.equal(back[n], t) for n, t in adapter.items())
 
 
 def test_move_adapter_refuses(tmp_path: Path, capsys) -> None:
     folder(tmp_path)
-    base = ["move", str(tmp_path / "model"), "--adapter", str(tmp_path / "adapter"), "-o", str(tmp_path / "out")]
+    base = [
+        "move",
+        str(tmp_path / "model"),
+        "--adapter",
+        str(tmp_path / "adapter"),
+        "-o",
+        str(tmp_path / "out"),
+    ]
     assert run([*base, "--random"]) == 2
     assert "follows its model" in capsys.readouterr().err
     config = tmp_path / "adapter" / "adapter_config.json"
-    for text, says in ((' {"peft_type": "LOHA"}', "describes a LOHA adapter"), ('{"layer_replication": [[0, 1]]}', '"layer_replication"')):
+    for text, says in (
+        (' {"peft_type": "LOHA"}', "describes a LOHA adapter"),
+        ('{"layer_replication": [[0, 1]]}', '"layer_replication"'),
+    ):
         config.write_text(text)
         assert run([*base, "-g", str(tmp_path / "g.element")]) == 1
         assert says in capsys.readouterr().err
     config.unlink()
-    save_file({"x.lora_A.weight": torch.zeros(3, 12)}, tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file(
+        {"x.lora_A.weight": torch.zeros(3, 12)}, tmp_path / "adapter" / "adapter_model.safetensors"
+    )
     assert run([*base, "-g", str(tmp_path / "g.element")]) == 1
     assert "a layer that the model does not have" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

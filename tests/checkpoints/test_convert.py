@@ -1,4 +1,6 @@
-"""Pickled checkpoints: every way torch writes them converts bit for bit; small files that would fill the memory are rejected within a bound."""
+"""Pickled checkpoints: every way torch writes them converts bit for bit; small files that would
+fill the memory are rejected within a bound.
+"""
 
 from __future__ import annotations
 
@@ -50,19 +52,30 @@ def _state() -> dict[str, Any]:
         "attributed": attributed,
         "nan": torch.tensor([float("nan"), float("inf")]),
         **{str(d): torch.randn(5).to(d) for d in (torch.float64, torch.float16, torch.bfloat16)},
-        **{str(d): torch.arange(5).to(d) for d in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)},
+        **{
+            str(d): torch.arange(5).to(d)
+            for d in (torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool)
+        },
     }
 
 
 SAVED: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "zip": lambda s, p: torch.save(s, p),
     "before 1.6": lambda s, p: torch.save(s, p, _use_new_zipfile_serialization=False),
-    "before 1.6, protocol 3": lambda s, p: torch.save(s, p, pickle_protocol=3, _use_new_zipfile_serialization=False),
+    "before 1.6, protocol 3": lambda s, p: torch.save(
+        s, p, pickle_protocol=3, _use_new_zipfile_serialization=False
+    ),
     "protocol 3": lambda s, p: torch.save(s, p, pickle_protocol=3),
     "ordered": lambda s, p: torch.save(OrderedDict(s), p),
-    "state_dict": lambda s, p: torch.save({"state_dict": s, "epoch": 3, "history": [0.5, {"a": (1, None)}]}, p),
+    "state_dict": lambda s, p: torch.save(
+        {"state_dict": s, "epoch": 3, "history": [0.5, {"a": (1, None)}]}, p
+    ),
     "model": lambda s, p: torch.save(
-        {"model": OrderedDict(s), "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "on": torch.device("cpu")}}, p
+        {
+            "model": OrderedDict(s),
+            "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}, "on": torch.device("cpu")},
+        },
+        p,
     ),
 }
 
@@ -80,32 +93,51 @@ def test_bit_for_bit(tmp_path: Path, way: str) -> None:
 
 
 def test_module_and_ties(tmp_path: Path) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    module = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4)
+    )
     module[2].weight = module[0].weight
     for old in (False, True):
-        torch.save(module.state_dict(), tmp_path / f"{old}.pt", _use_new_zipfile_serialization=not old)
+        torch.save(
+            module.state_dict(), tmp_path / f"{old}.pt", _use_new_zipfile_serialization=not old
+        )
         pickles = open_pickles(tmp_path / f"{old}.pt")
         assert pickles.aliases == {"2.weight": "0.weight"}
         found = convert(tmp_path / f"{old}.pt", tmp_path / f"{old}.safetensors")
-        assert all(torch.equal(found[n], t) for n, t in module.state_dict().items() if n != "2.weight")
+        assert all(
+            torch.equal(found[n], t) for n, t in module.state_dict().items() if n != "2.weight"
+        )
         assert pickles.unchecked == (("True.pt",) if old else ())
 
 
 def test_big_endian(tmp_path: Path) -> None:
     values = torch.arange(6, dtype=torch.int32).reshape(2, 3)
-    raw = bombs.archive(bombs.state(a=bombs.tensor((2, 3), (3, 1), numel=6)), {"0": values.numpy().astype(">i4").tobytes()})
+    raw = bombs.archive(
+        bombs.state(a=bombs.tensor((2, 3), (3, 1), numel=6)),
+        {"0": values.numpy().astype(">i4").tobytes()},
+    )
     (tmp_path / "x.pt").write_bytes(raw)
     little = convert(tmp_path / "x.pt", tmp_path / "little.safetensors")["a"]
     assert not torch.equal(little.view(torch.int32), values)
-    with_order = bombs.archive(bombs.state(a=bombs.tensor((2, 3), (3, 1), numel=6)), {"0": values.numpy().astype(">i4").tobytes()}, order="big")
+    with_order = bombs.archive(
+        bombs.state(a=bombs.tensor((2, 3), (3, 1), numel=6)),
+        {"0": values.numpy().astype(">i4").tobytes()},
+        order="big",
+    )
     (tmp_path / "y.pt").write_bytes(with_order)
-    assert torch.equal(convert(tmp_path / "y.pt", tmp_path / "big.safetensors")["a"].view(torch.int32), values)
+    assert torch.equal(
+        convert(tmp_path / "y.pt", tmp_path / "big.safetensors")["a"].view(torch.int32), values
+    )
 
 
 def test_python_2(tmp_path: Path) -> None:
     """Python 2 wrote byte strings, and the items of an ordered dictionary as its arguments."""
     pair = b"](U\x01a" + bombs.tensor((1,), (1,), view=b"N") + b"e"
-    (tmp_path / "x.pt").write_bytes(bombs.old_format(b"\x80\x02ccollections\nOrderedDict\n](" + pair + b"e\x85R.", raw=struct.pack("<f", 2.5)))
+    (tmp_path / "x.pt").write_bytes(
+        bombs.old_format(
+            b"\x80\x02ccollections\nOrderedDict\n](" + pair + b"e\x85R.", raw=struct.pack("<f", 2.5)
+        )
+    )
     assert convert(tmp_path / "x.pt", tmp_path / "out")["a"].tolist() == [2.5]
 
 
@@ -137,7 +169,8 @@ def test_tensors_that_cannot_be_written(tmp_path: Path, value: Any, message: str
         convert(tmp_path / "x.pt", tmp_path / "out")
 
 
-# Opens every file in a process of limited address space, without torch: what fails for lack of memory is untyped.
+# Opens every file in a process of limited address space, without torch: what fails for lack of
+# memory is untyped.
 _CHILD = """
 import json, resource, sys
 from pathlib import Path
@@ -175,7 +208,11 @@ def test_bombs_are_rejected_within_a_gigabyte(tmp_path: Path) -> None:
         paths.append(tmp_path / f"{i}.pt")
         paths[-1].write_bytes(build())
     said = dict(zip(bombs.CONVERT, opened_in_child(paths), strict=True))
-    assert [f"{name}: {said[name]}" for name, (_, part) in bombs.CONVERT.items() if part not in said[name] or " | None" in said[name]] == []
+    assert [
+        f"{name}: {said[name]}"
+        for name, (_, part) in bombs.CONVERT.items()
+        if part not in said[name] or " | None" in said[name]
+    ] == []
 
 
 def test_what_stalls_or_crashes_an_unpickler(tmp_path: Path) -> None:
@@ -191,7 +228,9 @@ def test_large_dictionaries_convert_in_linear_time(tmp_path: Path) -> None:
     opened = bombs.state(**{name: bombs.tensor((1,), (1,)) for name in names})
     (tmp_path / "pytorch_model-1.bin").write_bytes(bombs.archive(opened))
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": false}')
-    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, "pytorch_model-1.bin")}))
+    (tmp_path / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(names, "pytorch_model-1.bin")})
+    )
     comparisons = 0
 
     class Name(str):
@@ -205,14 +244,20 @@ def test_large_dictionaries_convert_in_linear_time(tmp_path: Path) -> None:
 
     read = reader.read_json
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "read_json", lambda path: {"weight_map": {Name(k): v for k, v in read(path)["weight_map"].items()}})
+        patch.setattr(
+            reader,
+            "read_json",
+            lambda path: {"weight_map": {Name(k): v for k, v in read(path)["weight_map"].items()}},
+        )
         assert len(open_pickles(tmp_path).files["pytorch_model-1.bin"]) == len(names)
     assert comparisons < 10 * len(names)
 
 
 def test_expansion_within_the_bound(tmp_path: Path) -> None:
     """A mask that was expanded before it was saved is written out: 4 MB from 4 kB."""
-    torch.save({"mask": torch.arange(1000.0).expand(1000, 1000), "w": torch.ones(3)}, tmp_path / "x.pt")
+    torch.save(
+        {"mask": torch.arange(1000.0).expand(1000, 1000), "w": torch.ones(3)}, tmp_path / "x.pt"
+    )
     found = convert(tmp_path / "x.pt", tmp_path / "out")
     assert torch.equal(found["mask"], torch.arange(1000.0).expand(1000, 1000))
 

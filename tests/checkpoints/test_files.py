@@ -43,7 +43,11 @@ def _text(name: str) -> Callable[[Path], None]:
 
 def _tensors(name: str, kind: str, version: int, **metadata: str) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
-        write_tensors(folder / name, {"a": torch.ones(1)}, {"regauge": kind, "version": str(version), **metadata})
+        write_tensors(
+            folder / name,
+            {"a": torch.ones(1)},
+            {"regauge": kind, "version": str(version), **metadata},
+        )
 
     return write
 
@@ -58,10 +62,19 @@ READERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
     "split checkpoint": (_tensors(split.FILE, "split", split.VERSION, about=DEEP), split.load),
     "split journal": (_text("session.json"), Folder),
     "federated run": (_text(federated.ABOUT), federated.about_of),
-    "federated state": (_tensors(federated.FILE, "federated state", federated.VERSION, rounds="1", history=DEEP), federated.load),
+    "federated state": (
+        _tensors(federated.FILE, "federated state", federated.VERSION, rounds="1", history=DEEP),
+        federated.load,
+    ),
     "recorded update": (_seen, lambda folder: recorded.load_seen(folder, 0, 0)),
-    "recorded rows": (_text("kept/round-00000/client-00000.json"), lambda folder: recorded.load_kept(folder, 0, 0)),
-    "preprocessor": (_text("preprocessor_config.json"), lambda folder: tasks._normalisation(folder, None, None, torch.nn.Linear(1, 1))),
+    "recorded rows": (
+        _text("kept/round-00000/client-00000.json"),
+        lambda folder: recorded.load_kept(folder, 0, 0),
+    ),
+    "preprocessor": (
+        _text("preprocessor_config.json"),
+        lambda folder: tasks._normalisation(folder, None, None, torch.nn.Linear(1, 1)),
+    ),
     "rows": (_text("a.jsonl"), lambda folder: open_data(folder / "a.jsonl")),
     "results": (_text("a.json"), lambda folder: from_json((folder / "a.json").read_text())),
     "spec": (_text("a.toml"), lambda folder: parse_spec("a = " + (folder / "a.toml").read_text())),

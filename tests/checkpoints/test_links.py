@@ -39,11 +39,20 @@ def replaced(path: Path) -> Path:
 LINKS: dict[str, Callable[[Path], object]] = {
     "absolute": lambda m: (m / "vocab.txt").symlink_to(m.parent / "outside" / "secret"),
     "dots": lambda m: (m / "vocab.txt").symlink_to("../outside/secret"),
-    "dots in a chain": lambda m: ((m / "vocab.txt").symlink_to("next.txt"), (m / "next.txt").symlink_to("../model/../outside/secret")),
-    "in a subfolder": lambda m: ((m / "sub").mkdir(), (m / "sub" / "vocab.txt").symlink_to("../../outside/secret")),
+    "dots in a chain": lambda m: (
+        (m / "vocab.txt").symlink_to("next.txt"),
+        (m / "next.txt").symlink_to("../model/../outside/secret"),
+    ),
+    "in a subfolder": lambda m: (
+        (m / "sub").mkdir(),
+        (m / "sub" / "vocab.txt").symlink_to("../../outside/secret"),
+    ),
     "to a folder": lambda m: (m / "tokenizer").symlink_to("../outside"),
     "dangling": lambda m: (m / "vocab.txt").symlink_to("../outside/absent"),
-    "loop": lambda m: ((m / "vocab.txt").symlink_to("next.txt"), (m / "next.txt").symlink_to("vocab.txt")),
+    "loop": lambda m: (
+        (m / "vocab.txt").symlink_to("next.txt"),
+        (m / "next.txt").symlink_to("vocab.txt"),
+    ),
     "to itself": lambda m: (m / "vocab.txt").symlink_to("vocab.txt"),
     "the weights": lambda m: replaced(m / "model.safetensors"),
     "the config": lambda m: replaced(m / "config.json"),
@@ -82,11 +91,18 @@ def test_links_that_stay_are_followed(run: Run, tmp_path: Path, model: Path) -> 
     assert all(SECRET not in data for data in contents(tmp_path / "out").values())
     (tmp_path / "file.safetensors").symlink_to(model / "model.safetensors")
     shutil.copy(model / "config.json", tmp_path / "file.config.json")
-    assert run("move", tmp_path / "file.safetensors", "--random", "-o", tmp_path / "new.safetensors").code == 0
+    assert (
+        run(
+            "move", tmp_path / "file.safetensors", "--random", "-o", tmp_path / "new.safetensors"
+        ).code
+        == 0
+    )
 
 
 def hub_cache(model: Path, top: Path) -> Path:
-    """The model as the hub's client lays it out: blobs by their digests, and a snapshot of links to them."""
+    """The model as the hub's client lays it out: blobs by their digests, and a snapshot of links to
+    them.
+    """
     repo = top / "hub" / "models--owner--name"
     snapshot = repo / "snapshots" / "0123abcd"
     snapshot.mkdir(parents=True)
@@ -115,7 +131,9 @@ def test_the_cache_of_the_hub(run: Run, tmp_path: Path, model: Path, sharded: bo
     (snapshot / "vocab.txt").unlink()
     (snapshot / "vocab.txt").symlink_to("../../blobs/out")
     (snapshot.parents[1] / "blobs" / "out").symlink_to(tmp_path / "outside" / "secret")
-    assert run("move", snapshot, "--random", "-o", tmp_path / "no").code == 1, "a blob may be a link as well"
+    assert run("move", snapshot, "--random", "-o", tmp_path / "no").code == 1, (
+        "a blob may be a link as well"
+    )
     assert not (tmp_path / "no").exists()
 
 
@@ -141,7 +159,9 @@ def test_what_copies_single_files_refuses_them_too(tmp_path: Path, model: Path) 
     with pytest.raises(CheckpointError, match="must stay within"):
         save_wrapped(MaskedJigsaw(build("vit"), 0.0, variant="A"), tmp_path / "out", model)
     (model / "preprocessor_config.json").unlink()
-    torch.save(dict(load_file(model / "model.safetensors")), tmp_path / "outside" / "pytorch_model.bin")
+    torch.save(
+        dict(load_file(model / "model.safetensors")), tmp_path / "outside" / "pytorch_model.bin"
+    )
     (model / "model.safetensors").unlink()
     (model / "pytorch_model.bin").symlink_to(tmp_path / "outside" / "pytorch_model.bin")
     assert main(["convert", str(model), "-o", str(tmp_path / "out")]) == 1

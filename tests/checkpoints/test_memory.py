@@ -1,4 +1,6 @@
-"""Memory that is kept for what comes next: asked for where the C library knows how, and nowhere else."""
+"""Memory that is kept for what comes next: asked for where the C library knows how, and nowhere
+else.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,19 @@ from regauge.checkpoints.memory import reuse_memory
 
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[int, int] = {}
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=asked.__setitem__))
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=asked.__setitem__)
+    )
     reuse_memory()
     assert asked[-8] == 1  # one arena for all threads
-    assert asked[-3] <= 1 << 25 <= asked[-1]  # more than the first is refused by older libraries; what is freed is kept up to the last
+    assert (
+        asked[-3] <= 1 << 25 <= asked[-1]
+    )  # more than the first is refused by older libraries; what is freed is kept up to the last
 
 
-@pytest.mark.parametrize("library", [types.SimpleNamespace(), OSError("no library"), TypeError("None is no name here")])
+@pytest.mark.parametrize(
+    "library", [types.SimpleNamespace(), OSError("no library"), TypeError("None is no name here")]
+)
 def test_elsewhere_nothing_happens(monkeypatch: pytest.MonkeyPatch, library: object) -> None:
     def load(name: object) -> object:
         if isinstance(library, Exception):

@@ -1,4 +1,6 @@
-"""Outputs are never looser than the strictest input they are made of, from the moment their files are created; the umask counts too."""
+"""Outputs are never looser than the strictest input they are made of, from the moment their files
+are created; the umask counts too.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="permission bits of P
 
 
 class Inputs(NamedTuple):
-    """A model, another one, an adapter, and a place for what a command needs beside them. Models have a tokenizer in a folder of its own."""
+    """A model, another one, an adapter, and a place for what a command needs beside them. Models
+    have a tokenizer in a folder of its own.
+    """
 
     model: Path
     other: Path
@@ -35,17 +39,24 @@ class Inputs(NamedTuple):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     top = tmp_path_factory.mktemp("inputs")
-    found = Inputs(make(top / "a", LLAMA, 0), make(top / "b", LLAMA, 1), top / "adapter", top / "more")
+    found = Inputs(
+        make(top / "a", LLAMA, 0), make(top / "b", LLAMA, 1), top / "adapter", top / "more"
+    )
     for folder in (found.model, found.other):
         (folder / "tokenizer").mkdir()
         (folder / "tokenizer" / "vocab.json").write_text("{}")
     found.adapter.mkdir()
-    (found.adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 1, "r": 1}))
+    (found.adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "lora_alpha": 1, "r": 1})
+    )
     state = load_file(found.model / "model.safetensors")
     name = next(n for n in state if n.endswith("q_proj.weight"))
     layer = f"base_model.model.{name.removesuffix('.weight')}"
     save_file(
-        {f"{layer}.lora_A.weight": torch.ones(1, state[name].shape[1]), f"{layer}.lora_B.weight": torch.ones(state[name].shape[0], 1)},
+        {
+            f"{layer}.lora_A.weight": torch.ones(1, state[name].shape[1]),
+            f"{layer}.lora_B.weight": torch.ones(state[name].shape[0], 1),
+        },
         found.adapter / "adapter_model.safetensors",
     )
     found.more.mkdir()
@@ -54,11 +65,23 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     run("keygen", "-o", found.more / "second")
     run("lock", found.model, "-k", found.more / "lock", "-o", found.more / "locked")
     run("seal", found.model, "-k", found.more / "seal", "-o", found.more / "sealed")
-    run("move", found.model, "--random", "--seed", "1", "--save-element", found.more / "element", "-o", found.more / "moved")
+    run(
+        "move",
+        found.model,
+        "--random",
+        "--seed",
+        "1",
+        "--save-element",
+        found.more / "element",
+        "-o",
+        found.more / "moved",
+    )
     shutil.copytree(found.model, found.more / "pickled")
     torch.save(dict(state), found.more / "pickled" / "pytorch_model.bin")
     (found.more / "pickled" / "model.safetensors").unlink()
-    (found.more / "recipe.yaml").write_text(f"merge_method: passthrough\nmodels: [{{model: {top / 'a'}}}]\n")
+    (found.more / "recipe.yaml").write_text(
+        f"merge_method: passthrough\nmodels: [{{model: {top / 'a'}}}]\n"
+    )
     return found
 
 
@@ -97,20 +120,43 @@ def _split(i: Inputs, out: Path) -> None:
 # With a key, an output is for its owner only: the key is an input like any other.
 COMMANDS: dict[str, Callable[[Inputs, Path], None]] = {
     "move": lambda i, out: run("move", i.model, "--random", "-o", out),
-    "move to a file": lambda i, out: run("move", i.model / "model.safetensors", "--random", "-o", out.with_suffix(".safetensors")),
+    "move to a file": lambda i, out: run(
+        "move", i.model / "model.safetensors", "--random", "-o", out.with_suffix(".safetensors")
+    ),
     "move by an element": lambda i, out: run("move", i.model, "-g", i.more / "element", "-o", out),
-    "move an adapter": lambda i, out: run("move", i.model, "--adapter", i.adapter, "-g", i.more / "element", "-o", out),
+    "move an adapter": lambda i, out: run(
+        "move", i.model, "--adapter", i.adapter, "-g", i.more / "element", "-o", out
+    ),
     "match": lambda i, out: run("match", i.model, i.other, "--spaces", "ffn", "-o", out),
-    "match folded": lambda i, out: run("match", i.model, i.other, "--spaces", "ffn", "--fold", "-o", out.with_name("first"), "--output-b", out),
+    "match folded": lambda i, out: run(
+        "match",
+        i.model,
+        i.other,
+        "--spaces",
+        "ffn",
+        "--fold",
+        "-o",
+        out.with_name("first"),
+        "--output-b",
+        out,
+    ),
     "merge": lambda i, out: run("merge", i.model, i.other, "--force", "-o", out),
     "merge a recipe": lambda i, out: run("merge", i.more / "recipe.yaml", "-o", out),
-    "merge an adapter": lambda i, out: run("merge", f"{i.model}+{i.adapter}", i.model, "--force", "-o", out),
+    "merge an adapter": lambda i, out: run(
+        "merge", f"{i.model}+{i.adapter}", i.model, "--force", "-o", out
+    ),
     "convert": lambda i, out: run("convert", i.more / "pickled", "-o", out),
-    "convert a file": lambda i, out: run("convert", i.more / "pickled" / "pytorch_model.bin", "-o", out.with_suffix(".safetensors")),
+    "convert a file": lambda i, out: run(
+        "convert", i.more / "pickled" / "pytorch_model.bin", "-o", out.with_suffix(".safetensors")
+    ),
     "lock": lambda i, out: run("lock", i.model, "-k", i.more / "lock", "-o", out),
     "unlock": lambda i, out: run("unlock", i.more / "locked", "-k", i.more / "lock", "-o", out),
-    "rekey": lambda i, out: run("rekey", i.more / "locked", "-k", i.more / "lock", "--to", i.more / "second", "-o", out),
-    "reseal": lambda i, out: run("lock", "--reseal", i.more / "locked", "-k", i.more / "lock", "-o", out),
+    "rekey": lambda i, out: run(
+        "rekey", i.more / "locked", "-k", i.more / "lock", "--to", i.more / "second", "-o", out
+    ),
+    "reseal": lambda i, out: run(
+        "lock", "--reseal", i.more / "locked", "-k", i.more / "lock", "-o", out
+    ),
     "reseal in place": _lock_reseal,
     "seal": lambda i, out: run("seal", i.model, "-k", i.more / "seal", "-o", out),
     "open": lambda i, out: run("open", i.more / "sealed", "-k", i.more / "seal", "-o", out),
@@ -118,7 +164,16 @@ COMMANDS: dict[str, Callable[[Inputs, Path], None]] = {
     "federated": _federated,
     "split": _split,
 }
-PRIVATE = {"move by an element", "move an adapter", "lock", "unlock", "rekey", "reseal", "seal", "open"}
+PRIVATE = {
+    "move by an element",
+    "move an adapter",
+    "lock",
+    "unlock",
+    "rekey",
+    "reseal",
+    "seal",
+    "open",
+}
 
 
 @pytest.fixture
@@ -126,7 +181,9 @@ def inputs(made: Inputs, tmp_path: Path) -> Iterator[Inputs]:
     """Copies of the inputs, and the umask of most systems."""
     before = os.umask(0o022)
     copied = Inputs(*(Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in made))
-    (copied.more / "recipe.yaml").write_text(f"merge_method: passthrough\nmodels: [{{model: {copied.model}}}]\n")
+    (copied.more / "recipe.yaml").write_text(
+        f"merge_method: passthrough\nmodels: [{{model: {copied.model}}}]\n"
+    )
     yield copied
     os.umask(before)
 
@@ -140,15 +197,29 @@ def set_modes(inputs: Inputs, files: int, folders: int) -> None:
 
 def modes(out: Path) -> tuple[set[int], set[int]]:
     """The modes of the files and folders of an output, a file or a folder."""
-    found = [p for p in (out, out.with_suffix(".safetensors"), out.with_name("out.config.json"), out.with_name("first")) if p.exists()]
+    found = [
+        p
+        for p in (
+            out,
+            out.with_suffix(".safetensors"),
+            out.with_name("out.config.json"),
+            out.with_name("first"),
+        )
+        if p.exists()
+    ]
     found += [p for top in found for p in top.rglob("*")]
     assert found
-    both = [{stat.S_IMODE(p.stat().st_mode) for p in found if p.is_dir() == folder} for folder in (False, True)]
+    both = [
+        {stat.S_IMODE(p.stat().st_mode) for p in found if p.is_dir() == folder}
+        for folder in (False, True)
+    ]
     return both[0], both[1]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_private_inputs_make_private_outputs(inputs: Inputs, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_inputs_make_private_outputs(
+    inputs: Inputs, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_modes(inputs, 0o600, 0o700)
     flushed: list[int] = []
     fsync = os.fsync
@@ -167,15 +238,21 @@ def test_private_inputs_make_private_outputs(inputs: Inputs, tmp_path: Path, com
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_public_inputs_make_public_outputs_without_a_key(inputs: Inputs, tmp_path: Path, command: str) -> None:
+def test_public_inputs_make_public_outputs_without_a_key(
+    inputs: Inputs, tmp_path: Path, command: str
+) -> None:
     set_modes(inputs, 0o644, 0o755)
     COMMANDS[command](inputs, tmp_path / "out")
     assert modes(tmp_path / "out")[0] == ({0o600} if command in PRIVATE else {0o644})
     assert modes(tmp_path / "out")[1] <= ({0o700} if command in PRIVATE else {0o755})
 
 
-@pytest.mark.parametrize("strict", ["model.safetensors", "config.json", "tokenizer/vocab.json", "tokenizer", ""])
-def test_the_strictest_of_several_inputs_counts(inputs: Inputs, tmp_path: Path, strict: str) -> None:
+@pytest.mark.parametrize(
+    "strict", ["model.safetensors", "config.json", "tokenizer/vocab.json", "tokenizer", ""]
+)
+def test_the_strictest_of_several_inputs_counts(
+    inputs: Inputs, tmp_path: Path, strict: str
+) -> None:
     set_modes(inputs, 0o644, 0o755)
     path = inputs.model / strict
     path.chmod(0o710 if path.is_dir() else 0o640)
@@ -183,7 +260,10 @@ def test_the_strictest_of_several_inputs_counts(inputs: Inputs, tmp_path: Path, 
         out = tmp_path / "out"
         COMMANDS[command](inputs, out)
         files, folders = modes(out)
-        assert not any(m & 0o027 for m in (*files, *folders)), (command, [oct(m) for m in (*files, *folders)])
+        assert not any(m & 0o027 for m in (*files, *folders)), (
+            command,
+            [oct(m) for m in (*files, *folders)],
+        )
         shutil.rmtree(out)
     for other in (inputs.other,):
         other.chmod(0o700)
@@ -203,7 +283,9 @@ def test_the_umask_counts_too(inputs: Inputs, tmp_path: Path) -> None:
     assert modes(tmp_path / "out") == ({0o664}, {0o775})
 
 
-def test_what_a_looser_run_has_left_is_tightened(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_looser_run_has_left_is_tightened(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from regauge.checkpoints import writer
 
     set_modes(inputs, 0o644, 0o755)
@@ -213,7 +295,21 @@ def test_what_a_looser_run_has_left_is_tightened(inputs: Inputs, tmp_path: Path,
 
     with monkeypatch.context() as patched:
         patched.setattr(writer, "_finish", killed)
-        assert main(["move", str(inputs.model), "--random", "--seed", "1", "--resume", "-o", str(tmp_path / "out")]) == 130
+        assert (
+            main(
+                [
+                    "move",
+                    str(inputs.model),
+                    "--random",
+                    "--seed",
+                    "1",
+                    "--resume",
+                    "-o",
+                    str(tmp_path / "out"),
+                ]
+            )
+            == 130
+        )
     assert modes(tmp_path / ".out.partial")[0] >= {0o644}
     (inputs.model / "model.safetensors").chmod(0o600)
     run("move", inputs.model, "--random", "--seed", "1", "--resume", "-o", tmp_path / "out")
@@ -225,19 +321,40 @@ def test_the_rule(tmp_path: Path) -> None:
     file, folder = tmp_path / "file", tmp_path / "folder"
     file.touch()
     folder.mkdir()
-    for mode, bits in ((0o644, 0o755), (0o640, 0o750), (0o600, 0o700), (0o444, 0o755), (0o666, 0o777), (0o604, 0o705), (0o622, 0o700)):
+    for mode, bits in (
+        (0o644, 0o755),
+        (0o640, 0o750),
+        (0o600, 0o700),
+        (0o444, 0o755),
+        (0o666, 0o777),
+        (0o604, 0o705),
+        (0o622, 0o700),
+    ):
         file.chmod(mode)
         assert strictest_mode([file]) == bits, oct(mode)
-    for mode, bits in ((0o755, 0o755), (0o750, 0o750), (0o711, 0o711), (0o744, 0o700), (0o500, 0o700)):
+    for mode, bits in (
+        (0o755, 0o755),
+        (0o750, 0o750),
+        (0o711, 0o711),
+        (0o744, 0o700),
+        (0o500, 0o700),
+    ):
         folder.chmod(mode)
         assert strictest_mode([folder]) == bits, oct(mode)
     folder.chmod(0o700)
     make_folder(folder / "a" / "b", 0o710)
-    assert stat.S_IMODE((folder / "a").stat().st_mode) == stat.S_IMODE((folder / "a" / "b").stat().st_mode) == 0o710
+    assert (
+        stat.S_IMODE((folder / "a").stat().st_mode)
+        == stat.S_IMODE((folder / "a" / "b").stat().st_mode)
+        == 0o710
+    )
     file.chmod(0o600)
     write_bytes(file, b"new")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600, "never looser than the file that is replaced"
-    with pytest.raises(CheckpointError, match="mode 0o700"), staged_folder(folder, 0o755, replace=True) as partial:
+    with (
+        pytest.raises(CheckpointError, match="mode 0o700"),
+        staged_folder(folder, 0o755, replace=True) as partial,
+    ):
         raise CheckpointError(f"mode {stat.S_IMODE(partial.stat().st_mode):#o}")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
     assert (folder / "a" / "b").is_dir(), "what was there stays, unless all is written"

@@ -82,7 +82,9 @@ def write_checkpoint(
     recipe: bytes = b"",
     **more: Any,
 ) -> Written:
-    plan = plan_checkpoint(out, source, thunks, origins=origins, config_changes=config_changes, recipe=recipe)
+    plan = plan_checkpoint(
+        out, source, thunks, origins=origins, config_changes=config_changes, recipe=recipe
+    )
     return write_plan(out, plan, thunks, **more)
 
 
@@ -91,7 +93,11 @@ def test_every_dtype_is_read_from_a_folder_a_file_and_shards(tmp_path: Path) -> 
     (tmp_path / "one").mkdir()
     save_file(state, tmp_path / "one" / "model.safetensors", {"format": "pt"})
     (tmp_path / "one" / "config.json").write_text(json.dumps(CONFIG))
-    for source in (tmp_path / "one", tmp_path / "one" / "model.safetensors", sharded(tmp_path / "shards")):
+    for source in (
+        tmp_path / "one",
+        tmp_path / "one" / "model.safetensors",
+        sharded(tmp_path / "shards"),
+    ):
         opened = open_checkpoint(source)
         assert set(opened) == set(state) == set(opened.shapes)
         assert all(same(opened[n], t) for n, t in state.items())
@@ -99,7 +105,10 @@ def test_every_dtype_is_read_from_a_folder_a_file_and_shards(tmp_path: Path) -> 
         assert opened.dtypes["a"] == "BF16"
         assert opened.shapes["a"] == (4, 6)
     assert len(opened.files) == 3
-    assert opened.files["model-00002-of-00003.safetensors"].metadata == {"format": "pt", "shard": "2"}
+    assert opened.files["model-00002-of-00003.safetensors"].metadata == {
+        "format": "pt",
+        "shard": "2",
+    }
 
 
 def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
@@ -124,7 +133,9 @@ def test_a_copy_keeps_everything(tmp_path: Path) -> None:
     assert shards_of(out) == shards_of(source)
     assert all(out.files[file].metadata == shard.metadata for file, shard in source.files.items())
     assert all(same(out[n], source[n]) for n in source)
-    assert (tmp_path / "out" / "config.json").read_bytes() == (tmp_path / "in" / "config.json").read_bytes()
+    assert (tmp_path / "out" / "config.json").read_bytes() == (
+        tmp_path / "in" / "config.json"
+    ).read_bytes()
     assert (tmp_path / "out" / "sub" / "extra.txt").read_text() == "carried over"
     assert written.left == ("pytorch_model.bin",)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
@@ -141,7 +152,10 @@ def test_new_tensors_join_the_last_shard_and_the_config_changes(tmp_path: Path) 
     assert bool((out["new"] == 7).all())
     assert out.config == CONFIG | {"tied": False}
     assert out.index is not None
-    assert out.index["metadata"] == {"total_size": sum(e.nbytes for e in out.entries.values()), "note": "kept"}
+    assert out.index["metadata"] == {
+        "total_size": sum(e.nbytes for e in out.entries.values()),
+        "note": "kept",
+    }
 
 
 def test_one_file_becomes_a_file_or_a_folder(tmp_path: Path) -> None:
@@ -151,7 +165,10 @@ def test_one_file_becomes_a_file_or_a_folder(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "y.safetensors", source, copied(source))
     write_checkpoint(tmp_path / "y", source, copied(source))
     assert open_checkpoint(tmp_path / "y.safetensors").config == {}
-    assert sorted(p.name for p in (tmp_path / "y").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "y").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
     shards = open_checkpoint(sharded(tmp_path / "in"))
     with pytest.raises(CheckpointError, match="3 shards and cannot become the one file"):
         write_checkpoint(tmp_path / "z.safetensors", shards, copied(shards))
@@ -172,32 +189,79 @@ def test_bad_folders_are_refused_by_name(tmp_path: Path) -> None:
         refuse(match, lambda: open_checkpoint(folder))
 
     size = (sharded(tmp_path / "whole") / shard).stat().st_size
-    case("cut", lambda f: os.truncate(f / shard, size - 5), rf"{shard} is truncated: it has {size - 5} bytes, its header says {size}")
-    case("cut-header", lambda f: os.truncate(f / shard, 40), rf"{shard} is truncated: it has 40 bytes, its header alone")
+    case(
+        "cut",
+        lambda f: os.truncate(f / shard, size - 5),
+        rf"{shard} is truncated: it has {size - 5} bytes, its header says {size}",
+    )
+    case(
+        "cut-header",
+        lambda f: os.truncate(f / shard, 40),
+        rf"{shard} is truncated: it has 40 bytes, its header alone",
+    )
     case("no-bytes", lambda f: os.truncate(f / shard, 3), "does not begin like a safetensors file")
-    case("longer", lambda f: (f / shard).open("ab").write(b"xx"), f"it has {size + 2} bytes, its header says {size}")
+    case(
+        "longer",
+        lambda f: (f / shard).open("ab").write(b"xx"),
+        f"it has {size + 2} bytes, its header says {size}",
+    )
     case("gone", lambda f: (f / shard).unlink(), f"lacks 1 of its 3 shards: {shard}")
-    case("lfs", lambda f: (f / shard).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"), "Git LFS pointer")
-    case("other", lambda f: save_file({"x": torch.ones(1)}, f / shard), f'places ".*" in {shard}, which does not have it')
-    case("index", lambda f: (f / "model.safetensors.index.json").write_text("{"), "index.json is not JSON")
-    case("no-map", lambda f: (f / "model.safetensors.index.json").write_text("{}"), "has no weight_map")
-    for i, file in enumerate(("../x", "", "..", ".regauge.json", ".x.safetensors", "config.json", "x" * 300, "x\0", 3)):
+    case(
+        "lfs",
+        lambda f: (f / shard).write_text(
+            "version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+        ),
+        "Git LFS pointer",
+    )
+    case(
+        "other",
+        lambda f: save_file({"x": torch.ones(1)}, f / shard),
+        f'places ".*" in {shard}, which does not have it',
+    )
+    case(
+        "index",
+        lambda f: (f / "model.safetensors.index.json").write_text("{"),
+        "index.json is not JSON",
+    )
+    case(
+        "no-map",
+        lambda f: (f / "model.safetensors.index.json").write_text("{}"),
+        "has no weight_map",
+    )
+    for i, file in enumerate(
+        ("../x", "", "..", ".regauge.json", ".x.safetensors", "config.json", "x" * 300, "x\0", 3)
+    ):
         index = json.dumps({"weight_map": {"a": file}})
         case(
             f"shard-{i}",
             lambda f, index=index: (f / "model.safetensors.index.json").write_text(index),
             'places "a" in .*, which is no name of a shard',
         )
-    case("no-index", lambda f: (f / "model.safetensors.index.json").unlink(), "but no model.safetensors.index.json")
+    case(
+        "no-index",
+        lambda f: (f / "model.safetensors.index.json").unlink(),
+        "but no model.safetensors.index.json",
+    )
     case("config", lambda f: (f / "config.json").write_text("[]"), "holds no JSON object")
-    case("quantised", lambda f: (f / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}'), r"quantised \(gptq\)")
+    case(
+        "quantised",
+        lambda f: (f / "config.json").write_text(
+            '{"quantization_config": {"quant_method": "gptq"}}'
+        ),
+        r"quantised \(gptq\)",
+    )
 
 
 def test_what_is_not_safetensors_is_refused_with_the_way_out(tmp_path: Path) -> None:
     refuse("does not exist", lambda: open_checkpoint(tmp_path / "nothing"))
     (tmp_path / "empty").mkdir()
     refuse("is empty", lambda: open_checkpoint(tmp_path / "empty"))
-    for name, match in (("pytorch_model.bin", "is a pickle"), ("model.pt", "is a pickle"), ("q4.gguf", "is GGUF"), ("notes.txt", "has no weights")):
+    for name, match in (
+        ("pytorch_model.bin", "is a pickle"),
+        ("model.pt", "is a pickle"),
+        ("q4.gguf", "is GGUF"),
+        ("notes.txt", "has no weights"),
+    ):
         folder = tmp_path / f"folder-{name}"
         folder.mkdir()
         (folder / name).write_bytes(b"abc")
@@ -208,8 +272,14 @@ def test_what_is_not_safetensors_is_refused_with_the_way_out(tmp_path: Path) -> 
 
 
 def test_other_dtypes_are_refused_by_name(tmp_path: Path) -> None:
-    save_file({"w": torch.ones(2).to(torch.float8_e4m3fn), "v": torch.ones(2).to(torch.float8_e4m3fn)}, tmp_path / "x.safetensors")
-    refuse('"[vw]" and 1 more tensors of .* are F8_E4M3', lambda: open_checkpoint(tmp_path / "x.safetensors"))
+    save_file(
+        {"w": torch.ones(2).to(torch.float8_e4m3fn), "v": torch.ones(2).to(torch.float8_e4m3fn)},
+        tmp_path / "x.safetensors",
+    )
+    refuse(
+        '"[vw]" and 1 more tensors of .* are F8_E4M3',
+        lambda: open_checkpoint(tmp_path / "x.safetensors"),
+    )
     save_file({"w": torch.ones(2, dtype=torch.int8)}, tmp_path / "y.safetensors")
     refuse("are I8", lambda: open_checkpoint(tmp_path / "y.safetensors"))
 
@@ -219,7 +289,9 @@ GOOD = save({"a": torch.ones(3, 2), "b": torch.ones(4).half()}, {"format": "pt"}
 
 @settings(deadline=None, max_examples=300)
 @given(st.data())
-def test_no_damaged_file_gives_anything_but_our_error(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_no_damaged_file_gives_anything_but_our_error(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     damaged = bytearray(GOOD)
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
@@ -243,14 +315,23 @@ def test_no_damaged_file_gives_anything_but_our_error(tmp_path_factory: pytest.T
         '{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}',
         '{"a": {"dtype": "F32", "shape": [true], "data_offsets": [0, 4]}}',
         '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}',
-        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}',
+        (
+            '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "a": {"dtype": "F32", '
+            '"shape": [1], "data_offsets": [0, 4]}}'
+        ),
         '{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 4]}}',
         '{"__metadata__": {"a": 1}}',
         "[" * 100_000,
         "\xff",
-        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-16").decode("latin-1"),
-        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-16-le").decode("latin-1"),
-        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-8-sig").decode("latin-1"),
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-16").decode(
+            "latin-1"
+        ),
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-16-le").decode(
+            "latin-1"
+        ),
+        '{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'.encode("utf-8-sig").decode(
+            "latin-1"
+        ),
     ],
 )
 def test_damaged_headers(tmp_path: Path, header: str) -> None:
@@ -279,15 +360,25 @@ def test_outputs_that_would_do_harm_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "blank", source, copied(source))
 
 
-def test_no_space_is_noticed_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_is_noticed_before_the_first_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
-    refuse("no space left on the device: .* 10 B free", lambda: write_checkpoint(tmp_path / "out", source, copied(source)))
+    refuse(
+        "no space left on the device: .* 10 B free",
+        lambda: write_checkpoint(tmp_path / "out", source, copied(source)),
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-@pytest.mark.parametrize(("number", "match"), [(errno.ENOSPC, "no space left on the device while writing"), (errno.EIO, "cannot be written")])
-def test_an_error_midway_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, match: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "match"),
+    [(errno.ENOSPC, "no space left on the device while writing"), (errno.EIO, "cannot be written")],
+)
+def test_an_error_midway_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, match: str
+) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
     real, calls = os.write, []
 
@@ -318,7 +409,10 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(Path, "mkdir", refused)
-    refuse("cannot be written: Permission denied", lambda: write_checkpoint(tmp_path / "out", source, copied(source)))
+    refuse(
+        "cannot be written: Permission denied",
+        lambda: write_checkpoint(tmp_path / "out", source, copied(source)),
+    )
 
 
 def test_resume_keeps_finished_shards_of_the_same_recipe_only(tmp_path: Path) -> None:
@@ -336,23 +430,37 @@ def test_resume_keeps_finished_shards_of_the_same_recipe_only(tmp_path: Path) ->
 
     def interrupted() -> None:
         with pytest.raises(KeyboardInterrupt):
-            write_checkpoint(tmp_path / "out", source, thunks(True), recipe=b"one", resume=True, threads=1)
+            write_checkpoint(
+                tmp_path / "out", source, thunks(True), recipe=b"one", resume=True, threads=1
+            )
         assert not (tmp_path / "out").exists()
 
     interrupted()
     made.clear()
     written = write_checkpoint(tmp_path / "out", source, thunks(False), recipe=b"one", resume=True)
-    assert set(written.resumed) == {"model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors"}
+    assert set(written.resumed) == {
+        "model-00001-of-00003.safetensors",
+        "model-00002-of-00003.safetensors",
+    }
     assert set(made) == set(source.files["model-00003-of-00003.safetensors"].entries)
     assert all(same(open_checkpoint(tmp_path / "out")[n], source[n]) for n in source)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
     shutil.rmtree(tmp_path / "out")
     interrupted()
-    assert write_checkpoint(tmp_path / "out", source, thunks(False), recipe=b"two", resume=True).resumed == ()
+    assert (
+        write_checkpoint(
+            tmp_path / "out", source, thunks(False), recipe=b"two", resume=True
+        ).resumed
+        == ()
+    )
 
 
-@pytest.mark.parametrize("journal", [b"[" * 200_000, b"{", b"[]", b'{"plan": 1, "done": 2}', b"\xff"])
-def test_a_journal_that_is_none_is_no_reason_to_keep_anything(tmp_path: Path, journal: bytes) -> None:
+@pytest.mark.parametrize(
+    "journal", [b"[" * 200_000, b"{", b"[]", b'{"plan": 1, "done": 2}', b"\xff"]
+)
+def test_a_journal_that_is_none_is_no_reason_to_keep_anything(
+    tmp_path: Path, journal: bytes
+) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / ".regauge.json").write_bytes(journal)
@@ -360,7 +468,9 @@ def test_a_journal_that_is_none_is_no_reason_to_keep_anything(tmp_path: Path, jo
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_a_source_that_goes_away_after_the_rename_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_source_that_goes_away_after_the_rename_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
     real = writing_module._finish
 
@@ -370,7 +480,9 @@ def test_a_source_that_goes_away_after_the_rename_is_no_error(tmp_path: Path, mo
 
     monkeypatch.setattr(writing_module, "_finish", finish)
     written = write_checkpoint(tmp_path / "out", source, copied(source))
-    assert written.bytes == sum(p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file())
+    assert written.bytes == sum(
+        p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file()
+    )
 
 
 def test_two_runs_do_not_write_the_same_output(tmp_path: Path) -> None:
@@ -380,12 +492,22 @@ def test_two_runs_do_not_write_the_same_output(tmp_path: Path) -> None:
         write_checkpoint(tmp_path / "out", source, copied(source))
         return source["a"]
 
-    refuse("another run is writing", lambda: write_checkpoint(tmp_path / "out", source, copied(source) | {"a": second}, threads=1))
+    refuse(
+        "another run is writing",
+        lambda: write_checkpoint(
+            tmp_path / "out", source, copied(source) | {"a": second}, threads=1
+        ),
+    )
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
 def test_nan_and_inf_are_found(dtype: str) -> None:
-    kind, whole = {"BF16": ("bfloat16", "int16"), "F16": ("float16", "int16"), "F32": ("float32", "int32"), "F64": ("float64", "int64")}[dtype]
+    kind, whole = {
+        "BF16": ("bfloat16", "int16"),
+        "F16": ("float16", "int16"),
+        "F32": ("float32", "int32"),
+        "F64": ("float64", "int64"),
+    }[dtype]
     floats = getattr(torch, kind)
 
     def found_finite(x: torch.Tensor) -> bool:
@@ -406,13 +528,20 @@ def test_nan_and_inf_are_found(dtype: str) -> None:
 
 def test_nan_is_reported_where_it_was_and_refused_where_it_was_not(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "in")
-    save_file({"c": torch.full((3, 2), float("nan")), "e": torch.ones(3, 2)}, folder / "model.safetensors")
+    save_file(
+        {"c": torch.full((3, 2), float("nan")), "e": torch.ones(3, 2)}, folder / "model.safetensors"
+    )
     source = open_checkpoint(folder)
     assert write_checkpoint(tmp_path / "out", source, copied(source)).nonfinite == ("c",)
     swapped = {"c": lambda: source["e"], "e": lambda: source["c"]}
-    assert write_checkpoint(tmp_path / "swapped", source, swapped, origins={"c": "e", "e": "c"}).nonfinite == ("e",)
+    assert write_checkpoint(
+        tmp_path / "swapped", source, swapped, origins={"c": "e", "e": "c"}
+    ).nonfinite == ("e",)
     refuse('"e" would hold NaN or Inf', lambda: write_checkpoint(tmp_path / "no", source, swapped))
-    refuse('"new" would hold NaN or Inf', lambda: write_checkpoint(tmp_path / "no", source, copied(source) | {"new": swapped["e"]}))
+    refuse(
+        '"new" would hold NaN or Inf',
+        lambda: write_checkpoint(tmp_path / "no", source, copied(source) | {"new": swapped["e"]}),
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out", "swapped"]
 
 
@@ -426,7 +555,11 @@ def test_a_source_that_changes_its_size_is_an_error_and_no_crash(tmp_path: Path,
             assert float(source["b"].sum()) == 1000
         os.truncate(tmp_path / "x.safetensors", size)
         for read in (source, source.bits):
-            refuse(rf"x.safetensors changed while it was read: it had {len(whole)} bytes, now it has {size}", lambda read=read: read["a"])
+            refuse(
+                rf"x.safetensors changed while it was read: it had {len(whole)} bytes, now it "
+                rf"has {size}",
+                lambda read=read: read["a"],
+            )
         (tmp_path / "x.safetensors").write_bytes(whole)
 
 
@@ -456,14 +589,21 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert len(open_checkpoint("owner/name")) == len(open_checkpoint("owner/name@main")) == len(tensors())
+    assert (
+        len(open_checkpoint("owner/name"))
+        == len(open_checkpoint("owner/name@main"))
+        == len(tensors())
+    )
     assert asked == [("owner/name", None), ("owner/name", "main")]
 
     def offline(*args: Any, **more: Any) -> str:
         raise ConnectionError("no network\nlong story")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    refuse("owner/name could not be fetched from the hub: no network$", lambda: open_checkpoint("owner/name"))
+    refuse(
+        "owner/name could not be fetched from the hub: no network$",
+        lambda: open_checkpoint("owner/name"),
+    )
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
     with pytest.raises(CheckpointError, match="huggingface_hub is not installed") as caught:
         open_checkpoint("owner/name")
@@ -473,7 +613,13 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_state_of_thunks_makes_each_tensor_anew() -> None:
     made: list[str] = []
     state = Lazy.of({"a": lambda: made.append("a"), "b": lambda: made.append("b")})
-    assert (list(state), len(state), "a" in state, "c" in state, made) == (["a", "b"], 2, True, False, [])
+    assert (list(state), len(state), "a" in state, "c" in state, made) == (
+        ["a", "b"],
+        2,
+        True,
+        False,
+        [],
+    )
     _ = state["b"], state["b"]
     assert made == ["b", "b"]
     with pytest.raises(KeyError):

@@ -24,18 +24,29 @@ MODELS = ("vit_cifar10_postln", "vit_mnist_preln", "gptchar_learnedpos")
 
 
 @needs_assets
-@pytest.mark.parametrize(("name", "low", "high"), [("vit_cifar10_postln", 0.695, 0.779), ("vit_mnist_preln", 0.966, 0.993)])
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [("vit_cifar10_postln", 0.695, 0.779), ("vit_mnist_preln", 0.966, 0.993)],
+)
 def test_the_forward_is_the_one_that_was_trained(name: str, low: float, high: float) -> None:
-    """On all 10,000 images these reach 73.72 % and 97.94 % exactly; here every tenth image, for speed, within three standard deviations."""
+    """On all 10,000 images these reach 73.72 % and 97.94 % exactly; here every tenth image, for
+    speed, within three standard deviations.
+    """
     forward, x, y = data(name, 10_000)
     x, y = x[::10], y[::10]
-    accuracy = float((forward(dict(open_checkpoint(ASSETS / f"{name}.safetensors")), x).argmax(1) == y).float().mean())
+    accuracy = float(
+        (forward(dict(open_checkpoint(ASSETS / f"{name}.safetensors")), x).argmax(1) == y)
+        .float()
+        .mean()
+    )
     assert low < accuracy < high
 
 
 @needs_assets
 def test_the_character_model_predicts() -> None:
-    """1.49 nats per character on the last tenth of the text, 1.19 on the rest; uniform guessing has 4.17."""
+    """1.49 nats per character on the last tenth of the text, 1.19 on the rest; uniform guessing has
+    4.17.
+    """
     forward, x, y = data("gptchar_learnedpos", 40)
     logits = forward(dict(open_checkpoint(ASSETS / "gptchar_learnedpos.safetensors")), x)
     assert float(F.cross_entropy(logits.flatten(0, 1), y.flatten())) < 1.8
@@ -47,11 +58,35 @@ def test_the_character_model_predicts() -> None:
 def test_moved_by_the_command_line_with_a_spec_file(name: str, group: str, tmp_path: Path) -> None:
     source, out = ASSETS / f"{name}.safetensors", tmp_path / "out.safetensors"
     spec = ["--spec", str(SPECS / f"{name}.toml")]
-    assert main(["move", str(source), *spec, "--random", "--seed", "3", "--group", group, "-o", str(out), "--save-element", str(tmp_path / "g")]) == 0
+    assert (
+        main(
+            [
+                "move",
+                str(source),
+                *spec,
+                "--random",
+                "--seed",
+                "3",
+                "--group",
+                group,
+                "-o",
+                str(out),
+                "--save-element",
+                str(tmp_path / "g"),
+            ]
+        )
+        == 0
+    )
     forward, x, _ = data(name, 16)
     before, after = dict(open_checkpoint(source)), dict(open_checkpoint(out))
-    assert open_checkpoint(out).files["out.safetensors"].metadata == open_checkpoint(source).files[source.name].metadata
-    assert not torch.equal(before["cls_token" if "vit" in name else "lm_head.weight"], after["cls_token" if "vit" in name else "lm_head.weight"])
+    assert (
+        open_checkpoint(out).files["out.safetensors"].metadata
+        == open_checkpoint(source).files[source.name].metadata
+    )
+    assert not torch.equal(
+        before["cls_token" if "vit" in name else "lm_head.weight"],
+        after["cls_token" if "vit" in name else "lm_head.weight"],
+    )
     expected = forward(before, x)
     assert float((forward(after, x) - expected).abs().max() / expected.abs().max()) < 1e-4
     assert main(["inspect", str(source), *spec]) == 0
@@ -61,9 +96,17 @@ def test_moved_by_the_command_line_with_a_spec_file(name: str, group: str, tmp_p
 @pytest.mark.parametrize("name", MODELS)
 def test_a_wrong_element_is_refused_and_breaks_the_function_when_forced(name: str) -> None:
     spec = load_spec(SPECS / f"{name}.toml")
-    free = dataclasses.replace(spec, spaces={**spec.spaces, "stream": dataclasses.replace(spec.spaces["stream"], group=Orthogonal())})
+    free = dataclasses.replace(
+        spec,
+        spaces={
+            **spec.spaces,
+            "stream": dataclasses.replace(spec.spaces["stream"], group=Orthogonal()),
+        },
+    )
     members = element(free, 0, spaces=["stream"]).members
-    unbarred = dataclasses.replace(spec, tensors={n: "_" if t == "|stream|" else t for n, t in spec.tensors.items()})
+    unbarred = dataclasses.replace(
+        spec, tensors={n: "_" if t == "|stream|" else t for n, t in spec.tensors.items()}
+    )
     state = dict(open_checkpoint(ASSETS / f"{name}.safetensors"))
     with pytest.raises(Exception, match='on "stream" the element is a rotation'):
         apply(Element(spec, members), state)
@@ -76,7 +119,9 @@ def test_a_wrong_element_is_refused_and_breaks_the_function_when_forced(name: st
 @needs_assets
 def test_folding_gives_the_pre_norm_model_its_rotations() -> None:
     spec = load_spec(SPECS / "vit_mnist_preln.toml")
-    state = {n: t.double() for n, t in open_checkpoint(ASSETS / "vit_mnist_preln.safetensors").items()}
+    state = {
+        n: t.double() for n, t in open_checkpoint(ASSETS / "vit_mnist_preln.safetensors").items()
+    }
     folded_spec, folded = fold_norms(spec, state)
     assert str(folded_spec.spaces["stream"].group) == "orthogonal-ones"
     forward, x, _ = data("vit_mnist_preln", 8)
@@ -140,39 +185,91 @@ def test_repetition_and_stacks() -> None:
         (('family = "tiny"', ""), 'does not say its "family"'),
         (("[spaces]", "colour = 1\n[spaces]"), 'unknown field "colour"'),
         (
-            ('stream = { size = 4, group = "permutation" }', 'stream = { size = 4, group = "permutation", sise = 3 }'),
+            (
+                'stream = { size = 4, group = "permutation" }',
+                'stream = { size = 4, group = "permutation", sise = 3 }',
+            ),
             'unknown field "spaces."stream".sise"',
         ),
         (
-            ('stream = { size = 4, group = "permutation" }', 'stream = { size = 4, group = "rubik" }'),
+            (
+                'stream = { size = 4, group = "permutation" }',
+                'stream = { size = 4, group = "rubik" }',
+            ),
             "has group 'rubik'; groups are trivial, permutation",
         ),
-        (('stream = { size = 4, group = "permutation" }', 'stream = { size = "4", group = "permutation" }'), "has size '4'"),
+        (
+            (
+                'stream = { size = 4, group = "permutation" }',
+                'stream = { size = "4", group = "permutation" }',
+            ),
+            "has size '4'",
+        ),
         (("[tensors.backbone]", "[tensors.middle]"), 'tensors."middle" is not a part'),
-        (("(head.{i} qk.{i}) stream*", "(head.{i} qk.{i} stream*"), 'tensors.backbone."layers.{i}.{j}.w": expected'),
+        (
+            ("(head.{i} qk.{i}) stream*", "(head.{i} qk.{i} stream*"),
+            'tensors.backbone."layers.{i}.{j}.w": expected',
+        ),
         (("(head.{i} qk.{i}) stream*", "(head.{i} qk.{i}) steam*"), '"steam" is not a space'),
         (("mask", "(mask"), "unexpected end"),
-        (("repeat = { i = 2, j = 3 }", "repeat = { i = 0, j = 3 }"), "repeat.i is 0, not a number of times"),
-        (("repeat = { i = 2, j = 3 }", "repeat = { i = 1000, j = 10000 }"), '"layers.{i}.{j}.w" stands for more than 100000 names'),
-        (("(head.{i} qk.{i}) stream*", "(" * 50_000 + "stream" + ")" * 50_000), "brackets more than 20 deep"),
+        (
+            ("repeat = { i = 2, j = 3 }", "repeat = { i = 0, j = 3 }"),
+            "repeat.i is 0, not a number of times",
+        ),
+        (
+            ("repeat = { i = 2, j = 3 }", "repeat = { i = 1000, j = 10000 }"),
+            '"layers.{i}.{j}.w" stands for more than 100000 names',
+        ),
+        (
+            ("(head.{i} qk.{i}) stream*", "(" * 50_000 + "stream" + ")" * 50_000),
+            "brackets more than 20 deep",
+        ),
         (("(head.{i} qk.{i}) stream*", "("), "expected ')'"),
-        (('"experts.{expert}.w" = "expert stream*"', '"experts.{expert}.w" = ""'), "its first axis is not that"),
-        (('expert = { size = 2, group = "permutation" }', 'expert = { size = 1_000_000_000, group = "permutation" }'), "a stack of 1000000000"),
-        (('"experts.{expert}.w" = "expert stream*"', '"experts.{expert}.w" = "expert stream*"\n"experts.0.w" = "_"'), '"experts.0.w" is described'),
+        (
+            ('"experts.{expert}.w" = "expert stream*"', '"experts.{expert}.w" = ""'),
+            "its first axis is not that",
+        ),
         (
             (
                 'expert = { size = 2, group = "permutation" }',
-                'expert = { size = 2, group = "permutation" }\nbig = { size = 1_000_000_000_000, group = "linear" }',
+                'expert = { size = 1_000_000_000, group = "permutation" }',
+            ),
+            "a stack of 1000000000",
+        ),
+        (
+            (
+                '"experts.{expert}.w" = "expert stream*"',
+                '"experts.{expert}.w" = "expert stream*"\n"experts.0.w" = "_"',
+            ),
+            '"experts.0.w" is described',
+        ),
+        (
+            (
+                'expert = { size = 2, group = "permutation" }',
+                (
+                    'expert = { size = 2, group = "permutation" }\nbig = { size = '
+                    '1_000_000_000_000, group = "linear" }'
+                ),
             ),
             'space "big"',
         ),
         (("buffers", f"colour = {'9' * 5000}\nbuffers"), "is not TOML"),
         *(
-            (("[tensors.backbone]", f"[{table}]\nx = {value}\n[tensors.backbone]"), f'{table}."x" is {shown}, which config.json cannot hold')
+            (
+                ("[tensors.backbone]", f"[{table}]\nx = {value}\n[tensors.backbone]"),
+                f'{table}."x" is {shown}, which config.json cannot hold',
+            )
             for table in ("config", "untied_config")
-            for value, shown in (("1979-05-27", "1979-05-27"), ("[07:32:00]", "[datetime.time(7, 32)]"), ("inf", "inf"))
+            for value, shown in (
+                ("1979-05-27", "1979-05-27"),
+                ("[07:32:00]", "[datetime.time(7, 32)]"),
+                ("inf", "inf"),
+            )
         ),
-        *((("[tensors.backbone]", f"[fixed]\nx = {value}\n[tensors.backbone]"), 'fixed."x" is') for value in ("nan", "9" * 400)),
+        *(
+            (("[tensors.backbone]", f"[fixed]\nx = {value}\n[tensors.backbone]"), 'fixed."x" is')
+            for value in ("nan", "9" * 400)
+        ),
     ],
 )
 def test_errors_name_the_place(change: tuple[str, str], says: str) -> None:
@@ -187,7 +284,12 @@ def test_errors_name_the_place(change: tuple[str, str], says: str) -> None:
 
 def test_all_faults_at_once_and_a_caret() -> None:
     with pytest.raises(SpecError) as caught:
-        parse_spec(SMALL.replace("expert stream*", "expert stream)").replace("size = 4", "size = 0").replace('"linear"', '"lin"'), "my.toml")
+        parse_spec(
+            SMALL.replace("expert stream*", "expert stream)")
+            .replace("size = 4", "size = 0")
+            .replace('"linear"', '"lin"'),
+            "my.toml",
+        )
     text = str(caught.value)
     assert "size 0" in text
     assert "'lin'" in text

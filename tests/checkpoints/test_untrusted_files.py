@@ -1,4 +1,6 @@
-"""Files from others, defect by defect: one typed error with a way out, at once. `tests/project/test_soak.py` mutates them at random."""
+"""Files from others, defect by defect: one typed error with a way out, at once.
+`tests/project/test_soak.py` mutates them at random.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +71,15 @@ def test_configs_of_the_wrong_types(tmp_path: Path, name: str, changes: dict[str
         ({"architectures": 1.5}, "names no class|names the class|architectures"),
         ({"initializer_range": True}, "cannot be loaded"),
         ({"n_layer": 100_000}, "n_layer"),
-        ({"vocab_size": 100_000_000}, "describes a GPT2LMHeadModel of .* parameters, and the weights are"),
+        (
+            {"vocab_size": 100_000_000},
+            "describes a GPT2LMHeadModel of .* parameters, and the weights are",
+        ),
     ],
 )
-def test_configs_that_no_class_can_be_built_from(tmp_path: Path, changes: dict[str, Any], match: str) -> None:
+def test_configs_that_no_class_can_be_built_from(
+    tmp_path: Path, changes: dict[str, Any], match: str
+) -> None:
     assert load_model(saved(tmp_path / "good", "gpt2")) is not None
     rejected(lambda: load_model(saved(tmp_path / "bad", "gpt2", **changes)), match)
 
@@ -105,7 +112,9 @@ GOOD = {"lora_A.weight": (2, 12), "lora_B.weight": (12, 2), "lora_magnitude_vect
         ({}, {"alpha_pattern": {str(i): 1 for i in range(1001)}}),
     ],
 )
-def test_adapters_of_odd_shapes_and_scales(tmp_path: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> None:
+def test_adapters_of_odd_shapes_and_scales(
+    tmp_path: Path, shapes: dict[str, tuple[int, ...]], config: dict[str, Any]
+) -> None:
     def read(source: str) -> None:
         opened = open_adapted(source)
         assert all(bool(torch.isfinite(opened[n]).all()) for n in opened)
@@ -117,10 +126,14 @@ def test_adapters_of_odd_shapes_and_scales(tmp_path: Path, shapes: dict[str, tup
 def test_a_pattern_gives_a_layer_its_own_scale(tmp_path: Path) -> None:
     plain = {k: v for k, v in GOOD.items() if "magnitude" not in k}
     one, other = (
-        open_adapted(adapter(tmp_path / key, plain, alpha_pattern={key: 8}))["transformer.h.0.attn.c_proj.weight"]
+        open_adapted(adapter(tmp_path / key, plain, alpha_pattern={key: 8}))[
+            "transformer.h.0.attn.c_proj.weight"
+        ]
         for key in ("^transformer.h.0.attn.c_proj", "c_fc")
     )
-    assert torch.allclose(one - other, torch.full((12, 12), 4.0, dtype=one.dtype))  # (8 - 4) / 2 of ones that add up to 2
+    assert torch.allclose(
+        one - other, torch.full((12, 12), 4.0, dtype=one.dtype)
+    )  # (8 - 4) / 2 of ones that add up to 2
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", "(.*a){20}b"])
@@ -142,9 +155,17 @@ def sparse(path: Path, size: int, start: bytes = b"") -> Path:
 
 def test_files_beyond_their_limits_are_rejected_by_the_limit(tmp_path: Path) -> None:
     length = (30_000_000).to_bytes(8, "little")
-    rejected(lambda: open_checkpoint(sparse(tmp_path / "x.safetensors", 30_000_008, length)), "at most 25.0 MB, got 30.0 MB")
-    rejected(lambda: load_spec(sparse(tmp_path / "spec.toml", 5_000_000)), "at most 4.0 MB, got 5.0 MB")
-    rejected(lambda: read_recipe(sparse(tmp_path / "recipe.yaml", 300_000)), "at most 250.0 kB, got 300.0 kB")
+    rejected(
+        lambda: open_checkpoint(sparse(tmp_path / "x.safetensors", 30_000_008, length)),
+        "at most 25.0 MB, got 30.0 MB",
+    )
+    rejected(
+        lambda: load_spec(sparse(tmp_path / "spec.toml", 5_000_000)), "at most 4.0 MB, got 5.0 MB"
+    )
+    rejected(
+        lambda: read_recipe(sparse(tmp_path / "recipe.yaml", 300_000)),
+        "at most 250.0 kB, got 300.0 kB",
+    )
     folder = saved(tmp_path / "model", "gpt2")
     sparse(folder / "config.json", 9_000_000)
     rejected(lambda: open_checkpoint(folder), "at most 8.0 MB, got 9.0 MB")
@@ -152,7 +173,10 @@ def test_files_beyond_their_limits_are_rejected_by_the_limit(tmp_path: Path) -> 
 
 def test_short_texts_that_stand_for_long_ones_are_rejected() -> None:
     tensors = "".join(f'"t{i}.{{i}}.{{j}}" = "s"\n' for i in range(10))
-    text = HEAD.replace("[spaces]", "repeat = { i = 1000, j = 50 }\n[spaces]") + f"[tensors.backbone]\n{tensors}"
+    text = (
+        HEAD.replace("[spaces]", "repeat = { i = 1000, j = 50 }\n[spaces]")
+        + f"[tensors.backbone]\n{tensors}"
+    )
     rejected(lambda: parse_spec(text), "at most 400,000 names")
     assert len(parse_spec(text.replace("1000", "10")).tensors) == 5000
     models = "\n".join(f"  - {{model: m{i}, parameters: *p}}" for i in range(200))
@@ -160,7 +184,10 @@ def test_short_texts_that_stand_for_long_ones_are_rejected() -> None:
     recipe = f"merge_method: linear\nparameters: &p {{weight: [{weights}]}}\nmodels:\n"
     rejected(lambda: parse_recipe(f"{recipe}{models}"), "at most 100,000 values")
     assert len(parse_recipe(f"{recipe}  - {{model: m, parameters: *p}}").models) == 1
-    rejected(lambda: parse_recipe(f"{recipe}  - {{model: m, parameters: {{weight: {'1' * 400}}}}}"), "is no number")
+    rejected(
+        lambda: parse_recipe(f"{recipe}  - {{model: m, parameters: {{weight: {'1' * 400}}}}}"),
+        "is no number",
+    )
 
 
 def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> None:
@@ -170,7 +197,11 @@ def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> 
     folder = saved(tmp_path / "model", "gpt2")
     config = (folder / "config.json").read_text()
     Folder(tmp_path / "journal")
-    for value, match in ((deep, "nested at most 100 deep"), ('"\\ud800"', "lone surrogate"), ("[" * 100_000, "is not JSON")):
+    for value, match in (
+        (deep, "nested at most 100 deep"),
+        ('"\\ud800"', "lone surrogate"),
+        ("[" * 100_000, "is not JSON"),
+    ):
         (folder / "config.json").write_text(config.replace("{", f'{{"a": {value},', 1))
         with pytest.raises(CheckpointError, match=match):
             open_checkpoint(folder)
@@ -178,7 +209,9 @@ def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> 
         rejected(lambda: Folder(tmp_path / "journal"), match)
         if "ud800" not in value:  # a page replaces what is not valid Unicode
             rejected(lambda value=value: from_json(f'{{"a": {value}}}'), match)
-    (folder / "config.json").write_text(config.replace("{", '{"a": "\\ud83d\\ude00",', 1))  # a pair is one character
+    (folder / "config.json").write_text(
+        config.replace("{", '{"a": "\\ud83d\\ude00",', 1)
+    )  # a pair is one character
     assert open_checkpoint(folder).config["a"] == "\U0001f600"
 
 
@@ -222,6 +255,15 @@ def test_a_key_file_whose_id_is_no_text(tmp_path: Path) -> None:
 
 
 def test_results_of_the_wrong_types() -> None:
-    good = {"regauge": "results", "version": 1, "title": "t", "findings": [], "tables": [], "figures": [], "facts": {}, "unchecked": []}
+    good = {
+        "regauge": "results",
+        "version": 1,
+        "title": "t",
+        "findings": [],
+        "tables": [],
+        "figures": [],
+        "facts": {},
+        "unchecked": [],
+    }
     assert from_json(json.dumps(good)).title == "t"
     rejected(lambda: from_json(json.dumps({**good, "findings": ["a"]})), "is damaged")

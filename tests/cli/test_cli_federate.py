@@ -1,4 +1,6 @@
-"""`regauge federate` as a transcript: clients share the digits, the model is a plain checkpoint, a run goes on, bad input is named."""
+"""`regauge federate` as a transcript: clients share the digits, the model is a plain checkpoint, a
+run goes on, bad input is named.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,20 @@ from regauge.cli import main
 from regauge.federated import state_store
 from regauge.results.findings import load_results
 
-HOW = ["--data", "digits", "--test", "digits", "--mean", "0.3", "--std", "0.38", "--steps", "2", "--batch-size", "16"]
+HOW = [
+    "--data",
+    "digits",
+    "--test",
+    "digits",
+    "--mean",
+    "0.3",
+    "--std",
+    "0.38",
+    "--steps",
+    "2",
+    "--batch-size",
+    "16",
+]
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +41,29 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_its_model_and_going_on(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_its_model_and_going_on(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
-    assert main(["federate", str(start), *HOW, "--clients", "3", "--rounds", "2", "-o", str(out)]) == 0
+    assert (
+        main(["federate", str(start), *HOW, "--clients", "3", "--rounds", "2", "-o", str(out)]) == 0
+    )
     said = capsys.readouterr()
     assert "round 2/2: 3 contributed, loss" in said.err
     assert f"{out / 'model'}: 2 rounds of 3 clients, fedavg; loss" in said.out
-    assert sorted(p.name for p in out.iterdir()) == ["global.safetensors", "model", "results.json", "run.json"]
+    assert sorted(p.name for p in out.iterdir()) == [
+        "global.safetensors",
+        "model",
+        "results.json",
+        "run.json",
+    ]
     plain = transformers.ViTForImageClassification.from_pretrained(out / "model")
     first = state_store.load(out)
     assert first is not None
     assert torch.equal(plain.classifier.weight, first.state["classifier.weight"])
-    assert main(["federate", str(start), *HOW, "--clients", "3", "--rounds", "3", "-o", str(out)]) == 0
+    assert (
+        main(["federate", str(start), *HOW, "--clients", "3", "--rounds", "3", "-o", str(out)]) == 0
+    )
     assert "round 3/3" in (err := capsys.readouterr().err)
     assert "round 1/3" not in err
     assert len(load_results(out / "results.json").tables[0].rows) == 3
@@ -53,16 +79,33 @@ def test_a_run_its_model_and_going_on(start: Path, tmp_path: Path, capsys: pytes
         (["--clients", "2", "--rounds", "1", "--jigsaw", "1.5"], "a ratio of 1.5"),
         (["--clients", "2", "--rounds", "1", "--momentum", "-1"], "momentum"),
         (["--clients", "2", "--rounds", "1", "--weight-decay", "-1"], "decay"),
-        (["--clients", "2", "--rounds", "1", "--optimizer", "adamw", "--weight-decay", "-1"], "decay"),
+        (
+            ["--clients", "2", "--rounds", "1", "--optimizer", "adamw", "--weight-decay", "-1"],
+            "decay",
+        ),
         (["--clients", "2", "--rounds", "1", "--clip", "-1"], "clip is -1"),
-        (["--clients", "2", "--rounds", "1", "--max-examples", "-1"], "max_examples must be >= 0, got -1"),
-        (["--clients", "2", "--rounds", "1", "--norm-factor", "0.5"], "norm_factor must be 0 or > 1 and finite, got 0.5"),
-        (["--clients", "2", "--rounds", "1", "--aggregation", "trimmed-mean", "--trim", "0.6"], "trim must be in (0, 0.5), got 0.6"),
+        (
+            ["--clients", "2", "--rounds", "1", "--max-examples", "-1"],
+            "max_examples must be >= 0, got -1",
+        ),
+        (
+            ["--clients", "2", "--rounds", "1", "--norm-factor", "0.5"],
+            "norm_factor must be 0 or > 1 and finite, got 0.5",
+        ),
+        (
+            ["--clients", "2", "--rounds", "1", "--aggregation", "trimmed-mean", "--trim", "0.6"],
+            "trim must be in (0, 0.5), got 0.6",
+        ),
         (["--clients", "2", "--rounds", "1", "--aggregation", "best"], "'best' is not one of"),
-        (["--clients", "4", "--rounds", "1", "--aggregation", "median", "--secure"], "the server sees only their sum, not single contributions"),
+        (
+            ["--clients", "4", "--rounds", "1", "--aggregation", "median", "--secure"],
+            "the server sees only their sum, not single contributions",
+        ),
     ],
 )
-def test_bad_input_is_named_and_leaves_nothing(given: list[str], said: str, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_named_and_leaves_nothing(
+    given: list[str], said: str, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["federate", str(start), *HOW, *given, "-o", str(tmp_path / "run")]) in (1, 2)
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
@@ -76,37 +119,75 @@ def test_a_bundle_says_all_that_a_superlink_needs(tmp_path: Path) -> None:
     from regauge.federated.settings import read_settings
 
     settings = Settings(clients=3, rounds=2, defences=("clip=1", 'noise=0.1,"head"'))
-    write_bundle(tmp_path / "bundle", {"model": 'a "quoted" \\ path'}, settings, tmp_path / "run", wait=60, gather=5, spy=True)
+    write_bundle(
+        tmp_path / "bundle",
+        {"model": 'a "quoted" \\ path'},
+        settings,
+        tmp_path / "run",
+        wait=60,
+        gather=5,
+        spy=True,
+    )
     found = tomllib.loads((tmp_path / "bundle" / "pyproject.toml").read_text())
     config = found["tool"]["flwr"]["app"]["config"]
     assert read_settings(json.loads(config["settings"])) == settings
     assert json.loads(config["source"]) == {"model": 'a "quoted" \\ path'}
-    assert (config["wait"], config["gather"], config["spy"], config["folder"]) == (60.0, 5.0, True, str(tmp_path / "run"))
+    assert (config["wait"], config["gather"], config["spy"], config["folder"]) == (
+        60.0,
+        5.0,
+        True,
+        str(tmp_path / "run"),
+    )
     assert found["project"]["dependencies"] == []  # nothing to install at run time
 
 
-def test_a_deployment_without_a_superlink_or_without_flower_is_named(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["federate", str(start), *HOW, "--clients", "2", "--rounds", "1", "-o", str(tmp_path / "run"), "--engine", "deployment"]
+def test_a_deployment_without_a_superlink_or_without_flower_is_named(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = [
+        "federate",
+        str(start),
+        *HOW,
+        "--clients",
+        "2",
+        "--rounds",
+        "1",
+        "-o",
+        str(tmp_path / "run"),
+        "--engine",
+        "deployment",
+    ]
     assert main(given) == 2
     assert "--superlink HOST:PORT and --authority PEM" in capsys.readouterr().err
     (tmp_path / "ca.pem").write_text("")
     from importlib.util import find_spec
 
     if find_spec("flwr") is None:
-        assert main([*given, "--superlink", "127.0.0.1:1", "--authority", str(tmp_path / "ca.pem")]) == 1
+        assert (
+            main([*given, "--superlink", "127.0.0.1:1", "--authority", str(tmp_path / "ca.pem")])
+            == 1
+        )
         assert "pip install 'regauge[federated]'" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_the_pages_commands_run_as_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_commands_run_as_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All but those that need Flower, which `test_flower` and `test_deployment` run."""
     page = (Path(__file__).parents[2] / "docs" / "federated.md").read_text()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["regauge"])
     program = page.split("<<'END'\n")[1].split("    END\n")[0]
     exec(textwrap.dedent(program), {})
-    commands = [line.strip() for line in page.splitlines() if line.startswith("    regauge ") and "--engine" not in line and not line.endswith("\\")]
-    runs = [shlex.split(command, comments=True)[1:] for command in commands if "certs" not in command]
+    commands = [
+        line.strip()
+        for line in page.splitlines()
+        if line.startswith("    regauge ") and "--engine" not in line and not line.endswith("\\")
+    ]
+    runs = [
+        shlex.split(command, comments=True)[1:] for command in commands if "certs" not in command
+    ]
     assert [run[0] for run in runs] == ["federate", "federate", "federate", "audit", "federate"]
     for run in runs:
         assert main(run) == 0

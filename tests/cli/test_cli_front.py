@@ -1,4 +1,6 @@
-"""The front door of the command line: what stands there without a command, every command's example, doctor, completion, and no debris."""
+"""The front door of the command line: what stands there without a command, every command's example,
+doctor, completion, and no debris.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_every_command_has_an_example_and_every_example_a_command() -> None:
 
 
 def parsed(line: str) -> Any:
-    """The command of a line, with its arguments taken in; nothing is run. What it does not take is refused."""
+    """The command of a line, with its arguments taken in; nothing is run. What it does not take is
+    refused.
+    """
     name, *given = shlex.split(line)
     assert name == "regauge"
     full = next(n for n in (" ".join(given[:2]), given[0]) if n in ALL)
@@ -91,7 +95,9 @@ def test_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_commands_that_measure_have_json() -> None:
-    without = {name for name, command in ALL.items() if not any("--json" in p.opts for p in command.params)}
+    without = {
+        name for name, command in ALL.items() if not any("--json" in p.opts for p in command.params)
+    }
     assert without == {"report"}, "whose input is JSON"
 
 
@@ -102,14 +108,21 @@ def test_every_option_is_spelled_one_way() -> None:
         for p in command.params:
             for option in p.opts:
                 if re.fullmatch(r"-\w", option):
-                    short.setdefault(option, set()).add(next((o for o in p.opts if o.startswith("--")), p.name))
+                    short.setdefault(option, set()).add(
+                        next((o for o in p.opts if o.startswith("--")), p.name)
+                    )
             assert ("-o" in p.opts) == ("--output" in p.opts), (command.name, p.opts)
     assert short == {"-o": {"--output"}, "-k": {"--key"}, "-g": {"--element"}, "-v": {"verbose"}}
 
 
-@pytest.mark.parametrize("name", sorted(n for n, c in ALL.items() if n != "move" and any("--seed" in p.opts for p in c.params)))
+@pytest.mark.parametrize(
+    "name",
+    sorted(n for n, c in ALL.items() if n != "move" and any("--seed" in p.opts for p in c.params)),
+)
 def test_a_seed_that_cannot_be_is_refused(name: str) -> None:
-    """numpy, torch and scikit-learn raise errors of their own for it, each another one. `move` takes any whole number."""
+    """numpy, torch and scikit-learn raise errors of their own for it, each another one. `move`
+    takes any whole number.
+    """
     words = re.sub(r" --seed \d+", "", EXAMPLES[name])
     for good in (0, 2**32 - 1):
         assert parsed(f"{words} --seed {good}")[0].params["seed"] == good
@@ -126,13 +139,20 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["torch"]["devices"][0]["name"] == "cpu"
     extras = {extra["name"]: extra for extra in found["extras"]}
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert set(doctor._BRINGS) == set(project["optional-dependencies"]), "every extra says what it brings"
+    assert set(doctor._BRINGS) == set(project["optional-dependencies"]), (
+        "every extra says what it brings"
+    )
     assert extras["report"]["complete"]
     assert extras["report"]["get"] == "pip install 'regauge[report]'"
-    assert {entry["name"] for entry in extras["experiments"]["libraries"]} >= {"transformers", "jinja2"}, "extras of extras are spelled out"
+    assert {entry["name"] for entry in extras["experiments"]["libraries"]} >= {
+        "transformers",
+        "jinja2",
+    }, "extras of extras are spelled out"
 
 
-def test_doctor_names_what_is_missing_or_old(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_names_what_is_missing_or_old(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     real = metadata.version
 
     def version(name: str) -> str:
@@ -146,17 +166,32 @@ def test_doctor_names_what_is_missing_or_old(monkeypatch: pytest.MonkeyPatch, ca
     said = capsys.readouterr().out
     assert re.search(r"jinja2>=3\.1\S*, matplotlib 0\.1 is too old \(>=3\.8\)", said)
     assert "to get report: pip install 'regauge[report]'" in said
-    assert all("  # " in line for line in said.splitlines() if line.startswith(("to get timm", "to get federated")))
+    assert all(
+        "  # " in line
+        for line in said.splitlines()
+        if line.startswith(("to get timm", "to get federated"))
+    )
     old = True
     assert main(["doctor"]) == 1
-    assert "numpy 1.20 is too old (>=1.26); pip install --upgrade regauge" in capsys.readouterr().out
+    assert (
+        "numpy 1.20 is too old (>=1.26); pip install --upgrade regauge" in capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize(("version", "safe"), [("2.5.1", False), ("2.9.1+cpu", False), ("2.10.0", True), ("2.13.0+cpu", True)])
-def test_doctor_names_a_vulnerable_torch(version: str, safe: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the reason, and also where regauge runs from its sources and nothing says what it requires."""
+@pytest.mark.parametrize(
+    ("version", "safe"),
+    [("2.5.1", False), ("2.9.1+cpu", False), ("2.10.0", True), ("2.13.0+cpu", True)],
+)
+def test_doctor_names_a_vulnerable_torch(
+    version: str, safe: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the reason, and also where regauge runs from its sources and nothing says what it
+    requires.
+    """
     real = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: version if name == "torch" else real(name))
+    monkeypatch.setattr(
+        metadata, "version", lambda name: version if name == "torch" else real(name)
+    )
     monkeypatch.setattr(doctor, "requirements", dict)
     assert main(["doctor"]) == (0 if safe else 1)
     line = f"torch {version} is unsafe (CVE-2025-32434, CVE-2026-24747): a crafted pickle runs code"
@@ -170,7 +205,9 @@ def test_doctor_names_a_vulnerable_torch(version: str, safe: bool, monkeypatch: 
 
 
 def test_doctor_loads_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "requirements", lambda: {"": [("rich", ">=13")], "x": [("jinja2", "")]})
+    monkeypatch.setattr(
+        doctor, "requirements", lambda: {"": [("rich", ">=13")], "x": [("jinja2", "")]}
+    )
     monkeypatch.setitem(sys.modules, "jinja2", None)  # an import of it fails
     found = doctor.facts(load=True)
     assert found["healthy"]
@@ -180,7 +217,13 @@ def test_doctor_loads_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize(
     ("version", "wanted", "yes"),
-    [("2.13.0+cpu", ">=2.4", True), ("2.3.1", ">=2.4", False), ("5.0", ">=5.0,<6", True), ("6.0.1", ">=5.0,<6", False), ("5.0.0rc1", "", True)],
+    [
+        ("2.13.0+cpu", ">=2.4", True),
+        ("2.3.1", ">=2.4", False),
+        ("5.0", ">=5.0,<6", True),
+        ("6.0.1", ">=5.0,<6", False),
+        ("5.0.0rc1", "", True),
+    ],
 )
 def test_versions_are_compared_by_number(version: str, wanted: str, yes: bool) -> None:
     assert doctor.satisfies(version, wanted) is yes
@@ -189,8 +232,18 @@ def test_versions_are_compared_by_number(version: str, wanted: str, yes: bool) -
 def test_completion() -> None:
     def completed(line: str) -> list[str]:
         words = f"regauge {line}".split(" ")
-        environment = os.environ | {"_REGAUGE_COMPLETE": "complete_bash", "COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-        done = subprocess.run([sys.executable, "-m", "regauge"], capture_output=True, text=True, env=environment, check=False)
+        environment = os.environ | {
+            "_REGAUGE_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(words),
+            "COMP_CWORD": str(len(words) - 1),
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", "regauge"],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=False,
+        )
         assert done.stderr == ""
         return done.stdout.split()
 
@@ -202,10 +255,18 @@ def test_completion() -> None:
 @pytest.mark.parametrize("plain", [True, False])
 def test_colour_is_for_terminals_that_want_it(plain: bool) -> None:
     """The help in a terminal has colours, unless NO_COLOR is set; in a pipe it has none."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {"TERM": "xterm-256color", "COLUMNS": "100"}
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | {
+        "TERM": "xterm-256color",
+        "COLUMNS": "100",
+    }
     environment |= {"NO_COLOR": "1"} if plain else {}
     leader, follower = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-m", "regauge", "doctor", "--help"], stdout=follower, stderr=follower, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "regauge", "doctor", "--help"],
+        stdout=follower,
+        stderr=follower,
+        env=environment,
+    )
     os.close(follower)
     said = b""
     while True:
@@ -219,7 +280,12 @@ def test_colour_is_for_terminals_that_want_it(plain: bool) -> None:
     assert process.wait() == 0
     assert b"regauge doctor" in said
     assert (re.search(rb"\x1b\[[\d;]*3\dm", said) is None) is plain
-    piped = subprocess.run([sys.executable, "-m", "regauge", "doctor", "--help"], capture_output=True, env=environment, check=True)
+    piped = subprocess.run(
+        [sys.executable, "-m", "regauge", "doctor", "--help"],
+        capture_output=True,
+        env=environment,
+        check=True,
+    )
     assert b"\x1b" not in piped.stdout
 
 
@@ -273,7 +339,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("place")
     make(here / "llama", LLAMA, 0)
     (here / "PICKLED").mkdir()
-    torch.save(load_file(here / "llama" / "model.safetensors"), here / "PICKLED" / "pytorch_model.bin")
+    torch.save(
+        load_file(here / "llama" / "model.safetensors"), here / "PICKLED" / "pytorch_model.bin"
+    )
     for line in (
         f"keygen -o {here}/KEY",
         f"keygen -o {here}/OTHERKEY",
@@ -287,12 +355,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def everything(folder: Path) -> dict[str, bytes | None]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() if p.is_file() else None
+        for p in sorted(folder.rglob("*"))
+    }
 
 
 @pytest.mark.parametrize("name", sorted(CTRL_C))
-def test_ctrl_c_leaves_no_debris(name: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The signal comes when what was written is to be made safe: nothing has its name yet, and much of it is there."""
+def test_ctrl_c_leaves_no_debris(
+    name: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The signal comes when what was written is to be made safe: nothing has its name yet, and much
+    of it is there.
+    """
     asked: list[int] = []
 
     def interrupted(fd: int) -> None:

@@ -1,4 +1,6 @@
-"""keygen, lock, unlock, rekey, seal, open and fingerprint on the command line: what they print, and what is left on disk."""
+"""keygen, lock, unlock, rekey, seal, open and fingerprint on the command line: what they print, and
+what is left on disk.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def test_keygen(run: Run, tmp_path: Path) -> None:
     said = run("keygen", "-o", tmp_path / "key", "--json")
     assert said.code == 0
     made = load_key(tmp_path / "key", "lock")
-    assert f"regauge: wrote {tmp_path / 'key'}: key {made.id} for lock; keep a copy in a safe place\n" == said.err
+    assert (
+        f"regauge: wrote {tmp_path / 'key'}: key {made.id} for lock; keep a copy in a safe place\n"
+        == said.err
+    )
     assert json.loads(said.out) == {
         "version": 1,
         "command": "keygen",
@@ -62,7 +67,9 @@ def test_keygen(run: Run, tmp_path: Path) -> None:
     assert listed(tmp_path) == ["key", "seal"]
 
 
-def test_passphrases(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passphrases(
+    run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import regauge.locking.keys
 
     monkeypatch.setattr(regauge.locking.keys, "SCRYPT", {"n": 16, "r": 8, "p": 1})
@@ -74,16 +81,32 @@ def test_passphrases(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.
     assert said.code == 1
     assert "no terminal to ask at" in said.err
     assert "REGAUGE_PASSPHRASE" in said.err
-    assert run("lock", llama, "-k", tmp_path / "key", "-o", tmp_path / "out", "--passphrase-file", tmp_path / "word").code == 0
+    assert (
+        run(
+            "lock",
+            llama,
+            "-k",
+            tmp_path / "key",
+            "-o",
+            tmp_path / "out",
+            "--passphrase-file",
+            tmp_path / "word",
+        ).code
+        == 0
+    )
     monkeypatch.setenv("REGAUGE_PASSPHRASE", "open barley")
     said = run("unlock", tmp_path / "out", "-k", tmp_path / "key", "-o", tmp_path / "back")
     assert said.code == 1
     assert "the passphrase does not open" in said.err
     assert "barley" not in said.err
     monkeypatch.setenv("REGAUGE_PASSPHRASE", "open sesame")
-    assert run("unlock", tmp_path / "out", "-k", tmp_path / "key", "-o", tmp_path / "back").code == 0
+    assert (
+        run("unlock", tmp_path / "out", "-k", tmp_path / "key", "-o", tmp_path / "back").code == 0
+    )
     assert run("keygen", "-o", tmp_path / "plain").code == 0
-    assert "wrapped" not in (tmp_path / "plain").read_text(), "a passphrase in the environment may be another key's"
+    assert "wrapped" not in (tmp_path / "plain").read_text(), (
+        "a passphrase in the environment may be another key's"
+    )
     assert run("keygen", "-o", tmp_path / "second", "--passphrase").code == 0
     assert "wrapped" in (tmp_path / "second").read_text()
     (tmp_path / "word").write_text("\n")
@@ -92,7 +115,9 @@ def test_passphrases(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
-def test_a_passphrase_file_that_others_can_read_is_refused(run: Run, tmp_path: Path, mode: int) -> None:
+def test_a_passphrase_file_that_others_can_read_is_refused(
+    run: Run, tmp_path: Path, mode: int
+) -> None:
     word = tmp_path / "word"
     word.write_text("open sesame\n")
     word.chmod(mode)
@@ -102,7 +127,10 @@ def test_a_passphrase_file_that_others_can_read_is_refused(run: Run, tmp_path: P
     assert f"hint: chmod 600 {word}" in said.err
     assert listed(tmp_path) == ["word"]
     os.mkfifo(tmp_path / "pipe", 0o600)
-    assert "no regular file" in run("keygen", "-o", tmp_path / "key", "--passphrase-file", tmp_path / "pipe").err
+    assert (
+        "no regular file"
+        in run("keygen", "-o", tmp_path / "key", "--passphrase-file", tmp_path / "pipe").err
+    )
 
 
 def test_lock_and_unlock(run: Run, tmp_path: Path, llama: Path, key: Path) -> None:
@@ -110,7 +138,10 @@ def test_lock_and_unlock(run: Run, tmp_path: Path, llama: Path, key: Path) -> No
     said = run("lock", llama, "-k", key, "-o", tmp_path / "locked")
     assert said.code == 0
     assert said.out == ""
-    assert "llama: locks the backbone by signed permutations of stream, kv (4), rep (4), qk (4), vo (4), ffn (4); key" in said.err
+    assert (
+        "llama: locks the backbone by signed permutations of stream, kv (4), rep (4), qk (4), "
+        "vo (4), ffn (4); key" in said.err
+    )
     assert "a lock is obfuscation, not encryption" in said.err
     old, new = open_checkpoint(llama), open_checkpoint(tmp_path / "locked")
     for name in old:
@@ -130,12 +161,22 @@ def test_lock_and_unlock(run: Run, tmp_path: Path, llama: Path, key: Path) -> No
 
 
 def test_a_locked_folder_loads_and_gives_garbage(run: Run, tmp_path: Path, key: Path) -> None:
-    """A model that has learned something: the next number. Locked it is at chance; unlocked it is right again."""
+    """A model that has learned something: the next number. Locked it is at chance; unlocked it is
+    right again.
+    """
     import transformers
 
     torch.manual_seed(0)
     model: Any = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=16, n_positions=16, bos_token_id=0, eos_token_id=0)
+        transformers.GPT2Config(
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            vocab_size=16,
+            n_positions=16,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
     )
     ids = (torch.arange(12)[None] + torch.arange(16)[:, None]) % 16
     optimizer = torch.optim.Adam(model.parameters(), 5e-3)
@@ -148,13 +189,22 @@ def test_a_locked_folder_loads_and_gives_garbage(run: Run, tmp_path: Path, key: 
     def accuracy(folder: Path) -> float:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         with torch.no_grad():
-            return float((loaded(input_ids=ids).logits[:, :-1].argmax(-1) == ids[:, 1:]).float().mean())
+            return float(
+                (loaded(input_ids=ids).logits[:, :-1].argmax(-1) == ids[:, 1:]).float().mean()
+            )
 
     assert accuracy(tmp_path / "plain") > 0.99
     for group in ("permutation", "signed", "rotation"):
-        assert run("lock", tmp_path / "plain", "-k", key, "-o", tmp_path / group, "--group", group).code == 0
+        assert (
+            run(
+                "lock", tmp_path / "plain", "-k", key, "-o", tmp_path / group, "--group", group
+            ).code
+            == 0
+        )
         assert accuracy(tmp_path / group) < 0.35, group
-        assert run("unlock", tmp_path / group, "-k", key, "-o", tmp_path / f"back-{group}").code == 0
+        assert (
+            run("unlock", tmp_path / group, "-k", key, "-o", tmp_path / f"back-{group}").code == 0
+        )
         assert accuracy(tmp_path / f"back-{group}") > 0.99, group
 
 
@@ -169,7 +219,9 @@ def test_what_is_refused_leaves_nothing(run: Run, tmp_path: Path, llama: Path, k
     shutil.copytree(tmp_path / "locked", tmp_path / "short")
     os.truncate(tmp_path / "short" / "model.safetensors", 200_000)
     shutil.copytree(tmp_path / "locked", tmp_path / "heads")
-    twice = {n: 2 * LLAMA[n] for n in ("num_attention_heads", "num_key_value_heads")}  # every shape still fits
+    twice = {
+        n: 2 * LLAMA[n] for n in ("num_attention_heads", "num_key_value_heads")
+    }  # every shape still fits
     reconfigure(tmp_path / "heads", **twice)
     (tmp_path / "loose").write_bytes(key.read_bytes())
     (tmp_path / "loose").chmod(0o644)
@@ -180,15 +232,30 @@ def test_what_is_refused_leaves_nothing(run: Run, tmp_path: Path, llama: Path, k
         (["lock", tmp_path / "locked", "-k", key], "is locked already"),
         (["unlock", llama, "-k", key], "is not locked"),
         (["rekey", llama, "-k", key, "--to", tmp_path / "other"], "is not locked"),
-        (["unlock", tmp_path / "locked", "-k", tmp_path / "other"], "the model was locked by the key"),
-        (["unlock", tmp_path / "locked", "-k", tmp_path / "sealing"], 'is a key for "seal", and this needs one for "lock"'),
-        (["unlock", tmp_path / "locked", "-k", tmp_path / "loose"], "can be read by others (mode 0644)"),
+        (
+            ["unlock", tmp_path / "locked", "-k", tmp_path / "other"],
+            "the model was locked by the key",
+        ),
+        (
+            ["unlock", tmp_path / "locked", "-k", tmp_path / "sealing"],
+            'is a key for "seal", and this needs one for "lock"',
+        ),
+        (
+            ["unlock", tmp_path / "locked", "-k", tmp_path / "loose"],
+            "can be read by others (mode 0644)",
+        ),
         (["unlock", tmp_path / "locked", "-k", tmp_path / "absent"], "cannot be read"),
         (["unlock", tmp_path / "flipped", "-k", key], "its data were changed"),
-        (["rekey", tmp_path / "flipped", "-k", key, "--to", tmp_path / "other"], "its data were changed"),
+        (
+            ["rekey", tmp_path / "flipped", "-k", key, "--to", tmp_path / "other"],
+            "its data were changed",
+        ),
         (["unlock", tmp_path / "short", "-k", key], "truncated"),
         (["unlock", tmp_path / "heads", "-k", key], "other spaces than its config now says"),
-        (["unlock", tmp_path / "heads", "-k", key, "--retrained"], "other spaces than its config now says"),
+        (
+            ["unlock", tmp_path / "heads", "-k", key, "--retrained"],
+            "other spaces than its config now says",
+        ),
         (["rekey", tmp_path / "locked", "-k", key, "--to", key], "already"),
         (["lock", llama, "-k", key, "--spaces", "ffn,vo"], "nothing would be locked"),
         (["lock", llama, "-k", llama / "inside"], "would be given away with it"),
@@ -216,7 +283,9 @@ def test_keys_are_not_carried_along(run: Run, tmp_path: Path, llama: Path, key: 
     assert listed(tmp_path / "locked") == ["config.json", "model.safetensors"]
 
 
-def test_rekey_never_has_the_plain_model(run: Run, tmp_path: Path, llama: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rekey_never_has_the_plain_model(
+    run: Run, tmp_path: Path, llama: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from regauge.checkpoints import writer
 
     assert run("keygen", "-o", tmp_path / "new").code == 0
@@ -234,12 +303,28 @@ def test_rekey_never_has_the_plain_model(run: Run, tmp_path: Path, llama: Path, 
         write(fd, view, digest)
 
     monkeypatch.setattr(writer, "_write_all", watch)
-    assert run("rekey", tmp_path / "locked", "-k", key, "--to", tmp_path / "new", "-o", tmp_path / "again").code == 0
+    assert (
+        run(
+            "rekey",
+            tmp_path / "locked",
+            "-k",
+            key,
+            "--to",
+            tmp_path / "new",
+            "-o",
+            tmp_path / "again",
+        ).code
+        == 0
+    )
     assert len(seen) > 10
     assert not plain & set(seen)
     assert run("unlock", tmp_path / "again", "-k", key, "-o", tmp_path / "no").code == 1
-    assert run("unlock", tmp_path / "again", "-k", tmp_path / "new", "-o", tmp_path / "back").code == 0
-    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (llama / "model.safetensors").read_bytes()
+    assert (
+        run("unlock", tmp_path / "again", "-k", tmp_path / "new", "-o", tmp_path / "back").code == 0
+    )
+    assert (tmp_path / "back" / "model.safetensors").read_bytes() == (
+        llama / "model.safetensors"
+    ).read_bytes()
 
 
 def test_trained_while_locked(run: Run, tmp_path: Path, llama: Path, key: Path) -> None:
@@ -251,9 +336,18 @@ def test_trained_while_locked(run: Run, tmp_path: Path, llama: Path, key: Path) 
         for p in model.parameters():
             p.mul_(1.5)
     model.save_pretrained(tmp_path / "trained")
-    assert "its data were changed" in run("unlock", tmp_path / "trained", "-k", key, "-o", tmp_path / "no").err
-    assert run("unlock", tmp_path / "trained", "-k", key, "-o", tmp_path / "back", "--retrained").code == 0
-    old, new = load_file(llama / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert (
+        "its data were changed"
+        in run("unlock", tmp_path / "trained", "-k", key, "-o", tmp_path / "no").err
+    )
+    assert (
+        run("unlock", tmp_path / "trained", "-k", key, "-o", tmp_path / "back", "--retrained").code
+        == 0
+    )
+    old, new = (
+        load_file(llama / "model.safetensors"),
+        load_file(tmp_path / "back" / "model.safetensors"),
+    )
     assert all(torch.equal(new[n], 1.5 * old[n]) for n in new)
     assert run("keygen", "-o", tmp_path / "other").code == 0
     said = run("lock", "--reseal", tmp_path / "trained", "-k", tmp_path / "other", "--dry-run")
@@ -269,36 +363,70 @@ def test_trained_while_locked(run: Run, tmp_path: Path, llama: Path, key: Path) 
     assert said.code == 0
     assert "renewed the commitment" in said.err
     assert run("unlock", tmp_path / "trained", "-k", key, "-o", tmp_path / "again").code == 0
-    assert contents(tmp_path / "again")["model.safetensors"] == contents(tmp_path / "back")["model.safetensors"]
+    assert (
+        contents(tmp_path / "again")["model.safetensors"]
+        == contents(tmp_path / "back")["model.safetensors"]
+    )
 
 
 def test_bare_files_shards_and_folders_without_config(run: Run, tmp_path: Path, key: Path) -> None:
     folder = make(tmp_path / "gpt2", GPT2, 0)
     shutil.copy(folder / "model.safetensors", tmp_path / "one.safetensors")
     shutil.copy(folder / "config.json", tmp_path / "one.config.json")
-    assert run("lock", tmp_path / "one.safetensors", "-k", key, "-o", tmp_path / "locked.safetensors").code == 0
+    assert (
+        run(
+            "lock", tmp_path / "one.safetensors", "-k", key, "-o", tmp_path / "locked.safetensors"
+        ).code
+        == 0
+    )
     opened = open_checkpoint(tmp_path / "locked.safetensors")
     assert "regauge_lock" not in (opened.config or {})
     assert record_of(opened) is not None
-    assert run("unlock", tmp_path / "locked.safetensors", "-k", key, "-o", tmp_path / "back.safetensors").code == 0
-    assert (tmp_path / "back.safetensors").read_bytes() == (tmp_path / "one.safetensors").read_bytes()
+    assert (
+        run(
+            "unlock",
+            tmp_path / "locked.safetensors",
+            "-k",
+            key,
+            "-o",
+            tmp_path / "back.safetensors",
+        ).code
+        == 0
+    )
+    assert (tmp_path / "back.safetensors").read_bytes() == (
+        tmp_path / "one.safetensors"
+    ).read_bytes()
     said = run("lock", "--reseal", tmp_path / "locked.safetensors", "-k", key)
     assert said.code == 1
     assert "give -o OUT" in said.err
-    assert run("lock", "--reseal", tmp_path / "locked.safetensors", "-k", key, "-o", tmp_path / "resealed").code == 0
+    assert (
+        run(
+            "lock",
+            "--reseal",
+            tmp_path / "locked.safetensors",
+            "-k",
+            key,
+            "-o",
+            tmp_path / "resealed",
+        ).code
+        == 0
+    )
     assert record_of(open_checkpoint(tmp_path / "resealed")) == record_of(opened)
     shards = shard(folder, tmp_path / "shards")
     assert run("lock", shards, "-k", key, "-o", tmp_path / "locked").code == 0
     assert run("unlock", tmp_path / "locked", "-k", key, "-o", tmp_path / "unlocked").code == 0
-    assert {n: d for n, d in contents(tmp_path / "unlocked").items() if n.endswith(".safetensors")} == {
-        n: d for n, d in contents(shards).items() if n.endswith(".safetensors")
-    }
+    assert {
+        n: d for n, d in contents(tmp_path / "unlocked").items() if n.endswith(".safetensors")
+    } == {n: d for n, d in contents(shards).items() if n.endswith(".safetensors")}
     record = json.loads((tmp_path / "locked" / "config.json").read_text())["regauge_lock"]
     state = load_file(tmp_path / "locked.safetensors")
     other = record | {"key": "0" * 16}
     save_file(state, tmp_path / "two.safetensors", {"regauge_lock": json.dumps(other)})
     (tmp_path / "two.config.json").write_text(json.dumps(GPT2 | {"regauge_lock": record}))
-    assert "two lock records that differ" in run("unlock", tmp_path / "two.safetensors", "-k", key, "-o", tmp_path / "no").err
+    assert (
+        "two lock records that differ"
+        in run("unlock", tmp_path / "two.safetensors", "-k", key, "-o", tmp_path / "no").err
+    )
 
 
 def test_a_spec_file_instead_of_a_config(run: Run, tmp_path: Path, llama: Path, key: Path) -> None:
@@ -308,9 +436,26 @@ def test_a_spec_file_instead_of_a_config(run: Run, tmp_path: Path, llama: Path, 
     (tmp_path / "spec.toml").write_text(dump_spec(open_model(str(llama), None)[1]))
     before = contents(llama)
     (llama / "config.json").unlink()
-    assert run("lock", llama, "-k", key, "-o", tmp_path / "locked", "--spec", tmp_path / "spec.toml").code == 0
+    assert (
+        run(
+            "lock", llama, "-k", key, "-o", tmp_path / "locked", "--spec", tmp_path / "spec.toml"
+        ).code
+        == 0
+    )
     assert listed(tmp_path / "locked") == ["model.safetensors"]
-    assert run("unlock", tmp_path / "locked", "-k", key, "-o", tmp_path / "back", "--spec", tmp_path / "spec.toml").code == 0
+    assert (
+        run(
+            "unlock",
+            tmp_path / "locked",
+            "-k",
+            key,
+            "-o",
+            tmp_path / "back",
+            "--spec",
+            tmp_path / "spec.toml",
+        ).code
+        == 0
+    )
     assert contents(tmp_path / "back")["model.safetensors"] == before["model.safetensors"]
 
 
@@ -323,7 +468,9 @@ def test_dry_runs_write_nothing(run: Run, tmp_path: Path, llama: Path, key: Path
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_killed_and_resumed(tmp_path: Path, run: Run, llama: Path, key: Path, number: int) -> None:
-    """Stopped after the first shard: nothing under the output's name; a resumed run ends as one that was never stopped."""
+    """Stopped after the first shard: nothing under the output's name; a resumed run ends as one
+    that was never stopped.
+    """
     shards = shard(llama, tmp_path / "shards")
     script = """
 import os, sys, signal, threading
@@ -338,7 +485,12 @@ writing._Run._close = stop
 sys.exit(main(sys.argv[2:]))
 """
     command = ["lock", str(shards), "-k", str(key), "-o", str(tmp_path / "out"), "--resume"]
-    process = subprocess.run([sys.executable, "-c", script, str(int(number)), *command], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", script, str(int(number)), *command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert process.returncode in (-signal.SIGKILL, 130)
     assert not (tmp_path / "out").exists()
     assert run(*command).code == 0
@@ -352,7 +504,12 @@ def test_seal_and_open(run: Run, tmp_path: Path, llama: Path, key: Path) -> None
     said = run("seal", llama, "-k", tmp_path / "sealing", "-o", tmp_path / "llama.sealed", "--json")
     assert said.code == 0
     assert json.loads(said.out)["bytes"] == (tmp_path / "llama.sealed").stat().st_size
-    assert run("open", tmp_path / "llama.sealed", "-k", tmp_path / "sealing", "-o", tmp_path / "back").code == 0
+    assert (
+        run(
+            "open", tmp_path / "llama.sealed", "-k", tmp_path / "sealing", "-o", tmp_path / "back"
+        ).code
+        == 0
+    )
     assert contents(tmp_path / "back") == contents(llama)
     said = run("seal", llama, "-k", key, "-o", tmp_path / "x")
     assert 'is a key for "lock", and this needs one for "seal"' in said.err
@@ -366,7 +523,9 @@ def test_seal_and_open(run: Run, tmp_path: Path, llama: Path, key: Path) -> None
 
 
 def test_fingerprint(run: Run, tmp_path: Path, key: Path) -> None:
-    """The same for what is moved, folded and locked; another for what is trained on, and for another model."""
+    """The same for what is moved, folded and locked; another for what is trained on, and for
+    another model.
+    """
     build("llama").float().save_pretrained(tmp_path / "plain")
     build("llama", seed=1).float().save_pretrained(tmp_path / "other")
     trained: Any = build("llama").float()
@@ -374,9 +533,26 @@ def test_fingerprint(run: Run, tmp_path: Path, key: Path) -> None:
         for p in trained.parameters():
             p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
     trained.save_pretrained(tmp_path / "trained")
-    assert run("move", tmp_path / "plain", "--random", "--group", "full", "--fold", "-o", tmp_path / "moved").code == 0
+    assert (
+        run(
+            "move",
+            tmp_path / "plain",
+            "--random",
+            "--group",
+            "full",
+            "--fold",
+            "-o",
+            tmp_path / "moved",
+        ).code
+        == 0
+    )
     for group in ("permutation", "signed", "rotation"):
-        assert run("lock", tmp_path / "plain", "-k", key, "-o", tmp_path / group, "--group", group).code == 0
+        assert (
+            run(
+                "lock", tmp_path / "plain", "-k", key, "-o", tmp_path / group, "--group", group
+            ).code
+            == 0
+        )
 
     def fingerprint(name: str) -> Fingerprint:
         one, other = json.loads(run("fingerprint", tmp_path / name, "--json").out)["digests"]
@@ -396,7 +572,9 @@ def test_the_lock_is_never_called_encryption(capsys: pytest.CaptureFixture[str])
     for command in ("lock", "unlock", "rekey", "keygen"):
         main([command, "--help"])
         text = capsys.readouterr().out.lower()
-        assert "encrypt" not in text.replace("not encryption", "").replace("seal: encrypts", "").replace("encrypts files at rest", ""), command
+        assert "encrypt" not in text.replace("not encryption", "").replace(
+            "seal: encrypts", ""
+        ).replace("encrypts files at rest", ""), command
 
 
 def test_key_repr_in_errors() -> None:

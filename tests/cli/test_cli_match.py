@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from regauge import apply, element, spec_of
 from regauge.cli import main
@@ -17,7 +23,15 @@ from support.picos import build
 
 def gpt2(folder: Path, seed: int, **more: Any) -> Path:
     torch.manual_seed(seed)
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 40, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "vocab_size": 40,
+        "n_positions": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
     model = GPT2LMHeadModel(GPT2Config(**sizes | more))
     with torch.no_grad():
         for p in model.parameters():
@@ -41,12 +55,19 @@ def run(*arguments: object) -> int:
     return main([str(a) for a in arguments])
 
 
-def test_match_writes_a_folder_that_anything_loads(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_match_writes_a_folder_that_anything_loads(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = pair
     out, kept = tmp_path / "out", tmp_path / "g.safetensors"
-    assert run("match", a, b, "-o", out, "--save-element", kept, "--report", tmp_path / "page.html") == 0
+    assert (
+        run("match", a, b, "-o", out, "--save-element", kept, "--report", tmp_path / "page.html")
+        == 0
+    )
     here, there = AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(b)
-    for (name, x), (_, y) in zip(here.state_dict().items(), there.state_dict().items(), strict=True):
+    for (name, x), (_, y) in zip(
+        here.state_dict().items(), there.state_dict().items(), strict=True
+    ):
         assert torch.allclose(x, y, atol=1e-4), name
     results = json.loads((out / "match.json").read_text())
     assert results["findings"][0]["value"] < 1e-3 < results["findings"][0]["ceiling"]
@@ -89,8 +110,12 @@ def test_a_folded_match_writes_both(pair: tuple[Path, Path], tmp_path: Path) -> 
         assert torch.allclose(logits[0], x, atol=1e-3)
 
 
-def test_a_refined_match_is_judged_by_what_was_refined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two models near each other: refinement moves A away from B by weights. That is no failure, and the function of A stays."""
+def test_a_refined_match_is_judged_by_what_was_refined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two models near each other: refinement moves A away from B by weights. That is no failure,
+    and the function of A stays.
+    """
     a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
     model: Any = build("gpt2").float()
     model.save_pretrained(a)
@@ -99,29 +124,46 @@ def test_a_refined_match_is_judged_by_what_was_refined(tmp_path: Path, capsys: p
         for p in model.parameters():
             p.add_(0.02 * torch.randn_like(p))
     model.save_pretrained(b)
-    assert run("match", a, b, "-o", out, "--refine", "self", "--refine-steps", 30, "--samples", 8) == 0
+    assert (
+        run("match", a, b, "-o", out, "--refine", "self", "--refine-steps", 30, "--samples", 8) == 0
+    )
     assert "before refinement" in capsys.readouterr().out
     distance, divergence = json.loads((out / "match.json").read_text())["findings"]
     assert distance["value"] > distance["ceiling"], "the control: a verdict by distance would fail"
     assert distance["holds"] is None
     assert divergence["holds"] is True
     with torch.no_grad():
-        logits = [AutoModelForCausalLM.from_pretrained(x)(torch.arange(8)[None]).logits for x in (a, out)]
+        logits = [
+            AutoModelForCausalLM.from_pretrained(x)(torch.arange(8)[None]).logits for x in (a, out)
+        ]
     assert torch.allclose(*logits, atol=1e-3)
     assert run("match", a, b, "-o", tmp_path / "plain") == 0
     (plain,) = json.loads((tmp_path / "plain" / "match.json").read_text())["findings"]
     assert plain["holds"] is True
 
 
-def test_gauges_are_fixed_in_both(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gauges_are_fixed_in_both(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = pair
     out, other = tmp_path / "out", tmp_path / "other"
-    wishes = ("--fix", "keys,values,balance", "--anchors", "*wte*,*wpe*", "--weight", "*c_fc*=0.5", "--group", "orthogonal")
+    wishes = (
+        "--fix",
+        "keys,values,balance",
+        "--anchors",
+        "*wte*,*wpe*",
+        "--weight",
+        "*c_fc*=0.5",
+        "--group",
+        "orthogonal",
+    )
     assert run("match", a, b, "-o", out, "--output-b", other, *wishes) == 0
     assert "B, with fixed gauges" in capsys.readouterr().err
     results = json.loads((out / "match.json").read_text())
     assert results["facts"]["fixed"] == ["keys", "values", "balance"]
-    assert results["findings"][0]["value"] < 1e-3  # once balanced, a rotation is all that is between the two
+    assert (
+        results["findings"][0]["value"] < 1e-3
+    )  # once balanced, a rotation is all that is between the two
     models = [AutoModelForCausalLM.from_pretrained(x) for x in (a, out, b, other)]
     assert not models[3].transformer.h[0].attn.c_attn.bias.view(3, -1)[1:].any()
     with torch.no_grad():
@@ -129,20 +171,27 @@ def test_gauges_are_fixed_in_both(pair: tuple[Path, Path], tmp_path: Path, capsy
     for x in logits[1:]:
         assert torch.allclose(logits[0], x, atol=1e-3)
     assert run("match", a, b, "-o", tmp_path / "c", "--fix", "keys") == 2
-    assert run("match", a, b, "-o", tmp_path / "c", "--fix", "gains", "--output-b", tmp_path / "d") == 1
+    assert (
+        run("match", a, b, "-o", tmp_path / "c", "--fix", "gains", "--output-b", tmp_path / "d")
+        == 1
+    )
     assert 'no gauge "gains"' in capsys.readouterr().err
     for wrong in ("c_fc", "*c_fc*=x", "*c_fc*=-1", "=1"):
         assert run("match", a, b, "-o", tmp_path / "c", "--weight", wrong) == 2
     assert not (tmp_path / "c").exists()
 
 
-def test_compare_says_what_two_models_are_to_each_other(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_says_what_two_models_are_to_each_other(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = pair
     assert run("compare", a, a) == 0
     assert "equal" in capsys.readouterr().out
     assert run("compare", a, b, "--json", tmp_path / "c.json") == 0
     assert "another description" in capsys.readouterr().out
-    assert json.loads((tmp_path / "c.json").read_text())["facts"]["verdict"] == "another description"
+    assert (
+        json.loads((tmp_path / "c.json").read_text())["facts"]["verdict"] == "another description"
+    )
     near = GPT2LMHeadModel.from_pretrained(a)
     with torch.no_grad():
         for p in near.parameters():
@@ -156,17 +205,28 @@ def test_compare_says_what_two_models_are_to_each_other(pair: tuple[Path, Path],
     assert "do not share a basis" in capsys.readouterr().out
 
 
-def test_what_cannot_be_matched_is_refused_by_name(pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_matched_is_refused_by_name(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a, b = pair
     out = tmp_path / "out"
-    LlamaForCausalLM(LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=40)).save_pretrained(
-        tmp_path / "llama"
-    )
+    LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=16,
+            vocab_size=40,
+        )
+    ).save_pretrained(tmp_path / "llama")
     cases = {
         (a, tmp_path / "llama"): "is a gpt2 and",
         (a, gpt2(tmp_path / "wide", 0, n_inner=48)): 'the space "ffn.0" has size 64 in one and 48',
         (a, gpt2(tmp_path / "deep", 0, n_layer=3)): 'only one of them has the space "ffn.2"',
-        (a, gpt2(tmp_path / "words", 0, vocab_size=44)): '"transformer.wte.weight" is [40, 16] in one and [44, 16]',
+        (
+            a,
+            gpt2(tmp_path / "words", 0, vocab_size=44),
+        ): '"transformer.wte.weight" is [40, 16] in one and [44, 16]',
         (a, tmp_path / "nowhere"): "nowhere",
     }
     for (one, other), words in cases.items():
@@ -180,7 +240,9 @@ def test_what_cannot_be_matched_is_refused_by_name(pair: tuple[Path, Path], tmp_
     assert not out.exists()
 
 
-def test_different_vocabularies_are_matched_by_the_tokens_of_both(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_vocabularies_are_matched_by_the_tokens_of_both(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     a = gpt2(tmp_path / "a", 0, vocab_size=40)
     (a / "vocab.json").write_text(json.dumps({f"t{i}": i for i in range(40)}))
     model = GPT2LMHeadModel.from_pretrained(a)
@@ -192,7 +254,11 @@ def test_different_vocabularies_are_matched_by_the_tokens_of_both(tmp_path: Path
     other = GPT2LMHeadModel.from_pretrained(b)
     other.load_state_dict({**moved, "transformer.wte.weight": table, "lm_head.weight": table})
     other.save_pretrained(b)
-    (b / "vocab.json").write_text(json.dumps({f"t{i}": int(order[i]) for i in range(40)} | {f"new{i}": i for i in range(40, 44)}))
+    (b / "vocab.json").write_text(
+        json.dumps(
+            {f"t{i}": int(order[i]) for i in range(40)} | {f"new{i}": i for i in range(40, 44)}
+        )
+    )
     out = tmp_path / "out"
     assert run("match", a, b, "-o", out) == 1
     assert "--shared-tokens" in capsys.readouterr().err
@@ -202,7 +268,10 @@ def test_different_vocabularies_are_matched_by_the_tokens_of_both(tmp_path: Path
 
 
 def test_an_interrupted_match_leaves_what_it_found(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pair: tuple[Path, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     a, b = pair
     out = tmp_path / "out"
@@ -221,7 +290,9 @@ def test_an_interrupted_match_leaves_what_it_found(
     assert (tmp_path / ".out.match").exists()
     said = capsys.readouterr().err.splitlines()
     assert said[-2] == "regauge: error: interrupted"
-    assert said[-1].endswith(f"{tmp_path / '.out.match'}, {tmp_path / '.out.match.json'}")  # and how to go on
+    assert said[-1].endswith(
+        f"{tmp_path / '.out.match'}, {tmp_path / '.out.match.json'}"
+    )  # and how to go on
     assert (tmp_path / ".out.match").stat().st_mode & 0o077 == 0
     monkeypatch.setattr(finding, "_solve", whole)
     assert run("match", a, b, "-o", out, "--resume") == 0

@@ -1,4 +1,6 @@
-"""`regauge merge` as transcripts: what it writes, what it refuses, and what a kill leaves behind."""
+"""`regauge merge` as transcripts: what it writes, what it refuses, and what a kill leaves
+behind.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,37 @@ def a(tmp_path: Path) -> Path:
 
 
 def edited(folder: Path, change: Callable[[State, dict[str, Any]], None]) -> Path:
-    state, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    state, config = (
+        load_file(folder / "model.safetensors"),
+        json.loads((folder / "config.json").read_text()),
+    )
     change(state, config)
-    save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: t.contiguous() for n, t in state.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
 def test_models_on_the_command_line(run: Run, a: Path, tmp_path: Path) -> None:
     b, c = tuned(a, tmp_path / "b", 1), tuned(a, tmp_path / "c", 2)
-    said = run("merge", a, b, c, "--weight", 1, "--weight", 0.3, "--weight", 0.5, "-o", tmp_path / "out", "--json")
+    said = run(
+        "merge",
+        a,
+        b,
+        c,
+        "--weight",
+        1,
+        "--weight",
+        0.3,
+        "--weight",
+        0.5,
+        "-o",
+        tmp_path / "out",
+        "--json",
+    )
     assert said.code == 0
     assert "share a basis as they stand" in said.err
     x, y, z = (state_of(m) for m in (a, b, c))
@@ -42,10 +65,20 @@ def test_models_on_the_command_line(run: Run, a: Path, tmp_path: Path) -> None:
     report = json.loads(said.out)
     assert report["method"] == "linear"
     assert [v["verdict"] for v in report["basis"]] == ["same basis", "same basis"]
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["README.md", "config.json", "model.safetensors", "recipe.yaml"]
-    again = run("merge", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again")  # the recipe is the merge
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "recipe.yaml",
+    ]
+    again = run(
+        "merge", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again"
+    )  # the recipe is the merge
     assert again.code == 0
-    assert digests(tmp_path / "again")["model.safetensors"] == digests(tmp_path / "out")["model.safetensors"]
+    assert (
+        digests(tmp_path / "again")["model.safetensors"]
+        == digests(tmp_path / "out")["model.safetensors"]
+    )
     card = (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "recipe.yaml").read_text().strip() in card
     assert "same basis" in card
@@ -53,7 +86,18 @@ def test_models_on_the_command_line(run: Run, a: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["slerp", "task_arithmetic", "ties", "dare_linear", "dare_ties", "della_linear", "della", "model_stock", "karcher"]
+    "method",
+    [
+        "slerp",
+        "task_arithmetic",
+        "ties",
+        "dare_linear",
+        "dare_ties",
+        "della_linear",
+        "della",
+        "model_stock",
+        "karcher",
+    ],
 )
 def test_every_method_through_the_engine(run: Run, a: Path, tmp_path: Path, method: str) -> None:
     from regauge.merging import merge
@@ -61,11 +105,33 @@ def test_every_method_through_the_engine(run: Run, a: Path, tmp_path: Path, meth
     b, c = tuned(a, tmp_path / "b", 1), tuned(a, tmp_path / "c", 2)
     based = method != "karcher"
     models = [b] if method == "slerp" else [b, c]
-    settings: dict[str, Any] = {"slerp": {"t": 0.3}, "model_stock": {}, "karcher": {}}.get(method, {"density": 0.5, "lambda": 0.7})
+    settings: dict[str, Any] = {"slerp": {"t": 0.3}, "model_stock": {}, "karcher": {}}.get(
+        method, {"density": 0.5, "lambda": 0.7}
+    )
     given = [f"--set={k}={v}" for k, v in settings.items()]
-    assert run("merge", *models, *(["--base", a] if based else []), "--method", method, *given, "-o", tmp_path / "out", "--seed", 5).code == 0
+    assert (
+        run(
+            "merge",
+            *models,
+            *(["--base", a] if based else []),
+            "--method",
+            method,
+            *given,
+            "-o",
+            tmp_path / "out",
+            "--seed",
+            5,
+        ).code
+        == 0
+    )
     weighted = {"weight": 1} if "density" in settings else {}
-    wanted = merge([state_of(m) for m in models], method, base=state_of(a) if based else None, seed=5, **{**settings, **weighted})
+    wanted = merge(
+        [state_of(m) for m in models],
+        method,
+        base=state_of(a) if based else None,
+        seed=5,
+        **{**settings, **weighted},
+    )
     for name, value in state_of(tmp_path / "out").items():
         assert near(value, wanted[name]), name
         assert not near(value, state_of(a)[name]), name
@@ -97,7 +163,9 @@ out_dtype: bfloat16
         t = layer / 3
         w = t if "self_attn" in name else 0.5 if "mlp" in name else 0.25 + t * 8.75
         assert value.dtype == torch.bfloat16
-        assert near(value, (x[name] + w * (y[name] - x[name])).to(torch.bfloat16), 5e-3), name  # one unit of bfloat16
+        assert near(value, (x[name] + w * (y[name] - x[name])).to(torch.bfloat16), 5e-3), (
+            name
+        )  # one unit of bfloat16
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
@@ -121,10 +189,14 @@ slices:
     assert torch.equal(out[at.format(2, "up_proj")], x[at.format(2, "up_proj")])
     assert torch.equal(out[at.format(5, "up_proj")], y[at.format(3, "up_proj")])
     assert near(out[at.format(3, "down_proj")], y[at.format(1, "down_proj")] / 2)
-    assert torch.equal(out["model.embed_tokens.weight"], x["model.embed_tokens.weight"])  # before the layers: of the first slice
+    assert torch.equal(
+        out["model.embed_tokens.weight"], x["model.embed_tokens.weight"]
+    )  # before the layers: of the first slice
     assert torch.equal(out["lm_head.weight"], y["lm_head.weight"])  # after them: of the last
     assert len(out) == 6 * 9 + 3
-    (tmp_path / "r.yaml").write_text(f"merge_method: passthrough\nslices:\n- sources:\n  - model: {a}\n    layer_range: [0, 5]\n")
+    (tmp_path / "r.yaml").write_text(
+        f"merge_method: passthrough\nslices:\n- sources:\n  - model: {a}\n    layer_range: [0, 5]\n"
+    )
     said = run("merge", tmp_path / "r.yaml", "-o", tmp_path / "no")
     assert said.code == 1
     assert "line 4" in said.err
@@ -137,12 +209,27 @@ def test_a_merge_loads_with_transformers_and_writes_text(run: Run, tmp_path: Pat
     for pico in ("llama", "gpt2", "qwen3"):
         build(pico).float().save_pretrained(tmp_path / pico)
         other = tuned(tmp_path / pico, tmp_path / f"{pico}-b", 1, 0.01)
-        assert run("merge", tmp_path / pico, other, "-o", tmp_path / f"{pico}-out", "--shard-size", "8kB").code == 0
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"{pico}-out", output_loading_info=True)
+        assert (
+            run(
+                "merge",
+                tmp_path / pico,
+                other,
+                "-o",
+                tmp_path / f"{pico}-out",
+                "--shard-size",
+                "8kB",
+            ).code
+            == 0
+        )
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / f"{pico}-out", output_loading_info=True
+        )
         assert not report["missing_keys"]
         assert not report["unexpected_keys"]
         assert len(list((tmp_path / f"{pico}-out").glob("*.safetensors"))) > 1
-        written = model.generate(torch.tensor([[3, 4]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        written = model.generate(
+            torch.tensor([[3, 4]]), max_new_tokens=4, do_sample=False, pad_token_id=0
+        )
         assert written.shape == (1, 6)
         one, two, mixed = (state_of(p) for p in (tmp_path / pico, other, tmp_path / f"{pico}-out"))
         assert all(near(mixed[n], (one[n] + two[n]) / 2) for n in mixed)
@@ -164,10 +251,14 @@ def test_tied_weights_are_written_once(run: Run, tmp_path: Path) -> None:
         config["tie_word_embeddings"] = False
 
     own = edited(tuned(gpt2, tmp_path / "d", 3), untie)
-    assert run("merge", gpt2, own, "-o", tmp_path / "mixed").code == 0  # a head of its own, and a tied one: the tied one's is its table
+    assert (
+        run("merge", gpt2, own, "-o", tmp_path / "mixed").code == 0
+    )  # a head of its own, and a tied one: the tied one's is its table
     x, y, mixed = state_of(gpt2), state_of(own), state_of(tmp_path / "mixed")
     assert near(mixed["lm_head.weight"], (x["transformer.wte.weight"] + y["lm_head.weight"]) / 2)
-    assert json.loads((tmp_path / "mixed" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert (
+        json.loads((tmp_path / "mixed" / "config.json").read_text())["tie_word_embeddings"] is False
+    )
 
 
 def test_a_moved_copy_is_refused_and_given_back_by_align(run: Run, a: Path, tmp_path: Path) -> None:
@@ -197,7 +288,10 @@ def test_a_moved_copy_is_refused_and_given_back_by_align(run: Run, a: Path, tmp_
 
 def test_one_moved_layer_is_seen(run: Run, a: Path, tmp_path: Path) -> None:
     """The rest of the model is as it was, so that a look at the whole alone would pass it."""
-    assert run("move", a, "--random", "--seed", 3, "--spaces", "ffn.2", "-o", tmp_path / "moved").code == 0
+    assert (
+        run("move", a, "--random", "--seed", 3, "--spaces", "ffn.2", "-o", tmp_path / "moved").code
+        == 0
+    )
     said = run("merge", a, tmp_path / "moved", "-o", tmp_path / "out")
     assert said.code == 1
     assert "does not share a basis" in said.err
@@ -205,21 +299,42 @@ def test_one_moved_layer_is_seen(run: Run, a: Path, tmp_path: Path) -> None:
 
 def test_align_to_another_model_and_with_folded_norms(run: Run, a: Path, tmp_path: Path) -> None:
     b = tuned(a, tmp_path / "b", 1)
-    assert run("move", a, "--random", "--fold", "--group", "orthogonal", "--seed", 4, "-o", tmp_path / "turned").code == 0
+    assert (
+        run(
+            "move",
+            a,
+            "--random",
+            "--fold",
+            "--group",
+            "orthogonal",
+            "--seed",
+            4,
+            "-o",
+            tmp_path / "turned",
+        ).code
+        == 0
+    )
     (tmp_path / "r.yaml").write_text(
         f"merge_method: linear\nalign: {{to: {b}, fold: true}}\nmodels:\n"
-        f"- {{model: {tmp_path / 'turned'}, parameters: {{weight: 0.5}}}}\n- {{model: {b}, parameters: {{weight: 0.5}}}}\n"
+        f"- {{model: {tmp_path / 'turned'}, parameters: {{weight: 0.5}}}}\n- "
+        f"{{model: {b}, parameters: {{weight: 0.5}}}}\n"
     )
     assert run("merge", tmp_path / "r.yaml", "-o", tmp_path / "out").code == 0
     from regauge import load_model
 
     ids = torch.arange(12).view(1, 12) * 7 % 250
     with torch.no_grad():
-        found, wanted, other = (load_model(p)(input_ids=ids).logits for p in (tmp_path / "out", a, b))
-    assert float((found - wanted).norm() / wanted.norm()) < 1.5 * float((other - wanted).norm() / wanted.norm())  # between its ends
+        found, wanted, other = (
+            load_model(p)(input_ids=ids).logits for p in (tmp_path / "out", a, b)
+        )
+    assert float((found - wanted).norm() / wanted.norm()) < 1.5 * float(
+        (other - wanted).norm() / wanted.norm()
+    )  # between its ends
 
 
-def test_unrelated_models_are_refused_and_aligned_under_protest(run: Run, a: Path, tmp_path: Path) -> None:
+def test_unrelated_models_are_refused_and_aligned_under_protest(
+    run: Run, a: Path, tmp_path: Path
+) -> None:
     z = make(tmp_path / "z", LLAMA, 9)
     said = run("merge", a, z, "-o", tmp_path / "out")
     assert said.code == 1
@@ -230,23 +345,40 @@ def test_unrelated_models_are_refused_and_aligned_under_protest(run: Run, a: Pat
 
 
 def test_much_noise_is_not_another_basis(run: Run, a: Path, tmp_path: Path) -> None:
-    assert run("merge", a, tuned(a, tmp_path / "b", 1, 0.1), "-o", tmp_path / "out").code == 0  # half as much noise as weight
-    said = run("merge", a, tuned(a, tmp_path / "c", 1, 0.5), "-o", tmp_path / "no")  # in between: the comparison decides
+    assert (
+        run("merge", a, tuned(a, tmp_path / "b", 1, 0.1), "-o", tmp_path / "out").code == 0
+    )  # half as much noise as weight
+    said = run(
+        "merge", a, tuned(a, tmp_path / "c", 1, 0.5), "-o", tmp_path / "no"
+    )  # in between: the comparison decides
     assert said.code == 1
     assert "cosine" in said.err
 
 
 def test_a_head_of_its_own_is_no_other_basis(run: Run, tmp_path: Path) -> None:
-    """Classifiers that were fine-tuned apart have different heads, which says nothing about the basis of the rest."""
+    """Classifiers that were fine-tuned apart have different heads, which says nothing about the
+    basis of the rest.
+    """
     build("llama-classifier").float().save_pretrained(tmp_path / "a")
     b = tuned(tmp_path / "a", tmp_path / "b", 1, 0.01)
-    edited(b, lambda state, config: state.update({"score.weight": torch.randn(state["score.weight"].shape)}))
+    edited(
+        b,
+        lambda state, config: state.update(
+            {"score.weight": torch.randn(state["score.weight"].shape)}
+        ),
+    )
     assert run("merge", tmp_path / "a", b, "-o", tmp_path / "out").code == 0
 
 
 def tokenizer(folder: Path, tokens: list[str], special: tuple[str, ...] = ()) -> None:
-    added = [{"id": len(tokens) + i, "content": s, "special": True, "normalized": False} for i, s in enumerate(special)]
-    document = {"added_tokens": added, "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": []}}
+    added = [
+        {"id": len(tokens) + i, "content": s, "special": True, "normalized": False}
+        for i, s in enumerate(special)
+    ]
+    document = {
+        "added_tokens": added,
+        "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": []},
+    }
     (folder / "tokenizer.json").write_text(json.dumps(document))
     (folder / "tokenizer_config.json").write_text("{}")
 
@@ -278,18 +410,40 @@ def test_vocabularies_that_differ(run: Run, a: Path, tmp_path: Path) -> None:
     assert near(out[256], y[250])  # only b has it
     assert json.loads((tmp_path / "union" / "config.json").read_text())["vocab_size"] == 258
     document = json.loads((tmp_path / "union" / "tokenizer.json").read_text())
-    assert [(e["id"], e["content"], e["special"]) for e in document["added_tokens"]] == [(256, "<new>", True), (257, "<pad>", True)]
+    assert [(e["id"], e["content"], e["special"]) for e in document["added_tokens"]] == [
+        (256, "<new>", True),
+        (257, "<pad>", True),
+    ]
 
     assert run("merge", a, b, "--tokenizer", "base", "-o", tmp_path / "base").code == 0
     assert near(state_of(tmp_path / "base")["lm_head.weight"], out[:256])
     assert run("merge", a, b, "--tokenizer", b, "-o", tmp_path / "of-b").code == 0
     other = state_of(tmp_path / "of-b")["lm_head.weight"]
     assert near(other[155], out[100])
-    assert (tmp_path / "of-b" / "tokenizer.json").read_bytes() == (b / "tokenizer.json").read_bytes()
+    assert (tmp_path / "of-b" / "tokenizer.json").read_bytes() == (
+        b / "tokenizer.json"
+    ).read_bytes()
 
-    assert run("move", b, "--random", "--seed", 3, "-o", tmp_path / "moved").code == 0  # and the tokens that both have are what it is aligned by
-    assert run("merge", a, tmp_path / "moved", "--tokenizer", "union", "-o", tmp_path / "refused").code == 1
-    assert run("merge", a, tmp_path / "moved", "--tokenizer", "union", "--align", "-o", tmp_path / "aligned").code == 0
+    assert (
+        run("move", b, "--random", "--seed", 3, "-o", tmp_path / "moved").code == 0
+    )  # and the tokens that both have are what it is aligned by
+    assert (
+        run("merge", a, tmp_path / "moved", "--tokenizer", "union", "-o", tmp_path / "refused").code
+        == 1
+    )
+    assert (
+        run(
+            "merge",
+            a,
+            tmp_path / "moved",
+            "--tokenizer",
+            "union",
+            "--align",
+            "-o",
+            tmp_path / "aligned",
+        ).code
+        == 0
+    )
     assert near(state_of(tmp_path / "aligned")["lm_head.weight"], out, 1e-4)
 
 
@@ -304,7 +458,9 @@ def test_what_cannot_be_merged_is_one_error(run: Run, a: Path, tmp_path: Path) -
     typo = tmp_path / "typo.yaml"
     typo.write_text(f"merge_method: linear\nmodels:\n- model: {a}\n  paramters: {{weight: 1}}\n")
     lacking = tmp_path / "lacking.yaml"
-    lacking.write_text(f"merge_method: linear\nmodels:\n- model: {a}\n  parameters: {{weight: 1}}\n- model: {b}\n")
+    lacking.write_text(
+        f"merge_method: linear\nmodels:\n- model: {a}\n  parameters: {{weight: 1}}\n- model: {b}\n"
+    )
     before = sorted(p.name for p in tmp_path.iterdir())
     for arguments, words in (
         ((a, gpt2), "is a llama and"),
@@ -326,7 +482,12 @@ def test_what_cannot_be_merged_is_one_error(run: Run, a: Path, tmp_path: Path) -
         assert said.err.count("error: ") == 1
         assert "hint: " in said.err, arguments
         assert sorted(p.name for p in tmp_path.iterdir()) == before
-    for arguments in ((a,), (a, b, "--weight", 1, "--weight", 2, "--weight", 3), (typo, "--method", "ties"), (a, b, "--shard-size", "big")):
+    for arguments in (
+        (a,),
+        (a, b, "--weight", 1, "--weight", 2, "--weight", 3),
+        (typo, "--method", "ties"),
+        (a, b, "--shard-size", "big"),
+    ):
         assert run("merge", *arguments, "-o", tmp_path / "out").code == 2, arguments
     assert run("merge", a, b, "-o", a).code == 1  # the output is an input
     assert run("merge", a, b, "-o", tmp_path / "out.safetensors").code == 1
@@ -344,7 +505,9 @@ def test_a_dry_run_writes_nothing(run: Run, a: Path, tmp_path: Path) -> None:
 def test_a_full_disk(run: Run, a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     b = tuned(a, tmp_path / "b", 1)
     before = sorted(p.name for p in tmp_path.iterdir())
-    monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        "shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000)
+    )  # type: ignore[attr-defined]
     said = run("merge", a, b, "-o", tmp_path / "out")
     assert said.code == 1
     assert "no space left on the device" in said.err
@@ -352,7 +515,10 @@ def test_a_full_disk(run: Run, a: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_values_that_overflow_are_refused(run: Run, a: Path, tmp_path: Path) -> None:
-    b = edited(tuned(a, tmp_path / "b", 1), lambda state, config: state.update({"model.norm.weight": torch.full((64,), 1e6)}))
+    b = edited(
+        tuned(a, tmp_path / "b", 1),
+        lambda state, config: state.update({"model.norm.weight": torch.full((64,), 1e6)}),
+    )
     said = run("merge", a, b, "--dtype", "float16", "-o", tmp_path / "out")
     assert said.code == 1
     assert '"model.norm.weight" would hold NaN or Inf' in said.err
@@ -360,22 +526,55 @@ def test_values_that_overflow_are_refused(run: Run, a: Path, tmp_path: Path) -> 
 
 def test_a_merge_that_was_killed_goes_on(run: Run, a: Path, tmp_path: Path) -> None:
     b, c = tuned(a, tmp_path / "b", 1), tuned(a, tmp_path / "c", 2)
-    arguments = ["merge", b, c, "--base", a, "--method", "dare_ties", "--set", "density=0.5", "--shard-size", "100kB"]
+    arguments = [
+        "merge",
+        b,
+        c,
+        "--base",
+        a,
+        "--method",
+        "dare_ties",
+        "--set",
+        "density=0.5",
+        "--shard-size",
+        "100kB",
+    ]
     kill_and_resume(run, tmp_path, arguments, 2, 1, True)
 
 
 @pytest.mark.slow
 def test_fifty_kills(run: Run, a: Path, tmp_path: Path) -> None:
     b, c = tuned(a, tmp_path / "b", 1), tuned(a, tmp_path / "c", 2)
-    assert run("move", c, "--random", "--group", "full", "--seed", 3, "-o", tmp_path / "moved").code == 0
-    arguments = ["merge", b, tmp_path / "moved", "--base", a, "--method", "dare_ties", "--set", "density=0.5", "--align", "--shard-size", "100kB"]
+    assert (
+        run("move", c, "--random", "--group", "full", "--seed", 3, "-o", tmp_path / "moved").code
+        == 0
+    )
+    arguments = [
+        "merge",
+        b,
+        tmp_path / "moved",
+        "--base",
+        a,
+        "--method",
+        "dare_ties",
+        "--set",
+        "density=0.5",
+        "--align",
+        "--shard-size",
+        "100kB",
+    ]
     kill_and_resume(run, tmp_path, arguments, 50, 2, False)
 
 
-def test_a_search_is_not_made_twice(run: Run, a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_is_not_made_twice(
+    run: Run, a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from regauge.merging import basis
 
-    assert run("move", a, "--random", "--group", "full", "--seed", 3, "-o", tmp_path / "moved").code == 0
+    assert (
+        run("move", a, "--random", "--group", "full", "--seed", 3, "-o", tmp_path / "moved").code
+        == 0
+    )
     end = interrupting(monkeypatch, 3)
     assert run("merge", a, tmp_path / "moved", "--align", "-o", tmp_path / "out").code == 130
     end()
@@ -386,12 +585,16 @@ def test_a_search_is_not_made_twice(run: Run, a: Path, tmp_path: Path, monkeypat
     monkeypatch.setattr(basis, "match", never)
     monkeypatch.setattr(basis, "compare", never)
     assert run("merge", a, tmp_path / "moved", "--align", "-o", tmp_path / "out").code == 0
-    assert all(near(value, state_of(a)[name], 1e-4) for name, value in state_of(tmp_path / "out").items())
+    assert all(
+        near(value, state_of(a)[name], 1e-4) for name, value in state_of(tmp_path / "out").items()
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "moved", "out"]
 
 
 def test_a_kill_before_or_after_the_journal(run: Run, a: Path, tmp_path: Path) -> None:
-    """What a kill leaves before the first journal is whole, or after it was removed, is not in the way; what is somebody else's is."""
+    """What a kill leaves before the first journal is whole, or after it was removed, is not in the
+    way; what is somebody else's is.
+    """
     b = tuned(a, tmp_path / "b", 1)
     partial = tmp_path / ".out.partial"
     assert run("merge", a, b, "-o", tmp_path / "whole").code == 0
@@ -401,7 +604,10 @@ def test_a_kill_before_or_after_the_journal(run: Run, a: Path, tmp_path: Path) -
     partial.mkdir()
     (partial / "..regauge.json.partial-123").write_text("{")
     assert run("merge", a, b, "-o", tmp_path / "out").code == 0
-    assert digests(tmp_path / "out")["model.safetensors"] == digests(tmp_path / "whole")["model.safetensors"]
+    assert (
+        digests(tmp_path / "out")["model.safetensors"]
+        == digests(tmp_path / "whole")["model.safetensors"]
+    )
     shutil.rmtree(tmp_path / "out")
     partial.mkdir()
     (partial / "model.safetensors").write_text("mine")
@@ -411,10 +617,15 @@ def test_a_kill_before_or_after_the_journal(run: Run, a: Path, tmp_path: Path) -
     assert (partial / "model.safetensors").read_text() == "mine"
 
 
-def test_finished_shards_are_kept(run: Run, a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_shards_are_kept(
+    run: Run, a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     b = tuned(a, tmp_path / "b", 1)
     end = interrupting(monkeypatch, 25)
-    assert run("merge", a, b, "-o", tmp_path / "out", "--shard-size", "100kB", "--threads", "1").code == 130
+    assert (
+        run("merge", a, b, "-o", tmp_path / "out", "--shard-size", "100kB", "--threads", "1").code
+        == 130
+    )
     assert not (tmp_path / "out").exists()
     end()
     said = run("merge", a, b, "-o", tmp_path / "out", "--shard-size", "100kB", "--json")
@@ -422,4 +633,6 @@ def test_finished_shards_are_kept(run: Run, a: Path, tmp_path: Path, monkeypatch
     assert json.loads(said.out)["resumed"]
     assert run("merge", a, b, "-o", tmp_path / "whole", "--shard-size", "100kB").code == 0
     found, wanted = digests(tmp_path / "out"), digests(tmp_path / "whole")
-    assert {k: v for k, v in found.items() if k != "README.md"} == {k: v for k, v in wanted.items() if k != "README.md"}
+    assert {k: v for k, v in found.items() if k != "README.md"} == {
+        k: v for k, v in wanted.items() if k != "README.md"
+    }

@@ -1,4 +1,6 @@
-"""`regauge merge` with data: what it computes is what the functions on states compute, whatever moved the models before."""
+"""`regauge merge` with data: what it computes is what the functions on states compute, whatever
+moved the models before.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,18 @@ from support.cli_runs import Run
 from support.merges import digests, interrupting, kill_and_resume, near, reader, state_of, tuned
 from support.picos import build
 
-METHODS = {"fisher": "fisher", "regmean": "gram", "ot_wts": "", "ot_acts": "activations", "ot_acts_emd": "activations"}
-COMPUTE: dict[str, Callable[..., Any]] = {"fisher": fisher, "gram": grams, "activations": activations}
+METHODS = {
+    "fisher": "fisher",
+    "regmean": "gram",
+    "ot_wts": "",
+    "ot_acts": "activations",
+    "ot_acts_emd": "activations",
+}
+COMPUTE: dict[str, Callable[..., Any]] = {
+    "fisher": fisher,
+    "gram": grams,
+    "activations": activations,
+}
 
 
 @pytest.fixture
@@ -37,36 +49,73 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def looked(kind: str, folder: Path, text: Path, samples: int, length: int, labelled: bool = False) -> Any:
+def looked(
+    kind: str, folder: Path, text: Path, samples: int, length: int, labelled: bool = False
+) -> Any:
     """What a model shows, by the functions themselves."""
     from regauge.data.datasets import open_data
 
     module = load_model(folder, "float32")
-    examples, _ = read_examples(module, open_data(str(text)), beside=folder, length=length, labelled=labelled)
+    examples, _ = read_examples(
+        module, open_data(str(text)), beside=folder, length=length, labelled=labelled
+    )
     batches = batches_of(examples, samples, 0)
     inputs = [x for x, _ in batches]
     if kind == "fisher":
-        return fisher(module, None, inputs, [y for _, y in batches] if labelled else None, causal=examples.causal)
+        return fisher(
+            module,
+            None,
+            inputs,
+            [y for _, y in batches] if labelled else None,
+            causal=examples.causal,
+        )
     return COMPUTE[kind](module, None, inputs)
 
 
 @pytest.mark.parametrize("method", list(METHODS))
-def test_every_method_is_what_its_function_does(run: Run, a: Path, text: Path, tmp_path: Path, method: str) -> None:
+def test_every_method_is_what_its_function_does(
+    run: Run, a: Path, text: Path, tmp_path: Path, method: str
+) -> None:
     kind = METHODS[method]
-    b = reader(make(tmp_path / "b", LLAMA, 9)) if method.startswith("ot_") else tuned(a, tmp_path / "b", 1)  # transport needs no relative
+    b = (
+        reader(make(tmp_path / "b", LLAMA, 9))
+        if method.startswith("ot_")
+        else tuned(a, tmp_path / "b", 1)
+    )  # transport needs no relative
     given = ["--data", text, "--samples", 12, "--length", 16] if kind else []
-    said = run("merge", a, b, "--method", method, "--weight", 1, "--weight", 0.5, *given, "-o", tmp_path / "out", "--json")
+    said = run(
+        "merge",
+        a,
+        b,
+        "--method",
+        method,
+        "--weight",
+        1,
+        "--weight",
+        0.5,
+        *given,
+        "-o",
+        tmp_path / "out",
+        "--json",
+    )
     assert said.code == 0, said.err
     known = [looked(kind, m, text, 12, 16) for m in (a, b)] if kind else None
-    wanted = merge([state_of(a), state_of(b)], method, statistics=known, spec=spec_of(a), weight=[1, 0.5])
+    wanted = merge(
+        [state_of(a), state_of(b)], method, statistics=known, spec=spec_of(a), weight=[1, 0.5]
+    )
     mean = merge([state_of(a), state_of(b)], weight=[1, 0.5])
     found = state_of(tmp_path / "out")
     assert all(near(value, wanted[name], 1e-4) for name, value in found.items())
     assert not all(near(value, mean[name], 1e-3) for name, value in found.items())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "out", "text.txt"]
-    again = run("merge", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again")  # the recipe is the merge, its data too
+    again = run(
+        "merge", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again"
+    )  # the recipe is the merge, its data too
     assert again.code == 0, again.err
-    assert digests(tmp_path / "again")["model.safetensors"] == digests(tmp_path / "out")["model.safetensors"]
+    assert (
+        digests(tmp_path / "again")["model.safetensors"]
+        == digests(tmp_path / "out")["model.safetensors"]
+    )
     card = (tmp_path / "out" / "README.md").read_text()
     assert (f"was looked at on 12 examples of {text}" in card) is bool(kind)
     assert ("transported next to" in card) is method.startswith("ot_")
@@ -78,7 +127,11 @@ def test_the_labels_of_the_data(run: Run, a: Path, text: Path, tmp_path: Path) -
     how = ["--method", "fisher", "--data", text, "--samples", 12, "--length", 16]
     assert run("merge", a, b, *how, "--labels", "-o", tmp_path / "out").code == 0
     assert run("merge", a, b, *how, "-o", tmp_path / "drawn").code == 0
-    wanted = merge([state_of(a), state_of(b)], "fisher", statistics=[looked("fisher", m, text, 12, 16, True) for m in (a, b)])
+    wanted = merge(
+        [state_of(a), state_of(b)],
+        "fisher",
+        statistics=[looked("fisher", m, text, 12, 16, True) for m in (a, b)],
+    )
     found, other = state_of(tmp_path / "out"), state_of(tmp_path / "drawn")
     assert all(near(value, wanted[name], 1e-4) for name, value in found.items())
     assert not all(near(value, other[name], 1e-4) for name, value in found.items())
@@ -86,30 +139,59 @@ def test_the_labels_of_the_data(run: Run, a: Path, text: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("method", ["fisher", "regmean"])
-def test_models_are_looked_at_after_they_were_moved(run: Run, a: Path, text: Path, tmp_path: Path, method: str) -> None:
-    """A merge with a secretly permuted relative is the merge with the relative itself: nothing was seen in the wrong basis."""
+def test_models_are_looked_at_after_they_were_moved(
+    run: Run, a: Path, text: Path, tmp_path: Path, method: str
+) -> None:
+    """A merge with a secretly permuted relative is the merge with the relative itself: nothing was
+    seen in the wrong basis.
+    """
     b = tuned(a, tmp_path / "b", 1)
-    assert run("move", b, "--random", "--group", "permutation", "--seed", 3, "-o", tmp_path / "moved").code == 0
+    assert (
+        run(
+            "move", b, "--random", "--group", "permutation", "--seed", 3, "-o", tmp_path / "moved"
+        ).code
+        == 0
+    )
     how = ["--method", method, "--data", text, "--samples", 12, "--length", 16]
     assert run("merge", a, b, *how, "-o", tmp_path / "plain").code == 0
     (tmp_path / "r.yaml").write_text(
-        f"merge_method: {method}\nalign: {{group: permutation}}\ndata: {{uri: {text}, samples: 12, length: 16}}\n"
+        f"merge_method: {method}\nalign: {{group: permutation}}\ndata: "
+        f"{{uri: {text}, samples: 12, length: 16}}\n"
         f"models:\n- model: {a}\n- model: {tmp_path / 'moved'}\n"
     )
     said = run("merge", tmp_path / "r.yaml", "-o", tmp_path / "out")
     assert said.code == 0, said.err
     wanted = state_of(tmp_path / "plain")
-    assert all(near(value, wanted[name], 1e-3) for name, value in state_of(tmp_path / "out").items())
+    assert all(
+        near(value, wanted[name], 1e-3) for name, value in state_of(tmp_path / "out").items()
+    )
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
 def test_folded_models(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
-    """Folding unties and changes what layers read: the model that is looked at is the folded one."""
+    """Folding unties and changes what layers read: the model that is looked at is the folded
+    one.
+    """
     tied = reader(make(tmp_path / "gpt2", GPT2, 0))
-    assert run("move", tied, "--random", "--fold", "--group", "orthogonal", "--seed", 4, "-o", tmp_path / "turned").code == 0
+    assert (
+        run(
+            "move",
+            tied,
+            "--random",
+            "--fold",
+            "--group",
+            "orthogonal",
+            "--seed",
+            4,
+            "-o",
+            tmp_path / "turned",
+        ).code
+        == 0
+    )
     (tmp_path / "r.yaml").write_text(
         f"merge_method: regmean\nparameters: {{alpha: 0.5}}\nalign: {{to: {tied}, fold: true}}\n"
-        f"data: {{uri: {text}, samples: 12, length: 16}}\nmodels:\n- model: {tied}\n- model: {tmp_path / 'turned'}\n"
+        f"data: {{uri: {text}, samples: 12, length: 16}}\nmodels:\n- model: {tied}\n- model: "
+        f"{tmp_path / 'turned'}\n"
     )
     said = run("merge", tmp_path / "r.yaml", "-o", tmp_path / "out")
     assert said.code == 0, said.err
@@ -120,15 +202,28 @@ def test_folded_models(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["ot_wts", "ot_acts_emd"])
-def test_transport_needs_no_common_basis(run: Run, a: Path, text: Path, tmp_path: Path, method: str) -> None:
-    assert run("move", a, "--random", "--group", "permutation", "--seed", 3, "-o", tmp_path / "moved").code == 0
-    given = ["--data", text, "--samples", 12, "--length", 16] if METHODS[method] else ["--set", "regularization=0"]
+def test_transport_needs_no_common_basis(
+    run: Run, a: Path, text: Path, tmp_path: Path, method: str
+) -> None:
+    assert (
+        run(
+            "move", a, "--random", "--group", "permutation", "--seed", 3, "-o", tmp_path / "moved"
+        ).code
+        == 0
+    )
+    given = (
+        ["--data", text, "--samples", 12, "--length", 16]
+        if METHODS[method]
+        else ["--set", "regularization=0"]
+    )
     said = run("merge", a, tmp_path / "moved", "--method", method, *given, "-o", tmp_path / "out")
     assert said.code == 0, said.err
     assert "exactly" in said.err
     assert "another function" not in said.err
     wanted = state_of(a)
-    assert all(near(value, wanted[name], 1e-4) for name, value in state_of(tmp_path / "out").items())
+    assert all(
+        near(value, wanted[name], 1e-4) for name, value in state_of(tmp_path / "out").items()
+    )
 
 
 def test_models_with_data_of_their_own(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
@@ -136,12 +231,15 @@ def test_models_with_data_of_their_own(run: Run, a: Path, text: Path, tmp_path: 
     (tmp_path / "other.txt").write_text(" ".join(text.read_text().split()[::-1]))
     data = "{{uri: {}, samples: 12, length: 16}}"
     (tmp_path / "r.yaml").write_text(
-        f"merge_method: regmean\ndata: {data.format(text)}\nmodels:\n- model: {a}\n- {{model: {b}, data: {data.format(tmp_path / 'other.txt')}}}\n"
+        f"merge_method: regmean\ndata: {data.format(text)}\nmodels:\n- model: {a}\n- "
+        f"{{model: {b}, data: {data.format(tmp_path / 'other.txt')}}}\n"
     )
     assert run("merge", tmp_path / "r.yaml", "-o", tmp_path / "out").code == 0
     known = [looked("gram", a, text, 12, 16), looked("gram", b, tmp_path / "other.txt", 12, 16)]
     wanted = merge([state_of(a), state_of(b)], "regmean", statistics=known)
-    assert all(near(value, wanted[name], 1e-4) for name, value in state_of(tmp_path / "out").items())
+    assert all(
+        near(value, wanted[name], 1e-4) for name, value in state_of(tmp_path / "out").items()
+    )
 
 
 def test_a_classifier_of_texts(run: Run, tmp_path: Path) -> None:
@@ -149,20 +247,37 @@ def test_a_classifier_of_texts(run: Run, tmp_path: Path) -> None:
     build("bert-classifier").float().save_pretrained(tmp_path / "a")
     reader(tmp_path / "a", 30)
     b = tuned(tmp_path / "a", tmp_path / "b", 1, 0.05)
-    (tmp_path / "dev.tsv").write_text("sentence\n" + "\n".join(" ".join(f"t{(3 * i + j) % 30}" for j in range(2 + i % 7)) for i in range(20)) + "\n")
+    (tmp_path / "dev.tsv").write_text(
+        "sentence\n"
+        + "\n".join(" ".join(f"t{(3 * i + j) % 30}" for j in range(2 + i % 7)) for i in range(20))
+        + "\n"
+    )
     for method in ("fisher", "regmean"):
         said = run(
-            "merge", tmp_path / "a", b, "--method", method, "--data", tmp_path / "dev.tsv", "--field", "text=sentence", "-o", tmp_path / method
+            "merge",
+            tmp_path / "a",
+            b,
+            "--method",
+            method,
+            "--data",
+            tmp_path / "dev.tsv",
+            "--field",
+            "text=sentence",
+            "-o",
+            tmp_path / method,
         )
         assert said.code == 0, said.err
         assert load_model(tmp_path / method) is not None
         assert not near(
-            state_of(tmp_path / method)["classifier.weight"], (state_of(tmp_path / "a")["classifier.weight"] + state_of(b)["classifier.weight"]) / 2
+            state_of(tmp_path / method)["classifier.weight"],
+            (state_of(tmp_path / "a")["classifier.weight"] + state_of(b)["classifier.weight"]) / 2,
         )
 
 
 def test_a_file_with_names_of_its_own(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
-    """The library renames tensors as it loads them; what it saw is found again under the names of the file."""
+    """The library renames tensors as it loads them; what it saw is found again under the names of
+    the file.
+    """
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.merging.data_pass import _names
     from regauge.merging.engine import _open
@@ -176,11 +291,15 @@ def test_a_file_with_names_of_its_own(run: Run, a: Path, text: Path, tmp_path: P
         def named_parameters(self, *given: Any, **more: Any) -> Any:
             return iter([("new." + n, p) for n, p in renamed.items()])
 
-    shown = _names(Other(), model, tmp_path / "out")  # the names differ, so a marked copy is loaded, under the library's names
+    shown = _names(
+        Other(), model, tmp_path / "out"
+    )  # the names differ, so a marked copy is loaded, under the library's names
     assert shown == {n: n for n in renamed}
 
 
-def test_what_is_missing_or_wrong_is_one_error(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
+def test_what_is_missing_or_wrong_is_one_error(
+    run: Run, a: Path, text: Path, tmp_path: Path
+) -> None:
     b = tuned(a, tmp_path / "b", 1)
     base = f"merge_method: regmean\nmodels:\n- model: {a}\n- model: {b}\n"
     recipes = {
@@ -190,7 +309,10 @@ def test_what_is_missing_or_wrong_is_one_error(run: Run, a: Path, text: Path, tm
         "count": f"{base}data: {{uri: {text}, samples: 0.5}}\n",
         "labels": f"{base}data: {{uri: {text}, labels: 3}}\n",
         "fields": f"{base}data: {{uri: {text}, fields: [text]}}\n",
-        "own": base.replace("regmean", "ot_acts").replace(f"model: {b}", f"{{model: {b}, data: {a}}}") + f"data: {text}\n",
+        "own": base.replace("regmean", "ot_acts").replace(
+            f"model: {b}", f"{{model: {b}, data: {a}}}"
+        )
+        + f"data: {text}\n",
     }
     for name, content in recipes.items():
         (tmp_path / f"{name}.yaml").write_text(content)
@@ -200,7 +322,10 @@ def test_what_is_missing_or_wrong_is_one_error(run: Run, a: Path, text: Path, tm
         ((a, b, "--method", "regmean", "--data", tmp_path / "none.txt"), "none.txt"),
         ((a, b, "--method", "regmean", "--data", text, "--field", "text=words"), "words"),
         ((tmp_path / "typo.yaml",), 'line 5: data has no "sample"'),
-        ((tmp_path / "none.yaml",), f"line 3: regmean looks at what {a} does on data, and there are none"),
+        (
+            (tmp_path / "none.yaml",),
+            f"line 3: regmean looks at what {a} does on data, and there are none",
+        ),
         ((tmp_path / "nowhere.yaml",), "line 5: data: has no uri:"),
         ((tmp_path / "count.yaml",), "line 5: samples is a whole number from 1 on, not 0.5"),
         ((tmp_path / "labels.yaml",), "line 5: labels is true or false"),
@@ -212,7 +337,11 @@ def test_what_is_missing_or_wrong_is_one_error(run: Run, a: Path, text: Path, tm
         assert words in said.err, (arguments, said.err)
         assert said.err.count("error: ") == 1
         assert sorted(p.name for p in tmp_path.iterdir()) == before
-    for arguments in ((a, b, "--samples", 3), (a, b, "--labels"), (tmp_path / "none.yaml", "--data", text)):
+    for arguments in (
+        (a, b, "--samples", 3),
+        (a, b, "--labels"),
+        (tmp_path / "none.yaml", "--data", text),
+    ):
         assert run("merge", *arguments, "-o", tmp_path / "out").code == 2, arguments
     said = run("merge", a, b, "--data", text, "-o", tmp_path / "out")
     assert said.code == 0
@@ -224,16 +353,51 @@ def test_a_model_without_a_head_has_no_fisher(run: Run, text: Path, tmp_path: Pa
     reader(tmp_path / "a", 30)
     b = tuned(tmp_path / "a", tmp_path / "b", 1, 0.05)
     (tmp_path / "texts.txt").write_text("t1 t2 t3\nt4 t5\n")
-    said = run("merge", tmp_path / "a", b, "--method", "fisher", "--data", tmp_path / "texts.txt", "-o", tmp_path / "out")
+    said = run(
+        "merge",
+        tmp_path / "a",
+        b,
+        "--method",
+        "fisher",
+        "--data",
+        tmp_path / "texts.txt",
+        "-o",
+        tmp_path / "out",
+    )
     assert said.code == 1
     assert "gives no logits" in said.err
-    assert run("merge", tmp_path / "a", b, "--method", "regmean", "--data", tmp_path / "texts.txt", "-o", tmp_path / "out").code == 0
+    assert (
+        run(
+            "merge",
+            tmp_path / "a",
+            b,
+            "--method",
+            "regmean",
+            "--data",
+            tmp_path / "texts.txt",
+            "-o",
+            tmp_path / "out",
+        ).code
+        == 0
+    )
 
 
 def test_a_dry_run_looks_at_nothing(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
     b = tuned(a, tmp_path / "b", 1)
     before = sorted(p.name for p in tmp_path.iterdir())
-    said = run("merge", a, b, "--method", "regmean", "--data", text, "-o", tmp_path / "out", "--dry-run", "--json")
+    said = run(
+        "merge",
+        a,
+        b,
+        "--method",
+        "regmean",
+        "--data",
+        text,
+        "-o",
+        tmp_path / "out",
+        "--dry-run",
+        "--json",
+    )
     assert said.code == 0
     assert json.loads(said.out)["dry_run"] is True
     assert sorted(p.name for p in tmp_path.iterdir()) == before
@@ -241,15 +405,40 @@ def test_a_dry_run_looks_at_nothing(run: Run, a: Path, text: Path, tmp_path: Pat
 
 def test_a_killed_merge_gives_the_same_bytes(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
     b = tuned(a, tmp_path / "b", 1)
-    how = ["--method", "fisher", "--data", text, "--samples", 8, "--length", 16, "--shard-size", "100kB"]
+    how = [
+        "--method",
+        "fisher",
+        "--data",
+        text,
+        "--samples",
+        8,
+        "--length",
+        16,
+        "--shard-size",
+        "100kB",
+    ]
     kill_and_resume(run, tmp_path, ["merge", a, b, *how], 2, 1, True)
 
 
-def test_nothing_is_looked_at_twice(run: Run, a: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_looked_at_twice(
+    run: Run, a: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from regauge.merging import data_pass
 
     b = tuned(a, tmp_path / "b", 1)
-    arguments = ["merge", a, b, "--method", "regmean", "--data", text, "--samples", 12, "--length", 16]
+    arguments = [
+        "merge",
+        a,
+        b,
+        "--method",
+        "regmean",
+        "--data",
+        text,
+        "--samples",
+        12,
+        "--length",
+        16,
+    ]
     end = interrupting(monkeypatch, 3)
     assert run(*arguments, "-o", tmp_path / "out").code == 130
     end()
@@ -262,18 +451,38 @@ def test_nothing_is_looked_at_twice(run: Run, a: Path, text: Path, tmp_path: Pat
         assert run(*arguments, "-o", tmp_path / "out").code == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "out", "text.txt"]
     assert run(*arguments, "-o", tmp_path / "whole").code == 0
-    assert digests(tmp_path / "out")["model.safetensors"] == digests(tmp_path / "whole")["model.safetensors"]
+    assert (
+        digests(tmp_path / "out")["model.safetensors"]
+        == digests(tmp_path / "whole")["model.safetensors"]
+    )
 
 
-def test_other_data_are_another_merge(run: Run, a: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_data_are_another_merge(
+    run: Run, a: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What an interrupted merge has seen on other data is not used."""
     b = tuned(a, tmp_path / "b", 1)
-    arguments = ["merge", a, b, "--method", "regmean", "--data", text, "--samples", 12, "--length", 16]
+    arguments = [
+        "merge",
+        a,
+        b,
+        "--method",
+        "regmean",
+        "--data",
+        text,
+        "--samples",
+        12,
+        "--length",
+        16,
+    ]
     end = interrupting(monkeypatch, 3)
     assert run(*arguments, "-o", tmp_path / "out").code == 130
     end()
     text.write_text(" ".join(text.read_text().split()[::-1]))
     assert run(*arguments, "-o", tmp_path / "out").code == 0
     assert run(*arguments, "-o", tmp_path / "whole").code == 0
-    assert digests(tmp_path / "out")["model.safetensors"] == digests(tmp_path / "whole")["model.safetensors"]
+    assert (
+        digests(tmp_path / "out")["model.safetensors"]
+        == digests(tmp_path / "whole")["model.safetensors"]
+    )
     assert not [p.name for p in tmp_path.iterdir() if p.name.startswith(".")]

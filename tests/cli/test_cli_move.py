@@ -1,4 +1,6 @@
-"""The command line as transcripts: the command, what it prints, what is left on disk; for good and bad input alike."""
+"""The command line as transcripts: the command, what it prints, what is left on disk; for good and
+bad input alike.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from support.cli_runs import Run, contents, reconfigure, shard
 
 HERE = Path(__file__).parents[1]
 ASSETS = HERE.parents[1] / "shared" / "assets"
-needs_assets = pytest.mark.skipif(not ASSETS.is_dir(), reason=f"the real weights are not there ({ASSETS})")
+needs_assets = pytest.mark.skipif(
+    not ASSETS.is_dir(), reason=f"the real weights are not there ({ASSETS})"
+)
 
 
 @pytest.fixture
@@ -73,13 +77,23 @@ def test_inspect(run: Run, llama: Path) -> None:
     assert facts["version"] == 1
     assert facts["family"] == "llama"
     assert facts["parameters"]["all"] == facts["parameters"]["covered"] == 214_592
-    assert [s["name"] for s in facts["spaces"]] == ["stream", "kv.0..3", "rep.0..3", "qk.0..3", "vo.0..3", "ffn.0..3"]
+    assert [s["name"] for s in facts["spaces"]] == [
+        "stream",
+        "kv.0..3",
+        "rep.0..3",
+        "qk.0..3",
+        "vo.0..3",
+        "ffn.0..3",
+    ]
     assert "layers.0.mlp.gate_proj.weight  " in run("inspect", llama, "-v").out
 
 
 def test_visible_spaces_are_shown_and_left_alone(run: Run, tmp_path: Path) -> None:
     folder = make(tmp_path / "gpt2", GPT2, 0)
-    state = {n.removeprefix("transformer."): t for n, t in load_file(folder / "model.safetensors").items()}
+    state = {
+        n.removeprefix("transformer."): t
+        for n, t in load_file(folder / "model.safetensors").items()
+    }
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     reconfigure(folder, architectures=["GPT2Model"])
     assert "visible at the outputs: stream" in run("inspect", folder).out
@@ -87,7 +101,18 @@ def test_visible_spaces_are_shown_and_left_alone(run: Run, tmp_path: Path) -> No
     assert said.code == 0
     assert "leaves stream alone" in said.err
     assert "stream" not in json.loads(said.out)["moved"]
-    said = run("move", folder, "--random", "--seed", 1, "--spaces", "stream", "-o", tmp_path / "out2", "--json")
+    said = run(
+        "move",
+        folder,
+        "--random",
+        "--seed",
+        1,
+        "--spaces",
+        "stream",
+        "-o",
+        tmp_path / "out2",
+        "--json",
+    )
     assert json.loads(said.out)["moved"] == ["stream"]
 
 
@@ -114,8 +139,16 @@ def test_move_save_and_move_back(run: Run, tmp_path: Path, llama: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "g", "llama", "out"]
 
 
-def test_seeds_differ_and_the_systems_randomness_is_the_default(run: Run, tmp_path: Path, llama: Path) -> None:
-    for name, more in (("a", ["--seed", 1]), ("b", ["--seed", 1]), ("c", ["--seed", 2]), ("d", []), ("e", [])):
+def test_seeds_differ_and_the_systems_randomness_is_the_default(
+    run: Run, tmp_path: Path, llama: Path
+) -> None:
+    for name, more in (
+        ("a", ["--seed", 1]),
+        ("b", ["--seed", 1]),
+        ("c", ["--seed", 2]),
+        ("d", []),
+        ("e", []),
+    ):
         assert run("move", llama, "--random", *more, "-o", tmp_path / name).code == 0
     a, b, c, d, e = (contents(tmp_path / name)["model.safetensors"] for name in "abcde")
     assert a == b
@@ -123,18 +156,48 @@ def test_seeds_differ_and_the_systems_randomness_is_the_default(run: Run, tmp_pa
 
 
 def test_parts_and_dry_run(run: Run, tmp_path: Path, llama: Path) -> None:
-    said = run("move", llama, "--random", "--seed", 1, "-o", tmp_path / "dry", "--dry-run", "--json", "--save-element", tmp_path / "g")
+    said = run(
+        "move",
+        llama,
+        "--random",
+        "--seed",
+        1,
+        "-o",
+        tmp_path / "dry",
+        "--dry-run",
+        "--json",
+        "--save-element",
+        tmp_path / "g",
+    )
     assert said.code == 0
     assert json.loads(said.out)["dry_run"] is True
     assert [p.name for p in tmp_path.iterdir()] == ["llama"]
-    assert run("move", llama, "--random", "--seed", 1, "--part", "backbone", "-o", tmp_path / "out").code == 0
+    assert (
+        run(
+            "move", llama, "--random", "--seed", 1, "--part", "backbone", "-o", tmp_path / "out"
+        ).code
+        == 0
+    )
     old, new = open_checkpoint(llama), open_checkpoint(tmp_path / "out")
     for name in old:
         assert torch.equal(old[name], new[name]) == (not name.startswith("model.layers.")), name
 
 
 def test_fold_and_rotate(run: Run, tmp_path: Path, llama: Path) -> None:
-    said = run("move", llama, "--random", "--seed", 1, "--group", "orthogonal", "--fold", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+    said = run(
+        "move",
+        llama,
+        "--random",
+        "--seed",
+        1,
+        "--group",
+        "orthogonal",
+        "--fold",
+        "-o",
+        tmp_path / "out",
+        "--save-element",
+        tmp_path / "g",
+    )
     assert said.code == 0
     assert bool((open_checkpoint(tmp_path / "out")["model.norm.weight"] == 1).all())
     said = run("move", llama, "-g", tmp_path / "g", "-o", tmp_path / "no")
@@ -146,7 +209,21 @@ def test_fold_and_rotate(run: Run, tmp_path: Path, llama: Path) -> None:
 
 def test_folding_a_tied_model_unties_it(run: Run, tmp_path: Path) -> None:
     folder = shard(make(tmp_path / "gpt2", GPT2, 0), tmp_path / "shards")
-    assert run("move", folder, "--random", "--seed", 1, "--group", "full", "--fold", "-o", tmp_path / "out").code == 0
+    assert (
+        run(
+            "move",
+            folder,
+            "--random",
+            "--seed",
+            1,
+            "--group",
+            "full",
+            "--fold",
+            "-o",
+            tmp_path / "out",
+        ).code
+        == 0
+    )
     out = open_checkpoint(tmp_path / "out")
     assert out.config is not None
     assert out.config["tie_word_embeddings"] is False
@@ -160,18 +237,39 @@ def bad_element(folder: Path) -> None:
 
 
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "truncated": (lambda f: os.truncate(f / "model.safetensors", 5000), "model.safetensors is truncated: it has 5000 bytes, its header"),
+    "truncated": (
+        lambda f: os.truncate(f / "model.safetensors", 5000),
+        "model.safetensors is truncated: it has 5000 bytes, its header",
+    ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
     "wrong shape": (
         lambda f: rewrite(f, lambda s: s.update({"model.norm.weight": torch.ones(65)})),
         'axis 0 |stream| of "model.norm.weight" has size 65, the spec says 64',
     ),
-    "missing tensor": (lambda f: rewrite(f, lambda s: s.pop("lm_head.weight")), '"lm_head.weight" is in the spec but not in the file'),
-    "surplus tensor": (lambda f: rewrite(f, lambda s: s.update(x=torch.ones(1))), '"x" is in the file but not in the spec'),
-    "contradicting config": (lambda f: reconfigure(f, num_attention_heads=4, num_key_value_heads=2, hidden_size=32), "the spec says 32"),
-    "senseless config": (lambda f: reconfigure(f, hidden_size="wide"), "cannot be understood as a llama"),
-    "incomplete config": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), 'config.json has no "'),
-    "unknown architecture": (lambda f: reconfigure(f, model_type="mamba9"), "no family describes models of type 'mamba9'; known are"),
+    "missing tensor": (
+        lambda f: rewrite(f, lambda s: s.pop("lm_head.weight")),
+        '"lm_head.weight" is in the spec but not in the file',
+    ),
+    "surplus tensor": (
+        lambda f: rewrite(f, lambda s: s.update(x=torch.ones(1))),
+        '"x" is in the file but not in the spec',
+    ),
+    "contradicting config": (
+        lambda f: reconfigure(f, num_attention_heads=4, num_key_value_heads=2, hidden_size=32),
+        "the spec says 32",
+    ),
+    "senseless config": (
+        lambda f: reconfigure(f, hidden_size="wide"),
+        "cannot be understood as a llama",
+    ),
+    "incomplete config": (
+        lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),
+        'config.json has no "',
+    ),
+    "unknown architecture": (
+        lambda f: reconfigure(f, model_type="mamba9"),
+        "no family describes models of type 'mamba9'; known are",
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
 }
 
@@ -181,7 +279,20 @@ def test_bad_models(run: Run, tmp_path: Path, llama: Path, case: str) -> None:
     change, message = BAD[case]
     change(llama)
     before = contents(llama)
-    for arguments in (["inspect", llama], ["move", llama, "--random", "--seed", 1, "-o", tmp_path / "out", "--save-element", tmp_path / "g"]):
+    for arguments in (
+        ["inspect", llama],
+        [
+            "move",
+            llama,
+            "--random",
+            "--seed",
+            1,
+            "-o",
+            tmp_path / "out",
+            "--save-element",
+            tmp_path / "g",
+        ],
+    ):
         said = run(*arguments)
         assert said.code == 1
         assert said.out == ""
@@ -218,7 +329,18 @@ def test_what_becomes_infinite_is_an_error(run: Run, tmp_path: Path, llama: Path
         state["model.layers.2.self_attn.v_proj.weight"].fill_(2)
 
     rewrite(llama, large)
-    said = run("move", llama, "--random", "--fold", "--group", "orthogonal", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+    said = run(
+        "move",
+        llama,
+        "--random",
+        "--fold",
+        "--group",
+        "orthogonal",
+        "-o",
+        tmp_path / "out",
+        "--save-element",
+        tmp_path / "g",
+    )
     assert said.code == 1
     assert 'error: "model.layers.2.self_attn.v_proj.weight" would hold NaN or Inf' in said.err
     assert "F16" in said.err
@@ -231,14 +353,36 @@ def test_nan_travels_with_an_expert(run: Run, tmp_path: Path) -> None:
     from support.picos import build
 
     build("mixtral").save_pretrained(tmp_path / "in")
-    rewrite(tmp_path / "in", lambda s: s["model.layers.0.block_sparse_moe.experts.1.w2.weight"].fill_(float("nan")))
+    rewrite(
+        tmp_path / "in",
+        lambda s: s["model.layers.0.block_sparse_moe.experts.1.w2.weight"].fill_(float("nan")),
+    )
     said = run(
-        "move", tmp_path / "in", "--random", "--seed", 1, "--group", "full", "-o", tmp_path / "out", "--save-element", tmp_path / "g", "--json"
+        "move",
+        tmp_path / "in",
+        "--random",
+        "--seed",
+        1,
+        "--group",
+        "full",
+        "-o",
+        tmp_path / "out",
+        "--save-element",
+        tmp_path / "g",
+        "--json",
     )
     assert said.code == 0
-    index = load_element(tmp_path / "g", spec_of(tmp_path / "in")).members["expert.0"].permutation().index[0].tolist()  # type: ignore[union-attr]
+    index = (
+        load_element(tmp_path / "g", spec_of(tmp_path / "in"))
+        .members["expert.0"]
+        .permutation()
+        .index[0]
+        .tolist()
+    )  # type: ignore[union-attr]
     assert index[1] != 1, "the seed moves this expert"
-    assert json.loads(said.out)["nonfinite"] == [f"model.layers.0.block_sparse_moe.experts.{index.index(1)}.w2.weight"]
+    assert json.loads(said.out)["nonfinite"] == [
+        f"model.layers.0.block_sparse_moe.experts.{index.index(1)}.w2.weight"
+    ]
 
 
 def test_folding_and_rotating_rounds_once(run: Run, tmp_path: Path) -> None:
@@ -251,9 +395,24 @@ def test_folding_and_rotating_rounds_once(run: Run, tmp_path: Path) -> None:
 
     folder = make(tmp_path / "gpt2", GPT2, 0)
     rewrite(folder, lambda s: s.update({n: t.bfloat16() for n, t in s.items()}))
-    said = run("move", folder, "--random", "--seed", 1, "--group", "full", "--fold", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+    said = run(
+        "move",
+        folder,
+        "--random",
+        "--seed",
+        1,
+        "--group",
+        "full",
+        "--fold",
+        "-o",
+        tmp_path / "out",
+        "--save-element",
+        tmp_path / "g",
+    )
     assert said.code == 0
-    spec, exact = fold_norms(spec_of(folder), {n: t.double() for n, t in open_checkpoint(folder).items()})
+    spec, exact = fold_norms(
+        spec_of(folder), {n: t.double() for n, t in open_checkpoint(folder).items()}
+    )
     expected = apply(Element(spec, load_element(tmp_path / "g", spec).members), exact)
     out = open_checkpoint(tmp_path / "out")
     assert set(out.dtypes.values()) == {"BF16"}
@@ -265,7 +424,11 @@ def test_folding_and_rotating_rounds_once(run: Run, tmp_path: Path) -> None:
 
 def test_outputs_are_never_overwritten(run: Run, tmp_path: Path, llama: Path) -> None:
     before = contents(tmp_path)
-    for out, message in ((llama, "is the input"), (llama / "x", "lies inside the input"), (tmp_path, "lies around the input")):
+    for out, message in (
+        (llama, "is the input"),
+        (llama / "x", "lies inside the input"),
+        (tmp_path, "lies around the input"),
+    ):
         said = run("move", llama, "--random", "-o", out)
         assert said.code == 1
         assert message in said.err
@@ -286,7 +449,9 @@ def test_no_space(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+        said = run(
+            "move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g"
+        )
         assert said.code == 1
         assert "no space left on the device while writing" in said.err
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
@@ -298,7 +463,12 @@ def test_no_space(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.Mon
 
 def test_elements_that_do_not_belong(run: Run, tmp_path: Path, llama: Path) -> None:
     gpt2 = make(tmp_path / "gpt2", GPT2, 0)
-    assert run("move", gpt2, "--random", "-o", tmp_path / "moved", "--save-element", tmp_path / "g").code == 0
+    assert (
+        run(
+            "move", gpt2, "--random", "-o", tmp_path / "moved", "--save-element", tmp_path / "g"
+        ).code
+        == 0
+    )
     whole = (tmp_path / "g").read_bytes()
     (tmp_path / "cut").write_bytes(whole[:-100])
     (tmp_path / "noise").write_bytes(b"not an element")
@@ -318,10 +488,21 @@ def test_elements_that_do_not_belong(run: Run, tmp_path: Path, llama: Path) -> N
     assert 'the model has no space "strem"' in said.err
 
 
-def test_a_killed_run_leaves_no_output_and_can_be_resumed(run: Run, tmp_path: Path, llama: Path) -> None:
+def test_a_killed_run_leaves_no_output_and_can_be_resumed(
+    run: Run, tmp_path: Path, llama: Path
+) -> None:
     folder = shard(llama, tmp_path / "shards")
     before = contents(folder)
-    arguments = ["move", str(folder), "--random", "--seed", "7", "--resume", "-o", str(tmp_path / "out")]
+    arguments = [
+        "move",
+        str(folder),
+        "--random",
+        "--seed",
+        "7",
+        "--resume",
+        "-o",
+        str(tmp_path / "out"),
+    ]
     slow = (
         "import sys, time, os; import regauge.checkpoints.writer as w; real = os.write\n"
         "def write(fd, data):\n    time.sleep(0.03)\n    return real(fd, data)\n"
@@ -353,7 +534,12 @@ def test_terminated_politely_nothing_is_left(tmp_path: Path, llama: Path) -> Non
         "w.is_finite = wait\nfrom regauge.cli import main\nsys.exit(main(sys.argv[1:]))"
     )
     arguments = ["move", str(llama), "--random", "--threads", "1", "-o", str(tmp_path / "out")]
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == "on\n"
     process.terminate()
@@ -366,7 +552,11 @@ def test_terminated_politely_nothing_is_left(tmp_path: Path, llama: Path) -> Non
 def test_convert_one_file_and_shards(run: Run, tmp_path: Path) -> None:
     folder = make(tmp_path / "gpt2", GPT2, 0)
     state = load_file(folder / "model.safetensors")
-    pickled = {**state, "lm_head.weight": state["transformer.wte.weight"], "transposed": torch.randn(3, 4).T}
+    pickled = {
+        **state,
+        "lm_head.weight": state["transformer.wte.weight"],
+        "transposed": torch.randn(3, 4).T,
+    }
     (tmp_path / "old").mkdir()
     shutil.copy(folder / "config.json", tmp_path / "old")
     (tmp_path / "old" / "vocab.txt").write_text("a b")
@@ -387,12 +577,19 @@ def test_convert_one_file_and_shards(run: Run, tmp_path: Path) -> None:
     names = list(state)
     where = {}
     for i, part in enumerate((names[:10], names[10:]), 1):
-        torch.save({n: state[n] for n in part}, tmp_path / "parts" / f"pytorch_model-0000{i}-of-00002.bin")
+        torch.save(
+            {n: state[n] for n in part}, tmp_path / "parts" / f"pytorch_model-0000{i}-of-00002.bin"
+        )
         where |= dict.fromkeys(part, f"pytorch_model-0000{i}-of-00002.bin")
-    (tmp_path / "parts" / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    (tmp_path / "parts" / "pytorch_model.bin.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": where})
+    )
     shutil.copy(folder / "config.json", tmp_path / "parts")
     assert run("convert", tmp_path / "parts", "-o", tmp_path / "joined", "--json").code == 0
-    assert list(open_checkpoint(tmp_path / "joined").files) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert list(open_checkpoint(tmp_path / "joined").files) == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
     assert run("inspect", tmp_path / "joined").code == 0
 
     torch.save({"state_dict": state, "epoch": 3}, tmp_path / "train.pt")
@@ -402,7 +599,12 @@ def test_convert_one_file_and_shards(run: Run, tmp_path: Path) -> None:
     assert run("convert", tmp_path / "legacy.pt", "-o", tmp_path / "legacy.safetensors").code == 0
 
 
-def repacked(source: Path, out: Path, compression: int = zipfile.ZIP_STORED, change: Callable[[str, bytes], bytes] = lambda name, data: data) -> Path:
+def repacked(
+    source: Path,
+    out: Path,
+    compression: int = zipfile.ZIP_STORED,
+    change: Callable[[str, bytes], bytes] = lambda name, data: data,
+) -> Path:
     """A zipped pickle with its records compressed or changed."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(out, "w", compression) as new:
         for info in old.infolist():
@@ -411,18 +613,39 @@ def repacked(source: Path, out: Path, compression: int = zipfile.ZIP_STORED, cha
 
 
 def test_convert_reads_repacked_files_and_refuses_shortened_ones(run: Run, tmp_path: Path) -> None:
-    state = {"a": torch.randn(300), "b": torch.zeros(500, dtype=torch.int64), "c": torch.randn(7).bfloat16(), "p": torch.nn.Parameter(torch.ones(3))}
+    state = {
+        "a": torch.randn(300),
+        "b": torch.zeros(500, dtype=torch.int64),
+        "c": torch.randn(7).bfloat16(),
+        "p": torch.nn.Parameter(torch.ones(3)),
+    }
     torch.save(state | {"odd": {torch.device("cpu"): torch.Size([2])}}, tmp_path / "x.pt")
     for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         out = tmp_path / f"{compression}.safetensors"
-        assert run("convert", repacked(tmp_path / "x.pt", tmp_path / "y.pt", compression), "-o", out).code == 0
+        assert (
+            run(
+                "convert", repacked(tmp_path / "x.pt", tmp_path / "y.pt", compression), "-o", out
+            ).code
+            == 0
+        )
         assert all(torch.equal(open_checkpoint(out)[n], t) for n, t in state.items())
-        short = repacked(tmp_path / "x.pt", tmp_path / "short.pt", compression, lambda name, data: data[:-8] if name.endswith("data/1") else data)
+        short = repacked(
+            tmp_path / "x.pt",
+            tmp_path / "short.pt",
+            compression,
+            lambda name, data: data[:-8] if name.endswith("data/1") else data,
+        )
         said = run("convert", short, "-o", tmp_path / "no")
         assert said.code == 1
-        assert 'short.pt is damaged: its record "x/data/1" has 3992 bytes, the storage in it 4000' in said.err
+        assert (
+            'short.pt is damaged: its record "x/data/1" has 3992 bytes, the storage in it 4000'
+            in said.err
+        )
     (tmp_path / "cut.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:-100])
-    assert "cut.pt cannot be read: not a valid zip archive" in run("convert", tmp_path / "cut.pt", "-o", tmp_path / "no").err
+    assert (
+        "cut.pt cannot be read: not a valid zip archive"
+        in run("convert", tmp_path / "cut.pt", "-o", tmp_path / "no").err
+    )
     assert not (tmp_path / "no").exists()
 
 
@@ -433,7 +656,11 @@ SHARDS: dict[str, tuple[dict[str, list[str]], dict[str, str], str]] = {
         {"a": ONE, "b": ONE, "c": TWO},
         f'{TWO} has "b", which pytorch_model.bin.index.json does not place',
     ),
-    "nowhere": ({ONE: ["a"], TWO: ["c"]}, {"a": ONE, "b": ONE, "c": TWO}, f'places "b" in {ONE}, which does not have it'),
+    "nowhere": (
+        {ONE: ["a"], TWO: ["c"]},
+        {"a": ONE, "b": ONE, "c": TWO},
+        f'places "b" in {ONE}, which does not have it',
+    ),
     "unplaced": ({ONE: ["a", "b"], TWO: ["c"]}, {"a": ONE, "c": TWO}, f'{ONE} has "b", which'),
     "one name": ({"x.bin": ["a"], "x.pt": ["b"]}, {"a": "x.bin", "b": "x.pt"}, "x.bin and x.pt of"),
     "no shard": ({ONE: ["a"]}, {"a": ONE, "b": TWO}, f"lacks 1 of its 2 shards: {TWO}"),
@@ -457,17 +684,27 @@ def test_convert_holds_index_and_shards_together(run: Run, tmp_path: Path, case:
 
 
 def test_convert_says_what_it_leaves_out(run: Run, tmp_path: Path) -> None:
-    torch.save({"model": {"a": torch.ones(2), "step": 1}, "b": torch.ones(1), "epoch": 3}, tmp_path / "x.pt")
+    torch.save(
+        {"model": {"a": torch.ones(2), "step": 1}, "b": torch.ones(1), "epoch": 3},
+        tmp_path / "x.pt",
+    )
     said = run("convert", tmp_path / "x.pt", "-o", tmp_path / "out", "--json")
     assert said.code == 0
-    for line in ('"b" stands beside "model" and is left out', '"epoch" stands beside "model" and is left out', '"step" is no tensor and is left out'):
+    for line in (
+        '"b" stands beside "model" and is left out',
+        '"epoch" stands beside "model" and is left out',
+        '"step" is no tensor and is left out',
+    ):
         assert f"regauge: warning: {line}\n" in said.err
     assert json.loads(said.out)["dropped"] == ["b", "epoch", "step"]
     assert set(open_checkpoint(tmp_path / "out")) == {"a"}
 
 
 def test_convert_refuses_what_safetensors_cannot_hold(run: Run, tmp_path: Path) -> None:
-    for name, value in (("__metadata__", torch.ones(2)), ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))):
+    for name, value in (
+        ("__metadata__", torch.ones(2)),
+        ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
+    ):
         torch.save({"a": torch.ones(2), name: value}, tmp_path / "x.pt")
         said = run("convert", tmp_path / "x.pt", "-o", tmp_path / "out")
         assert said.code == 1
@@ -497,7 +734,12 @@ def test_convert_runs_no_code(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
         said = run("convert", tmp_path / name, "-o", tmp_path / "out")
         assert said.code == 1
         assert message in said.err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["evil.bin", "list.pt", "noise.bin", "numbers.pt"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "evil.bin",
+        "list.pt",
+        "noise.bin",
+        "numbers.pt",
+    ]
 
 
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -511,21 +753,50 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys.modules[leakage.__module__], "ROUNDS", 2)
     monkeypatch.setattr(sys.modules[jigsaw.__module__], "FIRST", 5)
     monkeypatch.setattr(sys.modules[jigsaw.__module__], "THEN", 3)
-    monkeypatch.setattr(general, "optimizer_matrix", lambda seed: ([], Table("t", ("a",), ()), Figure("f", "lines", {"x": [0], "y": {"a": [1]}})))
+    monkeypatch.setattr(
+        general,
+        "optimizer_matrix",
+        lambda seed: (
+            [],
+            Table("t", ("a",), ()),
+            Figure("f", "lines", {"x": [0], "y": {"a": [1]}}),
+        ),
+    )
     said = run("demo", "--output", tmp_path / "demo")
     assert said.code == 0, said.err
     assert "bit for bit" in said.out
     assert "moved, but given plain features" in said.out
-    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == ["BASE", "IMAGES", "MODEL", "OTHER", "PICKLED", "VIT", "gpt2", "llama"]
+    assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == [
+        "BASE",
+        "IMAGES",
+        "MODEL",
+        "OTHER",
+        "PICKLED",
+        "VIT",
+        "gpt2",
+        "llama",
+    ]
     for name in ("MODEL", "BASE", "VIT", "OTHER"):
         assert run("inspect", tmp_path / "demo" / name).code == 0
-    accuracy = run("jigsaw", "evaluate", tmp_path / "demo" / "VIT", "--data", tmp_path / "demo" / "IMAGES", "--json", "-")
+    accuracy = run(
+        "jigsaw",
+        "evaluate",
+        tmp_path / "demo" / "VIT",
+        "--data",
+        tmp_path / "demo" / "IMAGES",
+        "--json",
+        "-",
+    )
     assert accuracy.code == 0, accuracy.err
     assert "All " in (tmp_path / "regauge-demo.html").read_text()
     again = run("demo", "--json", "--report", "other.html")
     assert again.code == 0, again.err
     results = from_json(again.out)
-    assert {f.id for f in results.findings if f.holds} >= {"watched/adaptive", "watched/noise", "puzzled/consistency"}
+    assert {f.id for f in results.findings if f.holds} >= {
+        "watched/adaptive",
+        "watched/noise",
+        "puzzled/consistency",
+    }
     assert "the server has the images under 3 of 3" in said.out
     moves = [f for f in results.findings if f.id.startswith("moving/")]
     assert len(moves) == 6
@@ -540,7 +811,12 @@ def test_the_demo_takes_no_place_that_is_taken(run: Run, tmp_path: Path) -> None
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "llama").write_text("precious")
     before = contents(tmp_path)
-    for out, message in (("file", "exists already"), ("full", "exists already"), ("no/where", "does not exist"), ("y" * 300, "cannot be written")):
+    for out, message in (
+        ("file", "exists already"),
+        ("full", "exists already"),
+        ("no/where", "does not exist"),
+        ("y" * 300, "cannot be written"),
+    ):
         said = run("demo", "--output", tmp_path / out)
         assert said.code == 1
         assert said.out == ""
@@ -567,25 +843,44 @@ def test_misfits_of_many_layers_are_told_once(run: Run, llama: Path) -> None:
     assert said.code == 1
     lines = said.err.splitlines()
     assert lines[1:-1] == [
-        'regauge:   "model.layers.0.self_attn.q_norm.weight" is in the file but not in the spec (and 2 more like it, layers 2-3)',
-        'regauge:   axis 0 ffn.0 of "model.layers.0.mlp.up_proj.weight" has size 171, the spec says 172 (and 3 more like it, layers 1-3)',
+        (
+            'regauge:   "model.layers.0.self_attn.q_norm.weight" is in the file but not in the spec '
+            "(and 2 more like it, layers 2-3)"
+        ),
+        (
+            'regauge:   axis 0 ffn.0 of "model.layers.0.mlp.up_proj.weight" has size 171, the spec '
+            "says 172 (and 3 more like it, layers 1-3)"
+        ),
         'regauge:   axis 0 |stream| of "model.norm.weight" has size 65, the spec says 64',
     ]
     assert len(json.loads(run("inspect", llama, "--json").out)["faults"]) == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_inspect_knows_a_folded_model(run: Run, tmp_path: Path, llama: Path, dtype: torch.dtype) -> None:
+def test_inspect_knows_a_folded_model(
+    run: Run, tmp_path: Path, llama: Path, dtype: torch.dtype
+) -> None:
     rewrite(llama, lambda s: s.update({n: t.to(dtype) for n, t in s.items()}))
     assert "folding (9 norms, 0 scales): stream would be orthogonal" in run("inspect", llama).out
-    assert json.loads(run("inspect", llama, "--json").out)["folds"] == {"norms": 9, "scales": 0, "done": False}
+    assert json.loads(run("inspect", llama, "--json").out)["folds"] == {
+        "norms": 9,
+        "scales": 0,
+        "done": False,
+    }
     assert run("move", llama, "--random", "--fold", "-o", tmp_path / "out").code == 0
-    assert "folded already (9 norms, 0 scales): stream is, with --fold, orthogonal" in run("inspect", tmp_path / "out").out
+    assert (
+        "folded already (9 norms, 0 scales): stream is, with --fold, orthogonal"
+        in run("inspect", tmp_path / "out").out
+    )
     assert json.loads(run("inspect", tmp_path / "out", "--json").out)["folds"]["done"] is True
 
 
 def test_paths_that_are_none(run: Run, tmp_path: Path, llama: Path) -> None:
-    for arguments in (["inspect", "z" * 5000], ["inspect", "~nobody-of-that-name/model"], ["move", llama, "--random", "-o", tmp_path / ("y" * 4000)]):
+    for arguments in (
+        ["inspect", "z" * 5000],
+        ["inspect", "~nobody-of-that-name/model"],
+        ["move", llama, "--random", "-o", tmp_path / ("y" * 4000)],
+    ):
         said = run(*arguments)
         assert said.code == 1
         assert "fault in regauge" not in said.err
@@ -602,12 +897,21 @@ def test_what_is_not_regauges_is_left_alone(run: Run, tmp_path: Path, llama: Pat
     assert "is in the way" in said.err
     assert (victim / "data").read_text() == "precious"
     (tmp_path / "b.config.json").write_text("precious")
-    assert run("move", llama / "model.safetensors", "--random", "-o", tmp_path / "b.safetensors").code == 1
+    assert (
+        run("move", llama / "model.safetensors", "--random", "-o", tmp_path / "b.safetensors").code
+        == 1
+    )
     assert (tmp_path / "b.config.json").read_text() == "precious"
 
 
 def test_the_element_is_kept_apart(run: Run, tmp_path: Path, llama: Path) -> None:
-    for place in (llama / "key", tmp_path / "out" / "key", tmp_path / "out", tmp_path / "out.config.json", tmp_path / ".out.partial" / "key"):
+    for place in (
+        llama / "key",
+        tmp_path / "out" / "key",
+        tmp_path / "out",
+        tmp_path / "out.config.json",
+        tmp_path / ".out.partial" / "key",
+    ):
         said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", place)
         assert said.code == 1
         assert "published" in said.err
@@ -616,7 +920,18 @@ def test_the_element_is_kept_apart(run: Run, tmp_path: Path, llama: Path) -> Non
 
 
 def test_an_element_in_the_model_is_not_published(run: Run, tmp_path: Path, llama: Path) -> None:
-    assert run("move", llama, "--random", "-o", tmp_path / "first", "--save-element", tmp_path / "key.bak").code == 0
+    assert (
+        run(
+            "move",
+            llama,
+            "--random",
+            "-o",
+            tmp_path / "first",
+            "--save-element",
+            tmp_path / "key.bak",
+        ).code
+        == 0
+    )
     (llama / "notes").mkdir()
     for place in ("key.bak", "notes/key"):
         shutil.copy(tmp_path / "key.bak", llama / place)
@@ -628,17 +943,34 @@ def test_an_element_in_the_model_is_not_published(run: Run, tmp_path: Path, llam
     assert set(contents(tmp_path / "out")) == {"config.json", "model.safetensors", "notes/short"}
 
 
-def test_resume_keeps_nothing_of_another_spec_or_version(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_keeps_nothing_of_another_spec_or_version(
+    run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import regauge
     import regauge.checkpoints.writer as writing
     from regauge.checkpoints.spec_files import dump_spec
 
     folder = shard(llama, tmp_path / "shards")
     text = dump_spec(regauge.spec_of(folder))
-    arguments = ["move", folder, "--spec", tmp_path / "spec.toml", "--random", "--seed", 1, "--resume", "--threads", 1, "-o", tmp_path / "out"]
+    arguments = [
+        "move",
+        folder,
+        "--spec",
+        tmp_path / "spec.toml",
+        "--random",
+        "--seed",
+        1,
+        "--resume",
+        "--threads",
+        1,
+        "-o",
+        tmp_path / "out",
+    ]
 
     def resumed(change: Callable[[pytest.MonkeyPatch], Any]) -> str:
-        """What the second run says, after a first one that was interrupted in its last shard, and a change."""
+        """What the second run says, after a first one that was interrupted in its last shard, and a
+        change.
+        """
         (tmp_path / "spec.toml").write_text(text)
         with monkeypatch.context() as patch:
             calls: list[Any] = []
@@ -660,12 +992,19 @@ def test_resume_keeps_nothing_of_another_spec_or_version(run: Run, tmp_path: Pat
 
     axes = '"model.layers.0.mlp.gate_proj.weight" = "|ffn.0| stream*"'
     assert axes in text
-    assert "kept from the interrupted run: model-00001-of-00003.safetensors, model-00002" in resumed(lambda patch: None)
-    assert "kept" not in resumed(lambda patch: (tmp_path / "spec.toml").write_text(text.replace(axes, axes.replace("|", ""))))
+    assert (
+        "kept from the interrupted run: model-00001-of-00003.safetensors, model-00002"
+        in resumed(lambda patch: None)
+    )
+    assert "kept" not in resumed(
+        lambda patch: (tmp_path / "spec.toml").write_text(text.replace(axes, axes.replace("|", "")))
+    )
     assert "kept" not in resumed(lambda patch: patch.setattr(regauge, "__version__", "9"))
 
 
-def test_an_interrupt_says_what_became_of_the_output(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_says_what_became_of_the_output(
+    run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import regauge.checkpoints.writer as writing
 
     real = writing._finish
@@ -678,9 +1017,13 @@ def test_an_interrupt_says_what_became_of_the_output(run: Run, tmp_path: Path, l
 
         monkeypatch.setattr(writing, "_finish", finish)
         (tmp_path / "out").mkdir()  # an empty folder may be taken, and is no output
-        said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
+        said = run(
+            "move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g"
+        )
         assert said.code == 130
-        assert said.err.endswith(f"regauge: error: interrupted; {tmp_path / 'out'} was {'' if late else 'not '}written\n")
+        assert said.err.endswith(
+            f"regauge: error: interrupted; {tmp_path / 'out'} was {'' if late else 'not '}written\n"
+        )
         assert (tmp_path / "g").exists() == (tmp_path / "out" / "config.json").exists() == late
         if not late:
             (tmp_path / "out").rmdir()
@@ -714,10 +1057,30 @@ def test_threads_have_a_limit(run: Run, tmp_path: Path, llama: Path) -> None:
 
 STREAMS = {
     "stdout closed": ("inspect", ">&-", 1, "regauge: error: stdout is closed"),
-    "stdout full": ("inspect", ">/dev/full", 1, "regauge: error: stdout cannot be written: No space left on device\n"),
-    "stdout full, much": ("inspect -v", ">/dev/full", 1, "regauge: error: stdout cannot be written: No space left on device\n"),
-    "stdout full, version": ("--version", ">/dev/full", 1, "regauge: error: stdout cannot be written: No space left on device\n"),
-    "stdout full, help": ("--help", ">/dev/full", 1, "regauge: error: stdout cannot be written: No space left on device\n"),
+    "stdout full": (
+        "inspect",
+        ">/dev/full",
+        1,
+        "regauge: error: stdout cannot be written: No space left on device\n",
+    ),
+    "stdout full, much": (
+        "inspect -v",
+        ">/dev/full",
+        1,
+        "regauge: error: stdout cannot be written: No space left on device\n",
+    ),
+    "stdout full, version": (
+        "--version",
+        ">/dev/full",
+        1,
+        "regauge: error: stdout cannot be written: No space left on device\n",
+    ),
+    "stdout full, help": (
+        "--help",
+        ">/dev/full",
+        1,
+        "regauge: error: stdout cannot be written: No space left on device\n",
+    ),
     "stdout closed, unused": ("move --random", ">&-", 0, "regauge: wrote "),
     "stderr closed": ("move --random", "2>&-", 0, ""),
     "stderr full": ("move --random", "2>/dev/full", 0, ""),
@@ -726,13 +1089,26 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize(("case", "unbuffered"), [(case, more) for case in STREAMS for more in (["", "1"] if "full" in case else [""])])
+@pytest.mark.parametrize(
+    ("case", "unbuffered"),
+    [(case, more) for case in STREAMS for more in (["", "1"] if "full" in case else [""])],
+)
 def test_broken_streams(tmp_path: Path, llama: Path, case: str, unbuffered: str) -> None:
     command, where, code, message = STREAMS[case]
-    given = "" if command.startswith("--") else f"{llama}" + (f" -o {tmp_path / 'out'}" if command.startswith("move") else "")
+    given = (
+        ""
+        if command.startswith("--")
+        else f"{llama}" + (f" -o {tmp_path / 'out'}" if command.startswith("move") else "")
+    )
     line = f"exec {sys.executable} -m regauge.cli {command} {given} {where}"
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(["sh", "-c", line], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        ["sh", "-c", line],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
     assert done.returncode == code, done
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -746,14 +1122,18 @@ def test_an_interrupt_while_importing_is_quiet(llama: Path, module: str) -> None
     """The import of a module is where the signal comes."""
     code = (
         "import os, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs are started with it ignored
+        # a shell's background jobs are started with it ignored
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class Stop:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        f"        if name == {module!r}:\n            sys.meta_path.remove(self); os.kill(os.getpid(), signal.SIGINT)\n"
+        f"        if name == {module!r}:\n            sys.meta_path.remove(self); "
+        "os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Stop())\n"
         "from regauge.cli import main\nsys.exit(main(sys.argv[1:]))"
     )
-    done = subprocess.run([sys.executable, "-c", code, "inspect", str(llama)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "inspect", str(llama)], capture_output=True, text=True
+    )
     assert done.returncode == 130
     assert done.stdout == ""
     assert done.stderr in ("", "regauge: error: interrupted\n")

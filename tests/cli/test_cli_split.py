@@ -1,4 +1,6 @@
-"""regauge split on the command line: certificates, a server, training and prediction from the other side, parts and the whole; what goes wrong."""
+"""regauge split on the command line: certificates, a server, training and prediction from the other
+side, parts and the whole; what goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def model(tmp_path: Path) -> Path:
 
 @contextmanager
 def served(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Iterator[str]:
-    """A server in a thread, until the end of the block; the address that it listens on. It must end well."""
+    """A server in a thread, until the end of the block; the address that it listens on. It must end
+    well.
+    """
     address, asked, codes = f"127.0.0.1:{free_port()}", split_server.Asked(), []
 
     @contextmanager
@@ -55,7 +59,11 @@ def served(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Iterator[str]:
 
     with monkeypatch.context() as patched:
         patched.setattr(split_server, "server_signals", signals)
-        thread = threading.Thread(target=lambda: codes.append(main(["split", "serve", *map(str, arguments), "--listen", address])))
+        thread = threading.Thread(
+            target=lambda: codes.append(
+                main(["split", "serve", *map(str, arguments), "--listen", address])
+            )
+        )
         thread.start()
         try:
             wait_for(lambda: bool(codes) or is_open(address))
@@ -82,9 +90,15 @@ def wait_for(true: Callable[[], bool], seconds: float = 240.0) -> None:
         time.sleep(0.02)
 
 
-def test_three_commands(run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Certificates, a server, a training from the other side; then both parts make a whole model, which has learned."""
-    said = run("split", "certs", "--to", tmp_path / "certs", "--client", "ann", "--client", "bob", "--json")
+def test_three_commands(
+    run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Certificates, a server, a training from the other side; then both parts make a whole model,
+    which has learned.
+    """
+    said = run(
+        "split", "certs", "--to", tmp_path / "certs", "--client", "ann", "--client", "bob", "--json"
+    )
     assert said.code == 0
     assert set(json.loads(said.out)["files"]) == {"server", "ann", "bob"}
     assert (tmp_path / "certs" / "clients.txt").read_text() == "ann\nbob\n"
@@ -122,7 +136,21 @@ def test_three_commands(run: Run, tmp_path: Path, model: Path, monkeypatch: pyte
     ]
     with server as address:
         before = run("split", "predict", model, "--server", address, *how, "--json")
-        said = run("split", "train", model, "--server", address, *how, "--epochs", 4, "--batch-size", 8, "-o", tmp_path / "edges", "--json")
+        said = run(
+            "split",
+            "train",
+            model,
+            "--server",
+            address,
+            *how,
+            "--epochs",
+            4,
+            "--batch-size",
+            8,
+            "-o",
+            tmp_path / "edges",
+            "--json",
+        )
         assert said.code == 0, said.err
         after = run("split", "predict", tmp_path / "edges", "--server", address, *how, "--json")
     told = json.loads(said.out)
@@ -134,7 +162,10 @@ def test_three_commands(run: Run, tmp_path: Path, model: Path, monkeypatch: pyte
     assert first["examples"] == last["examples"] == 50
     assert last["loss"] < first["loss"] - 0.3
     assert last["perplexity"] == pytest.approx(torch.tensor(last["loss"]).exp().item(), rel=1e-4)
-    parts = [{n.split(".")[1] for n in open_checkpoint(tmp_path / name).names} for name in ("edges", "backbone")]
+    parts = [
+        {n.split(".")[1] for n in open_checkpoint(tmp_path / name).names}
+        for name in ("edges", "backbone")
+    ]
     assert parts == [{"wte", "wpe", "ln_f"}, {"h"}]
     assert json.loads((tmp_path / "edges" / "split.json").read_text())["part"] == "edges"
     assert (tmp_path / "edges" / "tokenizer.json").exists()
@@ -142,30 +173,76 @@ def test_three_commands(run: Run, tmp_path: Path, model: Path, monkeypatch: pyte
         with pytest.raises(Exception, match="has no"):
             load_model(tmp_path / name)
 
-    assert run("split", "join", tmp_path / "edges", tmp_path / "backbone", "-o", tmp_path / "whole").code == 0
+    assert (
+        run(
+            "split", "join", tmp_path / "edges", tmp_path / "backbone", "-o", tmp_path / "whole"
+        ).code
+        == 0
+    )
     joined = load_model(tmp_path / "whole")
     assert not (tmp_path / "whole" / "split.json").exists()
     ids = torch.tensor([[i * i % 7 for i in range(k, k + 12)] for k in range(0, 84, 7)])
     with torch.no_grad():
-        here, plain = (float(m(input_ids=ids, labels=ids).loss) for m in (joined, load_model(model)))
+        here, plain = (
+            float(m(input_ids=ids, labels=ids).loss) for m in (joined, load_model(model))
+        )
     assert here < plain - 0.3
 
 
-def test_it_is_the_training_in_one_process(run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_training_in_one_process(
+    run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from regauge.data.datasets import open_data
     from regauge.data.tasks import logits_of, loss_of, read_examples
     from regauge.split import OptimizerConfig
     from regauge.split.client.train import Run as Steps
     from regauge.split.client.train import drawing
 
-    options = ["--optimizer", "sgd", "--lr", 0.1, "--momentum", 0.9, "--schedule", "linear", "--steps", 9, "--accumulate", 2, "--threads", 1]
+    options = [
+        "--optimizer",
+        "sgd",
+        "--lr",
+        0.1,
+        "--momentum",
+        0.9,
+        "--schedule",
+        "linear",
+        "--steps",
+        9,
+        "--accumulate",
+        2,
+        "--threads",
+        1,
+    ]
     with served(monkeypatch, model, *options, "--output", tmp_path / "backbone") as address:
         how = ["--data", tmp_path / "book.txt", "--length", 12, "--server", address, "--threads", 1]
-        assert run("split", "train", model, *how, "--steps", 5, "--batch-size", 4, "-o", tmp_path / "edges").code == 0
-    assert run("split", "join", tmp_path / "edges", tmp_path / "backbone", "-o", tmp_path / "whole").code == 0
+        assert (
+            run(
+                "split",
+                "train",
+                model,
+                *how,
+                "--steps",
+                5,
+                "--batch-size",
+                4,
+                "-o",
+                tmp_path / "edges",
+            ).code
+            == 0
+        )
+    assert (
+        run(
+            "split", "join", tmp_path / "edges", tmp_path / "backbone", "-o", tmp_path / "whole"
+        ).code
+        == 0
+    )
     plain = load_model(model, "float32").train()
     examples, _ = read_examples(plain, open_data(tmp_path / "book.txt"), beside=model, length=12)
-    own, steps = OptimizerConfig("sgd", 0.1, momentum=0.9, schedule="linear", steps=9, accumulate=2), Steps(5, 4, 0)
+    own, steps = (
+        OptimizerConfig("sgd", 0.1, momentum=0.9, schedule="linear", steps=9, accumulate=2),
+        Steps(5, 4, 0),
+    )
     optimizer = own.build(plain.parameters())
     for step in range(5):
         for group in optimizer.param_groups:
@@ -176,12 +253,18 @@ def test_it_is_the_training_in_one_process(run: Run, tmp_path: Path, model: Path
             with drawing(0, n):
                 (loss_of(examples, logits_of(plain, inputs), labels) / 2).backward()
         optimizer.step()
-    assert distance(dict(load_model(tmp_path / "whole").state_dict()), dict(plain.state_dict())) < 1e-5
+    assert (
+        distance(dict(load_model(tmp_path / "whole").state_dict()), dict(plain.state_dict())) < 1e-5
+    )
     assert distance(dict(load_model(model).state_dict()), dict(plain.state_dict())) > 1e-2
 
 
-def test_a_locked_backbone_and_its_key(run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has the locked model and no key; both parts make a locked model, which its key unlocks to what plain training gives."""
+def test_a_locked_backbone_and_its_key(
+    run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has the locked model and no key; both parts make a locked model, which its key
+    unlocks to what plain training gives.
+    """
     key, locked = tmp_path / "key", tmp_path / "LOCKED"
     assert run("keygen", "-o", key).code == 0
     assert run("keygen", "-o", tmp_path / "other").code == 0
@@ -189,8 +272,30 @@ def test_a_locked_backbone_and_its_key(run: Run, tmp_path: Path, model: Path, mo
     data = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1]
     losses = []
     for name, source, more in (("plain", model, []), ("locked", locked, ["--key", key])):
-        with served(monkeypatch, source, "--lr", 1e-3, "--output", tmp_path / f"{name}-backbone", "--threads", 1) as address:
-            said = run("split", "train", source, *data, "--server", address, *more, "--steps", 6, "-o", tmp_path / f"{name}-edges", "--json")
+        with served(
+            monkeypatch,
+            source,
+            "--lr",
+            1e-3,
+            "--output",
+            tmp_path / f"{name}-backbone",
+            "--threads",
+            1,
+        ) as address:
+            said = run(
+                "split",
+                "train",
+                source,
+                *data,
+                "--server",
+                address,
+                *more,
+                "--steps",
+                6,
+                "-o",
+                tmp_path / f"{name}-edges",
+                "--json",
+            )
             assert said.code == 0, said.err
             losses.append(json.loads(said.out)["losses"])
             if name == "locked":
@@ -208,31 +313,73 @@ def test_a_locked_backbone_and_its_key(run: Run, tmp_path: Path, model: Path, mo
                 said = run("split", "predict", model, *data, "--server", address, "--key", key)
                 assert said.code == 1
                 assert "is not locked, so that its key has nothing to fit" in said.err
-        said = run("split", "join", tmp_path / f"{name}-edges", tmp_path / f"{name}-backbone", "-o", tmp_path / f"{name}-whole")
+        said = run(
+            "split",
+            "join",
+            tmp_path / f"{name}-edges",
+            tmp_path / f"{name}-backbone",
+            "-o",
+            tmp_path / f"{name}-whole",
+        )
         assert said.code == 0, said.err
         assert ("--retrained" in said.err) == (name == "locked")
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    assert run("split", "join", tmp_path / "locked-edges", tmp_path / "plain-backbone", "-o", tmp_path / "mixed").code == 1
-    assert run("unlock", tmp_path / "locked-whole", "-k", key, "--retrained", "-o", tmp_path / "unlocked").code == 0
-    found, expected = (dict(load_model(tmp_path / name).state_dict()) for name in ("unlocked", "plain-whole"))
+    assert (
+        run(
+            "split",
+            "join",
+            tmp_path / "locked-edges",
+            tmp_path / "plain-backbone",
+            "-o",
+            tmp_path / "mixed",
+        ).code
+        == 1
+    )
+    assert (
+        run(
+            "unlock",
+            tmp_path / "locked-whole",
+            "-k",
+            key,
+            "--retrained",
+            "-o",
+            tmp_path / "unlocked",
+        ).code
+        == 0
+    )
+    found, expected = (
+        dict(load_model(tmp_path / name).state_dict()) for name in ("unlocked", "plain-whole")
+    )
     assert distance(found, expected) < 1e-3
 
 
-def test_who_may_come_and_what_is_said_to_others(run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_come_and_what_is_said_to_others(
+    run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in ("certs", "strange"):
-        assert run("split", "certs", "--to", tmp_path / folder, "--client", "ann", "--client", "bob").code == 0
+        assert (
+            run(
+                "split", "certs", "--to", tmp_path / folder, "--client", "ann", "--client", "bob"
+            ).code
+            == 0
+        )
     (tmp_path / "list").write_text("ann sessions=1\n")
     monkeypatch.setattr("regauge.cli.split_client.FIRST", 1.0)
     data = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1]
     certs = ["--tls", tmp_path / "certs"]
-    with served(monkeypatch, model, *certs, "--clients", tmp_path / "list", "--threads", 1) as address:
+    with served(
+        monkeypatch, model, *certs, "--clients", tmp_path / "list", "--threads", 1
+    ) as address:
         ask = ["split", "predict", model, *data, "--server", address, "--samples", 2]
         assert run(*ask, *certs, "--client-name", "ann").code == 0
         for wrong, words in (
             ([*certs, "--client-name", "bob"], "this server does not know you"),
             ([*certs], "has certificates of ann, bob"),
             ([*certs, "--client-name", "cid"], "there is no"),
-            (["--tls", tmp_path / "strange", "--client-name", "ann"], "the server's certificate is not of this authority"),
+            (
+                ["--tls", tmp_path / "strange", "--client-name", "ann"],
+                "the server's certificate is not of this authority",
+            ),
             ([], "it hung up"),
             (["--tls", tmp_path / "nothing"], "there is no folder"),
         ):
@@ -242,7 +389,19 @@ def test_who_may_come_and_what_is_said_to_others(run: Run, tmp_path: Path, model
         other = tmp_path / "other"
         build("gpt2", seed=1).double().save_pretrained(other)
         (other / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
-        said = run("split", "predict", other, *data, "--server", address, *certs, "--client-name", "ann", "--dtype", "float64")
+        said = run(
+            "split",
+            "predict",
+            other,
+            *data,
+            "--server",
+            address,
+            *certs,
+            "--client-name",
+            "ann",
+            "--dtype",
+            "float64",
+        )
         assert said.code == 1
         assert "the server's dtype is float32, the client's float64" in said.err
     said = run(*ask, *certs, "--client-name", "ann")
@@ -251,12 +410,20 @@ def test_who_may_come_and_what_is_said_to_others(run: Run, tmp_path: Path, model
     assert "is the server running" in said.err
 
 
-def test_rows_are_rows_by_either_name(run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_rows_by_either_name(
+    run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """GPT-2 leaves its causal mask to the kernel, unless it is told that rows move."""
     how = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1, "--json"]
     found = []
     with served(monkeypatch, model, "--threads", 1) as address:
-        for more in ([], ["--rows", "batch"], ["--defence", "rows"], ["--defence", "clip=1e+6+rows=sample"], ["--defence", "clip=0.1"]):
+        for more in (
+            [],
+            ["--rows", "batch"],
+            ["--defence", "rows"],
+            ["--defence", "clip=1e+6+rows=sample"],
+            ["--defence", "clip=0.1"],
+        ):
             said = run("split", "predict", model, "--server", address, *how, *more)
             assert said.code == 0, said.err
             found.append(json.loads(said.out)["loss"])
@@ -279,18 +446,46 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
         (["serve", tmp_path / "nothing"], "does not exist", 1),
         (["train", model, *there, "-o", model], "exists already", 1),
         (["train", model, *there, "-o", tmp_path / "o", "--resume"], "it needs the --journal", 2),
-        (["train", model, *there, "-o", tmp_path / "o", "--resume", "--journal", tmp_path / "j"], "holds no run to go on with", 1),
-        (["train", model, *there, "-o", tmp_path / "o", "--epochs", 1, "--steps", 1], "--epochs or --steps", 2),
-        (["train", model, *there, "-o", tmp_path / "o", "--defence", "fog=1"], 'there is no defence "fog"', 1),
+        (
+            ["train", model, *there, "-o", tmp_path / "o", "--resume", "--journal", tmp_path / "j"],
+            "holds no run to go on with",
+            1,
+        ),
+        (
+            ["train", model, *there, "-o", tmp_path / "o", "--epochs", 1, "--steps", 1],
+            "--epochs or --steps",
+            2,
+        ),
+        (
+            ["train", model, *there, "-o", tmp_path / "o", "--defence", "fog=1"],
+            'there is no defence "fog"',
+            1,
+        ),
         (["predict", model, *there, "--defence", "noise=-1"], "noise of -1", 1),
         (["predict", model, *there, "--defence", "noise=1+fog"], 'there is no defence "fog"', 1),
-        (["predict", model, *there, "--rows", "batch", "--defence", "rows"], "Rows is there twice", 1),
+        (
+            ["predict", model, *there, "--rows", "batch", "--defence", "rows"],
+            "Rows is there twice",
+            1,
+        ),
         (["predict", model, *there, "--keep-cls"], "it belongs to --rows", 2),
-        (["train", model, *there, "-o", tmp_path / "o", "--keep-cls", "--defence", "rows"], "it belongs to --rows", 2),
+        (
+            ["train", model, *there, "-o", tmp_path / "o", "--keep-cls", "--defence", "rows"],
+            "it belongs to --rows",
+            2,
+        ),
         (["certs", "--to", tmp_path / "c", "--client", "server"], "is no name for a client", 2),
         (["certs", "--to", tmp_path / "c", "--client", "../x"], "is no name for a client", 2),
-        (["certs", "--to", tmp_path / "c", "--client", "\u00e9" * 64], "is no name for a client", 2),
-        (["certs", "--to", tmp_path / "c", "--name", "b\u00fccher.example"], "is no name or address", 2),
+        (
+            ["certs", "--to", tmp_path / "c", "--client", "\u00e9" * 64],
+            "is no name for a client",
+            2,
+        ),
+        (
+            ["certs", "--to", tmp_path / "c", "--name", "b\u00fccher.example"],
+            "is no name or address",
+            2,
+        ),
         (["certs", "--to", tmp_path / "c", "--name", ""], "is no name or address", 2),
         (["certs", "--to", tmp_path / "c", "--name", "a b"], "is no name or address", 2),
     ):
@@ -300,11 +495,26 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
     assert not (tmp_path / "o").exists()
 
 
-def test_nothing_is_lost_at_awkward_moments(run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder has one user; Ctrl-C in the last step does not undo the others; a server that cannot keep its state still writes what it was asked to;
-    a run that is stopped and cannot go on leaves no session behind."""
+def test_nothing_is_lost_at_awkward_moments(
+    run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder has one user; Ctrl-C in the last step does not undo the others; a server that cannot
+    keep its state still writes what it was asked to; a run that is stopped and cannot go on leaves
+    no session behind.
+    """
     kept, journal, hosts = tmp_path / "kept", tmp_path / "journal", []
-    how = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1, "--batch-size", 8, "--epochs", 1]
+    how = [
+        "--data",
+        tmp_path / "book.txt",
+        "--length",
+        12,
+        "--threads",
+        1,
+        "--batch-size",
+        8,
+        "--epochs",
+        1,
+    ]
     stop, at = threading.Event(), 7
 
     @contextmanager
@@ -323,22 +533,85 @@ def test_nothing_is_lost_at_awkward_moments(run: Run, tmp_path: Path, model: Pat
 
     monkeypatch.setattr(split_client, "signals", signals)
     monkeypatch.setattr(split_client._Ticker, "__call__", ticked)
-    with served(monkeypatch, model, "--lr", 1e-2, "--quota", "sessions=1", "--checkpoint", kept, "--threads", 1) as address:
-        said = run("split", "serve", model, "--lr", 1e-2, "--checkpoint", kept, "--listen", f"127.0.0.1:{free_port()}")
+    with served(
+        monkeypatch,
+        model,
+        "--lr",
+        1e-2,
+        "--quota",
+        "sessions=1",
+        "--checkpoint",
+        kept,
+        "--threads",
+        1,
+    ) as address:
+        said = run(
+            "split",
+            "serve",
+            model,
+            "--lr",
+            1e-2,
+            "--checkpoint",
+            kept,
+            "--listen",
+            f"127.0.0.1:{free_port()}",
+        )
         assert (said.code, f"another server is using {kept}" in said.err) == (1, True), said.err
         with split_server.only_one(journal, "run"):
-            said = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges", "--journal", journal)
+            said = run(
+                "split",
+                "train",
+                model,
+                "--server",
+                address,
+                *how,
+                "-o",
+                tmp_path / "edges",
+                "--journal",
+                journal,
+            )
             assert (said.code, f"another run is using {journal}" in said.err) == (1, True), said.err
         assert list(journal.iterdir()) == []
         at = 3
         said = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges")
-        assert (said.code, "stopped after step 3 of 7" in said.err, (tmp_path / "edges").exists()) == (130, True, False), said.err
+        assert (
+            said.code,
+            "stopped after step 3 of 7" in said.err,
+            (tmp_path / "edges").exists(),
+        ) == (130, True, False), said.err
         at = 7
         (journal / ".000000003.request.partial-0123456789ab").write_bytes(b"half")
-        said = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges", "--journal", journal)
-        assert (said.code, (tmp_path / "edges").exists(), list(journal.iterdir())) == (0, True, []), said.err
+        said = run(
+            "split",
+            "train",
+            model,
+            "--server",
+            address,
+            *how,
+            "-o",
+            tmp_path / "edges",
+            "--journal",
+            journal,
+        )
+        assert (said.code, (tmp_path / "edges").exists(), list(journal.iterdir())) == (
+            0,
+            True,
+            [],
+        ), said.err
     monkeypatch.setattr("regauge.split.server.host.Host.keep", failed)
-    with pytest.raises(AssertionError), served(monkeypatch, model, "--lr", 1e-2, "--checkpoint", kept, "--output", tmp_path / "backbone"):
+    with (
+        pytest.raises(AssertionError),
+        served(
+            monkeypatch,
+            model,
+            "--lr",
+            1e-2,
+            "--checkpoint",
+            kept,
+            "--output",
+            tmp_path / "backbone",
+        ),
+    ):
         pass
     assert hosts[0].step == 10
     assert (tmp_path / "backbone" / "split.json").exists()
@@ -346,7 +619,9 @@ def test_nothing_is_lost_at_awkward_moments(run: Run, tmp_path: Path, model: Pat
 
 @pytest.mark.parametrize("part", ["edges", "backbone"])
 @pytest.mark.parametrize("name", ["llama", "bert-classifier", "vit", "t5", "mixtral"])
-def test_parts_of_every_kind_make_the_whole_again(run: Run, tmp_path: Path, name: str, part: str) -> None:
+def test_parts_of_every_kind_make_the_whole_again(
+    run: Run, tmp_path: Path, name: str, part: str
+) -> None:
     from regauge.split.parts import write_part
 
     whole = build(name).float()
@@ -355,11 +630,18 @@ def test_parts_of_every_kind_make_the_whole_again(run: Run, tmp_path: Path, name
     live = load_part(source, part)  # type: ignore[arg-type]
     assert {t.is_meta for t in live.parameters()} == {True, False}
     write_part(tmp_path / "part", live, source, part)  # type: ignore[arg-type]
-    sides = [tmp_path / "part", tmp_path / "whole"] if part == "edges" else [tmp_path / "whole", tmp_path / "part"]
+    sides = (
+        [tmp_path / "part", tmp_path / "whole"]
+        if part == "edges"
+        else [tmp_path / "whole", tmp_path / "part"]
+    )
     assert len(open_checkpoint(tmp_path / "part")) < len(source)
     said = run("split", "join", *sides, "-o", tmp_path / "again")
     assert said.code == 0, said.err
-    found, expected = dict(load_model(tmp_path / "again").state_dict()), dict(load_model(tmp_path / "whole").state_dict())
+    found, expected = (
+        dict(load_model(tmp_path / "again").state_dict()),
+        dict(load_model(tmp_path / "whole").state_dict()),
+    )
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[n], expected[n]) for n in found)
     assert run("split", "join", *reversed(sides), "-o", tmp_path / "other").code == 1
@@ -367,7 +649,13 @@ def test_parts_of_every_kind_make_the_whole_again(run: Run, tmp_path: Path, name
 
 def started(*arguments: Any) -> subprocess.Popen:
     command = [sys.executable, "-m", "regauge", "split", *map(str, arguments), "--threads", "1"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    )
 
 
 def ended(process: subprocess.Popen, seconds: float = 300.0) -> tuple[int, str]:
@@ -381,7 +669,9 @@ def ended(process: subprocess.Popen, seconds: float = 300.0) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model: Path) -> None:
-    """A client and a server, each killed in the middle and started again, end with the bits of a run that nobody disturbed."""
+    """A client and a server, each killed in the middle and started again, end with the bits of a
+    run that nobody disturbed.
+    """
     address = f"127.0.0.1:{free_port()}"
     data = ["--data", tmp_path / "book.txt", "--length", 12, "--batch-size", 4, "--server", address]
 
@@ -409,16 +699,41 @@ def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model:
 
     def train(name: str, *more: Any) -> subprocess.Popen:
         journal = tmp_path / name / "journal"
-        return started("train", model, *data, "--steps", 40, "--journal", journal, "--every", 4, "-o", tmp_path / name / "edges", *more)
+        return started(
+            "train",
+            model,
+            *data,
+            "--steps",
+            40,
+            "--journal",
+            journal,
+            "--every",
+            4,
+            "-o",
+            tmp_path / name / "edges",
+            *more,
+        )
 
     def disturbed(processes: list[subprocess.Popen]) -> None:
-        """The server is killed after its first checkpoint, the client some steps later; both are started again."""
+        """The server is killed after its first checkpoint, the client some steps later; both are
+        started again.
+        """
         journal, kept = tmp_path / "wild" / "journal", tmp_path / "wild" / "kept"
-        wait_for(lambda: (kept / "split.safetensors").exists() and (journal / "client" / "split.safetensors").exists())
+        wait_for(
+            lambda: (
+                (kept / "split.safetensors").exists()
+                and (journal / "client" / "split.safetensors").exists()
+            )
+        )
         processes[0].kill()
         processes[0].wait()
         processes[0] = serve("wild")
-        wait_for(lambda: any(int(p.stem) > 40 for p in journal.glob("*.reply")) or processes[1].poll() is not None)
+        wait_for(
+            lambda: (
+                any(int(p.stem) > 40 for p in journal.glob("*.reply"))
+                or processes[1].poll() is not None
+            )
+        )
         processes[1].kill()
         processes[1].wait()
         assert not (tmp_path / "wild" / "edges").exists()
@@ -447,13 +762,21 @@ def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model:
             for process in processes:
                 process.kill()
                 process.wait()
-        results.append({n: t.clone() for part in ("edges", "out") for n, t in open_checkpoint(tmp_path / name / part).items()})
+        results.append(
+            {
+                n: t.clone()
+                for part in ("edges", "out")
+                for n, t in open_checkpoint(tmp_path / name / part).items()
+            }
+        )
     assert results[0].keys() == results[1].keys()
     assert all(torch.equal(results[0][n], results[1][n]) for n in results[0])
 
 
 def signalled(*arguments: Any, during: Callable[[str], None]) -> int:
-    """The exit code of a server in this thread, which alone gets signals, while another thread does something to it."""
+    """The exit code of a server in this thread, which alone gets signals, while another thread does
+    something to it.
+    """
     address = f"127.0.0.1:{free_port()}"
 
     def work() -> None:
@@ -471,7 +794,9 @@ def signalled(*arguments: Any, during: Callable[[str], None]) -> int:
         thread.join(60)
 
 
-def test_two_quick_sigterms_still_write_checkpoint_and_backbone(model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_quick_sigterms_still_write_checkpoint_and_backbone(
+    model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from regauge.split import Host
 
     keep, asked = Host.keep, []
@@ -488,21 +813,37 @@ def test_two_quick_sigterms_still_write_checkpoint_and_backbone(model: Path, tmp
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    code = signalled(model, "--lr", "1e-3", "--checkpoint", tmp_path / "kept", "--output", tmp_path / "backbone", during=during)
+    code = signalled(
+        model,
+        "--lr",
+        "1e-3",
+        "--checkpoint",
+        tmp_path / "kept",
+        "--output",
+        tmp_path / "backbone",
+        during=during,
+    )
     assert (code, asked) == (0, [signal.SIGTERM])
     assert (tmp_path / "kept" / "split.safetensors").is_file()
     assert (tmp_path / "backbone" / "model.safetensors").is_file()
 
 
-def test_sighup_reads_the_clients_again_and_does_not_kill(model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sighup_reads_the_clients_again_and_does_not_kill(
+    model: Path, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from regauge.split.server import client_list
     from regauge.split.server.network import Server
 
     monkeypatch.setattr(client_list, "POLL_SECONDS", 1000.0)  # SIGHUP alone
-    assert run("split", "certs", "--to", tmp_path / "certs", "--client", "ann", "--client", "bob").code == 0
+    assert (
+        run("split", "certs", "--to", tmp_path / "certs", "--client", "ann", "--client", "bob").code
+        == 0
+    )
     servers: list[Server] = []
     start = Server.__init__
-    monkeypatch.setattr(Server, "__init__", lambda self, *a, **k: (servers.append(self), start(self, *a, **k))[1])
+    monkeypatch.setattr(
+        Server, "__init__", lambda self, *a, **k: (servers.append(self), start(self, *a, **k))[1]
+    )
 
     def during(address: str) -> None:
         wait_for(lambda: bool(servers) and servers[0].host.clients == {"ann", "bob"})
@@ -524,14 +865,50 @@ def test_half_precision_trains_on_both_sides_and_stays_finite(
     from safetensors.torch import load_file
 
     with served(
-        monkeypatch, model, "--lr", "3e-3", "--dtype", dtype, "--output", tmp_path / "backbone", "--checkpoint", tmp_path / "kept"
+        monkeypatch,
+        model,
+        "--lr",
+        "3e-3",
+        "--dtype",
+        dtype,
+        "--output",
+        tmp_path / "backbone",
+        "--checkpoint",
+        tmp_path / "kept",
     ) as address:
-        how = ["--data", tmp_path / "book.txt", "--length", 12, "--server", address, "--dtype", dtype, "--threads", 1]
-        said = run("split", "train", model, *how, "--steps", 12, "--batch-size", 8, "-o", tmp_path / "edges", "--json")
+        how = [
+            "--data",
+            tmp_path / "book.txt",
+            "--length",
+            12,
+            "--server",
+            address,
+            "--dtype",
+            dtype,
+            "--threads",
+            1,
+        ]
+        said = run(
+            "split",
+            "train",
+            model,
+            *how,
+            "--steps",
+            12,
+            "--batch-size",
+            8,
+            "-o",
+            tmp_path / "edges",
+            "--json",
+        )
         assert said.code == 0, said.err
     losses = json.loads(said.out)["losses"]
     assert losses[-1] < losses[0] - 0.05
-    for path in (tmp_path / "backbone" / "model.safetensors", tmp_path / "edges" / "model.safetensors", tmp_path / "kept" / "split.safetensors"):
+    for path in (
+        tmp_path / "backbone" / "model.safetensors",
+        tmp_path / "edges" / "model.safetensors",
+        tmp_path / "kept" / "split.safetensors",
+    ):
         tensors = load_file(path)
         assert all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
     assert any(name.startswith("master/") for name in tensors)

@@ -25,8 +25,22 @@ def vit(tmp_path: Path) -> Path:
     return tmp_path / "vit"
 
 
-def test_a_model_that_keeps_the_laws(vit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(vit), "--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "page.html")]) == 0
+def test_a_model_that_keeps_the_laws(
+    vit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "verify",
+                str(vit),
+                "--json",
+                str(tmp_path / "r.json"),
+                "--report",
+                str(tmp_path / "page.html"),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr()
     lines = said.out.splitlines()
     assert lines[0] == "ViTForImageClassification: rows and columns"
@@ -41,11 +55,18 @@ def test_a_model_that_keeps_the_laws(vit: Path, tmp_path: Path, capsys: pytest.C
     assert "All 58 checks hold" in (tmp_path / "page.html").read_text()
 
 
-def test_a_law_that_fails_is_exit_code_3(vit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_law_that_fails_is_exit_code_3(
+    vit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A spec that forgets that the second layer of an FFN reads its neurons."""
     spec = tmp_path / "wrong.toml"
     text = dump_spec(spec_of(build("vit")))
-    spec.write_text(text.replace('"vit.layers.1.mlp.fc2.weight" = "stream ffn.1*"', '"vit.layers.1.mlp.fc2.weight" = "stream _"'))
+    spec.write_text(
+        text.replace(
+            '"vit.layers.1.mlp.fc2.weight" = "stream ffn.1*"',
+            '"vit.layers.1.mlp.fc2.weight" = "stream _"',
+        )
+    )
     assert spec.read_text() != text
     assert main(["verify", str(vit), "--spec", str(spec), "--steps", "0", "--no-general"]) == 3
     said = capsys.readouterr().out
@@ -53,23 +74,45 @@ def test_a_law_that_fails_is_exit_code_3(vit: Path, tmp_path: Path, capsys: pyte
     assert "it goes wrong in vit.layers.1.mlp" in said
     assert "holds  row/forward" in said
     assert said.splitlines()[-1].endswith("FAILED")
-    assert main(["verify", str(vit), "--spec", str(spec), "--steps", "0", "--no-general", "--json", "-"]) == 3
+    assert (
+        main(
+            ["verify", str(vit), "--spec", str(spec), "--steps", "0", "--no-general", "--json", "-"]
+        )
+        == 3
+    )
     assert json.loads(capsys.readouterr().out)["regauge"] == "results"
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"architectures": ["NoSuchClass"]}, "names the class NoSuchClass, which the transformers library does not have"),
+        (
+            {"architectures": ["NoSuchClass"]},
+            "names the class NoSuchClass, which the transformers library does not have",
+        ),
         ({"architectures": None}, "names no class"),
         ({"architectures": "ViTModel"}, "names no class"),
-        ({"architectures": ["LlamaForCausalLM"]}, 'the model_type of a LlamaForCausalLM is "llama"'),
-        ({"architectures": ["ViTForMaskedImageModeling"]}, 'as a ViTForMaskedImageModeling, {vit} has no "decoder.0.bias" and 2 more'),
-        ({"hidden_size": 24}, 'as a ViTForImageClassification, {vit} has another size for "classifier.weight", [5, 12] and not [5, 24] and '),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            'the model_type of a LlamaForCausalLM is "llama"',
+        ),
+        (
+            {"architectures": ["ViTForMaskedImageModeling"]},
+            'as a ViTForMaskedImageModeling, {vit} has no "decoder.0.bias" and 2 more',
+        ),
+        (
+            {"hidden_size": 24},
+            (
+                'as a ViTForImageClassification, {vit} has another size for "classifier.weight", '
+                "[5, 12] and not [5, 24] and "
+            ),
+        ),
         ({"num_hidden_layers": 1}, 'has, and the class has not, "vit.layers.1.'),
     ],
 )
-def test_checkpoints_that_are_not_their_class(vit: Path, change: dict, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_that_are_not_their_class(
+    vit: Path, change: dict, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = vit / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     assert main(["verify", str(vit)]) == 1
@@ -77,27 +120,55 @@ def test_checkpoints_that_are_not_their_class(vit: Path, change: dict, says: str
 
 
 @pytest.mark.parametrize("name", ["BertModel", "RobertaModel", "ViTModel"])
-def test_an_optional_part_may_be_missing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sentence encoders come without a pooler. What is missing is printed; a weight that matters is still an error."""
+def test_an_optional_part_may_be_missing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Sentence encoders come without a pooler. What is missing is printed; a weight that matters is
+    still an error.
+    """
     import transformers
 
     kind = getattr(transformers, name)
-    sizes = {"hidden_size": 12, "num_hidden_layers": 1, "num_attention_heads": 3, "intermediate_size": 20, "image_size": 8, "patch_size": 4}
-    model = kind(kind.config_class(**sizes, vocab_size=30, max_position_embeddings=16, pad_token_id=0))
+    sizes = {
+        "hidden_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "intermediate_size": 20,
+        "image_size": 8,
+        "patch_size": 4,
+    }
+    model = kind(
+        kind.config_class(**sizes, vocab_size=30, max_position_embeddings=16, pad_token_id=0)
+    )
     model.save_pretrained(tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
-    save_file({n: t for n, t in whole.items() if not n.startswith("pooler.")}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: t for n, t in whole.items() if not n.startswith("pooler.")},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     assert main(["verify", str(tmp_path), "--steps", "0", "--no-general"]) == 0
-    assert f'note: {tmp_path} has no "pooler.dense.bias" and 1 more: the {name} is built without' in capsys.readouterr().err
+    assert (
+        f'note: {tmp_path} has no "pooler.dense.bias" and 1 more: the {name} is built without'
+        in capsys.readouterr().err
+    )
     with pytest.warns(RegaugeWarning, match="add_pooling_layer=False"):
         loaded = load_model(tmp_path)
     assert loaded.pooler is None
     assert all(torch.equal(t, model.state_dict()[n]) for n, t in loaded.state_dict().items())
     lost = next(n for n in whole if n.endswith("output.dense.weight"))
-    save_file({n: t for n, t in whole.items() if not n.startswith("pooler.") and n != lost}, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(
+        {n: t for n, t in whole.items() if not n.startswith("pooler.") and n != lost},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
     assert main(["verify", str(tmp_path), "--steps", "0", "--no-general"]) == 1
     said = capsys.readouterr().err
-    assert re.search(rf'error: as a {name}, {tmp_path} has no "[\w.]*layers?\.0[\w.]*"\nregauge: hint: fetch the weights again', said)
+    assert re.search(
+        rf'error: as a {name}, {tmp_path} has no "[\w.]*layers?\.0[\w.]*"\nregauge: hint: fetch '
+        r"the weights again",
+        said,
+    )
 
 
 def test_weights_without_a_config(vit: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +186,9 @@ def test_weights_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert '"classifier.weight" holds values that are not finite' in capsys.readouterr().err
 
 
-def test_a_page_that_cannot_be_written(vit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_that_cannot_be_written(
+    vit: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Found out before the work, not after it."""
     assert main(["verify", str(vit), "--report", str(tmp_path / "no" / "page.html")]) == 1
     said = capsys.readouterr()
@@ -124,18 +197,27 @@ def test_a_page_that_cannot_be_written(vit: Path, tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("option", ["--json", "--report"])
-def test_a_device_is_not_replaced(vit: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_is_not_replaced(
+    vit: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert main(["verify", str(vit), option, str(pipe)]) == 1
     assert "is no regular file" in capsys.readouterr().err
     assert pipe.is_fifo()
     assert main(["verify", str(vit), "--report", "-"]) == 2
-    assert main(["verify", str(vit), "--report", str(tmp_path / "x"), "--json", str(tmp_path / "x")]) == 2
+    assert (
+        main(["verify", str(vit), "--report", str(tmp_path / "x"), "--json", str(tmp_path / "x")])
+        == 2
+    )
 
 
-@pytest.mark.parametrize(("device", "code"), [("cpu", 0), ("cpu:0", 0), ("meta", 1), ("nonsense", 1), ("cuda:99", 1)])
-def test_where_it_is_computed(vit: Path, device: str, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("device", "code"), [("cpu", 0), ("cpu:0", 0), ("meta", 1), ("nonsense", 1), ("cuda:99", 1)]
+)
+def test_where_it_is_computed(
+    vit: Path, device: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", str(vit), "--steps", "0", "--no-general", "--device", device]) == code
     said = capsys.readouterr().err
     assert (f'nothing can be computed on the device "{device}"' in said) == bool(code)

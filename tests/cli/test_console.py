@@ -1,4 +1,6 @@
-"""What the command line prints is safe on a terminal: no control characters, and no crash on text that is not Unicode."""
+"""What the command line prints is safe on a terminal: no control characters, and no crash on text
+that is not Unicode.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ def test_escapes() -> None:
 
 
 def test_everything_printed_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")  # strict: a surrogate would raise
+    out, err = (
+        io.TextIOWrapper(io.BytesIO(), "utf-8"),
+        io.TextIOWrapper(io.BytesIO(), "utf-8"),
+    )  # strict: a surrogate would raise
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     data(NASTY)
@@ -50,7 +55,11 @@ def test_names_of_files_tensors_and_configs(run: Run, tmp_path: Path) -> None:
         assert r"\udcff" in said.err
     named = Path(shutil.copytree(folder, tmp_path / "x\x1b[2J"))
     state = load_file(named / "model.safetensors")
-    save_file({**state, "evil\x1b]0;t\x07": state["model.norm.weight"].clone()}, named / "model.safetensors", {"format": "pt"})
+    save_file(
+        {**state, "evil\x1b]0;t\x07": state["model.norm.weight"].clone()},
+        named / "model.safetensors",
+        {"format": "pt"},
+    )
     said = run("move", named, "--random", "-o", tmp_path / "out")
     assert said.code == 1
     assert r"evil\u001b]0;t\u0007" in said.err

@@ -1,4 +1,6 @@
-"""Elements and their action: laws against a slow, independent reference that multiplies dense matrices."""
+"""Elements and their action: laws against a slow, independent reference that multiplies dense
+matrices.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ SPEC = Spec("toy", SPACES, {})
 
 
 def dense(g: Element, term: ax.Term, n: int, star: bool = False) -> torch.Tensor:
-    """The matrix of an element along one axis, by Kronecker products, block sums and explicit loops over parents."""
+    """The matrix of an element along one axis, by Kronecker products, block sums and explicit loops
+    over parents.
+    """
 
     def matrix(leaf: ax.Leaf, size: int, starred: bool, row: int = 0) -> np.ndarray:
         member = g.members.get(leaf.space)
@@ -88,7 +92,14 @@ def dense(g: Element, term: ax.Term, n: int, star: bool = False) -> torch.Tensor
             case ax.Sum():
                 sizes = ax.block_sizes(t.terms, g.spec.sizes, size, product=False)
                 assert sizes is not None
-                return np.asarray(torch.block_diag(*(torch.from_numpy(build(x, k, starred, at)) for x, k in zip(t.terms, sizes, strict=True))))
+                return np.asarray(
+                    torch.block_diag(
+                        *(
+                            torch.from_numpy(build(x, k, starred, at))
+                            for x, k in zip(t.terms, sizes, strict=True)
+                        )
+                    )
+                )
             case ax.Product():
                 sizes = ax.block_sizes(t.factors, g.spec.sizes, size, product=True)
                 assert sizes is not None
@@ -102,7 +113,9 @@ def dense(g: Element, term: ax.Term, n: int, star: bool = False) -> torch.Tensor
         inner = np.zeros((sizes[0] * width,) * 2)
         for i in range(sizes[0]):
             here = {**at, outer.space: i} if isinstance(outer, ax.Leaf) else at
-            inner[i * width : (i + 1) * width, i * width : (i + 1) * width] = product(factors[1:], sizes[1:], starred, here)
+            inner[i * width : (i + 1) * width, i * width : (i + 1) * width] = product(
+                factors[1:], sizes[1:], starred, here
+            )
         return np.kron(build(outer, sizes[0], starred, at), np.eye(width)) @ inner
 
     return torch.from_numpy(build(term, n, star, {}))
@@ -122,7 +135,9 @@ def draw(seed: int) -> Element:
 @given(st.sampled_from(TERMS), st.sampled_from(TERMS), st.integers(0, 10**6))
 def test_act_agrees_with_dense_products(a: str, b: str, seed: int) -> None:
     g = draw(seed)
-    x = torch.randn(length(a), length(b), dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(
+        length(a), length(b), dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
     terms = ax.parse(f"{a} {b}").terms
     left, right = dense(g, terms[0], x.shape[0]), dense(g, terms[1], x.shape[1])
     torch.testing.assert_close(act(g, x, f"{a} {b}"), left @ x @ right.T, rtol=0, atol=1e-10)
@@ -135,10 +150,13 @@ def test_laws_of_the_action(text: str) -> None:
     moved = act(g, x, text)
     assert text == "_" or float((moved - x).abs().max()) > 1e-3, "it did something"
     torch.testing.assert_close(act(~g, moved, text), x, rtol=0, atol=1e-12)
-    torch.testing.assert_close(act(g @ h, x, text), act(g, act(h, x, text), text), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        act(g @ h, x, text), act(g, act(h, x, text), text), rtol=0, atol=1e-12
+    )
     torch.testing.assert_close(act(g @ ~g, x, text), x, rtol=0, atol=1e-12)
     torch.testing.assert_close(act(identity(SPEC), x, text), x, rtol=0, atol=0)
-    # A vector and a covector pair to the same number, wherever both are moved: what makes gradients follow the dual.
+    # A vector and a covector pair to the same number, wherever both are moved: what makes gradients
+    # follow the dual.
     if "|" not in text:
         y = torch.randn(len(x), dtype=torch.float64, generator=torch.Generator().manual_seed(1))
         pairing = (moved * act(g, y, ax.dual(text))).sum()
@@ -150,7 +168,9 @@ def test_composition_is_not_commutative_and_associates() -> None:
     x = torch.randn(24, dtype=torch.float64)
     text = "(h r q)"
     assert float((act(g @ h, x, text) - act(h @ g, x, text)).abs().max()) > 1e-3
-    torch.testing.assert_close(act((g @ h) @ k, x, text), act(g @ (h @ k), x, text), rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        act((g @ h) @ k, x, text), act(g @ (h @ k), x, text), rtol=0, atol=1e-10
+    )
     torch.testing.assert_close(act(~(g @ h), x, text), act(~h @ ~g, x, text), rtol=0, atol=1e-10)
 
 
@@ -162,18 +182,32 @@ def test_a_permutation_gathers() -> None:
 
 def test_members_travel_with_their_parent() -> None:
     """(pi, A) @ (rho, B) permutes by rho[pi] and pairs A with the B that stood at its place."""
-    spec = Spec("toy", {"h": Space(3, Permutation()), "f": Space(1, GROUPS["monomial"], over="h")}, {})
+    spec = Spec(
+        "toy", {"h": Space(3, Permutation()), "f": Space(1, GROUPS["monomial"], over="h")}, {}
+    )
 
     def one(order: list[int], scales: list[float]) -> Element:
-        return Element(spec, {"h": Monomial(np.array([order])), "f": Monomial(np.zeros((3, 1), np.int64), np.array(scales)[:, None])})
+        return Element(
+            spec,
+            {
+                "h": Monomial(np.array([order])),
+                "f": Monomial(np.zeros((3, 1), np.int64), np.array(scales)[:, None]),
+            },
+        )
 
     g, h = one([1, 2, 0], [2, 3, 5]), one([2, 0, 1], [7, 11, 13])
     x = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
     assert act(h, x, "(h f)").tolist() == [1300.0, 7.0, 110.0]
-    assert act(g @ h, x, "(h f)").tolist() == act(g, act(h, x, "(h f)"), "(h f)").tolist() == [21.0, 550.0, 2600.0]
+    assert (
+        act(g @ h, x, "(h f)").tolist()
+        == act(g, act(h, x, "(h f)"), "(h f)").tolist()
+        == [21.0, 550.0, 2600.0]
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]
+)
 def test_permutations_keep_every_bit_of_every_dtype(dtype: torch.dtype) -> None:
     g = draw(4).only("p", "h")
     x = (torch.randn(6, 6, 12, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
@@ -185,8 +219,15 @@ def test_permutations_keep_every_bit_of_every_dtype(dtype: torch.dtype) -> None:
     heads = torch.from_numpy(g.members["h"].permutation().index[0])  # type: ignore[union-attr]
     expected = x.index_select(0, index).view(6, 6, 3, 4).index_select(2, heads).reshape(6, 6, 12)
     assert moved.dtype == dtype
-    assert torch.equal(moved.nan_to_num(7) if dtype.is_floating_point else moved, expected.nan_to_num(7) if dtype.is_floating_point else expected)
-    big = torch.randn(300, 400).to(dtype) if dtype.is_floating_point else torch.ones(300, 400, dtype=dtype)
+    assert torch.equal(
+        moved.nan_to_num(7) if dtype.is_floating_point else moved,
+        expected.nan_to_num(7) if dtype.is_floating_point else expected,
+    )
+    big = (
+        torch.randn(300, 400).to(dtype)
+        if dtype.is_floating_point
+        else torch.ones(300, 400, dtype=dtype)
+    )
     wide = Spec("wide", {"a": Space(300, Permutation()), "b": Space(400, Permutation())}, {})
     w = element(wide, 1)
     rows, columns = (torch.from_numpy(w.members[s].permutation().index[0]) for s in "ab")  # type: ignore[union-attr]
@@ -198,10 +239,16 @@ def test_half_precision_rounds_once() -> None:
     x = torch.randn(6, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     exact = act(g, x.double(), "s (u u)")
     spec = Spec("toy", SPACES, {"w": "s (u u)"})
-    assert torch.equal(apply(Element(spec, g.members), {"w": x})["w"], act(g, x.float(), "s (u u)").to(torch.bfloat16))
+    assert torch.equal(
+        apply(Element(spec, g.members), {"w": x})["w"],
+        act(g, x.float(), "s (u u)").to(torch.bfloat16),
+    )
     assert float((act(g, x, "s (u u)").double() - exact).abs().max()) < 0.05
     single = torch.randn(6, 16, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(apply(Element(spec, g.members), {"w": single})["w"], act(g, single.double(), "s (u u)").float())
+    assert torch.equal(
+        apply(Element(spec, g.members), {"w": single})["w"],
+        act(g, single.double(), "s (u u)").float(),
+    )
 
 
 def test_act_is_differentiable_and_its_gradient_follows_the_dual() -> None:
@@ -213,13 +260,17 @@ def test_act_is_differentiable_and_its_gradient_follows_the_dual() -> None:
 
 
 def test_masks_and_samples() -> None:
-    """Token shuffles: one for all, P M P^T on a mask; and one per sample, as a space over the batch."""
+    """Token shuffles: one for all, P M P^T on a mask; and one per sample, as a space over the
+    batch.
+    """
     one = Spec("rows", {"token": Space(5, Permutation())}, {})
     g = element(one, 1)
     mask = torch.tril(torch.ones(2, 1, 5, 5))
     p = torch.from_numpy(g.members["token"].permutation().index[0])  # type: ignore[union-attr]
     assert torch.equal(act(g, mask, "_ _ token token*"), mask[:, :, p][:, :, :, p])
-    each = Spec("rows", {"batch": Space(3, Trivial()), "token": Space(5, Permutation(), over="batch")}, {})
+    each = Spec(
+        "rows", {"batch": Space(3, Trivial()), "token": Space(5, Permutation(), over="batch")}, {}
+    )
     h = element(each, 2)
     x = torch.randn(3, 5, 4)
     index = h.members["token"].permutation().index  # type: ignore[union-attr]
@@ -230,18 +281,31 @@ def test_masks_and_samples() -> None:
 
 
 def test_experts_on_one_tensor_and_on_many_agree() -> None:
-    spaces = {"e": Space(3, Permutation()), "f": Space(4, GROUPS["monomial"], over="e"), "s": Space(5, GROUPS["signed"])}
+    spaces = {
+        "e": Space(3, Permutation()),
+        "f": Space(4, GROUPS["monomial"], over="e"),
+        "s": Space(5, GROUPS["signed"]),
+    }
     fused = Spec("fused", spaces, {"up": "e |f|+f s*", "down": "e s f*"})
-    apart = Spec("apart", spaces, {"x.{e}.gate": "e |f| s*", "x.{e}.up": "e f s*", "x.{e}.down": "e s f*"})
+    apart = Spec(
+        "apart", spaces, {"x.{e}.gate": "e |f| s*", "x.{e}.up": "e f s*", "x.{e}.down": "e s f*"}
+    )
     g = element(fused, 3)
     up, down = torch.randn(3, 8, 5, dtype=torch.float64), torch.randn(3, 5, 4, dtype=torch.float64)
     whole = apply(g, {"up": up, "down": down})
     parts = apply(
         g.to(apart),
-        {f"x.{i}.gate": up[i, :4] for i in range(3)} | {f"x.{i}.up": up[i, 4:] for i in range(3)} | {f"x.{i}.down": down[i] for i in range(3)},
+        {f"x.{i}.gate": up[i, :4] for i in range(3)}
+        | {f"x.{i}.up": up[i, 4:] for i in range(3)}
+        | {f"x.{i}.down": down[i] for i in range(3)},
     )
     for i in range(3):
-        torch.testing.assert_close(torch.cat([parts[f"x.{i}.gate"], parts[f"x.{i}.up"]]), whole["up"][i], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            torch.cat([parts[f"x.{i}.gate"], parts[f"x.{i}.up"]]),
+            whole["up"][i],
+            rtol=0,
+            atol=1e-12,
+        )
         torch.testing.assert_close(parts[f"x.{i}.down"], whole["down"][i], rtol=0, atol=1e-12)
     assert float((whole["up"] - up).abs().max()) > 0.1
 
@@ -272,7 +336,9 @@ def test_misfits_are_named(text: str, shape: tuple[int, ...], message: str) -> N
         ("u", Planes(np.array([[1j, 0]]), "interleaved")),
     ],
 )
-def test_singular_members_have_no_inverse_and_are_not_saved(name: str, member: Member, tmp_path) -> None:
+def test_singular_members_have_no_inverse_and_are_not_saved(
+    name: str, member: Member, tmp_path
+) -> None:
     flat = {n: Space(s.size, GROUPS["linear"]) for n, s in SPACES.items()}
     for spec in (SPEC, Spec("flat", flat, {})):
         g = Element(spec, {name: member})
@@ -290,7 +356,12 @@ def test_views_that_are_negated_or_conjugated_move_by_value() -> None:
     g, p = element(spec, 1), element(spec, 1).members["p"].matrix()[0].argmax(1)
     z = torch.randn(6, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
     for dtype in (torch.complex64, torch.complex128):
-        for w in (z.to(dtype), z.to(dtype).conj(), z.to(dtype).conj().imag, torch._neg_view(z.to(dtype).real)):
+        for w in (
+            z.to(dtype),
+            z.to(dtype).conj(),
+            z.to(dtype).conj().imag,
+            torch._neg_view(z.to(dtype).real),
+        ):
             assert torch.equal(apply(g, {"w": w})["w"], w[p])
     assert z.conj().is_conj()
     assert z.conj().imag.is_neg()
@@ -301,7 +372,9 @@ def test_restriction() -> None:
     assert set(g.only("h", "q").members) == {"h", "q"}
     assert "s" not in g.without("s").members
     assert set(element(SPEC, 1, spaces=["h"]).members) == {"h"}
-    np.testing.assert_array_equal(element(SPEC, 1, spaces=["s"]).members["s"].matrix(), g.members["s"].matrix())
+    np.testing.assert_array_equal(
+        element(SPEC, 1, spaces=["s"]).members["s"].matrix(), g.members["s"].matrix()
+    )
     layered = Spec("l", {f"ffn.{i}": Space(2, Permutation()) for i in range(3)}, {})
     assert match_spaces(layered, ["ffn"]) == {"ffn.0", "ffn.1", "ffn.2"}
     with pytest.raises(ElementError, match="no space"):
@@ -359,7 +432,9 @@ def test_lazy_thunks_read_nothing_until_called() -> None:
     ids=["sgd", "adamw", "rmsprop", "adagrad", "rprop"],
 )
 def test_training_resumes_across_a_move(name: str, make) -> None:
-    """Train, move model and optimizer, train on: the same as training on and moving at the end. Moving the weights alone is not the same."""
+    """Train, move model and optimizer, train on: the same as training on and moving at the end.
+    Moving the weights alone is not the same.
+    """
     ids = torch.randint(0, 30, (2, 6), generator=torch.Generator().manual_seed(0))
 
     def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -392,7 +467,9 @@ def test_optimizers_that_cannot_follow_are_refused() -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(ElementError, match="signed permutations only"):
         apply_(element(spec_of(model), 1, within="orthogonal"), model, optimizer=optimizer)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), "a refused move changes nothing"
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()), (
+        "a refused move changes nothing"
+    )
     model(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits.sum().backward()
     optimizer.step()
     optimizer.state[next(iter(model.parameters()))]["odd"] = torch.ones(7)
@@ -420,7 +497,9 @@ class Experts(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.e = torch.nn.ModuleList([torch.nn.Linear(4, 5, bias=False, dtype=torch.float64) for _ in range(3)])
+        self.e = torch.nn.ModuleList(
+            [torch.nn.Linear(4, 5, bias=False, dtype=torch.float64) for _ in range(3)]
+        )
         self.router = torch.nn.Parameter(torch.tensor([0.2, 0.5, 1.0], dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -465,7 +544,9 @@ def test_a_wrapped_module_and_a_strange_optimizer_are_refused() -> None:
 
 
 class Pair(torch.nn.Module):
-    """Two tensors, the second of another shape or dtype than the spec of the test below has in mind."""
+    """Two tensors, the second of another shape or dtype than the spec of the test below has in
+    mind.
+    """
 
     def __init__(self, second: torch.Tensor) -> None:
         super().__init__()
@@ -479,7 +560,10 @@ class Pair(torch.nn.Module):
         (torch.ones(5), 'axis 0 s of "b" has size 5, the spec says 6'),
         (torch.ones(6, 1), r'"b" has 2 axes \[6, 1\], the spec says 1'),
         (torch.ones(6, dtype=torch.int32), '"b" is torch.int32, which follows permutations only'),
-        (torch.ones(6, dtype=torch.complex64), '"b" is torch.complex64, which follows permutations only'),
+        (
+            torch.ones(6, dtype=torch.complex64),
+            '"b" is torch.complex64, which follows permutations only',
+        ),
     ],
 )
 def test_a_module_that_does_not_fit_is_left_as_it_is(second: torch.Tensor, message: str) -> None:
@@ -498,7 +582,10 @@ def test_a_module_that_does_not_fit_is_left_as_it_is(second: torch.Tensor, messa
     [
         (torch.ones(5), '^"b": an axis of size 5 cannot live'),
         (torch.ones(6, 1), '^"b": a tensor of shape'),
-        (torch.ones(6, dtype=torch.int32), '^"b": a tensor of torch.int32 follows permutations only'),
+        (
+            torch.ones(6, dtype=torch.int32),
+            '^"b": a tensor of torch.int32 follows permutations only',
+        ),
     ],
 )
 def test_apply_names_the_tensor_that_does_not_fit(w: torch.Tensor, message: str) -> None:
@@ -510,7 +597,9 @@ def test_apply_names_the_tensor_that_does_not_fit(w: torch.Tensor, message: str)
 def test_a_stack_with_a_gap_is_refused() -> None:
     spec = Spec("experts", {"e": Space(3, Permutation())}, {"e.{e}.weight": "e _"})
     g = Element(spec, {"e": Monomial(np.array([[1, 2, 0]]))})
-    with pytest.raises(SpecError, match=r'"e\.0\.weight" is made from "e\.1\.weight", which the state lacks'):
+    with pytest.raises(
+        SpecError, match=r'"e\.0\.weight" is made from "e\.1\.weight", which the state lacks'
+    ):
         apply(g, {"e.0.weight": torch.ones(2), "e.2.weight": torch.ones(2)})
 
 
@@ -577,7 +666,9 @@ def test_elements_of_another_model_are_refused(tmp_path) -> None:
         load_element(path, stricter)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "text", "newer", "other", "older", "list", "deep", "scale", "flat"])
+@pytest.mark.parametrize(
+    "damage", ["truncate", "text", "newer", "other", "older", "list", "deep", "scale", "flat"]
+)
 def test_damaged_element_files_are_refused(tmp_path, damage: str) -> None:
     path = tmp_path / "g.safetensors"
     save_element(draw(9), path)
@@ -595,9 +686,15 @@ def test_damaged_element_files_are_refused(tmp_path, damage: str) -> None:
         save_file({}, path, {"regauge": "element", "version": "1", "members": "[" * 100_000})
     elif damage == "scale":
         arrays = {"m:index": np.arange(4)[None], "m:scale": np.ones((1, 3))}
-        save_file(arrays, path, {"regauge": "element", "version": "1", "members": '{"m": "monomial"}'})
+        save_file(
+            arrays, path, {"regauge": "element", "version": "1", "members": '{"m": "monomial"}'}
+        )
     elif damage == "flat":
-        save_file({"m:index": np.arange(4)}, path, {"regauge": "element", "version": "1", "members": '{"m": "monomial"}'})
+        save_file(
+            {"m:index": np.arange(4)},
+            path,
+            {"regauge": "element", "version": "1", "members": '{"m": "monomial"}'},
+        )
     else:
         save_file({"x": np.ones(1)}, path)
     with pytest.raises(ElementError) as refused:
@@ -606,18 +703,29 @@ def test_damaged_element_files_are_refused(tmp_path, damage: str) -> None:
 
 
 def test_a_wrong_member_names_the_space_and_the_reason() -> None:
-    spec = Spec("toy", {"p": Space(3, Permutation(), why="GELU follows permutations only")}, {"w": "p"})
-    g = Element(spec, {"p": Dense(GROUPS["orthogonal"].sample(3, 1, Stream(seed_key(0), "x")).matrix())})
-    with pytest.raises(ElementError, match=r'on "p" the element is a rotation .* the group there is permutation \(GELU'):
+    spec = Spec(
+        "toy", {"p": Space(3, Permutation(), why="GELU follows permutations only")}, {"w": "p"}
+    )
+    g = Element(
+        spec, {"p": Dense(GROUPS["orthogonal"].sample(3, 1, Stream(seed_key(0), "x")).matrix())}
+    )
+    with pytest.raises(
+        ElementError,
+        match=r'on "p" the element is a rotation .* the group there is permutation \(GELU',
+    ):
         apply(g, {"w": torch.ones(3)})
     assert apply(g, {"w": torch.ones(3)}, force=True)
 
 
 def test_an_element_that_stretches_too_far_is_refused_by_name(tmp_path) -> None:
     g = draw(9)
-    wild = Element(SPEC, {**g.members, "m": Monomial(np.arange(4)[None], np.array([[1e-60, 1.0, 1.0, 2.0]]))})
+    wild = Element(
+        SPEC, {**g.members, "m": Monomial(np.arange(4)[None], np.array([[1e-60, 1.0, 1.0, 2.0]]))}
+    )
     with pytest.raises(
-        ElementError, match=r'on "m" the element stretches by factors from 1e-60 to 2, .* a ratio of 1000; the group there is monomial'
+        ElementError,
+        match=r'on "m" the element stretches by factors from 1e-60 to 2, .* a ratio of 1000; '
+        r"the group there is monomial",
     ):
         apply(wild, {})
     path = tmp_path / "g.safetensors"
@@ -625,13 +733,16 @@ def test_an_element_that_stretches_too_far_is_refused_by_name(tmp_path) -> None:
     arrays, metadata = _read(path)
     arrays["q:matrix"][1] = np.diag([1e12, 1, 1, 1])
     save_file(arrays, path, metadata)
-    with pytest.raises(ElementError, match=r'on "q" the element stretches by factors from 1 to 1e\+12'):
+    with pytest.raises(
+        ElementError, match=r'on "q" the element stretches by factors from 1 to 1e\+12'
+    ):
         load_element(path, SPEC)
 
 
 def _read(path) -> tuple[dict[str, np.ndarray], dict[str, str]]:
     with safe_open(path, framework="numpy") as file:
-        return {k: file.get_tensor(k).copy() for k in file.keys()}, file.metadata()  # noqa: SIM118 (not a dict)
+        # not a dict
+        return {k: file.get_tensor(k).copy() for k in file.keys()}, file.metadata()  # noqa: SIM118
 
 
 def test_an_element_of_a_folded_spec_is_refused_on_weights_that_were_not_folded() -> None:

@@ -1,4 +1,6 @@
-"""The notation: what is written is what is printed, duals are involutions, and errors point at the place."""
+"""The notation: what is written is what is printed, duals are involutions, and errors point at the
+place.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,15 @@ atoms = st.one_of(
 terms = st.recursive(
     atoms,
     lambda inner: st.one_of(
-        st.builds(ax.Product, st.lists(inner, min_size=1, max_size=3).map(tuple), star=st.booleans()),
-        st.builds(lambda t: ax.Product((ax.Sum(t),)), st.lists(inner.filter(lambda x: not isinstance(x, ax.Sum)), min_size=2, max_size=3).map(tuple)),
+        st.builds(
+            ax.Product, st.lists(inner, min_size=1, max_size=3).map(tuple), star=st.booleans()
+        ),
+        st.builds(
+            lambda t: ax.Product((ax.Sum(t),)),
+            st.lists(inner.filter(lambda x: not isinstance(x, ax.Sum)), min_size=2, max_size=3).map(
+                tuple
+            ),
+        ),
     ),
     max_leaves=8,
 )

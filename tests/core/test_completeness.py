@@ -1,7 +1,8 @@
 """Completeness: a spec misses no continuous symmetry.
 
-At a generic point the kernel of d outputs / d parameters is the tangent space of everything that leaves the function alone. Its dimension must
-be the dimension of the spec's group plus the flat directions that are no change of basis, which are named here one by one.
+At a generic point the kernel of d outputs / d parameters is the tangent space of everything that
+leaves the function alone. Its dimension must be the dimension of the spec's group plus the flat
+directions that are no change of basis, which are named here one by one.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import torch
 from regauge.core.action import apply
 from regauge.core.element import Element
 from regauge.core.fold import folded_spec
-from regauge.core.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling
+from regauge.core.groups import (
+    GeneralLinear,
+    Group,
+    Orthogonal,
+    OrthogonalFixingOnes,
+    Rotary,
+    Scaling,
+)
 from regauge.core.members import Dense, Member, Monomial, Planes
 from regauge.core.spec import Spec
 from regauge.core.uniform import ones_complement
@@ -49,7 +57,9 @@ def step(group: Group, x: np.ndarray, t: float) -> Member:
 
 
 def tangents(spec: Spec, model: torch.nn.Module) -> torch.Tensor:
-    """The tangent space of the spec's orbit, by central differences along every generator of every space."""
+    """The tangent space of the spec's orbit, by central differences along every generator of every
+    space.
+    """
     state = {k: v.detach() for k, v in model.named_parameters()}
     rows, t = [], 1e-4
     for name, space in spec.spaces.items():
@@ -67,9 +77,13 @@ def tangents(spec: Spec, model: torch.nn.Module) -> torch.Tensor:
                         assert isinstance(one, Monomial)
                         scale = np.ones((spec.count(name), space.size))
                         scale[k] = one.scale[0]  # type: ignore[index]
-                        member = Monomial(np.tile(np.arange(space.size), (spec.count(name), 1)), scale)
+                        member = Monomial(
+                            np.tile(np.arange(space.size), (spec.count(name), 1)), scale
+                        )
                     ends.append(apply(Element(spec, {name: member}), state, force=True))
-                rows.append(torch.cat([((ends[0][n] - ends[1][n]) / (2 * t)).reshape(-1) for n in state]))
+                rows.append(
+                    torch.cat([((ends[0][n] - ends[1][n]) / (2 * t)).reshape(-1) for n in state])
+                )
     return torch.stack(rows) if rows else torch.zeros(0, sum(v.numel() for v in state.values()))
 
 
@@ -77,7 +91,8 @@ def tangents(spec: Spec, model: torch.nn.Module) -> torch.Tensor:
 def test_the_spec_misses_no_continuous_symmetry(case: str) -> None:
     model, inputs, extras, folds = CASES[case]()
     spec = spec_from(config_of(model), model.state_dict())
-    # After folding, the stream may turn; on the unfolded model the same directions are turns with the gains carried along.
+    # After folding, the stream may turn; on the unfolded model the same directions are turns with
+    # the gains carried along.
     spec = folded_spec(spec) if folds else spec
     j = jacobian(model, inputs)
     flat = nullity(j)
@@ -100,5 +115,11 @@ def test_a_spec_that_misses_a_symmetry_is_caught() -> None:
 
     model, inputs, extras, _ = CASES["llama tied"]()
     spec = spec_from(config_of(model), model.state_dict())
-    poorer = replace(spec, spaces={n: replace(s, group=Orthogonal()) if n.startswith("vo") else s for n, s in spec.spaces.items()})
+    poorer = replace(
+        spec,
+        spaces={
+            n: replace(s, group=Orthogonal()) if n.startswith("vo") else s
+            for n, s in spec.spaces.items()
+        },
+    )
     assert nullity(jacobian(model, inputs)) != group_dimension(poorer) + sum(extras.values())

@@ -1,4 +1,6 @@
-"""The groups: laws of the six verbs, refusals, distributions, and fits that find what was planted."""
+"""The groups: laws of the six verbs, refusals, distributions, and fits that find what was
+planted.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ from scipy import stats
 from scipy.optimize import linear_sum_assignment
 
 from regauge.core.fit import MANY, assign
-from regauge.core.groups import GROUPS, KINDS, Group, Orthogonal, OrthogonalFixingOnes, Rotary, Scaling
+from regauge.core.groups import (
+    GROUPS,
+    KINDS,
+    Group,
+    Orthogonal,
+    OrthogonalFixingOnes,
+    Rotary,
+    Scaling,
+)
 from regauge.core.members import LIMIT, Dense, Member, Monomial, Planes
 from regauge.core.rng import Stream, seed_key
 from regauge.core.uniform import haar
@@ -40,14 +50,22 @@ def test_group_laws(group: Group) -> None:
     assert close(group.compose(group.compose(a, b), c), group.compose(a, group.compose(b, c)))
     np.testing.assert_allclose(group.compose(a, b).matrix(), a.matrix() @ b.matrix(), atol=1e-12)
     np.testing.assert_allclose(group.inverse(a).matrix(), np.linalg.inv(a.matrix()), atol=1e-12)
-    np.testing.assert_allclose(a.dual().matrix(), np.linalg.inv(a.matrix()).swapaxes(1, 2), atol=1e-12)
+    np.testing.assert_allclose(
+        a.dual().matrix(), np.linalg.inv(a.matrix()).swapaxes(1, 2), atol=1e-12
+    )
     assert group.name == "trivial" or not close(a, b)
 
 
 @EACH
 def test_members_are_in_their_group_and_in_no_smaller_one(group: Group) -> None:
     a, b = draw(group, "a"), draw(group, "b")
-    for member in (a, group.identity(N, K), group.inverse(a), group.compose(a, b), Dense(a.matrix())):
+    for member in (
+        a,
+        group.identity(N, K),
+        group.inverse(a),
+        group.compose(a, b),
+        Dense(a.matrix()),
+    ):
         assert group.fault(member) is None
     for other in GROUPS.values():
         if other.fault(a) is None and other != group:
@@ -79,7 +97,9 @@ def test_act_is_the_matrix_product(group: Group, dim: int) -> None:
         blocks = (member.dual() if dual else member).matrix()
         full = torch.block_diag(*(torch.from_numpy(b.copy()) for b in blocks))
         expected = full @ x if dim == 0 else x @ full.T
-        torch.testing.assert_close(group.act(member, x, dim, dual=dual), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            group.act(member, x, dim, dual=dual), expected, rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize(
@@ -130,8 +150,12 @@ def test_broken_members_are_refused() -> None:
         (2000.0, 2001.0, False),
     ],
 )
-def test_members_stretch_within_the_limit(name: str, low: float, high: float, allowed: bool) -> None:
-    """Condition numbers and scales are bounded by the same number, and the worst matrix of the stack is the one that counts."""
+def test_members_stretch_within_the_limit(
+    name: str, low: float, high: float, allowed: bool
+) -> None:
+    """Condition numbers and scales are bounded by the same number, and the worst matrix of the
+    stack is the one that counts.
+    """
     factors, index = np.array([[1.0, 1.0], [high, low]]), np.tile(np.arange(2), (2, 1))
     member = {
         "monomial": Monomial(index, -factors),
@@ -139,7 +163,10 @@ def test_members_stretch_within_the_limit(name: str, low: float, high: float, al
         "rotary-half": Planes(factors * 1j, "half"),
         "linear": Dense(factors[:, None, :] * haar(2, Stream(seed_key(9), "limit"))),
     }[name]
-    refused = f"stretches by factors from {low:.3g} to {high:.3g}, which with 1 must lie within a ratio of {LIMIT:g}"
+    refused = (
+        f"stretches by factors from {low:.3g} to {high:.3g}, which with 1 must lie within "
+        f"a ratio of {LIMIT:g}"
+    )
     assert GROUPS[name].fault(member) == (None if allowed else refused)
 
 
@@ -154,7 +181,9 @@ def test_fit_stays_within_the_limit(group: Group, sides: str, case: str) -> None
     y, yd = factors[:, None] * x, xd / factors[:, None]
     if case == "rank one":
         y, yd = np.tile(y[:, :1], (1, N, 1)), np.tile(yd[:, :1], (1, N, 1))
-    found = group.fit(plain=(y, x) if sides != "dual" else None, dual=(yd, xd) if sides != "plain" else None)
+    found = group.fit(
+        plain=(y, x) if sides != "dual" else None, dual=(yd, xd) if sides != "plain" else None
+    )
     assert group.fault(found) is None
 
 
@@ -181,7 +210,9 @@ def test_counts() -> None:
 
 
 def test_vectors() -> None:
-    """Committed vectors (docs/formats.md). Integers are exact; rotations to 1e-12, since QR differs between BLAS builds."""
+    """Committed vectors (docs/formats.md). Integers are exact; rotations to 1e-12, since QR differs
+    between BLAS builds.
+    """
     key = bytes(range(32))
     m = haar(3, Stream(key, "test"))
     np.testing.assert_allclose(m, HAAR, rtol=0, atol=1e-12)
@@ -201,7 +232,9 @@ HAAR = [
     [0.7883629530813893, -0.6148550245930634, -0.02090820273134409],
     [-0.1413902355062544, -0.21415594492189283, 0.9665123033661274],
 ]
-TURN = [[(-0.37295308109391867 - 0.7895359389122196j), (-0.8083091516619797 + 0.27699425067187605j)]]
+TURN = [
+    [(-0.37295308109391867 - 0.7895359389122196j), (-0.8083091516619797 + 0.27699425067187605j)]
+]
 INDEX = [[1, 0, 2, 3]]
 SCALE = [[0.8544527485857737, 0.7122458683765457, -1.1824142393964185, 1.6935845470123045]]
 ONES = [
@@ -214,7 +247,9 @@ ONES = [
 
 
 def test_haar_moments() -> None:
-    """E[M_ij] = 0, E[M_ij^2] = 1/n, E[tr M] = 0, E[(tr M)^2] = 1. QR without the sign fix fails the first on the diagonal."""
+    """E[M_ij] = 0, E[M_ij^2] = 1/n, E[tr M] = 0, E[(tr M)^2] = 1. QR without the sign fix fails the
+    first on the diagonal.
+    """
     n, trials = 4, 4000
     stream = Stream(seed_key(4), "haar")
     m = np.stack([haar(n, stream) for _ in range(trials)])
@@ -226,9 +261,15 @@ def test_haar_moments() -> None:
     assert abs((trace**2).mean() - 1) < 3 * error
     signs = (np.linalg.det(m) > 0).mean()
     assert abs(signs - 0.5) < error
-    # one entry of a Haar matrix has the law of a coordinate on the sphere: (x + 1) / 2 ~ Beta((n-1)/2, (n-1)/2)
-    assert stats.kstest((m[:, 0, 0] + 1) / 2, stats.beta((n - 1) / 2, (n - 1) / 2).cdf).pvalue > 1e-4
-    assert stats.kstest((m[:, n - 1, 0] + 1) / 2, stats.beta((n - 1) / 2, (n - 1) / 2).cdf).pvalue > 1e-4
+    # one entry of a Haar matrix has the law of a coordinate on the sphere: (x + 1) / 2 ~
+    # Beta((n-1)/2, (n-1)/2)
+    assert (
+        stats.kstest((m[:, 0, 0] + 1) / 2, stats.beta((n - 1) / 2, (n - 1) / 2).cdf).pvalue > 1e-4
+    )
+    assert (
+        stats.kstest((m[:, n - 1, 0] + 1) / 2, stats.beta((n - 1) / 2, (n - 1) / 2).cdf).pvalue
+        > 1e-4
+    )
 
 
 def test_fixing_ones_is_haar_on_the_complement() -> None:
@@ -282,7 +323,9 @@ def test_fit_bears_noise_and_beats_the_identity(group: Group) -> None:
     member = draw(group, "noisy")
     x, xd = (rng.normal(size=(K, N, 60)) for _ in range(2))
     noise = [0.05 * rng.normal(size=(K, N, 60)) for _ in range(2)]
-    found = group.fit(plain=(member.matrix() @ x + noise[0], x), dual=(member.dual().matrix() @ xd + noise[1], xd))
+    found = group.fit(
+        plain=(member.matrix() @ x + noise[0], x), dual=(member.dual().matrix() @ xd + noise[1], xd)
+    )
     assert group.fault(found) is None
     assert close(found, member, 0.1)
 
@@ -301,7 +344,9 @@ def test_fit_is_the_best_rotation() -> None:
 
 @pytest.mark.parametrize("kind", ["random", "planted", "flat", "tied", "far"])
 def test_large_assignments_are_exact(kind: str) -> None:
-    """They are prepared (fitting._levelled), which may change who searches how long, and never what is found."""
+    """They are prepared (fitting._levelled), which may change who searches how long, and never what
+    is found.
+    """
     rng = np.random.default_rng(3)
     n = MANY + 40
     a, b = rng.standard_normal((2, n, 64))
@@ -315,4 +360,6 @@ def test_large_assignments_are_exact(kind: str) -> None:
     found = assign(scores[None])[0]
     assert sorted(found) == list(range(n))
     rows, columns = linear_sum_assignment(scores, maximize=True)
-    assert scores[np.arange(n), found].sum() == pytest.approx(scores[rows, columns].sum(), rel=1e-12)
+    assert scores[np.arange(n), found].sum() == pytest.approx(
+        scores[rows, columns].sum(), rel=1e-12
+    )

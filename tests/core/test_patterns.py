@@ -1,4 +1,6 @@
-"""Patterns of tensor names: those of `re` on the supported subset, and bounded time where `re` backtracks."""
+"""Patterns of tensor names: those of `re` on the supported subset, and bounded time where `re`
+backtracks.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,27 @@ from regauge.core.patterns import compile_pattern
 from regauge.errors import PatternError
 from regauge.models.families import FAMILIES
 
-PIECES = ("a", "b", "ab", ".", r"\.", r"\d", r"\w", r"[ab]", r"[^a]", r"[a-c.]", r"[\d_]", "0", "_", "(a|b)", "(?:ab|)", "(a(b|0)*)", "^", "$", "-")
+PIECES = (
+    "a",
+    "b",
+    "ab",
+    ".",
+    r"\.",
+    r"\d",
+    r"\w",
+    r"[ab]",
+    r"[^a]",
+    r"[a-c.]",
+    r"[\d_]",
+    "0",
+    "_",
+    "(a|b)",
+    "(?:ab|)",
+    "(a(b|0)*)",
+    "^",
+    "$",
+    "-",
+)
 QUANTIFIERS = ("", "", "", "*", "+", "?", "{2}", "{1,3}", "{,2}", "{2,}", "*?")
 
 
@@ -20,7 +42,14 @@ def drawn(rng: random.Random) -> str:
     parts = []
     for _ in range(rng.randrange(1, 6)):
         piece = rng.choice(PIECES)
-        parts.append(piece + ("" if piece in ("^", "$") or (len(piece) > 1 and piece[0] not in "([\\") else rng.choice(QUANTIFIERS)))
+        parts.append(
+            piece
+            + (
+                ""
+                if piece in ("^", "$") or (len(piece) > 1 and piece[0] not in "([\\")
+                else rng.choice(QUANTIFIERS)
+            )
+        )
         if rng.random() < 0.15:
             parts.append("|")
     return "".join(parts)
@@ -38,7 +67,9 @@ def test_the_subset_means_what_re_means() -> None:
     assert matched > 500
 
 
-@pytest.mark.parametrize("pattern", ["(", ")", "a)", "*a", "a**", "[", "[b-a]", "a{2,1}", "\\", "(?P<x>a", "[a"])
+@pytest.mark.parametrize(
+    "pattern", ["(", ")", "a)", "*a", "a**", "[", "[b-a]", "a{2,1}", "\\", "(?P<x>a", "[a"]
+)
 def test_malformed_patterns_are_malformed_in_re_too(pattern: str) -> None:
     with pytest.raises(re.error):
         re.compile(pattern)
@@ -47,7 +78,19 @@ def test_malformed_patterns_are_malformed_in_re_too(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(?!a)b", "(?i)a", r"(a)\1", r"\ba", "a*+", "(?P<x>a)", "a" * 501, "((a{99}){99}){99}", "(" * 30 + ")" * 30, "a{99999}"]
+    "pattern",
+    [
+        "(?!a)b",
+        "(?i)a",
+        r"(a)\1",
+        r"\ba",
+        "a*+",
+        "(?P<x>a)",
+        "a" * 501,
+        "((a{99}){99}){99}",
+        "(" * 30 + ")" * 30,
+        "a{99999}",
+    ],
 )
 def test_what_is_not_supported_is_rejected(pattern: str) -> None:
     with pytest.raises(PatternError):
@@ -55,7 +98,9 @@ def test_what_is_not_supported_is_rejected(pattern: str) -> None:
 
 
 def test_patterns_that_hang_re_take_bounded_steps() -> None:
-    """Every pattern here takes more than 2^60 steps in `re`; a set of states is stepped once per character."""
+    """Every pattern here takes more than 2^60 steps in `re`; a set of states is stepped once per
+    character.
+    """
     for pattern in ("(a+)+b", "(a|a)*b", "(a*)*b", "(.*a){30}b", "a?" * 60 + "a" * 60 + "b"):
         found = compile_pattern(pattern)
         steps = 0
@@ -79,8 +124,16 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_pattern_of_the_families_is_supported() -> None:
     for pattern, yes, no in (
-        (r".*h\.\d+\.attn\.(masked_)?bias", "transformer.h.11.attn.masked_bias", "transformer.h.x.attn.bias"),
-        (r".*rotary_emb\.inv_freq", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb_inv_freq"),
+        (
+            r".*h\.\d+\.attn\.(masked_)?bias",
+            "transformer.h.11.attn.masked_bias",
+            "transformer.h.x.attn.bias",
+        ),
+        (
+            r".*rotary_emb\.inv_freq",
+            "model.layers.0.self_attn.rotary_emb.inv_freq",
+            "model.rotary_emb_inv_freq",
+        ),
         (re.escape("a.b-c[0]"), "a.b-c[0]", "a.b-c[1]"),
     ):
         assert compile_pattern(pattern).matches(yes)

@@ -25,7 +25,12 @@ def below(stream: Stream, n: int) -> int:
 @pytest.mark.parametrize(
     ("ikm", "salt", "info", "okm"),
     [  # RFC 5869, A.1 to A.3: the first 32 bytes, of which HKDF's first block consists
-        ("0b" * 22, "000102030405060708090a0b0c", "f0f1f2f3f4f5f6f7f8f9", "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf"),
+        (
+            "0b" * 22,
+            "000102030405060708090a0b0c",
+            "f0f1f2f3f4f5f6f7f8f9",
+            "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf",
+        ),
         (
             bytes(range(0x50)).hex(),
             bytes(range(0x60, 0xB0)).hex(),
@@ -65,8 +70,18 @@ def test_vectors() -> None:
     assert Stream(KEY, "test").permutation(10).tolist() == [8, 9, 7, 4, 0, 1, 5, 6, 2, 3]
     assert Stream(KEY, "test").signs(8).tolist() == [-1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, 1.0]
     assert [below(Stream(KEY, "test"), n) for n in (2, 10, 2**33)] == [1, 3, 7874821631]
-    np.testing.assert_allclose(Stream(KEY, "test").uniforms(3), [0.6797648765690391, 0.4474562664725755, 0.3765697768168278], rtol=0, atol=1e-15)
-    np.testing.assert_allclose(Stream(KEY, "test").normals(3), [-0.831194708781226, 0.28483675465988606, -0.8692077342361199], rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        Stream(KEY, "test").uniforms(3),
+        [0.6797648765690391, 0.4474562664725755, 0.3765697768168278],
+        rtol=0,
+        atol=1e-15,
+    )
+    np.testing.assert_allclose(
+        Stream(KEY, "test").normals(3),
+        [-0.831194708781226, 0.28483675465988606, -0.8692077342361199],
+        rtol=0,
+        atol=1e-12,
+    )
 
 
 def test_labels_and_keys_separate_streams() -> None:
@@ -139,7 +154,11 @@ def test_the_documented_vectors_are_these() -> None:
     text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
 
     def row(draw: str) -> str:
-        return next(line for line in text.splitlines() if line.startswith(f"| {draw} |")).split("|")[2].strip()
+        return (
+            next(line for line in text.splitlines() if line.startswith(f"| {draw} |"))
+            .split("|")[2]
+            .strip()
+        )
 
     def fresh() -> Stream:
         return Stream(KEY, "test")
@@ -148,6 +167,13 @@ def test_the_documented_vectors_are_these() -> None:
     assert row("16 bytes") == f"`{fresh().bytes(16).hex()}`"
     assert row("permutation of 10") == str(fresh().permutation(10).tolist())[1:-1]
     assert row("8 signs") == str(fresh().signs(8).astype(int).tolist())[1:-1]
-    assert row("below(2), below(10), below(2^33)") == str([below(fresh(), n) for n in (2, 10, 2**33)])[1:-1]
-    np.testing.assert_allclose([float(x) for x in row("3 uniforms").split(",")], fresh().uniforms(3), rtol=0, atol=1e-15)
-    np.testing.assert_allclose([float(x) for x in row("3 normals").split(",")], fresh().normals(3), rtol=0, atol=1e-12)
+    assert (
+        row("below(2), below(10), below(2^33)")
+        == str([below(fresh(), n) for n in (2, 10, 2**33)])[1:-1]
+    )
+    np.testing.assert_allclose(
+        [float(x) for x in row("3 uniforms").split(",")], fresh().uniforms(3), rtol=0, atol=1e-15
+    )
+    np.testing.assert_allclose(
+        [float(x) for x in row("3 normals").split(",")], fresh().normals(3), rtol=0, atol=1e-12
+    )

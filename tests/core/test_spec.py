@@ -50,7 +50,9 @@ def test_a_config_that_contradicts_the_weights() -> None:
     assert any("has size 16, the spec says 32" in f for f in found)
 
 
-@pytest.mark.parametrize("field", ["num_hidden_layers", "intermediate_size", "hidden_size", "head_dim"])
+@pytest.mark.parametrize(
+    "field", ["num_hidden_layers", "intermediate_size", "hidden_size", "head_dim"]
+)
 @pytest.mark.parametrize("value", [10**12, "16", [16], {}, 16.0, -1, 0])
 def test_absurd_configs_are_refused_at_once(field: str, value: object) -> None:
     from regauge.errors import RegaugeError
@@ -85,7 +87,9 @@ OPEN = {  # what no space holds to its size: the config does
 }
 
 
-@pytest.mark.parametrize(("name", "field"), [(name, field) for name, fields in OPEN.items() for field in fields])
+@pytest.mark.parametrize(
+    ("name", "field"), [(name, field) for name, fields in OPEN.items() for field in fields]
+)
 def test_sizes_that_no_space_has_are_compared_with_the_config(name: str, field: str) -> None:
     model = build(name)
     config, state = config_of(model), model.state_dict()
@@ -142,7 +146,9 @@ def test_tied_tensors_may_be_stored_once_or_twice() -> None:
 def test_a_tied_table_needs_an_orthogonal_stream() -> None:
     spec = spec_of(build("gpt2"))
     wrong = replace(
-        spec, spaces={**spec.spaces, "stream": Space(12, GeneralLinear())}, tensors={k: v for k, v in spec.tensors.items() if "|" not in v}
+        spec,
+        spaces={**spec.spaces, "stream": Space(12, GeneralLinear())},
+        tensors={k: v for k, v in spec.tensors.items() if "|" not in v},
     )
     assert any("must be orthogonal" in str(f) for f in check_spec(wrong))
 
@@ -150,33 +156,78 @@ def test_a_tied_table_needs_an_orthogonal_stream() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: {"spaces": {k: v for k, v in s.spaces.items() if k != "ffn.0"}}, '"ffn.0" is not a space'),
+        (
+            lambda s: {"spaces": {k: v for k, v in s.spaces.items() if k != "ffn.0"}},
+            '"ffn.0" is not a space',
+        ),
         (lambda s: {"tensors": {**s.tensors, "x": "(stream"}}, "expected ')'"),
-        (lambda s: {"spaces": {**s.spaces, "qk.0": replace(s.spaces["qk.0"], over="nowhere")}}, "which is not a space"),
-        (lambda s: {"spaces": {**s.spaces, "vo.0": replace(s.spaces["vo.0"], over="qk.0")}}, "must be a space of permutations"),
-        (lambda s: {"spaces": {**s.spaces, "stream": Space(12, Orthogonal())}}, "follows the permutation part"),
+        (
+            lambda s: {"spaces": {**s.spaces, "qk.0": replace(s.spaces["qk.0"], over="nowhere")}},
+            "which is not a space",
+        ),
+        (
+            lambda s: {"spaces": {**s.spaces, "vo.0": replace(s.spaces["vo.0"], over="qk.0")}},
+            "must be a space of permutations",
+        ),
+        (
+            lambda s: {"spaces": {**s.spaces, "stream": Space(12, Orthogonal())}},
+            "follows the permutation part",
+        ),
         (lambda s: {"spaces": {**s.spaces, "stream": Space(0, Permutation())}}, "has size 0"),
         (lambda s: {"spaces": {**s.spaces, "stream": Space(12.0, Permutation())}}, "has size 12.0"),
-        (lambda s: {"ties": {"lm_head.weight": "transformer.h.0.ln_1.bias"}}, "but has axes _30 stream*"),
+        (
+            lambda s: {"ties": {"lm_head.weight": "transformer.h.0.ln_1.bias"}},
+            "but has axes _30 stream*",
+        ),
         (lambda s: {"norms": (replace(s.norms[0], gain="gone"),)}, 'folds with "gone"'),
-        (lambda s: {"norms": (replace(s.norms[0], readers=(("lost", None),)),)}, 'folds with "lost"'),
+        (
+            lambda s: {"norms": (replace(s.norms[0], readers=(("lost", None),)),)},
+            'folds with "lost"',
+        ),
         (lambda s: {"parts": {**s.parts, "transformer.wte.weight": "tail"}}, 'the part "tail"'),
         (lambda s: {"parts": {**s.parts, "nothing": "head"}}, "not a tensor of the spec"),
         (lambda s: {"ties": {"a": "b"}}, "not both are tensors"),
         (lambda s: {"fixed": {"nothing": 1.0}}, "must be constant"),
         (lambda s: {"tensors": {**s.tensors, "x": "qk.0"}}, "which is no axis of it"),
-        (lambda s: {"tensors": {**s.tensors, "e.{head.0}": "stream head.0"}}, "first axis is not that"),
+        (
+            lambda s: {"tensors": {**s.tensors, "e.{head.0}": "stream head.0"}},
+            "first axis is not that",
+        ),
         (lambda s: {"outputs": {"y": "_ lost"}}, '"lost" is not a space'),
         (lambda s: {"tensors": {**s.tensors, "e.{head.0}": ""}}, "first axis is not that"),
         (lambda s: {"tensors": {**s.tensors, "e.{gone}": "gone"}}, '"gone" is not a space'),
-        (lambda s: {"tensors": {**s.tensors, "e.{head.0}": "head.0", "e.1": "stream"}}, '"e.1" is described 2 times'),
-        (lambda s: {"tensors": {**s.tensors, "e.{head.0}": "head.0", "e.{head.1}": "head.1"}}, '"e.2" is described 2 times'),
-        (lambda s: {"tensors": {**s.tensors, "e.{big}": "big"}, "spaces": {**s.spaces, "big": Space(10**9, Permutation())}}, "of 1000000000 tensors"),
-        (lambda s: {"spaces": {**s.spaces, "big": Space(10**12, Permutation())}}, 'space "big" is on no axis'),
-        (lambda s: {"norms": (*s.norms, s.norms[0])}, '"transformer.h.0.ln_1.weight" is listed 2 times'),
-        (lambda s: {"scales": (Scale(s.norms[0].gain, s.norms[0].readers),)}, '"transformer.h.0.ln_1.weight" is listed 2 times'),
+        (
+            lambda s: {"tensors": {**s.tensors, "e.{head.0}": "head.0", "e.1": "stream"}},
+            '"e.1" is described 2 times',
+        ),
+        (
+            lambda s: {"tensors": {**s.tensors, "e.{head.0}": "head.0", "e.{head.1}": "head.1"}},
+            '"e.2" is described 2 times',
+        ),
+        (
+            lambda s: {
+                "tensors": {**s.tensors, "e.{big}": "big"},
+                "spaces": {**s.spaces, "big": Space(10**9, Permutation())},
+            },
+            "of 1000000000 tensors",
+        ),
+        (
+            lambda s: {"spaces": {**s.spaces, "big": Space(10**12, Permutation())}},
+            'space "big" is on no axis',
+        ),
+        (
+            lambda s: {"norms": (*s.norms, s.norms[0])},
+            '"transformer.h.0.ln_1.weight" is listed 2 times',
+        ),
+        (
+            lambda s: {"scales": (Scale(s.norms[0].gain, s.norms[0].readers),)},
+            '"transformer.h.0.ln_1.weight" is listed 2 times',
+        ),
         (lambda s: {"norms": (replace(s.norms[0], readers=()),)}, "no layer is named to take it"),
-        (lambda s: {"scales": (Scale("transformer.ln_f.weight", ()),)}, "no layer is named to take it"),
+        (
+            lambda s: {"scales": (Scale("transformer.ln_f.weight", ()),)},
+            "no layer is named to take it",
+        ),
     ],
 )
 def test_specs_that_contradict_themselves(change, message: str) -> None:
@@ -193,25 +244,42 @@ def test_folded_gains_are_held_to_their_value() -> None:
     spec, state = fold_norms(spec_of(model), model.state_dict())
     assert texts(spec, state) == []
     state["model.norm.weight"][0] = 1.5
-    assert texts(spec, state) == ['"model.norm.weight" was folded and must be 1 everywhere, but is not']
+    assert texts(spec, state) == [
+        '"model.norm.weight" was folded and must be 1 everywhere, but is not'
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
 def test_what_moves_has_floats(dtype: torch.dtype) -> None:
     model = build("clip")
     state = {**model.state_dict()}
-    spec, norm, weight = spec_of(model), "text_model.final_layer_norm.weight", "text_projection.weight"
+    spec, norm, weight = (
+        spec_of(model),
+        "text_model.final_layer_norm.weight",
+        "text_projection.weight",
+    )
     still = "logit_scale"
     state |= {n: state[n].to(dtype) for n in (norm, weight, still)}
     found = texts(spec, state)
-    assert sorted(found) == sorted(f'"{n}" is {str(dtype)[6:]}; what moves has floating-point numbers' for n in (norm, weight))
-    header = {n: Entry("I32" if n == weight else "BF16", tuple(x.shape), 0, 0) for n, x in state.items()}
+    assert sorted(found) == sorted(
+        f'"{n}" is {str(dtype)[6:]}; what moves has floating-point numbers' for n in (norm, weight)
+    )
+    header = {
+        n: Entry("I32" if n == weight else "BF16", tuple(x.shape), 0, 0) for n, x in state.items()
+    }
     assert texts(spec, header) == [f'"{weight}" is I32; what moves has floating-point numbers']
 
 
 def test_stacks_unroll_to_the_stored_names() -> None:
-    spec = Spec("toy", {"expert.0": Space(2, Permutation()), "d": Space(3, Permutation())}, {"e.{expert.0}.w": "expert.0 d _"})
-    assert {name: entry.axes for name, entry in stored(spec).items()} == {"e.0.w": "d _", "e.1.w": "d _"}
+    spec = Spec(
+        "toy",
+        {"expert.0": Space(2, Permutation()), "d": Space(3, Permutation())},
+        {"e.{expert.0}.w": "expert.0 d _"},
+    )
+    assert {name: entry.axes for name, entry in stored(spec).items()} == {
+        "e.0.w": "d _",
+        "e.1.w": "d _",
+    }
     assert check(spec, {"e.0.w": torch.ones(3, 9), "e.1.w": torch.ones(3, 9)}) == []
     assert len(check(spec, {"e.0.w": torch.ones(4, 9)})) == 2
 

@@ -1,4 +1,6 @@
-"""The law checker itself can fail: at every precision, for NaN, and for outputs that nobody compares."""
+"""The law checker itself can fail: at every precision, for NaN, and for outputs that nobody
+compares.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,14 @@ def test_a_broken_symmetry_raises(dtype: torch.dtype) -> None:
     model = build("llama").to(dtype)
     spec = spec_of(model)
     assert_symmetry(model, spec, element(spec, 1, within="permutation"), IDS)
-    # A spec that claims too much: any order of the neurons of the up side, with the gate left in its own.
+    # A spec that claims too much: any order of the neurons of the up side, with the gate left in
+    # its own.
     overclaimed = {n: a.replace("|ffn.0|", "_") for n, a in spec.tensors.items()}
     wrong = replace(spec, tensors=overclaimed)
     with pytest.raises(AssertionError, match=r"LlamaForCausalLM changed by .* when ffn\.0 moved"):
-        assert_symmetry(model, wrong, element(wrong, 1, within="permutation", spaces=["ffn.0"]), IDS)
+        assert_symmetry(
+            model, wrong, element(wrong, 1, within="permutation", spaces=["ffn.0"]), IDS
+        )
 
 
 def test_nan_is_never_a_pass() -> None:
@@ -48,15 +53,21 @@ def test_outputs_with_other_axes_are_no_pass() -> None:
     spec = spec_of(model)
     assert_symmetry(model, spec, element(spec, 1), IDS)
     wrong = replace(spec, outputs={"logits": "_ _ _"})
-    with pytest.raises(SpecError, match=r'"logits" is _ _ _ in the spec, and \[2, 2\] in the model') as caught:
+    with pytest.raises(
+        SpecError, match=r'"logits" is _ _ _ in the spec, and \[2, 2\] in the model'
+    ) as caught:
         symmetry_error(model, wrong, element(wrong, 1), IDS)
     assert "outputs" in str(caught.value.hint)
 
 
 def test_a_rotation_under_gains_breaks_the_function() -> None:
-    """Refused even when forced, for a gain cannot follow it; with the gains told to stay, it is applied, and breaks."""
+    """Refused even when forced, for a gain cannot follow it; with the gains told to stay, it is
+    applied, and breaks.
+    """
     model = build("llama")
     spec = spec_of(model)
     turned = {"stream": GROUPS["orthogonal"].sample(16, 1, Stream(bytes(32), "x"))}
-    unbarred = replace(spec, tensors={n: a.replace("|stream|", "_") for n, a in spec.tensors.items()})
+    unbarred = replace(
+        spec, tensors={n: a.replace("|stream|", "_") for n, a in spec.tensors.items()}
+    )
     assert symmetry_error(model, unbarred, Element(unbarred, turned), IDS, force=True) > 1e-2

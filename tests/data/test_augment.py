@@ -1,4 +1,6 @@
-"""What a training does to its images: bounded, drawn from one generator, and what each change is known by."""
+"""What a training does to its images: bounded, drawn from one generator, and what each change is
+known by.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.3, 0.25]
 def images(count: int = 6, side: int = 12) -> torch.Tensor:
     """Smooth images with values between 0 and 1."""
     coarse = torch.rand(count, 3, 3, 3, generator=torch.Generator().manual_seed(0))
-    return torch.nn.functional.interpolate(coarse, (side, side), mode="bilinear", align_corners=True)
+    return torch.nn.functional.interpolate(
+        coarse, (side, side), mode="bilinear", align_corners=True
+    )
 
 
 def test_images_are_moved_and_mirrored() -> None:
@@ -23,7 +27,9 @@ def test_images_are_moved_and_mirrored() -> None:
     assert all(d.shape == x.shape for d in drawn)
     assert len({tuple(d[0].flatten().tolist()) for d in drawn}) > 10
     for d in drawn:
-        inner = d[0, 0, 2:4, 2:4]  # whatever was done, a neighbour to the right differs by 1 and one below by 6
+        inner = d[
+            0, 0, 2:4, 2:4
+        ]  # whatever was done, a neighbour to the right differs by 1 and one below by 6
         assert abs(float(inner[0, 1] - inner[0, 0])) == 1
         assert float(inner[1, 0] - inner[0, 0]) == 6
     assert torch.equal(augmented(x, {}, np.random.default_rng(0)), x)
@@ -32,7 +38,9 @@ def test_images_are_moved_and_mirrored() -> None:
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_bounded_and_is_one(name: str) -> None:
-    x = 0.1 + 0.8 * torch.rand(3, 24, 24, generator=torch.Generator().manual_seed(0))  # fewer pixels than values have nothing to equalize
+    x = 0.1 + 0.8 * torch.rand(
+        3, 24, 24, generator=torch.Generator().manual_seed(0)
+    )  # fewer pixels than values have nothing to equalize
     for level in (0.0, 0.5, 1.0):
         for side in (-1.0, 1.0):
             found = CHANGES[name](x, level, side)
@@ -41,7 +49,20 @@ def test_a_change_is_bounded_and_is_one(name: str) -> None:
     assert (CHANGES[name](x, 0.9, 1.0).clamp(0, 1) - x).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", ["Rotate", "Color", "Contrast", "Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Rotate",
+        "Color",
+        "Contrast",
+        "Brightness",
+        "Sharpness",
+        "ShearX",
+        "ShearY",
+        "TranslateX",
+        "TranslateY",
+    ],
+)
 def test_no_strength_is_no_change_and_sides_are_two(name: str) -> None:
     x = images(1)[0]
     torch.testing.assert_close(CHANGES[name](x, 0.0, 1.0), x, rtol=0, atol=1e-5)
@@ -71,12 +92,17 @@ def test_randaugment_stays_between_0_and_1_and_repeats_itself() -> None:
 
 
 def test_mixing_keeps_shares_and_pixels_together() -> None:
-    x, labels = torch.stack([torch.full((3, 10, 10), float(i)) for i in range(4)]), torch.tensor([0, 1, 2, 3])
+    x, labels = (
+        torch.stack([torch.full((3, 10, 10), float(i)) for i in range(4)]),
+        torch.tensor([0, 1, 2, 3]),
+    )
     for how in ({"mixup": 0.8}, {"cutmix": 1.0}):
         found = [mixed(x, labels, 4, how, np.random.default_rng(i)) for i in range(20)]
         for pixels, shares in found:
             torch.testing.assert_close(shares.sum(1), torch.ones(4))
-            mean = pixels.mean((1, 2, 3))  # images that say their own label: their mean is the labels' mean
+            mean = pixels.mean(
+                (1, 2, 3)
+            )  # images that say their own label: their mean is the labels' mean
             torch.testing.assert_close(mean, shares @ torch.arange(4.0), rtol=0, atol=1e-4)
         assert len({round(float(s[0, 0]), 6) for _, s in found}) > 5
     plain, smooth = mixed(x, labels, 4, {"smooth": 0.1}, np.random.default_rng(0))

@@ -1,4 +1,6 @@
-"""Data by uri: every format gives the same rows, the digest says what was read, and what is wrong is named."""
+"""Data by uri: every format gives the same rows, the digest says what was read, and what is wrong
+is named.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,12 @@ def write(folder: Path, kind: str) -> Path:
         case "tsv":
             path.write_text('text\tlabel\none, two\t1\na "quoted" word\t0\n007\t1\n')
         case "jsonl":
-            path.write_text("".join(json.dumps({"text": t, "label": y}) + "\n" for t, y in zip(TEXTS, LABELS, strict=True)))
+            path.write_text(
+                "".join(
+                    json.dumps({"text": t, "label": y}) + "\n"
+                    for t, y in zip(TEXTS, LABELS, strict=True)
+                )
+            )
         case "parquet":
             import pyarrow as pa
             import pyarrow.parquet as pq
@@ -47,20 +54,30 @@ def test_every_table_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
     assert data["label"].tolist() == LABELS
     assert len(data) == 3
     renamed = open_data(write(tmp_path, kind), fields={"y": "label"})
-    assert list(renamed) == ["y", "text"]  # who calls one field by another name need not mention those that are called as usual
+    assert list(renamed) == [
+        "y",
+        "text",
+    ]  # who calls one field by another name need not mention those that are called as usual
     assert list(renamed["text"]) == TEXTS
     assert list(open_data(write(tmp_path, kind), fields={"text": "label"})) == ["text"]
     assert renamed.digest != data.digest
 
 
 def test_npz_and_fields_of_different_lengths(tmp_path: Path) -> None:
-    np.savez(tmp_path / "a.npz", X_train=np.zeros((4, 2, 2), np.uint8), y_train=np.arange(4), y_test=np.arange(3))
+    np.savez(
+        tmp_path / "a.npz",
+        X_train=np.zeros((4, 2, 2), np.uint8),
+        y_train=np.arange(4),
+        y_test=np.arange(3),
+    )
     with pytest.raises(DataError, match='"y_train" has 4, "y_test" has 3'):
         open_data(tmp_path / "a.npz")
     data = open_data(tmp_path / "a.npz", fields={"image": "X_train", "label": "y_train"})
     assert data["label"].tolist() == [0, 1, 2, 3]
     np.savez(tmp_path / "b.npz", X=np.zeros((4, 2, 2), np.uint8), label=np.arange(3))
-    assert list(open_data(tmp_path / "b.npz", fields={"image": "X"})) == ["image"]  # these labels belong to something else
+    assert list(open_data(tmp_path / "b.npz", fields={"image": "X"})) == [
+        "image"
+    ]  # these labels belong to something else
     with pytest.raises(DataError, match='no field "y_val"') as caught:
         open_data(tmp_path / "a.npz", fields={"label": "y_val"})
     assert "'y_test'" in str(caught.value.hint)
@@ -116,7 +133,11 @@ def test_grey_among_colours_is_given_three_channels(tmp_path: Path) -> None:
     assert pictures.array([1]).shape == (1, 4, 4)  # alone it is what it is
     assert replace(pictures, colour="RGB").array([1]).shape == (1, 4, 4, 3)
     assert replace(pictures, colour="L").array()[:, 0, 0].tolist() == [18, 40]
-    assert pictures.sizes == Pictures(tuple(p.read_bytes() for p in pictures.sources)).sizes == {(4, 4)}
+    assert (
+        pictures.sizes
+        == Pictures(tuple(p.read_bytes() for p in pictures.sources)).sizes
+        == {(4, 4)}
+    )
     Image.new("L", (6, 5)).save(tmp_path / "c.png")
     (tmp_path / "d.png").write_bytes(b"no image")  # looking at it says so, and only then
     pictures = open_data(tmp_path)["image"]
@@ -128,9 +149,13 @@ def test_grey_among_colours_is_given_three_channels(tmp_path: Path) -> None:
 def test_digests_stay_what_they_were(tmp_path: Path) -> None:
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "x.png").write_bytes(b"no image")
-    assert open_data(tmp_path).digest == "cdbfc59f5c4bd5a48f0925fb77f0bf8f8932abaf94279f281addc96900a5e277"
     assert (
-        open_data(tmp_path, size=4).digest == "1b3edc71bd399e0d86d11520bbe271b81e88a3ca6d276ba2c07c6149f42dfe00"
+        open_data(tmp_path).digest
+        == "cdbfc59f5c4bd5a48f0925fb77f0bf8f8932abaf94279f281addc96900a5e277"
+    )
+    assert (
+        open_data(tmp_path, size=4).digest
+        == "1b3edc71bd399e0d86d11520bbe271b81e88a3ca6d276ba2c07c6149f42dfe00"
     )  # cached experiments are found by it
 
 
@@ -176,13 +201,18 @@ class Hub:
 
     def list_repo_files(self, uri: str, *, repo_type: str, revision: str) -> list[str]:
         assert (uri, repo_type, revision) == ("owner/name", "dataset", "refs/convert/parquet")
-        return [*(str(p.relative_to(self.folder)) for p in sorted(self.folder.rglob("*.parquet"))), "README.md"]
+        return [
+            *(str(p.relative_to(self.folder)) for p in sorted(self.folder.rglob("*.parquet"))),
+            "README.md",
+        ]
 
     def hf_hub_download(self, uri: str, name: str, **_: Any) -> str:
         return str(self.folder / name)
 
 
-def test_a_hub_id_is_read_from_its_parquet_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_is_read_from_its_parquet_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
     from PIL import Image
@@ -192,10 +222,17 @@ def test_a_hub_id_is_read_from_its_parquet_files(tmp_path: Path, monkeypatch: py
     for part, labels in enumerate(([1, 2], [3])):
         path = tmp_path / "plain" / "train" / f"000{part}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.table({"label": labels, "img": [{"bytes": encoded, "path": None}] * len(labels)}), path)
+        pq.write_table(
+            pa.table({"label": labels, "img": [{"bytes": encoded, "path": None}] * len(labels)}),
+            path,
+        )
     hub = Hub(tmp_path)
     monkeypatch.setitem(
-        sys.modules, "huggingface_hub", SimpleNamespace(list_repo_files=hub.list_repo_files, hf_hub_download=hub.hf_hub_download, __spec__=1)
+        sys.modules,
+        "huggingface_hub",
+        SimpleNamespace(
+            list_repo_files=hub.list_repo_files, hf_hub_download=hub.hf_hub_download, __spec__=1
+        ),
     )
     data = open_data("owner/name", fields={"image": "img", "label": "label"})
     assert data["label"].tolist() == [1, 2, 3]
@@ -205,7 +242,9 @@ def test_a_hub_id_is_read_from_its_parquet_files(tmp_path: Path, monkeypatch: py
         open_data("owner/name", split="test")
     assert "plain/train" in str(caught.value.hint)
     (tmp_path / "other" / "train").mkdir(parents=True)
-    (tmp_path / "plain" / "train" / "0001.parquet").rename(tmp_path / "other" / "train" / "0000.parquet")
+    (tmp_path / "plain" / "train" / "0001.parquet").rename(
+        tmp_path / "other" / "train" / "0000.parquet"
+    )
     with pytest.raises(DataError, match="several configs: other, plain"):
         open_data("owner/name")
     assert open_data("owner/name", config="other")["label"].tolist() == [3]
@@ -236,7 +275,9 @@ def test_what_is_absent_is_named(tmp_path: Path) -> None:
         open_data(tmp_path / "none.npz")
     with pytest.raises(DataError, match="holds no images"):
         open_data(tmp_path)
-    with pytest.raises(DataError, match="the hub did not give it"):  # HF_HUB_OFFLINE is set for all tests
+    with pytest.raises(
+        DataError, match="the hub did not give it"
+    ):  # HF_HUB_OFFLINE is set for all tests
         open_data("nobody/nothing")
     with pytest.raises(DataError, match='rows has no field "y"'):
         Data("rows", {"x": [1]}, "")["y"]
@@ -271,11 +312,17 @@ def test_bounds_of_images_and_archives(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_pillow_rejects_first(tmp_path: Path) -> None:
-    """Pillow raises an error of its own for the largest images, before their size can be asked for."""
+    """Pillow raises an error of its own for the largest images, before their size can be asked
+    for.
+    """
     header = bombs.png(1, 1).replace(struct.pack(">2I", 1, 1), struct.pack(">2I", 20_000, 20_000))
     at = header.index(b"IHDR")
-    (tmp_path / "a.png").write_bytes(header[: at + 17] + struct.pack(">I", zlib.crc32(header[at : at + 17])) + header[at + 21 :])
-    with pytest.raises(DataError, match="at most 100 million pixels, got 400,000,000 pixels") as caught:
+    (tmp_path / "a.png").write_bytes(
+        header[: at + 17] + struct.pack(">I", zlib.crc32(header[at : at + 17])) + header[at + 21 :]
+    )
+    with pytest.raises(
+        DataError, match="at most 100 million pixels, got 400,000,000 pixels"
+    ) as caught:
         open_data(tmp_path)["image"].array()
     assert "scale it down" in str(caught.value.hint)
     assert open_data(tmp_path)["image"].sizes == frozenset()
@@ -288,27 +335,44 @@ def test_repeated_texts_of_a_parquet_file_are_one_object(tmp_path: Path) -> None
     texts = open_data(tmp_path / "a.parquet")["text"]
     assert len(texts) == 200
     assert len({id(text) for text in texts}) == 1
-    nested = {"image": pa.array([{"bytes": b"x", "path": None}, {"bytes": b"x", "path": "p"}]), "words": [["a", "b"], ["a"]]}
+    nested = {
+        "image": pa.array([{"bytes": b"x", "path": None}, {"bytes": b"x", "path": "p"}]),
+        "words": [["a", "b"], ["a"]],
+    }
     (tmp_path / "b.parquet").write_bytes(bombs.parquet(nested))
     data = open_data(tmp_path / "b.parquet")
     assert data["image"].sources == (b"x", b"x")
     assert list(data["words"]) == ['["a", "b"]', '["a"]']
 
 
-def test_a_parquet_footer_that_declares_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parquet_footer_that_declares_too_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.parquet").write_bytes(bombs.lying_footer(8_000_000))
     monkeypatch.setattr("regauge.data.datasets.MAX_VALUES", 2_000_000)
     with pytest.raises(DataError, match=r"at most 2,000,000 values for its .*, got 8,000,000"):
         open_data(tmp_path / "a.parquet")
 
 
-@pytest.mark.parametrize("options", [{}, {"data_page_version": "2.0"}, {"use_dictionary": False}, {"compression": "zstd", "data_page_size": 64}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"data_page_version": "2.0"},
+        {"use_dictionary": False},
+        {"compression": "zstd", "data_page_size": 64},
+    ],
+)
 def test_parquet_pages_are_counted(tmp_path: Path, options: dict[str, Any]) -> None:
     import pyarrow.parquet as pq
 
     from regauge.data.parquet import count_pages, read_chunks
 
-    columns = {"text": [f"row {i % 7}" for i in range(1000)], "label": list(range(1000)), "list": [[i] * (i % 3) for i in range(1000)]}
+    columns = {
+        "text": [f"row {i % 7}" for i in range(1000)],
+        "label": list(range(1000)),
+        "list": [[i] * (i % 3) for i in range(1000)],
+    }
     raw = bombs.parquet(columns, row_group_size=300, **options)
     (tmp_path / "a.parquet").write_bytes(raw)
     data = open_data(tmp_path / "a.parquet")
@@ -316,10 +380,16 @@ def test_parquet_pages_are_counted(tmp_path: Path, options: dict[str, Any]) -> N
     assert data["label"].tolist() == columns["label"]
     metadata = pq.read_metadata(tmp_path / "a.parquet")
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-    declared = [(group.num_rows, group.column(i)) for group in groups for i in range(group.num_columns)]
+    declared = [
+        (group.num_rows, group.column(i)) for group in groups for i in range(group.num_columns)
+    ]
     for chunk, (rows, column) in zip(read_chunks(raw), declared, strict=True):
         values, size = count_pages(raw, chunk)
-        assert (chunk.path, chunk.rows, chunk.is_bytes) == (column.path_in_schema, rows, column.physical_type == "BYTE_ARRAY")
+        assert (chunk.path, chunk.rows, chunk.is_bytes) == (
+            column.path_in_schema,
+            rows,
+            column.physical_type == "BYTE_ARRAY",
+        )
         assert values == chunk.values == column.num_values
         assert size <= column.total_uncompressed_size  # which counts the headers too
 
@@ -328,7 +398,9 @@ def test_no_interpreter_runs_for_an_image(tmp_path: Path, monkeypatch: pytest.Mo
     """Pillow goes by the content, and would hand PostScript to Ghostscript."""
     from PIL import EpsImagePlugin
 
-    (tmp_path / "a.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n")
+    (tmp_path / "a.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
+    )
     ran: list[object] = []
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given: ran.append(given))
     with pytest.raises(DataError, match="cannot be read as an image"):

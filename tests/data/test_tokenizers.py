@@ -22,7 +22,10 @@ def test_texts_come_back_from_their_tokens(tmp_path: Path) -> None:
     made.save(str(tmp_path / "tokenizer.json"))
     one, other = encode(tmp_path / "tokenizer.json", ["zwei Wörter", "a"])
     assert len(one) == len("zwei Wörter".encode())
-    assert (decode(tmp_path / "tokenizer.json", one), decode(tmp_path / "tokenizer.json", other)) == ("zwei Wörter", "a")
+    assert (
+        decode(tmp_path / "tokenizer.json", one),
+        decode(tmp_path / "tokenizer.json", other),
+    ) == ("zwei Wörter", "a")
 
 
 def test_marks_are_told_from_the_text(tmp_path: Path) -> None:

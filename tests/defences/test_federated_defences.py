@@ -1,4 +1,6 @@
-"""What leaves a client, what a server sees of it and can make of it, and clients that begin apart."""
+"""What leaves a client, what a server sees of it and can make of it, and clients that begin
+apart.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,26 @@ from regauge.audit.recorded.engine import audit_run, open_run, rehearsed
 from regauge.cli import main
 from regauge.defences.split import DefenceError
 from regauge.errors import MissingExtraError, UpdateError
-from regauge.federated import Contribution, FederatedError, Settings, contribute, fusion, parts_of, prepared, state_of, state_store
+from regauge.federated import (
+    Contribution,
+    FederatedError,
+    Settings,
+    contribute,
+    fusion,
+    parts_of,
+    prepared,
+    state_of,
+    state_store,
+)
 from regauge.federated.defences import defended, epsilon, frozen, read_defences
 from regauge.federated.fusion import average, parted
-from regauge.federated.recorder import RecordedUpdate, load_rows, load_update, recorded_rounds, spy_on
+from regauge.federated.recorder import (
+    RecordedUpdate,
+    load_rows,
+    load_update,
+    recorded_rounds,
+    spy_on,
+)
 from regauge.federated.runs import Source, federated
 from regauge.federated.states import digest_of, layout_of, load_state
 from regauge.models.resolve import spec_of
@@ -47,7 +65,9 @@ def norm(c: Contribution) -> float:
 def test_clipping_bounds_the_whole_change_and_leaves_a_small_one() -> None:
     big, small = made(), made(1e-4)
     assert norm(big) > 5
-    assert norm(defended(big, fed.vit(), read_defences(["clip=1"]), KEY)) == pytest.approx(1.0, rel=1e-4)
+    assert norm(defended(big, fed.vit(), read_defences(["clip=1"]), KEY)) == pytest.approx(
+        1.0, rel=1e-4
+    )
     same = defended(small, fed.vit(), read_defences(["clip=1"]), KEY)
     assert all(torch.equal(same.tensors[n], small.tensors[n]) for n in small.tensors)
 
@@ -82,15 +102,24 @@ def test_what_is_withheld_is_not_sent_and_what_is_frozen_is_not_trained() -> Non
 
 
 def test_compression_keeps_few_numbers_or_few_bits() -> None:
-    pruned = defended(made(), fed.vit(), read_defences(["prune=0.9"]), KEY).tensors["classifier.weight"]
+    pruned = defended(made(), fed.vit(), read_defences(["prune=0.9"]), KEY).tensors[
+        "classifier.weight"
+    ]
     assert float((pruned != 0).float().mean()) == pytest.approx(0.1, abs=0.03)
-    rounded = defended(made(), fed.vit(), read_defences(["round=2"]), KEY).tensors["classifier.weight"]
+    rounded = defended(made(), fed.vit(), read_defences(["round=2"]), KEY).tensors[
+        "classifier.weight"
+    ]
     assert len(rounded.unique()) <= 4
 
 
 @pytest.mark.parametrize(
     ("texts", "said"),
-    [(["hide"], 'no defence "hide"'), (["clip=1", "clip=2"], "twice"), (["clip=1", "private=1"], "private clips by itself"), (["clip=-1"], "norm")],
+    [
+        (["hide"], 'no defence "hide"'),
+        (["clip=1", "clip=2"], "twice"),
+        (["clip=1", "private=1"], "private clips by itself"),
+        (["clip=-1"], "norm"),
+    ],
 )
 def test_defences_that_cannot_be_are_refused(texts: list[str], said: str) -> None:
     with pytest.raises(DefenceError, match=said):
@@ -115,14 +144,18 @@ def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Pa
     inputs, labels = part.batch(list(rows))
     torch.nn.functional.cross_entropy(model(**inputs).logits, labels).backward()
     slopes = {n: p.grad for n, p in model.named_parameters()}
-    assert torch.allclose(view_of(seen).slopes["classifier.weight"], slopes["classifier.weight"], atol=1e-5)
+    assert torch.allclose(
+        view_of(seen).slopes["classifier.weight"], slopes["classifier.weight"], atol=1e-5
+    )
     sent = (folder / "seen").rglob("*")
     assert not any(p.suffix == ".json" for p in sent)
     with pytest.raises(FederatedError, match="nothing that the server saw"):
         recorded_rounds(tmp_path)
 
 
-def test_the_accountant_is_asked_for_before_a_run_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accountant_is_asked_for_before_a_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     fed.vit(num_labels=10).save_pretrained(tmp_path / "start")  # type: ignore[operator]
     source = Source(str(tmp_path / "start"), "digits", mean=[0.3], std=[0.38], test="digits")
@@ -141,14 +174,28 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     out = tmp_path / "r.json"
     assert (
         main(
-            ["audit", "gradients", "--from", str(run), "--attacks", "least squares,labels", "--json", str(out), "--report", str(tmp_path / "p.html")]
+            [
+                "audit",
+                "gradients",
+                "--from",
+                str(run),
+                "--attacks",
+                "least squares,labels",
+                "--json",
+                str(out),
+                "--report",
+                str(tmp_path / "p.html"),
+            ]
         )
         == 0
     )
     capsys.readouterr()
     found = load_results(out)
     rows = found.tables[0].rows
-    assert found.facts["verdict"][0] == "Images come back from what was sent in 2 of 2 rounds that were attacked."
+    assert (
+        found.facts["verdict"][0]
+        == "Images come back from what was sent in 2 of 2 rounds that were attacked."
+    )
     assert [row[0] for row in rows] == [1, 2]
     assert rows[0][2] > rows[0][3] + 10  # one image, one step: far above the mean image
     assert rows[0][5] == 1.0  # its label is told
@@ -156,8 +203,27 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Accuracy over rounds" in page
     assert "Leakage over rounds" in page
     hidden = tmp_path / "hidden"
-    federated(source, Settings(clients=2, rounds=1, batch=1, steps=1, rate=0.1, defences=("freeze=embedding",)), hidden, spy=True)
-    assert main(["audit", "gradients", "--from", str(hidden), "--attacks", "least squares", "--json", str(out)]) == 0
+    federated(
+        source,
+        Settings(clients=2, rounds=1, batch=1, steps=1, rate=0.1, defences=("freeze=embedding",)),
+        hidden,
+        spy=True,
+    )
+    assert (
+        main(
+            [
+                "audit",
+                "gradients",
+                "--from",
+                str(hidden),
+                "--attacks",
+                "least squares",
+                "--json",
+                str(out),
+            ]
+        )
+        == 0
+    )
     table = load_results(out).tables[0]
     assert table.rows[0][2] is None
     assert "sent. The update has no" in table.note
@@ -177,36 +243,80 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert "recorded: rounds 1, 2" in capsys.readouterr().err  # counted as --rounds counts
     assert main(["audit", "gradients", str(start), "--data", "digits", "--rounds", "1"]) == 2
     assert "--rounds: rounds are of --from RUN" in " ".join(capsys.readouterr().err.split())
-    assert main(["audit", "gradients", "--from", str(run), "--rounds", "1", "--attacks", "labels", "--gallery", "0", "--threads", "1"]) == 0
+    assert (
+        main(
+            [
+                "audit",
+                "gradients",
+                "--from",
+                str(run),
+                "--rounds",
+                "1",
+                "--attacks",
+                "labels",
+                "--gallery",
+                "0",
+                "--threads",
+                "1",
+            ]
+        )
+        == 0
+    )
     assert json.loads((run / "run.json").read_text())["version"] == 1
 
 
-def test_a_run_of_a_model_from_the_hub_is_read_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_a_model_from_the_hub_is_read_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub
 
     there = tmp_path / "cache"
     fed.vit(num_labels=10).save_pretrained(there)  # type: ignore[operator]
-    (there / "preprocessor_config.json").write_text(json.dumps({"do_normalize": True, "image_mean": [0.25], "image_std": [0.5]}))
+    (there / "preprocessor_config.json").write_text(
+        json.dumps({"do_normalize": True, "image_mean": [0.25], "image_std": [0.5]})
+    )
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(there))
-    federated(Source("owner/name", "digits", test="digits"), Settings(clients=2, rounds=1, batch=1, steps=1), tmp_path / "run", spy=True)
+    federated(
+        Source("owner/name", "digits", test="digits"),
+        Settings(clients=2, rounds=1, batch=1, steps=1),
+        tmp_path / "run",
+        spy=True,
+    )
     run = open_run(tmp_path / "run")
-    assert (run.task["kind"], list(run.task["mean"]), list(run.task["std"])) == ("images", [0.25], [0.5])
+    assert (run.task["kind"], list(run.task["mean"]), list(run.task["std"])) == (
+        "images",
+        [0.25],
+        [0.5],
+    )
 
 
-def test_a_run_on_images_with_several_answers_is_attacked_by_what_needs_no_labels(tmp_path: Path) -> None:
+def test_a_run_on_images_with_several_answers_is_attacked_by_what_needs_no_labels(
+    tmp_path: Path,
+) -> None:
     fed.vit().save_pretrained(tmp_path / "start")  # type: ignore[operator]
     x = fed.bars(40).batch(np.arange(40))[0]["pixel_values"]
     pixels = ((x - x.min()) / (x.max() - x.min()) * 255).byte().permute(0, 2, 3, 1).numpy()
-    np.savez(tmp_path / "data.npz", image=pixels, label=np.random.default_rng(0).integers(0, 2, (40, 4)))
+    np.savez(
+        tmp_path / "data.npz", image=pixels, label=np.random.default_rng(0).integers(0, 2, (40, 4))
+    )
     source = Source(str(tmp_path / "start"), str(tmp_path / "data.npz"), mean=[0.3], std=[0.38])
-    federated(source, Settings(clients=2, rounds=1, batch=1, steps=1, rate=0.1), tmp_path / "run", spy=True)
+    federated(
+        source,
+        Settings(clients=2, rounds=1, batch=1, steps=1, rate=0.1),
+        tmp_path / "run",
+        spy=True,
+    )
     found = audit_run(tmp_path / "run", attacks=["least squares", "labels"])
     assert found.tables[0].rows[0][2] is not None
-    assert found.unchecked == ("labels and counts: it is for one answer to each image, and these have several",)
+    assert found.unchecked == (
+        "labels and counts: it is for one answer to each image, and these have several",
+    )
 
 
 def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
-    """Closed forms cannot try where the first layers are not sent; attacks that practise as the clients do can, and beat a guess."""
+    """Closed forms cannot try where the first layers are not sent; attacks that practise as the
+    clients do can, and beat a guess.
+    """
     start, run = tmp_path / "start", tmp_path / "run"
     fed.vit(num_labels=10, num_hidden_layers=2).save_pretrained(start)  # type: ignore[operator]
     source = Source(str(start), "digits", mean=[0.3], std=[0.38], test="digits")
@@ -215,7 +325,9 @@ def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
     closed = audit_run(run, attacks=["least squares", "span"]).tables[0]
     assert closed.rows[0][2] is None
     assert closed.rows[0][4] is None
-    practised = audit_run(run, attacks=["regression", "membership", "labels"], budget=Budget(practice=60)).tables[0]
+    practised = audit_run(
+        run, attacks=["regression", "membership", "labels"], budget=Budget(practice=60)
+    ).tables[0]
     _, _, leak, floor, patches, labels, *_ = practised.rows[0]
     assert leak >= floor - 0.1  # no less than the mean image
     assert patches > 0.6
@@ -225,42 +337,84 @@ def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
 
 
 def test_a_server_rehearses_what_its_clients_do(tmp_path: Path) -> None:
-    """As many examples and steps, the same puzzles and defences; under a secure sum as many clients."""
+    """As many examples and steps, the same puzzles and defences; under a secure sum as many
+    clients.
+    """
     settings = replace(SETTINGS, steps=2, jigsaw=0.3, probability=1.0, momentum=0.9)
     model = prepared(fed.vit(), settings)
     state, own = state_of(model), fed.bars(16)
     sent = contribute(model, state, own, settings, 3, 0)
-    seen = RecordedUpdate(3, 0, state, sent.tensors, sent.steps, sent.rate, sent.batch, sent.examples)
+    seen = RecordedUpdate(
+        3, 0, state, sent.tensors, sent.steps, sent.rate, sent.batch, sent.examples
+    )
     one, other = rehearsed(model, seen, own, settings, 2, 0)
     assert one.update.tensors.keys() == seen.tensors.keys()
     assert (one.update.steps, len(one.read)) == (2, 8)
     assert not torch.equal(one.read, one.original)  # type: ignore[arg-type]
     assert not torch.equal(one.read, other.read)
-    (hidden,) = rehearsed(model, seen, own, replace(settings, defences=("freeze=embedding", "noise=0.1")), 1, 0)
+    (hidden,) = rehearsed(
+        model, seen, own, replace(settings, defences=("freeze=embedding", "noise=0.1")), 1, 0
+    )
     assert not any("embeddings" in n for n in hidden.update.tensors)
     noisy, still, kept = (
-        next(rehearsed(model, seen, own, replace(settings, defences=(d,)), 1, 0)).update.tensors["model.classifier.weight"]
+        next(rehearsed(model, seen, own, replace(settings, defences=(d,)), 1, 0)).update.tensors[
+            "model.classifier.weight"
+        ]
         for d in ("noise=0.5", "freeze=embedding", "withhold=embedding")
     )
     assert not torch.allclose(noisy, one.update.tensors["model.classifier.weight"], rtol=0.1)
-    assert not torch.equal(still, kept)  # in the second step what is withheld has been trained, and what is frozen has not
+    assert not torch.equal(
+        still, kept
+    )  # in the second step what is withheld has been trained, and what is frozen has not
     assert torch.equal(kept, one.update.tensors["model.classifier.weight"])
     (summed,) = rehearsed(model, seen, own, settings, 1, 0, clients=3)
     assert len(summed.read) == 24
 
 
 @pytest.mark.parametrize("jigsaw", [0.0, 0.3])
-def test_an_audit_reads_the_texts_that_were_sent(tmp_path: Path, jigsaw: float, capsys: pytest.CaptureFixture[str]) -> None:
-    source = fed.reader(tmp_path, num_hidden_layers=2, hidden_size=32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+def test_an_audit_reads_the_texts_that_were_sent(
+    tmp_path: Path, jigsaw: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = fed.reader(
+        tmp_path,
+        num_hidden_layers=2,
+        hidden_size=32,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     run, out = tmp_path / "run", tmp_path / "r.json"
-    federated(source, Settings(clients=2, rounds=2, batch=1, steps=1, rate=0.1, jigsaw=jigsaw, probability=0.0), run, spy=True)
-    assert main(["audit", "gradients", "--from", str(run), "--rounds", "2", "--json", str(out), "--report", str(tmp_path / "p.html")]) == 0
+    federated(
+        source,
+        Settings(clients=2, rounds=2, batch=1, steps=1, rate=0.1, jigsaw=jigsaw, probability=0.0),
+        run,
+        spy=True,
+    )
+    assert (
+        main(
+            [
+                "audit",
+                "gradients",
+                "--from",
+                str(run),
+                "--rounds",
+                "2",
+                "--json",
+                str(out),
+                "--report",
+                str(tmp_path / "p.html"),
+            ]
+        )
+        == 0
+    )
     found = load_results(out)
     ((number, _, leak, floor, exact, words, labels, count),) = found.tables[0].rows
     assert (number, count) == (2, 2)
     assert leak == exact == words == labels == 1.0
     assert floor < 0.5
-    assert found.facts["verdict"][0] == "Texts come back from what was sent in 1 of 1 rounds that were attacked."
+    assert (
+        found.facts["verdict"][0]
+        == "Texts come back from what was sent in 1 of 1 rounds that were attacked."
+    )
     assert "Leakage over rounds" in (tmp_path / "p.html").read_text()
     assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 1
     assert 'no attack "least squares" on texts' in capsys.readouterr().err
@@ -277,13 +431,20 @@ def test_an_audit_reads_the_texts_that_were_sent(tmp_path: Path, jigsaw: float, 
 # Clients that begin apart
 
 
-def apart(settings: Settings) -> tuple[torch.nn.Module, dict[str, torch.Tensor], list[Contribution]]:
-    """Three descriptions of one model, as three clients would send them; and the logits that all of them give."""
+def apart(
+    settings: Settings,
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor], list[Contribution]]:
+    """Three descriptions of one model, as three clients would send them; and the logits that all of
+    them give.
+    """
     model = fed.vit(num_labels=10)
     folded, state = fold_norms(spec_of(model), state_of(model))
     sent = []
     for i in range(3):
-        moved = {n: t.contiguous() for n, t in (apply(element(folded, i + 1), state) if i else state).items()}
+        moved = {
+            n: t.contiguous()
+            for n, t in (apply(element(folded, i + 1), state) if i else state).items()
+        }
         sent.append(replace(made(), client=i, tensors=moved, kind="weights"))
     return model, state_of(model), sent
 
@@ -294,7 +455,10 @@ def test_matched_clients_average_to_the_function_that_each_of_them_has() -> None
     images = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         true = model(pixel_values=images).logits
-        load_state(model, average(model, state, sent, settings, inputs=[{"pixel_values": images}] * 2, steps=2))
+        load_state(
+            model,
+            average(model, state, sent, settings, inputs=[{"pixel_values": images}] * 2, steps=2),
+        )
         matched = model(pixel_values=images).logits
         load_state(model, average(model, state, sent, replace(settings, strategy="fedavg")))
         plain = model(pixel_values=images).logits
@@ -302,7 +466,9 @@ def test_matched_clients_average_to_the_function_that_each_of_them_has() -> None
     assert float((plain - true).abs().max()) > 0.1
 
 
-def test_a_server_of_texts_matches_by_half_of_its_own_and_measures_on_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_of_texts_matches_by_half_of_its_own_and_measures_on_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fusion, "STEPS", 5)
     source = fed.reader(tmp_path)
     settings = Settings(clients=2, rounds=1, batch=8, steps=2, independent=True, strategy="matched")
@@ -310,7 +476,11 @@ def test_a_server_of_texts_matches_by_half_of_its_own_and_measures_on_the_other(
     assert found.kept.history[0].contributed == (0, 1)
     _, test, _ = source.read(source.live(settings))
     rest, inputs = parted(test)
-    assert len(rest) == found.kept.history[0].measures["examples"] == len(test) - sum(len(one["input_ids"]) for one in inputs)
+    assert (
+        len(rest)
+        == found.kept.history[0].measures["examples"]
+        == len(test) - sum(len(one["input_ids"]) for one in inputs)
+    )
     plain = federated(source, replace(settings, strategy="fedavg"), tmp_path / "plain")
     assert plain.kept.history[0].measures["loss"] != found.kept.history[0].measures["loss"]
 
@@ -329,6 +499,12 @@ def test_clients_that_begin_apart_send_weights_and_are_averaged() -> None:
         average(
             fed.vit(num_labels=10),
             state,
-            [sent[0], replace(sent[1], tensors={k: v for k, v in sent[1].tensors.items() if k != "classifier.bias"})],
+            [
+                sent[0],
+                replace(
+                    sent[1],
+                    tensors={k: v for k, v in sent[1].tensors.items() if k != "classifier.bias"},
+                ),
+            ],
             settings,
         )

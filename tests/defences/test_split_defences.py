@@ -1,4 +1,6 @@
-"""What a client does to what leaves it: each defence by itself, in the stated order, and through the link, forward and back."""
+"""What a client does to what leaves it: each defence by itself, in the stated order, and through
+the link, forward and back.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +40,43 @@ SECRET = bytes(range(32))
 
 def crossing_of(name: str = "vit", count: int = 4) -> Crossing:
     model = made(name)
-    data = {k: torch.cat([batch(name, i)[k] for i in range(count // 2)]) for k in batch(name, 0) if k != "labels"}
+    data = {
+        k: torch.cat([batch(name, i)[k] for i in range(count // 2)])
+        for k in batch(name, 0)
+        if k != "labels"
+    }
     return cut(model).embed(**data)
 
 
 def images(count: int = 3, side: int = 16) -> torch.Tensor:
-    return torch.randn(count, 3, side, side, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return torch.randn(
+        count, 3, side, side, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
 
 
 def test_the_order_is_stated_and_kept() -> None:
-    named = ["rows=sample,keep_cls", "private=1,norm=2", "batch-shuffle", "low-pass=0.2,disc", "clip=3", "pixel-noise=0.1", "noise=0.5"]
+    named = [
+        "rows=sample,keep_cls",
+        "private=1,norm=2",
+        "batch-shuffle",
+        "low-pass=0.2,disc",
+        "clip=3",
+        "pixel-noise=0.1",
+        "noise=0.5",
+    ]
     named += ["round=2", "bottleneck=4"]
     found = [type(d).__name__ for d in ordered(named)]
-    assert found == ["LowPass", "PixelNoise", "Bottleneck", "Clip", "Private", "Noise", "Round", "BatchShuffle", "Rows"]
+    assert found == [
+        "LowPass",
+        "PixelNoise",
+        "Bottleneck",
+        "Clip",
+        "Private",
+        "Noise",
+        "Round",
+        "BatchShuffle",
+        "Rows",
+    ]
     assert {type(d) for d in ordered(named)} == set(DEFENCES.values())
     with pytest.raises(DefenceError, match="twice"):
         ordered(["noise=1", Noise(2.0)])
@@ -80,7 +106,11 @@ def test_a_text_may_be_several_as_audits_print_them() -> None:
 def test_a_hint_is_a_whole_sentence() -> None:
     with pytest.raises(DefenceError) as error:
         read_defence("bottleneck=few")
-    assert error.value.hint == "Nothing of the stream but its first `channels`: a token leaves as that many numbers, the others are zero"
+    assert (
+        error.value.hint
+        == "Nothing of the stream but its first `channels`: a token leaves as that many "
+        "numbers, the others are zero"
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +149,9 @@ def test_low_pass_keeps_low_frequencies_alone() -> None:
     side, draw = 16, Draw(SECRET, "1")
     line = torch.arange(side, dtype=torch.float64) * 2 * math.pi / side
     for shape in ("square", "disc"):
-        low, high = ((torch.cos(k * line)[:, None] * torch.ones(side)).expand(1, 1, -1, -1) for k in (2, 4))
+        low, high = (
+            (torch.cos(k * line)[:, None] * torch.ones(side)).expand(1, 1, -1, -1) for k in (2, 4)
+        )
         passed = LowPass(0.2, shape).enter(low + high, draw)  # type: ignore[arg-type]
         torch.testing.assert_close(passed, low + 0 * high)
     # On the diagonal the square keeps what the disc does not.
@@ -146,7 +178,10 @@ def test_noise_has_the_size_that_it_says() -> None:
 
 def test_drawn_from_the_secret_and_the_request() -> None:
     x = images()
-    once, again, later, other = (PixelNoise(1.0).enter(x, Draw(s, n)) for s, n in ((SECRET, "1"), (SECRET, "1"), (SECRET, "2"), (bytes(32), "1")))
+    once, again, later, other = (
+        PixelNoise(1.0).enter(x, Draw(s, n))
+        for s, n in ((SECRET, "1"), (SECRET, "1"), (SECRET, "2"), (bytes(32), "1"))
+    )
     assert torch.equal(once, again)
     assert not torch.equal(once, later)
     assert not torch.equal(once, other)
@@ -186,11 +221,16 @@ def test_rounding_leaves_few_values_and_the_same_ones_in_every_pass() -> None:
     for bits in (1, 2, 4):
         there, _ = Round(bits).leave(crossing.replaced(hidden_states=z), Draw(SECRET, "1"))
         again, _ = Round(bits).leave(crossing.replaced(hidden_states=z), Draw(bytes(32), "2"))
-        assert torch.equal(there.stream, again.stream), "nothing is drawn, so that nothing averages out"
+        assert torch.equal(there.stream, again.stream), (
+            "nothing is drawn, so that nothing averages out"
+        )
         assert len(there.stream.detach().mul(1e6).round().unique()) <= 2**bits
         (slope,) = torch.autograd.grad((there.stream * z.detach()).sum(), z)
         torch.testing.assert_close(slope, z.detach())
-    apart = [float((Round(b).leave(crossing, Draw(SECRET, "1"))[0].stream - z).detach().square().mean()) for b in (1, 2, 4, 6)]
+    apart = [
+        float((Round(b).leave(crossing, Draw(SECRET, "1"))[0].stream - z).detach().square().mean())
+        for b in (1, 2, 4, 6)
+    ]
     assert apart == sorted(apart, reverse=True)
     signs = Round(1).leave(crossing, Draw(SECRET, "1"))[0].stream
     assert torch.equal(signs > 0, z >= 0)
@@ -208,7 +248,9 @@ def test_batch_shuffle_mixes_samples_and_goes_back() -> None:
     origin = torch.cdist(y[:, 1:].flatten(0, 1), z[:, 1:].flatten(0, 1)).argmin(1)
     assert sorted(origin.tolist()) == list(range(len(origin))), "the same tokens, in another order"
     n = z.shape[1] - 1
-    assert any(int(o) // n != i // n for i, o in enumerate(origin)), "some are in another sample now"
+    assert any(int(o) // n != i // n for i, o in enumerate(origin)), (
+        "some are in another sample now"
+    )
     half, _ = BatchShuffle(0.5).leave(crossing, Draw(SECRET, "1"))
     stayed = (half.stream == z).all(-1).float()[:, 1:].mean().item()
     assert 0.4 < stayed < 0.9
@@ -232,15 +274,21 @@ def test_all_of_them_compose_and_go_back() -> None:
     assert torch.equal(home(there.stream), crossing.stream)
 
 
-def linked(name: str, defences: list[Any], training: OptimizerConfig | None = ADAMW, **more: Any) -> tuple[torch.nn.Module, Any]:
+def linked(
+    name: str, defences: list[Any], training: OptimizerConfig | None = ADAMW, **more: Any
+) -> tuple[torch.nn.Module, Any]:
     model = made(name)
     g = columns(model)
     host = Host(locked(model, g), training)
-    return model, connect(model, InProcess(host), element=g, secret=SECRET, defences=defences, **more)
+    return model, connect(
+        model, InProcess(host), element=g, secret=SECRET, defences=defences, **more
+    )
 
 
 def test_noise_through_the_link_is_noise_on_the_stream() -> None:
-    """The client's model with noise on its stream, here and over the link: the same losses and gradients."""
+    """The client's model with noise on its stream, here and over the link: the same losses and
+    gradients.
+    """
     model, link = linked("vit", ["noise=0.3", "rows=sample"], None)
     data = batch("vit", 0)
     with strict_float64():
@@ -287,12 +335,19 @@ def test_rows_that_cannot_move_are_refused() -> None:
 
 
 def test_a_run_is_repeatable() -> None:
-    """Noise, shuffles and all: two runs with one secret are the same, bit for bit; with another secret they are not."""
+    """Noise, shuffles and all: two runs with one secret are the same, bit for bit; with another
+    secret they are not.
+    """
     found = []
     for secret in (SECRET, SECRET, bytes(32)):
         model = made("vit")
         host = Host(locked(model, None), ADAMW)
-        link = connect(model, InProcess(host), secret=secret, defences=["noise=0.2", "batch-shuffle", "rows=batch", "pixel-noise=0.1"])
+        link = connect(
+            model,
+            InProcess(host),
+            secret=secret,
+            defences=["noise=0.2", "batch-shuffle", "rows=batch", "pixel-noise=0.1"],
+        )
         losses = train("vit", model, optimizer_of(model), range(3))
         found.append((losses, host.backbone()))
         link.close()
@@ -302,7 +357,9 @@ def test_a_run_is_repeatable() -> None:
 
 
 def test_private_features_and_gradients() -> None:
-    """What the server gets of either is within the norm, but for the noise: seen through a host that writes down what it gets."""
+    """What the server gets of either is within the norm, but for the noise: seen through a host
+    that writes down what it gets.
+    """
     seen: dict[str, list[torch.Tensor]] = {"FORWARD": [], "BACKWARD": []}
 
     class Watched(Host):
@@ -320,7 +377,12 @@ def test_private_features_and_gradients() -> None:
         assert norms.tolist() == pytest.approx([0.01, 0.01], rel=1e-4), kind
     clean = seen["BACKWARD"][0]
     model = made("vit")
-    connect(model, InProcess(Watched(locked(model, None), ADAMW)), secret=SECRET, defences=[Private(50.0, norm=0.01)])
+    connect(
+        model,
+        InProcess(Watched(locked(model, None), ADAMW)),
+        secret=SECRET,
+        defences=[Private(50.0, norm=0.01)],
+    )
     model(**batch("vit", 0)).loss.mul(1e6).backward()
     for kind in seen:
         noise = seen[kind][1] if kind == "FORWARD" else seen[kind][1] - clean
@@ -328,7 +390,9 @@ def test_private_features_and_gradients() -> None:
 
 
 def test_epsilon_is_the_gaussian_mechanism_s() -> None:
-    """Against the closed form of the Renyi divergence of Gaussians, minimised over orders: a bound that the accountant may only beat."""
+    """Against the closed form of the Renyi divergence of Gaussians, minimised over orders: a bound
+    that the accountant may only beat.
+    """
     private = Private(2.0)
     for passes in (1, 10):
         releases = 2 * passes
@@ -336,5 +400,11 @@ def test_epsilon_is_the_gaussian_mechanism_s() -> None:
         bound = (releases * orders / (2 * 2.0**2) + math.log(1e5) / (orders - 1)).min().item()
         found = private.epsilon(passes, delta=1e-5)
         assert 0.5 * bound < found <= bound * 1.001
-    assert private.epsilon(10) > private.epsilon(10, backward=False) > private.epsilon(1, backward=False) > private.epsilon(0) == 0.0
+    assert (
+        private.epsilon(10)
+        > private.epsilon(10, backward=False)
+        > private.epsilon(1, backward=False)
+        > private.epsilon(0)
+        == 0.0
+    )
     assert Private(4.0).epsilon(10) < private.epsilon(10)

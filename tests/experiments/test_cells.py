@@ -1,4 +1,6 @@
-"""Cells: what is finished is not computed again, what is interrupted goes on to the same end, what is damaged is found out."""
+"""Cells: what is finished is not computed again, what is interrupted goes on to the same end, what
+is damaged is found out.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ CALLS: list[Mapping[str, Any]] = []
 
 def double(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
     CALLS.append(p)
-    return Outcome({"twice": 2 * p["x"]}, {"w": torch.arange(3.0) * p["x"], "empty": torch.zeros(0)})
+    return Outcome(
+        {"twice": 2 * p["x"]}, {"w": torch.arange(3.0) * p["x"], "empty": torch.zeros(0)}
+    )
 
 
 CELL = Cell("double", 1, double)
@@ -55,8 +59,15 @@ def test_a_cell_is_computed_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["parameter", "version", "name", "data"])
 def test_whatever_changes_makes_another_cell(tmp_path: Path, change: str) -> None:
     run(CELL, {"x": 2}, tmp_path, {"d": Blob("a")})
-    other = {"version": replace(CELL, version=2), "name": replace(CELL, name="triple")}.get(change, CELL)
-    run(other, {"x": 3 if change == "parameter" else 2}, tmp_path, {"d": Blob("b" if change == "data" else "a")})
+    other = {"version": replace(CELL, version=2), "name": replace(CELL, name="triple")}.get(
+        change, CELL
+    )
+    run(
+        other,
+        {"x": 3 if change == "parameter" else 2},
+        tmp_path,
+        {"d": Blob("b" if change == "data" else "a")},
+    )
     assert len(CALLS) == 2
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
@@ -134,7 +145,14 @@ def test_two_processes_compute_a_cell_once(tmp_path: Path) -> None:
     script.write_text(textwrap.dedent(SLOW))
     runs = [
         subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "cache"), str(tmp_path / "log"), str(tmp_path / f"up{i}")], stdout=subprocess.PIPE
+            [
+                sys.executable,
+                str(script),
+                str(tmp_path / "cache"),
+                str(tmp_path / "log"),
+                str(tmp_path / f"up{i}"),
+            ],
+            stdout=subprocess.PIPE,
         )
         for i in range(2)
     ]
@@ -144,7 +162,8 @@ def test_two_processes_compute_a_cell_once(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() == "computed\n"
 
 
-# A training with everything that has a state of its own: Adam's moments, dropout's random numbers, fresh rows in every pass, moved columns.
+# A training with everything that has a state of its own: Adam's moments, dropout's random numbers,
+# fresh rows in every pass, moved columns.
 TASK = {"kind": "images", "classes": 10, "mean": [0.3], "std": [0.4]}
 CONFIG = {
     "model_type": "vit",
@@ -155,7 +174,10 @@ CONFIG = {
     "image_size": 8,
     "patch_size": 4,
 }
-MODEL = {"class": "ViTForImageClassification", "config": {**CONFIG, "num_channels": 1, "num_labels": 10, "hidden_dropout_prob": 0.2}}
+MODEL = {
+    "class": "ViTForImageClassification",
+    "config": {**CONFIG, "num_channels": 1, "num_labels": 10, "hidden_dropout_prob": 0.2},
+}
 RECIPE = {"optimizer": "adam", "rate": 1e-2, "batch": 32, "epochs": 3, "dtype": "float64"}
 LONG = {"model": MODEL, "task": TASK, "recipe": RECIPE, "seed": 3, "way": "both"}
 ROOTS = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
@@ -182,14 +204,18 @@ def digits() -> Any:
     return {"train": open_data("digits").take(128)}
 
 
-def test_a_killed_training_goes_on_to_the_same_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_training_goes_on_to_the_same_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.set_num_threads(1)  # sums are the same bits only on the same number of threads
     whole = run(training.TRAIN, LONG, tmp_path / "whole", digits())
     script, cache = tmp_path / "killed.py", tmp_path / "killed"
     script.write_text(textwrap.dedent(KILLED))
     assert (
         subprocess.run(
-            [sys.executable, str(script), str(cache)], check=False, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOTS}
+            [sys.executable, str(script), str(cache)],
+            check=False,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOTS},
         ).returncode
         == -9
     )

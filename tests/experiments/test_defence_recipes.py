@@ -1,4 +1,6 @@
-"""The experiment on recipes of defences: through the same code as the real run, on digits and a model of a few thousand weights."""
+"""The experiment on recipes of defences: through the same code as the real run, on digits and a
+model of a few thousand weights.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_a_client_without_defences_is_its_model_wherever_it_is_cut() -> None:
         deep = cut(one.model).embed(pixel_values=x).stream if not blocks else None
         sent = one.features(x, in_order=True)
         assert (deep is None) or torch.equal(sent, deep)
-    assert not torch.allclose(client(blocks=1).features(x, in_order=True), client().features(x, in_order=True))
+    assert not torch.allclose(
+        client(blocks=1).features(x, in_order=True), client().features(x, in_order=True)
+    )
 
 
 def test_what_the_attacker_sees_is_what_leaves() -> None:
@@ -46,23 +50,37 @@ def test_what_the_attacker_sees_is_what_leaves() -> None:
     torch.testing.assert_close(seen.sort(1).values, own.sort(1).values)
 
 
-def test_recipes_are_measured_and_the_best_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = replace(recipes.PICO, recipes=recipes._recipes("", "noise=2 rows=sample", "batch-shuffle=0.5"), parts=(100, 60, 50))
+def test_recipes_are_measured_and_the_best_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scene = replace(
+        recipes.PICO,
+        recipes=recipes._recipes("", "noise=2 rows=sample", "batch-shuffle=0.5"),
+        parts=(100, 60, 50),
+    )
     scene = replace(scene, attack={**scene.attack, "targets": 50, "passes": 2})
     monkeypatch.setitem(recipes.SCENES, "pico", (scene,))
     found = recipes.recipes(Lab("pico", 1, cache=tmp_path))
     leaks = {f.id: f for f in found.findings if f.id.startswith("leak/")}
     assert leaks["leak/digits/none"].value == 1.0, "without a defence every image comes back"
     assert leaks["leak/digits/none"].value > leaks["leak/digits/batch-shuffle=0.5"].value  # type: ignore[operator]
-    assert {f.id for f in found.findings if f.id.startswith("best/")} == {f"best/digits/{b:g}" for b in recipes.BUDGETS}
-    assert [row[0] for row in found.tables[0].rows] == ["none", "noise=2 + rows=sample", "batch-shuffle=0.5"]
+    assert {f.id for f in found.findings if f.id.startswith("best/")} == {
+        f"best/digits/{b:g}" for b in recipes.BUDGETS
+    }
+    assert [row[0] for row in found.tables[0].rows] == [
+        "none",
+        "noise=2 + rows=sample",
+        "batch-shuffle=0.5",
+    ]
     assert "averaged" in str(found.tables[0].rows[1][-1]) or found.tables[0].rows[1][4] is not None
     again = recipes.recipes(Lab("pico", 1, cache=tmp_path))
     assert again.tables == found.tables, "kept, and not computed twice"
 
 
 def test_leaks_are_measured_between_a_guess_and_all(tmp_path: Path) -> None:
-    found = {f.id.removeprefix("leak/digits/"): f for f in leaks(Lab("pico", 1, cache=tmp_path)).findings}
+    found = {
+        f.id.removeprefix("leak/digits/"): f for f in leaks(Lab("pico", 1, cache=tmp_path)).findings
+    }
     assert found["labels, epoch 1"].value > 0.9 > found["labels, epoch 1"].floor  # type: ignore[operator]
     assert found["links from before training to after it, noise 0"].value > 0.9  # type: ignore[operator]
     assert found["columns (permutation) from 8 known images"].value == 1.0

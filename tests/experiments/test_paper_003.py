@@ -1,4 +1,6 @@
-"""Paper 003's experiments on planted pairs: what must come out is known, and a wrong matcher, map or transcription is noticed."""
+"""Paper 003's experiments on planted pairs: what must come out is known, and a wrong matcher, map
+or transcription is noticed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,20 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import EXPERIMENTS, clocking, ends, fusion, layers, merges, paired, pairs, rotations, theus, trying, ways
+from experiments import (
+    EXPERIMENTS,
+    clocking,
+    ends,
+    fusion,
+    layers,
+    merges,
+    paired,
+    pairs,
+    rotations,
+    theus,
+    trying,
+    ways,
+)
 from experiments.ends import Ends, NoPairsError, Pair, Ready, look
 from experiments.lab import Lab
 from experiments.models import build
@@ -51,7 +66,9 @@ def spec_of_pair(pair: Pair) -> Spec:
     return spec_of(build(pair.about.model, 0))
 
 
-def planted(pair: Pair, *, within: Any = "full", spaces: list[str] | None = None, fold: bool = False) -> tuple[Pair, Element]:
+def planted(
+    pair: Pair, *, within: Any = "full", spaces: list[str] | None = None, fold: bool = False
+) -> tuple[Pair, Element]:
     """The same pair with B = g(A)."""
     spec, state = spec_of_pair(pair), dict(pair.a.tensors)
     if fold:
@@ -74,21 +91,32 @@ def test_everything_planted_is_found_by_ours_and_has_no_barrier(lab: Lab, traine
     assert none.barrier > 0.2
     assert paper.barrier > 0.5 * none.barrier
     assert bench.merge(WAYS["ours"], "Simple")["loss"] == pytest.approx(ours.losses[0], abs=1e-4)
-    assert bench.merge(WAYS["none"], "Simple")["loss"] == pytest.approx(none.losses[1], abs=1e-5)  # the midpoint of three points
+    assert bench.merge(WAYS["none"], "Simple")["loss"] == pytest.approx(
+        none.losses[1], abs=1e-5
+    )  # the midpoint of three points
     assert bench.merge(WAYS["none"], "A")["loss"] == pytest.approx(none.losses[0], abs=1e-5)
 
 
 def test_what_the_paper_can_undo_it_undoes(lab: Lab, trained: Pair) -> None:
     pair, g = planted(trained, within="orthogonal", spaces=["qk", "vo", "ffn"])
     bench = Bench(lab, pair)
-    shares = {way: left(bench, way) for way in fusion.RIVALS if way not in ("folded", "ours", "none")}
+    shares = {
+        way: left(bench, way) for way in fusion.RIVALS if way not in ("folded", "ours", "none")
+    }
     assert shares["paper"] < 1e-5
     assert shares["without rescaling"] < 1e-5
     assert 0.1 < shares["neurons"] < 1
     assert 0.1 < shares["without FFN"] < 1
-    for way in ("neurons", "transport"):  # an exact transport between equal neurons is the permutation itself
+    for way in (
+        "neurons",
+        "transport",
+    ):  # an exact transport between equal neurons is the permutation itself
         found = bench.match(WAYS[way])
-        index = element_of(spec_of_pair(pair), {n: t.numpy() for n, t in found.tensors.items()}, found.values["kinds"]).members["ffn.0"]
+        index = element_of(
+            spec_of_pair(pair),
+            {n: t.numpy() for n, t in found.tensors.items()},
+            found.values["kinds"],
+        ).members["ffn.0"]
         assert (index.permutation().index == g.members["ffn.0"].permutation().index).all()  # type: ignore[union-attr]
 
 
@@ -101,7 +129,9 @@ def test_heads_are_beyond_the_paper(lab: Lab, trained: Pair) -> None:
 def test_a_factor_is_found_by_rescaling_only(lab: Lab, trained: Pair) -> None:
     spec = spec_of_pair(trained)
     size, count = spec.spaces["qk.0"].size, spec.count("qk.0")
-    g = Element(spec, {"qk.0": Monomial(np.tile(np.arange(size), (count, 1)), np.full((count, size), 1.7))})
+    g = Element(
+        spec, {"qk.0": Monomial(np.tile(np.arange(size), (count, 1)), np.full((count, size), 1.7))}
+    )
     bench = Bench(lab, replace(trained, b=Outcome({}, apply(g, trained.a.tensors))))
     assert left(bench, "paper") < 1e-5
     assert left(bench, "without rescaling") > 0.5
@@ -125,14 +155,20 @@ def test_a_soft_map_acts_on_both_sides_alike_and_is_no_symmetry(lab: Lab, traine
     assert not np.allclose(Dense(m).dual().matrix(), m)
     other = build(trained.about.model, 5).state_dict()
     bench = Bench(lab, replace(trained, b=Outcome({}, {n: t.clone() for n, t in other.items()})))
-    changed = bench.merge(WAYS["soft transport"], "A")["loss"] - bench.merge(WAYS["none"], "A")["loss"]
+    changed = (
+        bench.merge(WAYS["soft transport"], "A")["loss"] - bench.merge(WAYS["none"], "A")["loss"]
+    )
     assert bench.match(WAYS["soft transport"]).values["soft"]
     assert abs(changed) > 1e-4
-    assert bench.merge(WAYS["transport"], "A")["loss"] == pytest.approx(bench.merge(WAYS["none"], "A")["loss"], abs=1e-6)
+    assert bench.merge(WAYS["transport"], "A")["loss"] == pytest.approx(
+        bench.merge(WAYS["none"], "A")["loss"], abs=1e-6
+    )
 
 
 def test_the_six_merges_of_the_paper(lab: Lab, trained: Pair) -> None:
-    """Each runs, on a planted pair and by the paper's names; and what knows a permutation undoes it without any matching."""
+    """Each runs, on a planted pair and by the paper's names; and what knows a permutation undoes it
+    without any matching.
+    """
     assert list(METHODS) == ["Simple", "Fisher", "RegMean", "OT-WTS", "OT-ACTS", "OT-ACTS-EMD"]
     bench = Bench(lab, planted(trained, within="permutation")[0])
     found = {method: bench.merge(WAYS["none"], method)["loss"] for method in METHODS}
@@ -141,11 +177,18 @@ def test_the_six_merges_of_the_paper(lab: Lab, trained: Pair) -> None:
     assert found["OT-ACTS-EMD"] == pytest.approx(end, abs=1e-4)
     assert found["Simple"] > end + 0.1
     assert len({round(loss, 6) for loss in found.values()}) == 6  # no two of them are one
-    for method in ("Simple", "Fisher", "RegMean", "OT-ACTS-EMD"):  # of one model twice, in one basis: the model
+    for method in (
+        "Simple",
+        "Fisher",
+        "RegMean",
+        "OT-ACTS-EMD",
+    ):  # of one model twice, in one basis: the model
         assert matched[method] == pytest.approx(end, abs=1e-3), method
 
 
-def run_on(name: str, lab: Lab, pair: Pair, monkeypatch: pytest.MonkeyPatch, count: int = 1) -> Results:
+def run_on(
+    name: str, lab: Lab, pair: Pair, monkeypatch: pytest.MonkeyPatch, count: int = 1
+) -> Results:
     """An experiment on one pair, so many times over."""
     found = Ends([Ready(pair.kind, None, pair.about, 0)] * count)
     for module in (paired, layers, theus):
@@ -155,7 +198,9 @@ def run_on(name: str, lab: Lab, pair: Pair, monkeypatch: pytest.MonkeyPatch, cou
     return EXPERIMENTS[name](lab)
 
 
-def test_the_order_of_distances_and_a_matcher_that_breaks_it(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_order_of_distances_and_a_matcher_that_breaks_it(
+    lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pair, _ = planted(trained, within="orthogonal", spaces=["qk", "vo", "ffn"])
     results = run_on("003/figure4", lab, pair, monkeypatch)
     assert not results.failed
@@ -163,12 +208,16 @@ def test_the_order_of_distances_and_a_matcher_that_breaks_it(lab: Lab, trained: 
     said = [shown[ways.SAID[way]] for way in ("paper", "neurons", "none")]
     assert said == sorted(said)
     assert said[0] < 1e-3 * said[2]
-    monkeypatch.setitem(ways.FINDERS, "match", lambda r: ways.Found(element(r.spec, 9, within="permutation")))
+    monkeypatch.setitem(
+        ways.FINDERS, "match", lambda r: ways.Found(element(r.spec, 9, within="permutation"))
+    )
     wrong = run_on("003/figure4", Lab("pico", cache=tmp_path, assets=tmp_path), pair, monkeypatch)
     assert "vit/neurons/none" in {f.id for f in wrong.failed}
 
 
-def test_a_moved_end_that_is_another_function_is_noticed(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_moved_end_that_is_another_function_is_noticed(
+    lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pair, _ = planted(trained)
     assert not run_on("003/figure5", lab, pair, monkeypatch).failed
     right = trying.apply
@@ -183,7 +232,9 @@ def test_a_moved_end_that_is_another_function_is_noticed(lab: Lab, trained: Pair
     assert "vit/function" in {f.id for f in run_on("003/barriers", other, pair, monkeypatch).failed}
 
 
-def test_the_benchmark_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_on_a_planted_pair(
+    lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     results = run_on("003/barriers", lab, planted(trained, fold=True)[0], monkeypatch, count=2)
     assert not results.failed
     found = {f.id: f for f in results.findings}
@@ -199,7 +250,9 @@ def test_the_benchmark_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: p
     assert row[2:5] == (2, pytest.approx(0, abs=1e-4), pytest.approx(0, abs=1e-9))
 
 
-def test_layers_and_times_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_layers_and_times_on_a_planted_pair(
+    lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pair, _ = planted(trained, within="orthogonal", spaces=["qk", "vo", "ffn"])
     found = run_on("003/figure6", lab, pair, monkeypatch)
     assert not found.failed
@@ -210,24 +263,47 @@ def test_layers_and_times_on_a_planted_pair(lab: Lab, trained: Pair, monkeypatch
         ("last k", 0): False,
         ("last k", 1): True,
     }
-    pair = replace(pair, b=Outcome({}, {n: t + 0.01 * torch.sin(torch.arange(t.numel())).view_as(t) for n, t in pair.b.tensors.items()}))
+    pair = replace(
+        pair,
+        b=Outcome(
+            {},
+            {
+                n: t + 0.01 * torch.sin(torch.arange(t.numel())).view_as(t)
+                for n, t in pair.b.tensors.items()
+            },
+        ),
+    )
     monkeypatch.setitem(trying.EFFORT, "pico", {**trying.EFFORT["pico"], "runs": 2})
     times = run_on("003/table3", lab, pair, monkeypatch)
     assert not times.failed
     trials = {f.id: f.trials for f in times.findings}
-    assert (trials["vit/seconds"], trials["vit/Fisher/share"]) == (2, 1)  # what takes long is timed once
+    assert (trials["vit/seconds"], trials["vit/Fisher/share"]) == (
+        2,
+        1,
+    )  # what takes long is timed once
     right = rotations.matched
     monkeypatch.setattr(rotations, "matched", lambda one, two: right(one, two, rescale=False))
-    assert {f.id for f in run_on("003/table3", Lab("pico", cache=tmp_path, assets=tmp_path), pair, monkeypatch).failed} == {"vit/distance"}
+    assert {
+        f.id
+        for f in run_on(
+            "003/table3", Lab("pico", cache=tmp_path, assets=tmp_path), pair, monkeypatch
+        ).failed
+    } == {"vit/distance"}
 
 
 def test_the_transcription_reads_in_the_precision_that_is_asked_for(trained: Pair) -> None:
     state = trained.a.tensors
     heads = trained.about.model["config"]["num_attention_heads"]
-    (fine,), (rough,) = (rotations.read(state, "vit", heads, dtype) or [] for dtype in (np.float64, np.float32))
+    (fine,), (rough,) = (
+        rotations.read(state, "vit", heads, dtype) or [] for dtype in (np.float64, np.float32)
+    )
     assert {part.dtype for part in fine.parts()} == {np.dtype(np.float64)}
-    assert {part.dtype for part in rotations.matched(rough, rough).parts()} == {np.dtype(np.float32)}
-    assert rotations.squared(rotations.matched(rough, rough, rescale=False), fine) < 1e-6 * rotations.squared(fine, replace(fine, q=0 * fine.q))
+    assert {part.dtype for part in rotations.matched(rough, rough).parts()} == {
+        np.dtype(np.float32)
+    }
+    assert rotations.squared(
+        rotations.matched(rough, rough, rescale=False), fine
+    ) < 1e-6 * rotations.squared(fine, replace(fine, q=0 * fine.q))
 
 
 def test_plans_of_layers() -> None:
@@ -243,10 +319,15 @@ def test_plans_of_layers() -> None:
         ({(): 1.0, (0,): 0.7, (1,): 0.9, (0, 1): 0.6}, "the first layers matter more here"),
         ({(): 1.0, (0,): 0.9, (1,): 0.7, (0, 1): 0.6}, "the last layers matter more here"),
         ({(): 1.0, (0,): 0.81, (1,): 0.8, (0, 1): 0.6}, "no difference to speak of here"),
-        ({(): 0.43995, (0,): 0.43995, (1,): 0.43993, (0, 1): 0.43993}, "no difference to speak of here"),
+        (
+            {(): 0.43995, (0,): 0.43995, (1,): 0.43993, (0, 1): 0.43993},
+            "no difference to speak of here",
+        ),
     ],
 )
-def test_layers_are_told_apart_beyond_a_share_of_what_all_do(trained: Pair, losses: dict[tuple[int, ...], float], told: str) -> None:
+def test_layers_are_told_apart_beyond_a_share_of_what_all_do(
+    trained: Pair, losses: dict[tuple[int, ...], float], told: str
+) -> None:
     shown = paired.Rows()
     for chosen, loss in losses.items():
         shown.add(trained, chosen, {"loss": loss, "share": 1.0 - 0.1 * len(chosen)})
@@ -262,8 +343,15 @@ def test_the_interval_of_a_mean() -> None:
 
 def test_noise_is_tried_where_models_write_nothing() -> None:
     assert theus.variants("gpt2") == theus.VARIANTS
-    assert {*theus.variants("vit").values()} - {*theus.VARIANTS.values()} == {"refined longer", "drawn"}
-    assert all(way in ways.WAYS and way in ways.SAID for kind in ("gpt2", "vit") for way in theus.variants(kind).values())
+    assert {*theus.variants("vit").values()} - {*theus.VARIANTS.values()} == {
+        "refined longer",
+        "drawn",
+    }
+    assert all(
+        way in ways.WAYS and way in ways.SAID
+        for kind in ("gpt2", "vit")
+        for way in theus.variants(kind).values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,12 +361,22 @@ def test_noise_is_tried_where_models_write_nothing() -> None:
         ("gpt2", "data-free", [0.15] * 5, False),
         ("gpt2", "data-free", [0.05] * 4, None),
         ("gpt2", "refined", [0.01, 0.012, 0.011, 0.009, 0.01], True),
-        ("gpt2", "refined", [0.09, -0.08, 0.01, 0.01, 0.01], False),  # the mean is small enough, and its interval is not
+        (
+            "gpt2",
+            "refined",
+            [0.09, -0.08, 0.01, 0.01, 0.01],
+            False,
+        ),  # the mean is small enough, and its interval is not
         ("vit", "refined", [0.03, 0.03], False),
     ],
 )
-def test_goals_are_judged_on_enough_pairs(kind: str, variant: str, barriers: list[float], holds: bool | None) -> None:
-    by = {"vanilla": [{"barrier": 1.0}] * len(barriers), variant: [{"barrier": b} for b in barriers]}
+def test_goals_are_judged_on_enough_pairs(
+    kind: str, variant: str, barriers: list[float], holds: bool | None
+) -> None:
+    by = {
+        "vanilla": [{"barrier": 1.0}] * len(barriers),
+        variant: [{"barrier": b} for b in barriers],
+    }
     assert theus._goal(Lab("small"), kind, "models", variant, by).holds is holds
     assert theus._goal(Lab("pico"), kind, "models", variant, by).holds is None
 
@@ -296,11 +394,21 @@ def test_without_pairs_nothing_is_trained_and_they_are_asked_for(tmp_path: Path)
 def test_the_papers_own_models_are_named(tmp_path: Path) -> None:
     with pytest.raises(NoPairsError) as caught:
         EXPERIMENTS["003/figure3"](Lab("paper", cache=tmp_path, assets=tmp_path))
-    assert (caught.value.hint or "").startswith("put the folders that are named above into the assets")
+    assert (caught.value.hint or "").startswith(
+        "put the folders that are named above into the assets"
+    )
     with pytest.raises(NoPairsError) as caught_of_theus:
         EXPERIMENTS["003/barriers"](Lab("paper", cache=tmp_path, assets=tmp_path))
-    assert (caught_of_theus.value.hint or "").startswith("python -m experiments 003/pairs --preset paper trains them")
-    for part in ("imfeld/vit_a is not in the assets", "graldij/transformer-fusion", "roberta-base/dailydialog", "deberta-v3-large", "20 epochs"):
+    assert (caught_of_theus.value.hint or "").startswith(
+        "python -m experiments 003/pairs --preset paper trains them"
+    )
+    for part in (
+        "imfeld/vit_a is not in the assets",
+        "graldij/transformer-fusion",
+        "roberta-base/dailydialog",
+        "deberta-v3-large",
+        "20 epochs",
+    ):
         assert part in str(caught.value)
 
 
@@ -317,19 +425,35 @@ def test_a_pair_in_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    config = transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=128, vocab_size=1024, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        n_positions=128,
+        vocab_size=1024,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     for seed in (1, 2):
         torch.manual_seed(seed)
-        transformers.GPT2LMHeadModel(config).half().save_pretrained(tmp_path / "gpt2_pair" / f"seed{seed}")
+        transformers.GPT2LMHeadModel(config).half().save_pretrained(
+            tmp_path / "gpt2_pair" / f"seed{seed}"
+        )
     (tmp_path / "tinyshakespeare.txt").write_text("to be or not to be " * 1000)
-    known = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["?", "to", "be", "or", "not"])}, unk_token="?"))
+    known = Tokenizer(
+        models.WordLevel(
+            {w: i for i, w in enumerate(["?", "to", "be", "or", "not"])}, unk_token="?"
+        )
+    )
     known.pre_tokenizer = pre_tokenizers.Whitespace()
     known.save(str(tmp_path / "gpt2_pair" / "tokenizer.json"))
     lab = Lab("small", cache=tmp_path / "cache", assets=tmp_path)
     found = look(lab, ("asset",))
     pair = ends.load(lab, found.ready[0])
     assert pair.a.tensors["transformer.wte.weight"].dtype == torch.float32
-    assert not torch.equal(pair.a.tensors["transformer.wte.weight"], pair.b.tensors["transformer.wte.weight"])
+    assert not torch.equal(
+        pair.a.tensors["transformer.wte.weight"], pair.b.tensors["transformer.wte.weight"]
+    )
     bench = Bench(lab, pair)
     assert bench.merge(WAYS["none"], "Simple")["loss"] == pytest.approx(np.log(1024), rel=0.05)
     assert lab.sizes[pair.about.name]["from"] == "the assets"
@@ -339,14 +463,22 @@ def test_an_element_of_float32_weights_can_be_kept(tmp_path: Path, trained: Pair
     """A fit of float32 models has float32 members; a file of elements holds float64."""
     spec = spec_of_pair(trained)
     drawn = element(spec, 1, spaces=["qk"])
-    rough = Element(spec, {s: Dense(m.matrix().astype(np.float32)) for s, m in drawn.members.items()})  # type: ignore[arg-type]
+    rough = Element(
+        spec, {s: Dense(m.matrix().astype(np.float32)) for s, m in drawn.members.items()}
+    )  # type: ignore[arg-type]
     save_element(rough, tmp_path / "g")
     again = load_element(tmp_path / "g", spec)
-    assert all((again.members[s].matrix() == rough.members[s].matrix()).all() for s in rough.members)
+    assert all(
+        (again.members[s].matrix() == rough.members[s].matrix()).all() for s in rough.members
+    )
 
 
-def test_six_merges_of_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A model and a moved copy of it: after our matching every merge without a soft plan is the model, and before it none is."""
+def test_six_merges_of_a_planted_pair(
+    lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A model and a moved copy of it: after our matching every merge without a soft plan is the
+    model, and before it none is.
+    """
     pair, _ = planted(trained, fold=True)
     results = run_on("003/table2", lab, pair, monkeypatch)
     assert not results.failed
@@ -355,9 +487,13 @@ def test_six_merges_of_a_planted_pair(lab: Lab, trained: Pair, monkeypatch: pyte
     end = next(f for f in results.findings if f.id == "vit/best")
     assert end.value == pytest.approx(end.ceiling)
     for method in ("Simple", "Fisher", "RegMean"):
-        assert losses[method, ways.SAID["ours"]] == pytest.approx(losses["Simple", ways.SAID["ours"]], abs=1e-3)
+        assert losses[method, ways.SAID["ours"]] == pytest.approx(
+            losses["Simple", ways.SAID["ours"]], abs=1e-3
+        )
         assert losses[method, ways.SAID["none"]] > losses[method, ways.SAID["ours"]] + 0.2
-    monkeypatch.setattr(merges, "HARM", -2.0)  # so that every gain is too small: on models of another size that would be a failure
+    monkeypatch.setattr(
+        merges, "HARM", -2.0
+    )  # so that every gain is too small: on models of another size that would be a failure
     small = run_on("003/table2", lab, pair, monkeypatch)
     assert all(f.holds is None for f in small.findings)  # and on picos it is none
 
@@ -367,16 +503,24 @@ def test_what_takes_long_may_be_timed_less_often() -> None:
     assert clocking.median_ratio([3.0, 6.0, 4.0], [2.0]) == 2.0
 
 
-def test_data_are_read_before_the_clock_runs_and_once_in_a_merge(lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_data_are_read_before_the_clock_runs_and_once_in_a_merge(
+    lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     read, timed = [], []
     right = trying.prepare
-    monkeypatch.setattr(trying, "prepare", lambda *given: (read.append(len(timed)), right(*given))[1])
+    monkeypatch.setattr(
+        trying, "prepare", lambda *given: (read.append(len(timed)), right(*given))[1]
+    )
     monkeypatch.setattr(clocking.time, "process_time", lambda: float(timed.append(0) or len(timed)))
     clocking.clocked(Bench(Lab("pico", cache=tmp_path, assets=tmp_path), trained))
     assert read == [0]
     assert timed
     opened: list[int] = []
-    module, spec, state = build(trained.about.model, 0).eval(), spec_of_pair(trained), trained.a.tensors
+    module, spec, state = (
+        build(trained.about.model, 0).eval(),
+        spec_of_pair(trained),
+        trained.a.tensors,
+    )
     examples = pairs.examples(lab, "vit", "train")
     given = trying.Merging(module, spec, state, state, lambda: (opened.append(1), examples)[1], 8)
     METHODS["OT-WTS"](given)

@@ -1,4 +1,6 @@
-"""Experiments: every table through the same code as the real runs, on pico models; a wrong element is noticed; the docs are what was found."""
+"""Experiments: every table through the same code as the real runs, on pico models; a wrong element
+is noticed; the docs are what was found.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ GOOD, BAD = ["fine", "bright", "lovely", "superb"], ["dull", "grim", "stale", "c
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of assets like the real one, with sentences that are easy to tell apart and a GPT-2 of random weights."""
+    """A folder of assets like the real one, with sentences that are easy to tell apart and a GPT-2
+    of random weights.
+    """
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -47,7 +51,10 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(0)
 
     def sentence(label: int) -> str:
-        words = [draw.choice(["the", "a", "film", "plot", "and", "scene"]) for _ in range(draw.randint(1, 6))]
+        words = [
+            draw.choice(["the", "a", "film", "plot", "and", "scene"])
+            for _ in range(draw.randint(1, 6))
+        ]
         return " ".join([*words, draw.choice((BAD, GOOD)[label]), draw.choice(["film", "plot"])])
 
     for name, field, count in (("train", "sentence", 300), ("dev", "content", 80)):
@@ -60,12 +67,25 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.train_from_iterator(
-        [text], trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+        [text],
+        trainers.BpeTrainer(
+            vocab_size=400,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
     )
     (folder / "gpt2_pair").mkdir()
     tokenizer.save(str(folder / "gpt2_pair" / "tokenizer.json"))
     torch.manual_seed(0)
-    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, n_positions=32, vocab_size=1024, bos_token_id=0, eos_token_id=0)
+    config = transformers.GPT2Config(
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=32,
+        vocab_size=1024,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     transformers.GPT2LMHeadModel(config).save_pretrained(folder / "gpt2_pair" / "seed1")
     return folder
 
@@ -87,7 +107,9 @@ def reproduce(name: str, folder: Path, *more: str) -> tuple[int, Results]:
 
 
 @pytest.mark.parametrize("name", list(EXPERIMENTS))
-def test_every_table_runs_and_holds(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_table_runs_and_holds(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, results = reproduce(name, tmp_path, "--report", str(tmp_path / "page.html"))
     said = capsys.readouterr()
     assert not [(f.id, f.value, f.sentence) for f in results.failed]
@@ -95,27 +117,47 @@ def test_every_table_runs_and_holds(name: str, tmp_path: Path, capsys: pytest.Ca
     assert "findings hold" in said.out
     steps = said.err.splitlines()
     assert all(line.startswith("regauge: ") for line in steps)  # nobody else talks
-    done, total = next(found for line in reversed(steps) if (found := re.search(r" (\d+)/(\d+): ", line))).groups()
+    done, total = next(
+        found for line in reversed(steps) if (found := re.search(r" (\d+)/(\d+): ", line))
+    ).groups()
     assert done == total  # as many cells as were announced
     assert results.title in (tmp_path / "page.html").read_text()
     assert results.facts["experiment"] == name
-    assert str(tmp_path.parent) not in json.dumps({**results.facts, "command": ""})  # no machine's paths
+    assert str(tmp_path.parent) not in json.dumps(
+        {**results.facts, "command": ""}
+    )  # no machine's paths
     paper, _, table = name.partition("/")
     if paper != "000":
         return
     if table in ("table6", "figure7"):
-        assert not any(f.kind == "images" for f in results.figures)  # they may show people: on the user's page alone
+        assert not any(
+            f.kind == "images" for f in results.figures
+        )  # they may show people: on the user's page alone
         assert "data:image/png" in (tmp_path / "page.html").read_text()
-        assert {f.id for f in results.findings if f.holds} >= ({"claim/digits/low-pass=0.3"} if table == "table6" else {"claim/digits/curve/decoder"})
+        assert {f.id for f in results.findings if f.holds} >= (
+            {"claim/digits/low-pass=0.3"} if table == "table6" else {"claim/digits/curve/decoder"}
+        )
         return
     if table not in PAPER:
         exact = [f for f in results.findings if "/authorized" in f.id]
-        assert {f.holds for f in exact} <= {True, None}  # of long runs in float32, losses and weights are only told
+        assert {f.holds for f in exact} <= {
+            True,
+            None,
+        }  # of long runs in float32, losses and weights are only told
         assert sum(f.holds is True for f in exact) > len(exact) / 2
-        assert all(f.value < f.ceiling / 20 for f in exact if f.id.endswith(("/losses", "/weights", "/text")))
+        assert all(
+            f.value < f.ceiling / 20
+            for f in exact
+            if f.id.endswith(("/losses", "/weights", "/text"))
+        )
         return
-    assert {f.id for f in results.findings if f.holds} >= {f"{key}/columns/outputs" for key in PAPER[table]}
-    shown = {column: [row[i] for row in results.tables[0].rows] for i, column in enumerate(results.tables[0].columns)}
+    assert {f.id for f in results.findings if f.holds} >= {
+        f"{key}/columns/outputs" for key in PAPER[table]
+    }
+    shown = {
+        column: [row[i] for row in results.tables[0].rows]
+        for i, column in enumerate(results.tables[0].columns)
+    }
     plain = next(values for column, values in shown.items() if "accuracy" in column)
     assert plain[0] == plain[1]
 
@@ -149,19 +191,45 @@ def only(table: str, key: str, cache: Path) -> Results:
 
 @pytest.mark.parametrize("name", [pytest.param("000/table6", marks=pytest.mark.slow), "002/table5"])
 def test_parts_in_several_processes_are_the_same(name: str, tmp_path: Path) -> None:
-    """What other processes put into the cache is all that the experiment asks for, and is what it would have computed."""
+    """What other processes put into the cache is all that the experiment asks for, and is what it
+    would have computed.
+    """
     found = {}
     for jobs in ("2", "1"):
         out = tmp_path / f"{jobs}.json"
-        command = [sys.executable, "-m", "experiments", name, "--preset", "pico", "--jobs", jobs, "--threads", "1", "--json", str(out)]
+        command = [
+            sys.executable,
+            "-m",
+            "experiments",
+            name,
+            "--preset",
+            "pico",
+            "--jobs",
+            jobs,
+            "--threads",
+            "1",
+            "--json",
+            str(out),
+        ]
         env = {**os.environ, "REGAUGE_CACHE": str(tmp_path / f"cache-{jobs}")}
-        ran = subprocess.run(command, capture_output=True, text=True, env=env, check=False, cwd=Path(__file__).parents[2])
+        ran = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env=env,
+            check=False,
+            cwd=Path(__file__).parents[2],
+        )
         assert ran.returncode == 0, ran.stderr
         assert ("in 2 processes" in ran.stderr) == (jobs == "2")
         found[jobs] = load_results(out)
-    parts, whole = ({p.name for p in (tmp_path / f"cache-{jobs}").rglob("*.safetensors")} for jobs in ("2", "1"))
+    parts, whole = (
+        {p.name for p in (tmp_path / f"cache-{jobs}").rglob("*.safetensors")} for jobs in ("2", "1")
+    )
     assert parts == whole
-    assert [(f.id, f.value) for f in found["2"].findings] == [(f.id, f.value) for f in found["1"].findings]
+    assert [(f.id, f.value) for f in found["2"].findings] == [
+        (f.id, f.value) for f in found["1"].findings
+    ]
 
 
 def test_a_part_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
@@ -172,7 +240,11 @@ def test_a_part_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
 
 def test_a_wrong_element_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = models.used
-    monkeypatch.setattr(training, "used", lambda model, way, seed: right(model, "wrong" if way == "columns" else way, seed))
+    monkeypatch.setattr(
+        training,
+        "used",
+        lambda model, way, seed: right(model, "wrong" if way == "columns" else way, seed),
+    )
     results = only("table2", "image", tmp_path)
     assert {f.id for f in results.failed} == {"image/columns", "image/columns/outputs"}
     wrong = next(f for f in results.failed if f.id == "image/columns")
@@ -184,14 +256,20 @@ def test_training_with_a_wrong_element_ends_with_exit_code_3(
 ) -> None:
     monkeypatch.setenv("REGAUGE_CACHE", str(tmp_path / "other"))
     right = models.used
-    monkeypatch.setattr(training, "used", lambda model, way, seed: right(model, "wrong" if way == "columns" else way, seed))
+    monkeypatch.setattr(
+        training,
+        "used",
+        lambda model, way, seed: right(model, "wrong" if way == "columns" else way, seed),
+    )
     code, results = reproduce("000/table5", tmp_path)
     assert code == 3
     assert {"bert/columns/outputs", "gpt2/columns/weights"} <= {f.id for f in results.failed}
     assert "FAILED" in capsys.readouterr().out
 
 
-def test_training_with_rows_that_are_not_put_back_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_with_rows_that_are_not_put_back_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from regauge.locking import permuted
 
     right = permuted.passage
@@ -210,7 +288,11 @@ def test_training_with_rows_that_are_not_put_back_is_noticed(tmp_path: Path, mon
 def wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Edges by another key than the lock's."""
     right = tuning.locked_element
-    monkeypatch.setattr(tuning, "locked_element", lambda spec, record, key: right(spec, replace(record, digest="0" * 64), key, tags=False))
+    monkeypatch.setattr(
+        tuning,
+        "locked_element",
+        lambda spec, record, key: right(spec, replace(record, digest="0" * 64), key, tags=False),
+    )
 
 
 @pytest.mark.usefixtures("wrong_key")
@@ -226,7 +308,9 @@ def test_a_locked_model_stands_between(tmp_path: Path) -> None:
     """What is lost without the key, and that the controls begin with what they should."""
     found = {f.id: f for f in reproduce("000/figure6", tmp_path)[1].findings}
     locked = found["play/locked"]
-    assert locked.ceiling < 0.5 * min(locked.value, locked.floor)  # the plain model has learned something, and the locked one shows little of it
+    assert locked.ceiling < 0.5 * min(
+        locked.value, locked.floor
+    )  # the plain model has learned something, and the locked one shows little of it
     lab = Lab("pico")
     subject = lab.preset.tables["table7"]["bert"]
     data = {"train": lab.open(subject.train), **lab.begin(subject, 0)}
@@ -235,13 +319,31 @@ def test_a_locked_model_stands_between(tmp_path: Path) -> None:
         p = {"model": subject.model, "way": way, "seed": 0, "fresh": list(subject.fresh)}
         model, put_back = tuning.begun(p, data, torch.float64, "cpu")
         states[way] = put_back(dict(model.state_dict()))
-    table, inside, head = "bert.embeddings.word_embeddings.weight", "bert.encoder.layer.0.output.dense.weight", "classifier.weight"
+    table, inside, head = (
+        "bert.embeddings.word_embeddings.weight",
+        "bert.encoder.layer.0.output.dense.weight",
+        "classifier.weight",
+    )
     start = data["start"].tensors
-    same = {(way, name) for way in tuning.WAYS for name in (table, inside, head) if torch.equal(states[way][name], start[name])}
-    assert same == {("plain", table), ("plain", inside), ("authorized", table), ("authorized", inside), ("unauthorized", table), ("edges", table)}
+    same = {
+        (way, name)
+        for way in tuning.WAYS
+        for name in (table, inside, head)
+        if torch.equal(states[way][name], start[name])
+    }
+    assert same == {
+        ("plain", table),
+        ("plain", inside),
+        ("authorized", table),
+        ("authorized", inside),
+        ("unauthorized", table),
+        ("edges", table),
+    }
     assert len({float(states[way][head].sum()) for way in tuning.WAYS}) == 1  # one new head for all
     moved, plain = states["unauthorized"][inside], start[inside]
-    assert torch.equal(moved.flatten().sort().values, plain.flatten().sort().values)  # a lock moves numbers, and changes none
+    assert torch.equal(
+        moved.flatten().sort().values, plain.flatten().sort().values
+    )  # a lock moves numbers, and changes none
 
 
 def test_what_is_fine_tuned_on_was_not_trained_on() -> None:
@@ -262,7 +364,14 @@ def test_looks_go_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.M
     lab = Lab("pico")
     subject = lab.preset.tables["table7"]["image"]
     data = {"train": lab.open(subject.train), **lab.begin(subject, 0)}
-    p = {"model": subject.model, "task": subject.task, "recipe": subject.recipe, "fresh": list(subject.fresh), "batch": 120, "seed": 0}
+    p = {
+        "model": subject.model,
+        "task": subject.task,
+        "recipe": subject.recipe,
+        "fresh": list(subject.fresh),
+        "batch": 120,
+        "seed": 0,
+    }
     p |= {"validated": {**subject.task, **subject.validated}, "way": "authorized"}
     whole = tuning.tune(p, data, Work(tmp_path / "a"))
     right, calls = tuning.loss_on, []
@@ -291,7 +400,10 @@ def test_a_test_in_float64_sees_differences_in_float64(tmp_path: Path) -> None:
     subject = lab.preset.tables["table3"]["text"]
     plain = lab.train(subject, 0, "plain")
     other = replace(plain, tensors={name: t * (1 + 1e-10) for name, t in plain.tensors.items()})
-    a, b = (lab.score(subject, 0, "plain", weights=weights, dtype="float64") for weights in (plain, other))
+    a, b = (
+        lab.score(subject, 0, "plain", weights=weights, dtype="float64")
+        for weights in (plain, other)
+    )
     assert 1e-12 < distance(outputs_of(a), outputs_of(b)) < 1e-7
 
 
@@ -311,7 +423,9 @@ def test_the_ways_of_a_dense_model(way: str) -> None:
         assert all(torch.equal(back[k], state[k]) for k in state)
 
 
-def test_ends_of_pairs_are_loaded_from_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ends_of_pairs_are_loaded_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lab = Lab("pico", cache=tmp_path)
     assert pairs.finished(lab) == {"gpt2": [], "llama": [], "vit": [], "bert": []}
     assert not list(tmp_path.glob("*"))  # asking does not train
@@ -323,11 +437,20 @@ def test_ends_of_pairs_are_loaded_from_the_cache(tmp_path: Path, monkeypatch: py
     again = load_model(tmp_path / "a")
     assert all(torch.equal(x, again.state_dict()[n]) for n, x in a.state_dict().items())
     assert (tmp_path / "a" / "tokenizer.json").exists()
-    train, validation, test = (pairs.examples(lab, "gpt2", which) for which in ("train", "validation", "test"))
+    train, validation, test = (
+        pairs.examples(lab, "gpt2", which) for which in ("train", "validation", "test")
+    )
     assert len(train) > 10 * len(test) > 0
     assert len(validation) == pytest.approx(len(test), abs=2)
-    scored = lab.score(pairs.subject(lab, "gpt2"), 0, "plain", weights=lab.train(pairs.subject(lab, "gpt2"), 0, "plain"))
-    assert score(a, a.state_dict(), test).loss == pytest.approx(scored.values["measures"]["nats"], rel=1e-5)  # two ways to the same number
+    scored = lab.score(
+        pairs.subject(lab, "gpt2"),
+        0,
+        "plain",
+        weights=lab.train(pairs.subject(lab, "gpt2"), 0, "plain"),
+    )
+    assert score(a, a.state_dict(), test).loss == pytest.approx(
+        scored.values["measures"]["nats"], rel=1e-5
+    )  # two ways to the same number
 
 
 def test_what_is_kept_for_validation_is_not_trained_on() -> None:
@@ -337,7 +460,10 @@ def test_what_is_kept_for_validation_is_not_trained_on() -> None:
         whole = len(lab.open(pairs.subject(lab, name).train))
         assert len(train) + len(validation) == whole
         assert len(validation) == pytest.approx(whole / 20, abs=1)
-    train, validation = (pairs.examples(lab, "vit", which).batch(np.arange(50))[0]["pixel_values"] for which in ("train", "validation"))
+    train, validation = (
+        pairs.examples(lab, "vit", which).batch(np.arange(50))[0]["pixel_values"]
+        for which in ("train", "validation")
+    )
     assert not any(torch.equal(a, b) for a in train for b in validation)
 
 
@@ -351,7 +477,9 @@ def test_the_bigram_that_ends_are_compared_with() -> None:
     whole = Examples(len(windows), 8, lambda rows: ({}, windows[rows]), causal=True)
     share = np.bincount(ids, minlength=8) / len(ids)
     true = float(-(share[:, None] * follow * np.log(np.maximum(follow, 1e-300))).sum())
-    assert pairs.bigram(whole.only(np.arange(1500)), whole.only(np.arange(1500, 2000))) == pytest.approx(true, rel=0.03)
+    assert pairs.bigram(
+        whole.only(np.arange(1500)), whole.only(np.arange(1500, 2000))
+    ) == pytest.approx(true, rel=0.03)
 
 
 def test_windows_may_overlap() -> None:
@@ -362,15 +490,24 @@ def test_windows_may_overlap() -> None:
     assert not torch.equal(side[0, 16:], side[1, :16])
 
 
-def test_list_and_what_is_asked_wrongly(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_and_what_is_asked_wrongly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["--list"]) == 0
-    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == list(EXPERIMENTS)
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == list(
+        EXPERIMENTS
+    )
     assert main(["000/table9"]) == 1
-    assert 'error: there is no experiment "000/table9"\nregauge: hint: choose from 000/table2' in capsys.readouterr().err
+    assert (
+        'error: there is no experiment "000/table9"\nregauge: hint: choose from 000/table2'
+        in capsys.readouterr().err
+    )
     assert main([]) == 1
     assert "error: no experiment is named" in capsys.readouterr().err
     assert main(["000/table2", "--preset", "huge"]) == 1
-    assert 'error: there is no preset "huge"\nregauge: hint: small or paper' in capsys.readouterr().err
+    assert (
+        'error: there is no preset "huge"\nregauge: hint: small or paper' in capsys.readouterr().err
+    )
     assert main(["000/table4", "--assets", str(tmp_path / "none")]) == 1
     said = capsys.readouterr().err
     assert f"error: {tmp_path / 'none' / 'sst2_train.tsv'} is not here" in said
@@ -388,9 +525,14 @@ def test_list_and_what_is_asked_wrongly(tmp_path: Path, capsys: pytest.CaptureFi
         ("000/table6", "flwrlabs/celeba"),
     ],
 )
-def test_the_papers_preset_names_what_is_missing(name: str, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_papers_preset_names_what_is_missing(
+    name: str, missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([name, "--preset", "paper"]) == 1
-    assert f"error: there is no {missing} on the disk, and the hub did not give it" in capsys.readouterr().err
+    assert (
+        f"error: there is no {missing} on the disk, and the hub did not give it"
+        in capsys.readouterr().err
+    )
 
 
 def test_images_fall_back_to_digits(tmp_path: Path) -> None:
@@ -424,10 +566,17 @@ def test_the_page_is_made_of_the_results() -> None:
         elif path.stem.startswith("000"):
             counted = results.facts["seeds"]
             run = set(counted.values()) if isinstance(counted, dict) else {counted}
-            keys = {2: {2, 6}, 3: {3, 9}}  # what is lost without a key is told over three keys for each trial
+            keys = {
+                2: {2, 6},
+                3: {3, 9},
+            }  # what is lost without a key is told over three keys for each trial
             assert {f.trials for f in results.findings} <= {n for seeds in run for n in keys[seeds]}
-        assert all(f.id.startswith(("goal/", "claim/")) for f in results.failed)  # a goal may be missed, a claim refuted, and is then shown so
-        assert not any(root in text for root in ('"/', " /", "=/", ":\\"))  # no path of the machine that it ran on
+        assert all(
+            f.id.startswith(("goal/", "claim/")) for f in results.failed
+        )  # a goal may be missed, a claim refuted, and is then shown so
+        assert not any(
+            root in text for root in ('"/', " /", "=/", ":\\")
+        )  # no path of the machine that it ran on
 
 
 def test_facts_tell_the_seeds_of_each_subject_where_they_differ(tmp_path: Path) -> None:
@@ -438,7 +587,9 @@ def test_facts_tell_the_seeds_of_each_subject_where_they_differ(tmp_path: Path) 
 
 
 def test_make_runs_every_experiment() -> None:
-    listed = re.search(r"^EXPERIMENTS := ((?:.*\\\n)*.*)", (DOCS.parent / "Makefile").read_text(), re.M)
+    listed = re.search(
+        r"^EXPERIMENTS := ((?:.*\\\n)*.*)", (DOCS.parent / "Makefile").read_text(), re.M
+    )
     assert listed is not None
     assert sorted(listed[1].replace("\\", " ").split()) == sorted(EXPERIMENTS)
 
@@ -449,18 +600,27 @@ def test_make_runs_every_experiment() -> None:
         ([0.5], [0.4], 1, "holds here: n"),
         ([0.4], [0.5], 1, "does not hold here: n"),
         ([0.4], [0.5], -1, "holds here: n"),
-        ([16.634], [16.629], 1, "no difference to speak of here: n"),  # one seed: a share of the base
+        (
+            [16.634],
+            [16.629],
+            1,
+            "no difference to speak of here: n",
+        ),  # one seed: a share of the base
         ([0.50, 0.60], [0.45, 0.55], 1, "no difference to speak of here: n"),  # the seeds' spread
         ([0.50, 0.51], [0.40, 0.41], 1, "holds here: n"),
     ],
 )
-def test_a_trend_is_told_beyond_the_seeds_spread(values: list[float], base: list[float], sign: int, told: str) -> None:
+def test_a_trend_is_told_beyond_the_seeds_spread(
+    values: list[float], base: list[float], sign: int, told: str
+) -> None:
     assert jigsaws.said(jigsaws.above(values, base, sign), "n") == told
 
 
 def test_places_are_read_where_it_is_done_better_than_by_a_guess() -> None:
     assert positions.guess_of((8, 8)) == 16.0
-    worse, better = (positions._told("a", "b", [error], [69.0], -1, "", "error", 16.0) for error in (57.0, 9.0))
+    worse, better = (
+        positions._told("a", "b", [error], [69.0], -1, "", "error", 16.0) for error in (57.0, 9.0)
+    )
     assert worse.sentence == "neither reads places: a guess has 16.0; 57, against 69"
     assert better.sentence == "holds here: 9, against 69"
     assert (better.value, better.floor, better.ceiling) == (9.0, 16.0, 69.0)

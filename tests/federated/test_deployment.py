@@ -1,6 +1,8 @@
-"""Flower's real engine as separate processes on loopback, with TLS and node authentication: minutes, so that these are `slow`.
+"""Flower's real engine as separate processes on loopback, with TLS and node authentication:
+minutes, so that these are `slow`.
 
-Nothing here is given a fixed time: a wait ends when no process has said anything new for `PATIENCE` seconds.
+Nothing here is given a fixed time: a wait ends when no process has said anything new for `PATIENCE`
+seconds.
 """
 
 from __future__ import annotations
@@ -15,8 +17,23 @@ import pytest
 pytest.importorskip("flwr")
 
 import support.federations as fed
-from regauge.federated import Contribution, InProcess, Settings, parts_of, run, state_of, state_store
-from regauge.federated.deployment import Loopback, loopback, make_node_key, superlink, supernode, write_bundle
+from regauge.federated import (
+    Contribution,
+    InProcess,
+    Settings,
+    parts_of,
+    run,
+    state_of,
+    state_store,
+)
+from regauge.federated.deployment import (
+    Loopback,
+    loopback,
+    make_node_key,
+    superlink,
+    supernode,
+    write_bundle,
+)
 from regauge.federated.local_state import LocalState
 from regauge.federated.runs import Source
 from regauge.federated.state_store import Kept
@@ -37,8 +54,16 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 @pytest.fixture(scope="module")
 def net(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loopback]:
     folder = tmp_path_factory.mktemp("network")
-    shared = {"model": source.model, "shared-data": "digits", "mean": "0.3", "std": "0.38", "test": "digits"}
-    with loopback(folder, [{"partition-id": i, "keep": str(folder / f"keep-{i}"), **shared} for i in range(4)]) as made:
+    shared = {
+        "model": source.model,
+        "shared-data": "digits",
+        "mean": "0.3",
+        "std": "0.38",
+        "test": "digits",
+    }
+    with loopback(
+        folder, [{"partition-id": i, "keep": str(folder / f"keep-{i}"), **shared} for i in range(4)]
+    ) as made:
         yield made
 
 
@@ -47,10 +72,16 @@ def until(net: Loopback, what: Callable[[], bool], patience: float = PATIENCE) -
     sizes: dict[Path, int] = {}
     at = time.monotonic()
     while not what():
-        now = {path: path.stat().st_size for path in net.folder.glob("*.log") if path.name != "superlink.log"}  # which tells of every poll
+        now = {
+            path: path.stat().st_size
+            for path in net.folder.glob("*.log")
+            if path.name != "superlink.log"
+        }  # which tells of every poll
         if now != sizes:
             sizes, at = now, time.monotonic()
-        assert time.monotonic() - at < patience, "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sizes)
+        assert time.monotonic() - at < patience, "\n".join(
+            f"{path.name}: {path.read_text()[-1500:]}" for path in sizes
+        )
         time.sleep(0.5)
 
 
@@ -77,7 +108,9 @@ class Absent(InProcess):
 
     there: Sequence[Sequence[int]] = ()
 
-    def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+    def ask(
+        self, number: int, clients: Sequence[int], state: State
+    ) -> Iterable[Contribution | Absence]:
         return super().ask(number, [c for c in clients if c in self.there[number]], state)
 
 
@@ -90,19 +123,30 @@ def distance(source: Source, settings: Settings, found: Kept) -> float:
     return max(float((here.state[n] - found.state[n]).abs().max()) for n in found.state)
 
 
-def test_four_nodes_are_a_run_in_this_process_and_keep_what_they_withhold(net: Loopback, source: Source, tmp_path: Path) -> None:
+def test_four_nodes_are_a_run_in_this_process_and_keep_what_they_withhold(
+    net: Loopback, source: Source, tmp_path: Path
+) -> None:
     settings = replace(SETTINGS, defences=("withhold=embedding",))
-    write_bundle(tmp_path / "bundle", source.told(), settings, tmp_path / "run", wait=900, gather=300)
+    write_bundle(
+        tmp_path / "bundle", source.told(), settings, tmp_path / "run", wait=900, gather=300
+    )
     assert ended(net, tmp_path / "bundle", "first") == 0, net.log("first")
     found = kept(tmp_path / "run")
     assert [r.contributed for r in found.history] == [(0, 1, 2, 3)] * 2
     assert distance(source, settings, found) <= 1e-6
     assert distance(source, SETTINGS, found) > 1e-6  # the bar can be missed
     name = state_store.about_of(tmp_path / "run")["name"]
-    assert [LocalState(net.folder / f"keep-{i}" / name).clients() for i in range(4)] == [[0], [1], [2], [3]]
+    assert [LocalState(net.folder / f"keep-{i}" / name).clients() for i in range(4)] == [
+        [0],
+        [1],
+        [2],
+        [3],
+    ]
 
 
-def test_a_killed_node_and_a_restarted_superlink_lose_no_round(net: Loopback, source: Source, tmp_path: Path) -> None:
+def test_a_killed_node_and_a_restarted_superlink_lose_no_round(
+    net: Loopback, source: Source, tmp_path: Path
+) -> None:
     settings, folder = replace(SETTINGS, rounds=3), tmp_path / "run"
     marks = {name: len(net.log(name)) for name in ("node-0", "node-3")}
     write_bundle(tmp_path / "bundle", source.told(), settings, folder, wait=900, gather=15)
@@ -121,14 +165,19 @@ def test_a_killed_node_and_a_restarted_superlink_lose_no_round(net: Loopback, so
     assert ended(net, tmp_path / "bundle", "third") == 0, net.log("third")
     found = kept(folder)
     assert [r.number for r in found.history if not r.void] == [0, 1, 2]
-    assert [r.contributed for r in found.history[:2]] == [(0, 1, 2, 3), (0, 1, 2)]  # as they were counted
+    assert [r.contributed for r in found.history[:2]] == [
+        (0, 1, 2, 3),
+        (0, 1, 2),
+    ]  # as they were counted
     assert 3 in found.history[-1].contributed
     assert distance(source, settings, found) <= 1e-6
 
 
 def test_a_node_whose_key_is_not_registered_is_not_let_in(net: Loopback, tmp_path: Path) -> None:
     make_node_key(tmp_path / "stranger")
-    command = supernode(net.address, net.folder / "certificates", tmp_path / "stranger", 1, {"partition-id": 9})
+    command = supernode(
+        net.address, net.folder / "certificates", tmp_path / "stranger", 1, {"partition-id": 9}
+    )
     stranger = net._start("stranger", command)
     until(net, lambda: stranger.poll() is not None or "SuperNode ID" in net.log("stranger"))
     assert "SuperNode ID" not in net.log("stranger")

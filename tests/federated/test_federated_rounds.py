@@ -1,4 +1,6 @@
-"""The engine-free core of federated learning: partitions, a client's part of a round, aggregation, rounds and their folder."""
+"""The engine-free core of federated learning: partitions, a client's part of a round, aggregation,
+rounds and their folder.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,14 @@ def same(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def sent(client: int, change: float = 1.0, examples: int = 10, number: int = 0, **more: object) -> Contribution:
+def sent(
+    client: int, change: float = 1.0, examples: int = 10, number: int = 0, **more: object
+) -> Contribution:
     like = {"w": torch.zeros(3)}
     layout = digest_of(layout_of(like))
-    made = Contribution(client, number, layout, {"w": torch.full((3,), change)}, examples, 1, 8, 0.1, 0.5)
+    made = Contribution(
+        client, number, layout, {"w": torch.full((3,), change)}, examples, 1, 8, 0.1, 0.5
+    )
     return replace(made, **more)  # type: ignore[arg-type]
 
 
@@ -58,7 +64,11 @@ def test_even_parts_hold_every_example_once() -> None:
     parts = partitions.iid(22, 4, seed=3)
     assert sorted(np.concatenate(parts).tolist()) == list(range(22))
     assert {len(p) for p in parts} == {5, 6}
-    assert any((a != b).any() for a, b in zip(parts, partitions.iid(22, 4, seed=4), strict=True) if len(a) == len(b))
+    assert any(
+        (a != b).any()
+        for a, b in zip(parts, partitions.iid(22, 4, seed=4), strict=True)
+        if len(a) == len(b)
+    )
 
 
 def test_dirichlet_parts_hold_every_example_once_and_differ_more_the_smaller_alpha_is() -> None:
@@ -95,8 +105,12 @@ def test_a_contribution_is_the_change_of_plain_steps() -> None:
         optimizer.step()
     after = state_of(by_hand)
     assert (made.steps, made.batch, made.examples, made.kind) == (2, 8, 20, "change")
-    assert all(torch.allclose(made.tensors[n], after[n] - state[n], atol=1e-7) for n in made.tensors)
-    assert not same(made.tensors, contribute(model, state, part, settings, 2, 2).tensors)  # another round draws other batches
+    assert all(
+        torch.allclose(made.tensors[n], after[n] - state[n], atol=1e-7) for n in made.tensors
+    )
+    assert not same(
+        made.tensors, contribute(model, state, part, settings, 2, 2).tensors
+    )  # another round draws other batches
 
 
 def test_rows_of_an_epoch_are_every_example_once() -> None:
@@ -112,7 +126,10 @@ def test_fedprox_stays_nearer() -> None:
     state = state_of(model)
 
     def moved(s: Settings) -> float:
-        return sum(float(t.square().sum()) for t in contribute(model, state, part, s, 0, 0).tensors.values())
+        return sum(
+            float(t.square().sum())
+            for t in contribute(model, state, part, s, 0, 0).tensors.values()
+        )
 
     assert moved(replace(settings, strategy="fedprox", proximal=1.0)) < 0.9 * moved(settings)
 
@@ -132,7 +149,9 @@ def test_puzzles_are_drawn_for_each_client_and_round_and_repeat() -> None:
 
 def test_another_version_of_the_model_and_an_empty_part_are_refused_by_name() -> None:
     with pytest.raises(
-        FederatedError, match=r"two versions of a model meet:\n.*classifier.bias.* is float32 \[4\] in the model here and float32 \[5\]"
+        FederatedError,
+        match=r"two versions of a model meet:\n.*classifier.bias.* is float32 \[4\] in the "
+        r"model here and float32 \[5\]",
     ):
         contribute(fed.vit(), state_of(fed.vit(num_labels=5)), fed.bars(), FOUR, 0, 0)
     with pytest.raises(FederatedError, match="client 3 has no examples"):
@@ -146,7 +165,10 @@ def test_the_mean_weighs_examples_or_clients_in_any_order() -> None:
     some = [sent(2, 4.0, 30), sent(0, 1.0, 10), sent(1, -3.0, 20)]
     assert mean_of(some)["w"][0] == pytest.approx((10 - 60 + 120) / 60)
     assert mean_of(some, "clients")["w"][0] == pytest.approx(2 / 3)
-    draw = [sent(i, float(x), 1 + i) for i, x in enumerate(np.random.default_rng(0).normal(size=20) * 1e4)]
+    draw = [
+        sent(i, float(x), 1 + i)
+        for i, x in enumerate(np.random.default_rng(0).normal(size=20) * 1e4)
+    ]
     assert same(mean_of(draw), mean_of(draw[::-1]))
 
 
@@ -166,7 +188,13 @@ def test_fedadam_follows_its_formula() -> None:
     for t, change in enumerate((1.0, -0.5, 2.0), 1):
         state, memory = aggregate(state, [sent(0, change)], memory, settings)
         m, v = BETAS[0] * m + (1 - BETAS[0]) * change, BETAS[1] * v + (1 - BETAS[1]) * change**2
-        x += 0.1 * np.sqrt(1 - BETAS[1] ** (t + 1)) / (1 - BETAS[0] ** (t + 1)) * m / (np.sqrt(v) + TAU)
+        x += (
+            0.1
+            * np.sqrt(1 - BETAS[1] ** (t + 1))
+            / (1 - BETAS[0] ** (t + 1))
+            * m
+            / (np.sqrt(v) + TAU)
+        )
     assert state["w"][0] == pytest.approx(x, rel=1e-5)
 
 
@@ -186,7 +214,9 @@ class Scripted:
     def __init__(self, *answers: Sequence[Contribution | Absence]) -> None:
         self.answers = list(answers)
 
-    def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+    def ask(
+        self, number: int, clients: Sequence[int], state: State
+    ) -> Iterable[Contribution | Absence]:
         return self.answers.pop(0)
 
 
@@ -209,16 +239,32 @@ def test_a_bert_learns_from_texts_with_and_without_puzzles(tmp_path: Path) -> No
     accuracies = [r.measures["accuracy"] for r in plain.kept.history]
     assert max(accuracies) > 0.85 > accuracies[0] + 0.1
     puzzled = federated(source, replace(settings, rounds=1, jigsaw=0.3), tmp_path / "puzzled")
-    assert not torch.equal(puzzled.kept.state["model.classifier.weight"], plain.kept.state["classifier.weight"])
-    assert transformers.BertForSequenceClassification.from_pretrained(tmp_path / "puzzled" / "model").config.num_labels == 2
+    assert not torch.equal(
+        puzzled.kept.state["model.classifier.weight"], plain.kept.state["classifier.weight"]
+    )
+    assert (
+        transformers.BertForSequenceClassification.from_pretrained(
+            tmp_path / "puzzled" / "model"
+        ).config.num_labels
+        == 2
+    )
 
 
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
         ({"loss": float("nan")}, "metrics: loss must be a finite float32 number, got nan"),
-        ({"layout": "other"}, "layout: the layout must be that of the server's state: it trained another version of the model"),
-        ({"tensors": {"w": torch.tensor([1.0, float("nan"), 1.0])}}, 'values: "w" must be finite, got NaN or Inf'),
+        (
+            {"layout": "other"},
+            (
+                "layout: the layout must be that of the server's state: it trained another version "
+                "of the model"
+            ),
+        ),
+        (
+            {"tensors": {"w": torch.tensor([1.0, float("nan"), 1.0])}},
+            'values: "w" must be finite, got NaN or Inf',
+        ),
         ({"tensors": {"w": torch.ones(4)}}, 'shape: "w" must have the shape [3], got [4]'),
         ({"tensors": {"u": torch.ones(3)}}, "names: tensors must be the model's, got 'u'"),
         ({"tensors": {}}, "names: tensors must not be empty"),
@@ -227,11 +273,18 @@ def test_a_bert_learns_from_texts_with_and_without_puzzles(tmp_path: Path) -> No
         ({"client": 9}, "client: a contribution must come from a client that was selected"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_and_the_round_goes_on(bad: dict[str, object], why: str) -> None:
-    kept = went(Scripted([sent(0), sent(1, 3.0), replace(sent(2, 100.0), **bad)]), Settings(clients=3, rounds=1))  # type: ignore[arg-type]
+def test_what_does_not_fit_is_refused_by_name_and_the_round_goes_on(
+    bad: dict[str, object], why: str
+) -> None:
+    kept = went(
+        Scripted([sent(0), sent(1, 3.0), replace(sent(2, 100.0), **bad)]),
+        Settings(clients=3, rounds=1),
+    )  # type: ignore[arg-type]
     (told,) = kept.history
     assert told.contributed == (0, 1)
-    assert any(why in f"{told.rejected.get(client)}: {text}" for client, text in told.absent.items())
+    assert any(
+        why in f"{told.rejected.get(client)}: {text}" for client, text in told.absent.items()
+    )
     assert kept.state["w"].tolist() == [2.0] * 3
 
 
@@ -258,7 +311,9 @@ def test_a_run_without_clients_stops_by_name_and_goes_on_later(tmp_path: Path) -
     settings = Settings(clients=2, rounds=2)
     folder = tmp_path / "run"
     state_store.begin(folder, settings, "l", {})
-    with pytest.raises(FederatedError, match=f"round 2 had too few contributions {PATIENCE} times.*client 0: gone"):
+    with pytest.raises(
+        FederatedError, match=f"round 2 had too few contributions {PATIENCE} times.*client 0: gone"
+    ):
         went(Scripted([sent(0)], *[[Absence(0, "gone")]] * PATIENCE), settings, folder)
     kept = went(Scripted([sent(1, 2.0, number=1)]), settings, folder)
     assert kept.state["w"].tolist() == [3.0] * 3
@@ -273,7 +328,9 @@ def test_clients_are_drawn_for_each_round() -> None:
 
 
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> None:
-    settings = replace(FOUR, strategy="fedadam", partition="dirichlet", uneven=0.5, drop=0.2, rounds=4)
+    settings = replace(
+        FOUR, strategy="fedadam", partition="dirichlet", uneven=0.5, drop=0.2, rounds=4
+    )
     whole = fed.ran(settings)
     folder = tmp_path / "run"
     state_store.begin(folder, settings, "l", {})
@@ -298,7 +355,9 @@ def test_drop_outs_are_told_and_the_same_in_every_run() -> None:
 def test_an_empty_part_takes_no_part() -> None:
     settings = Settings(clients=2, rounds=1)
     model = fed.vit()
-    kept = run(InProcess(model, [fed.bars(8), fed.bars(8).only([])], settings), state_of(model), settings)
+    kept = run(
+        InProcess(model, [fed.bars(8), fed.bars(8).only([])], settings), state_of(model), settings
+    )
     assert kept.history[0].contributed == (0,)
     assert "its part is empty" in kept.history[0].absent["1"]
 
@@ -329,7 +388,10 @@ def test_a_folder_is_held_by_one_process_and_reading_disturbs_nobody(tmp_path: P
         under_way.write_bytes(b"")
         assert state_store.load(folder) is None
         assert under_way.exists()  # whoever looks into a run that is at work leaves its files alone
-        with pytest.raises(CheckpointError, match="another process is at work"), state_store.owning(folder):
+        with (
+            pytest.raises(CheckpointError, match="another process is at work"),
+            state_store.owning(folder),
+        ):
             pass
     with state_store.owning(folder):
         state_store.begin(folder, FOUR, "l", {})

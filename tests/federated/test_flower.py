@@ -1,6 +1,8 @@
-"""The contract with Flower: its messages carry ours, its strategies agree with ours, and a run over its messages is a run in this process.
+"""The contract with Flower: its messages carry ours, its strategies agree with ours, and a run over
+its messages is a run in this process.
 
-Flower has an environment of its own (Makefile), in which these tests are run; elsewhere they are skipped.
+Flower has an environment of its own (Makefile), in which these tests are run; elsewhere they are
+skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +25,15 @@ from flwr.app.user_config import UserConfig
 from flwr.serverapp import strategy as theirs
 
 import support.federations as fed
-from regauge.federated import FederatedError, Settings, aggregate, flower, load_state, parts_of, state_of
+from regauge.federated import (
+    FederatedError,
+    Settings,
+    aggregate,
+    flower,
+    load_state,
+    parts_of,
+    state_of,
+)
 from regauge.federated.aggregation import Memory
 from regauge.federated.local_state import LocalState
 from regauge.federated.runs import Source, federated
@@ -51,9 +61,13 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 
 class Nodes:
-    """A grid of nodes in this process, behind Flower's own messages. `bend` says what becomes of a client's replies."""
+    """A grid of nodes in this process, behind Flower's own messages. `bend` says what becomes of a
+    client's replies.
+    """
 
-    def __init__(self, source: Source, count: int = 4, bend: dict[int, Answer] | None = None) -> None:
+    def __init__(
+        self, source: Source, count: int = 4, bend: dict[int, Answer] | None = None
+    ) -> None:
         self.app, self.bend = flower.client_app(source), bend or {}
         self.nodes = {1000 + 7 * i: i for i in range(count)}
         self.contexts = {node: self.context(node) for node in self.nodes}
@@ -61,7 +75,9 @@ class Nodes:
 
     def context(self, node: int) -> Context:
         config = UserConfig({"partition-id": self.nodes[node], "num-partitions": len(self.nodes)})
-        return Context(run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config=UserConfig())
+        return Context(
+            run_id=1, node_id=node, node_config=config, state=RecordDict(), run_config=UserConfig()
+        )
 
     def get_node_ids(self) -> Iterable[int]:
         return list(self.nodes)
@@ -69,13 +85,17 @@ class Nodes:
     def get_nodes(self) -> Iterable[Any]:
         return []
 
-    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
         replies = []
         for i, message in enumerate(messages):
             message.metadata.__dict__["_message_id"] = f"message {i}"
             client = self.nodes[message.metadata.dst_node_id]
             try:
-                reply: Message | None = self.app(copy.deepcopy(message), self.contexts[message.metadata.dst_node_id])
+                reply: Message | None = self.app(
+                    copy.deepcopy(message), self.contexts[message.metadata.dst_node_id]
+                )
             except RuntimeError as error:
                 reply = Message(Error(code=2, reason=str(error)), reply_to=message)
             assert reply is not None
@@ -83,16 +103,24 @@ class Nodes:
             if client in self.bend and message.metadata.message_type == "train":
                 reply = self.bend[client](message, reply)
             if reply is not None:
-                reply.metadata.__dict__["_src_node_id"] = 1 if reply.has_error() else message.metadata.dst_node_id  # the SuperLink's own answers
+                reply.metadata.__dict__["_src_node_id"] = (
+                    1 if reply.has_error() else message.metadata.dst_node_id
+                )  # the SuperLink's own answers
                 replies.append(reply)
         return replies[::-1]  # whoever was asked last answers first
 
 
-def served(source: Source, folder: Path, settings: Settings = SETTINGS, **more: Any) -> flower.Found:
-    return flower.serve(Nodes(source, settings.clients, **more), source, settings, folder, gather=0.0)  # type: ignore[arg-type]
+def served(
+    source: Source, folder: Path, settings: Settings = SETTINGS, **more: Any
+) -> flower.Found:
+    return flower.serve(
+        Nodes(source, settings.clients, **more), source, settings, folder, gather=0.0
+    )  # type: ignore[arg-type]
 
 
-def test_the_pinned_version_is_here_and_nothing_is_sent_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pinned_version_is_here_and_nothing_is_sent_home(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from flwr.supercore import telemetry
 
     flower.check_flower()
@@ -102,16 +130,23 @@ def test_the_pinned_version_is_here_and_nothing_is_sent_home(monkeypatch: pytest
         flower.check_flower()
 
 
-def test_a_run_over_flowers_messages_is_a_run_in_this_process(source: Source, tmp_path: Path) -> None:
+def test_a_run_over_flowers_messages_is_a_run_in_this_process(
+    source: Source, tmp_path: Path
+) -> None:
     settings = replace(SETTINGS, strategy="fedadam", partition="dirichlet", jigsaw=0.3)
-    here, there = federated(source, settings, tmp_path / "here"), served(source, tmp_path / "there", settings)
+    here, there = (
+        federated(source, settings, tmp_path / "here"),
+        served(source, tmp_path / "there", settings),
+    )
     assert [r.contributed for r in there.kept.history] == [(0, 1, 2, 3)] * 2
     assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
     other = federated(source, replace(settings, seed=1), tmp_path / "other")
     assert any(not torch.equal(here.kept.state[n], other.kept.state[n]) for n in here.kept.state)
 
 
-def test_a_run_that_lost_its_server_goes_on_without_counting_a_round_twice(source: Source, tmp_path: Path) -> None:
+def test_a_run_that_lost_its_server_goes_on_without_counting_a_round_twice(
+    source: Source, tmp_path: Path
+) -> None:
     whole = served(source, tmp_path / "whole", replace(SETTINGS, rounds=3))
     served(source, tmp_path / "run")
     again = served(source, tmp_path / "run", replace(SETTINGS, rounds=3))
@@ -162,7 +197,9 @@ def lossless(message: Message, reply: Message) -> Message:
 
 
 def garbled(message: Message, reply: Message) -> Message:
-    reply.content["arrays"]["classifier.bias"] = Array("float32", (10,), "numpy.ndarray", b"nothing")
+    reply.content["arrays"]["classifier.bias"] = Array(
+        "float32", (10,), "numpy.ndarray", b"nothing"
+    )
     return reply
 
 
@@ -218,7 +255,9 @@ def chatty(message: Message, reply: Message) -> Message:
         (garbled, "its answer cannot be read"),
     ],
 )
-def test_a_node_that_does_not_fit_is_told_by_name_and_the_run_goes_on(bend: Answer, why: str, source: Source, tmp_path: Path) -> None:
+def test_a_node_that_does_not_fit_is_told_by_name_and_the_run_goes_on(
+    bend: Answer, why: str, source: Source, tmp_path: Path
+) -> None:
     found = served(source, tmp_path / "run", replace(SETTINGS, rounds=1), bend={2: bend})
     (told,) = found.kept.history
     assert told.contributed == (0, 1, 3)
@@ -232,7 +271,12 @@ def test_a_node_of_another_model_says_so(source: Source, tmp_path: Path) -> None
     nodes = Nodes(replace(source, model=str(other)))
     engine = flower.GridEngine(nodes, SETTINGS, gather=0.0)  # type: ignore[arg-type]
     answers = list(engine.ask(0, [0, 1], state_of(fed.vit(num_labels=10))))
-    assert all(isinstance(a, Absence) and "two versions of a model meet" in a.why and "classifier.bias" in a.why for a in answers)
+    assert all(
+        isinstance(a, Absence)
+        and "two versions of a model meet" in a.why
+        and "classifier.bias" in a.why
+        for a in answers
+    )
 
 
 def test_an_empty_part_takes_no_part(source: Source, tmp_path: Path) -> None:
@@ -241,37 +285,60 @@ def test_an_empty_part_takes_no_part(source: Source, tmp_path: Path) -> None:
     sizes = [len(part) for part in parts_of(source.read(model)[0], settings)]
     (told,) = served(source, tmp_path / "run", settings).kept.history
     empty = {str(client) for client, size in enumerate(sizes) if size == 0}
-    assert empty == {client for client, why in told.absent.items() if "its part is empty" in why} == told.absent.keys()
+    assert (
+        empty
+        == {client for client, why in told.absent.items() if "its part is empty" in why}
+        == told.absent.keys()
+    )
     assert 0 < len(empty) < 20
 
 
-def test_without_nodes_a_run_stops_by_name_and_goes_on_when_they_come(source: Source, tmp_path: Path) -> None:
+def test_without_nodes_a_run_stops_by_name_and_goes_on_when_they_come(
+    source: Source, tmp_path: Path
+) -> None:
     whole = served(source, tmp_path / "whole")
     served(source, tmp_path / "run", replace(SETTINGS, rounds=1))
     nobody = Nodes(source, 0)
-    with pytest.raises(FederatedError, match=r"round 2 had too few contributions 3 times.*no node is connected"):
+    with pytest.raises(
+        FederatedError, match=r"round 2 had too few contributions 3 times.*no node is connected"
+    ):
         flower.serve(nobody, source, SETTINGS, tmp_path / "run", gather=0.0)  # type: ignore[arg-type]
     again = served(source, tmp_path / "run")
-    assert [(r.number, r.void) for r in again.kept.history] == [(0, False), (1, True), (1, True), (1, True), (1, False)]
+    assert [(r.number, r.void) for r in again.kept.history] == [
+        (0, False),
+        (1, True),
+        (1, True),
+        (1, True),
+        (1, False),
+    ]
     assert all(torch.equal(whole.kept.state[n], again.kept.state[n]) for n in whole.kept.state)
 
 
 def test_a_node_that_does_not_say_which_client_it_is_is_passed_over(source: Source) -> None:
     class Strangers(Nodes):
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        def send_and_receive(
+            self, messages: Iterable[Message], *, timeout: float | None = None
+        ) -> Iterable[Message]:
             for reply in super().send_and_receive(messages, timeout=timeout):
                 if "about" in reply.content and reply.metadata.src_node_id == 1007:
                     reply.content["about"].pop("client")
                 yield reply
 
-    answers = {a.client: a for a in flower.GridEngine(Strangers(source, 2), SETTINGS, gather=0.0).ask(0, [0, 1], state_of(fed.vit(num_labels=10)))}  # type: ignore[arg-type]
+    answers = {
+        a.client: a
+        for a in flower.GridEngine(Strangers(source, 2), SETTINGS, gather=0.0).ask(
+            0, [0, 1], state_of(fed.vit(num_labels=10))
+        )
+    }  # type: ignore[arg-type]
     assert isinstance(answers[0], Contribution)
     assert answers[1] == Absence(1, "no node is connected for it")
 
 
 def test_a_node_cannot_claim_a_client_that_another_has(source: Source) -> None:
     class Impostor(Nodes):
-        def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        def send_and_receive(
+            self, messages: Iterable[Message], *, timeout: float | None = None
+        ) -> Iterable[Message]:
             for reply in list(super().send_and_receive(messages, timeout=timeout)):
                 if reply.content.config_records["about"].keys() == {"regauge", "client"}:
                     reply.content["about"]["client"] = 0
@@ -296,16 +363,25 @@ def test_clients_without_a_node_are_absent(source: Source) -> None:
 def test_a_node_says_where_its_model_and_data_are_and_a_message_cannot() -> None:
     with pytest.raises(FederatedError, match="does not say where its model"):
         flower.source_of({"partition-id": 0})
-    made = flower.source_of({"model": "M", "data": "D", "mean": "0.3,0.4", "fields": "image=x,label=y"})
+    made = flower.source_of(
+        {"model": "M", "data": "D", "mean": "0.3,0.4", "fields": "image=x,label=y"}
+    )
     assert made == Source("M", "D", mean=[0.3, 0.4], fields={"image": "x", "label": "y"})
 
 
 # Defences as mods
 
 
-def test_defences_act_on_flowers_messages_as_in_this_process(source: Source, tmp_path: Path) -> None:
-    settings = replace(SETTINGS, rounds=1, defences=("freeze=embedding", "private=0.5,norm=0.1", "round=8"))
-    here, there = federated(source, settings, tmp_path / "here"), served(source, tmp_path / "there", settings)
+def test_defences_act_on_flowers_messages_as_in_this_process(
+    source: Source, tmp_path: Path
+) -> None:
+    settings = replace(
+        SETTINGS, rounds=1, defences=("freeze=embedding", "private=0.5,norm=0.1", "round=8")
+    )
+    here, there = (
+        federated(source, settings, tmp_path / "here"),
+        served(source, tmp_path / "there", settings),
+    )
     assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
     plain = served(source, tmp_path / "plain", replace(SETTINGS, rounds=1))
     assert any(not torch.equal(plain.kept.state[n], there.kept.state[n]) for n in plain.kept.state)
@@ -313,10 +389,19 @@ def test_defences_act_on_flowers_messages_as_in_this_process(source: Source, tmp
 
 def test_a_server_cannot_weaken_what_a_node_insists_on() -> None:
     def chosen(config: dict[str, Any], *texts: str) -> list[str]:
-        context = Context(run_id=1, node_id=1, node_config=UserConfig(config), state=RecordDict(), run_config=UserConfig())
+        context = Context(
+            run_id=1,
+            node_id=1,
+            node_config=UserConfig(config),
+            state=RecordDict(),
+            run_config=UserConfig(),
+        )
         return [repr(d) for d in flower.defences_of(replace(SETTINGS, defences=texts), context)]
 
-    assert chosen({"defences": "clip=0.1+round=8"}, "clip=100") == ["Clip(norm=0.1)", "Round(bits=8.0)"]
+    assert chosen({"defences": "clip=0.1+round=8"}, "clip=100") == [
+        "Clip(norm=0.1)",
+        "Round(bits=8.0)",
+    ]
     assert chosen({"defences": "clip=1e+1+round=8"}) == ["Clip(norm=10.0)", "Round(bits=8.0)"]
     assert chosen({}, "clip=100") == ["Clip(norm=100.0)"]
 
@@ -324,19 +409,27 @@ def test_a_server_cannot_weaken_what_a_node_insists_on() -> None:
 def test_a_defence_is_a_mod_for_any_app_that_answers_with_weights() -> None:
     before = {"w": torch.zeros(4)}
     message = Message(RecordDict({"arrays": flower.to_arrays(before)}), 1, "train")
-    context = Context(run_id=1, node_id=1, node_config=UserConfig(), state=RecordDict(), run_config=UserConfig())
+    context = Context(
+        run_id=1, node_id=1, node_config=UserConfig(), state=RecordDict(), run_config=UserConfig()
+    )
 
     def app(message: Message, context: Context) -> Message:
-        return Message(RecordDict({"arrays": flower.to_arrays({"w": torch.full((4,), 5.0)})}), reply_to=message)
+        return Message(
+            RecordDict({"arrays": flower.to_arrays({"w": torch.full((4,), 5.0)})}), reply_to=message
+        )
 
     reply = flower.mod_of("clip=1.0")(message, context, app)
     assert flower.from_arrays(reply.content["arrays"])["w"].norm() == pytest.approx(1.0)
-    assert flower.from_arrays(app(message, context).content["arrays"])["w"].norm() == pytest.approx(10.0)
+    assert flower.from_arrays(app(message, context).content["arrays"])["w"].norm() == pytest.approx(
+        10.0
+    )
     with pytest.raises(FederatedError, match="needs to know the model"):
         flower.mod_of("withhold=head")
 
 
-def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(source: Source, tmp_path: Path) -> None:
+def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(
+    source: Source, tmp_path: Path
+) -> None:
     settings = replace(SETTINGS, defences=("withhold=embedding",))
     here = federated(source, settings, tmp_path / "here")
     nodes = Nodes(source)
@@ -346,7 +439,12 @@ def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(
     one, two = LocalState(tmp_path / "here" / "own"), LocalState(tmp_path / "own")
     assert one.clients() == two.clients() == [0, 1, 2, 3]
     assert all(torch.equal(t, two.latest(2)[n]) for n, t in one.latest(2).items())
-    (told, _) = (a.why for a in flower.GridEngine(Nodes(source), settings, gather=0.0).ask(0, [0, 1], state_of(fed.vit(num_labels=10))))  # type: ignore
+    (told, _) = (
+        a.why
+        for a in flower.GridEngine(Nodes(source), settings, gather=0.0).ask(
+            0, [0, 1], state_of(fed.vit(num_labels=10))
+        )
+    )  # type: ignore
     assert "no folder for what it withholds" in told
 
 
@@ -366,19 +464,27 @@ def test_a_secure_sum_is_the_mean_and_shows_nobodys_own(source: Source, tmp_path
     secure = flower.serve(nodes, source, settings, tmp_path / "secure", gather=0.0, spy=True)  # type: ignore[arg-type]
     plain = federated(source, replace(settings, secure=False), tmp_path / "plain")
     assert [r.contributed for r in secure.kept.history] == [(0, 1, 2, 3)] * 2
-    worst = max(float((secure.kept.state[n] - plain.kept.state[n]).abs().max()) for n in plain.kept.state)
+    worst = max(
+        float((secure.kept.state[n] - plain.kept.state[n]).abs().max()) for n in plain.kept.state
+    )
     assert 0 < worst < 1e-4
     from regauge.federated.recorder import load_update
 
     one, two = (load_update(tmp_path / "secure", 0, c).tensors for c in (0, 1))
     assert all(torch.equal(one[n], two[n]) for n in one)  # all that the server has is the mean
     trained = [m for m in nodes.sent if m.has_content() and m.content.array_records]
-    assert all(not record for m in trained for record in m.content.array_records.values())  # nothing went in the clear
+    assert all(
+        not record for m in trained for record in m.content.array_records.values()
+    )  # nothing went in the clear
 
 
 def test_a_secure_sum_goes_on_without_one_and_refuses_two(source: Source, tmp_path: Path) -> None:
     settings = replace(SETTINGS, rounds=1, secure=True)
-    late = {3: lambda message, reply: None if "fitins.parameters" in message.content or "arrays" in message.content else reply}
+    late = {
+        3: lambda message, reply: (
+            None if "fitins.parameters" in message.content or "arrays" in message.content else reply
+        )
+    }
     found = served(source, tmp_path / "run", settings, bend=late)
     assert found.kept.history[0].contributed == (0, 1, 2)
     assert "dropped out of the secure sum" in found.kept.history[0].absent["3"]
@@ -395,11 +501,16 @@ def test_a_secure_sum_goes_on_without_one_and_refuses_two(source: Source, tmp_pa
 
 
 def replies(sent: list[Contribution], state: Any) -> list[Message]:
-    """The same contributions as Flower's own apps send them: whole weights, and how many examples they are of."""
+    """The same contributions as Flower's own apps send them: whole weights, and how many examples
+    they are of.
+    """
     out = []
     for c in sent:
         content = RecordDict(
-            {"arrays": flower.to_arrays({n: state[n] + t for n, t in c.tensors.items()}), "metrics": MetricRecord({"num-examples": c.examples})}
+            {
+                "arrays": flower.to_arrays({n: state[n] + t for n, t in c.tensors.items()}),
+                "metrics": MetricRecord({"num-examples": c.examples}),
+            }
         )
         out.append(Message(content, reply_to=Message(RecordDict(), 1, "train")))
     return out
@@ -409,15 +520,33 @@ def replies(sent: list[Contribution], state: Any) -> list[Message]:
 def test_flowers_strategies_agree_with_ours(name: str) -> None:
     draw = torch.Generator().manual_seed(0)
     state = {"w": torch.randn(5, 3, generator=draw), "b": torch.randn(3, generator=draw)}
-    settings = Settings(clients=3, rounds=1, strategy=name, proximal=0.1, server_rate=0.1 if name == "fedadam" else None)
-    made = {"fedavg": theirs.FedAvg, "fedprox": theirs.FedProx, "fedadam": lambda: theirs.FedAdam(eta=0.1)}[name]()
+    settings = Settings(
+        clients=3,
+        rounds=1,
+        strategy=name,
+        proximal=0.1,
+        server_rate=0.1 if name == "fedadam" else None,
+    )
+    made = {
+        "fedavg": theirs.FedAvg,
+        "fedprox": theirs.FedProx,
+        "fedadam": lambda: theirs.FedAdam(eta=0.1),
+    }[name]()
     ours, memory = dict(state), Memory()
     current = flower.to_arrays(state)
     for number in range(1, 4):
         before = flower.from_arrays(current)
         sent = [
             Contribution(
-                i, 0, digest_of(layout_of(ours)), {n: 0.1 * torch.randn(t.shape, generator=draw) for n, t in ours.items()}, 5 + i, 1, 1, 0.1, 0.0
+                i,
+                0,
+                digest_of(layout_of(ours)),
+                {n: 0.1 * torch.randn(t.shape, generator=draw) for n, t in ours.items()},
+                5 + i,
+                1,
+                1,
+                0.1,
+                0.0,
             )
             for i in range(3)
         ]
@@ -438,25 +567,43 @@ def test_flowers_strategies_agree_with_ours(name: str) -> None:
 def test_a_bert_over_flowers_messages_is_a_bert_in_this_process(tmp_path: Path) -> None:
     texts = fed.reader(tmp_path)
     settings = replace(SETTINGS, jigsaw=0.3)
-    here, there = federated(texts, settings, tmp_path / "here"), served(texts, tmp_path / "there", settings)
+    here, there = (
+        federated(texts, settings, tmp_path / "here"),
+        served(texts, tmp_path / "there", settings),
+    )
     assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
-    assert any(not torch.equal(t, there.kept.state[n]) for n, t in state_of(texts.live(settings)).items())
+    assert any(
+        not torch.equal(t, there.kept.state[n]) for n, t in state_of(texts.live(settings)).items()
+    )
 
 
 @pytest.mark.slow
 def test_a_simulation_of_berts_is_a_run_in_this_process(tmp_path: Path) -> None:
     texts = fed.reader(tmp_path)
-    here, there = federated(texts, SETTINGS, tmp_path / "here"), flower.simulate(texts, SETTINGS, tmp_path / "there")
+    here, there = (
+        federated(texts, SETTINGS, tmp_path / "here"),
+        flower.simulate(texts, SETTINGS, tmp_path / "there"),
+    )
     assert [len(r.contributed) for r in there.kept.history] == [4] * 2
-    assert max(float((here.kept.state[n] - there.kept.state[n]).abs().max()) for n in here.kept.state) <= 1e-6
+    assert (
+        max(float((here.kept.state[n] - there.kept.state[n]).abs().max()) for n in here.kept.state)
+        <= 1e-6
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clients", [4, 20])
-def test_a_simulation_is_a_run_in_this_process(clients: int, source: Source, tmp_path: Path) -> None:
+def test_a_simulation_is_a_run_in_this_process(
+    clients: int, source: Source, tmp_path: Path
+) -> None:
     settings = replace(SETTINGS, clients=clients)
-    here, there = federated(source, settings, tmp_path / "here"), flower.simulate(source, settings, tmp_path / "there")
+    here, there = (
+        federated(source, settings, tmp_path / "here"),
+        flower.simulate(source, settings, tmp_path / "there"),
+    )
     assert [len(r.contributed) for r in there.kept.history] == [clients] * 2
-    worst = max(float((here.kept.state[n] - there.kept.state[n]).abs().max()) for n in here.kept.state)
+    worst = max(
+        float((here.kept.state[n] - there.kept.state[n]).abs().max()) for n in here.kept.state
+    )
     assert worst <= 1e-6
     load_state(fed.vit(num_labels=10), there.kept.state)

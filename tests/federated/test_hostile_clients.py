@@ -1,4 +1,6 @@
-"""Hostile clients: what is rejected, what robust aggregation computes, and that a run and its saved model survive."""
+"""Hostile clients: what is rejected, what robust aggregation computes, and that a run and its saved
+model survive.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from regauge.checkpoints import files
 from regauge.checkpoints.tensor_files import write_tensors
 from regauge.cli import main
 from regauge.errors import CheckpointError
-from regauge.federated import Contribution, FederatedError, InProcess, Settings, aggregate, run, state_of, state_store
+from regauge.federated import (
+    Contribution,
+    FederatedError,
+    InProcess,
+    Settings,
+    aggregate,
+    run,
+    state_of,
+    state_store,
+)
 from regauge.federated.aggregation import COMBINE, Memory, NonFiniteError, trimmed_at
 from regauge.federated.rounds import PATIENCE
 from regauge.federated.runs import limits_of, save_model
@@ -38,7 +49,10 @@ def change(client: int, scale: float = 1.0, number: int = 0, **more: Any) -> Con
     """An honest change: about [1, 2, 3, 4] and [1, 1], by its client's own small noise."""
     draw = np.random.default_rng([client, number])
     tensors = {"w": torch.arange(1.0, 5.0), "b": torch.ones(2)}
-    tensors = {n: scale * (t + 0.1 * torch.from_numpy(draw.normal(size=t.shape)).float()) for n, t in tensors.items()}
+    tensors = {
+        n: scale * (t + 0.1 * torch.from_numpy(draw.normal(size=t.shape)).float())
+        for n, t in tensors.items()
+    }
     return replace(Contribution(client, number, DIGEST, tensors, 10, 1, 8, 0.1, 0.5), **more)
 
 
@@ -48,10 +62,16 @@ class Scripted:
     def __init__(self, settings: Settings, bad: Any) -> None:
         self.settings, self.bad = settings, bad
 
-    def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+    def ask(
+        self, number: int, clients: Sequence[int], state: State
+    ) -> Iterable[Contribution | Absence]:
         last = self.settings.clients - 1
         for client in clients:
-            yield self.bad(change(client, number=number)) if client == last else change(client, number=number)
+            yield (
+                self.bad(change(client, number=number))
+                if client == last
+                else change(client, number=number)
+            )
 
 
 def ran(bad: Any, settings: Settings = FOUR, **more: Any) -> Kept:
@@ -64,7 +84,9 @@ def without(settings: Settings = FOUR) -> State:
 
 
 def same(a: State, b: State) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
+    return a.keys() == b.keys() and all(
+        torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a
+    )
 
 
 # Checks
@@ -110,10 +132,14 @@ BAD: dict[str, tuple[str, Any]] = {
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedadam"])
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_contribution_is_rejected_by_its_reason_and_leaves_no_trace(name: str, strategy: str) -> None:
+def test_a_bad_contribution_is_rejected_by_its_reason_and_leaves_no_trace(
+    name: str, strategy: str
+) -> None:
     reason, bad = BAD[name]
     settings = replace(FOUR, strategy=strategy, rounds=2)
-    found = ran(lambda c: replace(c, **({"round": c.round + 1} if name == "round" else bad)), settings)
+    found = ran(
+        lambda c: replace(c, **({"round": c.round + 1} if name == "round" else bad)), settings
+    )
     assert [r.rejected for r in found.history] == [{"3": reason}] * 2
     assert all(len(text) < 1100 for r in found.history for text in r.absent.values())
     assert same(found.state, without(settings))
@@ -143,7 +169,12 @@ def test_the_maximum_of_examples_is_a_setting_or_the_largest_part(tmp_path: Path
     assert ran(claim).history[0].rejected == {}
     assert ran(claim, replace(FOUR, max_examples=1999)).history[0].rejected == {"3": "examples"}
     assert ran(claim, limits=Limits(max_examples=1999)).history[0].rejected == {"3": "examples"}
-    assert ran(claim, replace(FOUR, max_examples=2000), limits=Limits(max_examples=1999)).history[0].rejected == {}
+    assert (
+        ran(claim, replace(FOUR, max_examples=2000), limits=Limits(max_examples=1999))
+        .history[0]
+        .rejected
+        == {}
+    )
     model = fed.vit()
     assert limits_of(model, fed.bars(50), FOUR).max_examples == 13
     parts = fed.parts_of(fed.bars(50), unlike := replace(FOUR, partition="dirichlet", alpha=0.1))
@@ -158,12 +189,20 @@ def test_a_part_that_the_run_freezes_cannot_be_sent() -> None:
     name = "vit.embeddings.patch_embeddings.projection.bias"
 
     class One(InProcess):
-        def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+        def ask(
+            self, number: int, clients: Sequence[int], state: State
+        ) -> Iterable[Contribution | Absence]:
             for c in super().ask(number, clients, state):
                 assert isinstance(c, Contribution)
-                yield replace(c, tensors={**c.tensors, name: torch.full_like(state[name], 0.01)}) if c.client == 2 else c
+                yield (
+                    replace(c, tensors={**c.tensors, name: torch.full_like(state[name], 0.01)})
+                    if c.client == 2
+                    else c
+                )
 
-    found = run(One(model, fed.parts_of(examples, settings), settings), state, settings, limits=limits)
+    found = run(
+        One(model, fed.parts_of(examples, settings), settings), state, settings, limits=limits
+    )
     assert found.history[0].rejected == {"2": "names"}
     assert torch.equal(found.state[name], state[name])
     unlimited = run(One(model, fed.parts_of(examples, settings), settings), state, settings)
@@ -188,28 +227,44 @@ def test_a_client_that_takes_more_steps_may_change_more() -> None:
     settings = replace(FOUR, batch=10, max_examples=100)
 
     def grown(c: Contribution, steps: int) -> Contribution:
-        return replace(c, examples=100, steps=steps, tensors={n: 10 * t for n, t in c.tensors.items()})
+        return replace(
+            c, examples=100, steps=steps, tensors={n: 10 * t for n, t in c.tensors.items()}
+        )
 
     assert ran(lambda c: grown(c, 10), settings).history[0].rejected == {}
     assert ran(lambda c: grown(c, 1), settings).history[0].rejected == {"3": "norm"}
-    assert ran(lambda c: replace(grown(c, 10), examples=10), settings).history[0].rejected == {"3": "metrics"}
+    assert ran(lambda c: replace(grown(c, 10), examples=10), settings).history[0].rejected == {
+        "3": "metrics"
+    }
 
 
 def test_zero_changes_of_most_clients_reject_nobody() -> None:
     class Still(Scripted):
-        def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+        def ask(
+            self, number: int, clients: Sequence[int], state: State
+        ) -> Iterable[Contribution | Absence]:
             for c in super().ask(number, clients, state):
                 assert isinstance(c, Contribution)
-                yield c if c.client == 3 else replace(c, tensors={n: 0 * t for n, t in c.tensors.items()})
+                yield (
+                    c
+                    if c.client == 3
+                    else replace(c, tensors={n: 0 * t for n, t in c.tensors.items()})
+                )
 
     assert run(Still(FOUR, lambda c: c), START, FOUR).history[0].rejected == {}
 
 
-def test_a_run_without_enough_valid_contributions_ends_with_one_error_and_its_last_state(tmp_path: Path) -> None:
+def test_a_run_without_enough_valid_contributions_ends_with_one_error_and_its_last_state(
+    tmp_path: Path,
+) -> None:
     settings, folder = replace(FOUR, least=4, rounds=2), tmp_path / "run"
     state_store.begin(folder, settings, DIGEST, {})
     first = ran(lambda c: c, replace(settings, rounds=1), folder=folder)
-    with pytest.raises(FederatedError, match=rf"round 2 had too few contributions {PATIENCE} times \(4 are needed\): client 3: examples must be"):
+    with pytest.raises(
+        FederatedError,
+        match=rf"round 2 had too few contributions {PATIENCE} times \(4 are needed\): client 3: "
+        r"examples must be",
+    ):
         ran(lambda c: replace(c, examples=10**12), settings, folder=folder)
     found = state_store.load(folder)
     assert found is not None
@@ -219,13 +274,22 @@ def test_a_run_without_enough_valid_contributions_ends_with_one_error_and_its_la
 
 def test_a_result_that_is_not_finite_does_not_count(tmp_path: Path) -> None:
     huge = {n: torch.full_like(t, 1e19) for n, t in START.items()}
-    with pytest.raises(NonFiniteError, match='the aggregated state must be finite, got NaN or Inf in "w"'):
-        aggregate(START, [replace(change(0), tensors=huge)], Memory(), replace(FOUR, server_rate=1e20))
+    with pytest.raises(
+        NonFiniteError, match='the aggregated state must be finite, got NaN or Inf in "w"'
+    ):
+        aggregate(
+            START, [replace(change(0), tensors=huge)], Memory(), replace(FOUR, server_rate=1e20)
+        )
     bad = {n: torch.full_like(t, 3e38) for n, t in START.items()}
     with pytest.raises(NonFiniteError, match="optimizer state"):
-        aggregate(START, [replace(change(0), tensors=bad)], Memory(), replace(FOUR, strategy="fedadam"))
+        aggregate(
+            START, [replace(change(0), tensors=bad)], Memory(), replace(FOUR, strategy="fedadam")
+        )
     settings = replace(FOUR, server_rate=1e38, norm_factor=0.0)
-    with pytest.raises(FederatedError, match=f"round 1 failed {PATIENCE} times: the aggregated state must be finite"):
+    with pytest.raises(
+        FederatedError,
+        match=f"round 1 failed {PATIENCE} times: the aggregated state must be finite",
+    ):
         ran(lambda c: replace(c, tensors={n: 1e6 * t for n, t in c.tensors.items()}), settings)
 
 
@@ -253,7 +317,9 @@ def slow(sent: Sequence[Contribution], rule: str, settings: Settings) -> dict[st
                 out[name].append(sum(values[k : len(values) - k]) / (len(values) - 2 * k))
             else:
                 most = settings.clipping_norm or sorted(norms)[len(norms) // 2]
-                parts = [c.examples * min(1.0, most / n) * float(c.tensors[name][i]) for c, n in have]
+                parts = [
+                    c.examples * min(1.0, most / n) * float(c.tensors[name][i]) for c, n in have
+                ]
                 out[name].append(sum(parts) / sum(c.examples for c, _ in have))
     return out
 
@@ -271,7 +337,10 @@ def test_robust_rules_agree_with_slow_ones(rule: str, count: int) -> None:
         sent[2] = replace(sent[2], tensors={"w": sent[2].tensors["w"]})  # it withholds the other
     found = COMBINE[rule](sent[::-1], settings)
     want = slow(sent, rule, settings)
-    assert all(np.allclose(found[n].numpy(), want[n], rtol=1e-6) and found[n].dtype == torch.float32 for n in START)
+    assert all(
+        np.allclose(found[n].numpy(), want[n], rtol=1e-6) and found[n].dtype == torch.float32
+        for n in START
+    )
     assert same(found, COMBINE[rule](sent, settings))
     if count > 2:
         mean = COMBINE["mean"](sent, settings)
@@ -285,8 +354,19 @@ def test_a_trimmed_mean_drops_at_least_one_of_three() -> None:
 @pytest.mark.parametrize("strategy", ["fedavg", "fedprox", "fedadam"])
 @pytest.mark.parametrize("rule", ["median", "trimmed-mean", "clipped-mean"])
 def test_robust_rules_hold_against_one_client_without_any_check(rule: str, strategy: str) -> None:
-    settings = replace(FOUR, clients=5, aggregation=rule, strategy=strategy, proximal=0.1, norm_factor=0.0, weigh="clients", rounds=3)
-    honest = run(Scripted(replace(settings, clients=4), lambda c: c), START, replace(settings, clients=4))
+    settings = replace(
+        FOUR,
+        clients=5,
+        aggregation=rule,
+        strategy=strategy,
+        proximal=0.1,
+        norm_factor=0.0,
+        weigh="clients",
+        rounds=3,
+    )
+    honest = run(
+        Scripted(replace(settings, clients=4), lambda c: c), START, replace(settings, clients=4)
+    )
 
     def flipped(c: Contribution) -> Contribution:
         return replace(c, tensors={n: -1e6 * t for n, t in c.tensors.items()})
@@ -328,9 +408,21 @@ def test_the_default_is_the_weighted_mean_bit_for_bit() -> None:
         ({"max_examples": -1}, "max_examples must be >= 0, got -1"),
         ({"max_norm": float("inf")}, "max_norm must be >= 0 and finite, got inf"),
         ({"norm_factor": 0.5}, "norm_factor must be 0 or > 1 and finite, got 0.5"),
-        ({"secure": True, "aggregation": "median"}, 'aggregation must be "mean" with secure sums, got "median": the server sees only their sum'),
-        ({"secure": True, "max_norm": 1.0}, "max_norm must be 0 with secure sums, got 1: the server sees only their sum"),
-        ({"independent": True, "aggregation": "median"}, 'aggregation must be "mean" with independent'),
+        (
+            {"secure": True, "aggregation": "median"},
+            (
+                'aggregation must be "mean" with secure sums, got "median": the server sees only '
+                "their sum"
+            ),
+        ),
+        (
+            {"secure": True, "max_norm": 1.0},
+            "max_norm must be 0 with secure sums, got 1: the server sees only their sum",
+        ),
+        (
+            {"independent": True, "aggregation": "median"},
+            'aggregation must be "mean" with independent',
+        ),
     ],
 )
 def test_settings_that_contradict_themselves_are_one_error(given: dict[str, Any], why: str) -> None:
@@ -339,36 +431,83 @@ def test_settings_that_contradict_themselves_are_one_error(given: dict[str, Any]
 
 
 def test_a_run_from_before_goes_on_and_limits_may_change() -> None:
-    old = {k: v for k, v in FOUR.told().items() if k not in ("aggregation", "trim", "clipping_norm", "max_examples", "max_norm", "norm_factor")}
-    assert read_settings(old).digest == FOUR.digest == replace(FOUR, max_examples=9, max_norm=1.0, norm_factor=0.0).digest
+    old = {
+        k: v
+        for k, v in FOUR.told().items()
+        if k
+        not in ("aggregation", "trim", "clipping_norm", "max_examples", "max_norm", "norm_factor")
+    }
+    assert (
+        read_settings(old).digest
+        == FOUR.digest
+        == replace(FOUR, max_examples=9, max_norm=1.0, norm_factor=0.0).digest
+    )
     assert FOUR.digest != replace(FOUR, aggregation="median").digest
 
 
 # The folder
 
 
-def test_results_count_rejections_by_client_and_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_count_rejections_by_client_and_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fed.vit(num_labels=10).save_pretrained(tmp_path / "start")  # type: ignore[operator]
     ask = InProcess.ask
 
-    def hostile(self: InProcess, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+    def hostile(
+        self: InProcess, number: int, clients: Sequence[int], state: State
+    ) -> Iterable[Contribution | Absence]:
         for c in ask(self, number, clients, state):
             assert isinstance(c, Contribution)
             yield replace(c, examples=10**12) if c.client == 1 else c
 
     monkeypatch.setattr(InProcess, "ask", hostile)
-    common = ["--data", "digits", "--test", "digits", "--mean", "0.3", "--std", "0.38", "--steps", "1", "--clients", "3", "--rounds", "2"]
+    common = [
+        "--data",
+        "digits",
+        "--test",
+        "digits",
+        "--mean",
+        "0.3",
+        "--std",
+        "0.38",
+        "--steps",
+        "1",
+        "--clients",
+        "3",
+        "--rounds",
+        "2",
+    ]
     command = ["federate", str(tmp_path / "start"), *common]
     assert main([*command, "--aggregation", "trimmed-mean", "-o", str(tmp_path / "run")]) == 0
     said = capsys.readouterr()
-    assert "round 2/2: 2 contributed, 1 rejected, client 1: examples must be between 1 and 480, got 1000000000000" in said.err
+    assert (
+        "round 2/2: 2 contributed, 1 rejected, client 1: examples must be between 1 and 480, "
+        "got 1000000000000" in said.err
+    )
     assert "rejected contributions: client 1: examples 2" in said.out
     results = load_results(tmp_path / "run" / "results.json")
     assert results.facts["rejected"] == {"1": {"examples": 2}}
     assert results.tables[1].rows == (("1", "examples", 2),)
     assert main([*command, "--min-clients", "3", "-o", str(tmp_path / "other")]) == 1
-    assert "round 1 had too few contributions 3 times (3 are needed): client 1: examples must be" in capsys.readouterr().err
-    assert main([*command, "--min-clients", "3", "--max-examples", str(10**12), "-o", str(tmp_path / "other")]) == 0  # the same run goes on
+    assert (
+        "round 1 had too few contributions 3 times (3 are needed): client 1: examples must be"
+        in capsys.readouterr().err
+    )
+    assert (
+        main(
+            [
+                *command,
+                "--min-clients",
+                "3",
+                "--max-examples",
+                str(10**12),
+                "-o",
+                str(tmp_path / "other"),
+            ]
+        )
+        == 0
+    )  # the same run goes on
 
 
 def saved(folder: Path) -> None:
@@ -382,14 +521,25 @@ def test_a_damaged_state_is_one_typed_error(tmp_path: Path) -> None:
     path = tmp_path / "run" / state_store.FILE
     good = state_store.load(tmp_path / "run")
     assert good is not None
-    tensors = {f"state/{n}": t for n, t in good.state.items()} | {f"memory/{n}": t for n, t in good.memory.tensors.items()}
+    tensors = {f"state/{n}": t for n, t in good.state.items()} | {
+        f"memory/{n}": t for n, t in good.memory.tensors.items()
+    }
     rounds = [{"number": i, "contributed": [0], "absent": {}} for i in range(2)]
-    about = {"regauge": "federated state", "version": "1", "rounds": "2", "history": json.dumps(rounds)}
+    about = {
+        "regauge": "federated state",
+        "version": "1",
+        "rounds": "2",
+        "history": json.dumps(rounds),
+    }
     write_tensors(path, tensors, about)
     assert state_store.load(tmp_path / "run") is not None
 
-    def written(history: Any = rounds, extra: dict[str, torch.Tensor] | None = None, **more: str) -> None:
-        write_tensors(path, {**tensors, **(extra or {})}, {**about, "history": json.dumps(history), **more})
+    def written(
+        history: Any = rounds, extra: dict[str, torch.Tensor] | None = None, **more: str
+    ) -> None:
+        write_tensors(
+            path, {**tensors, **(extra or {})}, {**about, "history": json.dumps(history), **more}
+        )
 
     damages: list[dict[str, Any]] = [
         {"history": 3},
@@ -434,7 +584,16 @@ def test_a_damaged_description_is_one_typed_error(text: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "bad", [{"clients": 2.5}, {"clients": True}, {"defences": 3}, {"defences": [1]}, {"strategy": 1}, {"secure": 1}, {"seed": None}]
+    "bad",
+    [
+        {"clients": 2.5},
+        {"clients": True},
+        {"defences": 3},
+        {"defences": [1]},
+        {"strategy": 1},
+        {"secure": 1},
+        {"seed": None},
+    ],
 )
 def test_settings_of_another_type_are_one_typed_error(bad: dict[str, Any]) -> None:
     assert read_settings(FOUR.told()) == FOUR
@@ -443,8 +602,12 @@ def test_settings_of_another_type_are_one_typed_error(bad: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_the_old_model_is_in_place_until_the_new_one_is(exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every removal and rename on the way may be the last thing that happens: some whole model is there."""
+def test_the_old_model_is_in_place_until_the_new_one_is(
+    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every removal and rename on the way may be the last thing that happens: some whole model is
+    there.
+    """
     out = tmp_path / "model"
     save_model(fed.vit(), out, tmp_path)
     if not exchange:
@@ -452,7 +615,10 @@ def test_the_old_model_is_in_place_until_the_new_one_is(exchange: bool, tmp_path
     steps: list[str] = []
 
     def whole() -> bool:
-        return transformers.ViTForImageClassification.from_pretrained(out).config.num_labels in (4, 7)
+        return transformers.ViTForImageClassification.from_pretrained(out).config.num_labels in (
+            4,
+            7,
+        )
 
     def removed(path: Path, **more: Any) -> None:
         steps.append("remove")

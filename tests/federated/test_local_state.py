@@ -1,4 +1,6 @@
-"""What a client withholds is its own: kept from round to round, sent to nobody, and the same on every engine."""
+"""What a client withholds is its own: kept from round to round, sent to nobody, and the same on
+every engine.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,17 @@ SETTINGS = Settings(clients=3, rounds=3, batch=8, rate=0.1, defences=("withhold=
 NAME = "vit.embeddings.position_embeddings"
 
 
-def ran(own: LocalState, settings: Settings = SETTINGS, folder: Path | None = None, **more: object) -> state_store.Kept:
+def ran(
+    own: LocalState, settings: Settings = SETTINGS, folder: Path | None = None, **more: object
+) -> state_store.Kept:
     model = fed.vit()
-    return run(InProcess(model, parts_of(fed.bars(), settings), settings, own), state_of(model), settings, folder=folder, **more)  # type: ignore[arg-type]
+    return run(
+        InProcess(model, parts_of(fed.bars(), settings), settings, own),
+        state_of(model),
+        settings,
+        folder=folder,
+        **more,
+    )  # type: ignore[arg-type]
 
 
 def test_what_is_withheld_is_each_clients_own_and_the_servers_stays() -> None:
@@ -35,8 +45,13 @@ def test_what_is_withheld_is_each_clients_own_and_the_servers_stays() -> None:
     first = LocalState()
     ran(first, replace(SETTINGS, rounds=1))
     moved = [float((o.latest(0)[NAME] - start[NAME]).norm()) for o in (first, own)]
-    assert moved[1] > 1.5 * moved[0]  # a round begins where the last one ended, and not where the server is
-    assert withheld(fed.vit(), InProcess(fed.vit(), [fed.bars()] * 3, SETTINGS).defences) == own.latest(0).keys()
+    assert (
+        moved[1] > 1.5 * moved[0]
+    )  # a round begins where the last one ended, and not where the server is
+    assert (
+        withheld(fed.vit(), InProcess(fed.vit(), [fed.bars()] * 3, SETTINGS).defences)
+        == own.latest(0).keys()
+    )
 
 
 def test_a_round_that_is_asked_again_begins_as_it_did(tmp_path: Path) -> None:
@@ -49,8 +64,15 @@ def test_a_round_that_is_asked_again_begins_as_it_did(tmp_path: Path) -> None:
     list(engine.ask(2, (1,), state_of(fed.vit())))  # the last round, from another state
     assert not torch.equal(again.latest(1)[NAME], before)
     ran(again)
-    assert all(torch.equal(whole.latest(c)[n], again.latest(c)[n]) for c in range(3) for n in whole.latest(c))
-    assert sorted(p.name for p in (tmp_path / "own" / "client-00001").iterdir()) == ["round-00001.safetensors", "round-00002.safetensors"]
+    assert all(
+        torch.equal(whole.latest(c)[n], again.latest(c)[n])
+        for c in range(3)
+        for n in whole.latest(c)
+    )
+    assert sorted(p.name for p in (tmp_path / "own" / "client-00001").iterdir()) == [
+        "round-00001.safetensors",
+        "round-00002.safetensors",
+    ]
 
 
 def test_a_run_that_was_interrupted_goes_on_with_what_its_clients_have(tmp_path: Path) -> None:
@@ -63,8 +85,12 @@ def test_a_run_that_was_interrupted_goes_on_with_what_its_clients_have(tmp_path:
     again = federated(source, settings, tmp_path / "run")
     assert all(torch.equal(whole.kept.state[n], again.kept.state[n]) for n in whole.kept.state)
     table = load_results(tmp_path / "run" / "results.json").tables[0]
-    assert [row[table.columns.index("accuracy of clients")] for row in table.rows] == [r.measures["accuracy of clients"] for r in again.kept.history]
-    assert [r.measures["accuracy of clients"] for r in again.kept.history] == [r.measures["accuracy of clients"] for r in whole.kept.history]
+    assert [row[table.columns.index("accuracy of clients")] for row in table.rows] == [
+        r.measures["accuracy of clients"] for r in again.kept.history
+    ]
+    assert [r.measures["accuracy of clients"] for r in again.kept.history] == [
+        r.measures["accuracy of clients"] for r in whole.kept.history
+    ]
     (tmp_path / "run" / "own" / "client-00000" / "round-00002.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="round-00002"):
         federated(source, replace(settings, rounds=4), tmp_path / "run")

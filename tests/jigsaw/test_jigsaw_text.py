@@ -1,4 +1,6 @@
-"""Puzzles for texts: spans to a ratio, specials and padding that stay, one unknown position, and a model that learns."""
+"""Puzzles for texts: spans to a ratio, specials and padding that stay, one unknown position, and a
+model that learns.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +20,47 @@ from regauge.data.tasks import Examples
 from regauge.jigsaw import JigsawError, TextJigsaw
 from regauge.jigsaw.text import span_masks
 
-SIZE: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 40}
-STILL: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 2, "initializer_range": 0.3}
+SIZE: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 40,
+}
+STILL: dict[str, Any] = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "num_labels": 2,
+    "initializer_range": 0.3,
+}
 
 
 def bert() -> Any:
     torch.manual_seed(0)
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZE, **STILL, pad_token_id=0, max_position_embeddings=24))
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**SIZE, **STILL, pad_token_id=0, max_position_embeddings=24)
+    )
 
 
 def roberta() -> Any:
     torch.manual_seed(0)
-    config = transformers.RobertaConfig(**SIZE, **STILL, pad_token_id=1, bos_token_id=0, eos_token_id=2, max_position_embeddings=24)
+    config = transformers.RobertaConfig(
+        **SIZE, **STILL, pad_token_id=1, bos_token_id=0, eos_token_id=2, max_position_embeddings=24
+    )
     return transformers.RobertaForSequenceClassification(config)
 
 
 def distilbert() -> Any:
     torch.manual_seed(0)
     config = transformers.DistilBertConfig(
-        dim=16, n_layers=2, n_heads=2, hidden_dim=32, vocab_size=40, max_position_embeddings=24, dropout=0.0, initializer_range=0.5
+        dim=16,
+        n_layers=2,
+        n_heads=2,
+        hidden_dim=32,
+        vocab_size=40,
+        max_position_embeddings=24,
+        dropout=0.0,
+        initializer_range=0.5,
     )
     return transformers.DistilBertForSequenceClassification(config)
 
@@ -59,7 +83,9 @@ def test_spans_reach_the_ratio_within_what_is_free() -> None:
     assert not (masks & ~free).any()
     assert (masks.sum(1) == int(0.4 * 49)).all()
     runs = np.diff(masks.astype(int), axis=1) == 1
-    assert runs.sum(1).mean() < span_masks(free, 0.4, 1, np.random.default_rng(0)).sum(1).mean() * 0.8  # they hang together
+    assert (
+        runs.sum(1).mean() < span_masks(free, 0.4, 1, np.random.default_rng(0)).sum(1).mean() * 0.8
+    )  # they hang together
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["with a mask", "by padding"])
@@ -68,7 +94,9 @@ def test_the_ends_of_a_text_stay(told: bool) -> None:
     wrapped = TextJigsaw(bert(), ratio=0.9)
     assert wrapped.special == (0,)
     ids, attention = texts(0)
-    taken = torch.stack([wrapped.draw(ids, attention if told else None, seed)[0] for seed in range(50)]).any(0)
+    taken = torch.stack(
+        [wrapped.draw(ids, attention if told else None, seed)[0] for seed in range(50)]
+    ).any(0)
     lengths = attention.sum(1)
     for row, length in zip(taken, lengths, strict=True):
         assert not row[0]
@@ -77,17 +105,30 @@ def test_the_ends_of_a_text_stay(told: bool) -> None:
 
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnop"]
-MARKS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+MARKS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
 PAIR = torch.tensor([[2, 5, 6, 4, 7, 3, 8, 4, 9, 10, 1, 3, 0, 0]])  # two texts, a mask in each
 TYPES = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0]])
 
 
 def tokenizer_of(kind: str, folder: Path) -> Any:
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    plain = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]")
+    )
     plain.add_special_tokens(list(MARKS.values()))
     full = transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **MARKS)
     full.save_pretrained(folder)
-    return {"transformers": full, "tokenizers": plain, "file": folder / "tokenizer.json", "folder": str(folder)}[kind]
+    return {
+        "transformers": full,
+        "tokenizers": plain,
+        "file": folder / "tokenizer.json",
+        "folder": str(folder),
+    }[kind]
 
 
 def ever_taken(wrapped: TextJigsaw, types: torch.Tensor | None = None) -> list[int]:
@@ -105,10 +146,14 @@ def test_all_special_tokens_of_a_tokenizer_stay(kind: str, tmp_path: Path) -> No
 def test_without_a_tokenizer_a_pair_keeps_what_parts_it() -> None:
     wrapped = TextJigsaw(bert())
     assert ever_taken(wrapped, TYPES) == [1, 2, 3, 4, 6, 7, 8, 9, 10], "the mask is not known"
-    assert ever_taken(wrapped) == ever_taken(wrapped, torch.zeros_like(TYPES)) == list(range(1, 11)), "nor the SEP, where nothing tells of two texts"
+    assert (
+        ever_taken(wrapped) == ever_taken(wrapped, torch.zeros_like(TYPES)) == list(range(1, 11))
+    ), "nor the SEP, where nothing tells of two texts"
     wrapped = TextJigsaw(bert(), 0.9, probability=1.0, seed=3).train()
     seen: list[torch.Tensor] = []
-    wrapped.model.bert.embeddings.word_embeddings.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    wrapped.model.bert.embeddings.word_embeddings.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0])
+    )
     for _ in range(20):
         wrapped(PAIR, token_type_ids=TYPES)
     assert all(ids[0, 5] == 3 for ids in seen), "in training too"
@@ -117,13 +162,18 @@ def test_without_a_tokenizer_a_pair_keeps_what_parts_it() -> None:
 
 def test_ids_by_hand_join_the_tokenizers(tmp_path: Path) -> None:
     assert TextJigsaw(bert(), special=[7]).special == (7,)
-    assert TextJigsaw(bert(), special=[7], tokenizer=tokenizer_of("tokenizers", tmp_path)).special == (0, 1, 2, 3, 4, 7)
+    assert TextJigsaw(
+        bert(), special=[7], tokenizer=tokenizer_of("tokenizers", tmp_path)
+    ).special == (0, 1, 2, 3, 4, 7)
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JigsawError, match="int is no tokenizer"):
         TextJigsaw(bert(), tokenizer=3)
-    for name, says in (("none", "there is no tokenizer .*none here"), ("none.json", r"none\.json is no tokenizer")):
+    for name, says in (
+        ("none", "there is no tokenizer .*none here"),
+        ("none.json", r"none\.json is no tokenizer"),
+    ):
         with pytest.raises(DataError, match=says):
             TextJigsaw(bert(), tokenizer=tmp_path / name)
 
@@ -147,8 +197,16 @@ def test_ratio_0_is_the_plain_model_and_evaluation_is_too(name: str) -> None:
     some = TextJigsaw(copy.deepcopy(plain), 0.5).eval()
     assert torch.equal(some(ids, mask).logits, plain(input_ids=ids, attention_mask=mask).logits)
     blank = (torch.zeros_like(ids, dtype=torch.bool), torch.arange(20).expand(3, 20))
-    assert torch.allclose(some(ids, mask, puzzle=blank).logits, plain(input_ids=ids, attention_mask=mask).logits, atol=1e-6)  # places are the model's
-    assert not torch.allclose(some(ids, mask, puzzle=some.draw(ids, mask, 0)).logits, plain(input_ids=ids, attention_mask=mask).logits, atol=1e-3)
+    assert torch.allclose(
+        some(ids, mask, puzzle=blank).logits,
+        plain(input_ids=ids, attention_mask=mask).logits,
+        atol=1e-6,
+    )  # places are the model's
+    assert not torch.allclose(
+        some(ids, mask, puzzle=some.draw(ids, mask, 0)).logits,
+        plain(input_ids=ids, attention_mask=mask).logits,
+        atol=1e-3,
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -169,7 +227,9 @@ def test_only_shuffled_places_are_unknown(name: str) -> None:
 @pytest.mark.parametrize("head", ["BertForTokenClassification", "BertForMaskedLM"])
 def test_labels_of_tokens_go_with_their_tokens(head: str) -> None:
     torch.manual_seed(0)
-    model = getattr(transformers, head)(transformers.BertConfig(**SIZE, **STILL, pad_token_id=0, max_position_embeddings=24))
+    model = getattr(transformers, head)(
+        transformers.BertConfig(**SIZE, **STILL, pad_token_id=0, max_position_embeddings=24)
+    )
     wrapped = TextJigsaw(model, 0.5).eval()
     ids, mask = texts(0)
     labels = torch.where(mask.bool(), ids % 2 if "Token" in head else ids, -100)
@@ -177,9 +237,14 @@ def test_labels_of_tokens_go_with_their_tokens(head: str) -> None:
     kept = labels.clone()
     chosen, order = wrapped.draw(ids, mask, 3)
     found = wrapped(ids, mask, labels=labels, puzzle=(chosen, order))
-    by_hand = [torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), at.flatten()) for at in (labels.gather(1, order), labels)]
+    by_hand = [
+        torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), at.flatten())
+        for at in (labels.gather(1, order), labels)
+    ]
     assert torch.allclose(found.loss, by_hand[0])
-    assert not torch.allclose(found.loss, by_hand[1], atol=1e-4), "the labels of the places are others"
+    assert not torch.allclose(found.loss, by_hand[1], atol=1e-4), (
+        "the labels of the places are others"
+    )
     assert torch.equal(labels, kept)
 
 
@@ -191,11 +256,18 @@ def test_labels_of_texts_stay() -> None:
     found = wrapped(ids, mask, labels=LABELS, puzzle=puzzle)
     assert torch.allclose(found.loss, torch.nn.functional.cross_entropy(found.logits, LABELS))
     torch.manual_seed(0)
-    config = transformers.BertConfig(**SIZE, **{**STILL, "num_labels": 20}, pad_token_id=0, problem_type="multi_label_classification")
+    config = transformers.BertConfig(
+        **SIZE,
+        **{**STILL, "num_labels": 20},
+        pad_token_id=0,
+        problem_type="multi_label_classification",
+    )
     wrapped = TextJigsaw(transformers.BertForSequenceClassification(config), 0.5).eval()
     labels = (ids % 2).float()
     found = wrapped(ids, mask, labels=labels, puzzle=puzzle)
-    assert torch.allclose(found.loss, torch.nn.functional.binary_cross_entropy_with_logits(found.logits, labels))
+    assert torch.allclose(
+        found.loss, torch.nn.functional.binary_cross_entropy_with_logits(found.logits, labels)
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -211,8 +283,12 @@ def test_given_places_are_kept_where_nothing_is_shuffled(name: str) -> None:
     assert felt.nonzero().flatten().tolist() == sorted(turned[~chosen].tolist())
     plain = wrapped.model(input_ids=ids, attention_mask=mask, position_ids=turned).logits
     blank = (torch.zeros_like(chosen), torch.arange(20)[None])
-    assert torch.allclose(wrapped(ids, mask, position_ids=turned, puzzle=blank).logits, plain, atol=1e-6)
-    assert not torch.allclose(wrapped(ids, mask, puzzle=blank).logits, plain, atol=1e-3), "its own places are others"
+    assert torch.allclose(
+        wrapped(ids, mask, position_ids=turned, puzzle=blank).logits, plain, atol=1e-6
+    )
+    assert not torch.allclose(wrapped(ids, mask, puzzle=blank).logits, plain, atol=1e-3), (
+        "its own places are others"
+    )
 
 
 def test_a_row_of_places_serves_all_texts_and_none_is_none() -> None:
@@ -220,8 +296,12 @@ def test_a_row_of_places_serves_all_texts_and_none_is_none() -> None:
     ids, mask = texts(0)
     puzzle = wrapped.draw(ids, mask, 3)
     found = wrapped(ids, mask, puzzle=puzzle).logits
-    assert torch.equal(wrapped(ids, mask, position_ids=torch.arange(20)[None], puzzle=puzzle).logits, found)
-    assert torch.equal(wrapped(ids, mask, position_ids=None, token_type_ids=None, puzzle=puzzle).logits, found)
+    assert torch.equal(
+        wrapped(ids, mask, position_ids=torch.arange(20)[None], puzzle=puzzle).logits, found
+    )
+    assert torch.equal(
+        wrapped(ids, mask, position_ids=None, token_type_ids=None, puzzle=puzzle).logits, found
+    )
 
 
 def test_the_unknown_place_cannot_be_given() -> None:
@@ -238,9 +318,17 @@ def test_two_shuffles_of_one_mask_are_one_to_the_model() -> None:
     ids, mask = texts(0)
     chosen, order = wrapped.draw(ids, mask, 3)
     plain = torch.arange(20).expand(3, 20)
-    assert torch.allclose(wrapped(ids, mask, puzzle=(chosen, order)).logits, wrapped(ids, mask, puzzle=(chosen, plain)).logits, atol=1e-5)
+    assert torch.allclose(
+        wrapped(ids, mask, puzzle=(chosen, order)).logits,
+        wrapped(ids, mask, puzzle=(chosen, plain)).logits,
+        atol=1e-5,
+    )
     known = TextJigsaw(bert(), 0.5, unknown=False).eval()
-    assert not torch.allclose(known(ids, mask, puzzle=(chosen, order)).logits, known(ids, mask, puzzle=(chosen, plain)).logits, atol=1e-3)
+    assert not torch.allclose(
+        known(ids, mask, puzzle=(chosen, order)).logits,
+        known(ids, mask, puzzle=(chosen, plain)).logits,
+        atol=1e-3,
+    )
 
 
 def test_it_trains_and_unwraps() -> None:
@@ -265,7 +353,11 @@ def test_texts_longer_than_the_table_are_refused(name: str) -> None:
     room = 24 - wrapped.offset
     ids = torch.randint(5, 40, (2, room + 1), generator=torch.Generator().manual_seed(1))
     assert wrapped(ids[:, :room]).logits.shape == (2, 2)
-    with pytest.raises(JigsawError, match=rf'a text has {room + 1} tokens, the table of positions "\S+position_embeddings\.weight" is of {room}'):
+    with pytest.raises(
+        JigsawError,
+        match=rf"a text has {room + 1} tokens, the table of positions "
+        rf'"\S+position_embeddings\.weight" is of {room}',
+    ):
         wrapped(ids)
     with pytest.raises(JigsawError, match=f"a text has {room + 1} tokens"):
         wrapped.eval()(ids)
@@ -279,7 +371,13 @@ def test_padding_takes_no_place_in_roberta() -> None:
 
 
 def test_models_without_such_a_table_are_refused() -> None:
-    config = transformers.LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=40)
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        vocab_size=40,
+    )
     with pytest.raises(JigsawError, match="no table of learned absolute positions"):
         TextJigsaw(transformers.LlamaForCausalLM(config))
     for given in ({"ratio": 1.0}, {"span": 0}):
@@ -302,10 +400,14 @@ def test_a_texts_puzzle_is_its_own_whatever_the_batch() -> None:
 def test_consistency_is_of_answers_with_and_without_shuffled_spans() -> None:
     wrapped = TextJigsaw(bert(), 0.5)
     ids, there = texts(0)
-    examples = Examples(3, 2, lambda rows: ({"input_ids": ids[rows], "attention_mask": there[rows]}, LABELS[rows]))
+    examples = Examples(
+        3, 2, lambda rows: ({"input_ids": ids[rows], "attention_mask": there[rows]}, LABELS[rows])
+    )
     accuracy, found = evaluate(wrapped, examples, 0.5, 2)
     plain = wrapped(ids, there).logits.argmax(-1)
-    shuffled = wrapped(ids, there, puzzle=puzzles_of(np.arange(3), wrapped, ids, there, 0.5)).logits.argmax(-1)
+    shuffled = wrapped(
+        ids, there, puzzle=puzzles_of(np.arange(3), wrapped, ids, there, 0.5)
+    ).logits.argmax(-1)
     assert accuracy == pytest.approx((plain == LABELS).float().mean().item())
     assert found["consistency"] == pytest.approx((plain == shuffled).float().mean().item())
     assert found["norm"] > 0

@@ -1,4 +1,6 @@
-"""Localization by PCA: exact, without a draw, and as near the reference's randomised one as that is to itself."""
+"""Localization by PCA: exact, without a draw, and as near the reference's randomised one as that is
+to itself.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,14 @@ KEPT = torch.rand(5, 16, generator=torch.Generator().manual_seed(1)) < 0.7
 def table() -> torch.Tensor:
     """Positions with two strong directions and some noise, off the origin."""
     draw = torch.Generator().manual_seed(0)
-    places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).float() * torch.tensor([2.0, 1.0])
-    return places @ torch.linalg.qr(torch.randn(12, 2, generator=draw)).Q.T + 0.05 * torch.randn(16, 12, generator=draw) + 0.3
+    places = torch.cartesian_prod(torch.arange(4), torch.arange(4)).float() * torch.tensor(
+        [2.0, 1.0]
+    )
+    return (
+        places @ torch.linalg.qr(torch.randn(12, 2, generator=draw)).Q.T
+        + 0.05 * torch.randn(16, 12, generator=draw)
+        + 0.3
+    )
 
 
 def randomised(embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -35,7 +43,10 @@ def directions(embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def test_pca_draws_nothing_and_is_the_same_twice() -> None:
-    localizer, noise = Localizer("pca", 12, (4, 4)), torch.randn(16, 12, generator=torch.Generator().manual_seed(2))
+    localizer, noise = (
+        Localizer("pca", 12, (4, 4)),
+        torch.randn(16, 12, generator=torch.Generator().manual_seed(2)),
+    )
     torch.manual_seed(3)
     before = torch.get_rng_state()
     found = localizer(noise, KEPT)
@@ -85,7 +96,10 @@ def test_a_blank_table_has_a_finite_loss() -> None:
 
 def test_one_position_has_no_two_directions() -> None:
     for width, grid in ((12, (1, 1)), (1, (4, 4))):
-        with pytest.raises(JigsawError, match=f"{grid[0] * grid[1]} positions of width {width} have no two leading directions"):
+        with pytest.raises(
+            JigsawError,
+            match=f"{grid[0] * grid[1]} positions of width {width} have no two leading directions",
+        ):
             Localizer("pca", width, grid)
         Localizer("linear", width, grid)
 
@@ -101,7 +115,9 @@ def test_a_pass_of_variant_h_is_the_same_after_a_round_trip() -> None:
     one = MaskedJigsaw(copy.deepcopy(plain), 0.3, variant="H", probability=1.0, seed=5).train()
     one(images, labels)
     torch.manual_seed(1)
-    other = MaskedJigsaw(transformers.ViTForImageClassification(config), 0.3, variant="H", probability=1.0, seed=5).train()
+    other = MaskedJigsaw(
+        transformers.ViTForImageClassification(config), 0.3, variant="H", probability=1.0, seed=5
+    ).train()
     other.load_state_dict(one.state_dict())
     torch.manual_seed(2)
     found = one(images, labels)

@@ -1,4 +1,6 @@
-"""Puzzles: the distribution of block-wise masks, shuffles that move masked patches and nothing else, and seeds that decide all of it."""
+"""Puzzles: the distribution of block-wise masks, shuffles that move masked patches and nothing
+else, and seeds that decide all of it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,15 @@ from hypothesis import strategies as st
 from regauge.jigsaw import JigsawError, block_masks, draw_puzzle
 from regauge.jigsaw.masks import blocks, draw_scramble, shuffles
 
-# What the reference's generator achieved on 14 x 14 cells (mean over many masks), and what is least to be expected of one.
-ACHIEVED = {0.1: (0.095, 0.04), 0.3: (0.295, 0.24), 0.5: (0.499, 0.45), 0.7: (0.697, 0.55), 0.9: (0.882, 0.6)}
+# What the reference's generator achieved on 14 x 14 cells (mean over many masks), and what is least
+# to be expected of one.
+ACHIEVED = {
+    0.1: (0.095, 0.04),
+    0.3: (0.295, 0.24),
+    0.5: (0.499, 0.45),
+    0.7: (0.697, 0.55),
+    0.9: (0.882, 0.6),
+}
 
 
 @pytest.mark.parametrize("ratio", ACHIEVED)
@@ -63,19 +72,26 @@ def test_shuffles_are_uniform_over_the_masked_cells() -> None:
 
 
 def test_the_images_differ_exactly_where_the_mask_says() -> None:
-    images = torch.arange(4 * 3 * 12 * 20, dtype=torch.float32).view(4, 3, 12, 20)  # every pixel its own value, 3 x 5 patches of 4
+    images = torch.arange(4 * 3 * 12 * 20, dtype=torch.float32).view(
+        4, 3, 12, 20
+    )  # every pixel its own value, 3 x 5 patches of 4
     puzzle = draw_puzzle(4, (3, 5), 0.6, 3)
     shuffled = puzzle.apply(images)
     moved = puzzle.order != torch.arange(15)
     assert moved.any()
     assert not (moved & ~puzzle.mask).any()
-    differs = (shuffled != images).view(4, 3, 3, 4, 5, 4).permute(0, 2, 4, 1, 3, 5).reshape(4, 15, -1)
+    differs = (
+        (shuffled != images).view(4, 3, 3, 4, 5, 4).permute(0, 2, 4, 1, 3, 5).reshape(4, 15, -1)
+    )
     assert (differs.all(2) == moved).all()
     assert (differs.any(2) == moved).all()
     for i in range(4):  # cell j holds what cell order[j] held
         for j in range(15):
             (r, c), (a, b) = divmod(j, 5), divmod(int(puzzle.order[i, j]), 5)
-            assert torch.equal(shuffled[i, :, 4 * r : 4 * r + 4, 4 * c : 4 * c + 4], images[i, :, 4 * a : 4 * a + 4, 4 * b : 4 * b + 4])
+            assert torch.equal(
+                shuffled[i, :, 4 * r : 4 * r + 4, 4 * c : 4 * c + 4],
+                images[i, :, 4 * a : 4 * a + 4, 4 * b : 4 * b + 4],
+            )
 
 
 def test_one_puzzle_serves_a_batch() -> None:
@@ -88,7 +104,13 @@ def test_one_puzzle_serves_a_batch() -> None:
 
 def test_a_scramble_moves_pixels_alike_in_every_patch() -> None:
     images = torch.arange(64.0).view(1, 1, 8, 8)
-    found = draw_scramble((2, 2), (4, 4), 0).apply(images).view(2, 4, 2, 4).permute(0, 2, 1, 3).reshape(4, 16)
+    found = (
+        draw_scramble((2, 2), (4, 4), 0)
+        .apply(images)
+        .view(2, 4, 2, 4)
+        .permute(0, 2, 1, 3)
+        .reshape(4, 16)
+    )
     plain = images.view(2, 4, 2, 4).permute(0, 2, 1, 3).reshape(4, 16)
     assert torch.equal(found.sort(1).values[found.min(1).values.argsort()], plain)
     assert torch.equal(found[0] - found[0].min(), found[1] - found[1].min())

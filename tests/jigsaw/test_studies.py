@@ -1,4 +1,6 @@
-"""Studies of position tables with known answers, corruptions that corrupt as much as they say, and the numbers of robustness by hand."""
+"""Studies of position tables with known answers, corruptions that corrupt as much as they say, and
+the numbers of robustness by hand.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from regauge.jigsaw import JigsawError, MaskedJigsaw
 from regauge.jigsaw.corruptions import CORRUPTIONS, corrupt
 from regauge.jigsaw.figures import corrupted
 from regauge.jigsaw.positions import place_of
-from regauge.jigsaw.robustness import answers, aupr, aurra, corruption_errors, mean_corruption_error, mean_error
+from regauge.jigsaw.robustness import (
+    answers,
+    aupr,
+    aurra,
+    corruption_errors,
+    mean_corruption_error,
+    mean_error,
+)
 from regauge.jigsaw.studies import (
     accumulated_eigenvalues,
     attention_maps,
@@ -35,7 +44,13 @@ PLACES = np.stack(np.divmod(np.arange(30), 6), 1).astype(float)  # 5 x 6
 def vit() -> Any:
     torch.manual_seed(0)
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=(20, 24), patch_size=4, num_labels=3
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=(20, 24),
+        patch_size=4,
+        num_labels=3,
     )
     return transformers.ViTForImageClassification(config)
 
@@ -54,7 +69,11 @@ def test_a_table_that_holds_its_places_is_read_and_noise_is_not() -> None:
 def test_explained_variance_and_eigenvalues_by_hand() -> None:
     table = np.zeros((4, 3))
     table[:, 0], table[:, 1] = [1, -1, 1, -1], [0.5, 0.5, -0.5, -0.5]
-    assert explained_variance(table, (1, 2, 3)) == {1: pytest.approx(0.8), 2: pytest.approx(1.0), 3: pytest.approx(1.0)}
+    assert explained_variance(table, (1, 2, 3)) == {
+        1: pytest.approx(0.8),
+        2: pytest.approx(1.0),
+        3: pytest.approx(1.0),
+    }
     assert accumulated_eigenvalues(table)[:2] == pytest.approx([0.8, 1.0])
     assert explained_variance(table + 7, (1,))[1] == pytest.approx(0.8)  # centred
     assert accumulated_eigenvalues(table + 7)[0] > 0.95  # as it is
@@ -87,7 +106,9 @@ def test_the_table_is_of_patches_alone() -> None:
     assert grid == (5, 6)
     assert np.allclose(table, own[0, 1:].detach().double().numpy() + 1)
     assert set(study(wrapped)) == {"explained", "eigenvalues", "regression", "pca", "grid"}
-    config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic")
+    config = transformers.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic"
+    )
     bare = MaskedJigsaw(transformers.ResNetForImageClassification(config), variant="A")
     with pytest.raises(JigsawError, match="no table of absolute positions"):
         table_of(bare)
@@ -97,17 +118,30 @@ def test_the_table_is_of_patches_alone() -> None:
 
 @pytest.mark.parametrize("name", ["CLIP", "Siglip"])
 def test_positions_that_are_looked_up_are_not_said_to_be_missing(name: str) -> None:
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "image_size": 16, "patch_size": 4}
+    size = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+        "image_size": 16,
+        "patch_size": 4,
+    }
     config = getattr(transformers, f"{name}Config")(vision_config=size, num_labels=3)
     model = getattr(transformers, f"{name}ForImageClassification")(config)
     place = place_of(model)
     assert place.patch == (4, 4)
     assert "that is known here" in place.note
     assert "embeddings.position_embedding," in place.note
-    bare = transformers.ResNetForImageClassification(transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic"))
+    bare = transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(
+            embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic"
+        )
+    )
     assert "has no absolute position embedding: of MJP" in place_of(bare).note
     if name == "CLIP":
-        assert attention_maps(MaskedJigsaw(model, variant="A"), torch.randn(1, 3, 16, 16)).shape == (1, 2, 4, 4)
+        assert attention_maps(
+            MaskedJigsaw(model, variant="A"), torch.randn(1, 3, 16, 16)
+        ).shape == (1, 2, 4, 4)
     else:
         with pytest.raises(JigsawError, match="no token that looks at all"):
             attention_maps(MaskedJigsaw(model, variant="A"), torch.randn(1, 3, 16, 16))
@@ -128,7 +162,15 @@ def test_attention_maps_are_those_of_the_library() -> None:
 
 def test_attention_maps_of_timm() -> None:
     timm = pytest.importorskip("timm")
-    model = timm.create_model("vit_small_patch16_224", img_size=16, patch_size=4, embed_dim=16, depth=2, num_heads=2, num_classes=3)
+    model = timm.create_model(
+        "vit_small_patch16_224",
+        img_size=16,
+        patch_size=4,
+        embed_dim=16,
+        depth=2,
+        num_heads=2,
+        num_classes=3,
+    )
     found = attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 16, 16))
     assert found.shape == (2, 2, 4, 4)
     assert 0 < found.sum() < 4.01
@@ -137,9 +179,18 @@ def test_attention_maps_of_timm() -> None:
 
 @pytest.mark.parametrize("registers", [0, 4])
 def test_attention_maps_of_other_sizes_and_registers(registers: int) -> None:
-    """DINOv2 stretches its positions over images of another size; registers stand between CLS and the patches."""
+    """DINOv2 stretches its positions over images of another size; registers stand between CLS and
+    the patches.
+    """
     torch.manual_seed(0)
-    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 20, "patch_size": 4, "num_labels": 3}
+    size = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 20,
+        "patch_size": 4,
+        "num_labels": 3,
+    }
     if registers:
         config: Any = transformers.Dinov2WithRegistersConfig(**size, num_register_tokens=registers)
         model: Any = transformers.Dinov2WithRegistersForImageClassification(config)
@@ -156,15 +207,28 @@ def test_attention_maps_of_other_sizes_and_registers(registers: int) -> None:
 
 
 def test_attention_maps_of_timm_without_a_position_of_cls() -> None:
-    """DeiT-III adds positions to patches alone. A register is no CLS, though it has a row in the table."""
+    """DeiT-III adds positions to patches alone. A register is no CLS, though it has a row in the
+    table.
+    """
     timm = pytest.importorskip("timm")
-    size = {"img_size": 16, "patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
+    size = {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": 16,
+        "depth": 2,
+        "num_heads": 2,
+        "num_classes": 3,
+    }
     model = timm.create_model("deit3_small_patch16_224", **size).eval()
     kept: list[Any] = []
-    model.blocks[-1].attn.attn_drop.register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+    model.blocks[-1].attn.attn_drop.register_forward_pre_hook(
+        lambda _, given: kept.append(given[0])
+    )
     found = attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 16, 16))
     assert np.allclose(found.reshape(2, 2, 16), kept[-1][:, :, 0, 1:].detach().numpy(), atol=1e-6)
-    bare = timm.create_model("vit_small_patch16_224", **size, class_token=False, reg_tokens=1, global_pool="avg")
+    bare = timm.create_model(
+        "vit_small_patch16_224", **size, class_token=False, reg_tokens=1, global_pool="avg"
+    )
     with pytest.raises(JigsawError, match="no token that looks at all"):
         attention_maps(MaskedJigsaw(bare), torch.randn(2, 3, 16, 16))
 
@@ -172,8 +236,17 @@ def test_attention_maps_of_timm_without_a_position_of_cls() -> None:
 def pictures(h: int, w: int, channels: int = 3) -> Any:
     """Smooth images with edges: something that every corruption changes."""
     y, x = np.mgrid[:h, :w]
-    base = 0.5 + 0.3 * np.sin(x / w * 9) * np.cos(y / h * 7) + 0.2 * ((x // max(w // 5, 1) + y // max(h // 5, 1)) % 2)
-    return np.stack([np.clip(base * s, 0, 1) for s in (1.0, 0.8, 0.6)[:channels]], -1)[None].repeat(2, 0).__mul__(255).astype(np.uint8)
+    base = (
+        0.5
+        + 0.3 * np.sin(x / w * 9) * np.cos(y / h * 7)
+        + 0.2 * ((x // max(w // 5, 1) + y // max(h // 5, 1)) % 2)
+    )
+    return (
+        np.stack([np.clip(base * s, 0, 1) for s in (1.0, 0.8, 0.6)[:channels]], -1)[None]
+        .repeat(2, 0)
+        .__mul__(255)
+        .astype(np.uint8)
+    )
 
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
@@ -187,14 +260,18 @@ def test_corruptions_corrupt_more_with_severity_at_any_size(name: str) -> None:
             assert found.dtype == np.uint8
             changes.append(np.abs(found.astype(float) - images).mean())
         assert changes[0] > 0.2
-        assert changes[1] > changes[0] * (0.5 if name == "elastic_transform" else 1.0)  # whose severities are of two kinds
+        assert changes[1] > changes[0] * (
+            0.5 if name == "elastic_transform" else 1.0
+        )  # whose severities are of two kinds
         assert np.array_equal(corrupt(images, name, 5, seed=3), found)
     assert corrupt(pictures(32, 32, 1), name, 3).shape == (2, 32, 32, 1)
 
 
 def test_corruptions_keep_what_they_should() -> None:
     images = pictures(32, 32)
-    assert abs(corrupt(images, "defocus_blur", 3).mean() - images.mean()) < 2  # blurs move light, they do not make it
+    assert (
+        abs(corrupt(images, "defocus_blur", 3).mean() - images.mean()) < 2
+    )  # blurs move light, they do not make it
     assert corrupt(images, "brightness", 3).mean() > images.mean() + 20
     assert (corrupt(images, "contrast", 5).std((1, 2)) < 0.1 * images.std((1, 2))).all()
     noisy = corrupt(np.full((1, 64, 64, 3), 128, np.uint8), "gaussian_noise", 1).astype(float) / 255
@@ -206,7 +283,10 @@ def test_corruptions_keep_what_they_should() -> None:
 
 
 def test_what_is_no_corruption_is_refused() -> None:
-    for given, said in (({"name": "rain", "severity": 1}, "rain"), ({"name": "fog", "severity": 6}, "severity 6")):
+    for given, said in (
+        ({"name": "rain", "severity": 1}, "rain"),
+        ({"name": "fog", "severity": 6}, "severity 6"),
+    ):
         with pytest.raises(JigsawError, match=said):
             corrupt(pictures(32, 32), **given)
     with pytest.raises(JigsawError, match="bytes"):
@@ -224,7 +304,14 @@ def test_errors_are_told_where_the_reference_has_none() -> None:
 
 
 def test_answers_are_of_classifiers_and_of_one_label() -> None:
-    examples = Examples(2, 3, lambda rows: ({"pixel_values": torch.zeros(len(rows), 3, 20, 24)}, torch.zeros(len(rows), dtype=torch.long)))
+    examples = Examples(
+        2,
+        3,
+        lambda rows: (
+            {"pixel_values": torch.zeros(len(rows), 3, 20, 24)},
+            torch.zeros(len(rows), dtype=torch.long),
+        ),
+    )
     sure, right = answers(vit(), examples)
     assert sure.shape == right.shape == (2,)
     with pytest.raises(JigsawError, match="ViTModel gives no classes"):
@@ -234,8 +321,14 @@ def test_answers_are_of_classifiers_and_of_one_label() -> None:
 
 
 def test_numbers_of_robustness_by_hand() -> None:
-    mine, reference = {"fog": [0.2, 0.4], "snow": [0.5, 0.5]}, {"fog": [0.4, 0.8], "snow": [0.25, 0.25]}
-    assert corruption_errors(mine, reference) == {"fog": pytest.approx(0.5), "snow": pytest.approx(2.0)}
+    mine, reference = (
+        {"fog": [0.2, 0.4], "snow": [0.5, 0.5]},
+        {"fog": [0.4, 0.8], "snow": [0.25, 0.25]},
+    )
+    assert corruption_errors(mine, reference) == {
+        "fog": pytest.approx(0.5),
+        "snow": pytest.approx(2.0),
+    }
     assert mean_corruption_error(mine, reference) == pytest.approx(1.25)
     assert mean_corruption_error(reference, reference) == pytest.approx(1.0)
     assert mean_error(mine) == pytest.approx(0.4)
@@ -243,7 +336,9 @@ def test_numbers_of_robustness_by_hand() -> None:
         corruption_errors(mine, {"snow": [1.0, 1.0]})
     with pytest.raises(JigsawError, match="no error under fog: nothing is relative to that"):
         mean_corruption_error(mine, {**reference, "fog": [0.0, 0.0]})
-    assert mean_corruption_error(mine, {**reference, "fog": [0.0, 0.3]}) == pytest.approx(2.0)  # one severity with errors will do
+    assert mean_corruption_error(mine, {**reference, "fog": [0.0, 0.3]}) == pytest.approx(
+        2.0
+    )  # one severity with errors will do
     assert aurra([0.9, 0.8, 0.1], [1, 1, 0]) == pytest.approx((1 + 1 + 2 / 3) / 3)
     assert aurra([0.1, 0.8, 0.9], [1, 1, 0]) == pytest.approx((0 + 1 / 2 + 2 / 3) / 3)
     assert aupr([0.9, 0.8], [0.1, 0.2]) == pytest.approx(1.0)

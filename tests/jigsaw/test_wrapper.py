@@ -1,4 +1,6 @@
-"""MaskedJigsaw: exactly the plain model where it should be, unknown positions exactly where the mask says, and the ways in which people train."""
+"""MaskedJigsaw: exactly the plain model where it should be, unknown positions exactly where the
+mask says, and the ways in which people train.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +25,57 @@ from regauge.jigsaw.wrapper import ramp, until
 from support.own_modules import Cifar, Mnist
 
 HERE = Path(__file__).parents[1]
-SMALL: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 
 
 def vit(**more: Any) -> Any:
     torch.manual_seed(0)
-    sizes = {"image_size": 16, "patch_size": 4, "num_channels": 3, "num_labels": 5, "initializer_range": 0.3}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**{**SMALL, **sizes, **more}))
+    sizes = {
+        "image_size": 16,
+        "patch_size": 4,
+        "num_channels": 3,
+        "num_labels": 5,
+        "initializer_range": 0.3,
+    }
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**{**SMALL, **sizes, **more})
+    )
 
 
 def deit() -> Any:
     torch.manual_seed(0)
-    config = transformers.DeiTConfig(**SMALL, image_size=16, patch_size=4, num_labels=5, initializer_range=0.3)
+    config = transformers.DeiTConfig(
+        **SMALL, image_size=16, patch_size=4, num_labels=5, initializer_range=0.3
+    )
     return transformers.DeiTForImageClassification(config)
 
 
 def swin(**more: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.SwinConfig(
-        image_size=16, patch_size=2, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4, num_labels=5, drop_path_rate=0.0, **more
+        image_size=16,
+        patch_size=2,
+        embed_dim=8,
+        depths=[1, 1],
+        num_heads=[1, 2],
+        window_size=4,
+        num_labels=5,
+        drop_path_rate=0.0,
+        **more,
     )
     return transformers.SwinForImageClassification(config)
 
 
 def resnet() -> Any:
     torch.manual_seed(0)
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5)
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=5
+    )
     return transformers.ResNetForImageClassification(config)
 
 
@@ -64,7 +91,15 @@ def tiny(name: str) -> Any:
 
 
 def timm_swin() -> Any:
-    return timm_model("swin_tiny_patch4_window7_224", img_size=16, patch_size=2, window_size=4, embed_dim=8, depths=(1, 1), num_heads=(1, 2))
+    return timm_model(
+        "swin_tiny_patch4_window7_224",
+        img_size=16,
+        patch_size=2,
+        window_size=4,
+        embed_dim=8,
+        depths=(1, 1),
+        num_heads=(1, 2),
+    )
 
 
 WITH_TABLE = {
@@ -75,7 +110,12 @@ WITH_TABLE = {
     "timm DeiT": lambda: tiny("deit_small_patch16_224"),
     "timm DeiT, distilled": lambda: tiny("deit_small_distilled_patch16_224"),
 }
-WITHOUT = {"Swin": swin, "timm Swin": timm_swin, "ResNet": resnet, "timm ResNet": lambda: timm_model("resnet10t")}
+WITHOUT = {
+    "Swin": swin,
+    "timm Swin": timm_swin,
+    "ResNet": resnet,
+    "timm ResNet": lambda: timm_model("resnet10t"),
+}
 IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 LABELS = torch.tensor([0, 3, 1])
 
@@ -89,7 +129,9 @@ def made(name: str) -> Any:
     """A model with positions that are felt: fresh ones are nothing, or almost."""
     model = WITH_TABLE[name]()
     with torch.no_grad():
-        model.get_parameter(place_of(model).table).normal_(generator=torch.Generator().manual_seed(5))
+        model.get_parameter(place_of(model).table).normal_(
+            generator=torch.Generator().manual_seed(5)
+        )
     return model
 
 
@@ -125,13 +167,17 @@ def test_without_a_puzzle_the_trained_wrapper_is_its_plain_model(name: str) -> N
     assert out.extra is None
     plain = wrapped.unwrap()
     assert torch.equal(out.logits, logits_of(plain, IMAGES))
-    assert not torch.allclose(wrapped(IMAGES, puzzle=draw_puzzle(3, wrapped.place.grid, 0.9, 0)).logits, out.logits)
+    assert not torch.allclose(
+        wrapped(IMAGES, puzzle=draw_puzzle(3, wrapped.place.grid, 0.9, 0)).logits, out.logits
+    )
 
 
 @pytest.mark.parametrize("name", WITH_TABLE)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_only_masked_patches_carry_the_unknown_embedding(name: str, rows: int) -> None:
-    """Read off the gradient: masked places of the table have none, the tokens before the patches always have one."""
+    """Read off the gradient: masked places of the table have none, the tokens before the patches
+    always have one.
+    """
     wrapped = MaskedJigsaw(made(name), 0.5).eval()
     place = wrapped.place
     table = wrapped.model.get_parameter(place.table)
@@ -139,8 +185,14 @@ def test_only_masked_patches_carry_the_unknown_embedding(name: str, rows: int) -
     positions = wrapped.positions(puzzle.mask)
     assert positions.shape == (rows, *table.shape[1:])
     assert torch.equal(positions[:, : place.prefix], table[:, : place.prefix].expand(rows, -1, -1))
-    assert torch.equal(positions[:, place.prefix :][puzzle.mask], wrapped.unknown.expand(int(puzzle.mask.sum()), -1))
-    assert torch.equal(positions[:, place.prefix :][~puzzle.mask], table[:, place.prefix :].expand(rows, -1, -1)[~puzzle.mask])
+    assert torch.equal(
+        positions[:, place.prefix :][puzzle.mask],
+        wrapped.unknown.expand(int(puzzle.mask.sum()), -1),
+    )
+    assert torch.equal(
+        positions[:, place.prefix :][~puzzle.mask],
+        table[:, place.prefix :].expand(rows, -1, -1)[~puzzle.mask],
+    )
     wrapped(IMAGES, puzzle=puzzle).logits.square().sum().backward()
     felt = table.grad[0].abs().sum(1) > 0
     kept = (~puzzle.mask).any(0)
@@ -151,7 +203,9 @@ def test_only_masked_patches_carry_the_unknown_embedding(name: str, rows: int) -
 
 
 def test_a_shuffle_under_the_unknown_embedding_moves_no_more_than_attention_sees() -> None:
-    """Masked patches are told apart by nothing but what is in them: two shuffles of one mask give the same answer, and without it they do not."""
+    """Masked patches are told apart by nothing but what is in them: two shuffles of one mask give
+    the same answer, and without it they do not.
+    """
     puzzle = draw_puzzle(1, (4, 4), 0.5, 0)
     other = draw_puzzle(1, (4, 4), 0.5, 0)
     at = puzzle.mask[0].nonzero()[:, 0]
@@ -167,7 +221,11 @@ def test_a_shuffle_under_the_unknown_embedding_moves_no_more_than_attention_sees
 
 def examples(count: int = 40) -> Examples:
     images = torch.randn(count, 3, 16, 16, generator=torch.Generator().manual_seed(3))
-    return Examples(count, 5, lambda rows: ({"pixel_values": images[rows]}, torch.zeros(len(rows), dtype=torch.long)))
+    return Examples(
+        count,
+        5,
+        lambda rows: ({"pixel_values": images[rows]}, torch.zeros(len(rows), dtype=torch.long)),
+    )
 
 
 @pytest.mark.parametrize("name", ["ViT", "DeiT", "timm ViT", "timm DeiT"])
@@ -176,7 +234,9 @@ def test_without_positions_consistency_is_100_percent(name: str) -> None:
     found = evaluate(bare, examples(), (0.5, 0.9))
     assert [s.consistency for s in found.shuffled] == [1.0, 1.0]
     assert max(s.norm for s in found.shuffled) < 1e-4
-    assert not any(p.requires_grad for n, p in bare.model.named_parameters() if n == bare.place.table)
+    assert not any(
+        p.requires_grad for n, p in bare.model.named_parameters() if n == bare.place.table
+    )
     plain = evaluate(MaskedJigsaw(made(name), variant="A"), examples(), (0.5, 0.9))
     assert plain.shuffled[1].norm > 100 * max(s.norm for s in found.shuffled)
     assert plain.shuffled[1].squared != plain.shuffled[1].norm
@@ -191,12 +251,16 @@ def test_measures_are_what_they_say() -> None:
     images = examples(12).batch(range(12))[0]["pixel_values"]
     puzzle = puzzles_of(list(range(12)), wrapped, images, 0.5, 0)
     with torch.no_grad():
-        states = [wrapped.model(x, output_hidden_states=True) for x in (images, puzzle.apply(images))]
+        states = [
+            wrapped.model(x, output_hidden_states=True) for x in (images, puzzle.apply(images))
+        ]
         cls = [wrapped.model.vit.layernorm(s.hidden_states[-1])[:, 0] for s in states]
     norms = (cls[0] - cls[1]).norm(dim=1)
     assert found.shuffled[0].norm == pytest.approx(float(norms.mean()), rel=1e-4)
     assert found.shuffled[0].squared == pytest.approx(float(norms.square().mean()), rel=1e-4)
-    assert found.shuffled[0].consistency == pytest.approx(float((states[0].logits.argmax(1) == states[1].logits.argmax(1)).float().mean()))
+    assert found.shuffled[0].consistency == pytest.approx(
+        float((states[0].logits.argmax(1) == states[1].logits.argmax(1)).float().mean())
+    )
 
 
 @pytest.mark.parametrize("letter", VARIANTS)
@@ -209,10 +273,16 @@ def test_every_variant_trains_and_unwraps(letter: str) -> None:
         optimizer.zero_grad()
         out.loss.backward()
         optimizer.step()
-    learnt = {n for n, p in wrapped.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0 and not n.startswith("model.")}
+    learnt = {
+        n
+        for n, p in wrapped.named_parameters()
+        if p.grad is not None and p.grad.abs().sum() > 0 and not n.startswith("model.")
+    }
     assert ("unknown" in learnt) == VARIANTS[letter].unknown
     assert ("index" in learnt) == VARIANTS[letter].index
-    assert bool({n for n in learnt if n.startswith("localizer")}) == (VARIANTS[letter].localize in ("linear", "mlp"))
+    assert bool({n for n in learnt if n.startswith("localizer")}) == (
+        VARIANTS[letter].localize in ("linear", "mlp")
+    )
     assert all(torch.isfinite(p).all() for p in wrapped.parameters())
     wrapped.eval()
     before = wrapped(IMAGES).logits
@@ -221,7 +291,9 @@ def test_every_variant_trains_and_unwraps(letter: str) -> None:
 
 
 def test_the_regression_is_of_the_kept_positions() -> None:
-    """A table that says its places is without loss, wherever it is kept; a wrong one costs only where it is kept."""
+    """A table that says its places is without loss, wherever it is kept; a wrong one costs only
+    where it is kept.
+    """
     wrapped = MaskedJigsaw(vit(), 0.5, variant="I").train()
     localizer = wrapped.localizer
     table = torch.zeros(16, 16)
@@ -239,7 +311,9 @@ def test_the_regression_is_of_the_kept_positions() -> None:
 
 
 def test_warm_up_probability_and_schedules() -> None:
-    wrapped = MaskedJigsaw(vit(), 0.5, warmup=5, probability=0.5, weight=reference_weight(5, 15), schedule=ramp(15))
+    wrapped = MaskedJigsaw(
+        vit(), 0.5, warmup=5, probability=0.5, weight=reference_weight(5, 15), schedule=ramp(15)
+    )
     shuffled, weights = [], []
     for _ in range(205):
         puzzle, weight = wrapped._next(3, (4, 4), IMAGES)
@@ -254,12 +328,18 @@ def test_warm_up_probability_and_schedules() -> None:
     assert all(always._next(3, (4, 4), IMAGES)[0] is not None for _ in range(5))
     assert all(never._next(3, (4, 4), IMAGES)[0] is None for _ in range(5))
     ending = MaskedJigsaw(vit(), 0.5, probability=1.0, schedule=until(8, 0.75))
-    assert [ending._next(3, (4, 4), IMAGES)[0] is not None for _ in range(8)] == [True] * 6 + [False] * 2
+    assert [ending._next(3, (4, 4), IMAGES)[0] is not None for _ in range(8)] == [True] * 6 + [
+        False
+    ] * 2
 
 
 def test_the_puzzle_of_a_pass_is_known_by_its_number() -> None:
-    """Asking changes nothing, and a pass has what was told: its puzzle's images, and its regression."""
-    wrapped = MaskedJigsaw(vit(), 0.5, probability=0.7, warmup=2, weight=lambda number: 0.1 * number, seed=3).train()
+    """Asking changes nothing, and a pass has what was told: its puzzle's images, and its
+    regression.
+    """
+    wrapped = MaskedJigsaw(
+        vit(), 0.5, probability=0.7, warmup=2, weight=lambda number: 0.1 * number, seed=3
+    ).train()
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     told = [wrapped.puzzle_at(number, len(images), wrapped.grid_of(images)) for number in range(8)]
     assert wrapped.passes == 0
@@ -289,10 +369,20 @@ def test_state_dict_round_trip_goes_on_with_the_same_puzzles(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_without_absolute_positions_the_shuffle_is_left_and_that_is_said(name: str) -> None:
-    with pytest.warns(UserWarning, match=r"no absolute position embedding: of MJP the shuffle of patches is left \(variant E\)"):
-        wrapped = MaskedJigsaw(WITHOUT[name](), 0.5, probability=1.0, patch=None if "Swin" in name else 4)
+    with pytest.warns(
+        UserWarning,
+        match=r"no absolute position embedding: of MJP the shuffle of patches is left \(variant "
+        r"E\)",
+    ):
+        wrapped = MaskedJigsaw(
+            WITHOUT[name](), 0.5, probability=1.0, patch=None if "Swin" in name else 4
+        )
     assert wrapped.variant == VARIANTS["E"]
-    out = wrapped.train()(IMAGES.repeat(1, 1, 2, 2), LABELS) if "timm R" in name else wrapped.train()(IMAGES, LABELS)
+    out = (
+        wrapped.train()(IMAGES.repeat(1, 1, 2, 2), LABELS)
+        if "timm R" in name
+        else wrapped.train()(IMAGES, LABELS)
+    )
     out.loss.backward()
     assert out.logits.shape == (3, 5)
     for letter in "BFGJ":
@@ -310,7 +400,9 @@ def test_grids_that_are_not_square_and_other_patches() -> None:
     out = wrapped(torch.randn(2, 3, 8, 24), torch.tensor([0, 1]))
     out.loss.backward()
     assert wrapped.unknown.grad.abs().sum() > 0
-    timm = timm_model("vit_small_patch16_224", img_size=(16, 32), patch_size=8, embed_dim=16, depth=1, num_heads=2)
+    timm = timm_model(
+        "vit_small_patch16_224", img_size=(16, 32), patch_size=8, embed_dim=16, depth=1, num_heads=2
+    )
     assert MaskedJigsaw(timm, 0.5).place.grid == (2, 4)
     with pytest.raises(JigsawError, match="18 x 16 pixels is no multiple of the patch, 4 x 4"):
         MaskedJigsaw(vit(), 0.5)(torch.zeros(1, 3, 18, 16))
@@ -339,7 +431,14 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> Non
 
 
 def dinov2(**more: Any) -> Any:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 24, "patch_size": 4, "num_labels": 5}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 24,
+        "patch_size": 4,
+        "num_labels": 5,
+    }
     torch.manual_seed(0)
     return transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**sizes, **more))
 
@@ -360,8 +459,12 @@ def test_positions_that_a_model_stretches_are_stretched_alike(name: str) -> None
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
     none = Puzzle(torch.zeros(1, 16, dtype=torch.bool), torch.arange(16)[None], (4, 4))
     plain = wrapped(images, **given).logits
-    torch.testing.assert_close(wrapped(images, puzzle=none, **given).logits, plain, rtol=0, atol=1e-6)
-    assert not torch.allclose(wrapped(images, puzzle=draw_puzzle(2, (4, 4), 0.5, 0), **given).logits, plain, atol=1e-4)
+    torch.testing.assert_close(
+        wrapped(images, puzzle=none, **given).logits, plain, rtol=0, atol=1e-6
+    )
+    assert not torch.allclose(
+        wrapped(images, puzzle=draw_puzzle(2, (4, 4), 0.5, 0), **given).logits, plain, atol=1e-4
+    )
     wrapped.train()(images, torch.tensor([1, 2]), **given).loss.backward()
     assert wrapped.unknown.grad.abs().sum() > 0
     assert model.get_parameter(wrapped.place.table).grad.abs().sum() > 0
@@ -384,7 +487,10 @@ def test_a_real_dinov2_at_another_size_than_its_own() -> None:
     assert wrapped.unknown.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(("name", "kind", "side", "patch"), [("vit_cifar10_postln", Cifar, 32, None), ("vit_mnist_preln", Mnist, 28, 7)])
+@pytest.mark.parametrize(
+    ("name", "kind", "side", "patch"),
+    [("vit_cifar10_postln", Cifar, 32, None), ("vit_mnist_preln", Mnist, 28, 7)],
+)
 def test_real_checkpoints_of_no_library(name: str, kind: Any, side: int, patch: int | None) -> None:
     from safetensors.torch import load_file
 
@@ -438,7 +544,13 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     wrapped = MaskedJigsaw(vit(), 0.5)
     before = wrapped.unknown.detach().clone()
     arguments = transformers.TrainingArguments(
-        tmp_path, per_device_train_batch_size=4, num_train_epochs=2, report_to=[], use_cpu=True, eval_strategy="epoch", save_strategy="epoch"
+        tmp_path,
+        per_device_train_batch_size=4,
+        num_train_epochs=2,
+        report_to=[],
+        use_cpu=True,
+        eval_strategy="epoch",
+        save_strategy="epoch",
     )
     trainer = transformers.Trainer(wrapped, arguments, train_dataset=data, eval_dataset=data)
     trainer.train()
@@ -448,18 +560,32 @@ def test_transformers_trainer(tmp_path: Path) -> None:
     again = MaskedJigsaw(vit(), 0.5)
     from safetensors.torch import load_file
 
-    again.load_state_dict(load_file(max(tmp_path.glob("checkpoint-*"), key=lambda p: int(p.name[11:])) / "model.safetensors"))
+    again.load_state_dict(
+        load_file(
+            max(tmp_path.glob("checkpoint-*"), key=lambda p: int(p.name[11:])) / "model.safetensors"
+        )
+    )
     assert torch.equal(again.unknown, wrapped.unknown)
     assert again.passes == 8
 
 
-@pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}], ids=["checkpointing", "smoothing"])
+@pytest.mark.parametrize(
+    "more",
+    [{"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}],
+    ids=["checkpointing", "smoothing"],
+)
 def test_what_trainer_asks_of_a_model_is_passed_on(more: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     data = [{"pixel_values": torch.randn(3, 16, 16), "labels": i % 5} for i in range(8)]
     wrapped = MaskedJigsaw(vit(), 0.5)
     arguments = transformers.TrainingArguments(
-        tmp_path, per_device_train_batch_size=4, num_train_epochs=1, report_to=[], use_cpu=True, save_strategy="no", **more
+        tmp_path,
+        per_device_train_batch_size=4,
+        num_train_epochs=1,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        **more,
     )
     transformers.Trainer(wrapped, arguments, train_dataset=data).train()
     assert wrapped.passes == 2
@@ -473,7 +599,9 @@ def test_what_trainer_asks_of_a_model_is_passed_on(more: dict[str, Any], tmp_pat
 
 
 def test_two_processes_learn_one_model(tmp_path: Path) -> None:
-    """DDP under torchrun: every process has its own puzzles, and all have the same weights in the end."""
+    """DDP under torchrun: every process has its own puzzles, and all have the same weights in the
+    end.
+    """
     script = tmp_path / "ddp.py"
     script.write_text(
         "import sys, torch, torch.distributed as dist\n"
@@ -496,21 +624,41 @@ def test_two_processes_learn_one_model(tmp_path: Path) -> None:
         "states = [torch.empty_like(state) for _ in range(2)]\n"
         "dist.all_gather(states, state)\n"
         "assert torch.equal(*states) and torch.isfinite(state).all()\n"
-        "flags = torch.tensor([float(p is not None) + sum(0.01 * i for i in (p.order[0].tolist() if p else [])[:3]) for p, _ in masks])\n"
+        "flags = torch.tensor([float(p is not None) + sum(0.01 * i for i in "
+        "(p.order[0].tolist() if p else [])[:3]) for p, _ in masks])\n"
         "both = [torch.empty_like(flags) for _ in range(2)]\n"
         "dist.all_gather(both, flags)\n"
         "assert not torch.equal(*both)\n"
         "open(f'{sys.argv[1]}/done-{dist.get_rank()}', 'w').close()\n"
-        "dist.barrier(); dist.destroy_process_group()\n"  # whoever leaves first would take the other's connection away
+        # whoever leaves first would take the other's connection away
+        "dist.barrier(); dist.destroy_process_group()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
-    # Judged by what both wrote after their last check: how gloo's threads end with the process is not ours, and now and then they abort.
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        str(tmp_path),
+    ]
+    ran = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    # Judged by what both wrote after their last check: how gloo's threads end with the process is
+    # not ours, and now and then they abort.
     assert sorted(f.name for f in tmp_path.glob("done-*")) == ["done-0", "done-1"], ran.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vit_small_patch16_224", "deit_small_patch16_224", "swin_tiny_patch4_window7_224"])
+@pytest.mark.parametrize(
+    "name", ["vit_small_patch16_224", "deit_small_patch16_224", "swin_tiny_patch4_window7_224"]
+)
 def test_whole_models_of_timm(name: str) -> None:
     model = timm_model(name)
     with warnings.catch_warnings():
@@ -523,10 +671,17 @@ def test_whole_models_of_timm(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ViT", "DeiT", "Swin"])
 def test_whole_models_of_transformers(kind: str) -> None:
-    small = {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6, "intermediate_size": 1536}
+    small = {
+        "hidden_size": 384,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 6,
+        "intermediate_size": 1536,
+    }
     more = {"use_absolute_embeddings": True} if kind == "Swin" else small
     config = getattr(transformers, f"{kind}Config")(num_labels=5, **more)
-    wrapped = MaskedJigsaw(getattr(transformers, f"{kind}ForImageClassification")(config), 0.1, probability=1.0).train()
+    wrapped = MaskedJigsaw(
+        getattr(transformers, f"{kind}ForImageClassification")(config), 0.1, probability=1.0
+    ).train()
     wrapped(torch.randn(2, 3, 224, 224), torch.tensor([0, 1])).loss.backward()
     assert wrapped.unknown.grad.abs().sum() > 0
     assert wrapped.place.grid == ((56, 56) if kind == "Swin" else (14, 14))
@@ -540,13 +695,20 @@ def test_features_are_what_the_head_is_given() -> None:
 
 
 def test_a_score_tells_the_wrapped_model_from_the_unwrapped(tmp_path: Path) -> None:
-    """Under puzzles the wrapped model is told what was shuffled; a plain one, and the same one unwrapped, are not."""
+    """Under puzzles the wrapped model is told what was shuffled; a plain one, and the same one
+    unwrapped, are not.
+    """
     from experiments.lab import Lab
     from experiments.puzzles import how, score_of, subjects_of
 
     lab = Lab("pico", cache=tmp_path)
-    found = {letter: score_of(lab, subjects_of("pico")["vit"], how(letter, 0.5), 0).values for letter in "AJ"}
-    at_half = {letter: next(s for s in v["shuffled"] if s["ratio"] == 0.5) for letter, v in found.items()}
+    found = {
+        letter: score_of(lab, subjects_of("pico")["vit"], how(letter, 0.5), 0).values
+        for letter in "AJ"
+    }
+    at_half = {
+        letter: next(s for s in v["shuffled"] if s["ratio"] == 0.5) for letter, v in found.items()
+    }
     assert found["A"]["bare"] == at_half["A"]
     assert found["J"]["bare"]["norm"] != pytest.approx(at_half["J"]["norm"], rel=1e-3)
 
@@ -559,6 +721,11 @@ def test_a_recipe_has_steps_or_epochs_and_positions_may_be_larger() -> None:
     assert steps_of({"batch": 50, "epochs": 3}, 1020) == 60
     assert steps_of({"batch": 50, "steps": 7}, 1020) == 7
     about = subjects_of("pico")["vit"].model
-    (plain, larger), name = (build({**about, **more}, 0) for more in ({}, {"positions": 3.0})), "vit.embeddings.position_embeddings"
+    (plain, larger), name = (
+        (build({**about, **more}, 0) for more in ({}, {"positions": 3.0})),
+        "vit.embeddings.position_embeddings",
+    )
     assert torch.equal(larger.get_parameter(name), 3 * plain.get_parameter(name))
-    assert all(torch.equal(larger.state_dict()[n], t) for n, t in plain.state_dict().items() if n != name)
+    assert all(
+        torch.equal(larger.state_dict()[n], t) for n, t in plain.state_dict().items() if n != name
+    )

@@ -1,4 +1,6 @@
-"""The edge: a locked model with its element is the plain model, in use and in training; without it, it is not; nothing of it is saved."""
+"""The edge: a locked model with its element is the plain model, in use and in training; without it,
+it is not; nothing of it is saved.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +28,28 @@ from regauge.verification.claims import RECIPES
 from support.models import distance, gradients, locked
 from support.picos import IDS, PICOS, build, config_of, spec_of
 
-NAMES = "gpt2 llama gemma2 mixtral vit dinov2 bert distilbert deberta-v3 deberta-v2 t5 bart-untied bart-decoder clip swin timm-vit timm-swin"
+NAMES = (
+    "gpt2 llama gemma2 mixtral vit dinov2 bert distilbert deberta-v3 deberta-v2 t5 "
+    "bart-untied bart-decoder clip swin timm-vit timm-swin"
+)
 FAMILIES = pytest.mark.parametrize("name", NAMES.split())
 
 
-def pair(name: str, within: str = "full", seed: int = 3) -> tuple[torch.nn.Module, torch.nn.Module, Element]:
+def pair(
+    name: str, within: str = "full", seed: int = 3
+) -> tuple[torch.nn.Module, torch.nn.Module, Element]:
     """A plain model, its locked twin, and the element between them."""
     model = build(name)
     g = element(spec_of(model), seed, within=within)
     return model, locked(model, g), g
 
 
-def rotated(name: str, seed: int = 3, frozen: bool = True) -> tuple[torch.nn.Module, torch.nn.Module, Element]:
-    """A folded model, its twin locked by rotations, and the element. Folded gains are frozen at one."""
+def rotated(
+    name: str, seed: int = 3, frozen: bool = True
+) -> tuple[torch.nn.Module, torch.nn.Module, Element]:
+    """A folded model, its twin locked by rotations, and the element. Folded gains are frozen at
+    one.
+    """
     model = build(name)
     spec, state = fold_norms(spec_of(model), model.state_dict())
     model.load_state_dict(state)
@@ -52,7 +63,9 @@ def rotated(name: str, seed: int = 3, frozen: bool = True) -> tuple[torch.nn.Mod
 
 @FAMILIES
 def test_an_authorised_model_is_the_plain_one(name: str) -> None:
-    """Outputs and hidden states are equal; gradients of the edges are equal, those of the backbone follow the dual action."""
+    """Outputs and hidden states are equal; gradients of the edges are equal, those of the backbone
+    follow the dual action.
+    """
     model, twin, g = pair(name)
     inputs, before = PICOS[name].inputs, {k: v.clone() for k, v in twin.state_dict().items()}
     expected, slopes = outputs(model, inputs), gradients(model, inputs)
@@ -63,7 +76,10 @@ def test_an_authorised_model_is_the_plain_one(name: str) -> None:
     got, entries = gradients(twin, inputs), stored(g.spec)
     for n, grad in slopes.items():
         moves = g.spec.parts[entries[n].pattern] == "backbone"
-        assert distance({n: got[n]}, {n: act(g, grad, dual(entries[n].axes)) if moves else grad}) < 1e-9, n
+        assert (
+            distance({n: got[n]}, {n: act(g, grad, dual(entries[n].axes)) if moves else grad})
+            < 1e-9
+        ), n
     after = twin.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[k], before[k]) for k in before)
@@ -77,7 +93,9 @@ def test_an_authorised_model_is_the_plain_one(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2", "deberta-v3", "bart", "clip"])
 @pytest.mark.parametrize("return_dict", [True, False])
 def test_hidden_states_are_the_plain_ones(name: str, return_dict: bool) -> None:
-    """Those that transformers collects by hooks, and those that a loop gathers; of stacks with one block and with several."""
+    """Those that transformers collects by hooks, and those that a loop gathers; of stacks with one
+    block and with several.
+    """
     model, twin, g = pair(name)
     if return_dict:  # the hooks that collect them are there before the edges are, or after
         twin(**PICOS[name].inputs, output_hidden_states=True)
@@ -94,7 +112,13 @@ def test_hidden_states_are_the_plain_ones(name: str, return_dict: bool) -> None:
 
 def flat(value: object) -> list[torch.Tensor]:
     value = value.to_tuple() if hasattr(value, "to_tuple") else value
-    return [value] if isinstance(value, torch.Tensor) else [t for v in value for t in flat(v)] if isinstance(value, tuple | list) else []
+    return (
+        [value]
+        if isinstance(value, torch.Tensor)
+        else [t for v in value for t in flat(v)]
+        if isinstance(value, tuple | list)
+        else []
+    )
 
 
 def test_chosen_hidden_states_are_the_plain_ones() -> None:
@@ -102,7 +126,11 @@ def test_chosen_hidden_states_are_the_plain_ones() -> None:
     authorized(twin, g)
     with torch.no_grad(), strict_float64():
         a, b = (m(**IDS, output_hidden_states=[0]).hidden_states for m in (model, twin))
-        c = next(v for v in twin(**IDS, output_hidden_states=[0], return_dict=False) if isinstance(v, tuple))
+        c = next(
+            v
+            for v in twin(**IDS, output_hidden_states=[0], return_dict=False)
+            if isinstance(v, tuple)
+        )
     assert len(a) == len(b) == len(c)
     assert float((a[0] - b[0]).abs().max()) < 1e-9
     assert float((a[0] - c[0]).abs().max()) < 1e-9
@@ -120,7 +148,9 @@ def test_rotations_are_undone_at_the_edges(name: str) -> None:
     model, twin, g = rotated(name)
     expected = outputs(model, PICOS[name].inputs)
     assert distance(outputs(twin, PICOS[name].inputs), expected) > 1e-3
-    spec, state = fold_norms(spec_of(twin), twin.state_dict())  # what a folded model's own spec is, to whoever has only that model
+    spec, state = fold_norms(
+        spec_of(twin), twin.state_dict()
+    )  # what a folded model's own spec is, to whoever has only that model
     assert all(torch.equal(state[n], t) for n, t in twin.state_dict().items())
     authorized(twin, g.to(spec))
     assert distance(outputs(twin, PICOS[name].inputs), expected) < 1e-9
@@ -133,7 +163,9 @@ def test_generation_with_a_cache_is_the_same(name: str) -> None:
 
     def speak(speaker: torch.nn.Module) -> torch.Tensor:
         with strict_float64():
-            return speaker.generate(**inputs, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, do_sample=False)
+            return speaker.generate(
+                **inputs, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, do_sample=False
+            )
 
     expected = speak(model)
     assert not torch.equal(speak(twin), expected)
@@ -151,8 +183,13 @@ def test_torch_compile_has_one_graph(name: str, kind: str) -> None:
     assert float((logits - expected).detach().abs().max()) < 1e-9
     for out in (logits, expected):
         out.square().sum().backward()
-    first = next(n for n, p in model.named_parameters() if p.requires_grad)  # the gradient has come through both edges
-    assert distance({first: twin.get_parameter(first).grad}, {first: model.get_parameter(first).grad}) < 1e-9
+    first = next(
+        n for n, p in model.named_parameters() if p.requires_grad
+    )  # the gradient has come through both edges
+    assert (
+        distance({first: twin.get_parameter(first).grad}, {first: model.get_parameter(first).grad})
+        < 1e-9
+    )
 
 
 @pytest.mark.parametrize(("name", "reentrant"), [("gpt2", False), ("gpt2", True), ("bart", False)])
@@ -165,7 +202,9 @@ def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool) -> N
     expected = gradients(twin, inputs)
     twin.gradient_checkpointing_enable({"use_reentrant": reentrant})
     runs: list[int] = []
-    next(m for m in twin.modules() if isinstance(m, GradientCheckpointingLayer)).register_forward_pre_hook(lambda *a: runs.append(1))
+    next(
+        m for m in twin.modules() if isinstance(m, GradientCheckpointingLayer)
+    ).register_forward_pre_hook(lambda *a: runs.append(1))
     assert distance(gradients(undropped(twin).train(), inputs), expected) < 1e-9
     assert len(runs) == 2  # once forwards, and once more backwards
 
@@ -231,26 +270,38 @@ def test_a_lock_of_inner_spaces_has_edges_that_do_nothing() -> None:
 
 
 def still(model: torch.nn.Module) -> None:
-    """Biases of keys, without rotary positions, have no gradient but rounding, which Adam would blow up."""
+    """Biases of keys, without rotary positions, have no gradient but rounding, which Adam would
+    blow up.
+    """
     for n, p in model.named_parameters():
         if n.endswith(("key.bias", "k_proj.bias")) and not n.startswith("model."):
             p.requires_grad_(False)
         if n.endswith("c_attn.bias"):
             third = len(p) // 3
-            p.register_hook(lambda grad, k=third: torch.cat([grad[:k], 0 * grad[k : 2 * k], grad[2 * k :]]))
+            p.register_hook(
+                lambda grad, k=third: torch.cat([grad[:k], 0 * grad[k : 2 * k], grad[2 * k :]])
+            )
 
 
 def train(model: torch.nn.Module, inputs: dict, make, steps: int) -> None:
-    """Clipping by the global norm, weight decay and a schedule with warm-up: each commutes with orthogonal moves."""
+    """Clipping by the global norm, weight decay and a schedule with warm-up: each commutes with
+    orthogonal moves.
+    """
     still(model)
     optimizer = make([p for p in model.parameters() if p.requires_grad])
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min(1.0, (i + 1) / 5) * (1 - i / (2 * steps)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min(1.0, (i + 1) / 5) * (1 - i / (2 * steps))
+    )
     target = None
     for _ in range(steps):
         optimizer.zero_grad()
         with strict_float64() if next(model.parameters()).dtype == torch.float64 else nullcontext():
             logits = model(**inputs)["logits"]
-            target = torch.arange(logits[..., 0].numel()) % logits.shape[-1] if target is None else target
+            target = (
+                torch.arange(logits[..., 0].numel()) % logits.shape[-1]
+                if target is None
+                else target
+            )
             torch.nn.functional.cross_entropy(logits.flatten(0, -2), target).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         assert torch.isfinite(norm)
@@ -271,11 +322,15 @@ def adamw(params):
 
 
 def parted(g: Element, start: dict, plain: torch.nn.Module, twin: torch.nn.Module) -> float:
-    """How far the locked model, moved back, is from the plain one, relative to what training changed."""
+    """How far the locked model, moved back, is from the plain one, relative to what training
+    changed.
+    """
     back, weights = apply(~g, twin.state_dict(), part="backbone", force=True), plain.state_dict()
 
     def norm(a: dict, b: dict) -> float:
-        return float(sum((a[n] - b[n]).double().square().sum() for n, _ in plain.named_parameters()).sqrt())
+        return float(
+            sum((a[n] - b[n]).double().square().sum() for n, _ in plain.named_parameters()).sqrt()
+        )
 
     return norm(back, weights) / norm(start, weights)
 
@@ -286,21 +341,35 @@ def start_of(model: torch.nn.Module) -> dict:
 
 @pytest.mark.parametrize(
     ("name", "kind", "make"),
-    [("gpt2", "permutation", adamw), ("bert-classifier", "permutation", sgd), ("vit", "permutation", adam), ("llama", "signed", adamw)],
+    [
+        ("gpt2", "permutation", adamw),
+        ("bert-classifier", "permutation", sgd),
+        ("vit", "permutation", adam),
+        ("llama", "signed", adamw),
+    ],
 )
 def test_a_hundred_steps_are_those_of_the_plain_model(name: str, kind: str, make) -> None:
     model, twin, g = pair(name, kind)
-    start, inputs, short, lost = start_of(model), PICOS[name].inputs, copy.deepcopy(model), copy.deepcopy(twin)
+    start, inputs, short, lost = (
+        start_of(model),
+        PICOS[name].inputs,
+        copy.deepcopy(model),
+        copy.deepcopy(twin),
+    )
     train(model, inputs, make, 100)
     train(authorized(twin, g), inputs, make, 100)
     assert parted(g, start, model, twin) < 1e-9
     for m in (short, lost):
         train(m, inputs, make, 10)
-    assert parted(g, start, short, lost) > 0.1  # the control: without its edges the locked model learns something else
+    assert (
+        parted(g, start, short, lost) > 0.1
+    )  # the control: without its edges the locked model learns something else
 
 
 def test_a_hundred_steps_in_single_precision() -> None:
-    """As far apart as the plain model is from itself in double precision, or less than four times that."""
+    """As far apart as the plain model is from itself in double precision, or less than four times
+    that.
+    """
     exact, twin, g = pair("gpt2", "permutation")
     model, start = copy.deepcopy(exact).float(), start_of(exact)
     train(exact, IDS, adamw, 100)
@@ -323,7 +392,11 @@ def test_other_optimizers_are_refused_for_rotations_and_would_part() -> None:
     model, twin, g = rotated("llama")
     start = start_of(model)
     authorized(twin, g)
-    with pytest.raises(EdgeError, match=r"AdamW would not train this LlamaForCausalLM .* rotation, and AdamW keeps signed permutations") as error:
+    with pytest.raises(
+        EdgeError,
+        match=r"AdamW would not train this LlamaForCausalLM .* rotation, and AdamW keeps signed "
+        r"permutations",
+    ) as error:
         train(twin, IDS, adamw, 1)
     assert "SGD" in str(error.value.hint)
     deauthorize(twin)
@@ -349,7 +422,9 @@ def test_trained_gains_dropout_and_scales_are_refused() -> None:
 
 
 def test_what_the_lock_does_not_touch_may_be_trained_by_any_optimizer() -> None:
-    """A new head on a frozen backbone; another model; the same model after its authorisation was taken off."""
+    """A new head on a frozen backbone; another model; the same model after its authorisation was
+    taken off.
+    """
     _, twin, g = rotated("llama")
     authorized(twin, g)
     other = build("llama")
@@ -357,7 +432,9 @@ def test_what_the_lock_does_not_touch_may_be_trained_by_any_optimizer() -> None:
     for n, p in twin.named_parameters():
         p.requires_grad_(n == "lm_head.weight")
     train(twin, IDS, adamw, 1)
-    assert edge_of(twin).faults(adamw(twin.parameters())) == []  # what is frozen may be in the optimizer
+    assert (
+        edge_of(twin).faults(adamw(twin.parameters())) == []
+    )  # what is frozen may be in the optimizer
     twin.requires_grad_(True)
     with pytest.raises(EdgeError, match="AdamW"):
         train(twin, IDS, adamw, 1)
@@ -372,7 +449,9 @@ def test_what_is_unfrozen_or_added_after_the_first_step_is_looked_at(how: str) -
     held = {n: p for n, p in twin.named_parameters() if p.requires_grad}
     for n, p in held.items():
         p.requires_grad_(n == "lm_head.weight")
-    optimizer = torch.optim.AdamW(twin.parameters() if how == "unfrozen" else [held["lm_head.weight"]])
+    optimizer = torch.optim.AdamW(
+        twin.parameters() if how == "unfrozen" else [held["lm_head.weight"]]
+    )
     optimizer.step()
     inner = held["model.layers.0.mlp.up_proj.weight"].requires_grad_(True)
     if how == "added":
@@ -382,30 +461,50 @@ def test_what_is_unfrozen_or_added_after_the_first_step_is_looked_at(how: str) -
 
 
 def test_the_guard_agrees_with_the_measured_matrix() -> None:
-    """Every optimizer that was measured to break rotations of the stream with frozen gains is refused."""
+    """Every optimizer that was measured to break rotations of the stream with frozen gains is
+    refused.
+    """
     _, twin, g = rotated("llama")
     edge = edge_of(authorized(twin, g))
     params = {n: p for n, p in twin.named_parameters() if p.requires_grad}
     for recipe in RECIPES:
         refused = any(edge.faults(o) for o in recipe.make(params))
-        broken = recipe.letters[6] == "B" and recipe.clip is None  # clipping by value is done before a step, and not seen
+        broken = (
+            recipe.letters[6] == "B" and recipe.clip is None
+        )  # clipping by value is done before a step, and not seen
         assert refused >= broken, recipe.id
-        assert not refused or not recipe.id.startswith(("sgd", "momentum", "nesterov", "clip")), recipe.id
+        assert not refused or not recipe.id.startswith(("sgd", "momentum", "nesterov", "clip")), (
+            recipe.id
+        )
 
 
 def test_the_trainer_trains_it_as_the_plain_model(tmp_path) -> None:
-    pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate (pip install accelerate)")
+    pytest.importorskip(
+        "accelerate", reason="transformers' Trainer needs accelerate (pip install accelerate)"
+    )
     import transformers as T
 
     model, twin, g = pair("llama", "signed")
     start = start_of(model)
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 30, (8, 7), generator=torch.Generator().manual_seed(0))]
+    data = [
+        {"input_ids": row, "labels": row}
+        for row in torch.randint(0, 30, (8, 7), generator=torch.Generator().manual_seed(0))
+    ]
     for m in (model, authorized(twin, g)):
         arguments = T.TrainingArguments(
-            tmp_path, max_steps=3, per_device_train_batch_size=2, use_cpu=True, seed=0, report_to=[], save_strategy="steps", save_steps=3
+            tmp_path,
+            max_steps=3,
+            per_device_train_batch_size=2,
+            use_cpu=True,
+            seed=0,
+            report_to=[],
+            save_strategy="steps",
+            save_steps=3,
         )
         T.Trainer(m, arguments, train_dataset=data).train()
-    assert parted(g, start, model, twin) < 1e-6  # rotary tables and norms are computed in float32 whatever the model is
+    assert (
+        parted(g, start, model, twin) < 1e-6
+    )  # rotary tables and norms are computed in float32 whatever the model is
     saved = type(twin).from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float64)
     assert all(torch.equal(saved.state_dict()[k], v) for k, v in twin.state_dict().items())
 
@@ -414,14 +513,22 @@ def distributed(rank: int, folder: str, port: int) -> None:
     """One of two processes: its half of every batch, and the state dict that accelerate saves."""
     import os
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
     from accelerate import Accelerator
 
     torch.set_num_threads(1)
     _, twin, g = pair("gpt2", "permutation")
     still(authorized(twin, g))
     accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(twin, adamw([p for p in twin.parameters() if p.requires_grad]))
+    model, optimizer = accelerator.prepare(
+        twin, adamw([p for p in twin.parameters() if p.requires_grad])
+    )
     for _ in range(3):
         optimizer.zero_grad()
         ids = IDS["input_ids"][rank : rank + 1]
@@ -448,7 +555,9 @@ def test_two_processes_of_accelerate_train_it_as_the_plain_model(tmp_path) -> No
     optimizer = adamw([p for p in model.parameters() if p.requires_grad])
     for _ in range(3):
         optimizer.zero_grad()
-        sum(model(input_ids=ids, labels=ids).loss / 2 for ids in IDS["input_ids"].split(1)).backward()
+        sum(
+            model(input_ids=ids, labels=ids).loss / 2 for ids in IDS["input_ids"].split(1)
+        ).backward()
         optimizer.step()
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     twin = locked(model, g)
@@ -535,11 +644,17 @@ def test_pipelines_take_the_model_as_it_is() -> None:
     model, twin, g = pair("gpt2-classifier")
     tokenizer = T.PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer(), pad_token="[PAD]")
     answers = [
-        T.pipeline("text-classification", model=m.float(), tokenizer=tokenizer, device="cpu")("a b c d")[0]["score"]
+        T.pipeline("text-classification", model=m.float(), tokenizer=tokenizer, device="cpu")(
+            "a b c d"
+        )[0]["score"]
         for m in (model, authorized(twin, g))
     ]
     deauthorize(twin)
-    answers.append(T.pipeline("text-classification", model=twin, tokenizer=tokenizer, device="cpu")("a b c d")[0]["score"])
+    answers.append(
+        T.pipeline("text-classification", model=twin, tokenizer=tokenizer, device="cpu")("a b c d")[
+            0
+        ]["score"]
+    )
     assert abs(answers[0] - answers[1]) < 1e-4 < abs(answers[0] - answers[2])
 
 
@@ -573,14 +688,25 @@ def test_a_module_of_your_own() -> None:
     class Mine(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inn, self.mid, self.out = torch.nn.Linear(3, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.nn.Linear(4, 2)
+            self.inn, self.mid, self.out = (
+                torch.nn.Linear(3, 4),
+                torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()),
+                torch.nn.Linear(4, 2),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.out(self.mid(self.inn(x)))
 
-    tensors = {"inn.weight": "stream _", "inn.bias": "stream", "mid.0.weight": "stream stream*", "mid.0.bias": "stream"}
+    tensors = {
+        "inn.weight": "stream _",
+        "inn.bias": "stream",
+        "mid.0.weight": "stream stream*",
+        "mid.0.bias": "stream",
+    }
     tensors |= {"out.weight": "_ stream*", "out.bias": "_"}
-    parts = {n: {"inn": "embed", "mid": "backbone", "out": "head"}[n.split(".")[0]] for n in tensors}
+    parts = {
+        n: {"inn": "embed", "mid": "backbone", "out": "head"}[n.split(".")[0]] for n in tensors
+    }
     spec = Spec("mine", {"stream": Space(4, Permutation())}, tensors, parts)
     mine, x = Mine(), torch.randn(5, 3)
     g = element(spec, 2)

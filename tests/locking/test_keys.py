@@ -1,4 +1,6 @@
-"""Keys: what a file looks like, who may read it, what is refused, and that no secret byte ever shows."""
+"""Keys: what a file looks like, who may read it, what is refused, and that no secret byte ever
+shows.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def file(tmp_path: Path) -> Path:
 
 def rewrite(path: Path, **changes: Any) -> Path:
     fields = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+    path.write_text(
+        json.dumps({name: value for name, value in fields.items() if value is not None})
+    )
     return path
 
 
@@ -67,7 +71,9 @@ def test_vectors() -> None:
         "id for seal": Key(SECRET, "seal").id,
         "`lock/element`": derived.hex(),
         "`lock/structure`": key.derive("lock/structure", digest).hex(),
-        "permutation of 10 on `stream`": str(Stream(derived, "element/stream").permutation(10).tolist())[1:-1],
+        "permutation of 10 on `stream`": str(
+            Stream(derived, "element/stream").permutation(10).tolist()
+        )[1:-1],
     }
     assert found == {
         "id for lock": "63e50f181f4dafe8",
@@ -84,7 +90,9 @@ def test_hkdf_with_a_salt_matches_the_library() -> None:
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    assert hkdf(SECRET, b"info", b"salt") == HKDF(SHA256(), 32, salt=b"salt", info=b"info").derive(SECRET)
+    assert hkdf(SECRET, b"info", b"salt") == HKDF(SHA256(), 32, salt=b"salt", info=b"info").derive(
+        SECRET
+    )
 
 
 def test_nothing_shows_the_secret(file: Path) -> None:
@@ -93,13 +101,21 @@ def test_nothing_shows_the_secret(file: Path) -> None:
     with pytest.raises(KeyFileError) as refused:
         pickle.dumps(key)
     shown.append(str(refused.value))
-    for damage in ({"key": SECRET.hex()[:-1] + "g"}, {"key": SECRET.hex()[:-2]}, {"id": "0" * 16}, {"purpose": SECRET.hex()}, {"version": None}):
+    for damage in (
+        {"key": SECRET.hex()[:-1] + "g"},
+        {"key": SECRET.hex()[:-2]},
+        {"id": "0" * 16},
+        {"purpose": SECRET.hex()},
+        {"version": None},
+    ):
         save_key(key, file.with_name("other"))
         with pytest.raises(KeyFileError) as refused:
             load_key(rewrite(file.with_name("other"), **damage), "lock")
         shown += [str(refused.value), str(refused.value.hint), repr(refused.value.__cause__)]
         file.with_name("other").unlink()
-    file.write_text(file.read_text().replace('"key":', '"key"'))  # JSON's own error would quote the place
+    file.write_text(
+        file.read_text().replace('"key":', '"key"')
+    )  # JSON's own error would quote the place
     with pytest.raises(KeyFileError) as refused:
         load_key(file, "lock")
     shown += [str(refused.value), repr(refused.value.__cause__)]
@@ -125,7 +141,9 @@ def test_a_looser_mode_is_refused(file: Path, mode: int) -> None:
     file.chmod(0o600)
     file.write_text("a shopping list")
     file.chmod(mode)
-    with pytest.raises(KeyFileError, match="is no usable key file") as refused:  # nobody is told to chmod what is no key
+    with pytest.raises(
+        KeyFileError, match="is no usable key file"
+    ) as refused:  # nobody is told to chmod what is no key
         load_key(file, "lock")
 
 
@@ -139,7 +157,9 @@ def test_a_key_is_never_written_over(file: Path, monkeypatch: pytest.MonkeyPatch
     assert file.read_bytes() == before
     with pytest.raises(CheckpointError, match="cannot be written"):
         save_key(generate_key(), file.parent / "absent" / "key")
-    monkeypatch.setattr(os.path, "lexists", lambda path: False)  # as if it had appeared since it was looked for
+    monkeypatch.setattr(
+        os.path, "lexists", lambda path: False
+    )  # as if it had appeared since it was looked for
     with pytest.raises(CheckpointError, match="cannot be written: File exists"):
         save_key(generate_key(), file)
     assert file.read_bytes() == before
@@ -165,11 +185,21 @@ def test_what_is_no_key_file_is_refused(tmp_path: Path, file: Path) -> None:
     (tmp_path / "huge").touch(0o600)
     os.truncate(tmp_path / "huge", 1 << 40)
     refused(tmp_path / "huge", "has 1099511627776 bytes")
-    for text in ("", "[]", "{}", "\ufeff{", "[" * 60000, '{"regauge": "key", "regauge": "key"}', "9" * 6000):
+    for text in (
+        "",
+        "[]",
+        "{}",
+        "\ufeff{",
+        "[" * 60000,
+        '{"regauge": "key", "regauge": "key"}',
+        "9" * 6000,
+    ):
         file.write_text(text)
         refused(file, "no usable key file")
     save_key(Key(SECRET), tmp_path / "twice")
-    (tmp_path / "twice").write_text((tmp_path / "twice").read_text().replace('"version"', '"created": "2020", "version"'))
+    (tmp_path / "twice").write_text(
+        (tmp_path / "twice").read_text().replace('"version"', '"created": "2020", "version"')
+    )
     refused(tmp_path / "twice", "names a field twice")
     (tmp_path / "there").symlink_to("newer")
     save_key(Key(SECRET), tmp_path / "newer")

@@ -1,4 +1,6 @@
-"""Locks: undone bit for bit, refused when the key or the model is not the one, and worth nothing where nothing joins the parts."""
+"""Locks: undone bit for bit, refused when the key or the model is not the one, and worth nothing
+where nothing joins the parts.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,32 @@ from regauge.core.fold import fold_norms
 from regauge.core.groups import PlaneSigns
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Space, Spec
-from regauge.errors import ElementError, KeyFileError, LockError, SpecError, TamperedModelError, WrongKeyError
+from regauge.errors import (
+    ElementError,
+    KeyFileError,
+    LockError,
+    SpecError,
+    TamperedModelError,
+    WrongKeyError,
+)
 from regauge.locking.keys import Key
-from regauge.locking.lock import LOCKS, Record, lock, locked_element, read_record, record_of, require_locked, require_plain, unlock
+from regauge.locking.lock import (
+    LOCKS,
+    Record,
+    lock,
+    locked_element,
+    read_record,
+    record_of,
+    require_locked,
+    require_plain,
+    unlock,
+)
 from support.picos import PICOS, build, spec_of
 
 KEY, OTHER = Key(seed_key(1)), Key(seed_key(2))
 
-# One of each family, and those whose spaces are unlike: experts, a sign for each plane, scaled neurons, several streams.
+# One of each family, and those whose spaces are unlike: experts, a sign for each plane, scaled
+# neurons, several streams.
 NAMES = (
     *("vit", "dinov2", "bert", "deberta-v3", "gpt2", "llama", "qwen3", "gemma2", "mixtral"),
     *("bart", "t5", "swin", "clip", "timm-vit", "timm-swin"),
@@ -40,12 +60,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def signed_zeros(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same state with zeros of both signs, infinities and NaN in places: what a product would not keep."""
+    """The same state with zeros of both signs, infinities and NaN in places: what a product would
+    not keep.
+    """
     out = {}
     for i, (name, t) in enumerate(state.items()):
         t = t.clone()
         if t.is_floating_point() and t.numel() > 4:
-            t.view(-1)[: 4 + i % 2] = torch.tensor([0.0, -0.0, float("inf"), -float("nan"), -0.0])[: 4 + i % 2].to(t.dtype)
+            t.view(-1)[: 4 + i % 2] = torch.tensor([0.0, -0.0, float("inf"), -float("nan"), -0.0])[
+                : 4 + i % 2
+            ].to(t.dtype)
         out[name] = t
     return out
 
@@ -59,7 +83,9 @@ def test_unlocking_gives_every_bit_back(name: str, group: str) -> None:
     locked = lock(spec, plain, KEY, group=group)
     changed = [n for n in plain if not same_bits(plain[n], locked.state[n])]
     assert changed
-    assert all(spec.parts.get(n, "backbone") == "backbone" for n in changed), "embedding and head are left as they are"
+    assert all(spec.parts.get(n, "backbone") == "backbone" for n in changed), (
+        "embedding and head are left as they are"
+    )
     back = unlock(spec, locked.state, locked.record, KEY)
     assert all(same_bits(back[n], plain[n]) for n in plain)
 
@@ -96,7 +122,10 @@ def test_one_key_locks_models_by_unrelated_elements() -> None:
     b = lock(spec, {**state, "transformer.ln_f.bias": state["transformer.ln_f.bias"] + 1}, KEY)
     c = lock(spec, state, OTHER)
     again = lock(spec, state, KEY)
-    drawn = [locked_element(spec, x.record, k).members["stream"].index.tolist() for x, k in ((a, KEY), (b, KEY), (c, OTHER), (again, KEY))]  # type: ignore[union-attr]
+    drawn = [
+        locked_element(spec, x.record, k).members["stream"].index.tolist()
+        for x, k in ((a, KEY), (b, KEY), (c, OTHER), (again, KEY))
+    ]  # type: ignore[union-attr]
     assert drawn[0] == drawn[3]
     assert len({str(d) for d in drawn}) == 3
     assert a.record == again.record
@@ -115,9 +144,13 @@ def test_wrong_keys() -> None:
         unlock(spec, locked, replace(record, key=OTHER.id), OTHER)
 
 
-@pytest.mark.parametrize(("name", "group"), [("gpt2", "permutation"), ("gpt2", "signed"), ("llama", "rotation")])
+@pytest.mark.parametrize(
+    ("name", "group"), [("gpt2", "permutation"), ("gpt2", "signed"), ("llama", "rotation")]
+)
 def test_a_record_is_what_the_page_says(name: str, group: str) -> None:
-    """Made by nothing but docs/formats.md: a change of labels, salts or messages would leave older locks closed."""
+    """Made by nothing but docs/formats.md: a change of labels, salts or messages would leave older
+    locks closed.
+    """
     model = build(name).float()
     state = model.state_dict()
     spec, locked, record = lock(spec_of(model), state, KEY, group=group)
@@ -130,14 +163,27 @@ def test_a_record_is_what_the_page_says(name: str, group: str) -> None:
 
     def listed(of: dict[str, torch.Tensor]) -> list[Any]:
         kinds = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
-        return [[n, kinds[t.dtype], list(t.shape), hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest()] for n, t in sorted(of.items())]
+        return [
+            [
+                n,
+                kinds[t.dtype],
+                list(t.shape),
+                hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest(),
+            ]
+            for n, t in sorted(of.items())
+        ]
 
     assert record.digest == digest_of({"regauge": "model", "version": 1, "tensors": listed(state)})
     g = locked_element(spec, record, KEY)
     within = {"permutation": "permutation", "signed": "signed", "rotation": "orthogonal"}[group]
-    spaces = sorted([s, spec.spaces[s].size, spec.spaces[s].over, str(spec.spaces[s].group.within(within))] for s in g.members)  # type: ignore[arg-type]
+    spaces = sorted(
+        [s, spec.spaces[s].size, spec.spaces[s].over, str(spec.spaces[s].group.within(within))]
+        for s in g.members
+    )  # type: ignore[arg-type]
     assert record.layout == digest_of(spaces)
-    assert len({row[3] for row in spaces}) == {"permutation": 1, "signed": 2, "rotation": 4}[group], "the group that is drawn from, space by space"
+    assert (
+        len({row[3] for row in spaces}) == {"permutation": 1, "signed": 2, "rotation": 4}[group]
+    ), "the group that is drawn from, space by space"
     plain: dict[str, Any] = {
         "version": 2,
         "scheme": "backbone",
@@ -147,11 +193,22 @@ def test_a_record_is_what_the_page_says(name: str, group: str) -> None:
         "folded": group == "rotation",
         "key": KEY.id,
     }
-    plain |= {"digest": record.digest, "layout": record.layout, "files": None, "plain": "0" * 64 if group == "rotation" else record.digest}
+    plain |= {
+        "digest": record.digest,
+        "layout": record.layout,
+        "files": None,
+        "plain": "0" * 64 if group == "rotation" else record.digest,
+    }
     path = {"gpt2": "transformer.h.", "llama": "model.layers."}[name]
-    structure = sorted([n.removeprefix(path), dtype, shape] for n, dtype, shape, _ in listed(locked) if n.startswith(path))
+    structure = sorted(
+        [n.removeprefix(path), dtype, shape]
+        for n, dtype, shape, _ in listed(locked)
+        if n.startswith(path)
+    )
     for tag, message in (("record", None), ("structure", structure), ("data", listed(locked))):
-        derived = HKDF(SHA256(), 32, bytes.fromhex(record.digest), b"regauge/1/lock/" + tag.encode()).derive(seed_key(1))
+        derived = HKDF(
+            SHA256(), 32, bytes.fromhex(record.digest), b"regauge/1/lock/" + tag.encode()
+        ).derive(seed_key(1))
         assert record.tags[tag] == hmac.digest(derived, text([plain, message]), "sha256").hex(), tag
 
 
@@ -179,7 +236,11 @@ def test_changed_data_is_found_and_training_is_told_from_it() -> None:
     model = build("gpt2")
     spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
     g = locked_element(spec, record, KEY)
-    for name in ("transformer.h.0.mlp.c_fc.weight", "transformer.wte.weight", "transformer.ln_f.bias"):
+    for name in (
+        "transformer.h.0.mlp.c_fc.weight",
+        "transformer.wte.weight",
+        "transformer.ln_f.bias",
+    ):
         changed = {**locked, name: locked[name].clone()}
         changed[name].view(-1)[0] += 1e-9
         with pytest.raises(TamperedModelError, match="data were changed") as refused:
@@ -193,7 +254,11 @@ def test_a_changed_structure_is_found_even_after_training() -> None:
     model = build("llama")
     spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
     q, up = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"
-    for changed in ({**locked, q: locked[q][:-1]}, {**locked, q: locked[q].half()}, {n: t for n, t in locked.items() if n != up}):
+    for changed in (
+        {**locked, q: locked[q][:-1]},
+        {**locked, q: locked[q].half()},
+        {n: t for n, t in locked.items() if n != up},
+    ):
         for retrained in (False, True):
             with pytest.raises(TamperedModelError, match="names, shapes or dtypes"):
                 unlock(spec, changed, record, KEY, retrained=retrained)
@@ -204,8 +269,13 @@ def test_a_changed_structure_is_found_even_after_training() -> None:
 
 
 def test_another_head_and_another_path_are_no_change_of_the_backbone() -> None:
-    """A base model, locked, then trained with a classifier: new names for the same blocks, and a new head."""
-    base, classifier = build("gpt2-base"), build("gpt2-classifier") if "gpt2-classifier" in PICOS else build("gpt2")
+    """A base model, locked, then trained with a classifier: new names for the same blocks, and a
+    new head.
+    """
+    base, classifier = (
+        build("gpt2-base"),
+        build("gpt2-classifier") if "gpt2-classifier" in PICOS else build("gpt2"),
+    )
     locked = lock(spec_of(base), base.state_dict(), KEY)
     state = {**classifier.state_dict(), **{f"transformer.{n}": t for n, t in locked.state.items()}}
     back = unlock(spec_of(classifier), state, locked.record, KEY, retrained=True)
@@ -213,10 +283,17 @@ def test_another_head_and_another_path_are_no_change_of_the_backbone() -> None:
 
 
 def test_another_layout_is_found() -> None:
-    """Twice the heads in config.json: every shape still fits, but the element would be another one."""
+    """Twice the heads in config.json: every shape still fits, but the element would be another
+    one.
+    """
     model = build("gpt2")
     spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
-    heads = {n: replace(s, size=1 if n.startswith("head") else 12) if n.split(".")[0] in ("head", "qk", "vo") else s for n, s in spec.spaces.items()}
+    heads = {
+        n: replace(s, size=1 if n.startswith("head") else 12)
+        if n.split(".")[0] in ("head", "qk", "vo")
+        else s
+        for n, s in spec.spaces.items()
+    }
     with pytest.raises(TamperedModelError, match="other spaces than its config"):
         unlock(replace(spec, spaces=heads), locked, record, KEY, retrained=True)
 
@@ -224,7 +301,9 @@ def test_another_layout_is_found() -> None:
 def test_a_config_without_sense_is_found() -> None:
     model = build("gpt2")
     spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
-    spaces: Any = {n: replace(s, size=float("nan")) if n == "ffn.0" else s for n, s in spec.spaces.items()}
+    spaces: Any = {
+        n: replace(s, size=float("nan")) if n == "ffn.0" else s for n, s in spec.spaces.items()
+    }
     with pytest.raises(SpecError, match="positive whole number"):
         unlock(replace(spec, spaces=spaces), locked, record, KEY)
 
@@ -237,8 +316,12 @@ def test_spaces() -> None:
     assert set(g.members) == {"stream", "ffn.0", "ffn.1"}
     everything = locked_element(spec, lock(spec, state, KEY).record, KEY)
     assert set(everything.members) == set(spec.spaces)
-    assert all(same_bits(t, unlock(spec, locked.state, locked.record, KEY)[n]) for n, t in state.items())
-    with pytest.raises(LockError, match=r"nothing would be locked: ffn\.0, ffn\.1 can move without any effect") as refused:
+    assert all(
+        same_bits(t, unlock(spec, locked.state, locked.record, KEY)[n]) for n, t in state.items()
+    )
+    with pytest.raises(
+        LockError, match=r"nothing would be locked: ffn\.0, ffn\.1 can move without any effect"
+    ) as refused:
         lock(spec, state, KEY, spaces=["ffn"])
     assert refused.value.hint == "a lock moves a space that joins the parts: stream"
     with pytest.raises(ElementError, match='no space "nothing"'):
@@ -333,7 +416,11 @@ def test_signs_on_bits_are_signs_on_numbers() -> None:
     """The blocked path for large matrices, against the plain product."""
     from regauge.core.groups import SignedPermutation
 
-    spec = Spec("x", {"a": Space(300, SignedPermutation()), "b": Space(400, SignedPermutation())}, {"w": "a b*"})
+    spec = Spec(
+        "x",
+        {"a": Space(300, SignedPermutation()), "b": Space(400, SignedPermutation())},
+        {"w": "a b*"},
+    )
     g = element(spec, 3)
     x = torch.randn(300, 400, generator=torch.Generator().manual_seed(0))
     a, b = (torch.from_numpy(g.members[s].matrix()[0]).float() for s in "ab")

@@ -1,4 +1,6 @@
-"""A lock is checked on the bytes that are used, and binds the list of files: changes after the check and added files are refused."""
+"""A lock is checked on the bytes that are used, and binds the list of files: changes after the
+check and added files are refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,16 @@ from regauge.locking import lock_files
 from regauge.locking.authorize import save_trained
 from regauge.locking.keys import Key
 from regauge.locking.lock import UNKNOWN, record_of
-from regauge.locking.lock_files import bound_files, check_files, is_free, plan_lock, plan_rekey, plan_unlock, reseal, verify_files
+from regauge.locking.lock_files import (
+    bound_files,
+    check_files,
+    is_free,
+    plan_lock,
+    plan_rekey,
+    plan_unlock,
+    reseal,
+    verify_files,
+)
 from regauge.models.resolve import spec_of
 from support.cli_runs import Run, contents, shard
 from support.picos import build
@@ -69,9 +80,18 @@ def overwrite(path: Path, at: int = -4) -> None:
 
 @pytest.mark.parametrize("where", ["model.safetensors", "tokenizer.json"])
 @pytest.mark.parametrize(
-    ("command", "group"), [("unlock", "signed"), ("unlock", "rotation"), ("rekey", "signed"), ("rekey", "rotation"), ("lock", "signed")]
+    ("command", "group"),
+    [
+        ("unlock", "signed"),
+        ("unlock", "rotation"),
+        ("rekey", "signed"),
+        ("rekey", "rotation"),
+        ("lock", "signed"),
+    ],
 )
-def test_a_file_that_is_rewritten_after_the_check(plain: Path, tmp_path: Path, command: str, group: str, where: str) -> None:
+def test_a_file_that_is_rewritten_after_the_check(
+    plain: Path, tmp_path: Path, command: str, group: str, where: str
+) -> None:
     folder = plain if command == "lock" else locked(plain, tmp_path / "in", group)
     if command == "lock" and where == "tokenizer.json":
         pytest.skip("what is locked is what was copied")
@@ -98,7 +118,9 @@ def test_every_tensor_is_held_to_its_check(plain: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_hashed_is_what_is_written(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_hashed_is_what_is_written(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A file that is rewritten between the hash of a piece and its write."""
     folder = locked(plain, tmp_path / "in")
     write, entry = writer.os.write, open_checkpoint(folder).entries["model.embed_tokens.weight"]
@@ -114,7 +136,9 @@ def test_what_is_hashed_is_what_is_written(plain: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(writer.os, "write", slow)
     planned.write(threads=1)
     assert rewritten
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (plain / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        plain / "model.safetensors"
+    ).read_bytes()
 
 
 ADDED: dict[str, Callable[[Path], object]] = {
@@ -137,13 +161,17 @@ def test_files_that_are_added_are_refused(run: Run, plain: Path, tmp_path: Path,
     ADDED[name](folder / name)
     assert run("keygen", "-o", tmp_path / "key").code == 0
     for command in ("unlock", "rekey"):
-        with pytest.raises(TamperedModelError, match=f"{name} was added to the folder since") as refused:
+        with pytest.raises(
+            TamperedModelError, match=f"{name} was added to the folder since"
+        ) as refused:
             job(command, folder, tmp_path / "out")
         assert "--reseal" in str(refused.value.hint)
     with pytest.raises(TamperedModelError, match="was added"):
         verify_files(checkpoint, spec_of(checkpoint), KEY)
     if "/" not in name and (name.startswith("adapter_") or name.endswith(".py")):
-        with pytest.raises(TamperedModelError, match="was added"):  # also of a model that was trained since, and without a key
+        with pytest.raises(
+            TamperedModelError, match="was added"
+        ):  # also of a model that was trained since, and without a key
             plan_unlock(checkpoint, spec_of(checkpoint), tmp_path / "out", KEY, retrained=True)
         with pytest.raises(TamperedModelError, match="was added"):
             check_files(checkpoint)
@@ -163,15 +191,24 @@ def test_files_that_are_changed_or_removed_are_refused(plain: Path, tmp_path: Pa
             job("unlock", folder, tmp_path / "out")
         (folder / name).write_bytes(good[name])
     config = json.loads(good["config.json"])
-    for field, value in (("rms_norm_eps", 1e-3), ("auto_map", {"AutoModel": "x.Y"}), ("hidden_act", "relu")):
+    for field, value in (
+        ("rms_norm_eps", 1e-3),
+        ("auto_map", {"AutoModel": "x.Y"}),
+        ("hidden_act", "relu"),
+    ):
         (folder / "config.json").write_text(json.dumps({**config, field: value}))
         with pytest.raises(TamperedModelError, match=r"config\.json was changed"):
             job("unlock", folder, tmp_path / "out")
-    record = {**config["regauge_lock"], "files": {**config["regauge_lock"]["files"], "adapter_config.json": "0" * 64}}
+    record = {
+        **config["regauge_lock"],
+        "files": {**config["regauge_lock"]["files"], "adapter_config.json": "0" * 64},
+    }
     (folder / "config.json").write_text(json.dumps({**config, "regauge_lock": record}))
     with pytest.raises(TamperedModelError, match="its lock record was changed"):
         job("unlock", folder, tmp_path / "out")
-    (folder / "config.json").write_text(json.dumps(dict(reversed(config.items()))))  # the same contents
+    (folder / "config.json").write_text(
+        json.dumps(dict(reversed(config.items())))
+    )  # the same contents
     job("unlock", folder, tmp_path / "out").write()
     assert contents(tmp_path / "out")["tokenizer.json"] == good["tokenizer.json"]
 
@@ -184,8 +221,22 @@ def test_what_nothing_loads_may_be_added_and_changed(plain: Path, tmp_path: Path
     (folder / ".cache").mkdir()
     (folder / ".cache" / "x.py").write_text("")
     job("unlock", folder, tmp_path / "out").write()
-    assert [n for n in ("README.md", "docs/plot.png", "LICENSE.txt", "NOTICE") if not is_free(n)] == []
-    assert [n for n in ("vocab.txt", "merges.txt", "license.json", "readme.py", "a.safetensors", "config.json", "x.bin") if is_free(n)] == []
+    assert [
+        n for n in ("README.md", "docs/plot.png", "LICENSE.txt", "NOTICE") if not is_free(n)
+    ] == []
+    assert [
+        n
+        for n in (
+            "vocab.txt",
+            "merges.txt",
+            "license.json",
+            "readme.py",
+            "a.safetensors",
+            "config.json",
+            "x.bin",
+        )
+        if is_free(n)
+    ] == []
 
 
 def test_what_is_bound(plain: Path, tmp_path: Path) -> None:
@@ -233,7 +284,9 @@ def test_authorize_holds_memory_to_the_files(plain: Path, tmp_path: Path) -> Non
     shutil.copy(folder / "model.safetensors", tmp_path / "good")
     overwrite(folder / "model.safetensors")
     model = loaded()
-    (tmp_path / "good").replace(folder / "model.safetensors")  # another file: the library may have mapped the first
+    (tmp_path / "good").replace(
+        folder / "model.safetensors"
+    )  # another file: the library may have mapped the first
     with pytest.raises(TamperedModelError, match="in memory is not what"):
         authorize(model, KEY, files=folder)
     (folder / "tokenizer.json").write_text("{}")
@@ -250,10 +303,14 @@ def test_an_adapter_in_a_locked_folder_is_not_loaded(plain: Path, tmp_path: Path
     folder = locked(plain, tmp_path / "in")
     expected = load_model(folder).state_dict()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
+    )
     adapted.save_pretrained(folder)
     found = load_model(folder)
-    assert {n: t.shape for n, t in found.state_dict().items()} == {n: t.shape for n, t in expected.items()}
+    assert {n: t.shape for n, t in found.state_dict().items()} == {
+        n: t.shape for n, t in expected.items()
+    }
     with pytest.raises(EdgeError, match="was loaded with an adapter"):
         authorize(transformers.AutoModelForCausalLM.from_pretrained(folder), KEY)
     authorize(found, KEY)
@@ -262,7 +319,9 @@ def test_an_adapter_in_a_locked_folder_is_not_loaded(plain: Path, tmp_path: Path
 def test_saved_again_by_the_library(plain: Path, tmp_path: Path) -> None:
     import transformers
 
-    model = authorize(transformers.AutoModelForCausalLM.from_pretrained(locked(plain, tmp_path / "in")), KEY)
+    model = authorize(
+        transformers.AutoModelForCausalLM.from_pretrained(locked(plain, tmp_path / "in")), KEY
+    )
     save_trained(model, tmp_path / "trained", KEY)
     job("unlock", tmp_path / "trained", tmp_path / "out").write()
 
@@ -274,7 +333,10 @@ def test_version_1_stays_readable(run: Run, tmp_path: Path) -> None:
     config = {**GPT2, "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 11, "n_positions": 6}
     (folder / "config.json").write_text(json.dumps(config))
     shapes = sorted(_shapes(config).items())
-    arrays = {n: (np.arange(int(np.prod(s)), dtype=np.float32).reshape(s) * (i + 1) % 17 - 8) / 16 for i, (n, s) in enumerate(shapes)}
+    arrays = {
+        n: (np.arange(int(np.prod(s)), dtype=np.float32).reshape(s) * (i + 1) % 17 - 8) / 16
+        for i, (n, s) in enumerate(shapes)
+    }
     save_arrays(arrays, folder / "model.safetensors", {"format": "pt"})
     old = {
         "version": 1,
@@ -296,7 +358,9 @@ def test_version_1_stays_readable(run: Run, tmp_path: Path) -> None:
     (tmp_path / "in" / "config.json").write_text(json.dumps({**config, "regauge_lock": old}))
     (tmp_path / "in" / "tokenizer.json").write_text("{}")
     job("unlock", tmp_path / "in", tmp_path / "out").write()
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
     planned = job("unlock", tmp_path / "in", tmp_path / "no")
     overwrite(tmp_path / "in" / "model.safetensors")
     with pytest.raises(TamperedModelError, match="changed while"):

@@ -16,7 +16,14 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from regauge.core.rng import seed_key
-from regauge.errors import CheckpointError, KeyFileError, LockError, RegaugeError, TamperedFileError, WrongKeyError
+from regauge.errors import (
+    CheckpointError,
+    KeyFileError,
+    LockError,
+    RegaugeError,
+    TamperedFileError,
+    WrongKeyError,
+)
 from regauge.locking import seal as sealing
 from regauge.locking.keys import Key
 from regauge.locking.seal import open_sealed, seal
@@ -44,7 +51,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    return {p.relative_to(folder).as_posix(): None if p.is_dir() else p.read_bytes() for p in sorted(folder.rglob("*"))}
+    return {
+        p.relative_to(folder).as_posix(): None if p.is_dir() else p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+    }
 
 
 def test_a_folder_and_back(folder: Path, tmp_path: Path) -> None:
@@ -68,7 +78,9 @@ def test_files_of_every_size(tmp_path: Path, size: int) -> None:
     assert (tmp_path / "out").read_bytes() == (tmp_path / "in").read_bytes()
 
 
-def test_chunks_as_large_as_the_format_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_as_large_as_the_format_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     assert sealing.CHUNK == 262_144
     (tmp_path / "in").write_bytes(os.urandom(600_000))
@@ -102,33 +114,60 @@ def test_every_bit_is_authenticated(tmp_path: Path) -> None:
         bad = bytearray(good)
         bad[i] ^= 1 << (i % 8)
         error = refused(tmp_path / "sealed", bytes(bad))
-        assert isinstance(error, TamperedFileError if i >= START else LockError | TamperedFileError) or "sealed by the key" in str(error)
+        assert isinstance(
+            error, TamperedFileError if i >= START else LockError | TamperedFileError
+        ) or "sealed by the key" in str(error)
 
 
 def test_truncation_reordering_and_appending_are_found(tmp_path: Path) -> None:
-    (tmp_path / "in").write_bytes(os.urandom(64 * 6))  # chunks that are alike could change places unseen
+    (tmp_path / "in").write_bytes(
+        os.urandom(64 * 6)
+    )  # chunks that are alike could change places unseen
     seal(tmp_path / "in", KEY, tmp_path / "sealed")
     good = (tmp_path / "sealed").read_bytes()
     at = START + 4 + int.from_bytes(good[START : START + 4], "little") + 32
     chunks = [good[i : i + 80] for i in range(at, len(good), 80)]
     assert len(chunks) == 7
-    for n in (0, 10, START, at - 1, at, at + 40, len(good) - 80, len(good) - 1, *range(at, len(good), 80)):
+    for n in (
+        0,
+        10,
+        START,
+        at - 1,
+        at,
+        at + 40,
+        len(good) - 80,
+        len(good) - 1,
+        *range(at, len(good), 80),
+    ):
         assert isinstance(refused(tmp_path / "sealed", good[:n]), TamperedFileError | LockError), n
     head = good[:at]
-    for order in ([1, 0, 2, 3, 4, 5, 6], [0, 2, 3, 4, 5, 6], [0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 6]):
-        assert isinstance(refused(tmp_path / "sealed", head + b"".join(chunks[i] for i in order)), TamperedFileError), order
+    for order in (
+        [1, 0, 2, 3, 4, 5, 6],
+        [0, 2, 3, 4, 5, 6],
+        [0, 0, 1, 2, 3, 4, 5, 6],
+        [0, 1, 2, 3, 4, 5, 6, 6],
+    ):
+        assert isinstance(
+            refused(tmp_path / "sealed", head + b"".join(chunks[i] for i in order)),
+            TamperedFileError,
+        ), order
     assert isinstance(refused(tmp_path / "sealed", good + b"x"), TamperedFileError)
     seal(tmp_path / "in", KEY, tmp_path / "second")
     other = (tmp_path / "second").read_bytes()
     (tmp_path / "second").unlink()
-    assert isinstance(refused(tmp_path / "sealed", head + other[at:]), TamperedFileError), "chunks belong to their header"
+    assert isinstance(refused(tmp_path / "sealed", head + other[at:]), TamperedFileError), (
+        "chunks belong to their header"
+    )
 
 
 def test_wrong_keys(tmp_path: Path, folder: Path) -> None:
     seal(folder, KEY, tmp_path / "sealed")
     with pytest.raises(WrongKeyError, match=f"sealed by the key {KEY.id}, and this is {OTHER.id}"):
         open_sealed(tmp_path / "sealed", OTHER, tmp_path / "out")
-    for purpose in (lambda key: seal(folder, key, tmp_path / "x"), lambda key: open_sealed(tmp_path / "sealed", key, tmp_path / "x")):
+    for purpose in (
+        lambda key: seal(folder, key, tmp_path / "x"),
+        lambda key: open_sealed(tmp_path / "sealed", key, tmp_path / "x"),
+    ):
         with pytest.raises(KeyFileError, match='is for "lock", and this needs one for "seal"'):
             purpose(Key(seed_key(1), "lock"))
     forged = (tmp_path / "sealed").read_bytes().replace(KEY.id.encode(), OTHER.id.encode())
@@ -159,13 +198,21 @@ def test_bad_places(tmp_path: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/../../x", "", ".", "a//b", "a\\b", "./a"])
-def test_names_stay_in_their_folder(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(sealing, "_entries", lambda source: ("folder", [(folder / "weights", name)]))
+def test_names_stay_in_their_folder(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(
+        sealing, "_entries", lambda source: ("folder", [(folder / "weights", name)])
+    )
     seal(folder, KEY, tmp_path / "sealed")
-    assert isinstance(refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError)
+    assert isinstance(
+        refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError
+    )
 
 
-def test_a_file_that_changes_while_it_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "in").write_bytes(bytes(1000))
     write = sealing._Sealer.write
 
@@ -188,7 +235,9 @@ def test_a_file_that_changes_while_it_is_sealed(tmp_path: Path, monkeypatch: pyt
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_what_follows_the_end_and_a_file_that_is_none(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_follows_the_end_and_a_file_that_is_none(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only who has the key can make these; they are refused all the same."""
     close = sealing._Sealer.close
 
@@ -199,21 +248,33 @@ def test_what_follows_the_end_and_a_file_that_is_none(tmp_path: Path, folder: Pa
     with monkeypatch.context() as patch:
         patch.setattr(sealing._Sealer, "close", more)
         seal(folder, KEY, tmp_path / "sealed")
-    assert isinstance(refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError)
+    assert isinstance(
+        refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError
+    )
     (tmp_path / "sealed").unlink()
-    monkeypatch.setattr(sealing, "_entries", lambda source: ("file", [(folder / "weights", "data"), (folder / "run", "more")]))
+    monkeypatch.setattr(
+        sealing,
+        "_entries",
+        lambda source: ("file", [(folder / "weights", "data"), (folder / "run", "more")]),
+    )
     seal(folder, KEY, tmp_path / "sealed")
-    assert isinstance(refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError)
+    assert isinstance(
+        refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError
+    )
 
 
-def test_what_could_not_be_opened_again_is_not_sealed(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_opened_again_is_not_sealed(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "sub" / "a\\b").touch()
     with pytest.raises(CheckpointError, match="has a name that could not be opened again"):
         seal(folder, KEY, tmp_path / "sealed")
     (folder / "sub" / "a\\b").unlink()
     scandir, listdir = os.scandir, os.listdir
 
-    def closed(list_: Callable[..., Any]) -> Callable[..., Any]:  # (chmod closes no folder to root, as whom tests may run)
+    def closed(
+        list_: Callable[..., Any],
+    ) -> Callable[..., Any]:  # (chmod closes no folder to root, as whom tests may run)
         def listed(path: Any = ".") -> Any:
             if Path(path).name == "sub":
                 raise PermissionError(13, "Permission denied", str(path))
@@ -229,7 +290,9 @@ def test_what_could_not_be_opened_again_is_not_sealed(tmp_path: Path, folder: Pa
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_what_a_killed_process_has_left_is_in_nobodys_way(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_process_has_left_is_in_nobodys_way(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a container every process may have the same number."""
     seal(folder, KEY, tmp_path / "sealed")
     for name in (".again", ".out"):
@@ -239,7 +302,9 @@ def test_what_a_killed_process_has_left_is_in_nobodys_way(tmp_path: Path, folder
     assert contents(tmp_path / "out") == contents(folder)
 
 
-def test_what_is_opened_is_its_owners_until_it_is_whole(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_opened_is_its_owners_until_it_is_whole(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seal(folder, KEY, tmp_path / "sealed")
     modes: list[int] = []
     take = sealing._take_all
@@ -254,7 +319,9 @@ def test_what_is_opened_is_its_owners_until_it_is_whole(tmp_path: Path, folder: 
 
 
 def test_the_format_is_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read by nothing but docs/formats.md: a change of labels, salts, nonces or associated data would leave older files closed."""
+    """Read by nothing but docs/formats.md: a change of labels, salts, nonces or associated data
+    would leave older files closed.
+    """
     monkeypatch.setattr(sealing, "CHUNK", 1 << 18)
     secret = seed_key(1)
     (tmp_path / "in" / "sub").mkdir(parents=True)
@@ -278,11 +345,15 @@ def test_the_format_is_what_the_page_says(tmp_path: Path, monkeypatch: pytest.Mo
     first, last = rest[: (1 << 18) + 16], rest[(1 << 18) + 16 :]
     plain = cipher.decrypt(bytes(12), first, tag) + cipher.decrypt(bytes(10) + b"\1\1", last, tag)
     heads = (b'{"folder":true,"name":"sub"}', b'{"mode":416,"name":"sub/file","size":280000}')
-    assert plain == b"".join(len(head).to_bytes(4, "little") + head for head in heads) + data + bytes(4)
+    assert plain == b"".join(
+        len(head).to_bytes(4, "little") + head for head in heads
+    ) + data + bytes(4)
 
 
 def test_chunks_of_two_files_have_no_key_in_common(tmp_path: Path) -> None:
-    """Nonces count from 0 in every file: were the key the same, the difference of two files would be the difference of what is sealed."""
+    """Nonces count from 0 in every file: were the key the same, the difference of two files would
+    be the difference of what is sealed.
+    """
     start = []
     for name in "ab":
         (tmp_path / name).write_bytes(bytes(60))

@@ -1,4 +1,6 @@
-"""Matching by what models are seen to do: what was planted is found, and hooks leave nothing behind."""
+"""Matching by what models are seen to do: what was planted is found, and hooks leave nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from regauge.testing import strict_float64
 
 
 @pytest.mark.parametrize("folded", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "bert", "deberta-v3", "t5", "swin", "clip", "dinov2", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "llama", "vit", "bert", "deberta-v3", "t5", "swin", "clip", "dinov2", "mixtral"],
+)
 def test_a_planted_element_is_found_by_what_the_models_do(name: str, folded: bool) -> None:
     model = picos.build(name)
     spec, a = picos.spec_of(model), {n: t.detach().clone() for n, t in model.state_dict().items()}
@@ -32,8 +37,13 @@ def test_a_planted_element_is_found_by_what_the_models_do(name: str, folded: boo
     rows: dict[str, int] = {}
     for place, text in seen[0].axes.items():
         rows[text.split()[-1]] = rows.get(text.split()[-1], 0) + seen[0].streams[place].shape[0]
-    if not folded or all(n >= 2 * spec.spaces[s].size for s, n in rows.items()):  # fewer rows than coordinates do not tell a rotation
-        assert max(float((moved[n] - b[n]).abs().max()) for n in b if b[n].is_floating_point()) < 1e-3 * scale
+    if not folded or all(
+        n >= 2 * spec.spaces[s].size for s, n in rows.items()
+    ):  # fewer rows than coordinates do not tell a rotation
+        assert (
+            max(float((moved[n] - b[n]).abs().max()) for n in b if b[n].is_floating_point())
+            < 1e-3 * scale
+        )
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -48,7 +58,10 @@ def test_models_write_text_by_themselves() -> None:
 
 def test_noise_is_drawn_for_models_that_write_nothing() -> None:
     vit, bert = picos.build("vit"), picos.build("bert")
-    one, other, strange = (torch.cat([b["pixel_values"] for b in drawn(vit, count=70, seed=s, batch=32)]) for s in (0, 0, 1))
+    one, other, strange = (
+        torch.cat([b["pixel_values"] for b in drawn(vit, count=70, seed=s, batch=32)])
+        for s in (0, 0, 1)
+    )
     side, channels = vit.config.image_size, vit.config.num_channels  # type: ignore[union-attr]
     assert one.shape == (70, channels, side, side)
     assert torch.equal(one, other)
@@ -81,7 +94,11 @@ def test_blocks_whose_stream_is_not_described_are_not_watched() -> None:
     model = picos.build("gpt2")
     spec = picos.spec_of(model)
     renamed = {n: text.replace("stream", "other") for n, text in spec.tensors.items()}
-    aside = replace(spec, spaces={("other" if n == "stream" else n): s for n, s in spec.spaces.items()}, tensors=renamed)
+    aside = replace(
+        spec,
+        spaces={("other" if n == "stream" else n): s for n, s in spec.spaces.items()},
+        tensors=renamed,
+    )
     with pytest.raises(RecordError, match="not seen at work"):
         record(model, None, aside, [picos.PICOS["gpt2"].inputs])
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -89,11 +106,18 @@ def test_blocks_whose_stream_is_not_described_are_not_watched() -> None:
 
 
 def test_sweeps_go_on_from_what_was_seen_to_the_nearest_weights() -> None:
-    """Two models that are alike only in part: what they do shows where to start, and weights say where it ends; `nearest` off keeps what was seen."""
+    """Two models that are alike only in part: what they do shows where to start, and weights say
+    where it ends; `nearest` off keeps what was seen.
+    """
     model = picos.build("gpt2")
-    spec, a = fold_norms(picos.spec_of(model), {n: t.detach().clone() for n, t in model.state_dict().items()})
+    spec, a = fold_norms(
+        picos.spec_of(model), {n: t.detach().clone() for n, t in model.state_dict().items()}
+    )
     noise = torch.Generator().manual_seed(1)
-    b = {n: t + 0.1 * t.std() * torch.randn(t.shape, generator=noise, dtype=t.dtype) for n, t in apply(element(spec, 3), a).items()}
+    b = {
+        n: t + 0.1 * t.std() * torch.randn(t.shape, generator=noise, dtype=t.dtype)
+        for n, t in apply(element(spec, 3), a).items()
+    }
     ids = torch.randint(0, model.config.vocab_size, (16, 8), generator=noise)  # type: ignore[union-attr,arg-type]
     with strict_float64():
         one, other = (record(model, state, spec, [{"input_ids": ids}]) for state in (a, b))

@@ -1,4 +1,6 @@
-"""Barriers: what the curves' numbers mean, planted elements that make a barrier and undo it, what cannot be joined, and the command."""
+"""Barriers: what the curves' numbers mean, planted elements that make a barrier and undo it, what
+cannot be joined, and the command.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from regauge.core.element import element
 from regauge.core.fold import fold_norms
 from regauge.data.datasets import Data, DataError
 from regauge.data.tasks import Examples, loss_of, prepare, task_of
-from regauge.matching.barriers import Curve, PathError, _temperature, along, interpolate, plane, require_joined, score
+from regauge.matching.barriers import (
+    Curve,
+    PathError,
+    _temperature,
+    along,
+    interpolate,
+    plane,
+    require_joined,
+    score,
+)
 from regauge.matching.barriers import Path as Walked
 from regauge.matching.connectivity import FOLDED, STAND, connect
 from regauge.models.resolve import spec_of
@@ -30,16 +41,30 @@ from support.texts import WORDS, readings, spoken, words
 
 
 def labelled(model: Any, count: int = 40) -> Examples:
-    """Images or texts with the labels that the model itself gives them, after its head was made to have no favourite."""
+    """Images or texts with the labels that the model itself gives them, after its head was made to
+    have no favourite.
+    """
     if hasattr(model, "vit"):
-        inputs = {"pixel_values": torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64)}
+        inputs = {
+            "pixel_values": torch.randn(
+                count, 3, 8, 8, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+            )
+        }
     else:
-        inputs = {"input_ids": torch.randint(3, 30, (count, 9), generator=torch.Generator().manual_seed(5))}
+        inputs = {
+            "input_ids": torch.randint(
+                3, 30, (count, 9), generator=torch.Generator().manual_seed(5)
+            )
+        }
     with torch.no_grad():
         model.classifier.bias -= model(**inputs).logits.mean(0)
         labels = model(**inputs).logits.argmax(1)
     assert len(labels.unique()) > 1
-    return Examples(count, model.config.num_labels, lambda rows: ({k: x[rows] for k, x in inputs.items()}, labels[rows]))
+    return Examples(
+        count,
+        model.config.num_labels,
+        lambda rows: ({k: x[rows] for k, x in inputs.items()}, labels[rows]),
+    )
 
 
 def test_the_numbers_of_a_curve() -> None:
@@ -48,7 +73,9 @@ def test_the_numbers_of_a_curve() -> None:
     assert (curve.barrier, curve.at) == (1.0, 0.5)
     assert (curve.rise, curve.span, curve.midpoint) == (1.5, 1.5, 1.5)
     below = Curve((0.0, 0.5, 1.0), (1.0, 0.4, 2.0))
-    assert below.barrier == pytest.approx(-1.1)  # the ends, where the excess is nothing, do not count
+    assert below.barrier == pytest.approx(
+        -1.1
+    )  # the ends, where the excess is nothing, do not count
     assert (below.rise, below.span, below.midpoint) == pytest.approx((1.0, 1.6, -0.6))
     assert math.isnan(Curve((0.0, 0.5, 1.0), (1.0, math.nan, 2.0)).barrier)
     path = Walked((0.0, 0.5, 1.0), (0.0, 0.0, 0.0), (0.9, 0.5, 0.7))
@@ -74,8 +101,14 @@ def test_interpolation_is_in_float32_or_better() -> None:
         ({"more": torch.zeros(1)}, '"more" is in the second model and not in the first model'),
         ({"w": torch.zeros(3)}, r'"w" is \[2\] in the first model and \[3\] in the second model'),
         ({"n": torch.ones(2, dtype=torch.int64)}, '"n" holds no weights, and differs'),
-        ({"w": torch.tensor([1.0, math.nan])}, '"w" of the second model holds values that are no numbers'),
-        ({"w": torch.tensor([1.0, math.inf])}, '"w" of the second model holds values that are no numbers'),
+        (
+            {"w": torch.tensor([1.0, math.nan])},
+            '"w" of the second model holds values that are no numbers',
+        ),
+        (
+            {"w": torch.tensor([1.0, math.inf])},
+            '"w" of the second model holds values that are no numbers',
+        ),
     ],
 )
 def test_what_no_line_joins(change: dict[str, Any], says: str) -> None:
@@ -93,7 +126,9 @@ def test_a_score_is_the_mean_loss_and_leaves_the_module_alone() -> None:
     found = score(model, other.state_dict(), examples, batch=7)
     inputs, labels = examples.batch(np.arange(len(examples)))
     with torch.no_grad():
-        assert found.loss == pytest.approx(float(F.cross_entropy(other(**inputs).logits, labels)), rel=1e-5)
+        assert found.loss == pytest.approx(
+            float(F.cross_entropy(other(**inputs).logits, labels)), rel=1e-5
+        )
     assert found.accuracy == 1
     assert score(model, before, examples).accuracy < 0.9
     assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
@@ -115,7 +150,9 @@ def test_a_tied_model_is_used_untied_where_its_state_is() -> None:
 @pytest.mark.parametrize("true", [0.3, 1.0, 4.0])
 def test_the_temperature_that_was_used(true: float) -> None:
     logits = 3 * torch.randn(20_000, 4, generator=torch.Generator().manual_seed(0))
-    labels = torch.multinomial((logits / true).softmax(1), 1, generator=torch.Generator().manual_seed(1))[:, 0]
+    labels = torch.multinomial(
+        (logits / true).softmax(1), 1, generator=torch.Generator().manual_seed(1)
+    )[:, 0]
     found = _temperature([(logits[:7000], labels[:7000]), (logits[7000:], labels[7000:])])
     assert found == pytest.approx(true, rel=0.05)
 
@@ -153,11 +190,21 @@ def test_the_path_has_its_midpoint_and_temperatures() -> None:
     model, other = build("vit"), build("vit", seed=1)
     examples = labelled(model)
     seen: list[tuple[int, int, str]] = []
-    path = along(model, model.state_dict(), other.state_dict(), examples, points=4, progress=lambda *a: seen.append(a), calibration=examples)
+    path = along(
+        model,
+        model.state_dict(),
+        other.state_dict(),
+        examples,
+        points=4,
+        progress=lambda *a: seen.append(a),
+        calibration=examples,
+    )
     assert path.ts == pytest.approx((0, 1 / 3, 0.5, 2 / 3, 1))
     assert [s[0] for s in seen] == [0, 1, 2, 3, 4]
     assert path.calibrated is not None
-    assert all(cool <= warm + 1e-6 for cool, warm in zip(path.calibrated.losses, path.losses, strict=True))  # fitted on the same: it can only help
+    assert all(
+        cool <= warm + 1e-6 for cool, warm in zip(path.calibrated.losses, path.losses, strict=True)
+    )  # fitted on the same: it can only help
     assert len(path.temperatures) == 5
     with pytest.raises(PathError, match="a path of 2 points has none inside"):
         along(model, model.state_dict(), other.state_dict(), examples, points=2)
@@ -172,7 +219,12 @@ def test_the_plane_goes_through_its_corners() -> None:
     assert (bx, by, ay) == (0, 0, 0)
 
     def far(one: int, other: int) -> float:
-        return math.sqrt(sum(float((states[one][n] - states[other][n]).double().square().sum()) for n in states[0]))
+        return math.sqrt(
+            sum(
+                float((states[one][n] - states[other][n]).double().square().sum())
+                for n in states[0]
+            )
+        )
 
     assert math.hypot(ax - bx, ay - by) == pytest.approx(far(0, 1), rel=1e-5)
     assert math.hypot(cx - bx, cy - by) == pytest.approx(far(2, 1), rel=1e-5)
@@ -190,28 +242,52 @@ def test_results_of_a_planted_pair() -> None:
     g = element(spec_of(b), 4)  # in the group of the model as it stands, so that B is a plain GPT-2
     b.load_state_dict(apply(g, b.state_dict()))
     examples = readings(spoken(a))
-    results = connect(a, b, examples, mover=lambda spec, *_: g.to(spec), moved="moved", points=5, grid=3)
-    rows = {row[0]: dict(zip(results.tables[0].columns, row, strict=True)) for row in results.tables[0].rows}
+    results = connect(
+        a, b, examples, mover=lambda spec, *_: g.to(spec), moved="moved", points=5, grid=3
+    )
+    rows = {
+        row[0]: dict(zip(results.tables[0].columns, row, strict=True))
+        for row in results.tables[0].rows
+    }
     assert list(rows) == [STAND, FOLDED, "moved"]
     assert rows[STAND]["barrier"] > 0.1
     assert rows[STAND]["of as they stand"] == 1
     assert abs(rows["moved"]["barrier"]) < 1e-3
     assert rows["moved"]["003: range"] < 1e-3
-    assert {f.id: f.holds for f in results.findings if f.holds is not None} == {"ends/folded": True, "ends/moved": True}
+    assert {f.id: f.holds for f in results.findings if f.holds is not None} == {
+        "ends/folded": True,
+        "ends/moved": True,
+    }
     assert results.facts["examples"] == 20
     assert results.facts["examples for temperatures"] == 4
-    assert results.facts["notes"] == ["norms are folded, and lm_head.weight untied, in what is moved: the same function"]
+    assert results.facts["notes"] == [
+        "norms are folded, and lm_head.weight untied, in what is moved: the same function"
+    ]
     assert all("lm_head.weight untied" in f.sentence for f in results.findings if f.holds)
-    assert results.unchecked == ("the plane through A, B and the moved A: the three models lie on one line",)
+    assert results.unchecked == (
+        "the plane through A, B and the moved A: the three models lie on one line",
+    )
     assert "The loss on the way from A to B" in page(results)
 
 
 def test_the_plane_of_a_pair() -> None:
     a, b = build("gpt2").float(), build("gpt2", seed=1).float()
     g = element(spec_of(b), 4)
-    results = connect(a, b, readings(spoken(a)), mover=lambda spec, *_: g.to(spec), moved="moved", points=3, grid=4)
+    results = connect(
+        a,
+        b,
+        readings(spoken(a)),
+        mover=lambda spec, *_: g.to(spec),
+        moved="moved",
+        points=3,
+        grid=4,
+    )
     figure = results.figures[-1]
-    assert (figure.kind, len(figure.data["values"]), list(figure.data["points"])) == ("plane", 4, ["A", "B", "A, moved"])
+    assert (figure.kind, len(figure.data["values"]), list(figure.data["points"])) == (
+        "plane",
+        4,
+        ["A", "B", "A, moved"],
+    )
     assert figure.data["joined"] == [["B", "A"], ["B", "A, moved"]]
     drawn = page(results)
     assert "The loss on the plane through A, B and the moved A" in drawn
@@ -223,10 +299,14 @@ def test_an_element_that_is_no_symmetry_is_told() -> None:
     wrong = element(spec_of(a), 4).only("stream")
 
     def mover(spec: Any, one: dict[str, torch.Tensor], two: Any) -> Any:
-        one["transformer.h.0.mlp.c_fc.weight"] = one["transformer.h.0.mlp.c_fc.weight"] * 1.3  # behind the element's back
+        one["transformer.h.0.mlp.c_fc.weight"] = (
+            one["transformer.h.0.mlp.c_fc.weight"] * 1.3
+        )  # behind the element's back
         return wrong.to(spec)
 
-    results = connect(a, b, readings(spoken(a)), mover=mover, moved="moved", points=3, calibrate=False)
+    results = connect(
+        a, b, readings(spoken(a)), mover=mover, moved="moved", points=3, calibrate=False
+    )
     assert [f.id for f in results.failed] == ["ends/folded", "ends/moved"]
 
 
@@ -235,7 +315,9 @@ def test_an_element_that_is_no_symmetry_is_told() -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Path:
-    """Two GPT-2s that are one, with a tokenizer, a text that they say, and the element between them."""
+    """Two GPT-2s that are one, with a tokenizer, a text that they say, and the element between
+    them.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     a, b = build("gpt2").float(), build("gpt2").float()
@@ -247,23 +329,52 @@ def pair(tmp_path: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "a" / "tokenizer.json"))
-    (tmp_path / "said.txt").write_text("\n".join(" ".join(WORDS[i] for i in row) for row in spoken(a).tolist()))
+    (tmp_path / "said.txt").write_text(
+        "\n".join(" ".join(WORDS[i] for i in row) for row in spoken(a).tolist())
+    )
     return tmp_path
 
 
 def run(pair: Path, *more: str) -> int:
-    return main(["barrier", str(pair / "a"), str(pair / "b"), "--data", str(pair / "said.txt"), "--length", "12", "--points", "3", *more])
+    return main(
+        [
+            "barrier",
+            str(pair / "a"),
+            str(pair / "b"),
+            "--data",
+            str(pair / "said.txt"),
+            "--length",
+            "12",
+            "--points",
+            "3",
+            *more,
+        ]
+    )
 
 
 def test_the_command_with_an_element(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = pair / "r.json"
-    assert run(pair, "-g", str(pair / "g.safetensors"), "--json", str(out), "--report", str(pair / "page.html")) == 0
+    assert (
+        run(
+            pair,
+            "-g",
+            str(pair / "g.safetensors"),
+            "--json",
+            str(out),
+            "--report",
+            str(pair / "page.html"),
+        )
+        == 0
+    )
     said = capsys.readouterr()
     lines = said.out.splitlines()
     assert lines[0] == "GPT2LMHeadModel: the loss on the straight line from A to B"
     assert lines[2].split()[:2] == ["path", "barrier"]
     assert lines[3].startswith("as they stand ")
-    assert "the loss, inside the path, over the straight line between the losses of the two ends, in nats" in said.out
+    assert (
+        "the loss, inside the path, over the straight line between the losses of the two ends, "
+        "in nats" in said.out
+    )
     assert "holds  the ends of the path, moved, compute what A and B compute" in said.out
     assert "regauge: barrier 2/9: path as they stand: t = 0.5\n" in said.err
     results = load_results(out)
@@ -275,7 +386,9 @@ def test_the_command_with_an_element(pair: Path, capsys: pytest.CaptureFixture[s
     assert "The loss on the way from A to B" in (pair / "page.html").read_text()
 
 
-def test_the_command_finds_the_element_itself(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_finds_the_element_itself(
+    pair: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(pair, "--json", "-", "--no-calibrate") == 0
     found = json.loads(capsys.readouterr().out)["facts"]["paths"]
     assert list(found) == [STAND, FOLDED, "matched"]
@@ -291,12 +404,16 @@ def test_the_command_as_they_stand(pair: Path, capsys: pytest.CaptureFixture[str
     assert found["unchecked"]
 
 
-def test_what_the_command_refuses(pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_command_refuses(
+    pair: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def says(code: int, text: str, *arguments: str) -> None:
         assert main(["barrier", *arguments]) == code
         said = capsys.readouterr().err
         assert text in said
-        assert ("loads" in said) == (text in loaded), "what is wrong with data is said before the weights are loaded"
+        assert ("loads" in said) == (text in loaded), (
+            "what is wrong with data is said before the weights are loaded"
+        )
 
     a, b, text = str(pair / "a"), str(pair / "b"), str(pair / "said.txt")
     loaded = ("are of different architectures", '"transformer.ln_f.weight" of')
@@ -310,7 +427,18 @@ def test_what_the_command_refuses(pair: Path, tmp_path: Path, capsys: pytest.Cap
     says(2, "is no number", a, b, "--data", text, "--mean", "x")
     (tmp_path / "t.tsv").write_text("sentence\tlabel\nw3 w4\t1\n")
     says(1, "needs the field 'text', which t.tsv has not", a, b, "--data", str(tmp_path / "t.tsv"))
-    says(1, "fewer than one window of 12", a, b, "--data", str(tmp_path / "t.tsv"), "--field", "text=sentence", "--length", "12")
+    says(
+        1,
+        "fewer than one window of 12",
+        a,
+        b,
+        "--data",
+        str(tmp_path / "t.tsv"),
+        "--field",
+        "text=sentence",
+        "--length",
+        "12",
+    )
     broken = build("gpt2").float()
     with torch.no_grad():
         broken.transformer.ln_f.weight[0] = math.nan
@@ -319,18 +447,26 @@ def test_what_the_command_refuses(pair: Path, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_tasks_are_read_off_the_model(tmp_path: Path) -> None:
-    images = Data("d", {"image": np.zeros((4, 8, 8, 3), np.uint8), "label": np.array([0, 1, 2, 4])}, "")
+    images = Data(
+        "d", {"image": np.zeros((4, 8, 8, 3), np.uint8), "label": np.array([0, 1, 2, 4])}, ""
+    )
     vit = build("vit")
     with pytest.raises(DataError, match="nothing says how the model's images are normalised"):
         task_of(vit, images)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 0.5]}))
+    (tmp_path / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 0.5]})
+    )
     task, reader = task_of(vit, images, beside=tmp_path)
     assert (task["mean"], task["classes"], task["size"], reader) == ([0.1, 0.2, 0.3], 5, 8, None)
     inputs, labels = prepare(task, images).batch(np.arange(4))
     assert inputs["pixel_values"].shape == (4, 3, 8, 8)
     assert labels.tolist() == [0, 1, 2, 4]
     with pytest.raises(DataError, match="the labels 0 to 5, and the model 5 classes"):
-        task_of(vit, Data("d", {"image": images["image"], "label": np.array([0, 5, 2, 4])}, ""), beside=tmp_path)
+        task_of(
+            vit,
+            Data("d", {"image": images["image"], "label": np.array([0, 5, 2, 4])}, ""),
+            beside=tmp_path,
+        )
     with pytest.raises(DataError, match="needs the field 'label'"):
         task_of(vit, Data("d", {"image": images["image"]}, ""), beside=tmp_path)
     with pytest.raises(DataError, match="gives no classes of images"):
@@ -380,16 +516,24 @@ def test_a_masked_model_predicts_what_is_hidden(tmp_path: Path) -> None:
 def test_what_is_cut_keeps_the_mark_of_its_end(tmp_path: Path) -> None:
     said = Data("d", {"text": ["w3 w4 w5 w6", "w7", "w8 w9"], "label": np.array([0, 1, 0])}, "")
     task, reader = task_of(build("bert-classifier"), said, tokenizer=words(tmp_path), length=4)
-    assert prepare(task, said, reader).batch(np.arange(3))[0]["input_ids"].tolist() == [[1, 3, 4, 2], [1, 7, 2, 0], [1, 8, 9, 2]]
+    assert prepare(task, said, reader).batch(np.arange(3))[0]["input_ids"].tolist() == [
+        [1, 3, 4, 2],
+        [1, 7, 2, 0],
+        [1, 8, 9, 2],
+    ]
     plain = prepare({**task, "special": False}, said, reader).batch(np.arange(3))[0]["input_ids"]
     assert plain.tolist() == [[3, 4, 5, 6], [7, 0, 0, 0], [8, 9, 0, 0]]
     unmasked = tmp_path / "plain.json"  # a tokenizer without a mask has an end too
     unmasked.write_text((tmp_path / "tokenizer.json").read_text().replace("[MASK]", "[HIDE]"))
-    assert prepare(task, said, unmasked).batch(np.arange(1))[0]["input_ids"].tolist() == [[1, 3, 4, 2]]
+    assert prepare(task, said, unmasked).batch(np.arange(1))[0]["input_ids"].tolist() == [
+        [1, 3, 4, 2]
+    ]
 
 
 def test_places_behind_the_padding_token_are_counted(tmp_path: Path) -> None:
-    """RoBERTa's first place is that behind its padding token: a text as long as its table would reach over the end."""
+    """RoBERTa's first place is that behind its padding token: a text as long as its table would
+    reach over the end.
+    """
     said = Data("d", {"text": [" ".join(WORDS[3 + i % 20] for i in range(100))]}, "")
     for name, offset in (("roberta", True), ("bert", False)):
         model = build(name)
@@ -403,7 +547,9 @@ def test_places_behind_the_padding_token_are_counted(tmp_path: Path) -> None:
 def test_several_answers_to_each_example_have_no_path() -> None:
     model = build("vit")
     inputs = PICOS["vit"].inputs["pixel_values"]
-    several = Examples(2, 5, lambda rows: ({"pixel_values": inputs[rows]}, torch.ones(len(rows), 5)), multi=True)
+    several = Examples(
+        2, 5, lambda rows: ({"pixel_values": inputs[rows]}, torch.ones(len(rows), 5)), multi=True
+    )
     with pytest.raises(PathError, match="several answers"):
         score(model, model.state_dict(), several)
     assert score(model, model.state_dict(), labelled(model, 4)).accuracy == 1

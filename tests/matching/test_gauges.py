@@ -15,7 +15,9 @@ from regauge.testing import outputs
 from support.picos import PICOS, build, spec_of
 
 
-def run(model: torch.nn.Module, state: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def run(
+    model: torch.nn.Module, state: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     model.load_state_dict(state, strict=False)
     return outputs(model, inputs)
 
@@ -42,15 +44,24 @@ def test_key_and_value_biases_are_gone_where_they_are_unseen() -> None:
     assert torch.equal(q, state["transformer.h.0.attn.c_attn.bias"].chunk(3)[0])
     expected = (
         state["transformer.h.0.attn.c_proj.bias"]
-        + state["transformer.h.0.attn.c_attn.bias"].chunk(3)[2] @ state["transformer.h.0.attn.c_proj.weight"]
+        + state["transformer.h.0.attn.c_attn.bias"].chunk(3)[2]
+        @ state["transformer.h.0.attn.c_proj.weight"]
     )
     torch.testing.assert_close(fixed["transformer.h.0.attn.c_proj.bias"], expected)
-    assert torch.equal(fixed["transformer.h.0.attn.c_attn.weight"], state["transformer.h.0.attn.c_attn.weight"])
+    assert torch.equal(
+        fixed["transformer.h.0.attn.c_attn.weight"], state["transformer.h.0.attn.c_attn.weight"]
+    )
 
 
 def test_what_is_seen_stays() -> None:
-    """DeBERTa's keys meet relative positions; Qwen2's keys are turned, and its values' bias has nowhere to go."""
-    for name, bias in (("deberta-v3", "key_proj.bias"), ("qwen2", "k_proj.bias"), ("qwen2", "v_proj.bias")):
+    """DeBERTa's keys meet relative positions; Qwen2's keys are turned, and its values' bias has
+    nowhere to go.
+    """
+    for name, bias in (
+        ("deberta-v3", "key_proj.bias"),
+        ("qwen2", "k_proj.bias"),
+        ("qwen2", "v_proj.bias"),
+    ):
         model = build(name)
         state = dict(model.state_dict())
         fixed = fix_gauges(spec_of(model), state, ["keys", "values"])
@@ -65,25 +76,39 @@ def test_grouped_values_go_once_for_each_query_that_reads_them() -> None:
     fixed = fix_gauges(spec_of(model), state, ["values"])
     at = "model.layers.0.self_attn."
     values = state[at + "v_proj.bias"].repeat(4)
-    torch.testing.assert_close(fixed[at + "o_proj.bias"], state[at + "o_proj.bias"] + state[at + "o_proj.weight"] @ values)
+    torch.testing.assert_close(
+        fixed[at + "o_proj.bias"], state[at + "o_proj.bias"] + state[at + "o_proj.weight"] @ values
+    )
     assert not fixed[at + "v_proj.bias"].any()
 
 
 def test_a_balanced_head_has_one_gram_matrix_on_both_sides() -> None:
     model = build("gpt2")
     fixed = fix_gauges(spec_of(model), dict(model.state_dict()), ["keys", "balance"])
-    weight = torch.cat([fixed["transformer.h.1.attn.c_attn.weight"], fixed["transformer.h.1.attn.c_attn.bias"][None]])
+    weight = torch.cat(
+        [
+            fixed["transformer.h.1.attn.c_attn.weight"],
+            fixed["transformer.h.1.attn.c_attn.bias"][None],
+        ]
+    )
     q, k, _ = (x.reshape(13, 3, 4) for x in weight.chunk(3, dim=1))
-    torch.testing.assert_close(torch.einsum("ihd,ihe->hde", q, q), torch.einsum("ihd,ihe->hde", k, k))
+    torch.testing.assert_close(
+        torch.einsum("ihd,ihe->hde", q, q), torch.einsum("ihd,ihe->hde", k, k)
+    )
 
 
 def test_a_balanced_plane_and_a_balanced_neuron_have_one_norm_on_both_sides() -> None:
     model = build("llama")
     fixed = fix_gauges(spec_of(model), dict(model.state_dict()), ["balance"])
     at = "model.layers.0."
-    q, k = (fixed[f"{at}self_attn.{n}_proj.weight"].square().sum(1).view(2, -1, 2, 2).sum((1, 2)) for n in "qk")  # [kv, plane]
+    q, k = (
+        fixed[f"{at}self_attn.{n}_proj.weight"].square().sum(1).view(2, -1, 2, 2).sum((1, 2))
+        for n in "qk"
+    )  # [kv, plane]
     torch.testing.assert_close(q, k)
-    torch.testing.assert_close(fixed[at + "mlp.up_proj.weight"].norm(dim=1), fixed[at + "mlp.down_proj.weight"].norm(dim=0))
+    torch.testing.assert_close(
+        fixed[at + "mlp.up_proj.weight"].norm(dim=1), fixed[at + "mlp.down_proj.weight"].norm(dim=0)
+    )
 
 
 def test_fixing_twice_changes_nothing_more() -> None:
@@ -92,10 +117,18 @@ def test_fixing_twice_changes_nothing_more() -> None:
     once = fix_gauges(spec, dict(model.state_dict()))
     twice = fix_gauges(spec, once)
     norm = {s: m.matrix() for s, m in balance(spec, once).members.items()}
-    assert all(torch.dist(twice[n], once[n]) < 1e-9 * (1 + once[n].norm()) or "self" in n or "output" in n for n in once)
-    for m in norm.values():  # what is left is a rotation: balanced sides are balanced in any orthogonal basis
+    assert all(
+        torch.dist(twice[n], once[n]) < 1e-9 * (1 + once[n].norm()) or "self" in n or "output" in n
+        for n in once
+    )
+    for m in (
+        norm.values()
+    ):  # what is left is a rotation: balanced sides are balanced in any orthogonal basis
         torch.testing.assert_close(
-            torch.from_numpy(m @ m.swapaxes(1, 2)), torch.eye(m.shape[1], dtype=torch.float64).expand(m.shape), rtol=0, atol=1e-8
+            torch.from_numpy(m @ m.swapaxes(1, 2)),
+            torch.eye(m.shape[1], dtype=torch.float64).expand(m.shape),
+            rtol=0,
+            atol=1e-8,
         )
 
 

@@ -1,4 +1,6 @@
-"""Matching: what was planted is found, on every family; what the paper's formulas give is given; what cannot be matched is refused by name."""
+"""Matching: what was planted is found, on every family; what the paper's formulas give is given;
+what cannot be matched is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,22 @@ from regauge.matching.many import match_many, nearest_to_mean
 from regauge.matching.search import Search
 from regauge.testing import strict_float64
 
-FOLDED = ("vit", "gpt2", "llama", "qwen3", "mixtral", "bert", "deberta-v3", "dinov2", "bart", "clip", "t5", "swin", "timm-vit", "timm-siglip")
+FOLDED = (
+    "vit",
+    "gpt2",
+    "llama",
+    "qwen3",
+    "mixtral",
+    "bert",
+    "deberta-v3",
+    "dinov2",
+    "bart",
+    "clip",
+    "t5",
+    "swin",
+    "timm-vit",
+    "timm-siglip",
+)
 
 
 def state_of(name: str, seed: int = 0) -> tuple[Spec, dict[str, torch.Tensor]]:
@@ -39,7 +56,11 @@ def state_of(name: str, seed: int = 0) -> tuple[Spec, dict[str, torch.Tensor]]:
 
 def furthest(one: State, other: State) -> float:
     """The largest difference of a tensor, as a share of its norm."""
-    return max(float((one[n] - other[n]).norm() / other[n].norm().clamp(min=1e-30)) for n in other if other[n].is_floating_point() and other[n].any())
+    return max(
+        float((one[n] - other[n]).norm() / other[n].norm().clamp(min=1e-30))
+        for n in other
+        if other[n].is_floating_point() and other[n].any()
+    )
 
 
 @pytest.mark.parametrize("name", picos.PICOS)
@@ -63,13 +84,21 @@ def test_a_planted_element_of_the_full_group_is_found_in_one_call(name: str) -> 
 def _tensors(output: object) -> list[torch.Tensor]:
     if isinstance(output, torch.Tensor):
         return [output]
-    values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple | list) else []
+    values = (
+        output.values()
+        if hasattr(output, "values")
+        else output
+        if isinstance(output, tuple | list)
+        else []
+    )
     return [t for v in values for t in _tensors(v)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", FOLDED)
-def test_with_folded_norms_rotations_of_the_stream_are_found_too(name: str, dtype: torch.dtype) -> None:
+def test_with_folded_norms_rotations_of_the_stream_are_found_too(
+    name: str, dtype: torch.dtype
+) -> None:
     spec, a = fold_norms(*state_of(name))
     a = {n: t.to(dtype) if t.is_floating_point() else t for n, t in a.items()}
     b = apply(element(spec, 5), a)
@@ -78,11 +107,23 @@ def test_with_folded_norms_rotations_of_the_stream_are_found_too(name: str, dtyp
 
 
 def test_noise_up_to_the_threshold_leaves_the_permutations_exact() -> None:
-    """Assignment bears noise of sqrt(N / (4 ln n)) feature deviations: 0.8 of that must not cost a single place."""
+    """Assignment bears noise of sqrt(N / (4 ln n)) feature deviations: 0.8 of that must not cost a
+    single place.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=100, n_positions=28, bos_token_id=0, eos_token_id=0)).double()
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=64,
+            n_layer=1,
+            n_head=4,
+            vocab_size=100,
+            n_positions=28,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    ).double()
     from regauge import spec_of
 
     spec = spec_of(model)
@@ -91,16 +132,22 @@ def test_noise_up_to_the_threshold_leaves_the_permutations_exact() -> None:
     g = element(spec, 1)
     b = apply(g, a)
     features = {"stream": 128, "ffn.0": 2 * 64 + 1, "head.0": 1}
-    sigma = 0.8 * min((features[s] / (4 * np.log(spec.spaces[s].size))) ** 0.5 for s in ("stream", "ffn.0"))
+    sigma = 0.8 * min(
+        (features[s] / (4 * np.log(spec.spaces[s].size))) ** 0.5 for s in ("stream", "ffn.0")
+    )
     noisy = {n: t + sigma * torch.randn_like(t) for n, t in b.items() if n not in spec.ties}
     noisy |= {alias: noisy[target] for alias, target in spec.ties.items()}
     found = match(spec, a, noisy)
     for space in ("stream", "ffn.0"):
-        assert (found.element.members[space].permutation().index == g.members[space].permutation().index).all()
+        assert (
+            found.element.members[space].permutation().index == g.members[space].permutation().index
+        ).all()
 
 
 def test_anchors_are_what_a_space_is_found_by_at_first() -> None:
-    """The words of the two models have nothing in common, and their places are the same: only the places may tell the order of the stream."""
+    """The words of the two models have nothing in common, and their places are the same: only the
+    places may tell the order of the stream.
+    """
     spec, a = state_of("gpt2-untied")
     g = element(spec, 4, within="permutation")
     b = dict(apply(g, a))
@@ -113,49 +160,78 @@ def test_anchors_are_what_a_space_is_found_by_at_first() -> None:
     assert (misled.element.members["stream"].permutation().index != truth).any()
     for one in (found, weighed):
         assert (one.element.members["stream"].permutation().index == truth).all()
-        assert (one.element.members["ffn.0"].permutation().index == g.members["ffn.0"].permutation().index).all()
+        assert (
+            one.element.members["ffn.0"].permutation().index
+            == g.members["ffn.0"].permutation().index
+        ).all()
     for more in ({"anchors": ["wpe"]}, {"weights": {"*.wpe": 2.0}}):
         with pytest.raises(MatchError, match="no tensor that anything acts on is called"):
             match(spec, a, b, **more)  # type: ignore[arg-type]
 
 
 def _paper(a: State, b: State, layers: int, heads: int) -> tuple[float, float]:
-    """Paper 003 on a GPT-2, written down independently: distances after its rotations and its assignment, without and with rescaling."""
+    """Paper 003 on a GPT-2, written down independently: distances after its rotations and its
+    assignment, without and with rescaling.
+    """
     plain = {n: t.numpy().copy() for n, t in a.items()}
     scaled = {n: t.numpy().copy() for n, t in a.items()}
     there = {n: t.numpy() for n, t in b.items()}
     for i in range(layers):
-        qkv, bias, out = (f"transformer.h.{i}.attn.{x}" for x in ("c_attn.weight", "c_attn.bias", "c_proj.weight"))
+        qkv, bias, out = (
+            f"transformer.h.{i}.attn.{x}" for x in ("c_attn.weight", "c_attn.bias", "c_proj.weight")
+        )
         d = there[qkv].shape[0]
         for h in range(heads):
             cut = [slice(k * d + h * d // heads, k * d + (h + 1) * d // heads) for k in range(3)]
             q1, k1, v1 = (np.concatenate([plain[qkv][:, c], plain[bias][None, c]]) for c in cut)
             q2, k2, v2 = (np.concatenate([there[qkv][:, c], there[bias][None, c]]) for c in cut)
             o1, o2 = (x[out][cut[0]].copy() for x in (plain, there))
-            for left, right, which in (((q1, q2), (k1, k2), (0, 1)), ((v1, v2), (o1.T, o2.T), (2, None))):
+            for left, right, which in (
+                ((q1, q2), (k1, k2), (0, 1)),
+                ((v1, v2), (o1.T, o2.T), (2, None)),
+            ):
                 u, _, vt = np.linalg.svd(left[0].T @ left[1] + right[0].T @ right[1])
                 r = u @ vt
                 for target, factor in ((plain, 1.0), (scaled, None)):
                     x, y = left[0] @ r, right[0] @ r
                     if factor is None:
-                        roots = np.roots([(x**2).sum(), -(x * left[1]).sum(), 0, (y * right[1]).sum(), -(y**2).sum()])
+                        roots = np.roots(
+                            [
+                                (x**2).sum(),
+                                -(x * left[1]).sum(),
+                                0,
+                                (y * right[1]).sum(),
+                                -(y**2).sum(),
+                            ]
+                        )
                         real = [z.real for z in roots if abs(z.imag) < 1e-9]
-                        factor = min(real, key=lambda z: ((z * x - left[1]) ** 2).sum() + ((y / z - right[1]) ** 2).sum())
+                        factor = min(
+                            real,
+                            key=lambda z: (
+                                ((z * x - left[1]) ** 2).sum() + ((y / z - right[1]) ** 2).sum()
+                            ),
+                        )
                     x, y = factor * x, y / factor
                     target[qkv][:, cut[which[0]]], target[bias][cut[which[0]]] = x[:-1], x[-1]
                     if which[1] is None:
                         target[out][cut[0]] = y.T
                     else:
                         target[qkv][:, cut[which[1]]], target[bias][cut[which[1]]] = y[:-1], y[-1]
-        fc, fb, proj = (f"transformer.h.{i}.mlp.{x}" for x in ("c_fc.weight", "c_fc.bias", "c_proj.weight"))
+        fc, fb, proj = (
+            f"transformer.h.{i}.mlp.{x}" for x in ("c_fc.weight", "c_fc.bias", "c_proj.weight")
+        )
         from scipy.optimize import linear_sum_assignment
 
-        gain = there[fc].T @ plain[fc] + np.outer(there[fb], plain[fb]) + there[proj] @ plain[proj].T
+        gain = (
+            there[fc].T @ plain[fc] + np.outer(there[fb], plain[fb]) + there[proj] @ plain[proj].T
+        )
         p = linear_sum_assignment(gain, maximize=True)[1]
         for target in (plain, scaled):
             target[fc], target[fb], target[proj] = target[fc][:, p], target[fb][p], target[proj][p]
     names = [n for n in there if n != "lm_head.weight"]
-    return tuple(float(np.sqrt(sum(((x[n] - there[n]) ** 2).sum() for n in names))) for x in (plain, scaled))  # type: ignore[return-value]
+    return tuple(
+        float(np.sqrt(sum(((x[n] - there[n]) ** 2).sum() for n in names))) for x in (plain, scaled)
+    )  # type: ignore[return-value]
 
 
 def test_the_papers_own_matcher_is_a_special_case() -> None:
@@ -201,12 +277,18 @@ def test_what_cannot_be_matched_is_refused_by_name() -> None:
     spec, a = state_of("gpt2")
     other = dict(a)
     other["transformer.h.0.mlp.c_fc.weight"] = other["transformer.h.0.mlp.c_fc.weight"][:, :-1]
-    with pytest.raises(RegaugeError, match=r'the model that stays does not fit[\s\S]*axis 1 ffn.0 of "transformer.h.0.mlp.c_fc.weight"'):
+    with pytest.raises(
+        RegaugeError,
+        match=r"the model that stays does not fit[\s\S]*axis 1 ffn.0 of "
+        r'"transformer.h.0.mlp.c_fc.weight"',
+    ):
         match(spec, a, other)
     broken = dict(a) | {"transformer.ln_f.weight": a["transformer.ln_f.weight"] * float("nan")}
     with pytest.raises(MatchError, match=r'"transformer\.ln_f\.weight" of the model that moves'):
         match(spec, broken, a)
-    coarse = dict(a) | {"transformer.h.0.mlp.c_fc.weight": a["transformer.h.0.mlp.c_fc.weight"].to(torch.int8)}
+    coarse = dict(a) | {
+        "transformer.h.0.mlp.c_fc.weight": a["transformer.h.0.mlp.c_fc.weight"].to(torch.int8)
+    }
     with pytest.raises(RegaugeError, match="int8"):
         match(spec, coarse, a)
 
@@ -249,16 +331,28 @@ def test_the_rescaling_is_the_best_of_a_grid() -> None:
 def test_scores_of_heads_do_not_depend_on_the_basis_inside() -> None:
     (q1, k1), (q2, k2) = _pair(4, (3, 1, 4, 9)), _pair(5, (3, 1, 4, 9))
     m = GROUPS["linear"].sample(4, 3, Stream(seed_key(0), "test")).matrix()
-    q3, k3 = np.einsum("iab,irbf->iraf", m, q2), np.einsum("iab,irbf->iraf", np.linalg.inv(m).swapaxes(1, 2), k2)
+    q3, k3 = (
+        np.einsum("iab,irbf->iraf", m, q2),
+        np.einsum("iab,irbf->iraf", np.linalg.inv(m).swapaxes(1, 2), k2),
+    )
     assert_allclose(overlap((q1, k1), (q3, k3)), overlap((q1, k1), (q2, k2)), atol=1e-12)
     products = [np.einsum("iraf,irag->ifg".replace(" ", ""), q, k) for q, k in ((q1, k1), (q2, k2))]
-    direct = np.einsum("ifg,jfg->ij", *products) / np.sqrt(np.outer(*((p**2).sum((1, 2)) for p in products)))
+    direct = np.einsum("ifg,jfg->ij", *products) / np.sqrt(
+        np.outer(*((p**2).sum((1, 2)) for p in products))
+    )
     assert_allclose(overlap((q1, k1), (q2, k2))[:, 0, :, 0], direct, atol=1e-12)
     for layout in ("half", "interleaved"):
         group = Rotary(layout)  # type: ignore[arg-type]
         turn = group.sample(4, 3, Stream(seed_key(1), "test"))
-        q4, k4 = (np.einsum("iab,irbf->iraf", x, y) for x, y in ((turn.matrix(), q2), (turn.dual().matrix(), k2)))
-        assert_allclose(plane_overlap((q1, k1), (q4, k4), group), plane_overlap((q1, k1), (q2, k2), group), atol=1e-12)
+        q4, k4 = (
+            np.einsum("iab,irbf->iraf", x, y)
+            for x, y in ((turn.matrix(), q2), (turn.dual().matrix(), k2))
+        )
+        assert_allclose(
+            plane_overlap((q1, k1), (q4, k4), group),
+            plane_overlap((q1, k1), (q2, k2), group),
+            atol=1e-12,
+        )
 
 
 def test_two_levels_of_assignment_find_a_planted_wreath() -> None:
@@ -302,16 +396,24 @@ def test_a_worker_that_the_system_ends_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_sweeps_may_leave_a_stream_where_tables_put_it() -> None:
     (spec, a), (_, b) = (fold_norms(*state_of("gpt2", seed)) for seed in (0, 1))
-    once, swept, nearest = match(spec, a, b, sweeps=0), match(spec, a, b, sweeps=3, nearest=False), match(spec, a, b, sweeps=3)
+    once, swept, nearest = (
+        match(spec, a, b, sweeps=0),
+        match(spec, a, b, sweeps=3, nearest=False),
+        match(spec, a, b, sweeps=3),
+    )
     first, second, third = (m.element.members["stream"].matrix() for m in (once, swept, nearest))
     assert_allclose(first, second, rtol=0, atol=0)
     assert abs(first - third).max() > 1e-3
     assert nearest.distance < swept.distance <= once.distance
 
 
-def test_sweeps_fit_a_stream_again_that_tables_do_not_determine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweeps_fit_a_stream_again_that_tables_do_not_determine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (spec, a), (_, b) = (fold_norms(*state_of("gpt2", seed)) for seed in (0, 1))
-    monkeypatch.setattr("regauge.matching.search.ENOUGH", 1000)  # more than the rows of these tables
+    monkeypatch.setattr(
+        "regauge.matching.search.ENOUGH", 1000
+    )  # more than the rows of these tables
     swept, nearest = match(spec, a, b, sweeps=3, nearest=False), match(spec, a, b, sweeps=3)
     assert swept.distance == pytest.approx(nearest.distance, rel=1e-12)
     assert swept.distance < match(spec, a, b, sweeps=0).distance
@@ -331,7 +433,13 @@ def test_an_interrupted_search_goes_on_where_it_was() -> None:
 def test_many_models_go_to_one_of_them_or_to_their_mean() -> None:
     spec, a = state_of("llama")
     generator = torch.Generator().manual_seed(0)
-    near = [{n: t + 0.02 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in a.items()} for _ in range(3)]
+    near = [
+        {
+            n: t + 0.02 * torch.randn(t.shape, generator=generator, dtype=t.dtype)
+            for n, t in a.items()
+        }
+        for _ in range(3)
+    ]
     states = [near[0], *(apply(element(spec, i), s) for i, s in enumerate(near[1:], 1))]
     one = match_many(spec, states, to=0)
     assert one.anchor == 0
@@ -339,7 +447,9 @@ def test_many_models_go_to_one_of_them_or_to_their_mean() -> None:
     assert one.spread[1] < 0.1 * one.spread[0]
     middle = match_many(spec, states, to="mean")
     assert middle.spread[-1] <= one.spread[-1] * 1.001
-    far = {n: t + 3 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in a.items()}
+    far = {
+        n: t + 3 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in a.items()
+    }
     assert nearest_to_mean([far, near[0], near[1]]) in (1, 2)
     with pytest.raises(MatchError, match="no model 5"):
         match_many(spec, states, to=5)
@@ -347,7 +457,9 @@ def test_many_models_go_to_one_of_them_or_to_their_mean() -> None:
         match_many(spec, states[:1])
     with pytest.raises(MatchError, match='no "meen" to match to'):
         match_many(spec, states, to="meen")  # type: ignore[arg-type]
-    with pytest.raises(MatchError, match=r'"lm_head.weight" is \[\d+, \d+\] in model 0 and \[3, \d+\] in model 1'):
+    with pytest.raises(
+        MatchError, match=r'"lm_head.weight" is \[\d+, \d+\] in model 0 and \[3, \d+\] in model 1'
+    ):
         match_many(spec, [a, {**a, "lm_head.weight": a["lm_head.weight"][:3]}])
     with pytest.raises(MatchError, match=r'model 1 has no "lm_head\.weight"'):
         match_many(spec, [a, {n: t for n, t in a.items() if n != "lm_head.weight"}])
@@ -362,7 +474,9 @@ def test_models_with_a_single_number_are_compared() -> None:
 
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("name", FOLDED)
-def test_invariants_are_the_same_in_every_description_and_tell_models_apart(name: str, folded: bool) -> None:
+def test_invariants_are_the_same_in_every_description_and_tell_models_apart(
+    name: str, folded: bool
+) -> None:
     spec, a = state_of(name)
     _, other = state_of(name, 1)
     if folded:

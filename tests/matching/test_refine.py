@@ -1,4 +1,6 @@
-"""Refinement: slopes on the group are right, members stay in it, ends keep their function, and nothing comes back worse than it started."""
+"""Refinement: slopes on the group are right, members stay in it, ends keep their function, and
+nothing comes back worse than it started.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,11 @@ def folded(name: str, seed: int) -> tuple[Spec, State]:
 def squares(run: Any, batch: Any) -> torch.Tensor:
     """A loss of its own for models whose outputs cannot be averaged."""
     out = run(**batch)
-    values = [out] if isinstance(out, torch.Tensor) else [v for v in out.values() if isinstance(v, torch.Tensor)]
+    values = (
+        [out]
+        if isinstance(out, torch.Tensor)
+        else [v for v in out.values() if isinstance(v, torch.Tensor)]
+    )
     return sum((v.square().mean() for v in values), torch.zeros(()))
 
 
@@ -54,9 +60,13 @@ def near(spec: Spec, size: float, seed: int = 0) -> Element:
 def tangent(group: Group, size: int, count: int, rng: np.random.Generator) -> Any:
     if group.dim(size) == 0:
         return None
-    shape = {"linear": (count, size, size)}.get(str(group), (count, size, size) if "orthogonal" in str(group) else (count, size))
+    shape = {"linear": (count, size, size)}.get(
+        str(group), (count, size, size) if "orthogonal" in str(group) else (count, size)
+    )
     if "rotary" in str(group) or "turns" in str(group):
-        return tangents.within(group, rng.normal(size=(count, size // 2)) + 1j * rng.normal(size=(count, size // 2)))
+        return tangents.within(
+            group, rng.normal(size=(count, size // 2)) + 1j * rng.normal(size=(count, size // 2))
+        )
     return tangents.within(group, rng.normal(size=shape))
 
 
@@ -77,19 +87,33 @@ def test_a_small_member_is_the_identity_and_its_tangent(group: Group) -> None:
     x = tangent(group, N, K, np.random.default_rng(1))
     once, twice = (tangents.small(group, f * x).matrix() - np.eye(N) for f in (1e-5, 2e-5))
     np.testing.assert_allclose(twice, 2 * once, atol=1e-8)
-    np.testing.assert_allclose(tangents.small(group, 0 * x).matrix(), np.broadcast_to(np.eye(N), (K, N, N)), atol=1e-15)
+    np.testing.assert_allclose(
+        tangents.small(group, 0 * x).matrix(), np.broadcast_to(np.eye(N), (K, N, N)), atol=1e-15
+    )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "qwen3", "timm-vit-swiglu", "swin", "deberta-v3", "bert"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "mixtral", "qwen3", "timm-vit-swiglu", "swin", "deberta-v3", "bert"]
+)
 def test_the_slope_is_that_of_finite_differences(name: str) -> None:
-    """For a loss that is linear in the moved weights, on every space at once: products, sums, stacks, duals, bars and children."""
+    """For a loss that is linear in the moved weights, on every space at once: products, sums,
+    stacks, duals, bars and children.
+    """
     spec, state = folded(name, 0)
     g = element(spec, 3)
     rng = np.random.default_rng(0)
-    grads = {n: torch.from_numpy(rng.normal(size=tuple(w.shape))) for n, w in state.items() if w.is_floating_point()}
+    grads = {
+        n: torch.from_numpy(rng.normal(size=tuple(w.shape)))
+        for n, w in state.items()
+        if w.is_floating_point()
+    }
 
     def loss(h: Element) -> float:
-        return sum(float((grads[m.name] * act(h, state[m.source], m.axes, at=m.at)).sum()) for m in moves(h) if m.source in state)
+        return sum(
+            float((grads[m.name] * act(h, state[m.source], m.axes, at=m.at)).sum())
+            for m in moves(h)
+            if m.source in state
+        )
 
     moved = apply(g, state)
     found = tangents.sides(spec, moved, grads, set(spec.spaces))
@@ -99,17 +123,26 @@ def test_the_slope_is_that_of_finite_differences(name: str) -> None:
         slope = tangents.slope(group, side)
         assert (x is None) == (slope is None)
         if x is not None:
-            up, down = (loss(Element(spec, {space: tangents.small(group, e * x)}) @ g) for e in (1e-5, -1e-5))
-            assert (up - down) / 2e-5 == pytest.approx(float((slope.conj() * x).real.sum()), rel=1e-5, abs=1e-5), space
+            up, down = (
+                loss(Element(spec, {space: tangents.small(group, e * x)}) @ g)
+                for e in (1e-5, -1e-5)
+            )
+            assert (up - down) / 2e-5 == pytest.approx(
+                float((slope.conj() * x).real.sum()), rel=1e-5, abs=1e-5
+            ), space
 
 
 def test_votes_are_the_slope_of_the_permutation_matrix() -> None:
-    """Permuting neurons, or heads, changes a linear loss by what the votes say, in one unit; and by likeness alone all stay."""
+    """Permuting neurons, or heads, changes a linear loss by what the votes say, in one unit; and by
+    likeness alone all stay.
+    """
     spec, state = folded("gpt2", 0)
     rng = np.random.default_rng(0)
     grads = {n: torch.from_numpy(rng.normal(size=tuple(w.shape))) for n, w in state.items()}
     for space in ("ffn.1", "head.0"):
-        votes = tangents.votes(spec.spaces[space].group, tangents.sides(spec, state, grads, {space})[space])
+        votes = tangents.votes(
+            spec.spaces[space].group, tangents.sides(spec, state, grads, {space})[space]
+        )
         assert votes is not None
         alike, slopes = votes
         units = []
@@ -117,7 +150,10 @@ def test_votes_are_the_slope_of_the_permutation_matrix() -> None:
             g = Element(spec, {space: Monomial(np.roll(np.arange(alike.shape[1]), by)[None])})
             moved = apply(g, state)
             change = sum(float((grads[n] * (moved[n] - state[n])).sum()) for n in state)
-            units.append(change / float((slopes * (g.members[space].matrix() - np.eye(slopes.shape[1]))).sum()))
+            units.append(
+                change
+                / float((slopes * (g.members[space].matrix() - np.eye(slopes.shape[1]))).sum())
+            )
         assert units[0] == pytest.approx(units[1])
         assert units[0] > 0
         assert (assign(alike) == np.arange(alike.shape[1])).all()
@@ -136,7 +172,17 @@ def planted(name: str, size: float) -> tuple[Spec, State, State, Element, Elemen
 def test_a_planted_element_is_found_again_from_nearby(name: str) -> None:
     spec, a, b, _, g = planted(name, 0.02)
     model = build(name)
-    found = refine(spec, a, b, g, model, [PICOS[name].inputs], steps=60, every=20, rates=Rates(0.01, 0.01, 0.01, 0.01))
+    found = refine(
+        spec,
+        a,
+        b,
+        g,
+        model,
+        [PICOS[name].inputs],
+        steps=60,
+        every=20,
+        rates=Rates(0.01, 0.01, 0.01, 0.01),
+    )
     assert found.loss < 0.1 * found.start
     assert found.gain == pytest.approx(found.start - found.loss)
     assert found.step > 0
@@ -158,7 +204,17 @@ def symmetry_error_of(name: str, spec: Spec, state: State, g: Element) -> float:
 
 def test_both_ends_move_and_keep_their_functions() -> None:
     spec, a, b, _, g = planted("gpt2-untied", 0.02)
-    found = refine(spec, a, b, g, build("gpt2-untied"), [PICOS["gpt2-untied"].inputs], both=True, steps=40, rates=Rates(1e-3, 1e-3, 1e-3, 1e-3))
+    found = refine(
+        spec,
+        a,
+        b,
+        g,
+        build("gpt2-untied"),
+        [PICOS["gpt2-untied"].inputs],
+        both=True,
+        steps=40,
+        rates=Rates(1e-3, 1e-3, 1e-3, 1e-3),
+    )
     assert found.loss < 0.3 * found.start
     assert found.h.members.keys() == {n for n, s in spec.spaces.items() if s.group.dim(s.size)}
     for state, one in ((a, found.g), (b, found.h)):
@@ -169,7 +225,9 @@ def test_moving_both_ends_reaches_no_other_path() -> None:
     """The action is linear: h^-1 takes one path to the other, point by point."""
     spec, a, b, _, g = planted("llama", 0.3)
     h = element(spec, 5)
-    one = [torch.lerp(x, y, 0.3) for x, y in zip(apply(~h @ g, a).values(), b.values(), strict=True)]
+    one = [
+        torch.lerp(x, y, 0.3) for x, y in zip(apply(~h @ g, a).values(), b.values(), strict=True)
+    ]
     other = {n: torch.lerp(w, apply(h, b)[n], 0.3) for n, w in apply(g, a).items()}
     for x, y in zip(one, apply(~h, other).values(), strict=True):
         torch.testing.assert_close(x, y)
@@ -178,18 +236,44 @@ def test_moving_both_ends_reaches_no_other_path() -> None:
 def test_it_is_never_worse_than_the_start() -> None:
     spec, a, b, truth, _ = planted("gpt2-untied", 0.0)
     wild = Rates(rotation=1.0, linear=1.0)
-    found = refine(spec, a, b, truth, build("gpt2-untied"), [PICOS["gpt2-untied"].inputs], steps=4, every=1, rates=wild)
+    found = refine(
+        spec,
+        a,
+        b,
+        truth,
+        build("gpt2-untied"),
+        [PICOS["gpt2-untied"].inputs],
+        steps=4,
+        every=1,
+        rates=wild,
+    )
     assert found.loss <= found.start < 1e-12
     noisy = near(spec, 0.05) @ truth
-    found = refine(spec, a, b, noisy, build("gpt2-untied"), [PICOS["gpt2-untied"].inputs], steps=4, every=1, rates=wild)
+    found = refine(
+        spec,
+        a,
+        b,
+        noisy,
+        build("gpt2-untied"),
+        [PICOS["gpt2-untied"].inputs],
+        steps=4,
+        every=1,
+        rates=wild,
+    )
     assert found.loss <= found.start
     found.g.require()
 
 
 def test_the_same_seed_gives_the_same_element() -> None:
     spec, a, b, _, g = planted("llama", 0.02)
-    batches = [{"input_ids": torch.randint(0, 30, (2, 7), generator=torch.Generator().manual_seed(i))} for i in range(6)]
-    runs = [refine(spec, a, b, g, build("llama"), batches, steps=5, every=5, seed=seed) for seed in (0, 0, 1)]
+    batches = [
+        {"input_ids": torch.randint(0, 30, (2, 7), generator=torch.Generator().manual_seed(i))}
+        for i in range(6)
+    ]
+    runs = [
+        refine(spec, a, b, g, build("llama"), batches, steps=5, every=5, seed=seed)
+        for seed in (0, 0, 1)
+    ]
     first, again, other = (r.g.members["stream"].matrix() for r in runs)
     assert np.array_equal(first, again)
     assert not np.array_equal(first, other)
@@ -197,21 +281,40 @@ def test_the_same_seed_gives_the_same_element() -> None:
 
 @pytest.mark.parametrize(("name", "space"), [("llama", "kv.0"), ("qwen3", "qk.0")])
 def test_a_wrong_assignment_is_put_right(name: str, space: str) -> None:
-    """Two key-value heads in each other's places, with all that is theirs; a plane with the wrong sign: the votes bring them back."""
+    """Two key-value heads in each other's places, with all that is theirs; a plane with the wrong
+    sign: the votes bring them back.
+    """
     spec, a, b, truth, _ = planted(name, 0.0)
     wrong: Member = Monomial(np.array([[1, 0]]))
     if space == "qk.0":
         factor = np.ones((2, 4), np.complex128)
         factor[0, 1] = -1
         wrong = Planes(factor, "half")
-    batches = [{"input_ids": torch.randint(0, 30, (8, 12), generator=torch.Generator().manual_seed(i))} for i in range(4)]
+    batches = [
+        {"input_ids": torch.randint(0, 30, (8, 12), generator=torch.Generator().manual_seed(i))}
+        for i in range(4)
+    ]
     begin = Element(spec, {space: wrong}) @ truth
     rates = Rates(assignment=0.5)
-    found = refine(spec, a, b, begin, build(name), batches, spaces=[space], steps=16, every=2, rates=rates, held=batches[:1])
+    found = refine(
+        spec,
+        a,
+        b,
+        begin,
+        build(name),
+        batches,
+        spaces=[space],
+        steps=16,
+        every=2,
+        rates=rates,
+        held=batches[:1],
+    )
     assert found.start > 0.1
     assert found.loss < 1e-9
     assert np.allclose(found.g.members[space].matrix(), truth.members[space].matrix())
-    found = refine(spec, a, b, begin, build(name), batches, spaces=[space], steps=2, every=1, held=batches[:1])
+    found = refine(
+        spec, a, b, begin, build(name), batches, spaces=[space], steps=2, every=1, held=batches[:1]
+    )
     assert found.loss == found.start  # without votes nothing discrete moves
 
 
@@ -260,7 +363,13 @@ def test_text_that_the_models_write_serves_as_data() -> None:
 
 def test_an_element_over_the_stored_form_is_that_over_the_live_one() -> None:
     spec, a, b, _, g = planted("gpt2-untied", 0.02)
-    aside = replace(spec, tensors={f"file.{n}": text for n, text in spec.tensors.items()}, ties={}, parts={}, fixed={})
+    aside = replace(
+        spec,
+        tensors={f"file.{n}": text for n, text in spec.tensors.items()},
+        ties={},
+        parts={},
+        fixed={},
+    )
     how = {"steps": 4, "every": 2, "both": True}
     model, batches = build("gpt2-untied"), [PICOS["gpt2-untied"].inputs]
     one = refine(spec, a, b, g, model, batches, **how)
@@ -291,7 +400,9 @@ def test_bad_input_is_one_clear_error() -> None:
     model, inputs = build("gpt2-untied"), PICOS["gpt2-untied"].inputs
     broken = {n: w.clone() for n, w in a.items()}
     broken["lm_head.weight"][0, 0] = float("nan")
-    with pytest.raises(MatchError, match=r'model A has numbers that are not finite in "lm_head\.weight" \(1 such'):
+    with pytest.raises(
+        MatchError, match=r'model A has numbers that are not finite in "lm_head\.weight" \(1 such'
+    ):
         refine(spec, broken, b, g, model, [inputs])
     with pytest.raises(MatchError, match="no batches"):
         refine(spec, a, b, g, model, [])
@@ -305,7 +416,15 @@ def test_bad_input_is_one_clear_error() -> None:
     with pytest.raises(MatchError, match=r"between 0\.6 and 0\.4"):
         refine(spec, a, b, g, model, [inputs], between=(0.6, 0.4))
     with pytest.raises(MatchError, match="not finite at the start"):
-        refine(spec, a, b, g, model, [inputs], loss=lambda run, batch: squares(run, batch) * float("inf"))
+        refine(
+            spec,
+            a,
+            b,
+            g,
+            model,
+            [inputs],
+            loss=lambda run, batch: squares(run, batch) * float("inf"),
+        )
     base, state = folded("gpt2-base", 0)
     with pytest.raises(SpecError, match="live in stream, which moves"):
         refine(base, state, state, identity(base), build("gpt2-base"), [inputs])

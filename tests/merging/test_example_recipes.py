@@ -26,7 +26,10 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, State]:
     for seed, name in enumerate("abc"):
         tuned(root, tmp_path / "models" / name, seed, dtype=torch.float16)
     monkeypatch.chdir(tmp_path)
-    return {name: {n: t.float() for n, t in state_of(Path("models") / name).items()} for name in ("root", "a", "b", "c")}
+    return {
+        name: {n: t.float() for n, t in state_of(Path("models") / name).items()}
+        for name in ("root", "a", "b", "c")
+    }
 
 
 def merged(run: Run, name: str) -> State:
@@ -43,7 +46,11 @@ def test_these_are_all() -> None:
 
 def test_linear(run: Run, models: dict[str, State]) -> None:
     for name, found in merged(run, "linear").items():
-        assert near(found, (models["a"][name] + 0.4 * models["b"][name] + 0.2 * models["c"][name]) / 1.6, 1e-3)
+        assert near(
+            found,
+            (models["a"][name] + 0.4 * models["b"][name] + 0.2 * models["c"][name]) / 1.6,
+            1e-3,
+        )
 
 
 def test_gradient_slerp(run: Run, models: dict[str, State]) -> None:
@@ -62,18 +69,26 @@ def test_stack(run: Run, models: dict[str, State]) -> None:
     found = merged(run, "stack")
     assert json.loads(Path("out/config.json").read_text())["num_hidden_layers"] == 5
     for layer, (model, of) in enumerate([("a", 0), ("a", 1), ("a", 2), ("b", 2), ("b", 3)]):
-        assert torch.equal(found[f"model.layers.{layer}.mlp.up_proj.weight"], models[model][f"model.layers.{of}.mlp.up_proj.weight"])
+        assert torch.equal(
+            found[f"model.layers.{layer}.mlp.up_proj.weight"],
+            models[model][f"model.layers.{of}.mlp.up_proj.weight"],
+        )
     assert torch.equal(found["model.embed_tokens.weight"], models["a"]["model.embed_tokens.weight"])
     assert torch.equal(found["lm_head.weight"], models["b"]["lm_head.weight"])
 
 
 @pytest.mark.parametrize(("recipe", "most"), [("ties-sum", 0.8), ("ties", 0.9 + 0.5)])
 def test_ties(run: Run, models: dict[str, State], recipe: str, most: float) -> None:
-    """What is not kept of any model stays the root's, and what is changed is changed as one of the models changed it."""
+    """What is not kept of any model stays the root's, and what is changed is changed as one of the
+    models changed it.
+    """
     found, name = merged(run, recipe), "model.layers.0.self_attn.q_proj.weight"
     root = models["root"][name].half().float()
     changed = (found[name] - root).abs() > 5e-4
     share = float(changed.float().mean())
     assert 0.2 < share <= min(most, 1.0)
-    signs = [(models[m][name] - root)[changed].sign() == (found[name] - root)[changed].sign() for m in "ab"]
+    signs = [
+        (models[m][name] - root)[changed].sign() == (found[name] - root)[changed].sign()
+        for m in "ab"
+    ]
     assert bool((signs[0] | signs[1]).all())

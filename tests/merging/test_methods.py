@@ -21,9 +21,15 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> tor
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def three(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def three(
+    *shape: int, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     base = drawn(*shape, seed=1)
-    return base.to(dtype), (base + 0.1 * drawn(*shape, seed=2)).to(dtype), (base + 0.1 * drawn(*shape, seed=3)).to(dtype)
+    return (
+        base.to(dtype),
+        (base + 0.1 * drawn(*shape, seed=2)).to(dtype),
+        (base + 0.1 * drawn(*shape, seed=3)).to(dtype),
+    )
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-6) -> None:
@@ -33,7 +39,9 @@ def same(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-6) -> 
 
 
 def one_unit(found: torch.Tensor, wanted: torch.Tensor, units: float = 1.0) -> None:
-    """Equal up to so many units in the last place of bfloat16, which is the dtype of the found; half a unit is what one rounding costs."""
+    """Equal up to so many units in the last place of bfloat16, which is the dtype of the found;
+    half a unit is what one rounding costs.
+    """
     assert found.dtype == torch.bfloat16
     wanted = wanted.double()
     unit = torch.exp2(wanted.abs().clamp(min=1e-30).log2().floor() - 7)
@@ -43,7 +51,9 @@ def one_unit(found: torch.Tensor, wanted: torch.Tensor, units: float = 1.0) -> N
 @pytest.mark.parametrize("shape", [(3, 5), (BIG,), (0, 4)])
 def test_linear(shape: tuple[int, ...]) -> None:
     a, b, c = three(*shape)
-    same(merge_tensors("linear", [a, b, c], weight=[1, 0.3, 0.5]), (a + 0.3 * b + 0.5 * c) / 1.8) if a.numel() else None
+    same(
+        merge_tensors("linear", [a, b, c], weight=[1, 0.3, 0.5]), (a + 0.3 * b + 0.5 * c) / 1.8
+    ) if a.numel() else None
     found = merge_tensors("linear", [a, b, c], weight=[1, 0.3, 0.5], normalize=False)
     assert found.shape == a.shape
     if a.numel():
@@ -76,23 +86,43 @@ def test_slerp_of_what_is_almost_parallel_is_the_line() -> None:
     a, b, _ = three(40, 40)
     b = a + 1e-3 * (b - a)
     same(merge_tensors("slerp", [b], base=a, t=0.25), 0.75 * a + 0.25 * b)
-    same(merge_tensors("slerp", [-b], base=a, t=0.25), 0.75 * a - 0.25 * b)  # and of what is almost opposite
+    same(
+        merge_tensors("slerp", [-b], base=a, t=0.25), 0.75 * a - 0.25 * b
+    )  # and of what is almost opposite
 
 
 def test_slerp_from_zero() -> None:
     a, b = torch.zeros(30), drawn(30, seed=2)
-    same(merge_tensors("slerp", [b], base=a, t=0.25), math.sin(0.25 * math.pi / 2) * b)  # a vector without direction counts as orthogonal
+    same(
+        merge_tensors("slerp", [b], base=a, t=0.25), math.sin(0.25 * math.pi / 2) * b
+    )  # a vector without direction counts as orthogonal
 
 
 def test_task_arithmetic() -> None:
     base, a, b = three(40, 50)
-    same(merge_tensors("task_arithmetic", [a, b], base=base, weight=[0.7, -0.4], lambda_=0.5), base + 0.5 * (0.7 * (a - base) - 0.4 * (b - base)))
-    same(merge_tensors("task_arithmetic", [a, b], base=base, weight=[3, 1], normalize=True), base + (3 * (a - base) + (b - base)) / 4)
+    same(
+        merge_tensors("task_arithmetic", [a, b], base=base, weight=[0.7, -0.4], lambda_=0.5),
+        base + 0.5 * (0.7 * (a - base) - 0.4 * (b - base)),
+    )
+    same(
+        merge_tensors("task_arithmetic", [a, b], base=base, weight=[3, 1], normalize=True),
+        base + (3 * (a - base) + (b - base)) / 4,
+    )
     x, y, z = three(BIG, dtype=torch.bfloat16)
-    one_unit(merge_tensors("task_arithmetic", [y, z], base=x, weight=0.5), 0.5 * (y.double() + z.double()))
+    one_unit(
+        merge_tensors("task_arithmetic", [y, z], base=x, weight=0.5),
+        0.5 * (y.double() + z.double()),
+    )
 
 
-def plain_ties(base: np.ndarray, models: list[np.ndarray], weights: list[float], density: list[float], normalize: bool, rescale: bool) -> np.ndarray:
+def plain_ties(
+    base: np.ndarray,
+    models: list[np.ndarray],
+    weights: list[float],
+    density: list[float],
+    normalize: bool,
+    rescale: bool,
+) -> np.ndarray:
     """Trim, elect, merge: by sorting whole tensors, value by value."""
     deltas = []
     for model, d in zip(models, density, strict=True):
@@ -118,10 +148,25 @@ def plain_ties(base: np.ndarray, models: list[np.ndarray], weights: list[float],
 def test_ties(density: float, normalize: bool, rescale: bool) -> None:
     base, a, b = three(37, 53)
     c = base + 0.3 * drawn(37, 53, seed=5)
-    wanted = plain_ties(base.numpy(), [x.numpy() for x in (a, b, c)], [1.0, 0.5, -0.7], [density, 0.4, 0.6], normalize, rescale)
-    how = {"weight": [1.0, 0.5, -0.7], "density": [density, 0.4, 0.6], "normalize": normalize, "rescale": rescale}
+    wanted = plain_ties(
+        base.numpy(),
+        [x.numpy() for x in (a, b, c)],
+        [1.0, 0.5, -0.7],
+        [density, 0.4, 0.6],
+        normalize,
+        rescale,
+    )
+    how = {
+        "weight": [1.0, 0.5, -0.7],
+        "density": [density, 0.4, 0.6],
+        "normalize": normalize,
+        "rescale": rescale,
+    }
     same(merge_tensors("ties", [a, b, c], base=base, **how), torch.from_numpy(wanted), 1e-5)
-    assert torch.equal(merge_tensors("ties", [a, b, c], base=base, int8_mask=True, **how), merge_tensors("ties", [a, b, c], base=base, **how))
+    assert torch.equal(
+        merge_tensors("ties", [a, b, c], base=base, int8_mask=True, **how),
+        merge_tensors("ties", [a, b, c], base=base, **how),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -145,9 +190,18 @@ SAMPLED = (1 << 18) + 7_777  # large enough for a sample
 @pytest.mark.parametrize("density", [0.0001, 0.3, 0.5, 0.97, 0.9999])
 @pytest.mark.parametrize("values", ["normal", "rounded", "zeros", "deceiving", "equal", "double"])
 def test_what_is_selected_by_a_sample_is_what_sorting_selects(density: float, values: str) -> None:
-    """However the values are spread: few of them, most of them zero, or such that the sample sees none of the large ones."""
+    """However the values are spread: few of them, most of them zero, or such that the sample sees
+    none of the large ones.
+    """
     x = drawn(SAMPLED, seed=3).double()
-    x = {"normal": x, "rounded": (x * 8).round(), "zeros": x * (x > 1), "deceiving": x * 1e-3, "equal": torch.ones(SAMPLED), "double": x}[values]
+    x = {
+        "normal": x,
+        "rounded": (x * 8).round(),
+        "zeros": x * (x > 1),
+        "deceiving": x * 1e-3,
+        "equal": torch.ones(SAMPLED),
+        "double": x,
+    }[values]
     if values == "deceiving":
         x[torch.arange(SAMPLED) % 61 != 0] *= 1e6
     x = x if values == "double" else x.float()
@@ -162,21 +216,36 @@ def test_what_is_selected_by_a_sample_is_what_sorting_selects(density: float, va
 def test_ties_that_keep_nothing_or_cancel(dtype: torch.dtype) -> None:
     base, a, b = three(6, 7, dtype=dtype)
     assert torch.equal(merge_tensors("ties", [a, b], base=base, weight=1, density=0), base)
-    assert torch.equal(merge_tensors("ties", [a, a], base=base, weight=[1, 1], density=0.01), base)  # of 42 values, none
+    assert torch.equal(
+        merge_tensors("ties", [a, a], base=base, weight=[1, 1], density=0.01), base
+    )  # of 42 values, none
     zero = torch.zeros_like(base)
-    assert torch.equal(merge_tensors("ties", [a, -a], base=zero, weight=1), a.abs())  # a sum of 0 counts as positive
+    assert torch.equal(
+        merge_tensors("ties", [a, -a], base=zero, weight=1), a.abs()
+    )  # a sum of 0 counts as positive
     half = merge_tensors("ties", [a, b], base=base, weight=[1, 0.5], density=0.5, rescale=True)
-    wanted = plain_ties(base.double().numpy(), [a.double().numpy(), b.double().numpy()], [1, 0.5], [0.5, 0.5], True, True)
+    wanted = plain_ties(
+        base.double().numpy(),
+        [a.double().numpy(), b.double().numpy()],
+        [1, 0.5],
+        [0.5, 0.5],
+        True,
+        True,
+    )
     same(half, torch.from_numpy(wanted), 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 def test_ties_of_half_precision_selects_as_half_precision_computes() -> None:
-    """mergekit subtracts, sorts and masks in the stored dtype: values that it sees as equal are equal here."""
+    """mergekit subtracts, sorts and masks in the stored dtype: values that it sees as equal are
+    equal here.
+    """
     base, a, b = three(300, 70, dtype=torch.bfloat16)
     deltas = [(x - base) for x in (a, b)]
     kept = []
     for delta in deltas:
-        order = torch.argsort(delta.abs().float().view(-1), descending=True, stable=True)[: int(0.5 * delta.numel())]
+        order = torch.argsort(delta.abs().float().view(-1), descending=True, stable=True)[
+            : int(0.5 * delta.numel())
+        ]
         mask = torch.zeros(delta.numel())
         mask[order] = 1
         kept.append(delta.float() * mask.view(delta.shape))
@@ -195,10 +264,17 @@ def test_random_methods_drop_by_chance_and_keep_the_length(method: str) -> None:
     found = merge_tensors(method, [a], base=base, weight=1, density=0.4, name="x", seed=7) - base
     kept = found.abs() > 1e-7
     assert abs(float(kept.float().mean()) - 0.4) < 0.01
-    assert abs(float(found.abs().sum() / delta.abs().sum()) - 1) < 1e-4  # rescaled to the same sum of magnitudes
+    assert (
+        abs(float(found.abs().sum() / delta.abs().sum()) - 1) < 1e-4
+    )  # rescaled to the same sum of magnitudes
     factor = (found[kept] / delta[kept]).median()
     same(found[kept], factor * delta[kept], 1e-4)
-    plain = merge_tensors(method, [a], base=base, weight=1, density=0.4, name="x", seed=7, rescale=False) - base
+    plain = (
+        merge_tensors(
+            method, [a], base=base, weight=1, density=0.4, name="x", seed=7, rescale=False
+        )
+        - base
+    )
     same(plain[kept], delta[kept], 1e-5)  # the same draws, not rescaled
 
 
@@ -207,26 +283,48 @@ def test_draws_are_told_by_name_seed_and_model(method: str) -> None:
     base, a, b = three(60, 70)
 
     def run(**more: object) -> torch.Tensor:
-        return merge_tensors(method, [a, b], base=base, **{"weight": 1, "density": 0.5, "name": "x", "seed": 0, **more})
+        return merge_tensors(
+            method,
+            [a, b],
+            base=base,
+            **{"weight": 1, "density": 0.5, "name": "x", "seed": 0, **more},
+        )
 
     assert torch.equal(run(), run())
     for other in ({"name": "y"}, {"seed": 1}):
         assert not torch.equal(run(), run(**other))
-    one = merge_tensors("dare_linear", [base + 1, base + 1], base=base, weight=1, density=0.5, name="x", rescale=False) - base
+    one = (
+        merge_tensors(
+            "dare_linear",
+            [base + 1, base + 1],
+            base=base,
+            weight=1,
+            density=0.5,
+            name="x",
+            rescale=False,
+        )
+        - base
+    )
     assert {round(v) for v in one.flatten().tolist()} == {0, 1, 2}  # two models, two masks
 
 
 def test_della_keeps_large_values_more_often() -> None:
     base = torch.zeros(500, 200)
     a = drawn(500, 200, seed=4)
-    kept = (merge_tensors("della_linear", [a], base=base, weight=1, density=0.5, epsilon=0.3) != 0).float()
+    kept = (
+        merge_tensors("della_linear", [a], base=base, weight=1, density=0.5, epsilon=0.3) != 0
+    ).float()
     rank = a.abs().argsort(dim=1).argsort(dim=1)
     low, high = (float(kept[rank < 40].mean()), float(kept[rank >= 160].mean()))
-    assert abs(low - 0.26) < 0.02  # the mean chance of the lowest fifth of each row: 0.2 + 0.1 * 0.6
+    assert (
+        abs(low - 0.26) < 0.02
+    )  # the mean chance of the lowest fifth of each row: 0.2 + 0.1 * 0.6
     assert abs(high - 0.74) < 0.02
     with pytest.raises(DensityError, match="outside of 0 to 1"):
         merge_tensors("della_linear", [a], base=base, weight=1, density=0.9, epsilon=0.3)
-    assert torch.equal(merge_tensors("della_linear", [a[0]], base=base[0], weight=1), a[0])  # a density of 1 drops nothing
+    assert torch.equal(
+        merge_tensors("della_linear", [a[0]], base=base[0], weight=1), a[0]
+    )  # a density of 1 drops nothing
 
 
 @pytest.mark.parametrize("filter_wise", [False, True])
@@ -237,11 +335,21 @@ def test_model_stock(filter_wise: bool) -> None:
     def stock(w0: torch.Tensor, ws: list[torch.Tensor]) -> torch.Tensor:
         offsets = [(w - w0).double().flatten() for w in ws]
         pairs = [(0, 1), (0, 2), (1, 2)]
-        cosine = sum(float(offsets[i] @ offsets[j] / offsets[i].norm() / offsets[j].norm()) for i, j in pairs) / 3
+        cosine = (
+            sum(
+                float(offsets[i] @ offsets[j] / offsets[i].norm() / offsets[j].norm())
+                for i, j in pairs
+            )
+            / 3
+        )
         t = 3 * cosine / (1 + 2 * cosine)
         return t * sum(ws) / 3 + (1 - t) * w0
 
-    wanted = torch.stack([stock(base[i], [a[i], b[i], c[i]]) for i in range(20)]) if filter_wise else stock(base, [a, b, c])
+    wanted = (
+        torch.stack([stock(base[i], [a[i], b[i], c[i]]) for i in range(20)])
+        if filter_wise
+        else stock(base, [a, b, c])
+    )
     same(merge_tensors("model_stock", [a, b, c], base=base, filter_wise=filter_wise), wanted, 1e-5)
     with pytest.raises(MergeError, match="two models besides the base"):
         merge_tensors("model_stock", [a], base=base)
@@ -287,9 +395,15 @@ def test_nothing_is_changed_in_place() -> None:
             with pytest.raises(MergeError, match="moves whole models"):
                 merge_tensors(name, [a, b])
             continue
-        more: dict[str, Any] = {"weight": 0.5} if "weight" in method.each else {"t": 0.4} if name == "slerp" else {}
+        more: dict[str, Any] = (
+            {"weight": 0.5} if "weight" in method.each else {"t": 0.4} if name == "slerp" else {}
+        )
         more |= {"statistics": [a.square(), b.square()]} if name == "fisher" else {}
-        more |= {"statistics": [Gram((t.T @ t).double(), 1) for t in (a, b)]} if name == "regmean" else {}
+        more |= (
+            {"statistics": [Gram((t.T @ t).double(), 1) for t in (a, b)]}
+            if name == "regmean"
+            else {}
+        )
         others = [a] if name in ("slerp", "passthrough") else [a, b]
         out = merge_tensors(name, others, **({"base": base} if method.base else {}), **more)
         assert out.dtype == torch.float32
@@ -300,7 +414,10 @@ def test_state_dicts() -> None:
     base = {"w": drawn(4, 5, seed=1), "ids": torch.arange(3)}
     others = [{"w": drawn(4, 5, seed=i), "ids": torch.arange(3)} for i in (2, 3)]
     found = merge(others, "task_arithmetic", base=base, weight=[0.5, 0.25])
-    same(found["w"], base["w"] + 0.5 * (others[0]["w"] - base["w"]) + 0.25 * (others[1]["w"] - base["w"]))
+    same(
+        found["w"],
+        base["w"] + 0.5 * (others[0]["w"] - base["w"]) + 0.25 * (others[1]["w"] - base["w"]),
+    )
     assert torch.equal(found["ids"], base["ids"])
     same(merge(others, weight=1)["w"], (others[0]["w"] + others[1]["w"]) / 2)
 
@@ -316,8 +433,14 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         (lambda: merge_tensors("ties", [a, b], weight=1), "needs a base"),
         (lambda: merge_tensors("linear", [a, b[:3]], weight=1, name="x"), "different shapes"),
         (lambda: merge([{"w": a}, {}], weight=1), 'state 1 has no "w"'),
-        (lambda: merge([{"w": a}, {"w": b, "v": b}], weight=1), 'state 1 has "v", and state 0 has not'),
-        (lambda: merge([{"w": a, "v": b}], "task_arithmetic", base={"w": a}, weight=1), 'state 0 has "v", and the base has not'),
+        (
+            lambda: merge([{"w": a}, {"w": b, "v": b}], weight=1),
+            'state 1 has "v", and state 0 has not',
+        ),
+        (
+            lambda: merge([{"w": a, "v": b}], "task_arithmetic", base={"w": a}, weight=1),
+            'state 0 has "v", and the base has not',
+        ),
         (lambda: merge([]), "no states"),
     ):
         with pytest.raises(MergeError, match=words):
@@ -325,16 +448,22 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 
 
 def test_linear_rounds_as_mergekit_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where two models almost cancel, the order of the sums decides on the digits that are left: so it is mergekit's, in every block."""
+    """Where two models almost cancel, the order of the sums decides on the digits that are left: so
+    it is mergekit's, in every block.
+    """
     monkeypatch.setattr(methods, "STEP", 1000)
     g = torch.Generator().manual_seed(0)
     a = torch.randn(2500, generator=g).bfloat16()
     b = (-7 / 4 * a.float() * (1 + 1e-3 * torch.randn(2500, generator=g))).bfloat16()
     weights = torch.tensor([0.7, 0.4])
     wanted = torch.zeros(len(a))
-    for x, weight in zip((a, b), weights, strict=True):  # its way: the processor may fuse product and sum
+    for x, weight in zip(
+        (a, b), weights, strict=True
+    ):  # its way: the processor may fuse product and sum
         wanted.addcmul_(x.float(), weight)
     wanted /= weights.sum()
     assert torch.equal(merge_tensors("linear", [a, b], weight=[0.7, 0.4]), wanted.bfloat16())
     fused = torch.addcmul(a.float() * (0.7 / 1.1), b.float(), torch.tensor(0.4 / 1.1))
-    assert not torch.equal(fused.bfloat16(), wanted.bfloat16()), "the order makes a difference here, or this test shows nothing"
+    assert not torch.equal(fused.bfloat16(), wanted.bfloat16()), (
+        "the order makes a difference here, or this test shows nothing"
+    )

@@ -1,4 +1,6 @@
-"""Recipes: mergekit's keys read as mergekit reads them, and everything else refused by name and line."""
+"""Recipes: mergekit's keys read as mergekit reads them, and everything else refused by name and
+line.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,13 @@ dtype: float16
 
 def test_a_recipe_of_mergekit() -> None:
     recipe = parse_recipe(TIES)
-    assert (recipe.method, recipe.base, recipe.dtype, recipe.out_dtype, recipe.sliced) == ("ties", "root", "float16", None, False)
+    assert (recipe.method, recipe.base, recipe.dtype, recipe.out_dtype, recipe.sliced) == (
+        "ties",
+        "root",
+        "float16",
+        None,
+        False,
+    )
     assert recipe.models == ("root", "one", "two")
     part = recipe.slices[0]
     one, two = part.sources
@@ -42,7 +50,9 @@ def test_a_recipe_of_mergekit() -> None:
     def at(name: str, source: object, tensor: str, t: float) -> object:
         return recipe.parameter(name, part, source, tensor, t, None)  # type: ignore[arg-type]
 
-    assert [at("density", one, "x", t) for t in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx([1, 0.85, 0.7, 0.4, 0.1])
+    assert [at("density", one, "x", t) for t in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(
+        [1, 0.85, 0.7, 0.4, 0.1]
+    )
     assert at("weight", two, "layers.0.mlp.up", 0.3) == pytest.approx(0.3)
     assert at("weight", two, "layers.0.attn.q", 0.3) == 0.25
     assert at("normalize", None, "x", 0) is True
@@ -51,14 +61,20 @@ def test_a_recipe_of_mergekit() -> None:
 
 def test_the_nearest_parameter_counts() -> None:
     recipe = parse_recipe(
-        "merge_method: linear\nparameters: {weight: 3}\nslices:\n- sources:\n  - {model: a, layer_range: [0, 2], "
+        "merge_method: linear\nparameters: {weight: 3}\nslices:\n- sources:\n  - {model: a, "
+        "layer_range: [0, 2], "
         "parameters: {weight: {filter: q, value: 1}}}\n"
-        "  - {model: b, layer_range: [2, 4]}\n  parameters: {weight: 2}\n- sources:\n  - {model: a, layer_range: [2, 3]}\n"
+        "  - {model: b, layer_range: [2, 4]}\n  parameters: {weight: 2}\n- sources:\n  - "
+        "{model: a, layer_range: [2, 3]}\n"
     )
     first, second = recipe.slices
-    found = [recipe.parameter("weight", first, s, n, 0, None) for s in first.sources for n in ("q", "k")]
+    found = [
+        recipe.parameter("weight", first, s, n, 0, None) for s in first.sources for n in ("q", "k")
+    ]
     assert found == [1, 2, 2, 2]  # the source's own where its filter fits, else the slice's
-    assert recipe.parameter("weight", second, second.sources[0], "q", 0, None) == 3  # else the recipe's
+    assert (
+        recipe.parameter("weight", second, second.sources[0], "q", 0, None) == 3
+    )  # else the recipe's
     assert first.sources[1].layers == (2, 4)
 
 
@@ -71,16 +87,24 @@ def test_tokenizer_and_align() -> None:
     assert (found.source, found.multiple) == ("base", 64)
     assert parse_recipe(head + "align: true").align == Align()
     assert parse_recipe(head + "align: false").align is None
-    how = parse_recipe(head + "align: {to: a, spaces: [ffn, qk], group: orthogonal, fold: true, sweeps: 2}").align
+    how = parse_recipe(
+        head + "align: {to: a, spaces: [ffn, qk], group: orthogonal, fold: true, sweeps: 2}"
+    ).align
     assert how == Align("a", True, {"spaces": ["ffn", "qk"], "within": "orthogonal", "sweeps": 2})
 
 
 def test_a_parameter_of_another_method_is_told_and_changes_nothing() -> None:
-    recipe = parse_recipe("merge_method: slerp\nbase_model: a\nmodels: [{model: a}, {model: b}]\nparameters:\n  t: 0.5\n  int8_mask: true\n")
+    recipe = parse_recipe(
+        "merge_method: slerp\nbase_model: a\nmodels: [{model: a}, {model: b}]\nparameters:\n  "
+        "t: 0.5\n  int8_mask: true\n"
+    )
     assert recipe.notes == ('line 6: slerp has no parameter "int8_mask", which changes nothing',)
 
 
-LINEAR = "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 1}\n- model: b\n  parameters: {weight: 1}\n"
+LINEAR = (
+    "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 1}\n- model: b\n  "
+    "parameters: {weight: 1}\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +128,11 @@ LINEAR = "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 1}\n
         (LINEAR.replace("{weight: 1}", "{weight: .nan}", 1), 4, "is no number"),
         (LINEAR.replace("{weight: 1}", "{weight: []}", 1), 4, "empty list"),
         (LINEAR.replace("{weight: 1}", "{weight: [{filter: mlp}]}", 1), 4, "has no value:"),
-        (LINEAR.replace("{weight: 1}", "{weight: [{value: [{value: 1}]}]}", 1), 4, "a number, or a list of numbers"),
+        (
+            LINEAR.replace("{weight: 1}", "{weight: [{value: [{value: 1}]}]}", 1),
+            4,
+            "a number, or a list of numbers",
+        ),
         (LINEAR.replace("- model: b", "- model: a"), 5, "a is listed twice"),
         (LINEAR.replace("model: b", "modell: b"), 5, 'has no "modell"'),
         (LINEAR + "base_model: c", 1, "has no weight in a linear merge"),
@@ -116,16 +144,38 @@ LINEAR = "merge_method: linear\nmodels:\n- model: a\n  parameters: {weight: 1}\n
         (LINEAR + "align: {nearest: [true]}", 7, "nearest is one value"),
         (LINEAR + "align: {sweeps: 2.5}", 7, "sweeps is a whole number from 0 on, not 2.5"),
         (LINEAR + "align: {layers: [0, -1]}", 7, "a layer is a whole number from 0 on, not -1"),
-        (LINEAR + "tokenizer: {pad_to_multiple_of: 0.5}", 7, "pad_to_multiple_of is a whole number from 1 on"),
+        (
+            LINEAR + "tokenizer: {pad_to_multiple_of: 0.5}",
+            7,
+            "pad_to_multiple_of is a whole number from 1 on",
+        ),
         (LINEAR + "tokenizer: {source: base, tokens: {}}", 7, '"tokens" is not supported'),
         (LINEAR.replace("linear", "ties"), 1, "ties needs a base model"),
         (LINEAR.replace("linear", "passthrough"), 3, "one model in each place"),
         (LINEAR.replace("linear", "slerp") + "base_model: c", 1, "2 others are listed"),
-        ("merge_method: ties\nbase_model: a\nmodels:\n- model: b\n  parameters:\n    density: 1.5", 6, "from 0 to 1"),
-        ("merge_method: passthrough\nslices:\n- sources:\n  - model: a", 4, "layer_range: is missing"),
-        ("merge_method: passthrough\nslices:\n- sources:\n  - model: a\n    layer_range: [3, 3]", 5, "two whole numbers"),
         (
-            "merge_method: linear\nslices:\n- sources:\n  - {model: a, layer_range: [0, 3]}\n  - {model: b, layer_range: [0, 2]}",
+            (
+                "merge_method: ties\nbase_model: a\nmodels:\n- model: b\n  parameters:\n    "
+                "density: 1.5"
+            ),
+            6,
+            "from 0 to 1",
+        ),
+        (
+            "merge_method: passthrough\nslices:\n- sources:\n  - model: a",
+            4,
+            "layer_range: is missing",
+        ),
+        (
+            "merge_method: passthrough\nslices:\n- sources:\n  - model: a\n    layer_range: [3, 3]",
+            5,
+            "two whole numbers",
+        ),
+        (
+            (
+                "merge_method: linear\nslices:\n- sources:\n  - {model: a, layer_range: [0, 3]}\n  "
+                "- {model: b, layer_range: [0, 2]}"
+            ),
             3,
             "different numbers",
         ),
@@ -148,9 +198,19 @@ def test_hints_say_what_was_meant(tmp_path: Path) -> None:
 
 
 def test_layers_are_told_by_names() -> None:
-    llama = [f"model.layers.{i}.{x}.weight" for i in range(3) for x in "qkvo"] + ["model.norm.weight", "classifier.0.weight", "classifier.1.weight"]
+    llama = [f"model.layers.{i}.{x}.weight" for i in range(3) for x in "qkvo"] + [
+        "model.norm.weight",
+        "classifier.0.weight",
+        "classifier.1.weight",
+    ]
     assert stacks(llama) == {"model.layers.": 3}
-    both = [f"{side}.block.{i}.layer.{j}.{x}" for side in ("encoder", "decoder") for i in range(2) for j in range(2) for x in "ab"]
+    both = [
+        f"{side}.block.{i}.layer.{j}.{x}"
+        for side in ("encoder", "decoder")
+        for i in range(2)
+        for j in range(2)
+        for x in "ab"
+    ]
     assert stacks(both) == {"encoder.block.": 2, "decoder.block.": 2}
     assert stacks([f"h.{i}.{x}" for i in (0, 2) for x in "abcd"]) == {}  # a layer is missing
 
@@ -162,16 +222,24 @@ def test_aliases_within_aliases(tmp_path: Path) -> None:
     slices = ", ".join(["*s"] * 500)
     text = (
         "merge_method: linear\n"
-        f"slices: [&s {{sources: [&m {{model: one, layer_range: [0, 1], parameters: {{weight: [{weights}]}}}}, {sources}]}}, {slices}]\n"
+        "slices: [&s "
+        f"{{sources: [&m {{model: one, layer_range: [0, 1], parameters: {{weight: [{weights}]}}}}, {sources}]}}, {slices}]\n"
     )
     with pytest.raises(RecipeError, match="must have at most 100,000 values") as caught:
         parse_recipe(text)
     assert "aliases" in str(caught.value.hint)
-    once = f"merge_method: linear\nmodels: [{{model: one, parameters: &p {{weight: [{weights}]}}}}, {{model: two, parameters: *p}}]\n"
+    once = (
+        "merge_method: linear\nmodels: "
+        f"[{{model: one, parameters: &p {{weight: [{weights}]}}}}, "
+        f"{{model: two, parameters: *p}}]\n"
+    )
     assert len(parse_recipe(once).slices[0].sources) == 2
 
 
 def test_an_alias_of_itself() -> None:
     for value in ("&a {value: *a}", "&a [{value: *a}]", "&a [*a]"):
         with pytest.raises(RecipeError):
-            parse_recipe(f"merge_method: linear\nmodels: [{{model: one, parameters: {{weight: {value}}}}}, {{model: two}}]\n")
+            parse_recipe(
+                "merge_method: linear\nmodels: "
+                f"[{{model: one, parameters: {{weight: {value}}}}}, {{model: two}}]\n"
+            )

@@ -1,4 +1,6 @@
-"""Merging with data: Fisher, RegMean and transport, against formulas that share no code with them; and the order of moving and looking."""
+"""Merging with data: Fisher, RegMean and transport, against formulas that share no code with them;
+and the order of moving and looking.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +31,25 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def inputs(name: str) -> dict[str, Tensor]:
-    return {"pixel_values" if key == "x" else key: value for key, value in PICOS[name].inputs.items()}
+    return {
+        "pixel_values" if key == "x" else key: value for key, value in PICOS[name].inputs.items()
+    }
 
 
 def two(name: str) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
     module = build(name)
-    return module, *({n: t.clone() for n, t in build(name, seed).state_dict().items()} for seed in (0, 1))
+    return module, *(
+        {n: t.clone() for n, t in build(name, seed).state_dict().items()} for seed in (0, 1)
+    )
 
 
 def apart(one: Any, other: Any) -> float:
     """The largest difference of two states, as a share of the largest value."""
-    return max(float((one[n] - other[n]).abs().max() / other[n].abs().max().clamp(min=1e-30)) for n in other if other[n].is_floating_point())
+    return max(
+        float((one[n] - other[n]).abs().max() / other[n].abs().max().clamp(min=1e-30))
+        for n in other
+        if other[n].is_floating_point()
+    )
 
 
 # the methods
@@ -50,10 +60,18 @@ def test_fisher_weighs_every_value() -> None:
     f, h = f.square(), h.square()
     found = merge_tensors("fisher", [x, y], statistics=[f, h], weight=[1, 0.3], floor=0)
     assert torch.allclose(found, (f * x + 0.3 * h * y) / (f + 0.3 * h), rtol=1e-12)
-    assert torch.allclose(merge_tensors("fisher", [x, y], statistics=[f, f]), (x + y) / 2, rtol=1e-12)
-    assert torch.allclose(merge_tensors("fisher", [x, y], statistics=[0 * f, 0 * f]), (x + y) / 2)  # what matters nowhere is averaged
-    assert torch.allclose(merge_tensors("fisher", [x, y], statistics=[f, None], weight=[3, 1]), (3 * x + y) / 4)  # and what is not known
-    scaled = merge_tensors("fisher", [x, y], statistics=[1e-30 * f, 1e-30 * h])  # no scale of Fishers is too small to count
+    assert torch.allclose(
+        merge_tensors("fisher", [x, y], statistics=[f, f]), (x + y) / 2, rtol=1e-12
+    )
+    assert torch.allclose(
+        merge_tensors("fisher", [x, y], statistics=[0 * f, 0 * f]), (x + y) / 2
+    )  # what matters nowhere is averaged
+    assert torch.allclose(
+        merge_tensors("fisher", [x, y], statistics=[f, None], weight=[3, 1]), (3 * x + y) / 4
+    )  # and what is not known
+    scaled = merge_tensors(
+        "fisher", [x, y], statistics=[1e-30 * f, 1e-30 * h]
+    )  # no scale of Fishers is too small to count
     assert torch.allclose(scaled, merge_tensors("fisher", [x, y], statistics=[f, h]), rtol=1e-9)
 
 
@@ -66,13 +84,17 @@ def test_the_floor_of_a_fisher() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_regmean_solves_the_least_squares_problem(dim: int) -> None:
-    """With the whole Gram matrix, no other weight does better on sum |X_i W - X_i W_i|^2: the same as one regression on all inputs."""
+    """With the whole Gram matrix, no other weight does better on sum |X_i W - X_i W_i|^2: the same
+    as one regression on all inputs.
+    """
     inputs = [drawn(40, 6, seed=1), 3 * drawn(30, 6, seed=2) @ drawn(6, 6, seed=3)]
     maps = [drawn(6, 4, seed=4), drawn(6, 4, seed=5)]
     known = [Gram(x.T @ x, dim) for x in inputs]
     stored = [w.T.contiguous() if dim else w for w in maps]
     found = merge_tensors("regmean", stored, statistics=known, alpha=1)
-    wanted = torch.linalg.lstsq(torch.cat(inputs), torch.cat([x @ w for x, w in zip(inputs, maps, strict=True)])).solution
+    wanted = torch.linalg.lstsq(
+        torch.cat(inputs), torch.cat([x @ w for x, w in zip(inputs, maps, strict=True)])
+    ).solution
     assert torch.allclose(found.T if dim else found, wanted, rtol=1e-9)
     half = merge_tensors("regmean", stored, statistics=known, alpha=0.1, weight=[1, 0.5])
     a, b = (0.1 * k.values + 0.9 * torch.diag(k.values.diag()) for k in known)
@@ -104,9 +126,13 @@ def test_what_cannot_be_weighed_is_refused() -> None:
     with pytest.raises(MergeError, match="not finite"):
         merge_tensors("fisher", [x, x], statistics=[x.square() / 0, x.square()])
     with pytest.raises(MergeError, match="not finite"):
-        merge_tensors("regmean", [x, x], statistics=[Gram(torch.full((4, 4), torch.nan).double(), 1)] * 2)
+        merge_tensors(
+            "regmean", [x, x], statistics=[Gram(torch.full((4, 4), torch.nan).double(), 1)] * 2
+        )
     for method, what in (("fisher", "fisher"), ("regmean", "gram"), ("ot_acts", "activations")):
-        with pytest.raises(MergeError, match=f"needs to know what data say about each model \\({what}\\)"):
+        with pytest.raises(
+            MergeError, match=f"needs to know what data say about each model \\({what}\\)"
+        ):
             merge([{"x": x}, {"x": x}], method)
     with pytest.raises(MergeError, match="needs the spec"):
         merge([{"x": x}, {"x": x}], "ot_wts")
@@ -135,7 +161,9 @@ def build_linear(out: int, into: int) -> dict[str, Tensor]:
     return {"0.weight": drawn(out, into, seed=7), "0.bias": drawn(out, seed=8)}
 
 
-def test_labels_that_are_drawn_give_the_same_fisher_in_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_labels_that_are_drawn_give_the_same_fisher_in_the_mean(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     module, a, _ = two("bert-classifier")
     batch = {k: v.repeat(200, 1) for k, v in inputs("bert-classifier").items()}
     exact = fisher(module, a, [inputs("bert-classifier")])
@@ -152,7 +180,9 @@ def test_a_language_models_labels() -> None:
     batch = inputs("gpt2")
     ids = batch["input_ids"]
     assert all(bool((f > 0).any()) for f in fisher(module, a, [batch]).values())
-    one, same, other = (fisher(module, a, [batch], seed=s)["transformer.wte.weight"] for s in (0, 0, 1))
+    one, same, other = (
+        fisher(module, a, [batch], seed=s)["transformer.wte.weight"] for s in (0, 0, 1)
+    )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
     found = fisher(module, a, [batch], [ids], causal=True)["transformer.h.0.mlp.c_fc.weight"]
@@ -160,7 +190,9 @@ def test_a_language_models_labels() -> None:
     for row in ids:
         module.load_state_dict(a)
         module.zero_grad()
-        F.cross_entropy(module(input_ids=row[None]).logits[0, :-1], row[1:], reduction="sum").backward()
+        F.cross_entropy(
+            module(input_ids=row[None]).logits[0, :-1], row[1:], reduction="sum"
+        ).backward()
         wanted += module.transformer.h[0].mlp.c_fc.weight.grad.square() / len(ids)
     assert torch.allclose(found, wanted, rtol=1e-9)
 
@@ -189,11 +221,27 @@ def test_grams_are_what_the_layers_read() -> None:
     module, a, _ = two("vit")
     module.load_state_dict(a)
     batch = inputs("vit")
-    found = grams(module, a, [{k: v[:1] for k, v in batch.items()}, {k: v[1:] for k, v in batch.items()}])
+    found = grams(
+        module, a, [{k: v[:1] for k, v in batch.items()}, {k: v[1:] for k, v in batch.items()}]
+    )
     images = batch["pixel_values"]
-    patches = torch.stack([images[n, :, i : i + 4, j : j + 4].reshape(-1) for n in range(2) for i in (0, 4) for j in (0, 4)])
-    assert torch.allclose(found["vit.embeddings.patch_embeddings.projection.weight"].values, patches.T @ patches)
-    read = module.vit.layers[1].layernorm_before(module(**batch, output_hidden_states=True).hidden_states[1]).reshape(-1, 12).detach()
+    patches = torch.stack(
+        [
+            images[n, :, i : i + 4, j : j + 4].reshape(-1)
+            for n in range(2)
+            for i in (0, 4)
+            for j in (0, 4)
+        ]
+    )
+    assert torch.allclose(
+        found["vit.embeddings.patch_embeddings.projection.weight"].values, patches.T @ patches
+    )
+    read = (
+        module.vit.layers[1]
+        .layernorm_before(module(**batch, output_hidden_states=True).hidden_states[1])
+        .reshape(-1, 12)
+        .detach()
+    )
     assert torch.allclose(found["vit.layers.1.attention.v_proj.weight"].values, read.T @ read)
     assert not any("layernorm" in name or name.endswith("bias") for name in found)
 
@@ -202,7 +250,13 @@ def test_grams_are_what_the_layers_read() -> None:
 def test_every_statistic_of_every_kind_of_model(name: str) -> None:
     module, a, b = two(name)
     batch = inputs(name)
-    for method, kind in (("fisher", "fisher"), ("regmean", "gram"), ("ot_wts", ""), ("ot_acts", "activations"), ("ot_acts_emd", "activations")):
+    for method, kind in (
+        ("fisher", "fisher"),
+        ("regmean", "gram"),
+        ("ot_wts", ""),
+        ("ot_acts", "activations"),
+        ("ot_acts_emd", "activations"),
+    ):
         if name in ("t5",) and kind == "fisher":
             continue
         known = [ALL[kind](module, s, [batch]) for s in (a, b)] if kind else None  # type: ignore[operator]
@@ -216,7 +270,9 @@ def test_every_statistic_of_every_kind_of_model(name: str) -> None:
 
 @pytest.mark.parametrize("kind", list(ALL))
 def test_a_state_whose_ties_were_undone(kind: str) -> None:
-    """Folding gives a tied head values of its own: on the tied module it is the same model as on one that is not tied."""
+    """Folding gives a tied head values of its own: on the tied module it is the same model as on
+    one that is not tied.
+    """
     module, a, _ = two("gpt2")
     _, state = fold_norms(spec_of(module), a)
     assert not torch.equal(state["lm_head.weight"], state["transformer.wte.weight"])
@@ -244,28 +300,41 @@ def test_what_predicts_nothing_has_no_fisher() -> None:
 @pytest.mark.parametrize("name", ["vit", "gpt2", "bert", "llama"])
 @pytest.mark.parametrize("kind", ["fisher", "gram"])
 def test_statistics_of_a_moved_model_are_the_moved_statistics(name: str, kind: str) -> None:
-    """Of a permuted model, computed after the move or moved by the element, they are the same; those from before the move are not."""
+    """Of a permuted model, computed after the move or moved by the element, they are the same;
+    those from before the move are not.
+    """
     module, a, _ = two(name)
     spec, batch = spec_of(module), inputs(name)
     g = element(spec, 3, within="permutation")
     moved = apply(g, a)
     before, after = (ALL[kind](module, s, [batch]) for s in (a, moved))  # type: ignore[operator]
     if kind == "fisher":
-        carried: dict[str, Tensor] = {n: act(g, f, spec.tensors[n]) for n, f in before.items() if n in spec.tensors}
+        carried: dict[str, Tensor] = {
+            n: act(g, f, spec.tensors[n]) for n, f in before.items() if n in spec.tensors
+        }
     else:
-        carried = {n: _carried(g, before[n], spec.tensors[n]) for n in before if n in spec.tensors and n not in spec.ties}
+        carried = {
+            n: _carried(g, before[n], spec.tensors[n])
+            for n in before
+            if n in spec.tensors and n not in spec.ties
+        }
     values = {n: v.values if isinstance(v, Gram) else v for n, v in after.items()}
     stale = {n: v.values if isinstance(v, Gram) else v for n, v in before.items()}
     scale = {n: float(v.abs().max()) for n, v in values.items() if float(v.abs().max()) > 1e-12}
     assert len(carried) > 7
-    assert max(float((carried[n] - values[n]).abs().max()) / scale[n] for n in carried if n in scale) < (
-        1e-4 if name == "llama" else 1e-6
-    )  # its norms are float32
-    assert max(float((stale[n] - values[n]).abs().max()) / scale[n] for n in carried if n in scale) > 0.1
+    assert max(
+        float((carried[n] - values[n]).abs().max()) / scale[n] for n in carried if n in scale
+    ) < (1e-4 if name == "llama" else 1e-6)  # its norms are float32
+    assert (
+        max(float((stale[n] - values[n]).abs().max()) / scale[n] for n in carried if n in scale)
+        > 0.1
+    )
 
 
 def _carried(g: Element, gram: Gram, axes: str) -> Tensor:
-    """A Gram matrix, moved along both axes as activations are: the term that the layer reads, without its star."""
+    """A Gram matrix, moved along both axes as activations are: the term that the layer reads,
+    without its star.
+    """
     if axes.count("_") > 1:
         return gram.values  # pixels: nothing acts
     read = axes.split(" ")
@@ -281,8 +350,10 @@ def _carried(g: Element, gram: Gram, axes: str) -> Tensor:
 
 @pytest.mark.parametrize("method", ["fisher", "regmean"])
 def test_the_wrong_order_changes_the_result(method: str) -> None:
-    """B is a permuted relative of A. Moved back first and looked at then, the merge is that of the relatives; with statistics from before the move,
-    which the reference implementation of paper 003 applies to matched weights, it is another model."""
+    """B is a permuted relative of A. Moved back first and looked at then, the merge is that of the
+    relatives; with statistics from before the move, which the reference implementation of paper 003
+    applies to matched weights, it is another model.
+    """
     module, a, b = two("vit")
     b = {n: a[n] + 0.1 * b[n] for n in a}  # a relative of a, in its basis
     spec, batch = spec_of(module), inputs("vit")
@@ -317,7 +388,11 @@ def test_transport_undoes_a_permutation(name: str, method: str) -> None:
 
 def movable(name: str, method: str, spec: Any) -> list[str] | None:
     """What activations show: experts write nothing that a hook sees, and so stay."""
-    return [s for s in spec.spaces if not s.startswith(("expert", "ffn"))] if name == "mixtral" and method != "ot_wts" else None
+    return (
+        [s for s in spec.spaces if not s.startswith(("expert", "ffn"))]
+        if name == "mixtral" and method != "ot_wts"
+        else None
+    )
 
 
 def test_exact_plans_are_permutations_and_soft_ones_are_not() -> None:
@@ -326,16 +401,22 @@ def test_exact_plans_are_permutations_and_soft_ones_are_not() -> None:
     known = [activations(module, s, [inputs("vit")]) for s in (a, b)]
     hard, soft = (transported(spec, a, b, soft=s, seen=(known[0], known[1])) for s in (None, 0.2))
     for space, member in hard.members.items():
-        assert isinstance(member, Monomial) is (space != "stream"), space  # a mean of permutations that do not agree
+        assert isinstance(member, Monomial) is (space != "stream"), (
+            space
+        )  # a mean of permutations that do not agree
     assert isinstance(soft.members["ffn.0"], Soft)
     assert isinstance(soft.members["head.0"], Monomial)
     matrix = soft.members["ffn.0"].matrix()[0]
     assert matrix.sum(0) == pytest.approx(np.ones(20), abs=1e-3)
     assert matrix.sum(1) == pytest.approx(np.ones(20), abs=1e-3)
     with torch.no_grad():
-        kept, changed = (_logits(module, apply(g, a, force=True)) for g in (hard.without("stream"), soft))
+        kept, changed = (
+            _logits(module, apply(g, a, force=True)) for g in (hard.without("stream"), soft)
+        )
         wanted = _logits(module, a)
-    assert torch.allclose(kept, wanted, rtol=1e-6)  # exact plans are elements: the moved model is the same function
+    assert torch.allclose(
+        kept, wanted, rtol=1e-6
+    )  # exact plans are elements: the moved model is the same function
     assert float((changed - wanted).abs().max()) > 0.1  # soft ones are none
 
 
@@ -352,7 +433,10 @@ def test_a_plan_between_rows_that_are_all_alike() -> None:
 def test_transport_needs_the_same_inputs() -> None:
     module, a, b = two("vit")
     batch = inputs("vit")
-    one, other = activations(module, a, [batch]), activations(module, b, [{k: v[:1] for k, v in batch.items()}])
+    one, other = (
+        activations(module, a, [batch]),
+        activations(module, b, [{k: v[:1] for k, v in batch.items()}]),
+    )
     with pytest.raises(TransportError, match="not seen at work on the same inputs"):
         transported(spec_of(module), a, b, seen=(one, other))
     with pytest.raises(TransportError, match="no layer was seen"):

@@ -1,4 +1,6 @@
-"""The cut: a routed model is the same model, bit for bit; a locked backbone with moved edges is the same function; nothing is left behind."""
+"""The cut: a routed model is the same model, bit for bit; a locked backbone with moved edges is the
+same function; nothing is left behind.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,13 @@ from regauge.testing import outputs, strict_float64
 from support.models import distance, gradients, locked
 from support.picos import IDS, PICOS, build, config_of, spec_of
 
-UNCUT = {name for name in PICOS if name.startswith(("deberta-v2-xlarge", "deberta-v2-groups"))}  # a convolution stands between the blocks
+UNCUT = {
+    name for name in PICOS if name.startswith(("deberta-v2-xlarge", "deberta-v2-groups"))
+}  # a convolution stands between the blocks
 ALL = pytest.mark.parametrize("name", [name for name in PICOS if name not in UNCUT])
-SPEAKERS = pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "mixtral", "t5", "t5-gated-unscaled", "bart"])
+SPEAKERS = pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "gemma2", "mixtral", "t5", "t5-gated-unscaled", "bart"]
+)
 
 
 def cut_of(model: torch.nn.Module) -> Cut:
@@ -75,7 +81,10 @@ def test_a_locked_backbone_works_with_its_key_and_only_with_it(name: str) -> Non
     entries = stored(spec)
     for n, grad in slopes.items():
         moves = spec.parts[entries[n].pattern] == "backbone"
-        assert distance({n: got[n]}, {n: act(g, grad, dual(entries[n].axes)) if moves else grad}) < 1e-9, n
+        assert (
+            distance({n: got[n]}, {n: act(g, grad, dual(entries[n].axes)) if moves else grad})
+            < 1e-9
+        ), n
 
 
 @pytest.mark.parametrize("name", ["vit", "gpt2-untied", "llama", "t5", "swin"])
@@ -86,17 +95,28 @@ def test_a_backbone_locked_by_a_rotation_works_too(name: str) -> None:
     expected = outputs(model, inputs)
     spec, state = fold_norms(spec_of(model), model.state_dict())
     g = element(spec, 3)
-    assert any(isinstance(spec.spaces[s].group, Orthogonal | OrthogonalFixingOnes) for s in g.members if s.startswith("stream"))
+    assert any(
+        isinstance(spec.spaces[s].group, Orthogonal | OrthogonalFixingOnes)
+        for s in g.members
+        if s.startswith("stream")
+    )
     twin = _twin(model, dict(spec.config))
     _load(twin, apply(g, state, part="backbone"))
-    assert distance({"logits": outputs(twin, inputs)["logits"]}, {"logits": expected["logits"]}) > 1e-3
+    assert (
+        distance({"logits": outputs(twin, inputs)["logits"]}, {"logits": expected["logits"]}) > 1e-3
+    )
     with cut_of(twin).route(edges(g)):
-        assert distance({"logits": outputs(twin, inputs)["logits"]}, {"logits": expected["logits"]}) < 1e-9
+        assert (
+            distance({"logits": outputs(twin, inputs)["logits"]}, {"logits": expected["logits"]})
+            < 1e-9
+        )
 
 
 @SPEAKERS
 @pytest.mark.parametrize(
-    "how", [{"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True, "top_k": 8}], ids=["greedy", "beam", "sample"]
+    "how",
+    [{"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True, "top_k": 8}],
+    ids=["greedy", "beam", "sample"],
 )
 def test_generation_with_a_cache_is_the_same(name: str, how: dict) -> None:
     model = build(name)
@@ -107,7 +127,9 @@ def test_generation_with_a_cache_is_the_same(name: str, how: dict) -> None:
     def speak(speaker: torch.nn.Module) -> torch.Tensor:
         torch.manual_seed(0)
         with strict_float64():
-            return speaker.generate(**inputs, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **how)
+            return speaker.generate(
+                **inputs, max_new_tokens=8, min_new_tokens=8, pad_token_id=0, **how
+            )
 
     expected = speak(model)
     assert not torch.equal(speak(twin), expected)
@@ -129,10 +151,14 @@ def test_the_decoders_view_of_the_encoder_is_moved_on_entry() -> None:
         assert (first.boundary.name, second.boundary.name) == ("encoder", "decoder")
         assert second.axes("encoder_hidden_states") == "_ source stream"
         states = second.inputs["encoder_hidden_states"]
-        assert torch.equal(second.moved(g).inputs["encoder_hidden_states"], act(g, states, "_ _ stream"))
+        assert torch.equal(
+            second.moved(g).inputs["encoder_hidden_states"], act(g, states, "_ _ stream")
+        )
 
 
-@pytest.mark.parametrize("name", ["vit", "gpt2", "llama", "t5", "swin", "clip", "timm-vit", "timm-swin"])
+@pytest.mark.parametrize(
+    "name", ["vit", "gpt2", "llama", "t5", "swin", "clip", "timm-vit", "timm-swin"]
+)
 def test_embed_backbone_head_are_the_model(name: str) -> None:
     model, inputs = build(name), PICOS[name].inputs
     expected, slopes = outputs(model, inputs), gradients(model, inputs)
@@ -153,7 +179,8 @@ def test_embed_backbone_head_are_the_model(name: str) -> None:
     whole = type("Parts", (torch.nn.Module,), {"forward": lambda self, **given: parts(**given)})()
     whole.model = model
     joined = gradients(whole, inputs)
-    # The head's own run of embed is not used, so its gradients come from the crossing alone; sums may be in another order.
+    # The head's own run of embed is not used, so its gradients come from the crossing alone; sums
+    # may be in another order.
     assert distance({k.removeprefix("model."): v for k, v in joined.items()}, slopes) < 1e-12
 
 
@@ -165,7 +192,11 @@ def rows(size: int) -> Element:
 
 
 def causal(n: int) -> torch.Tensor:
-    return torch.full((n, n), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1).expand(2, 1, n, n)
+    return (
+        torch.full((n, n), torch.finfo(torch.float64).min, dtype=torch.float64)
+        .triu(1)
+        .expand(2, 1, n, n)
+    )
 
 
 PADDED = IDS | {"attention_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3])}
@@ -221,7 +252,9 @@ def test_gemmas_two_masks_cross_under_two_names() -> None:
 def test_an_implicit_causal_mask_keeps_rows_in_place() -> None:
     crossing = cut(build("gpt2")).embed(**IDS)
     assert crossing.inputs["attention_mask"] is None
-    with pytest.raises(CutError, match='make "attention_mask" from the order of their rows') as error:
+    with pytest.raises(
+        CutError, match='make "attention_mask" from the order of their rows'
+    ) as error:
         crossing.moved(rows(7))
     assert "4-D mask" in str(error.value.hint)
 
@@ -237,7 +270,10 @@ def test_t5_rows_take_their_position_bias_along(name: str) -> None:
     with cut(model).route(lambda c: c.moved(r).run()):
         assert distance(outputs(model, inputs), expected) > 1e-3
     model.load_state_dict(apply(g, model.state_dict(), part="backbone"))
-    for both in (lambda c: c.moved(g).moved(r), lambda c: c.moved(r).moved(g)):  # the bias is made by moved blocks, whichever comes first
+    for both in (
+        lambda c: c.moved(g).moved(r),
+        lambda c: c.moved(r).moved(g),
+    ):  # the bias is made by moved blocks, whichever comes first
         with cut(model).route(lambda c, both=both: c.restored(g, c.restored(r, both(c).run()))):
             assert distance(outputs(model, inputs), expected) < 1e-9
 
@@ -316,14 +352,19 @@ def test_a_function_may_call_other_routed_models() -> None:
     a, b = build("gpt2"), build("gpt2", seed=1)
     expected = outputs(a, IDS)
     inside: list[torch.Tensor] = []
-    with cut(b).route(local), cut(a).route(lambda c: (inside.append(outputs(b, IDS)["logits"]), c.run())[1]):
+    with (
+        cut(b).route(local),
+        cut(a).route(lambda c: (inside.append(outputs(b, IDS)["logits"]), c.run())[1]),
+    ):
         assert torch.equal(outputs(a, IDS)["logits"], expected["logits"])
     assert torch.equal(inside[0], outputs(b, IDS)["logits"])
 
 
 def test_threads_do_not_see_each_other() -> None:
     model = build("gpt2")
-    batches = [torch.randint(0, 30, (2, 7), generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    batches = [
+        torch.randint(0, 30, (2, 7), generator=torch.Generator().manual_seed(i)) for i in range(4)
+    ]
     with torch.no_grad():
         expected = [model(input_ids=b).logits for b in batches]
         results: dict[int, list[torch.Tensor]] = {}
@@ -366,7 +407,9 @@ def test_hooks_run_once_on_the_real_blocks() -> None:
     assert len(inner) == 2
     assert torch.equal(inner[0], inner[1])
     assert len(plain.hidden_states) == len(routed.hidden_states) == 3
-    assert all(torch.equal(a, b) for a, b in zip(plain.hidden_states, routed.hidden_states, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.hidden_states, routed.hidden_states, strict=True)
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2", "timm-vit"])
@@ -375,12 +418,16 @@ def test_torch_compile_sees_the_route(name: str) -> None:
     with torch.no_grad(), cut_of(model).route(lambda c: c.run() * 0):
         compiled = torch.compile(model, backend="eager")
         plain, fast = model(**inputs), compiled(**inputs)
-        plain, fast = (plain, fast) if isinstance(plain, torch.Tensor) else (plain.logits, fast.logits)
+        plain, fast = (
+            (plain, fast) if isinstance(plain, torch.Tensor) else (plain.logits, fast.logits)
+        )
         assert torch.equal(plain, fast)
 
 
 def test_training_goes_the_same_way() -> None:
-    """Three steps of Adam on the locked model with moved edges: permutations commute with every elementwise optimizer."""
+    """Three steps of Adam on the locked model with moved edges: permutations commute with every
+    elementwise optimizer.
+    """
     model = build("gpt2")
     spec = spec_of(model)
     g = element(spec, 3, within="permutation")
@@ -393,7 +440,9 @@ def test_training_goes_the_same_way() -> None:
             with strict_float64():
                 m(**IDS, labels=IDS["input_ids"]).loss.backward()
             for n, p in m.named_parameters():
-                if n.endswith("c_attn.bias"):  # keys' biases have no gradient but rounding, which Adam would blow up
+                if n.endswith(
+                    "c_attn.bias"
+                ):  # keys' biases have no gradient but rounding, which Adam would blow up
                     p.grad.zero_()
             adam.step()
 
@@ -457,7 +506,11 @@ def test_a_module_of_your_own_is_cut_at_given_boundaries() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.inn, self.mid, self.out = torch.nn.Linear(3, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.nn.Linear(4, 2)
+            self.inn, self.mid, self.out = (
+                torch.nn.Linear(3, 4),
+                torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()),
+                torch.nn.Linear(4, 2),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.inn(x)
@@ -477,23 +530,43 @@ def test_a_module_of_your_own_is_cut_at_given_boundaries() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen2", "bert-decoder"])
 def test_rows_refuse_where_any_block_makes_its_own_mask(kind: str) -> None:
-    """Only the second layer of this Qwen2, and a BERT as decoder, leave the causal mask to the kernel: a silent wrong answer otherwise."""
+    """Only the second layer of this Qwen2, and a BERT as decoder, leave the causal mask to the
+    kernel: a silent wrong answer otherwise.
+    """
     import transformers as T
 
     from support.picos import BERT, LLAMA
 
     if kind == "qwen2":
-        mixed = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
-        model = T.Qwen2ForCausalLM(T.Qwen2Config(**LLAMA | mixed, attn_implementation="sdpa")).double().eval()
+        mixed = {
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+        }
+        model = (
+            T.Qwen2ForCausalLM(T.Qwen2Config(**LLAMA | mixed, attn_implementation="sdpa"))
+            .double()
+            .eval()
+        )
     else:
-        model = T.BertLMHeadModel(T.BertConfig(**BERT, is_decoder=True, attn_implementation="sdpa")).double().eval()
+        model = (
+            T.BertLMHeadModel(T.BertConfig(**BERT, is_decoder=True, attn_implementation="sdpa"))
+            .double()
+            .eval()
+        )
     rows = element(Spec("rows", {"token": Space(7, Permutation())}, {}), 1)
-    with pytest.raises(CutError, match="attention_mask"), cut(model).route(lambda c: c.moved(rows).run()):
+    with (
+        pytest.raises(CutError, match="attention_mask"),
+        cut(model).route(lambda c: c.moved(rows).run()),
+    ):
         model(**IDS)
 
 
 def test_rows_refuse_where_there_are_none() -> None:
     model = build("swin")
     rows = element(Spec("rows", {"token": Space(64, Permutation())}, {}), 1)
-    with pytest.raises(CutError, match="has tokens"), cut(model).route(lambda c: c.moved(rows).run()):
+    with (
+        pytest.raises(CutError, match="has tokens"),
+        cut(model).route(lambda c: c.moved(rows).run()),
+    ):
         model(**PICOS["swin"].inputs)

@@ -1,4 +1,6 @@
-"""Discovery, rule by rule: the smallest module that shows it, with the group that must be found, and one beside it that must not have it."""
+"""Discovery, rule by rule: the smallest module that shows it, with the group that must be found,
+and one beside it that must not have it.
+"""
 
 from __future__ import annotations
 
@@ -47,17 +49,32 @@ def groups(spec: Spec) -> dict[str, str]:
         (lambda x: x.softmax(-1), "permutation"),
     ],
 )
-def test_an_activation_leaves_its_group_and_no_larger_one(function: Callable[[torch.Tensor], torch.Tensor], group: str) -> None:
+def test_an_activation_leaves_its_group_and_no_larger_one(
+    function: Callable[[torch.Tensor], torch.Tensor], group: str
+) -> None:
     spec = regauge.discover(Hidden(function), ROWS)
     assert groups(spec) == {"up": group}
-    assert spec.tensors == {"up.weight": "up _6", "up.bias": "up", "down.weight": "_3 up*", "down.bias": "_3"}
-    larger = {"permutation": "signed", "signed": "orthogonal", "monomial+": "monomial", "orthogonal-ones": "orthogonal", "orthogonal": "linear"}
+    assert spec.tensors == {
+        "up.weight": "up _6",
+        "up.bias": "up",
+        "down.weight": "_3 up*",
+        "down.bias": "_3",
+    }
+    larger = {
+        "permutation": "signed",
+        "signed": "orthogonal",
+        "monomial+": "monomial",
+        "orthogonal-ones": "orthogonal",
+        "orthogonal": "linear",
+    }
     if group in larger:
         from dataclasses import replace
 
         from regauge.core.groups import GROUPS
 
-        wider = replace(spec, spaces={"up": replace(spec.spaces["up"], group=GROUPS[larger[group]])})
+        wider = replace(
+            spec, spaces={"up": replace(spec.spaces["up"], group=GROUPS[larger[group]])}
+        )
         model = proof.generic(Hidden(function))
         assert symmetry_error(model, wider, element(wider, 1), {"x": ROWS.double()}) > 1e-3
 
@@ -72,8 +89,12 @@ def test_an_activation_leaves_its_group_and_no_larger_one(function: Callable[[to
         lambda x: x.mT.mT,
     ],
 )
-def test_axes_are_followed_through_transpositions(turned: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    assert groups(regauge.discover(Hidden(lambda x: F.gelu(turned(x))), TOKENS)) == {"up": "permutation"}
+def test_axes_are_followed_through_transpositions(
+    turned: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    assert groups(regauge.discover(Hidden(lambda x: F.gelu(turned(x))), TOKENS)) == {
+        "up": "permutation"
+    }
     assert groups(regauge.discover(Hidden(lambda x: F.gelu(turned(x)).cumsum(-1)), TOKENS)) == {}
 
 
@@ -89,13 +110,24 @@ class Gated(nn.Module):
 def test_a_gate_is_barred_and_what_it_gates_is_scaled() -> None:
     spec = regauge.discover(Gated(), ROWS)
     assert groups(spec) == {"gate": "monomial"}
-    assert (spec.tensors["gate.weight"], spec.tensors["up.weight"], spec.tensors["down.weight"]) == ("|gate| _6", "gate _6", "_3 gate*")
+    assert (
+        spec.tensors["gate.weight"],
+        spec.tensors["up.weight"],
+        spec.tensors["down.weight"],
+    ) == ("|gate| _6", "gate _6", "_3 gate*")
 
 
 class Heads(nn.Module):
     """Attention: fused or not, grouped, with norms and rotary positions on queries and keys."""
 
-    def __init__(self, fused: str = "", kv: int = 2, norm: bool = False, rotary: str = "", einsum: bool = False) -> None:
+    def __init__(
+        self,
+        fused: str = "",
+        kv: int = 2,
+        norm: bool = False,
+        rotary: str = "",
+        einsum: bool = False,
+    ) -> None:
         super().__init__()
         self.fused, self.kv, self.rotary, self.einsum = fused, kv, rotary, einsum
         if fused:
@@ -106,12 +138,17 @@ class Heads(nn.Module):
         self.out = nn.Linear(8, 3)
 
     def turn(self, x: torch.Tensor) -> torch.Tensor:
-        angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * torch.tensor([1.0, 0.1], dtype=x.dtype)
+        angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * torch.tensor(
+            [1.0, 0.1], dtype=x.dtype
+        )
         if self.rotary == "half":
             angle = torch.cat([angle, angle], -1)
             return x * angle.cos() + torch.cat([-x[..., 2:], x[..., :2]], -1) * angle.sin()
         angle = angle.repeat_interleave(2, -1)
-        return x * angle.cos() + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * angle.sin()
+        return (
+            x * angle.cos()
+            + torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) * angle.sin()
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.fused == "outer":  # three, heads, width
@@ -121,9 +158,15 @@ class Heads(nn.Module):
         elif self.fused == "rows":  # two queries, a key and a value, chosen by number
             rows = self.qkv(x).view(2, 5, 4, 4)
             rows = rows if self.norm is None else self.norm(rows)
-            q, k, v = (t.transpose(1, 2) for t in (rows[..., :-2, :], rows[..., [-2], :], rows[..., [-1], :]))
+            q, k, v = (
+                t.transpose(1, 2)
+                for t in (rows[..., :-2, :], rows[..., [-2], :], rows[..., [-1], :])
+            )
         else:
-            q, k, v = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+            q, k, v = (
+                layer(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+                for layer in (self.q, self.k, self.v)
+            )
         if self.norm is not None and self.fused != "rows":
             q, k = self.norm(q), self.norm(k)
         if self.rotary:
@@ -131,21 +174,46 @@ class Heads(nn.Module):
         if self.einsum:
             a = torch.einsum("bhnd,bhmd->bhnm", q, k).softmax(-1)
             return self.out(torch.einsum("bhnm,bmhd->bnhd", a, v.transpose(1, 2)).flatten(2))
-        return self.out(F.scaled_dot_product_attention(q, k, v, enable_gqa=self.kv != 2).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, enable_gqa=self.kv != 2)
+            .transpose(1, 2)
+            .flatten(2)
+        )
 
 
 HEADS = {
     "plain": (Heads(), {"head": "permutation", "qk": "linear over head", "vo": "linear over head"}),
-    "einsum": (Heads(einsum=True), {"head": "permutation", "qk": "linear over head", "vo": "linear over head"}),
-    "fused, outer": (Heads("outer"), {"head": "permutation", "qk": "linear over head", "vo": "linear over head"}),
-    "fused, inner": (Heads("inner"), {"head": "permutation", "qk": "linear over head", "vo": "linear over head"}),
+    "einsum": (
+        Heads(einsum=True),
+        {"head": "permutation", "qk": "linear over head", "vo": "linear over head"},
+    ),
+    "fused, outer": (
+        Heads("outer"),
+        {"head": "permutation", "qk": "linear over head", "vo": "linear over head"},
+    ),
+    "fused, inner": (
+        Heads("inner"),
+        {"head": "permutation", "qk": "linear over head", "vo": "linear over head"},
+    ),
     "fused, rows": (Heads("rows", kv=1), {"head": "permutation", "qk": "linear", "vo": "linear"}),
-    "fused, rows, normed as one": (Heads("rows", kv=1, norm=True), {"head": "permutation", "vo": "signed"}),
+    "fused, rows, normed as one": (
+        Heads("rows", kv=1, norm=True),
+        {"head": "permutation", "vo": "signed"},
+    ),
     "one key": (Heads(kv=1), {"head": "permutation", "qk": "linear", "vo": "linear"}),
     "normed": (Heads(norm=True), {"head": "permutation", "qk": "signed", "vo": "linear over head"}),
-    "rotary": (Heads(rotary="half"), {"head": "permutation", "qk": "rotary-half over head", "vo": "linear over head"}),
-    "rotary, interleaved": (Heads(rotary="interleaved"), {"head": "permutation", "qk": "rotary-interleaved over head", "vo": "linear over head"}),
-    "normed, rotary": (Heads(norm=True, rotary="half"), {"head": "permutation", "qk": "signs-half over head", "vo": "linear over head"}),
+    "rotary": (
+        Heads(rotary="half"),
+        {"head": "permutation", "qk": "rotary-half over head", "vo": "linear over head"},
+    ),
+    "rotary, interleaved": (
+        Heads(rotary="interleaved"),
+        {"head": "permutation", "qk": "rotary-interleaved over head", "vo": "linear over head"},
+    ),
+    "normed, rotary": (
+        Heads(norm=True, rotary="half"),
+        {"head": "permutation", "qk": "signs-half over head", "vo": "linear over head"},
+    ),
 }
 
 
@@ -194,7 +262,9 @@ class Convolutions(nn.Module):
 
 
 def test_convolutions_with_batch_norm() -> None:
-    """In front of a BatchNorm the stored statistics hold the scale; its gain carries the one behind."""
+    """In front of a BatchNorm the stored statistics hold the scale; its gain carries the one
+    behind.
+    """
     module = Convolutions()
     spec = regauge.discover(module, IMAGES)
     assert groups(spec) == {"first": "monomial+", "third": "permutation"}
@@ -206,7 +276,11 @@ def test_convolutions_with_batch_norm() -> None:
 class Grouped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.head = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 12, 1, groups=2), nn.Conv2d(12, 4, 1)
+        self.first, self.second, self.head = (
+            nn.Conv2d(3, 8, 1),
+            nn.Conv2d(8, 12, 1, groups=2),
+            nn.Conv2d(12, 4, 1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(F.relu(self.second(F.relu(self.first(x)))))
@@ -214,7 +288,11 @@ class Grouped(nn.Module):
 
 def test_grouped_convolutions() -> None:
     spec = regauge.discover(Grouped(), IMAGES)
-    assert groups(spec) == {"group": "permutation", "first": "monomial+", "second": "monomial+ over group"}
+    assert groups(spec) == {
+        "group": "permutation",
+        "first": "monomial+",
+        "second": "monomial+ over group",
+    }
 
 
 class Experts(nn.Module):
@@ -223,7 +301,10 @@ class Experts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(6, 3, bias=False)
-        self.up, self.down = nn.Parameter(torch.randn(3, 10, 6)), nn.Parameter(torch.randn(3, 6, 10))
+        self.up, self.down = (
+            nn.Parameter(torch.randn(3, 10, 6)),
+            nn.Parameter(torch.randn(3, 6, 10)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight, chosen = self.router(x).softmax(-1).topk(2)
@@ -235,7 +316,10 @@ class Experts(nn.Module):
 
 def test_experts_come_in_any_order_each_with_neurons_of_its_own() -> None:
     spec = regauge.discover(Experts(), ROWS)
-    assert sorted(groups(spec).values()) == ["monomial+ over " + next(n for n, g in groups(spec).items() if g == "permutation"), "permutation"]
+    assert sorted(groups(spec).values()) == [
+        "monomial+ over " + next(n for n, g in groups(spec).items() if g == "permutation"),
+        "permutation",
+    ]
     assert spec.tensors["router.weight"].split()[0] == spec.tensors["up"].split()[0]
 
 
@@ -281,22 +365,36 @@ def test_a_tied_head_is_one_tensor_with_two_names() -> None:
     assert spec.tensors["head.weight"] == spec.tensors["table.weight"] + "*"
 
 
-@pytest.mark.parametrize(("way", "culprit", "code"), [("projection", "matmul", "@ self.fixed"), ("gate", "arange", "torch.arange(8")])
-def test_an_asymmetric_module_loses_its_stream_and_nothing_else(way: str, culprit: str, code: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "culprit", "code"),
+    [("projection", "matmul", "@ self.fixed"), ("gate", "arange", "torch.arange(8")],
+)
+def test_an_asymmetric_module_loses_its_stream_and_nothing_else(
+    way: str, culprit: str, code: str
+) -> None:
     found = discovery_of(Stream(way), IDS)
     assert stream_of(found) is None
     assert groups(found.spec) == {"up": "permutation"}  # the hidden layer keeps what it had
     told = explanation(found, "table.weight[1]")
     assert told["group"] == "nothing acts"
     source = Path(__file__).read_text().splitlines()
-    lines = [p for r in told["reasons"] for p in r["places"] if r["operator"] == culprit or code in p["code"]]
+    lines = [
+        p
+        for r in told["reasons"]
+        for p in r["places"]
+        if r["operator"] == culprit or code in p["code"]
+    ]
     assert lines, told
-    assert all(p["file"] == "models/test_discovery.py" and code in source[p["line"] - 1] for p in lines)
+    assert all(
+        p["file"] == "models/test_discovery.py" and code in source[p["line"] - 1] for p in lines
+    )
 
 
 @pytest.mark.parametrize("way", ["positions", "even gate"])
 def test_the_same_number_at_every_channel_takes_nothing_away(way: str) -> None:
-    """Positions that are the same for all channels, and a gate that does not differ: the norm's own restriction is the larger one."""
+    """Positions that are the same for all channels, and a gate that does not differ: the norm's own
+    restriction is the larger one.
+    """
     found = discovery_of(Stream(way), IDS)
     name = stream_of(found)
     assert name is not None
@@ -309,7 +407,10 @@ def test_why_a_group_is_not_larger_is_told_with_lines() -> None:
     norm = next(r for r in told["reasons"] if r["operator"] == "layer_norm" and "mean" in r["does"])
     line = Path(__file__).read_text().splitlines()[norm["places"][0]["line"] - 1]
     assert "self.norm(z)" in line
-    assert f"`layer_norm` at line {norm['places'][0]['line']} of models/test_discovery.py takes the mean" in norm["text"]
+    assert (
+        f"`layer_norm` at line {norm['places'][0]['line']} of models/test_discovery.py takes "
+        "the mean" in norm["text"]
+    )
     with pytest.raises(SpecError, match='no space "nothing"'):
         explanation(found, "nothing")
 
@@ -362,7 +463,9 @@ def test_unification() -> None:
 # The transformers library.
 
 
-def test_a_model_that_no_family_knows_goes_the_whole_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_no_family_knows_goes_the_whole_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """inspect falls back to discovery; the spec is kept; a moved checkpoint loads and agrees."""
     from regauge.cli.app import run
     from regauge.models.load import load_model
@@ -380,12 +483,27 @@ def test_a_model_that_no_family_knows_goes_the_whole_way(tmp_path: Path, monkeyp
     assert run(["inspect", str(tmp_path / "opt"), "--explain", "ffn.0"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("ffn.0: monomial+ on 24\n  `relu` at line ")
-    assert run(["move", str(tmp_path / "opt"), "--random", "--seed", "1", "-o", str(tmp_path / "moved")]) == 0
+    assert (
+        run(
+            [
+                "move",
+                str(tmp_path / "opt"),
+                "--random",
+                "--seed",
+                "1",
+                "-o",
+                str(tmp_path / "moved"),
+            ]
+        )
+        == 0
+    )
     before, after = (load_model(tmp_path / n, "float64") for n in ("opt", "moved"))
     with torch.no_grad():
         a, b = before(input_ids=IDS).logits, after(input_ids=IDS).logits
     assert float((a - b).abs().max()) < 1e-4  # it was stored in float32
-    assert any(not torch.equal(p, q) for p, q in zip(before.parameters(), after.parameters(), strict=True))
+    assert any(
+        not torch.equal(p, q) for p, q in zip(before.parameters(), after.parameters(), strict=True)
+    )
 
 
 def test_a_large_model_is_discovered_without_memory_and_verified_on_a_twin(tmp_path: Path) -> None:
@@ -393,7 +511,13 @@ def test_a_large_model_is_discovered_without_memory_and_verified_on_a_twin(tmp_p
 
     from regauge.models.discovery.models import build, example_inputs
 
-    config = T.Starcoder2Config(num_hidden_layers=3, hidden_size=512, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1024)
+    config = T.Starcoder2Config(
+        num_hidden_layers=3,
+        hidden_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        intermediate_size=1024,
+    )
     module = build({**config.to_dict(), "architectures": ["Starcoder2ForCausalLM"]}, "meta")
     inputs = example_inputs(module)
     found = discovery_of(module, inputs, cache=tmp_path)
@@ -405,30 +529,63 @@ def test_a_large_model_is_discovered_without_memory_and_verified_on_a_twin(tmp_p
     assert kept.spec == found.spec
     assert kept.reasons == found.reasons
     assert key_of(Hidden(F.gelu), {"x": ROWS}) is None
-    other = build({**config.to_dict(), "hidden_act": "relu", "architectures": ["Starcoder2ForCausalLM"]}, "meta")
+    other = build(
+        {**config.to_dict(), "hidden_act": "relu", "architectures": ["Starcoder2ForCausalLM"]},
+        "meta",
+    )
     assert key_of(other, inputs) != key_of(module, inputs)
-    assert key_of(module, {**inputs, "use_cache": True}) == key_of(module, {**inputs, "use_cache": True})
-    assert key_of(module, {**inputs, "use_cache": True}) != key_of(module, {**inputs, "use_cache": False})
+    assert key_of(module, {**inputs, "use_cache": True}) == key_of(
+        module, {**inputs, "use_cache": True}
+    )
+    assert key_of(module, {**inputs, "use_cache": True}) != key_of(
+        module, {**inputs, "use_cache": False}
+    )
 
 
 WITHOUT_MEMORY = {
     # keys and values are taken by numbers in a list, which must keep their values
-    "falcon": ("FalconForCausalLM", {"hidden_size": 64, "num_attention_heads": 8, "ffn_hidden_size": 96}),
+    "falcon": (
+        "FalconForCausalLM",
+        {"hidden_size": 64, "num_attention_heads": 8, "ffn_hidden_size": 96},
+    ),
     # words narrower than the stream
-    "opt": ("OPTForCausalLM", {"hidden_size": 64, "num_attention_heads": 8, "ffn_dim": 96, "word_embed_proj_dim": 48, "do_layer_norm_before": False}),
+    "opt": (
+        "OPTForCausalLM",
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "ffn_dim": 96,
+            "word_embed_proj_dim": 48,
+            "do_layer_norm_before": False,
+        },
+    ),
     # rotary frequencies are buffers, experts are run as one
-    "mixtral": ("MixtralForCausalLM", {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 96}),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "intermediate_size": 96,
+        },
+    ),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "falcon" else pytest.mark.slow) for n in WITHOUT_MEMORY])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "falcon" else pytest.mark.slow) for n in WITHOUT_MEMORY],
+)
 def test_without_memory_as_much_is_found(name: str) -> None:
     import transformers as T
 
     from regauge.models.discovery.models import build, example_inputs
 
     kind, sizes = WITHOUT_MEMORY[name]
-    config = {**T.AutoConfig.for_model(name, num_hidden_layers=3, vocab_size=99, **sizes).to_dict(), "architectures": [kind]}
+    config = {
+        **T.AutoConfig.for_model(name, num_hidden_layers=3, vocab_size=99, **sizes).to_dict(),
+        "architectures": [kind],
+    }
     empty, here = build(config, "meta"), build(config)
     found, whole = (discovery_of(m, example_inputs(m)) for m in (empty, here))
     assert found.verified_on.startswith("a twin of ")
@@ -457,7 +614,10 @@ def test_a_discovered_spec_is_an_ordinary_one() -> None:
     spec = regauge.discover(model, PICOS["gpt2"].inputs)
     assert parse_spec(dump_spec(spec)) == spec
     assert_symmetry(model, spec, element(spec, 3), PICOS["gpt2"].inputs)
-    assert set(spec.spaces) == {"stream", *(f"{n}.{i}" for n in ("head", "qk", "vo", "ffn") for i in range(2))}
+    assert set(spec.spaces) == {
+        "stream",
+        *(f"{n}.{i}" for n in ("head", "qk", "vo", "ffn") for i in range(2)),
+    }
 
 
 def test_what_timm_cannot_build_is_told() -> None:
@@ -465,4 +625,9 @@ def test_what_timm_cannot_build_is_told() -> None:
 
     with pytest.raises(DiscoveryError, match="timm cannot build a vit_of_no_kind"):
         build({"architecture": "vit_of_no_kind"}, "meta")
-    assert build({"architecture": "vit_tiny_patch16_224", "model_args": None, "num_classes": 3}, "meta").num_classes == 3
+    assert (
+        build(
+            {"architecture": "vit_tiny_patch16_224", "model_args": None, "num_classes": 3}, "meta"
+        ).num_classes
+        == 3
+    )

@@ -1,4 +1,6 @@
-"""Discovery on whole models: it finds what the families say, and as much where no family does. All of them are slow; a few run always."""
+"""Discovery on whole models: it finds what the families say, and as much where no family does. All
+of them are slow; a few run always.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from support.own_modules import Characters, Cifar, Mnist, Perceptual
 from support.picos import PICOS, build, spec_of
 from support.spec_equality import differences, larger
 
-# Tensors that the family knows and the class does not read, or not on these inputs: there is no graph to read them off.
+# Tensors that the family knows and the class does not read, or not on these inputs: there is no
+# graph to read them off.
 UNREAD = {
     "deberta-v2-unread": ("encoder.rel_embeddings", "encoder.LayerNorm"),
     "deberta-v2-absolute": ("encoder.LayerNorm",),
@@ -35,14 +38,22 @@ KERNELS = ("eager", "sdpa")
 
 def both(names: object) -> list[object]:
     listed = [(name, kernel) for name in PICOS for kernel in KERNELS]
-    return [pytest.param(n, k, marks=() if n in QUICK and k == "sdpa" else pytest.mark.slow) for n, k in listed if n in names]  # type: ignore[operator]
+    return [
+        pytest.param(n, k, marks=() if n in QUICK and k == "sdpa" else pytest.mark.slow)
+        for n, k in listed
+        if n in names
+    ]  # type: ignore[operator]
 
 
 def useful(spec: Spec) -> set[str]:
     """The gains that fold, of spaces that become larger by it."""
     after = folded_spec(spec).spaces
     gains = [*(n.gain for n in spec.norms), *(s.gain for s in spec.scales)]
-    return {g for g in gains if any(after[s].group != spec.spaces[s].group for s in ax.spaces(spec.tensors[g]))}
+    return {
+        g
+        for g in gains
+        if any(after[s].group != spec.spaces[s].group for s in ax.spaces(spec.tensors[g]))
+    }
 
 
 @pytest.mark.parametrize(("name", "kernel"), both(PICOS))
@@ -56,12 +67,18 @@ def test_what_is_discovered_is_what_the_family_says(name: str, kernel: str) -> N
     elif kernel == "sdpa":
         pytest.skip("timm's models choose their kernel themselves")
     if name == "mixtral":
-        model.set_experts_implementation("batched_mm")  # the loop over experts depends on data, and is not traced
+        model.set_experts_implementation(
+            "batched_mm"
+        )  # the loop over experts depends on data, and is not traced
     inputs = PICOS[name].inputs
     if name == "vit-masked" or name.startswith("dinov2"):
         inputs = inputs | MASKED
     found, known = discovery_of(model, inputs), spec_of(model)
-    shapes = {n: tuple(t.shape) for n, t in model.state_dict().items() if not n.startswith(UNREAD.get(name, ("-",)))}
+    shapes = {
+        n: tuple(t.shape)
+        for n, t in model.state_dict().items()
+        if not n.startswith(UNREAD.get(name, ("-",)))
+    }
     assert differences(found.spec, known, shapes) == []
     assert found.dropped == ()
     assert found.error < 1e-9
@@ -81,19 +98,32 @@ def test_a_poorer_spec_is_told_from_the_family() -> None:
     known = spec_of(model)
     shapes = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     assert differences(known, known, shapes) == []
-    assert any("qk.0 is not found" in d or "is not" in d for d in differences(without(known, "qk.0"), known, shapes))
-    smaller = replace(known, spaces={**known.spaces, "vo.1": replace(known.spaces["vo.1"], group=Permutation())})
-    assert differences(smaller, known, shapes)[0] == "vo.1: folded, permutation is smaller than linear"
+    assert any(
+        "qk.0 is not found" in d or "is not" in d
+        for d in differences(without(known, "qk.0"), known, shapes)
+    )
+    smaller = replace(
+        known, spaces={**known.spaces, "vo.1": replace(known.spaces["vo.1"], group=Permutation())}
+    )
+    assert (
+        differences(smaller, known, shapes)[0] == "vo.1: folded, permutation is smaller than linear"
+    )
 
 
 ALWAYS = ("phi", "bloom")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.slow) for n in FURTHER])
-def test_further_architectures_are_discovered_moved_saved_and_loaded(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.slow) for n in FURTHER]
+)
+def test_further_architectures_are_discovered_moved_saved_and_loaded(
+    name: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     model = FURTHER[name]().double().eval()
-    inputs = {k: v.double() if v.is_floating_point() else v for k, v in example_inputs(model).items()}
+    inputs = {
+        k: v.double() if v.is_floating_point() else v for k, v in example_inputs(model).items()
+    }
     found = discovery_of(model, inputs)
     assert found.dropped == ()
     assert found.error < 1e-9
@@ -112,8 +142,12 @@ def test_further_architectures_are_discovered_moved_saved_and_loaded(name: str, 
 
     for key in spec.outputs:
         expected = act(g, before[key], spec.outputs[key]) if spec.visible else before[key]
-        assert float((after[key] - expected).abs().max()) < 1e-9 * max(1.0, float(expected.abs().max()))
-    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
+        assert float((after[key] - expected).abs().max()) < 1e-9 * max(
+            1.0, float(expected.abs().max())
+        )
+    assert any(
+        not torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True)
+    )
 
 
 @pytest.mark.slow
@@ -121,7 +155,9 @@ def test_further_architectures_are_discovered_moved_saved_and_loaded(name: str, 
 def test_models_of_timm(name: str) -> None:
     torch.manual_seed(0)
     model = timm_models()[name]().double().eval()
-    images = torch.randn(2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    images = torch.randn(
+        2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     found = discovery_of(model, {"x": images})
     assert found.dropped == ()
     assert found.error < 1e-9
@@ -146,16 +182,30 @@ def test_modules_of_no_library(name: str) -> None:
     found = discovery_of(module, inputs())
     known = load_spec(Path(__file__).parents[1] / "support" / "specs" / f"{name}.toml")
     assert found.dropped == ()
-    assert differences(found.spec, known, {n: tuple(t.shape) for n, t in module.state_dict().items()}) == []
+    assert (
+        differences(found.spec, known, {n: tuple(t.shape) for n, t in module.state_dict().items()})
+        == []
+    )
 
 
 ASSETS = Path(__file__).parents[3] / "shared" / "assets"
-REAL = {**OWN, "lpips_alex": (Perceptual, lambda: {"x": torch.rand(2, 3, 63, 63) * 2 - 1, "y": torch.rand(2, 3, 63, 63) * 2 - 1})}
+REAL = {
+    **OWN,
+    "lpips_alex": (
+        Perceptual,
+        lambda: {"x": torch.rand(2, 3, 63, 63) * 2 - 1, "y": torch.rand(2, 3, 63, 63) * 2 - 1},
+    ),
+}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "vit_mnist_preln" else pytest.mark.slow) for n in REAL])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "vit_mnist_preln" else pytest.mark.slow) for n in REAL],
+)
 def test_modules_of_no_library_with_the_weights_that_they_were_trained_to(name: str) -> None:
-    """Discovered on the trained module, moved by a random element of everything, in strict float64: the same outputs."""
+    """Discovered on the trained module, moved by a random element of everything, in strict float64:
+    the same outputs.
+    """
     if not ASSETS.is_dir():
         pytest.skip("the shared assets are not here")
     make, inputs = REAL[name]
@@ -170,9 +220,15 @@ def test_modules_of_no_library_with_the_weights_that_they_were_trained_to(name: 
     g = element(found.spec, 8)
     before = outputs(module, given)["logits"]
     moved = apply(g, module.state_dict())
-    assert all(not torch.equal(moved[n], t) for n, t in module.state_dict().items() if "weight" in n and n in found.spec.tensors)
+    assert all(
+        not torch.equal(moved[n], t)
+        for n, t in module.state_dict().items()
+        if "weight" in n and n in found.spec.tensors
+    )
     module.load_state_dict(moved)
-    assert float((outputs(module, given)["logits"] - before).abs().max()) < 1e-9 * max(1.0, float(before.abs().max()))
+    assert float((outputs(module, given)["logits"] - before).abs().max()) < 1e-9 * max(
+        1.0, float(before.abs().max())
+    )
     if name == "lpips_alex":
         assert [str(s.group) for s in found.spec.spaces.values()] == ["permutation"] * 5
         assert found.spec.tensors["lin1.weight"] == "_1 conv1* _1 _1"
@@ -181,7 +237,11 @@ def test_modules_of_no_library_with_the_weights_that_they_were_trained_to(name: 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_discovery_misses_no_continuous_symmetry(case: str) -> None:
-    """The certificate: the kernel of the Jacobian is the discovered group and the flat directions that are no change of basis."""
+    """The certificate: the kernel of the Jacobian is the discovered group and the flat directions
+    that are no change of basis.
+    """
     model, inputs, extras, folds = CASES[case]()
     spec = discovery_of(model, inputs).spec
-    assert nullity(jacobian(model, inputs)) == group_dimension(folded_spec(spec) if folds else spec) + sum(extras.values())
+    assert nullity(jacobian(model, inputs)) == group_dimension(
+        folded_spec(spec) if folds else spec
+    ) + sum(extras.values())

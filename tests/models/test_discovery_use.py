@@ -1,4 +1,6 @@
-"""A discovered spec, used: inspected, verified, locked, matched and merged, on the command line and in Python, by the names of the files."""
+"""A discovered spec, used: inspected, verified, locked, matched and merged, on the command line and
+in Python, by the names of the files.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def state_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GPT-NeoX: no family knows it, and transformers stores it under other names than it has in memory."""
+    """GPT-NeoX: no family knows it, and transformers stores it under other names than it has in
+    memory.
+    """
     where = tmp_path_factory.mktemp("discovered")
     torch.manual_seed(0)
     model = FURTHER["gpt-neox"]()
@@ -50,7 +54,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("REGAUGE_CACHE", str(tmp_path_factory.getbasetemp() / "cache" / "experiments"))
+    monkeypatch.setenv(
+        "REGAUGE_CACHE", str(tmp_path_factory.getbasetemp() / "cache" / "experiments")
+    )
 
 
 def logits(folder: Path, key: Path | None = None) -> torch.Tensor:
@@ -61,14 +67,29 @@ def logits(folder: Path, key: Path | None = None) -> torch.Tensor:
         return model(**IDS).logits  # type: ignore[no-any-return]
 
 
-def test_a_saved_folder_is_inspected_and_moved_by_the_names_in_its_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_saved_folder_is_inspected_and_moved_by_the_names_in_its_files(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["inspect", str(folder / "plain"), "--discover", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["faults"] == []
     assert facts["discovered"]["error"] < 1e-9
-    assert run(["inspect", str(folder / "plain"), "--explain", next(n for n in state_of(folder / "plain") if "embed_in" in n)]) == 0
+    assert (
+        run(
+            [
+                "inspect",
+                str(folder / "plain"),
+                "--explain",
+                next(n for n in state_of(folder / "plain") if "embed_in" in n),
+            ]
+        )
+        == 0
+    )
     assert "it is looked up by number" in capsys.readouterr().out
-    assert run(["move", str(folder / "plain"), "--random", "--seed", "1", "-o", str(folder / "moved")]) == 0
+    assert (
+        run(["move", str(folder / "plain"), "--random", "--seed", "1", "-o", str(folder / "moved")])
+        == 0
+    )
     before, after = state_of(folder / "plain"), state_of(folder / "moved")
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[n], after[n]) for n in before)
@@ -76,7 +97,10 @@ def test_a_saved_folder_is_inspected_and_moved_by_the_names_in_its_files(folder:
 
 
 def test_it_is_verified(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["verify", str(folder / "plain"), "--dtype", "float64", "--steps", "0", "--no-general"]) == 0
+    assert (
+        run(["verify", str(folder / "plain"), "--dtype", "float64", "--steps", "0", "--no-general"])
+        == 0
+    )
     said = capsys.readouterr()
     assert "no family describes this model" in said.err
     assert "holds  column/forward" in said.out
@@ -105,10 +129,18 @@ def test_it_is_matched_and_merged(folder: Path, capsys: pytest.CaptureFixture[st
     expected = state_of(folder / "plain")
     assert any(float((t - expected[n]).abs().max()) > 0.1 for n, t in state_of(other).items())
     assert run(["match", str(other), str(folder / "plain"), "-o", str(folder / "matched")]) == 0
-    assert max(float((t - expected[n]).abs().max()) for n, t in state_of(folder / "matched").items()) < 0.05
-    assert run(["merge", str(folder / "plain"), str(other), "-o", str(folder / "apart")]) != 0  # no basis in common
+    assert (
+        max(float((t - expected[n]).abs().max()) for n, t in state_of(folder / "matched").items())
+        < 0.05
+    )
+    assert (
+        run(["merge", str(folder / "plain"), str(other), "-o", str(folder / "apart")]) != 0
+    )  # no basis in common
     assert "--align" in capsys.readouterr().err
-    assert run(["merge", str(folder / "plain"), str(other), "--align", "-o", str(folder / "merged")]) == 0
+    assert (
+        run(["merge", str(folder / "plain"), str(other), "--align", "-o", str(folder / "merged")])
+        == 0
+    )
     assert float((logits(folder / "merged") - logits(folder / "plain")).abs().max()) < 0.1
 
 
@@ -119,8 +151,14 @@ def test_in_python_a_module_of_ones_own_is_locked_at_the_cut_that_was_found() ->
     module, images = Mnist().double().eval(), {"x": torch.randn(2, 1, 28, 28, dtype=torch.float64)}
     found = discovery_of(module, images)
     (boundary,) = found.boundaries
-    assert (boundary.blocks, boundary.enter, boundary.leave) == ("transformer.layers", {"input": "_ _ stream"}, "_ _ stream")
-    assert {p for n, p in found.spec.parts.items() if n.startswith("transformer.layers.")} == {"backbone"}
+    assert (boundary.blocks, boundary.enter, boundary.leave) == (
+        "transformer.layers",
+        {"input": "_ _ stream"},
+        "_ _ stream",
+    )
+    assert {p for n, p in found.spec.parts.items() if n.startswith("transformer.layers.")} == {
+        "backbone"
+    }
     assert {found.spec.parts[n] for n in ("cls_token", "patch_to_embedding.weight")} == {"embed"}
     assert found.spec.parts["mlp_head.0.weight"] == "head"
     key, before = regauge.generate_key(), outputs(module, images)["logits"]
@@ -138,7 +176,9 @@ def test_a_model_without_blocks_is_not_cut_and_says_so() -> None:
         regauge.lock(found.spec, Hidden(torch.relu).state_dict(), regauge.generate_key())
     assert "no embedding or head" in str(caught.value.hint)
     torch.manual_seed(0)
-    with pytest.raises(CutError, match="no list of blocks that hand a stream"):  # ALBERT calls one block again and again
+    with pytest.raises(
+        CutError, match="no list of blocks that hand a stream"
+    ):  # ALBERT calls one block again and again
         cut(FURTHER["albert"]().eval())
 
 
@@ -154,23 +194,35 @@ def test_a_locked_backbone_computes_the_plain_function_between_its_boundaries(na
         inputs = {"x": torch.randn(2, 3, 32, 32, dtype=torch.float64)}
     else:
         model = FURTHER[name]().double().eval()
-        inputs = {k: v.double() if v.is_floating_point() else v for k, v in example_inputs(model).items()}
+        inputs = {
+            k: v.double() if v.is_floating_point() else v for k, v in example_inputs(model).items()
+        }
     model = proof.generic(model)
     found = discovery_of(model, inputs)
     assert len(found.boundaries) == CUTS.get(name, len(found.boundaries)) > 0
     before = outputs(model, inputs)
     whole = regauge.element(found.spec, 4)
-    g = Element(found.spec, {n: m for n, m in whole.members.items() if found.spec.spaces[n].size > 1})
+    g = Element(
+        found.spec, {n: m for n, m in whole.members.items() if found.spec.spaces[n].size > 1}
+    )
     model.load_state_dict(apply(g, model.state_dict(), "backbone"))
     assert max(float((outputs(model, inputs)[k] - v).abs().max()) for k, v in before.items()) > 1e-3
     with cut(model, boundaries=found.boundaries).route(lambda x: x.restored(g, x.moved(g).run())):
         after = outputs(model, inputs)
-    assert max(float((after[k] - v).abs().max()) for k, v in before.items()) < 1e-9 * max(1.0, *(float(v.abs().max()) for v in before.values()))
+    assert max(float((after[k] - v).abs().max()) for k, v in before.items()) < 1e-9 * max(
+        1.0, *(float(v.abs().max()) for v in before.values())
+    )
 
 
-@pytest.mark.parametrize("name", ["vit", "mixtral", pytest.param("dinov2-swiglu", marks=pytest.mark.slow)])
-def test_what_is_stored_in_another_form_is_described_as_the_family_does(name: str, tmp_path: Path) -> None:
-    """Renamed (ViT), one tensor for each expert (Mixtral, whose loop over experts is traced in one batch), two tensors in one (DINOv2's SwiGLU)."""
+@pytest.mark.parametrize(
+    "name", ["vit", "mixtral", pytest.param("dinov2-swiglu", marks=pytest.mark.slow)]
+)
+def test_what_is_stored_in_another_form_is_described_as_the_family_does(
+    name: str, tmp_path: Path
+) -> None:
+    """Renamed (ViT), one tensor for each expert (Mixtral, whose loop over experts is traced in one
+    batch), two tensors in one (DINOv2's SwiGLU).
+    """
     model = build(name)
     model.save_pretrained(tmp_path)
     state = state_of(tmp_path)
@@ -179,7 +231,9 @@ def test_what_is_stored_in_another_form_is_described_as_the_family_does(name: st
     spec, names = stored_spec(found, model, state)
     known = spec_from(json.loads((tmp_path / "config.json").read_text()), state)
     assert check(spec, state) == []
-    assert {n.gain: set(n.readers) for n in spec.norms} == {n.gain: set(n.readers) for n in known.norms}
+    assert {n.gain: set(n.readers) for n in spec.norms} == {
+        n.gain: set(n.readers) for n in known.norms
+    }
     unread = [new for n in model.state_dict() if "mask_token" in n for new in names.get(n, [n])]
     shapes = {n: tuple(t.shape) for n, t in state.items() if n not in unread}
     assert differences(spec, known, shapes) == []

@@ -1,4 +1,6 @@
-"""For every family: a random element of every declared group keeps the function; wrong elements are refused, and break it when forced."""
+"""For every family: a random element of every declared group keeps the function; wrong elements are
+refused, and break it when forced.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def test_the_spec_fits_and_covers_every_parameter(name: str) -> None:
     covered = stored(spec)
     assert {n for n, _ in model.named_parameters()} <= covered.keys()
     parts = {spec.parts[entry.pattern] for entry in covered.values()}
-    assert parts - {"head"} == {"embed", "backbone"}  # a post-norm model without a head ends with its last block
+    assert parts - {"head"} == {
+        "embed",
+        "backbone",
+    }  # a post-norm model without a head ends with its last block
 
 
 @ALL
@@ -74,13 +79,17 @@ def test_a_random_element_moves_the_weights_and_keeps_the_function(name: str, ki
 
 @ALL
 def test_every_space_moves_alone(name: str) -> None:
-    """One space at a time, so that no mistake hides behind another; and every space really acts on some tensor."""
+    """One space at a time, so that no mistake hides behind another; and every space really acts on
+    some tensor.
+    """
     model = build(name)
     spec = spec_of(model)
     for space in spec.spaces:
         g = element(spec, 3, spaces=[space])
         if g.members and spec.spaces[space].size > 1:
-            assert moved_by(apply(g, model.state_dict()), model.state_dict()) > 0 or not _moves(g, space), space
+            assert moved_by(apply(g, model.state_dict()), model.state_dict()) > 0 or not _moves(
+                g, space
+            ), space
             assert_symmetry(model, spec, g, PICOS[name].inputs)
 
 
@@ -103,16 +112,34 @@ def test_gradients_follow_the_dual_action(name: str) -> None:
         assert float((after[n] - expected).abs().max()) / scale < 1e-9, n
 
 
-def _gradients(model: torch.nn.Module, spec: Spec, inputs: dict[str, torch.Tensor], g: Element | None = None) -> dict[str, torch.Tensor]:
-    """Gradients of a weighted sum of all outputs. Where an output is in a moved space, its weights move with it, as its dual."""
+def _gradients(
+    model: torch.nn.Module, spec: Spec, inputs: dict[str, torch.Tensor], g: Element | None = None
+) -> dict[str, torch.Tensor]:
+    """Gradients of a weighted sum of all outputs. Where an output is in a moved space, its weights
+    move with it, as its dual.
+    """
     model.zero_grad()
     model.requires_grad_(True)
     with strict_float64():
         result, loss = model(**inputs), torch.zeros(())
-        named = {"logits": result} if isinstance(result, torch.Tensor) else {n: o for n, o in result.items() if isinstance(o, torch.Tensor)}
+        named = (
+            {"logits": result}
+            if isinstance(result, torch.Tensor)
+            else {n: o for n, o in result.items() if isinstance(o, torch.Tensor)}
+        )
         for n, out in declared(spec, named).items():
             weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
-            loss = loss + (out * (act(g, weights, dual(spec.outputs[n])) if g and n in spec.outputs and spec.visible else weights)).sum()
+            loss = (
+                loss
+                + (
+                    out
+                    * (
+                        act(g, weights, dual(spec.outputs[n]))
+                        if g and n in spec.outputs and spec.visible
+                        else weights
+                    )
+                ).sum()
+            )
         loss.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -128,7 +155,9 @@ def test_folding_keeps_the_function_and_enlarges_the_group(name: str) -> None:
     _load(twin, folded)
     got = outputs(twin, PICOS[name].inputs)
     for key in expected:
-        assert float((got[key] - expected[key]).abs().max()) < 1e-9 * max(1.0, float(expected[key].abs().max())), key
+        assert float((got[key] - expected[key]).abs().max()) < 1e-9 * max(
+            1.0, float(expected[key].abs().max())
+        ), key
     for kind in ("orthogonal", "full"):
         assert_symmetry(twin, folded_spec, element(folded_spec, 5, within=kind), PICOS[name].inputs)
     for space, was in spec.spaces.items():
@@ -140,13 +169,19 @@ def test_folding_keeps_the_function_and_enlarges_the_group(name: str) -> None:
 def test_wrong_elements_are_refused_and_break_the_function_when_forced(name: str) -> None:
     model = build(name)
     spec = spec_of(model)
-    wrong = [(s, m) for s, space in spec.spaces.items() if (m := _outside(space.group, space.size, spec.count(s))) is not None]
+    wrong = [
+        (s, m)
+        for s, space in spec.spaces.items()
+        if (m := _outside(space.group, space.size, spec.count(s))) is not None
+    ]
     assert wrong
     for space, member in wrong:
         g = Element(spec, {space: member})
         with pytest.raises(ElementError, match=space):
             apply(g, model.state_dict())
-        if "|" in "".join(a for a in spec.tensors.values() if space in a) and isinstance(member, Dense):
+        if "|" in "".join(a for a in spec.tensors.values() if space in a) and isinstance(
+            member, Dense
+        ):
             continue  # a gain has no way to follow a rotation: it is refused even when forced
         assert symmetry_error(model, spec, g, PICOS[name].inputs, force=True) > 1e-4, space
 
@@ -167,23 +202,34 @@ def _outside(group, size: int, count: int):
 
 @ALL
 def test_heads_move_as_wholes_and_break_when_they_are_mixed(name: str) -> None:
-    """Queries, keys, values and outputs together: heads in another order keep the function. The same with one rotary plane (or coordinate) left where
-    it was, which mixes heads, breaks it, in every layer on its own."""
+    """Queries, keys, values and outputs together: heads in another order keep the function. The
+    same with one rotary plane (or coordinate) left where it was, which mixes heads, breaks it, in
+    every layer on its own.
+    """
     model = build(name)
     spec = spec_of(model)
     layers = [s.removeprefix("vo.") for s in spec.spaces if s.startswith("vo.")]
     assert layers
     flat = _flattened(spec, layers)
     whole = {s: m for layer in layers for s, m in _shifted(spec, layer, mix=False).items()}
-    heads = {spec.spaces[f"vo.{layer}"].over for layer in layers}  # tables of relative positions have a column for each head
+    heads = {
+        spec.spaces[f"vo.{layer}"].over for layer in layers
+    }  # tables of relative positions have a column for each head
     whole |= {s: Monomial(np.roll(np.arange(spec.spaces[s].size), 1)[None]) for s in heads}
     assert_symmetry(model, flat, Element(flat, whole), PICOS[name].inputs)
     for layer in layers:
-        assert symmetry_error(model, flat, Element(flat, _shifted(spec, layer, mix=True)), PICOS[name].inputs) > 1e-4, layer
+        assert (
+            symmetry_error(
+                model, flat, Element(flat, _shifted(spec, layer, mix=True)), PICOS[name].inputs
+            )
+            > 1e-4
+        ), layer
 
 
 def _flattened(spec: Spec, layers: list[str]) -> Spec:
-    """The same spec with the axes of queries, keys, values and outputs as flat as they are stored."""
+    """The same spec with the axes of queries, keys, values and outputs as flat as they are
+    stored.
+    """
     tensors, spaces = dict(spec.tensors), dict(spec.spaces)
     for layer in layers:
         outer, rep, qk, vo = _sizes(spec, layer)
@@ -193,7 +239,11 @@ def _flattened(spec: Spec, layers: list[str]) -> Spec:
             (f"k.{layer}", f"({over} qk.{layer}*)", outer * qk),
             (f"q.{layer}", f"({wide} qk.{layer})", outer * rep * qk),
             (f"o.{layer}", f"({wide} vo.{layer})", outer * rep * vo),
-            (f"v.{layer}", f"({over} vo.{layer})", outer * vo),  # without groups of queries the same as o
+            (
+                f"v.{layer}",
+                f"({over} vo.{layer})",
+                outer * vo,
+            ),  # without groups of queries the same as o
         ):
             spaces[new] = Space(n, Permutation())
             tensors = {name: axes.replace(old, new) for name, axes in tensors.items()}
@@ -201,13 +251,22 @@ def _flattened(spec: Spec, layers: list[str]) -> Spec:
 
 
 def _sizes(spec: Spec, layer: str) -> tuple[int, int, int, int]:
-    """Key-value heads, queries for each, and the sizes of a head in queries and keys, and in values."""
+    """Key-value heads, queries for each, and the sizes of a head in queries and keys, and in
+    values.
+    """
     over, rep = spec.spaces[f"vo.{layer}"].over, spec.spaces.get(f"rep.{layer}")
-    return spec.spaces[over].size, rep.size if rep else 1, spec.spaces[f"qk.{layer}"].size, spec.spaces[f"vo.{layer}"].size
+    return (
+        spec.spaces[over].size,
+        rep.size if rep else 1,
+        spec.spaces[f"qk.{layer}"].size,
+        spec.spaces[f"vo.{layer}"].size,
+    )
 
 
 def _shifted(spec: Spec, layer: str, mix: bool) -> dict[str, Monomial]:
-    """Every head in the place of the one before, and every query within its group; to mix, all but the first rotary plane or coordinate of each."""
+    """Every head in the place of the one before, and every query within its group; to mix, all but
+    the first rotary plane or coordinate of each.
+    """
     outer, rep, qk, vo = _sizes(spec, layer)
 
     def member(rep: int, n: int) -> Monomial:
@@ -218,11 +277,21 @@ def _shifted(spec: Spec, layer: str, mix: bool) -> dict[str, Monomial]:
             moved[:, :, kept] = index[:, :, kept]
         return Monomial(moved.reshape(1, -1))
 
-    return {f"q.{layer}": member(rep, qk), f"k.{layer}": member(1, qk), f"v.{layer}": member(1, vo), f"o.{layer}": member(rep, vo)}
+    return {
+        f"q.{layer}": member(rep, qk),
+        f"k.{layer}": member(1, qk),
+        f"v.{layer}": member(1, vo),
+        f"o.{layer}": member(rep, vo),
+    }
 
 
 MHA = {"head": "permutation", "qk": "linear over head", "vo": "linear over head"}
-GQA = {"kv": "permutation", "rep": "permutation over kv", "qk": "rotary-half over kv", "vo": "linear over kv"}
+GQA = {
+    "kv": "permutation",
+    "rep": "permutation over kv",
+    "qk": "rotary-half over kv",
+    "vo": "linear over kv",
+}
 PRE = MHA | {"ffn": "permutation", "stream": "permutation > orthogonal-ones"}
 POST = MHA | {"ffn": "permutation", "stream": "permutation"}
 LLAMA = GQA | {"ffn": "monomial", "stream": "signed > orthogonal"}
@@ -240,29 +309,92 @@ T5 = {"stream": "signed > orthogonal"}
 T5_ENCODER = T5 | sides(MHA | {"ffn": "monomial+"}, "encoder")
 T5_BOTH = T5 | sides(MHA | {"ffn": "monomial+"}, "encoder", "decoder") | sides(MHA, "cross")
 
-# The group of every kind of space, and after ">" what folding makes of it. A family that claims less has lost a symmetry, and no other test sees
-# that, since a smaller group keeps the function too.
+# The group of every kind of space, and after ">" what folding makes of it. A family that claims
+# less has lost a symmetry, and no other test sees that, since a smaller group keeps the function
+# too.
 GROUPS = {
-    **dict.fromkeys(["vit", "vit-no-qkv-bias", "vit-masked", "deit", "deit-teacher", "dinov2", "dinov2-base"], PRE),
-    **dict.fromkeys(["dinov2-registers", "dinov2-registers-base", "timm-vit-avg", "timm-vit-registers"], PRE | {"register": "permutation"}),
-    **dict.fromkeys(["gpt2", "gpt2-untied", "gpt2-classifier", "gpt2-double", "gpt2-tokens", "gpt2-answers", "gpt2-base"], PRE),
-    **dict.fromkeys(["timm-vit", "timm-vit-features", "timm-vit-tokens", "timm-deit-distilled"], PRE),
+    **dict.fromkeys(
+        ["vit", "vit-no-qkv-bias", "vit-masked", "deit", "deit-teacher", "dinov2", "dinov2-base"],
+        PRE,
+    ),
+    **dict.fromkeys(
+        ["dinov2-registers", "dinov2-registers-base", "timm-vit-avg", "timm-vit-registers"],
+        PRE | {"register": "permutation"},
+    ),
+    **dict.fromkeys(
+        [
+            "gpt2",
+            "gpt2-untied",
+            "gpt2-classifier",
+            "gpt2-double",
+            "gpt2-tokens",
+            "gpt2-answers",
+            "gpt2-base",
+        ],
+        PRE,
+    ),
+    **dict.fromkeys(
+        ["timm-vit", "timm-vit-features", "timm-vit-tokens", "timm-deit-distilled"], PRE
+    ),
     **dict.fromkeys(["vit-base", "deit-base"], PRE | {"pool": "signed"}),
-    **dict.fromkeys(["dinov2-swiglu", "timm-vit-swiglu", "timm-vit-gate-last"], PRE | {"ffn": "monomial"}),
+    **dict.fromkeys(
+        ["dinov2-swiglu", "timm-vit-swiglu", "timm-vit-gate-last"], PRE | {"ffn": "monomial"}
+    ),
     **dict.fromkeys(["timm-vit-qk-norm", "timm-vit-simple-norm"], PRE | {"qk": "permutation"}),
     "timm-vit-rms": PRE | {"qk": "signed", "stream": "signed > orthogonal"},
-    "timm-siglip": PRE | sides(BLOCK, "pool") | {"latent": "linear", "pool": "permutation > orthogonal-ones"},
-    "timm-siglip-rms": PRE | sides(BLOCK, "pool") | {"latent": "linear"} | dict.fromkeys(["stream", "pool"], "signed > orthogonal"),
-    **dict.fromkeys(["llama", "llama-mqa-biases", "llama-base", "llama-classifier", "llama-tokens", "llama-answers", "mistral", "qwen2"], LLAMA),
-    "llama-mha-tied": MHA | {"qk": "rotary-half over head", "ffn": "monomial", "stream": "signed > orthogonal"},
+    "timm-siglip": PRE
+    | sides(BLOCK, "pool")
+    | {"latent": "linear", "pool": "permutation > orthogonal-ones"},
+    "timm-siglip-rms": PRE
+    | sides(BLOCK, "pool")
+    | {"latent": "linear"}
+    | dict.fromkeys(["stream", "pool"], "signed > orthogonal"),
+    **dict.fromkeys(
+        [
+            "llama",
+            "llama-mqa-biases",
+            "llama-base",
+            "llama-classifier",
+            "llama-tokens",
+            "llama-answers",
+            "mistral",
+            "qwen2",
+        ],
+        LLAMA,
+    ),
+    "llama-mha-tied": MHA
+    | {"qk": "rotary-half over head", "ffn": "monomial", "stream": "signed > orthogonal"},
     "qwen3": LLAMA | {"qk": "signs-half over kv"},
     "gemma2": LLAMA | {"stream": "signed"},
     "mixtral": LLAMA | {"expert": "permutation", "ffn": "monomial over expert"},
-    **dict.fromkeys(["bert", "bert-tokens", "bert-answers", "roberta", "camembert", "distilbert", "distilbert-base"], POST),
-    **dict.fromkeys(["deberta-v3", "deberta-v3-new-head", "deberta-v3-base", "deberta-v2-unread", "deberta-v2-absolute"], POST),
+    **dict.fromkeys(
+        [
+            "bert",
+            "bert-tokens",
+            "bert-answers",
+            "roberta",
+            "camembert",
+            "distilbert",
+            "distilbert-base",
+        ],
+        POST,
+    ),
+    **dict.fromkeys(
+        [
+            "deberta-v3",
+            "deberta-v3-new-head",
+            "deberta-v3-base",
+            "deberta-v2-unread",
+            "deberta-v2-absolute",
+        ],
+        POST,
+    ),
     **dict.fromkeys(["timm-vit-max", "timm-vit-clip", "timm-vit-post-norm"], POST),
     "bert-untied": POST | {"mlm": "permutation"},
-    **dict.fromkeys(["bert-base", "bert-pretraining", "bert-next-sentence", "bert-classifier", "xlm-roberta"], POST | {"pool": "signed"}),
+    **dict.fromkeys(
+        ["bert-base", "bert-pretraining", "bert-next-sentence", "bert-classifier", "xlm-roberta"],
+        POST | {"pool": "signed"},
+    ),
     "roberta-choice": POST | {"pool": "signed"},
     "roberta-classifier": POST | {"cls": "signed"},
     "distilbert-classifier": POST | {"pool": "monomial+"},
@@ -282,7 +414,10 @@ GROUPS = {
     "clip-text-projection": TEXT | {"proj": "linear"},
     **dict.fromkeys(["clip-classifier", "clip-vision"], VISION),
     "clip-vision-projection": VISION | {"proj": "linear"},
-    **dict.fromkeys(["swin", "swin-padded", "swin-mim", "timm-swin", "timm-swin-features", "timm-swin-padded"], PRE | {"stream.0": "permutation"}),
+    **dict.fromkeys(
+        ["swin", "swin-padded", "swin-mim", "timm-swin", "timm-swin-features", "timm-swin-padded"],
+        PRE | {"stream.0": "permutation"},
+    ),
     "swin-base": PRE | {"stream.0": "permutation"},
     **dict.fromkeys(["t5", "t5-base"], T5_BOTH),
     **dict.fromkeys(["t5-encoder", "t5-tokens"], T5_ENCODER),
@@ -299,7 +434,9 @@ def test_no_group_is_smaller_than_it_was(name: str) -> None:
     for label, space in spec.spaces.items():
         kind = label if label in expected else re.sub(r"(\.\d+)+$", "", label)
         over = f" over {space.over.split('.')[0]}" if space.over else ""
-        found.setdefault(kind, set()).add(f"{space.group}{over}" + (f" > {space.folded}" if space.folded else ""))
+        found.setdefault(kind, set()).add(
+            f"{space.group}{over}" + (f" > {space.folded}" if space.folded else "")
+        )
     assert found == {kind: {group} for kind, group in expected.items()}
 
 
@@ -309,20 +446,31 @@ def test_registers_are_claimed_only_where_their_rows_of_the_position_table_are_k
 
     def tokens(rows: int, **more: object) -> tuple[str, str]:
         config = config_of(model)
-        spec = spec_from({**config, "model_args": {**config["model_args"], **more}}, {**shapes, "pos_embed": (1, rows, 12)})
+        spec = spec_from(
+            {**config, "model_args": {**config["model_args"], **more}},
+            {**shapes, "pos_embed": (1, rows, 12)},
+        )
         return spec.tensors["reg_token"], spec.tensors["pos_embed"]
 
-    assert tokens(16) == ("_ register stream", "_ _ stream")  # 4 x 4 patches; the class token and three registers have no rows
+    assert tokens(16) == (
+        "_ register stream",
+        "_ _ stream",
+    )  # 4 x 4 patches; the class token and three registers have no rows
     assert tokens(20) == ("_ register stream", "_ _1+register+_ stream")
     assert tokens(21) == ("_ _ stream", "_ _ stream")  # no square either way: nothing is claimed
     assert tokens(21, no_embed_class=True) == ("_ register stream", "_ _ stream")
-    assert tokens(16, global_pool="") == ("_ _ stream", "_ _ stream")  # callers see every token at its place
+    assert tokens(16, global_pool="") == (
+        "_ _ stream",
+        "_ _ stream",
+    )  # callers see every token at its place
 
 
 def test_a_packed_gate_on_an_unknown_side_is_not_scaled() -> None:
     model = build("timm-vit-gate-last")
     config = config_of(model)
-    spec = spec_from({**config, "model_args": {**config["model_args"], "mlp_layer": None}}, model.state_dict())
+    spec = spec_from(
+        {**config, "model_args": {**config["model_args"], "mlp_layer": None}}, model.state_dict()
+    )
     assert str(spec.spaces["ffn.0"].group) == "permutation"
     assert spec.tensors["blocks.0.mlp.fc1.weight"] == "ffn.0+ffn.0 stream*"
 
@@ -330,18 +478,28 @@ def test_a_packed_gate_on_an_unknown_side_is_not_scaled() -> None:
 def test_a_checkpoint_may_carry_a_head_that_its_class_leaves_out() -> None:
     model = build("bert-pretraining")
     config = config_of(model)
-    assert spec_from(config, model.state_dict()).outputs.keys() == {"prediction_logits", "seq_relationship_logits"}
-    assert spec_from({**config, "architectures": ["BertForMaskedLM"]}, model.state_dict()).outputs == {"logits": "_ _ _"}
+    assert spec_from(config, model.state_dict()).outputs.keys() == {
+        "prediction_logits",
+        "seq_relationship_logits",
+    }
+    assert spec_from(
+        {**config, "architectures": ["BertForMaskedLM"]}, model.state_dict()
+    ).outputs == {"logits": "_ _ _"}
 
 
 @pytest.mark.parametrize("name", [n for n, pico in PICOS.items() if pico.config is None])
 def test_stored_names(name: str, tmp_path: Path) -> None:
-    """A checkpoint's own names: moved and folded on disk, it loads with from_pretrained and is what the live model becomes. Names differ where
-    transformers converts on loading (DINOv2, Mixtral's experts), and tied tensors are stored once."""
+    """A checkpoint's own names: moved and folded on disk, it loads with from_pretrained and is what
+    the live model becomes. Names differ where transformers converts on loading (DINOv2, Mixtral's
+    experts), and tied tensors are stored once.
+    """
     model = build(name)
     spec = spec_of(model)
     model.save_pretrained(tmp_path)
-    config, state = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
+    config, state = (
+        json.loads((tmp_path / "config.json").read_text()),
+        load_file(tmp_path / "model.safetensors"),
+    )
     on_disk = spec_from(config, state)
     assert check(on_disk, state) == []
     assert on_disk.spaces == spec.spaces
@@ -349,18 +507,31 @@ def test_stored_names(name: str, tmp_path: Path) -> None:
     g = element(spec, 13)
     loaded = _reload(model, apply(g.to(on_disk), state), {}, tmp_path)
     expected = apply(g, model.state_dict())
-    assert moved_by({k: v for k, v in loaded.state_dict().items() if k in expected}, expected) < 1e-12
-    before, after = declared(spec, outputs(model, PICOS[name].inputs)), outputs(loaded, PICOS[name].inputs)
+    assert (
+        moved_by({k: v for k, v in loaded.state_dict().items() if k in expected}, expected) < 1e-12
+    )
+    before, after = (
+        declared(spec, outputs(model, PICOS[name].inputs)),
+        outputs(loaded, PICOS[name].inputs),
+    )
     for n, x in before.items():
-        assert float((after[n] - (act(g, x, spec.outputs[n]) if spec.visible else x)).abs().max()) < 1e-9 * max(1.0, float(x.abs().max())), n
+        assert float(
+            (after[n] - (act(g, x, spec.outputs[n]) if spec.visible else x)).abs().max()
+        ) < 1e-9 * max(1.0, float(x.abs().max())), n
     folded_spec, folded = fold_norms(on_disk, state)
     after = outputs(_reload(model, folded, folded_spec.config, tmp_path), PICOS[name].inputs)
     for n, x in before.items():
         assert float((after[n] - x).abs().max()) < 1e-9 * max(1.0, float(x.abs().max())), n
 
 
-def _reload(model: torch.nn.Module, state: dict[str, torch.Tensor], changes: Mapping, folder: Path) -> torch.nn.Module:
-    save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+def _reload(
+    model: torch.nn.Module, state: dict[str, torch.Tensor], changes: Mapping, folder: Path
+) -> torch.nn.Module:
+    save_file(
+        {k: v.contiguous() for k, v in state.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     config = type(model.config).from_dict({**config_of(model), **changes})
     for kind in ("_attn_implementation", "_experts_implementation"):
         setattr(config, kind, getattr(model.config, kind, None))
@@ -372,12 +543,16 @@ def test_experts_that_are_run_in_one_product_are_checked_in_float64_too() -> Non
     model = build("mixtral").double()
     expected = outputs(model, PICOS["mixtral"].inputs)["logits"]
     model.set_experts_implementation("grouped_mm")
-    assert torch.allclose(outputs(model, PICOS["mixtral"].inputs)["logits"], expected, rtol=0, atol=1e-12)
+    assert torch.allclose(
+        outputs(model, PICOS["mixtral"].inputs)["logits"], expected, rtol=0, atol=1e-12
+    )
 
 
 @ALL
 def test_the_moved_backbone_fits_behind_its_boundary(name: str) -> None:
-    """The parts and the boundaries agree: with its backbone alone moved, the model breaks; moved at the boundary too, it is itself again."""
+    """The parts and the boundaries agree: with its backbone alone moved, the model breaks; moved at
+    the boundary too, it is itself again.
+    """
     model = build(name)
     spec, expected = spec_of(model), outputs(model, PICOS[name].inputs)
     if name.startswith("deberta-v2-xlarge"):
@@ -396,7 +571,12 @@ def test_gamma_and_beta(name: str) -> None:
     """Checkpoints that came from TensorFlow name LayerNorm's parameters gamma and beta."""
     model = build(name)
     spec, state = spec_of(model), model.state_dict()
-    old = {n: n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta") for n in state}
+    old = {
+        n: n.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        )
+        for n in state
+    }
     renamed = {old[n]: v for n, v in state.items()}
     on_disk = spec_from(config_of(model), renamed)
     assert check(on_disk, renamed) == []
@@ -408,7 +588,9 @@ def test_gamma_and_beta(name: str) -> None:
 OLD_NAMES = {  # (pico, v5 to v4)
     "clip-text": lambda n: f"text_model.{n}",
     "clip-vision": lambda n: f"vision_model.{n}",
-    "timm-swin": lambda n: n.replace("layers.1.downsample", "layers.0.downsample").replace("head.fc.", "head."),
+    "timm-swin": lambda n: n.replace("layers.1.downsample", "layers.0.downsample").replace(
+        "head.fc.", "head."
+    ),
     "bart": lambda n: n,  # all three repeats of the table stored
 }
 
@@ -438,16 +620,25 @@ def test_timm_needs_shapes(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:Mapping deprecated")
 def test_timm_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of heads that a timm architecture's name and width stand for, against timm's own list."""
+    """The number of heads that a timm architecture's name and width stand for, against timm's own
+    list.
+    """
     from timm.models import deit, vision_transformer
 
     from regauge.models.families.pieces import Config
     from regauge.models.families.timm_vit import number_of_heads
 
     made: dict[str, dict] = {}
-    for module, creator in ((vision_transformer, "_create_vision_transformer"), (deit, "_create_deit")):
+    for module, creator in (
+        (vision_transformer, "_create_vision_transformer"),
+        (deit, "_create_deit"),
+    ):
         monkeypatch.setattr(module, creator, lambda variant, **more: made.setdefault(variant, more))
-        for entry in [f for n, f in vars(module).items() if n.startswith(("vit_", "deit_", "deit3_", "flexivit_", "eva_large_"))]:
+        for entry in [
+            f
+            for n, f in vars(module).items()
+            if n.startswith(("vit_", "deit_", "deit3_", "flexivit_", "eva_large_"))
+        ]:
             entry()
     assert len(made) > 100
     for name, arguments in made.items():
@@ -455,14 +646,19 @@ def test_timm_heads(monkeypatch: pytest.MonkeyPatch) -> None:
         assert number_of_heads(Config({"architecture": name}), width) == heads, name
     for other in ("blocks.0.attn.rel_pos.mlp.fc1.weight", "blocks.0.mlp.fc1_g.weight"):
         with pytest.raises(UnknownModelError, match='"vit_other_small" is one of timm'):
-            spec_from({"architecture": "vit_other_small"}, {"blocks.0.attn.qkv.weight": torch.zeros(6, 2), other: torch.zeros(2, 2)})
+            spec_from(
+                {"architecture": "vit_other_small"},
+                {"blocks.0.attn.qkv.weight": torch.zeros(6, 2), other: torch.zeros(2, 2)},
+            )
     with pytest.raises(SpecError, match="20 wide") as error:
         number_of_heads(Config({"architecture": "vit_own"}), 20)
     assert "num_heads" in str(error.value.hint)
 
 
 def test_the_papers_element_is_one_special_element() -> None:
-    """Paper 000's W -> P^-1 W P with one head-restricted P on both sides: P = (head permutation) x (one inner permutation), stream and heads tied."""
+    """Paper 000's W -> P^-1 W P with one head-restricted P on both sides: P = (head permutation) x
+    (one inner permutation), stream and heads tied.
+    """
     model = build("vit")
     spec = spec_of(model)
     rng = np.random.default_rng(3)
@@ -470,7 +666,11 @@ def test_the_papers_element_is_one_special_element() -> None:
     flat = (pi[:, None] * 4 + inner[None, :]).reshape(-1)
     members = {"stream": Monomial(flat[None])}
     for i in range(2):
-        for s, m in ((f"head.{i}", Monomial(pi[None])), (f"qk.{i}", Monomial(np.tile(inner, (3, 1)))), (f"vo.{i}", Monomial(np.tile(inner, (3, 1))))):
+        for s, m in (
+            (f"head.{i}", Monomial(pi[None])),
+            (f"qk.{i}", Monomial(np.tile(inner, (3, 1)))),
+            (f"vo.{i}", Monomial(np.tile(inner, (3, 1)))),
+        ):
             members[s] = m
     g = Element(spec, members)
     moved = apply(g, model.state_dict())

@@ -1,6 +1,8 @@
-"""Real weights, moved by the command line, loaded with from_pretrained by a process that never imports regauge: the same outputs.
+"""Real weights, moved by the command line, loaded with from_pretrained by a process that never
+imports regauge: the same outputs.
 
-The Llamas and the GPT-2 lie in the shared assets; `make real` fetches MiniLM, DINOv2-small and the float32 Llama into a cache and runs these on them.
+The Llamas and the GPT-2 lie in the shared assets; `make real` fetches MiniLM, DINOv2-small and the
+float32 Llama into a cache and runs these on them.
 """
 
 from __future__ import annotations
@@ -64,7 +66,11 @@ def folder_of(source: Path, tmp_path: Path) -> Path:
     return folder
 
 
-MOVES = {"permutation": ["--group", "permutation"], "full": ["--group", "full"], "rotation": ["--fold", "--group", "orthogonal"]}
+MOVES = {
+    "permutation": ["--group", "permutation"],
+    "full": ["--group", "full"],
+    "rotation": ["--fold", "--group", "orthogonal"],
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -74,9 +80,37 @@ def test_moved_real_weights_give_the_same_outputs(name: str, tmp_path: Path) -> 
         pytest.skip(f"{source.name} is absent; `make real` fetches what the assets can fetch")
     folder = folder_of(source, tmp_path)
     for move, options in MOVES.items():
-        assert main(["move", str(folder), "--random", "--seed", "7", *options, "-o", str(tmp_path / move)]) == 0
-    command = [sys.executable, "-c", COMPARE, str(HERE), kind, str(folder), *(str(tmp_path / move) for move in MOVES)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        assert (
+            main(
+                [
+                    "move",
+                    str(folder),
+                    "--random",
+                    "--seed",
+                    "7",
+                    *options,
+                    "-o",
+                    str(tmp_path / move),
+                ]
+            )
+            == 0
+        )
+    command = [
+        sys.executable,
+        "-c",
+        COMPARE,
+        str(HERE),
+        kind,
+        str(folder),
+        *(str(tmp_path / move) for move in MOVES),
+    ]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
     assert result.returncode == 0, result.stderr[-3000:]
     for move, (error, moved) in zip(MOVES, json.loads(result.stdout.splitlines()[-1]), strict=True):
         assert moved > 0.01, move

@@ -33,7 +33,13 @@ def test_a_config_without_a_class_is_the_base_model() -> None:
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"])
 def test_live_timm_models_bring_their_own_config(name: str) -> None:
-    model = timm.create_model(name, embed_dim=12, depth=2, num_heads=3, img_size=8, patch_size=4, num_classes=5).double().eval()
+    model = (
+        timm.create_model(
+            name, embed_dim=12, depth=2, num_heads=3, img_size=8, patch_size=4, num_classes=5
+        )
+        .double()
+        .eval()
+    )
     spec = spec_of(model)
     assert spec.spaces["head.0"].size == 3
     assert_symmetry(model, spec, regauge.element(spec, 1), {"x": IMAGES["pixel_values"]})
@@ -57,7 +63,10 @@ def test_what_cannot_be_understood_is_named(tmp_path) -> None:
     ("source", "says"),
     [
         ({}, "names neither a model_type nor an architecture"),
-        ({"model_type": None, "architecture": None}, "names neither a model_type nor an architecture"),
+        (
+            {"model_type": None, "architecture": None},
+            "names neither a model_type nor an architecture",
+        ),
         ({"model_type": "zzz"}, "models of type 'zzz'; known are"),
         ({"model_type": ["llama"]}, "models of type"),
         ({"architecture": "vit_base_patch16_224"}, "timm's configs do not say"),

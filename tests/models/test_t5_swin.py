@@ -1,4 +1,6 @@
-"""What T5 and Swin have beyond the laws: names on disk, the scale of a tied head, shared heads, stages."""
+"""What T5 and Swin have beyond the laws: names on disk, the scale of a tied head, shared heads,
+stages.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,11 @@ from support.picos import PICOS, build, config_of, spec_of
 def resaved(folder: Path, state: dict[str, torch.Tensor], changes: dict) -> None:
     import json
 
-    save_file({k: v.contiguous() for k, v in state.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {k: v.contiguous() for k, v in state.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
 
@@ -37,7 +43,9 @@ def stored_spec(folder: Path) -> tuple:
 
 @pytest.mark.parametrize("name", ["t5", "t5-gated-unscaled", "t5-classifier", "swin", "swin-mim"])
 def test_a_checkpoint_on_disk_is_moved_and_folded(name: str, tmp_path: Path) -> None:
-    """Through save_pretrained and from_pretrained: stored names, tied tensors left out, and the config that an untied head needs."""
+    """Through save_pretrained and from_pretrained: stored names, tied tensors left out, and the
+    config that an untied head needs.
+    """
     model = build(name)
     expected = outputs(model, PICOS[name].inputs)
     model.save_pretrained(tmp_path)
@@ -47,7 +55,9 @@ def test_a_checkpoint_on_disk_is_moved_and_folded(name: str, tmp_path: Path) -> 
     resaved(tmp_path, apply(element(spec, 5), state), {})
     same(model, tmp_path, expected, spec.outputs, name)
     spec, folded = fold_norms(spec, state)
-    assert Orthogonal() in [s.group for s in spec.spaces.values()] or OrthogonalFixingOnes() in [s.group for s in spec.spaces.values()]
+    assert Orthogonal() in [s.group for s in spec.spaces.values()] or OrthogonalFixingOnes() in [
+        s.group for s in spec.spaces.values()
+    ]
     resaved(tmp_path, apply(element(spec, 6), folded), dict(spec.config))
     same(model, tmp_path, expected, spec.outputs, name)
 
@@ -56,14 +66,18 @@ def same(model, folder: Path, expected: dict, names, pico: str) -> None:
     loaded = type(model).from_pretrained(folder, dtype=torch.float64).eval()
     got = outputs(loaded, PICOS[pico].inputs)
     for key in names:
-        assert float((got[key] - expected[key]).abs().max()) < 1e-9 * max(1.0, float(expected[key].abs().max())), key
+        assert float((got[key] - expected[key]).abs().max()) < 1e-9 * max(
+            1.0, float(expected[key].abs().max())
+        ), key
 
 
 def test_the_scale_of_a_tied_head_goes_into_the_untied_one() -> None:
     model = build("t5")
     spec, folded = fold_norms(spec_of(model), model.state_dict())
     gain = model.decoder.final_layer_norm.weight
-    assert torch.allclose(folded["lm_head.weight"], model.shared.weight * gain * 12**-0.5, atol=1e-14)
+    assert torch.allclose(
+        folded["lm_head.weight"], model.shared.weight * gain * 12**-0.5, atol=1e-14
+    )
     assert torch.equal(folded["shared.weight"], model.shared.weight)
     assert spec.config == {"tie_word_embeddings": False, "scale_decoder_outputs": False}
 
@@ -76,7 +90,9 @@ def test_swin_stage_zero_keeps_permutations() -> None:
 
 
 def test_heads_of_one_t5_layer_alone_are_no_symmetry() -> None:
-    """The relative bias is shared by the stack: moving the heads of block 1 without those of block 0 breaks the function."""
+    """The relative bias is shared by the stack: moving the heads of block 1 without those of block
+    0 breaks the function.
+    """
     model = build("t5")
     spec = spec_of(model)
     g = element(spec, 3, spaces=["head.encoder"])
@@ -100,11 +116,15 @@ def test_swins_old_names_give_the_same_spaces() -> None:
             ("attention.v_proj", "attention.self.value"),
         ):
             name = name.replace(new, old)
-        name = name.replace("attention.relative_position_bias.relative", "attention.self.relative").replace(
-            "attention.o_proj", "attention.output.dense"
-        )
-        renamed[name.replace("mlp.fc1", "intermediate.dense").replace("mlp.fc2", "output.dense")] = value
-    renamed["swin.encoder.layers.0.blocks.0.attention.self.relative_position_index"] = torch.zeros(4, 4)
+        name = name.replace(
+            "attention.relative_position_bias.relative", "attention.self.relative"
+        ).replace("attention.o_proj", "attention.output.dense")
+        renamed[
+            name.replace("mlp.fc1", "intermediate.dense").replace("mlp.fc2", "output.dense")
+        ] = value
+    renamed["swin.encoder.layers.0.blocks.0.attention.self.relative_position_index"] = torch.zeros(
+        4, 4
+    )
     old = spec_from(config_of(model), renamed)
     assert check(old, renamed) == []
     assert old.spaces == live.spaces
@@ -113,15 +133,25 @@ def test_swins_old_names_give_the_same_spaces() -> None:
 
 def test_old_t5_checkpoints_carry_an_unused_table() -> None:
     model = build("t5")
-    state = model.state_dict() | {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.zeros(8, 3)}
+    state = model.state_dict() | {
+        "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight": torch.zeros(8, 3)
+    }
     assert check(spec_from(config_of(model), state), state) == []
 
 
 def test_t5_v1_1_has_a_head_of_its_own() -> None:
-    """Its config.json says tie_word_embeddings false; transformers 5 then switches the scale off and keeps the two tables apart."""
-    config = {**T.T5Config().to_dict(), "tie_word_embeddings": False, "architectures": ["T5ForConditionalGeneration"]}
+    """Its config.json says tie_word_embeddings false; transformers 5 then switches the scale off
+    and keeps the two tables apart.
+    """
+    config = {
+        **T.T5Config().to_dict(),
+        "tie_word_embeddings": False,
+        "architectures": ["T5ForConditionalGeneration"],
+    }
     config.pop("scale_decoder_outputs")
-    names = dict.fromkeys(["shared.weight", "lm_head.weight", "encoder.x", "decoder.x"], torch.zeros(1))
+    names = dict.fromkeys(
+        ["shared.weight", "lm_head.weight", "encoder.x", "decoder.x"], torch.zeros(1)
+    )
     spec = spec_from(config, names)
     assert "lm_head.weight" not in spec.ties
     assert not spec.untied

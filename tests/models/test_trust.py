@@ -1,4 +1,6 @@
-"""Code of a checkpoint is never run: not for "y" on standard input, not by any command, model, tokenizer, processor or timm config."""
+"""Code of a checkpoint is never run: not for "y" on standard input, not by any command, model,
+tokenizer, processor or timm config.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,18 @@ COMMANDS: dict[str, list[str]] = {
     "verify": ["verify", "MODEL"],
     "split serve": ["split", "serve", "MODEL", "--listen", "127.0.0.1:0"],
     "split predict": ["split", "predict", "MODEL", *DIGITS, "--server", "127.0.0.1:9"],
-    "split train": ["split", "train", "MODEL", *DIGITS, "--server", "127.0.0.1:9", "--steps", "1", "-o", "OUT"],
+    "split train": [
+        "split",
+        "train",
+        "MODEL",
+        *DIGITS,
+        "--server",
+        "127.0.0.1:9",
+        "--steps",
+        "1",
+        "-o",
+        "OUT",
+    ],
     "jigsaw train": ["jigsaw", "train", "MODEL", *DIGITS, "-o", "OUT"],
     "jigsaw evaluate": ["jigsaw", "evaluate", "MODEL", *DIGITS],
     "audit split": ["audit", "split", "MODEL", *DIGITS],
@@ -74,7 +87,13 @@ def changed(good: Path, tmp_path: Path, change: Callable[[Path, Path], None], ma
 @pytest.mark.parametrize("kind", hostile.MODELS)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_command_runs_code_of_a_model(
-    command: str, kind: str, good: Path, tmp_path: Path, marker: Path, answers: io.StringIO, capsys: pytest.CaptureFixture[str]
+    command: str,
+    kind: str,
+    good: Path,
+    tmp_path: Path,
+    marker: Path,
+    answers: io.StringIO,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if command == "inspect" and kind in ("auto_class_of_known_type", "custom_class"):
         pytest.skip("the family describes these weights, and nothing is loaded")
@@ -83,7 +102,9 @@ def test_no_command_runs_code_of_a_model(
     assert main([places.get(a, a) for a in COMMANDS[command]]) == 1
     said = capsys.readouterr().err
     assert "error: " in said
-    assert kind == "nested_auto_map" or ("custom code, which regauge never runs" in said and "hint: load it in Python" in said)
+    assert kind == "nested_auto_map" or (
+        "custom code, which regauge never runs" in said and "hint: load it in Python" in said
+    )
     assert answers.tell() == 0, "standard input was read"
     assert not marker.exists()
     assert not (tmp_path / "OUT").exists()
@@ -91,7 +112,11 @@ def test_no_command_runs_code_of_a_model(
 
 @pytest.mark.parametrize("kind", hostile.TOKENIZERS)
 def test_no_command_runs_code_of_a_tokenizer(
-    kind: str, tmp_path: Path, marker: Path, answers: io.StringIO, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    tmp_path: Path,
+    marker: Path,
+    answers: io.StringIO,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     picos.build("gpt2").float().save_pretrained(tmp_path / "MODEL")
     (tmp_path / "book.txt").write_text("a b c d " * 50)
@@ -99,24 +124,37 @@ def test_no_command_runs_code_of_a_tokenizer(
     hostile.TOKENIZERS[kind](tmp_path / "tokenizer", marker)
     given = ["--data", str(tmp_path / "book.txt"), "--tokenizer", str(tmp_path / "tokenizer")]
     model = str(tmp_path / "MODEL")
-    for command in (["split", "predict", model, *given, "--server", "127.0.0.1:9"], ["barrier", model, model, *given]):
+    for command in (
+        ["split", "predict", model, *given, "--server", "127.0.0.1:9"],
+        ["barrier", model, model, *given],
+    ):
         assert main(command) == 1
         said = capsys.readouterr().err
-        if kind == "tokenizer_of_config":  # the library goes on without the config, and finds no tokenizer
+        if (
+            kind == "tokenizer_of_config"
+        ):  # the library goes on without the config, and finds no tokenizer
             assert "there is no tokenizer" in said
         else:
-            assert "needs custom code, which regauge never runs\nregauge: hint: give a tokenizer.json" in said
+            assert (
+                "needs custom code, which regauge never runs\nregauge: hint: give a tokenizer.json"
+                in said
+            )
     with pytest.raises(DataError if kind == "tokenizer_of_config" else CustomCodeError):
         open_tokenizer(tmp_path / "tokenizer")
     assert answers.tell() == 0
     assert not marker.exists()
 
 
-def test_a_class_of_the_library_loads_and_the_code_beside_it_does_not_run(good: Path, tmp_path: Path, marker: Path, answers: io.StringIO) -> None:
+def test_a_class_of_the_library_loads_and_the_code_beside_it_does_not_run(
+    good: Path, tmp_path: Path, marker: Path, answers: io.StringIO
+) -> None:
     folder = changed(good, tmp_path, hostile.unused_code, marker)
     loaded, plain = load_model(folder), load_model(good)
     assert type(loaded) is transformers.ViTForImageClassification
-    assert all(torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), plain.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(loaded.state_dict().values(), plain.state_dict().values(), strict=True)
+    )
     assert not hasattr(loaded.config, "auto_map")
     assert loaded.config.name_or_path == str(folder)
     assert isinstance(load_empty(folder), transformers.ViTForImageClassification)
@@ -128,21 +166,31 @@ def test_a_class_of_the_library_loads_and_the_code_beside_it_does_not_run(good: 
     assert not marker.exists()
 
 
-def test_a_tokenizer_of_the_library_opens_and_the_code_beside_it_does_not_run(tmp_path: Path, marker: Path, answers: io.StringIO) -> None:
+def test_a_tokenizer_of_the_library_opens_and_the_code_beside_it_does_not_run(
+    tmp_path: Path, marker: Path, answers: io.StringIO
+) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = Tokenizer(models.WordLevel({str(i): i for i in range(30)}, unk_token="0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(tmp_path / "tokenizer.json"))
     hostile.code(tmp_path, marker)
-    hostile.change(tmp_path / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", auto_map=hostile.auto_map())
+    hostile.change(
+        tmp_path / "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        auto_map=hostile.auto_map(),
+    )
     assert encode(tmp_path, ["7 8 9"]) == [[7, 8, 9]]
     assert answers.tell() == 0
     assert not marker.exists()
 
 
-def test_the_library_would_have_asked(good: Path, tmp_path: Path, marker: Path, answers: io.StringIO) -> None:
-    """The control: the same folder runs its code if the library is left to ask, and inside `code_disabled` it does not."""
+def test_the_library_would_have_asked(
+    good: Path, tmp_path: Path, marker: Path, answers: io.StringIO
+) -> None:
+    """The control: the same folder runs its code if the library is left to ask, and inside
+    `code_disabled` it does not.
+    """
     folder = changed(good, tmp_path, hostile.auto_class, marker)
     with pytest.raises(ValueError, match="trust_remote_code"), code_disabled():
         transformers.AutoConfig.from_pretrained(folder)
@@ -165,14 +213,30 @@ def test_nested_uses_restore_the_library() -> None:
     assert before == dynamic.TIME_OUT_REMOTE_CODE
 
 
-@pytest.mark.parametrize("name", ["AutoModel", "AutoModelForCausalLM", "AutoTokenizer", "AutoConfig", "AutoBackbone"])
+@pytest.mark.parametrize(
+    "name", ["AutoModel", "AutoModelForCausalLM", "AutoTokenizer", "AutoConfig", "AutoBackbone"]
+)
 def test_auto_classes_are_custom_code(name: str) -> None:
-    with pytest.raises(CustomCodeError, match=f'"architectures" must name one model class, got {name}'):
+    with pytest.raises(
+        CustomCodeError, match=f'"architectures" must name one model class, got {name}'
+    ):
         library_class({"architectures": [name]}, "MODEL")
 
 
 @pytest.mark.parametrize(
-    "name", ["logging", "PreTrainedModel", "Trainer", "pipeline", "BertConfig", "BertTokenizer", "__name__", "models.bert", "Evil", ""]
+    "name",
+    [
+        "logging",
+        "PreTrainedModel",
+        "Trainer",
+        "pipeline",
+        "BertConfig",
+        "BertTokenizer",
+        "__name__",
+        "models.bert",
+        "Evil",
+        "",
+    ],
 )
 def test_what_is_no_model_class_of_the_library(name: str) -> None:
     with pytest.raises(UnknownModelError) as caught:
@@ -181,7 +245,9 @@ def test_what_is_no_model_class_of_the_library(name: str) -> None:
     assert library_class({"architectures": ["BertModel"]}, "MODEL") is transformers.BertModel
 
 
-def test_a_class_that_code_registered_is_not_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_class_that_code_registered_is_not_of_the_library(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Foreign(transformers.BertModel):
         pass
 
@@ -197,9 +263,17 @@ def test_what_selects_code_is_removed_at_any_depth() -> None:
         "_attn_implementation": "eager",
         "transformers_weights": "adapter_model.bin",
         "hidden_size": 4,
-        "vision_config": {"auto_map": {}, "experts_implementation": "owner/kernel", "layers": [{"auto_map": 1, "n": 2}]},
+        "vision_config": {
+            "auto_map": {},
+            "experts_implementation": "owner/kernel",
+            "layers": [{"auto_map": 1, "n": 2}],
+        },
     }
-    assert without_code(config) == {"_attn_implementation": "eager", "hidden_size": 4, "vision_config": {"layers": [{"n": 2}]}}
+    assert without_code(config) == {
+        "_attn_implementation": "eager",
+        "hidden_size": 4,
+        "vision_config": {"layers": [{"n": 2}]},
+    }
     assert "auto_map" in config, "the config itself is left as it is"
     deep: dict[str, Any] = {}
     for _ in range(100_000):
@@ -211,40 +285,82 @@ def test_what_selects_code_is_removed_at_any_depth() -> None:
 def test_a_config_is_read_without_code(tmp_path: Path, marker: Path, answers: io.StringIO) -> None:
     """`regauge.spec_of(config)` and discovery build classes too."""
     hostile.code(tmp_path, marker)
-    custom = {"model_type": "vit", "auto_map": hostile.auto_map(tmp_path), "_name_or_path": str(tmp_path)}
+    custom = {
+        "model_type": "vit",
+        "auto_map": hostile.auto_map(tmp_path),
+        "_name_or_path": str(tmp_path),
+    }
     for name in ("AutoModelForCausalLM", "EvilModel"):
         with pytest.raises(CustomCodeError):
             spec_of({**custom, "architectures": [name]})
     with pytest.raises(CustomCodeError):
-        spec_of({"model_type": "evil", "auto_map": hostile.auto_map(tmp_path), "architectures": ["EvilModel"]})
+        spec_of(
+            {
+                "model_type": "evil",
+                "auto_map": hostile.auto_map(tmp_path),
+                "architectures": ["EvilModel"],
+            }
+        )
     plain = picos.vit().to_dict() | {"architectures": ["ViTModel"]}
     assert spec_of({**plain, **custom}).tensors == spec_of(plain).tensors
     assert answers.tell() == 0
     assert not marker.exists()
 
 
-TIMM = {"architecture": "vit_tiny_patch16_224", "num_classes": 3, "model_args": {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 2}}
+TIMM = {
+    "architecture": "vit_tiny_patch16_224",
+    "num_classes": 3,
+    "model_args": {"img_size": 32, "depth": 1, "embed_dim": 24, "num_heads": 2},
+}
 
 
-@pytest.mark.parametrize("name", ["hf_hub:owner/name", "hf-hub:owner/name", "local-dir:FOLDER", "FOLDER", "../model", "C:\\model", "", "a b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hf_hub:owner/name",
+        "hf-hub:owner/name",
+        "local-dir:FOLDER",
+        "FOLDER",
+        "../model",
+        "C:\\model",
+        "",
+        "a b",
+    ],
+)
 @pytest.mark.parametrize("key", ["architecture", "backbone"])
 def test_a_config_names_no_other_folder(key: str, name: str, tmp_path: Path) -> None:
     name = name.replace("FOLDER", str(tmp_path))
     for config in ({key: name}, {"model_type": "timm_wrapper", "backbone_config": {key: name}}):
-        with pytest.raises(CheckpointError, match=f'"{key}" in the config of MODEL must be the name'):
+        with pytest.raises(
+            CheckpointError, match=f'"{key}" in the config of MODEL must be the name'
+        ):
             without_code(config, "MODEL")
     assert without_code({key: "vit_tiny_patch16_224.augreg_in21k"}, "MODEL")
 
 
-@pytest.mark.parametrize("key", ["checkpoint_path", "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "cache_dir", "pretrained_strict"])
-def test_arguments_of_timm_name_no_file(key: str, tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "key",
+    [
+        "checkpoint_path",
+        "pretrained",
+        "pretrained_cfg",
+        "pretrained_cfg_overlay",
+        "cache_dir",
+        "pretrained_strict",
+    ],
+)
+def test_arguments_of_timm_name_no_file(
+    key: str, tmp_path: Path, marker: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("timm")
     from safetensors.torch import save_file
 
     folder = tmp_path / "MODEL"
     folder.mkdir()
     hostile.bomb(tmp_path / "bomb.pth", marker)
-    value: Any = {"file": str(tmp_path / "bomb.pth")} if "cfg" in key else str(tmp_path / "bomb.pth")
+    value: Any = (
+        {"file": str(tmp_path / "bomb.pth")} if "cfg" in key else str(tmp_path / "bomb.pth")
+    )
     config = {**TIMM, "model_args": {**TIMM["model_args"], key: value}}  # type: ignore[dict-item]
     (folder / "config.json").write_text(json.dumps(config))
     save_file({"norm.weight": torch.ones(4)}, folder / "model.safetensors")
@@ -261,21 +377,34 @@ def test_good_arguments_of_timm_still_build() -> None:
     assert build_timm(TIMM).head.out_features == 3  # type: ignore[union-attr]
 
 
-def test_only_the_weights_and_the_config_are_shown_to_the_library(good: Path, tmp_path: Path, marker: Path) -> None:
+def test_only_the_weights_and_the_config_are_shown_to_the_library(
+    good: Path, tmp_path: Path, marker: Path
+) -> None:
     """Shards load, and an adapter or a pickle beside them does not."""
-    folder = changed(good, tmp_path, lambda folder, marker: hostile.bomb(folder / "adapter_model.bin", marker), marker)
+    folder = changed(
+        good,
+        tmp_path,
+        lambda folder, marker: hostile.bomb(folder / "adapter_model.bin", marker),
+        marker,
+    )
     load_model(good).save_pretrained(folder, max_shard_size="5KB")
     (folder / "model.safetensors").unlink()
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder)}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder)})
+    )
     hostile.change(folder / "config.json", transformers_weights="adapter_model.bin")
     assert len(open_checkpoint(folder).files) > 1
     state = load_model(folder).state_dict()
-    assert all(torch.equal(state[name], tensor) for name, tensor in load_model(good).state_dict().items())
+    assert all(
+        torch.equal(state[name], tensor) for name, tensor in load_model(good).state_dict().items()
+    )
     assert not marker.exists()
 
 
 def test_every_call_of_the_library_that_may_run_code_says_no() -> None:
-    """Each `from_pretrained` and `from_config` in the package passes trust_remote_code=False, or a dictionary of arguments that does."""
+    """Each `from_pretrained` and `from_config` in the package passes trust_remote_code=False, or a
+    dictionary of arguments that does.
+    """
     for path in sorted((ROOT / "src").rglob("*.py")):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
@@ -285,5 +414,7 @@ def test_every_call_of_the_library_that_may_run_code_says_no() -> None:
                 continue
             passed = {k.arg: ast.unparse(k.value) for k in node.keywords}
             where = f"{path.relative_to(ROOT)}:{node.lineno}"
-            said = passed.get("trust_remote_code") == "False" or (None in passed and '"trust_remote_code": False' in path.read_text())
+            said = passed.get("trust_remote_code") == "False" or (
+                None in passed and '"trust_remote_code": False' in path.read_text()
+            )
             assert said, where

@@ -1,4 +1,6 @@
-"""Every example runs as it is written, from another folder, and leaves nothing behind. Each holds itself to what it shows."""
+"""Every example runs as it is written, from another folder, and leaves nothing behind. Each holds
+itself to what it shows.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,20 @@ QUICK = ("seal_and_open", "first_steps")
 def ran(code: str, tmp_path: Path) -> str:
     """What a program prints, in a process and a folder of its own."""
     paths = [str(ROOT / "tests"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert list(tmp_path.iterdir()) == []
     return done.stdout
@@ -38,12 +52,18 @@ def marked(name: str) -> object:
 @pytest.mark.parametrize("name", [marked(name) for name in PROGRAMS])
 def test_a_program_runs(name: str, tmp_path: Path) -> None:
     library = NEEDS.get(name)
-    first = "import torchvision_ops; " if library == "timm" else ""  # tests see timm in a folder of its own
+    first = (
+        "import torchvision_ops; " if library == "timm" else ""
+    )  # tests see timm in a folder of its own
     if library == "timm":
         pytest.importorskip("timm")
     elif library and importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    said = ran(f"{first}import runpy; runpy.run_path({str(EXAMPLES / f'{name}.py')!r}, run_name='__main__')", tmp_path)
+    said = ran(
+        f"{first}import runpy; runpy.run_path({str(EXAMPLES / f'{name}.py')!r}, "
+        "run_name='__main__')",
+        tmp_path,
+    )
     assert said.strip()
 
 

@@ -1,4 +1,6 @@
-"""Imports go only downwards, attacks know neither keys nor locks nor the truth, the core stays small: docs/architecture.md, held to its word."""
+"""Imports go only downwards, attacks know neither keys nor locks nor the truth, the core stays
+small: docs/architecture.md, held to its word.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 
-# From the bottom up: a part imports what stands before it, and nothing after it. Parts on one line are one part.
+# From the bottom up: a part imports what stands before it, and nothing after it. Parts on one line
+# are one part.
 ORDER = """
 errors
 patterns
@@ -89,7 +92,18 @@ cli
 __main__
 """
 RANK = {name: rank for rank, line in enumerate(ORDER.split("\n")) for name in line.split()}
-SECRETS = {"keys", "locking", "lockfiles", "sealing", "guarding", "edge", "audit", "leakage", "split", "findings"}
+SECRETS = {
+    "keys",
+    "locking",
+    "lockfiles",
+    "sealing",
+    "guarding",
+    "edge",
+    "audit",
+    "leakage",
+    "split",
+    "findings",
+}
 CORE = ("axes", "groups", "spec", "elements", "action")
 CORE_LINES = 1000
 
@@ -100,13 +114,24 @@ def part(module: str) -> str:
 
 
 def imports(source: str) -> Iterator[tuple[int, str]]:
-    """(line, module) of everything of regauge that a file imports, in functions too; what is for types alone does not count."""
+    """(line, module) of everything of regauge that a file imports, in functions too; what is for
+    types alone does not count.
+    """
     tree = ast.parse(source)
-    typed = {id(n) for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) for n in ast.walk(node)}
+    typed = {
+        id(n)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for n in ast.walk(node)
+    }
     for node in ast.walk(tree):
         if id(node) in typed:
             continue
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "regauge":
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "regauge"
+        ):
             for alias in node.names:
                 yield node.lineno, f"{node.module}.{alias.name}"
         elif isinstance(node, ast.Import):
@@ -125,7 +150,10 @@ def parts() -> dict[str, list[Path]]:
 
 
 PARTS = parts()
-USES = {name: {part(module) for path in paths for _, module in imports(path.read_text())} & set(PARTS) for name, paths in PARTS.items()}
+USES = {
+    name: {part(module) for path in paths for _, module in imports(path.read_text())} & set(PARTS)
+    for name, paths in PARTS.items()
+}
 
 
 def upwards(name: str, source: str) -> list[str]:
@@ -133,7 +161,12 @@ def upwards(name: str, source: str) -> list[str]:
     found = []
     for line, module in imports(source):
         other = part(module)
-        if other in RANK and RANK[other] >= RANK[name] and other != name and RANK[other] != RANK[name]:
+        if (
+            other in RANK
+            and RANK[other] >= RANK[name]
+            and other != name
+            and RANK[other] != RANK[name]
+        ):
             found.append(f"line {line}: {module}")
     return found
 
@@ -149,9 +182,18 @@ def test_imports_go_only_downwards(name: str) -> None:
 
 
 def test_an_import_upwards_is_seen() -> None:
-    assert upwards("groups", "def f():\n    from regauge.locking.lock import lock\n") == ["line 2: regauge.locking.lock.lock"]
+    assert upwards("groups", "def f():\n    from regauge.locking.lock import lock\n") == [
+        "line 2: regauge.locking.lock.lock"
+    ]
     assert upwards("groups", "from regauge import keys") == ["line 1: regauge.locking.keys"]
-    assert upwards("groups", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from regauge.locking.lock import lock\n") == []
+    assert (
+        upwards(
+            "groups",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from regauge.locking.lock "
+            "import lock\n",
+        )
+        == []
+    )
     assert upwards("locking", "from regauge.core.groups import Group") == []
 
 
@@ -173,7 +215,9 @@ def modules() -> dict[str, Path]:
 
 
 def reached_modules(start: str) -> set[str]:
-    """All modules that those of a part need, however indirectly, file by file: of a part that is used, only what is used."""
+    """All modules that those of a part need, however indirectly, file by file: of a part that is
+    used, only what is used.
+    """
     files = modules()
     todo = {name for name in files if name == start or name.startswith(f"{start}.")}
     found: set[str] = set()
@@ -182,22 +226,47 @@ def reached_modules(start: str) -> set[str]:
         found.add(name)
         for _, module in imports(files[name].read_text()):
             names = module.split(".")
-            own = next((".".join(names[:n]) for n in range(len(names), 0, -1) if ".".join(names[:n]) in files), None)
-            around = [] if own is None else [".".join(own.split(".")[:n]) for n in range(2, len(own.split(".")) + 1)]
+            own = next(
+                (
+                    ".".join(names[:n])
+                    for n in range(len(names), 0, -1)
+                    if ".".join(names[:n]) in files
+                ),
+                None,
+            )
+            around = (
+                []
+                if own is None
+                else [".".join(own.split(".")[:n]) for n in range(2, len(own.split(".")) + 1)]
+            )
             todo |= {one for one in around if one in files} - found
     return found
 
 
 def test_attacks_know_neither_keys_nor_locks_nor_the_truth() -> None:
-    """Not even indirectly: whatever an attack imports cannot hand it a key. (Puzzles are part of a public model: attacks know how those are made.)"""
+    """Not even indirectly: whatever an attack imports cannot hand it a key. (Puzzles are part of a
+    public model: attacks know how those are made.)
+    """
     assert {part(module) for module in reached_modules("regauge.attacks")} & SECRETS == set()
     assert {"matching", "action"} <= reached("attacks")
     assert {"keys", "locking"} <= reached("audit"), "who scores them does"
 
 
 def test_applications_do_not_know_each_other() -> None:
-    """Lock, match, merge, jigsaw and verify stand beside each other. Verify trains through the edge, which also authorises locked models."""
-    apart = {"locking", "merging", "jigsaw", "split", "verification", "attacks", "audit", "leakage", "cli"}
+    """Lock, match, merge, jigsaw and verify stand beside each other. Verify trains through the
+    edge, which also authorises locked models.
+    """
+    apart = {
+        "locking",
+        "merging",
+        "jigsaw",
+        "split",
+        "verification",
+        "attacks",
+        "audit",
+        "leakage",
+        "cli",
+    }
     for name in ("locking", "matching", "merging", "jigsaw", "verification"):
         assert reached(name) & apart == ({"locking"} if name == "verification" else set()), name
 
@@ -207,19 +276,39 @@ def lines_of_code(source: str) -> int:
     told: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         body: list[ast.stmt] = getattr(node, "body", [])
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             told |= set(range(body[0].lineno, (body[0].end_lineno or 0) + 1))
-    quiet = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    tokens = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in quiet]
+    quiet = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    tokens = [
+        t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in quiet
+    ]
     return len({line for t in tokens for line in range(t.start[0], t.end[0] + 1)} - told)
 
 
 def test_lines_of_code_are_counted() -> None:
-    assert lines_of_code('"""Told."""\n\n# a comment\ndef f():\n    """Told,\n    twice."""\n    return """not\n    told"""\n') == 3
+    assert (
+        lines_of_code(
+            '"""Told."""\n\n# a comment\ndef f():\n    """Told,\n    twice."""\n    return '
+            '"""not\n    told"""\n'
+        )
+        == 3
+    )
 
 
 def test_the_core_is_small() -> None:
-    counted = {name: lines_of_code((SOURCES / "regauge" / f"{name}.py").read_text()) for name in CORE}
+    counted = {
+        name: lines_of_code((SOURCES / "regauge" / f"{name}.py").read_text()) for name in CORE
+    }
     assert sum(counted.values()) < CORE_LINES, counted
 
 

@@ -30,13 +30,22 @@ def test_every_exported_name_is_there_and_is_no_module() -> None:
 def test_the_table_and_the_typed_imports_agree() -> None:
     tree = ast.parse((ROOT / "src" / "regauge" / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    typed = {a.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    typed = {
+        a.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for a in node.names
+    }
     assert typed == {name: f"regauge.{home}" for name, home in regauge._HOME.items()}
 
 
 def loaded(code: str) -> set[str]:
     script = f"import sys; {code}; print(*sorted(m for m in sys.modules if '.' not in m))"
-    return set(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split())
+    return set(
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout.split()
+    )
 
 
 def test_import_and_help_load_nothing_heavy() -> None:
@@ -49,14 +58,19 @@ def test_moving_by_a_permutation_loads_no_torch(tmp_path: Path) -> None:
     from support.picos import build
 
     build("llama").save_pretrained(tmp_path / "in")
-    moved = loaded(f"from regauge.cli import main; main(['move', {str(tmp_path / 'in')!r}, '--random', '-o', {str(tmp_path / 'out')!r}])")
+    moved = loaded(
+        f"from regauge.cli import main; main(['move', {str(tmp_path / 'in')!r}, '--random', "
+        f"'-o', {str(tmp_path / 'out')!r}])"
+    )
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert "numpy" in moved
     assert not moved & {"torch", "transformers"}
 
 
 def test_one_version() -> None:
-    """It is written in regauge/__init__.py alone; the newest section of the changelog is its own."""
+    """It is written in regauge/__init__.py alone; the newest section of the changelog is its
+    own.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
     assert "version" not in project["project"]
@@ -68,5 +82,7 @@ def test_one_version() -> None:
 
 
 def test_the_package_is_a_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "regauge", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "regauge", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == f"regauge {regauge.__version__}"

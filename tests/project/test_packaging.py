@@ -1,4 +1,6 @@
-"""What is built and installed: extras that are named where they are needed, wheel and sdist, and the wheel in an environment of its own."""
+"""What is built and installed: extras that are named where they are needed, wheel and sdist, and
+the wheel in an environment of its own.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,14 @@ from regauge.errors import MissingExtraError, need
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "regauge"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTIONS = {"PIL": "pillow", "sklearn": "scikit-learn", "ot": "pot", "grpc": "grpcio", "umap": "umap-learn", "yaml": "pyyaml"}
+DISTRIBUTIONS = {
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "ot": "pot",
+    "grpc": "grpcio",
+    "umap": "umap-learn",
+    "yaml": "pyyaml",
+}
 
 
 def name_of(requirement: str) -> str:
@@ -38,7 +47,11 @@ def libraries(extra: str) -> set[str]:
     found: set[str] = set()
     for line in PROJECT["optional-dependencies"][extra]:
         inside = re.fullmatch(r"regauge\[([\w,]+)\]", line)
-        found |= set().union(*(libraries(e) for e in inside.group(1).split(","))) if inside else {name_of(line)}
+        found |= (
+            set().union(*(libraries(e) for e in inside.group(1).split(",")))
+            if inside
+            else {name_of(line)}
+        )
     return found
 
 
@@ -50,20 +63,36 @@ def distribution(module: str) -> str:
 
 
 def needs() -> Iterator[tuple[str, str, str]]:
-    """Every need(module, extra) in the sources, with loops over literals opened: (where, module, extra)."""
+    """Every need(module, extra) in the sources, with loops over literals opened: (where, module,
+    extra).
+    """
     for path in sorted(SOURCES.rglob("*.py")):
         tree = ast.parse(path.read_text())
         loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
         for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "need"):
+            if not (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id == "need"
+            ):
                 continue
             where = f"{path.relative_to(SOURCES)}:{node.lineno}"
             arguments = [ast.unparse(a) for a in node.args]
             scopes: list[dict[str, str]] = [{}]
             for loop in loops:
                 if any(below is node for below in ast.walk(loop)):
-                    names = [ast.unparse(n) for n in (loop.target.elts if isinstance(loop.target, ast.Tuple) else [loop.target])]
-                    rows = [row if isinstance(row, tuple) else (row,) for row in ast.literal_eval(loop.iter)]
+                    names = [
+                        ast.unparse(n)
+                        for n in (
+                            loop.target.elts
+                            if isinstance(loop.target, ast.Tuple)
+                            else [loop.target]
+                        )
+                    ]
+                    rows = [
+                        row if isinstance(row, tuple) else (row,)
+                        for row in ast.literal_eval(loop.iter)
+                    ]
                     scopes = [dict(zip(names, map(repr, row), strict=True)) for row in rows]
             for scope in scopes:
                 module, extra = (ast.literal_eval(scope.get(a, a)) for a in arguments)
@@ -75,35 +104,58 @@ def test_every_need_names_an_extra_that_brings_it() -> None:
     assert len(found) > 20
     for where, module, extra in found:
         assert extra in PROJECT["optional-dependencies"], f"{where}: there is no extra {extra}"
-        assert distribution(module) in libraries(extra), f"{where}: the extra {extra} does not bring {module}"
+        assert distribution(module) in libraries(extra), (
+            f"{where}: the extra {extra} does not bring {module}"
+        )
 
 
 @pytest.mark.parametrize("advisory", ADVISORIES, ids=lambda a: a.library)
 def test_no_vulnerable_version_is_admitted(advisory: Advisory) -> None:
-    """pyproject.toml and doctor hold one number: what an advisory says is fixed is the oldest version that may be installed, and the pin is newer."""
-    lines = [*PROJECT["dependencies"], *(line for extra in PROJECT["optional-dependencies"].values() for line in extra)]
-    floors = {re.search(r">=([\w.]+)", line).group(1) for line in lines if name_of(line) == advisory.library}  # type: ignore[union-attr]
+    """pyproject.toml and doctor hold one number: what an advisory says is fixed is the oldest
+    version that may be installed, and the pin is newer.
+    """
+    lines = [
+        *PROJECT["dependencies"],
+        *(line for extra in PROJECT["optional-dependencies"].values() for line in extra),
+    ]
+    floors = {
+        re.search(r">=([\w.]+)", line).group(1)
+        for line in lines
+        if name_of(line) == advisory.library
+    }  # type: ignore[union-attr]
     assert floors == {advisory.fixed}
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().lower().splitlines() if "==" in line)
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().lower().splitlines()
+        if "==" in line
+    )
     assert not vulnerable([(advisory.library, pins[advisory.library])])
-    assert [v.library for v in vulnerable([(advisory.library.upper(), "0.9")])] == [advisory.library]
+    assert [v.library for v in vulnerable([(advisory.library.upper(), "0.9")])] == [
+        advisory.library
+    ]
 
 
 def test_the_audit_of_installed_libraries(tmp_path: Path) -> None:
     def audited(*folders: Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, ROOT / "scripts" / "audit_deps.py", *folders]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-        return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, check=False)
+        return subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, env=environment, check=False
+        )
 
     for name, version in (("Torch", "2.9.1"), ("jinja2", "3.1.6")):
         folder = tmp_path / f"{name}-{version}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
     bad = audited(tmp_path)
     assert bad.returncode == 1
     assert "torch 2.9.1 is unsafe (CVE-2025-32434, CVE-2026-24747)" in bad.stdout
     assert "2 distributions checked against" in bad.stdout
-    (tmp_path / "Torch-2.9.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: Torch\nVersion: 2.13.0\n")
+    (tmp_path / "Torch-2.9.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: Torch\nVersion: 2.13.0\n"
+    )
     assert audited(tmp_path).returncode == 0
     (tmp_path / "empty").mkdir()
     assert audited(tmp_path / "empty").returncode == 1, "nothing checked is not a pass"
@@ -111,15 +163,26 @@ def test_the_audit_of_installed_libraries(tmp_path: Path) -> None:
 
 
 def test_what_is_optional_is_imported_only_where_it_is_used() -> None:
-    """No module of regauge imports an optional library when it is imported itself; but for Flower's, whose apps are classes of it: that one is
-    imported by its engines alone."""
-    optional = {d for extra in PROJECT["optional-dependencies"] if extra != "dev" for d in libraries(extra)} - ALWAYS
+    """No module of regauge imports an optional library when it is imported itself; but for
+    Flower's, whose apps are classes of it: that one is imported by its engines alone.
+    """
+    optional = {
+        d for extra in PROJECT["optional-dependencies"] if extra != "dev" for d in libraries(extra)
+    } - ALWAYS
     assert "transformers" in optional
     for path in sorted(p for p in SOURCES.rglob("*.py") if not p.name.startswith("flower")):
         for node in ast.parse(path.read_text()).body:
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             for name in names:
-                assert distribution(name.split(".")[0]) not in optional, f"{path}:{node.lineno} imports {name}"
+                assert distribution(name.split(".")[0]) not in optional, (
+                    f"{path}:{node.lineno} imports {name}"
+                )
 
 
 def test_extras_are_minimal() -> None:
@@ -127,15 +190,26 @@ def test_extras_are_minimal() -> None:
     used = {module.split(".")[0] for _, module, _ in needs()}
     for path in SOURCES.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = (
+                [a.name for a in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
             used |= {name.split(".")[0] for name in names}
-    brought = {d for extra in PROJECT["optional-dependencies"] if extra != "dev" for d in libraries(extra)}
+    brought = {
+        d for extra in PROJECT["optional-dependencies"] if extra != "dev" for d in libraries(extra)
+    }
     assert brought - {distribution(m) for m in used} == set()
 
 
 def test_the_error_names_the_extra_and_the_command() -> None:
     need("json", "split")  # what is there is no error
-    with pytest.raises(MissingExtraError, match='no_such_module is needed for this and not installed: it is in the extra "split"') as raised:
+    with pytest.raises(
+        MissingExtraError,
+        match='no_such_module is needed for this and not installed: it is in the extra "split"',
+    ) as raised:
         need("no_such_module", "split")
     assert raised.value.hint == "pip install 'regauge[split]'"
 
@@ -144,9 +218,14 @@ def test_the_range_of_transformers_is_the_one_that_is_tested() -> None:
     """`make compat` runs the families at both ends of what pyproject.toml allows."""
     (wanted,) = PROJECT["optional-dependencies"]["models"]
     makefile = (ROOT / "Makefile").read_text()
-    oldest, newest = (re.search(rf"^{name} := ([\d.]+)$", makefile, re.M).group(1) for name in ("OLDEST", "NEWEST"))  # type: ignore[union-attr]
+    oldest, newest = (
+        re.search(rf"^{name} := ([\d.]+)$", makefile, re.M).group(1)
+        for name in ("OLDEST", "NEWEST")
+    )  # type: ignore[union-attr]
     least, below = re.fullmatch(r"transformers>=([\d.]+),<([\d.]+)", wanted).groups()  # type: ignore[union-attr]
-    pinned = re.search(r"^transformers==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.M).group(1)  # type: ignore[union-attr]
+    pinned = re.search(
+        r"^transformers==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.M
+    ).group(1)  # type: ignore[union-attr]
 
     def key(version: str) -> tuple[int, ...]:
         return tuple(map(int, [*version.split("."), "0", "0"][:3]))
@@ -177,14 +256,23 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(wheel, sdist), made of the files that are committed or about to be."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     for name in filter(None, listed.stdout.split("\0")):
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
-    code = "import sys; out = sys.argv[1]; from setuptools import build_meta as b; b.build_sdist(out); b.build_wheel(out)"
-    done = subprocess.run([sys.executable, "-c", code, str(out)], cwd=source, capture_output=True, text=True)
+    code = (
+        "import sys; out = sys.argv[1]; from setuptools import build_meta as b; "
+        "b.build_sdist(out); b.build_wheel(out)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out)], cwd=source, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
 
@@ -197,7 +285,11 @@ def test_wheel_and_sdist(built: tuple[Path, Path]) -> None:
     assert wheel.name == f"regauge-{__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    inside = {str(p.relative_to(SOURCES.parent)) for p in SOURCES.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    inside = {
+        str(p.relative_to(SOURCES.parent))
+        for p in SOURCES.rglob("*")
+        if p.is_file() and "__pycache__" not in p.parts
+    }
     assert inside <= names
     assert {n.split("/")[0] for n in names} == {"regauge", f"regauge-{__version__}.dist-info"}
     assert any(n.endswith("licenses/LICENSE") for n in names)
@@ -209,11 +301,18 @@ def test_wheel_and_sdist(built: tuple[Path, Path]) -> None:
 
 @pytest.fixture(scope="module")
 def clean(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with the wheel and what it always needs, and nothing else: its libraries are linked from here, so that nothing is fetched."""
+    """An environment with the wheel and what it always needs, and nothing else: its libraries are
+    linked from here, so that nothing is fetched.
+    """
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
-    asked = subprocess.run([str(python), "-c", "import site; print(site.getsitepackages()[0])"], capture_output=True, text=True, check=True)
+    asked = subprocess.run(
+        [str(python), "-c", "import site; print(site.getsitepackages()[0])"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     site = Path(asked.stdout.strip())
     for name in needed(ALWAYS):
         for file in metadata.files(name) or []:
@@ -221,14 +320,32 @@ def clean(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
             real = Path(str(metadata.distribution(name).locate_file(top)))
             if top not in ("..", "__pycache__") and real.exists() and not (site / top).exists():
                 (site / top).symlink_to(real.resolve())
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", f"--python={python}", "install", "-q", "--no-deps", "--no-index"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        f"--python={python}",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+    ]
     subprocess.run([*command, str(built[0])], check=True)
     return folder
 
 
 def in_clean(clean: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": str(clean / "bin"), "HOME": str(clean), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(list(map(str, arguments)), capture_output=True, text=True, cwd=clean, env=environment, timeout=300, check=False)
+    return subprocess.run(
+        list(map(str, arguments)),
+        capture_output=True,
+        text=True,
+        cwd=clean,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
 
 
 @pytest.mark.slow
@@ -237,7 +354,9 @@ def test_the_wheel_in_a_clean_environment(clean: Path, tmp_path: Path) -> None:
     from regauge.demo.move import LLAMA, make
 
     model, regauge = make(tmp_path / "llama", LLAMA, 0), clean / "bin" / "regauge"
-    where = in_clean(clean, clean / "bin" / "python", "-c", "import regauge; print(regauge.__file__)")
+    where = in_clean(
+        clean, clean / "bin" / "python", "-c", "import regauge; print(regauge.__file__)"
+    )
     assert where.stdout.startswith(str(clean)), where
     health = in_clean(clean, regauge, "doctor", "--json")
     assert health.returncode == 0, health.stdout + health.stderr
@@ -280,7 +399,11 @@ def test_what_is_missing_is_named(clean: Path, tmp_path: Path, line: str, extra:
     from regauge.demo.move import LLAMA, make
 
     make(tmp_path / "MODEL", LLAMA, 0)
-    done = in_clean(clean, clean / "bin" / "regauge", *(str(tmp_path / w) if w.isupper() else w for w in line.split()))
+    done = in_clean(
+        clean,
+        clean / "bin" / "regauge",
+        *(str(tmp_path / w) if w.isupper() else w for w in line.split()),
+    )
     assert done.returncode == 1, done
     assert f"regauge: hint: pip install 'regauge[{extra}]'\n" in done.stderr
 
@@ -297,4 +420,7 @@ def test_every_module_can_be_imported_with_what_is_always_there(clean: Path) -> 
     )
     done = in_clean(clean, clean / "bin" / "python", "-c", code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["regauge.federated.flower True", "regauge.federated.flower_secure True"]
+    assert done.stdout.splitlines() == [
+        "regauge.federated.flower True",
+        "regauge.federated.flower_secure True",
+    ]

@@ -1,4 +1,6 @@
-"""The documentation: pages that are made from the code are as it makes them, links lead somewhere, and the snippets of the page that suffices run."""
+"""The documentation: pages that are made from the code are as it makes them, links lead somewhere,
+and the snippets of the page that suffices run.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,16 @@ import pages  # noqa: E402
 
 
 def test_pages_are_as_the_code_makes_them() -> None:
-    assert pages.stale(pages.made(only_quick=True)) == [], "python scripts/pages.py writes them anew"
+    assert pages.stale(pages.made(only_quick=True)) == [], (
+        "python scripts/pages.py writes them anew"
+    )
 
 
 @pytest.mark.slow
 def test_the_page_of_families_is_as_the_specs_make_it() -> None:
-    assert (DOCS / "families.md").read_text() == pages.families(), "python scripts/pages.py writes it anew"
+    assert (DOCS / "families.md").read_text() == pages.families(), (
+        "python scripts/pages.py writes it anew"
+    )
 
 
 def test_every_family_is_shown() -> None:
@@ -36,7 +42,9 @@ def test_every_family_is_shown() -> None:
 
 
 def test_every_attack_fills_in_the_template() -> None:
-    """What it sees, recovers and is stopped by, why it works, and between which bounds it is scored."""
+    """What it sees, recovers and is stopped by, why it works, and between which bounds it is
+    scored.
+    """
     import importlib
     import pkgutil
 
@@ -48,16 +56,31 @@ def test_every_attack_fills_in_the_template() -> None:
             if pages.is_attack(found) and found.__module__ == module.__name__:
                 first, parts = pages.told(found)
                 assert first, found
-                assert {"Sees", "Recovers", "Why it works", "What stops it", "Floor", "Ceiling"} <= parts.keys(), found
+                assert {
+                    "Sees",
+                    "Recovers",
+                    "Why it works",
+                    "What stops it",
+                    "Floor",
+                    "Ceiling",
+                } <= parts.keys(), found
 
 
 def test_the_picture_is_as_its_script_makes_it(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, ROOT / "scripts" / "picture.py", tmp_path / "picture.svg"], check=True)
+    subprocess.run(
+        [sys.executable, ROOT / "scripts" / "picture.py", tmp_path / "picture.svg"], check=True
+    )
     assert (tmp_path / "picture.svg").read_bytes() == (DOCS / "picture.svg").read_bytes()
 
 
 def links(text: str) -> list[str]:
-    return [target for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)) if "://" not in target]
+    return [
+        target
+        for target in re.findall(
+            r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.S)
+        )
+        if "://" not in target
+    ]
 
 
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
@@ -71,7 +94,10 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert found.exists(), target
         if anchor and found.suffix == ".md":
             titles = re.findall(r"^#+ (.*)$", found.read_text(), re.M)
-            slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", t.replace("`", "")).strip().lower()) for t in titles}
+            slugs = {
+                re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", t.replace("`", "")).strip().lower())
+                for t in titles
+            }
             assert anchor in slugs, target
 
 

@@ -1,4 +1,6 @@
-"""Every command and snippet of the README runs as it is written, on a small model in place of the reader's."""
+"""Every command and snippet of the README runs as it is written, on a small model in place of the
+reader's.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ README = (ROOT / "README.md").read_text()
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for seed, name in enumerate(("MODEL", "BASE", "OTHER", "VIT")):
         build("vit", seed=seed).float().save_pretrained(tmp_path / name)
-        (tmp_path / name / "preprocessor_config.json").write_text('{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}')
-    for i, pixels in enumerate(np.random.default_rng(0).integers(0, 255, (70, 8, 8, 3), dtype=np.uint8)):
+        (tmp_path / name / "preprocessor_config.json").write_text(
+            '{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}'
+        )
+    for i, pixels in enumerate(
+        np.random.default_rng(0).integers(0, 255, (70, 8, 8, 3), dtype=np.uint8)
+    ):
         (tmp_path / "IMAGES" / str(i % 5)).mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(tmp_path / "IMAGES" / str(i % 5) / f"{i}.png")
     (tmp_path / "PICKLED").mkdir()
@@ -37,11 +43,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_commands(folder: Path) -> None:
-    lines = [line.split("#")[0].strip() for line in README.splitlines() if line.startswith("regauge ")]
+    lines = [
+        line.split("#")[0].strip() for line in README.splitlines() if line.startswith("regauge ")
+    ]
     assert len(lines) >= 4
     for line in lines:
         assert main(shlex.split(line)[1:]) == 0, line
-    before, *after = (folder / name / "model.safetensors" for name in ("MODEL", "BACK", "UNLOCKED", "OPENED"))
+    before, *after = (
+        folder / name / "model.safetensors" for name in ("MODEL", "BACK", "UNLOCKED", "OPENED")
+    )
     assert all(before.read_bytes() == path.read_bytes() for path in after), "and back, bit for bit"
 
 
@@ -87,21 +97,33 @@ def test_make_targets_and_extras_are_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"(?:^|`)make (\w+)", README, re.M):
         assert re.search(rf"^{target}:", makefile, re.M), target
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    named = [extra for found in re.findall(r"'\.\[([\w,]+)\]'", README) for extra in found.split(",")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    named = [
+        extra for found in re.findall(r"'\.\[([\w,]+)\]'", README) for extra in found.split(",")
+    ]
     assert named
     assert set(named) <= project.keys()
     install = README[README.index("## Install") : README.index("## How it compares")]
-    assert {extra for row in re.findall(r"^\| (`.*?) \|", install, re.M) for extra in re.findall(r"`(\w+)`", row)} == project.keys() - {"dev"}
+    assert {
+        extra
+        for row in re.findall(r"^\| (`.*?) \|", install, re.M)
+        for extra in re.findall(r"`(\w+)`", row)
+    } == project.keys() - {"dev"}
 
 
 def test_facts_of_the_comparison() -> None:
     from regauge.models.families import FAMILIES
 
     table = README[README.index("## How it compares") : README.index("## Quantised models")]
-    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| |")]
+    rows = [
+        line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| |")
+    ]
     assert len(rows) == 8
-    assert all("](http" in row.rsplit(" | ", 1)[1] or "**regauge**" in row for row in rows), "each with its source"
+    assert all("](http" in row.rsplit(" | ", 1)[1] or "**regauge**" in row for row in rows), (
+        "each with its source"
+    )
     assert f"{len(FAMILIES)} families" in table
 
 
@@ -110,7 +132,9 @@ def test_the_demo_prints_what_is_shown(folder: Path, capsys: pytest.CaptureFixtu
     """The rows, that is; numbers differ from machine to machine."""
     assert main(["demo"]) == 0
     said = capsys.readouterr().out
-    shown = README[README.index("```\nmodel  element") : README.index("## Five lines")].strip("`\n ")
+    shown = README[README.index("```\nmodel  element") : README.index("## Five lines")].strip(
+        "`\n "
+    )
     for line in filter(None, shown.splitlines()):
         label = re.split(r"  +|\d", line.strip())[0].strip()
         assert label in said, label

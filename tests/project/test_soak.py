@@ -15,7 +15,12 @@ from soak.documents import RAW, header_mutants, json_mutants
 from soak.files import KINDS, Kind, fuzz
 from soak.harness import Counter, Outcome, mutants, table
 
-QUICK = {"config.json, discovered": 2, "config.json, loaded": 6, "results file": 14, "merge recipe": 30}
+QUICK = {
+    "config.json, discovered": 2,
+    "config.json, loaded": 6,
+    "results file": 14,
+    "merge recipe": 30,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +79,11 @@ def test_a_hang_is_counted_and_ends() -> None:
 
     count.trial(run)
     count.trial(lambda: True)
-    assert (count.outcome().hangs, count.outcome().accepted, count.outcome().passed) == (1, 1, False)
+    assert (count.outcome().hangs, count.outcome().accepted, count.outcome().passed) == (
+        1,
+        1,
+        False,
+    )
 
 
 def test_memory_over_the_budget_fails() -> None:
@@ -83,7 +92,9 @@ def test_memory_over_the_budget_fails() -> None:
     assert "FAILED" in table([Outcome("a", 1, accepted=1, peak_mb=301, budget_mb=100)])
 
 
-def test_main_runs_scenarios_and_writes_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_runs_scenarios_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(soak.files, "KINDS", {"key file": KINDS["key file"]})
     assert main(["files", "--scale", "0.002", "--json", str(tmp_path / "out.json")]) == 0
     assert "| key file | 20 |" in capsys.readouterr().out

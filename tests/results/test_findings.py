@@ -1,4 +1,6 @@
-"""Results are data: what was written is read back, whatever the numbers; what is none is refused by name."""
+"""Results are data: what was written is read back, whatever the numbers; what is none is refused by
+name.
+"""
 
 import json
 import math
@@ -6,11 +8,24 @@ import math
 import pytest
 
 from regauge.errors import FindingsError
-from regauge.results.findings import Figure, Finding, Results, Table, from_json, load_results, spread_of, to_json
+from regauge.results.findings import (
+    Figure,
+    Finding,
+    Results,
+    Table,
+    from_json,
+    load_results,
+    spread_of,
+    to_json,
+)
 
 RESULTS = Results(
     "a title",
-    (Finding("row/forward", "it holds", True, 1e-7, 1e-6, math.inf), Finding("row/backward", "it does not", False), Finding("n", "not here", None)),
+    (
+        Finding("row/forward", "it holds", True, 1e-7, 1e-6, math.inf),
+        Finding("row/backward", "it does not", False),
+        Finding("n", "not here", None),
+    ),
     (Table("t", ("a", "b"), (("x", 1.5), ("y", None))),),
     (Figure("f", "lines", {"x": [1, 2], "y": {"loss": [0.5, 0.25]}}),),
     {"seed": 0, "command": "regauge verify ü"},
@@ -37,7 +52,10 @@ def test_nan_is_written_as_its_name():
         ("[]", "holds no results"),
         ('{"regauge": "results", "version": 99}', "has version 99"),
         ('{"regauge": "results", "version": 1}', "is damaged: KeyError"),
-        (to_json(RESULTS).replace('"measure"', '"measured"', 1), '"measured" is no field of a Finding'),
+        (
+            to_json(RESULTS).replace('"measure"', '"measured"', 1),
+            '"measured" is no field of a Finding',
+        ),
         (to_json(RESULTS).replace("1e-07", '"seven"', 1), "is damaged"),
     ],
 )
@@ -53,6 +71,8 @@ def test_a_file_that_is_not_there(tmp_path):
 
 
 def test_one_trial_has_no_spread():
-    assert spread_of([1.0, 3.0]) == pytest.approx(math.sqrt(2))  # of a sample, not of a population: that would be 1
+    assert spread_of([1.0, 3.0]) == pytest.approx(
+        math.sqrt(2)
+    )  # of a sample, not of a population: that would be 1
     assert spread_of([1.0, 1.0]) == 0.0
     assert spread_of([1.0]) is None

@@ -1,4 +1,6 @@
-"""The report: a page is a function of the results' JSON, says all of it, trusts none of it, and fits the screen."""
+"""The report: a page is a function of the results' JSON, says all of it, trusts none of it, and
+fits the screen.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,78 @@ from regauge.results.report.plots import panels
 
 GREY = [[0.0, 0.5], [1.0, 0.25]]
 FIGURES = {
-    "lines": {"x": [1, 2, 3], "y": {"plain": [1.0, 0.1, 0.0], "moved": [1.0, math.nan, 0.02]}, "xlabel": "step", "ylabel": "loss", "log": True},
-    "bars": {"labels": ["a", "b"], "y": {"weights": [0.9, 0.1], "_all": [1.0, math.inf]}, "ylabel": "share"},
+    "lines": {
+        "x": [1, 2, 3],
+        "y": {"plain": [1.0, 0.1, 0.0], "moved": [1.0, math.nan, 0.02]},
+        "xlabel": "step",
+        "ylabel": "loss",
+        "log": True,
+    },
+    "bars": {
+        "labels": ["a", "b"],
+        "y": {"weights": [0.9, 0.1], "_all": [1.0, math.inf]},
+        "ylabel": "share",
+    },
     "images": {
         "columns": ["first", "second"],
-        "rows": [{"label": "grey", "images": [GREY, [[True, False]]]}, {"label": "rgb", "images": [[[[1, 0, 0]]]]}],
+        "rows": [
+            {"label": "grey", "images": [GREY, [[True, False]]]},
+            {"label": "rgb", "images": [[[[1, 0, 0]]]]},
+        ],
     },
-    "plane": {"x": [0, 1, 2], "y": [0, 1], "values": [[1, 2, 3], [2, 3, math.nan]], "points": {"A": [0, 0], "B": [2, 1]}, "joined": [["A", "B"]]},
-    "matrix": {"rows": ["r", "s"], "columns": ["stream", "ffn"], "values": [[1e-7, 1.0], [0.5, math.nan]], "log": True},
+    "plane": {
+        "x": [0, 1, 2],
+        "y": [0, 1],
+        "values": [[1, 2, 3], [2, 3, math.nan]],
+        "points": {"A": [0, 0], "B": [2, 1]},
+        "joined": [["A", "B"]],
+    },
+    "matrix": {
+        "rows": ["r", "s"],
+        "columns": ["stream", "ffn"],
+        "values": [[1e-7, 1.0], [0.5, math.nan]],
+        "log": True,
+    },
 }
 RESULTS = Results(
     "Symmetries of a model",
     (
-        Finding("row/forward", "the output stays", True, 2.13e-7, 1e-6, 0.83, "It agrees to rounding.", "docs/notation.md", spread=3e-8, trials=5),
+        Finding(
+            "row/forward",
+            "the output stays",
+            True,
+            2.13e-7,
+            1e-6,
+            0.83,
+            "It agrees to rounding.",
+            "docs/notation.md",
+            spread=3e-8,
+            trials=5,
+        ),
         Finding("row/exact", "the bits stay", True, 0.0, 1e-6, 1.0),
-        Finding("row/rotary", "positions stay", False, math.nan, 1e-6, math.inf, "It holds NaN.", where="layers.0.q_proj"),
-        Finding("attack/match", "matching is a guess", True, 0.0312, 0.05, 0.97, measure="accuracy"),
+        Finding(
+            "row/rotary",
+            "positions stay",
+            False,
+            math.nan,
+            1e-6,
+            math.inf,
+            "It holds NaN.",
+            where="layers.0.q_proj",
+        ),
+        Finding(
+            "attack/match", "matching is a guess", True, 0.0312, 0.05, 0.97, measure="accuracy"
+        ),
         Finding("row/scale", "scales are free", None, sentence="The model has no ReLU."),
     ),
-    (Table("Sizes", ("model", "parameters", "error"), (("a", 260_032, 1.3e-7), ("b", 7, None), ("c", 8, math.nan)), "a note"),),
+    (
+        Table(
+            "Sizes",
+            ("model", "parameters", "error"),
+            (("a", 260_032, 1.3e-7), ("b", 7, None), ("c", 8, math.nan)),
+            "a note",
+        ),
+    ),
     tuple(Figure(f"The {kind}", kind, data, f"about {kind}") for kind, data in FIGURES.items()),
     {
         "command": "regauge verify 'a model'",
@@ -84,23 +139,33 @@ def test_the_page_is_a_function_of_the_json() -> None:
 
 def test_another_process_with_another_matplotlibrc_gives_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(to_json(RESULTS))
-    (tmp_path / "matplotlibrc").write_text("axes.labelpad: 40\ngrid.linestyle: --\nfont.family: serif\n")
-    script = "from regauge.results.findings import load_results as load; from regauge.results.report import page; open('p.html', 'w').write(page(load('r.json')))"
+    (tmp_path / "matplotlibrc").write_text(
+        "axes.labelpad: 40\ngrid.linestyle: --\nfont.family: serif\n"
+    )
+    script = (
+        "from regauge.results.findings import load_results as load; from "
+        "regauge.results.report import page; open('p.html', 'w').write(page(load('r.json')))"
+    )
     subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
     assert (tmp_path / "p.html").read_text() == page(RESULTS)
 
 
 def test_charts_leave_matplotlib_as_it_was() -> None:
     script = (
-        "import sys, matplotlib; before = matplotlib.rcParams.copy(); from regauge.results.findings import *; from regauge.results.report import page; "
-        "page(Results('t', figures=(Figure('f', 'lines', {'x': [1], 'y': {'a': [1]}}),))); assert matplotlib.rcParams.copy() == before; "
+        "import sys, matplotlib; before = matplotlib.rcParams.copy(); from "
+        "regauge.results.findings import *; from regauge.results.report import page; "
+        "page(Results('t', figures=(Figure('f', 'lines', {'x': [1], 'y': {'a': [1]}}),))); "
+        "assert matplotlib.rcParams.copy() == before; "
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_importing_regauge_or_its_help_loads_neither_jinja_nor_matplotlib() -> None:
-    script = "import sys, regauge.results.report.plots; from regauge.cli import main; main(['--help']); assert not {'jinja2', 'matplotlib'} & {*sys.modules}"
+    script = (
+        "import sys, regauge.results.report.plots; from regauge.cli import main; "
+        "main(['--help']); assert not {'jinja2', 'matplotlib'} & {*sys.modules}"
+    )
     assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
 
 
@@ -122,9 +187,17 @@ def test_the_verdict(holds: tuple[bool | None, ...], says: str, colour: str) -> 
 
 
 def test_what_cannot_be_told_is_no_good_news() -> None:
-    held, told = Finding("s/0", "it is so", True), Finding("s/1", "it is so", None, sentence="cannot be told in bfloat16: the control is too small")
+    held, told = (
+        Finding("s/0", "it is so", True),
+        Finding(
+            "s/1", "it is so", None, sentence="cannot be told in bfloat16: the control is too small"
+        ),
+    )
     assert verdict(Results("t", (held, told))) == ("none", "1 check holds; 1 cannot be told")
-    assert verdict(Results("t", (held, replace(held, holds=False), told))) == ("bad", "1 of 2 checks fails; 1 cannot be told")
+    assert verdict(Results("t", (held, replace(held, holds=False), told))) == (
+        "bad",
+        "1 of 2 checks fails; 1 cannot be told",
+    )
     assert "○ 1 check holds; 1 cannot be told" in text_of(page(Results("t", (held, told))))
 
 
@@ -132,7 +205,10 @@ def test_everything_in_the_results_is_on_the_page() -> None:
     html = page(RESULTS)
     seen = text_of(html)
     for words in (
-        "positions stay , at layers.0.q_proj : It holds NaN. model stories dtype float32 without a verdict 1",
+        (
+            "positions stay , at layers.0.q_proj : It holds NaN. model stories dtype float32 "
+            "without a verdict 1"
+        ),
         "✓ holds the output stays It agrees to rounding.",
         "5 trials · docs/notation.md 2.1e-7 ± 3.0e-8 1.0e-6 0.83",
         "✕ fails positions stay",
@@ -158,13 +234,17 @@ def test_everything_in_the_results_is_on_the_page() -> None:
         "How to repeat",
     ]
     assert [seen.index(words) for words in order] == sorted(seen.index(words) for words in order)
-    assert len(re.findall(r"(https?:)?//(?!www\.w3\.org)", re.sub(r"base64,[^\"]*", "", html))) == 0  # nothing comes from a network
+    assert (
+        len(re.findall(r"(https?:)?//(?!www\.w3\.org)", re.sub(r"base64,[^\"]*", "", html))) == 0
+    )  # nothing comes from a network
     ids = re.findall(r'\sid="([^"]*)"', html)
     assert len(ids) == len(set(ids))
 
 
 def test_the_summary_stays_short() -> None:
-    seen = text_of(page(Results("t", tuple(Finding(f"s/{i}", f"statement {i}", False) for i in range(30)))))
+    seen = text_of(
+        page(Results("t", tuple(Finding(f"s/{i}", f"statement {i}", False) for i in range(30))))
+    )
     assert "and 22 more, below" in seen
     assert "statement 7 : fails." in seen
     assert seen.count("statement 7") == 2
@@ -178,23 +258,33 @@ def test_panels() -> None:
     ticks = {text: at for at, text in errors.ticks}
     assert ticks["0"] < forward.value < forward.floor == ticks["1e-6"]
     assert ticks["1e-2"] < forward.ceiling < ticks["1"]
-    assert ticks["1"] - ticks["1e-2"] == pytest.approx(ticks["1e-2"] - ticks["1e-4"], abs=0.02)  # a log axis
+    assert ticks["1"] - ticks["1e-2"] == pytest.approx(
+        ticks["1e-2"] - ticks["1e-4"], abs=0.02
+    )  # a log axis
     assert exact.value == ticks["0"]
     assert rotary.value == rotary.ceiling == ticks["∞"] > ticks["1"]
     ticks = {text: at for at, text in guesses.ticks}
     assert list(ticks) == ["0", "0.25", "0.5", "0.75", "1"]
-    assert guesses.dots[0].value == pytest.approx(ticks["0"] + 0.0312 * (ticks["1"] - ticks["0"]), abs=0.02)  # a linear one
+    assert guesses.dots[0].value == pytest.approx(
+        ticks["0"] + 0.0312 * (ticks["1"] - ticks["0"]), abs=0.02
+    )  # a linear one
     assert panels([replace(RESULTS.findings[0], floor=None, ceiling=None)]) == []
 
 
 @pytest.mark.parametrize("measure", ["relative error", "accuracy"])
-@pytest.mark.parametrize("value", [0.0, -0.0, 5e-324, 1.7e308, -1.7e308, -3.0, math.nan, math.inf, -math.inf, 0.3])
+@pytest.mark.parametrize(
+    "value", [0.0, -0.0, 5e-324, 1.7e308, -1.7e308, -3.0, math.nan, math.inf, -math.inf, 0.3]
+)
 def test_no_number_breaks_the_panels(value: float, measure: str) -> None:
     for other in (value, 1.0, -1e308, None):
-        for dot in panels([Finding("a/b", "c", True, value, other, value, measure=measure)])[0].dots:
+        for dot in panels([Finding("a/b", "c", True, value, other, value, measure=measure)])[
+            0
+        ].dots:
             assert dot.value is not None
             assert math.isfinite(dot.value)
-    assert "At a glance" in page(Results("t", (Finding("a/b", "c", True, value, value, value, measure=measure),)))
+    assert "At a glance" in page(
+        Results("t", (Finding("a/b", "c", True, value, value, value, measure=measure),))
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,17 +300,68 @@ def test_numbers(value: float | None, cell: str, error: str) -> None:
 def poisoned(value: Any, poison: str) -> Any:
     """The same JSON with the poison at the end of every text, keys of data included."""
     if isinstance(value, dict):
-        fixed = {"id", "statement", "sentence", "source", "where", "measure", "title", "note", "caption", "label", "xlabel", "ylabel"}
-        kept = fixed | {"rows", "columns", "images", "values", "x", "y", "labels", "log", "data", "kind", "facts", "command", "model", "dtype"}
-        kept |= {"findings", "tables", "figures", "unchecked", "regauge", "version", "holds", "value", "floor", "ceiling", "spread", "trials"}
-        return {k if k in kept else k + poison: v if k in ("kind", "regauge") else poisoned(v, poison) for k, v in value.items()}
+        fixed = {
+            "id",
+            "statement",
+            "sentence",
+            "source",
+            "where",
+            "measure",
+            "title",
+            "note",
+            "caption",
+            "label",
+            "xlabel",
+            "ylabel",
+        }
+        kept = fixed | {
+            "rows",
+            "columns",
+            "images",
+            "values",
+            "x",
+            "y",
+            "labels",
+            "log",
+            "data",
+            "kind",
+            "facts",
+            "command",
+            "model",
+            "dtype",
+        }
+        kept |= {
+            "findings",
+            "tables",
+            "figures",
+            "unchecked",
+            "regauge",
+            "version",
+            "holds",
+            "value",
+            "floor",
+            "ceiling",
+            "spread",
+            "trials",
+        }
+        return {
+            k if k in kept else k + poison: v if k in ("kind", "regauge") else poisoned(v, poison)
+            for k, v in value.items()
+        }
     if isinstance(value, list):
         return [poisoned(v, poison) for v in value]
     return value + poison if isinstance(value, str) and value not in ("nan", "inf") else value
 
 
 @pytest.mark.parametrize(
-    "poison", ["</title></style></svg><script>alert(1)</script>", "\"'><img src=x onerror=alert(1)>", "$\\frac{1}$", "{{ 7 * 7 }}", "\0\x1b\ud800"]
+    "poison",
+    [
+        "</title></style></svg><script>alert(1)</script>",
+        "\"'><img src=x onerror=alert(1)>",
+        "$\\frac{1}$",
+        "{{ 7 * 7 }}",
+        "\0\x1b\ud800",
+    ],
 )
 def test_no_text_is_trusted(poison: str) -> None:
     html = page(from_json(json.dumps(poisoned(json.loads(to_json(RESULTS)), poison))))
@@ -233,7 +374,11 @@ def test_no_text_is_trusted(poison: str) -> None:
     Tags().feed(html)
     assert {tag for tag, _ in tags} & {"script", "iframe", "object", "foreignobject"} == set()
     assert not [a for _, attrs in tags for a in attrs if a.startswith("on")]
-    assert all((attrs["src"] or "").startswith("data:image/png;base64,") for tag, attrs in tags if tag == "img")
+    assert all(
+        (attrs["src"] or "").startswith("data:image/png;base64,")
+        for tag, attrs in tags
+        if tag == "img"
+    )
     assert "49" not in text_of(html).replace("seed 12345", "")
     html.encode()
     if poison.startswith("$"):
@@ -268,12 +413,32 @@ def test_images_are_what_they_were() -> None:
 
 def test_charts_say_what_they_show() -> None:
     seen = text_of(page(RESULTS))
-    for words in ("step", "loss", "plain", "moved", "0.9", "share", "weights", "_all", "stream", "1.0e-7", "0.5"):
+    for words in (
+        "step",
+        "loss",
+        "plain",
+        "moved",
+        "0.9",
+        "share",
+        "weights",
+        "_all",
+        "stream",
+        "1.0e-7",
+        "0.5",
+    ):
         assert words in seen, words
     html = page(RESULTS)
     assert 'role="img" aria-labelledby="f0-title"' in html
     assert "#0101" not in html  # every stand-in has become a colour of the page
-    big = Figure("big", "matrix", {"rows": [str(i) for i in range(60)], "columns": [f"unit {i}" for i in range(60)], "values": [[0.5] * 60] * 60})
+    big = Figure(
+        "big",
+        "matrix",
+        {
+            "rows": [str(i) for i in range(60)],
+            "columns": [f"unit {i}" for i in range(60)],
+            "values": [[0.5] * 60] * 60,
+        },
+    )
     assert "unit 0" in page(Results("t", figures=(big,)))
 
 
@@ -288,15 +453,29 @@ def test_charts_say_what_they_show() -> None:
         ("lines", {"x": ["one"], "y": {"a": [1]}}, "could not convert string to float"),
         ("lines", {"x": [1], "y": [1]}, "cannot be drawn"),
         ("bars", {"labels": ["a"], "y": {"a": [1, 2, 3]}}, "cannot be drawn"),
-        ("matrix", {"rows": ["a"], "columns": ["b"], "values": [[1, 2]]}, "the values are 1 x 2, the labels 1 x 1"),
+        (
+            "matrix",
+            {"rows": ["a"], "columns": ["b"], "values": [[1, 2]]},
+            "the values are 1 x 2, the labels 1 x 1",
+        ),
         ("matrix", {"rows": [], "columns": [], "values": []}, "cannot be drawn"),
-        ("plane", {"x": [0, 1], "y": [0, 1], "values": [[1, 2, 3]]}, "the values are 1 x 3, the grid 2 x 2"),
-        ("plane", {"x": [0, 1], "y": [0, 1], "values": [[1, 2], [3, 4]], "joined": [["A", "B"]]}, '"A" is missing'),
+        (
+            "plane",
+            {"x": [0, 1], "y": [0, 1], "values": [[1, 2, 3]]},
+            "the values are 1 x 3, the grid 2 x 2",
+        ),
+        (
+            "plane",
+            {"x": [0, 1], "y": [0, 1], "values": [[1, 2], [3, 4]], "joined": [["A", "B"]]},
+            '"A" is missing',
+        ),
         ("images", {"rows": [{"images": [[1.0]]}]}, r"an image has the shape \(1,\)"),
         ("images", {"rows": [{"images": [[[[1, 1]]]]}]}, r"an image has the shape \(1, 1, 2\)"),
     ],
 )
-def test_figures_that_are_none_are_refused_by_name(kind: str, data: dict[str, Any], says: str) -> None:
+def test_figures_that_are_none_are_refused_by_name(
+    kind: str, data: dict[str, Any], says: str
+) -> None:
     with pytest.raises(FindingsError, match=says) as raised:
         page(Results("t", figures=(Figure("my figure", kind, data),)))
     assert '"my figure"' in str(raised.value)
@@ -314,12 +493,26 @@ def test_figures_that_are_none_are_refused_by_name(kind: str, data: dict[str, An
         ("bars", {"labels": [], "y": {}}),
         ("bars", {"labels": ["a", "a"], "y": {"": [-1, None]}}),
         ("matrix", {"rows": ["a"], "columns": ["b"], "values": [[-1.0]]}),
-        ("plane", {"x": [0, 1], "y": [0, 1], "values": [[1.0, 1.0], [1.0, 1.0]], "points": {"A": [0, 0]}}),
+        (
+            "plane",
+            {"x": [0, 1], "y": [0, 1], "values": [[1.0, 1.0], [1.0, 1.0]], "points": {"A": [0, 0]}},
+        ),
         ("plane", {"x": [0, 1], "y": [0, 1], "values": [[1.0, "nan"], ["inf", 2.0]]}),
         ("plane", {"x": [0, 1], "y": [0, 1], "values": [["nan", "nan"], ["nan", "nan"]]}),
         ("matrix", {"rows": ["a"], "columns": ["b", "c"], "values": [[0, "nan"]], "log": True}),
-        ("matrix", {"rows": ["a"], "columns": list(range(20)), "values": [[10.0**-k for k in range(20)]], "log": True}),
-        ("matrix", {"rows": ["a"], "columns": list(range(20)), "values": [[0.0] * 20], "log": True}),
+        (
+            "matrix",
+            {
+                "rows": ["a"],
+                "columns": list(range(20)),
+                "values": [[10.0**-k for k in range(20)]],
+                "log": True,
+            },
+        ),
+        (
+            "matrix",
+            {"rows": ["a"], "columns": list(range(20)), "values": [[0.0] * 20], "log": True},
+        ),
     ],
 )
 def test_odd_charts_are_drawn(kind: str, data: dict[str, Any]) -> None:
@@ -347,7 +540,19 @@ def test_results_that_are_no_plain_data_are_refused() -> None:
 
 
 def test_a_large_page_stays_small() -> None:
-    findings = tuple(Finding(f"s{i % 5}/{i}", f"statement {i}", True, 1e-7, 1e-6, 0.5, "A sentence of usual length.", "a source") for i in range(200))
+    findings = tuple(
+        Finding(
+            f"s{i % 5}/{i}",
+            f"statement {i}",
+            True,
+            1e-7,
+            1e-6,
+            0.5,
+            "A sentence of usual length.",
+            "a source",
+        )
+        for i in range(200)
+    )
     long = {"x": list(range(5000)), "y": {"noise": [(i * 7919 % 1009) / 1009 for i in range(5000)]}}
     figures = (*RESULTS.figures, Figure("long", "lines", long)) * 4
     assert len(page(Results("t", findings, figures=figures)).encode()) < 2_000_000
@@ -356,7 +561,11 @@ def test_a_large_page_stays_small() -> None:
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
 def test_without_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == missing else found(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == missing else found(name, *rest),
+    )
     with pytest.raises(MissingExtraError, match=f"{missing} is needed") as raised:
         page(RESULTS)
     assert raised.value.hint == "pip install 'regauge[report]'"
@@ -372,10 +581,17 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         code = main(["report", *map(str, arguments)])
         return (code, *capsys.readouterr())
 
-    assert run(source, "-o", out) == (0, "", f"regauge: wrote {out}: 1 of 4 checks fails; {out.stat().st_size / 1e3:,.1f} kB\n")
+    assert run(source, "-o", out) == (
+        0,
+        "",
+        f"regauge: wrote {out}: 1 of 4 checks fails; {out.stat().st_size / 1e3:,.1f} kB\n",
+    )
     assert out.read_text("utf-8") == page(RESULTS)
     before = out.read_bytes()
-    taken = "regauge: error: the output {} exists already\nregauge: hint: name a new file with -o, or remove this one first\n"
+    taken = (
+        "regauge: error: the output {} exists already\nregauge: hint: name a new file with "
+        "-o, or remove this one first\n"
+    )
     assert run(source, "-o", out) == (1, "", taken.format(out))
     assert run(source, "-o", source) == (1, "", taken.format(source))
     assert run(out, "-o", tmp_path / "b.html")[2].startswith(f"regauge: error: {out} is not JSON")
@@ -386,16 +602,27 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"r.json", "page.html"}
 
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 def browse(html: str, folder: Path) -> tuple[list[int], list[str]]:
-    """How wide the page's contents are where it is shown 360 and 1280 pixels wide, and what the browser's console says."""
+    """How wide the page's contents are where it is shown 360 and 1280 pixels wide, and what the
+    browser's console says.
+    """
     script = """onload = () => document.body.append("widths=" + [...document.querySelectorAll("iframe")].map(f =>
         [f.contentDocument.documentElement.scrollWidth, f.contentDocument.body.scrollWidth].sort((a, b) => b - a)[0]))"""
-    frames = "".join(f'<iframe style="width:{w}px;height:600px;border:0"></iframe>' for w in (360, 1280))
-    fill = f"document.querySelectorAll('iframe').forEach(f => f.srcdoc = {json.dumps(html).replace('<', chr(92) + 'u003c')})"
-    (folder / "frames.html").write_text(f"<!doctype html><body>{frames}<script>{fill};{script}</script>")
+    frames = "".join(
+        f'<iframe style="width:{w}px;height:600px;border:0"></iframe>' for w in (360, 1280)
+    )
+    fill = (
+        "document.querySelectorAll('iframe').forEach(f => f.srcdoc = "
+        f"{json.dumps(html).replace('<', chr(92) + 'u003c')})"
+    )
+    (folder / "frames.html").write_text(
+        f"<!doctype html><body>{frames}<script>{fill};{script}</script>"
+    )
     command = [
         CHROMIUM,
         "--headless",
@@ -405,25 +632,44 @@ def browse(html: str, folder: Path) -> tuple[list[int], list[str]]:
         "--enable-logging=stderr",
         f"--user-data-dir={folder / 'profile'}",
     ]
-    done = subprocess.run([*command, "--dump-dom", (folder / "frames.html").as_uri()], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*command, "--dump-dom", (folder / "frames.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     widths = re.search(r"widths=([\d,]+)", done.stdout[done.stdout.rindex("</script>") :])
     assert widths, done.stderr
-    return [int(w) for w in widths[1].split(",")], [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return [int(w) for w in widths[1].split(",")], [
+        line for line in done.stderr.splitlines() if "CONSOLE" in line
+    ]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium on the PATH to look at the page with")
 def test_in_a_browser(tmp_path: Path) -> None:
     long = "model.layers.0.self_attn.q_proj.weight" * 4
-    wide = Table(long, tuple(f"a column {i}" for i in range(20)), (tuple(float(i) for i in range(20)),), long)
+    wide = Table(
+        long, tuple(f"a column {i}" for i in range(20)), (tuple(float(i) for i in range(20)),), long
+    )
     findings = (
         *RESULTS.findings,
         Finding(f"{long}/{long}", long, False, 1.0, 1e-6, 2.0, long, long, where=long),
         Finding("n", long, None, sentence=long),
     )
-    grid = Figure(long, "matrix", {"rows": [long] * 30, "columns": [long] * 30, "values": [[0.5] * 30] * 30}, long)
+    grid = Figure(
+        long,
+        "matrix",
+        {"rows": [long] * 30, "columns": [long] * 30, "values": [[0.5] * 30] * 30},
+        long,
+    )
     facts = {**RESULTS.facts, "command": long, long: {long: {long: [long]}}}
-    html = page(Results(long, findings, (*RESULTS.tables, wide), (*RESULTS.figures, grid), facts, (long,)))
+    html = page(
+        Results(long, findings, (*RESULTS.tables, wide), (*RESULTS.figures, grid), facts, (long,))
+    )
     assert browse(html, tmp_path) == ([360, 1280], [])
-    widths, said = browse(html.replace("<main>", '<main><div style="width:2000px">x</div><script>1</script>'), tmp_path)  # the test can fail
+    widths, said = browse(
+        html.replace("<main>", '<main><div style="width:2000px">x</div><script>1</script>'),
+        tmp_path,
+    )  # the test can fail
     assert min(widths) >= 2000
     assert any("Content Security Policy" in line for line in said)

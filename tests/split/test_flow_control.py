@@ -1,4 +1,6 @@
-"""What one client can take of a server: memory while frames come, streams, places, and bytes that are no requests."""
+"""What one client can take of a server: memory while frames come, streams, places, and bytes that
+are no requests.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import pytest
 from regauge.split import Host, InProcess, TransportError, connect
 from regauge.split.client.journal import Folder
 from regauge.split.protocol.channel import Loop
-from regauge.split.protocol.frames import Frame, FrameError, Kind, Limits, RefusedError, decode, encode
+from regauge.split.protocol.frames import (
+    Frame,
+    FrameError,
+    Kind,
+    Limits,
+    RefusedError,
+    decode,
+    encode,
+)
 from regauge.split.server import network as module
 from regauge.split.server.flow_control import FlowControl, Held
 from regauge.split.server.network import Grpc, Server
@@ -51,7 +61,10 @@ def test_a_stream_that_ends_gives_back_what_it_held() -> None:
             b.add(500)
             a.add(1)
             assert not holdings.may_go_on(a)
-            with pytest.raises(FrameError, match="ann has 2 streams open") as found, holdings.stream("ann"):
+            with (
+                pytest.raises(FrameError, match="ann has 2 streams open") as found,
+                holdings.stream("ann"),
+            ):
                 pass
             assert found.value.code == "busy"
             with holdings.stream("bob"):
@@ -72,11 +85,18 @@ async def _reply(stream: Any, seconds: float = 30.0) -> Frame:
     return decode(piece)
 
 
-def test_half_frames_of_many_streams_wait_for_each_other_and_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two halves are held, and a third stream's bytes are not read, until one of them has ended. Its client hears that the server is there."""
+def test_half_frames_of_many_streams_wait_for_each_other_and_are_all_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two halves are held, and a third stream's bytes are not read, until one of them has ended.
+    Its client hears that the server is there.
+    """
     monkeypatch.setattr(module, "BEAT", 0.05)
     half = len(GOOD) // 2
-    with Server(Host(made("gpt2"), limits=Limits(payload=2 * half))) as server, Grpc(f"127.0.0.1:{server.port}") as link:
+    with (
+        Server(Host(made("gpt2"), limits=Limits(payload=2 * half))) as server,
+        Grpc(f"127.0.0.1:{server.port}") as link,
+    ):
         server.holdings.share = 2 * half
 
         def held() -> list[int]:
@@ -124,7 +144,9 @@ def test_bytes_that_are_no_request_count_too() -> None:
             assert (await _reply(await _stream(link, GOOD))).values["code"] == "session"
             assert (await _reply(await _stream(link, broken))).values["code"] == "checksum"
             waits = await _stream(link, GOOD)
-            assert await asyncio.wait_for(waits.read(), 30) == b""  # it has used its minute, and is told that the server is there
+            assert (
+                await asyncio.wait_for(waits.read(), 30) == b""
+            )  # it has used its minute, and is told that the server is there
             before = server.received
             await asyncio.sleep(0.1)
             assert server.received == before
@@ -147,9 +169,14 @@ def test_a_known_client_takes_a_quarter_of_all_places() -> None:
         connect(made("gpt2"), InProcess(host))
 
 
-def test_a_server_that_says_for_ever_that_it_computes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_says_for_ever_that_it_computes_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "BEAT", 0.05)
-    with Server(Host(made("gpt2"))) as server, Grpc(f"127.0.0.1:{server.port}", computing=0.5) as link:
+    with (
+        Server(Host(made("gpt2"))) as server,
+        Grpc(f"127.0.0.1:{server.port}", computing=0.5) as link,
+    ):
         server.holdings.share = -1
         with server.holdings.stream("") as other:
             other.add(1)  # what began before never ends

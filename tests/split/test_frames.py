@@ -1,4 +1,6 @@
-"""Frames of the split protocol: what goes in comes out, and whatever else comes in is one typed error."""
+"""Frames of the split protocol: what goes in comes out, and whatever else comes in is one typed
+error.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ SHAPES = [(), (0,), (3,), (2, 0, 4), (2, 3, 5)]
 
 
 def test_every_dtype_and_shape_comes_out_as_it_went_in() -> None:
-    tensors = {f"{name}{shape}": drawn(dtype, shape) for name, dtype in DTYPES.items() for shape in SHAPES}
+    tensors = {
+        f"{name}{shape}": drawn(dtype, shape) for name, dtype in DTYPES.items() for shape in SHAPES
+    }
     tensors["turned"] = drawn(torch.float32, (4, 6)).T
     frame = Frame(Kind.FORWARD, 2**63, {"a": 1, "b": "ü", "c": [True, None, 0.5]}, tensors)
     found = decode(whole(frame))
@@ -79,7 +83,12 @@ def test_every_dtype_and_shape_comes_out_as_it_went_in() -> None:
 
 
 def test_codecs() -> None:
-    x = {"x": drawn(torch.float32, (4, 5, 300)), "ids": torch.arange(5), "zero": torch.zeros(2, 3), "wide": drawn(torch.float64, (7, 8))}
+    x = {
+        "x": drawn(torch.float32, (4, 5, 300)),
+        "ids": torch.arange(5),
+        "zero": torch.zeros(2, 3),
+        "wide": drawn(torch.float64, (7, 8)),
+    }
     size, errors = {}, {}
     for codec in ("", "BF16", "F16", "Q8"):
         data = whole(Frame(Kind.OUTPUT, 0, {}, x), codec)
@@ -87,7 +96,10 @@ def test_codecs() -> None:
         assert all(found[n].dtype == t.dtype for n, t in x.items())
         assert torch.equal(found["ids"], x["ids"])
         assert torch.equal(found["zero"], x["zero"])
-        size[codec], errors[codec] = len(data), float((found["x"] - x["x"]).abs().max() / x["x"].abs().max())
+        size[codec], errors[codec] = (
+            len(data),
+            float((found["x"] - x["x"]).abs().max() / x["x"].abs().max()),
+        )
     assert errors[""] == 0
     assert 0 < errors["F16"] < errors["BF16"] < 2**-8
     assert errors["Q8"] <= 0.5 / 127 * 1.01
@@ -96,15 +108,24 @@ def test_codecs() -> None:
 
 
 def test_chunks_and_frames_that_follow_each_other() -> None:
-    frames = [Frame(Kind.FORWARD, i, {}, {"x": drawn(torch.float32, (n,))}) for i, n in enumerate((10, 700_000, 3))]
+    frames = [
+        Frame(Kind.FORWARD, i, {}, {"x": drawn(torch.float32, (n,))})
+        for i, n in enumerate((10, 700_000, 3))
+    ]
     stream = b"".join(whole(f) for f in frames)
-    assert [len(c) for c in chunks(encode(frames[1]))] == [CHUNK, CHUNK, len(whole(frames[1])) - 2 * CHUNK]
+    assert [len(c) for c in chunks(encode(frames[1]))] == [
+        CHUNK,
+        CHUNK,
+        len(whole(frames[1])) - 2 * CHUNK,
+    ]
     for step in (1 << 20, 4096, 33):
         box, found = Assembler(), []
         for at in range(0, len(stream), step):
             found += box.feed(stream[at : at + step])
         assert [f.number for f in found] == [0, 1, 2]
-        assert all(torch.equal(f.tensors["x"], g.tensors["x"]) for f, g in zip(found, frames, strict=True))
+        assert all(
+            torch.equal(f.tensors["x"], g.tensors["x"]) for f, g in zip(found, frames, strict=True)
+        )
         assert box.is_between
 
 
@@ -149,7 +170,12 @@ ROW = ["x", "F32", [2], ""]
         (packed({"values": {}, "tensors": [["x", "F32", [1 << 30], ""]]}, bytes(8)), "length"),
         (packed({"values": {}, "tensors": [ROW]}, bytes(9)), "length"),
         (packed({"values": {}, "tensors": [ROW]}, bytes(7)), "length"),
-        (packed({"values": {}, "tensors": [["x", "F64", [1 << 28], "BITS"]]}, bytes(16 + (1 << 25))), "limit"),
+        (
+            packed(
+                {"values": {}, "tensors": [["x", "F64", [1 << 28], "BITS"]]}, bytes(16 + (1 << 25))
+            ),
+            "limit",
+        ),
         (packed({"values": {}, "tensors": [["x", "F32", [9], "BITS"]]}, bytes(9)), "length"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -166,7 +192,11 @@ def test_limits_are_looked_at_before_anything_is_held() -> None:
         list(box.feed(packed({"values": {}, "tensors": []}, payload=101)[: HEADER.size]))
     assert caught.value.code == "limit"
     assert box.whole is None
-    for limits, code in ((Limits(tensors=0), "limit"), (Limits(axes=0), "shape"), (Limits(table=4), "limit")):
+    for limits, code in (
+        (Limits(tensors=0), "limit"),
+        (Limits(axes=0), "shape"),
+        (Limits(table=4), "limit"),
+    ):
         with pytest.raises(FrameError) as caught:
             decode(packed({"values": {}, "tensors": [ROW]}, bytes(8)), limits)
         assert caught.value.code == code
@@ -179,13 +209,17 @@ def test_what_does_not_cross_is_refused_where_it_is() -> None:
         encode(Frame(Kind.FORWARD), "zip")
 
 
-GOOD = whole(Frame(Kind.FORWARD, 5, {"a": 1}, {"x": torch.arange(6.0).view(2, 3), "ids": torch.arange(3)}))
+GOOD = whole(
+    Frame(Kind.FORWARD, 5, {"a": 1}, {"x": torch.arange(6.0).view(2, 3), "ids": torch.arange(3)})
+)
 
 
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_mutants_are_frames_or_typed_errors(data: st.DataObject) -> None:
-    """Bytes changed, cut, repeated and put together anew; a checksum that fits makes the faults reach what is behind it."""
+    """Bytes changed, cut, repeated and put together anew; a checksum that fits makes the faults
+    reach what is behind it.
+    """
     mutant = bytearray(GOOD)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, max(len(mutant) - 1, 0)))
@@ -217,13 +251,19 @@ def test_what_happens_to_bytes_on_their_way_is_found(data: st.DataObject) -> Non
     bad = bytearray(good)
     match data.draw(st.sampled_from(["burst", "swap", "cut"])):
         case "burst":
-            at, bits = data.draw(st.integers(BARE * 8, len(good) * 8 - 1)), data.draw(st.binary(min_size=1, max_size=64))
+            at, bits = (
+                data.draw(st.integers(BARE * 8, len(good) * 8 - 1)),
+                data.draw(st.binary(min_size=1, max_size=64)),
+            )
             number = int.from_bytes(good, "little") ^ (int.from_bytes(bits, "little") | 1) << at
             bad[:] = (number & ((1 << 8 * len(good)) - 1)).to_bytes(len(good), "little")
         case "swap":
             start = data.draw(st.integers(HEADER.size, len(good) - 16))
             other = data.draw(st.integers(start + 8, len(good) - 8))
-            bad[start : start + 8], bad[other : other + 8] = good[other : other + 8], good[start : start + 8]
+            bad[start : start + 8], bad[other : other + 8] = (
+                good[other : other + 8],
+                good[start : start + 8],
+            )
         case "cut":
             del bad[data.draw(st.integers(0, len(good) - 1)) :]
     if bytes(bad) == good:
@@ -240,7 +280,11 @@ def test_masks_of_two_values_cross_as_bits_and_come_out_bit_for_bit(data: st.Dat
     size = dtype.itemsize
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     numbers = (
-        st.integers(0, 1) if dtype is torch.bool else st.integers(-(1 << 8 * size - 1), (1 << 8 * size - 1) - 1) if size > 1 else st.integers(0, 255)
+        st.integers(0, 1)
+        if dtype is torch.bool
+        else st.integers(-(1 << 8 * size - 1), (1 << 8 * size - 1) - 1)
+        if size > 1
+        else st.integers(0, 255)
     )
     some = torch.tensor(data.draw(st.lists(numbers, min_size=1, max_size=3)), dtype=integers)
     shape = tuple(data.draw(st.lists(st.integers(1, 9), min_size=0, max_size=4)))
@@ -252,7 +296,9 @@ def test_masks_of_two_values_cross_as_bits_and_come_out_bit_for_bit(data: st.Dat
     found = decode(b"".join(parts)).tensors["mask"]
     assert (found.dtype, found.shape) == (dtype, mask.shape)
     assert torch.equal(found.reshape(-1).view(integers), mask.reshape(-1).view(integers))
-    assert (b'"BITS"' in bytes(parts[0])) == (mask.numel() >= 64 and len(set(bits.reshape(-1).tolist())) < 3)
+    assert (b'"BITS"' in bytes(parts[0])) == (
+        mask.numel() >= 64 and len(set(bits.reshape(-1).tolist())) < 3
+    )
 
 
 def test_masks_of_models_cross_as_bits() -> None:
@@ -260,7 +306,12 @@ def test_masks_of_models_cross_as_bits() -> None:
     hidden = torch.where(torch.rand(8, 1, 64, 64) < 0.5, -torch.inf, 0.0)
     rows = torch.rand(8, 64) < 0.5
     features = torch.randn(8, 64, 16)
-    plain = Frame(Kind.FORWARD, 1, {}, {"causal": causal, "hidden": hidden, "rows": rows, "features": features})
+    plain = Frame(
+        Kind.FORWARD,
+        1,
+        {},
+        {"causal": causal, "hidden": hidden, "rows": rows, "features": features},
+    )
     data = b"".join(encode(plain, exact=("causal", "hidden", "rows")))
     assert len(data) < features.numel() * 4 + 2 * 8 * 64 * 64 // 8 + 8 * 64 // 8 + 400
     found = decode(data).tensors

@@ -51,7 +51,9 @@ def test_watch_streams_are_bounded_per_client(server: Server) -> None:
 def test_watch_streams_are_bounded_in_all() -> None:
     watches = Watches(most=3, per_client=2)
     with ExitStack() as stack:
-        assert [stack.enter_context(watches.stream(name)) for name in ("a", "a", "a", "b", "c")] == [True, True, False, True, False]
+        assert [
+            stack.enter_context(watches.stream(name)) for name in ("a", "a", "a", "b", "c")
+        ] == [True, True, False, True, False]
     assert not watches.open
     with watches.stream("c") as admitted:
         assert admitted
@@ -68,16 +70,26 @@ def closed(one: socket.socket, seconds: float) -> bool:
         return False
 
 
-def test_connections_without_a_handshake_are_bounded_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_without_a_handshake_are_bounded_and_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "MOST_CONNECTIONS", 20)
     monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 2)
     tls = make_certificates(tmp_path, ["127.0.0.1"], ["ann"])
     with Server(Host(made("gpt2"), ADAMW), tls=tls["server"]) as server, ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 30)) for _ in range(40)]
+        idle = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 30))
+            for _ in range(40)
+        ]
         assert closed(idle[-1], 30)  # past the bound: at once
         model = made("gpt2")
-        with Grpc(f"127.0.0.1:{server.port}", tls=tls["ann"]) as network, connect(model, network, patience=60):
-            model(**batch("gpt2", 0)).loss.backward()  # a client gets through when handshakes have timed out
+        with (
+            Grpc(f"127.0.0.1:{server.port}", tls=tls["ann"]) as network,
+            connect(model, network, patience=60),
+        ):
+            model(
+                **batch("gpt2", 0)
+            ).loss.backward()  # a client gets through when handshakes have timed out
         assert server.host.step == 1
         assert all(closed(one, 30) for one in idle)
         server.stop(0.0)

@@ -1,7 +1,9 @@
-"""Signals, resets and partitions: whatever happens on the way, the weights are those of an undisturbed run, bit for bit.
+"""Signals, resets and partitions: whatever happens on the way, the weights are those of an
+undisturbed run, bit for bit.
 
-REGAUGE_SOAK is how many times each fault happens (2; `make soak`: 50). With it, processes hang for 10 s and the network is parted for 30 s; a hung
-peer must be found within 5 s, and work go on within 5 s after it is back.
+REGAUGE_SOAK is how many times each fault happens (2; `make soak`: 50). With it, processes hang for
+10 s and the network is parted for 30 s; a hung peer must be found within 5 s, and work go on within
+5 s after it is back.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from regauge.split import Host, connect
 from regauge.split.protocol.certificates import make_certificates
 from regauge.split.server.network import Grpc, Server
 from support.proxies import Proxy
-from support.split_pairs import ADAMW, KINDS, Faulty, columns, locked, made, optimizer_of, same, whole
+from support.split_pairs import (
+    ADAMW,
+    KINDS,
+    Faulty,
+    columns,
+    locked,
+    made,
+    optimizer_of,
+    same,
+    whole,
+)
 from support.split_processes import SECRET, Child, calm, client, ended, kept, server, trained
 
 COUNT = int(os.environ.get("REGAUGE_SOAK", "2"))
@@ -98,7 +110,9 @@ def test_a_process_that_hangs(run: Run, which: str) -> None:
         hung: Child = getattr(run, which)
         hung.signal(signal.SIGSTOP)
         stopped = time.monotonic()
-        run.client.pipe.send(EACH * (fault + 1) + 1)  # so that there is a step that it must be found in
+        run.client.pipe.send(
+            EACH * (fault + 1) + 1
+        )  # so that there is a step that it must be found in
         time.sleep(10.0 if IS_SOAK else (5.5, 0.5)[fault % 2])
         hung.signal(signal.SIGCONT)
         back = time.monotonic()
@@ -121,11 +135,17 @@ def test_a_connection_that_is_reset_in_the_middle_of_a_frame(tmp_path: Path) -> 
     mine, dice = made("gpt2"), random.Random(1)
     g = columns(mine)
     host = Host(locked(mine, g), ADAMW)
-    with Server(host, tls=tls["server"]) as served, Proxy(served.port) as way, Grpc(f"localhost:{way.port}", tls=tls["client"]) as network:
+    with (
+        Server(host, tls=tls["server"]) as served,
+        Proxy(served.port) as way,
+        Grpc(f"localhost:{way.port}", tls=tls["client"]) as network,
+    ):
 
         def after(step: int) -> None:
             if way.resets < COUNT:
-                way.reset_after(dice.randrange(1, 4 * ROWS * 16 * 12 * 8))  # a step moves four tensors of that size
+                way.reset_after(
+                    dice.randrange(1, 4 * ROWS * 16 * 12 * 8)
+                )  # a step moves four tensors of that size
 
         with connect(mine, network, element=g, rows="batch", secret=SECRET):
             trained(mine, optimizer_of(mine), range(STEPS), ROWS, after)
@@ -140,7 +160,11 @@ def test_a_network_that_is_parted_for_a_while() -> None:
     g = columns(mine)
     host = Host(locked(mine, g), ADAMW)
     parted: list[float] = []
-    with Server(host) as served, Proxy(served.port) as way, Grpc(f"127.0.0.1:{way.port}") as network:
+    with (
+        Server(host) as served,
+        Proxy(served.port) as way,
+        Grpc(f"127.0.0.1:{way.port}") as network,
+    ):
 
         def after(step: int) -> None:
             if parted and IS_SOAK and step % EACH == 0:
@@ -175,7 +199,11 @@ def test_a_way_with_delay_stalls_and_resets_is_the_local_run() -> None:
     mine, dice = made("gpt2"), random.Random(2)
     g = columns(mine)
     host = Host(locked(mine, g), ADAMW)
-    with Server(host) as served, Proxy(served.port, delay=0.05) as way, Grpc(f"127.0.0.1:{way.port}") as network:
+    with (
+        Server(host) as served,
+        Proxy(served.port, delay=0.05) as way,
+        Grpc(f"127.0.0.1:{way.port}") as network,
+    ):
 
         def after(step: int) -> None:
             if step % 3 == 1:
@@ -196,7 +224,11 @@ def test_a_slow_link_is_not_taken_for_a_hung_peer() -> None:
     mine = made("gpt2")
     g = columns(mine)
     host = Host(locked(mine, g), ADAMW)
-    with Server(host) as served, Proxy(served.port, rate=200e3) as way, Grpc(f"127.0.0.1:{way.port}") as network:
+    with (
+        Server(host) as served,
+        Proxy(served.port, rate=200e3) as way,
+        Grpc(f"127.0.0.1:{way.port}") as network,
+    ):
         with connect(mine, network, element=g, rows="batch", secret=SECRET, patience=5):
             trained(mine, optimizer_of(mine), range(1), rows)
         assert way.connections == 1  # nothing broke

@@ -1,6 +1,8 @@
-"""Mutated frames, delivered to a live server: a reply each, a typed refusal or what the frame asks for; nothing hangs, nothing grows.
+"""Mutated frames, delivered to a live server: a reply each, a typed refusal or what the frame asks
+for; nothing hangs, nothing grows.
 
-REGAUGE_SOAK is the number of frames; `python -m soak split-frames` sends 100,000 (`splitfuzz` has the mutations).
+REGAUGE_SOAK is the number of frames; `python -m soak split-frames` sends 100,000 (`splitfuzz` has
+the mutations).
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ import pytest
 import torch
 
 from regauge.split import TransportError
-from regauge.split.protocol.frames import BITS, CODECS, DTYPES, HEADER, NAMES, Assembler, FrameError, Kind, Limits, decode
+from regauge.split.protocol.frames import (
+    BITS,
+    CODECS,
+    DTYPES,
+    HEADER,
+    NAMES,
+    Assembler,
+    FrameError,
+    Kind,
+    Limits,
+    decode,
+)
 from regauge.split.protocol.transport import deliver
 from support.frame_mutants import SESSION, fitted, in_bytes, mutated, requests
 
@@ -28,7 +41,9 @@ ROOM = 256 << 20  # what a process may grow by: buffers, graphs, and what alloca
 
 @pytest.fixture(autouse=True)
 def _no_hang() -> Iterator[None]:
-    """A frame that takes long is stopped: SIGALRM ends the test. (A second in the soak; more where other tests run beside this one.)"""
+    """A frame that takes long is stopped: SIGALRM ends the test. (A second in the soak; more where
+    other tests run beside this one.)
+    """
 
     def stop(number: int, frame: object) -> None:
         raise AssertionError("a frame hangs")
@@ -68,7 +83,9 @@ def test_mutated_frames_are_answered(name: str) -> None:
         step = dice.choice((17, 1000, 1 << 20))
         try:
             with watched():
-                reply = decode(deliver(host, [data[at : at + step] for at in range(0, len(data), step)]))
+                reply = decode(
+                    deliver(host, [data[at : at + step] for at in range(0, len(data), step)])
+                )
         except TransportError:
             codes["half"] += 1  # what is no whole frame is never answered
             continue
@@ -100,19 +117,30 @@ def test_mutated_frames_are_answered(name: str) -> None:
 
 
 def test_streams_of_mutants_are_cut_or_refused() -> None:
-    """Frame after frame through one assembler in pieces of any size, until the first fault. Nothing is held beyond the limits."""
+    """Frame after frame through one assembler in pieces of any size, until the first fault. Nothing
+    is held beyond the limits.
+    """
     good = requests("gpt2")[1]
     dice, limits = random.Random(8), Limits(payload=1 << 16, table=1 << 12)
     refused = 0
     for _ in range(COUNT // 2):
-        stream = b"".join(in_bytes(dice.choice(good), dice) if dice.random() < 0.5 else dice.choice(good) for _ in range(3))
+        stream = b"".join(
+            in_bytes(dice.choice(good), dice) if dice.random() < 0.5 else dice.choice(good)
+            for _ in range(3)
+        )
         box, size = Assembler(limits), dice.choice((1, 50, 5000)) if len(stream) < 9000 else 5000
         try:
             with watched():
                 for at in range(0, len(stream), size):
                     for frame in box.feed(stream[at : at + size]):
-                        assert sum(t.numel() * t.element_size() for t in frame.tensors.values()) <= limits.payload
-                    assert box.whole is None or len(box.whole) <= HEADER.size + limits.payload + limits.table
+                        assert (
+                            sum(t.numel() * t.element_size() for t in frame.tensors.values())
+                            <= limits.payload
+                        )
+                    assert (
+                        box.whole is None
+                        or len(box.whole) <= HEADER.size + limits.payload + limits.table
+                    )
         except FrameError as error:
             refused += bool(error.code)
     assert refused > COUNT / 8

@@ -1,4 +1,6 @@
-"""A client with a good certificate and bad intentions, a server likewise, and disks that fill up: what each may spoil, and for whom."""
+"""A client with a good certificate and bad intentions, a server likewise, and disks that fill up:
+what each may spoil, and for whom.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,20 @@ from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, OptimizerConfig, TransportError, connect
 from regauge.split.client.journal import Memory
 from regauge.split.protocol.channel import Loop
-from regauge.split.protocol.frames import BARE, HEADER, MAGIC, VERSION, Bytes, Frame, FrameError, Kind, RefusedError, checksum, decode, encode
+from regauge.split.protocol.frames import (
+    BARE,
+    HEADER,
+    MAGIC,
+    VERSION,
+    Bytes,
+    Frame,
+    FrameError,
+    Kind,
+    RefusedError,
+    checksum,
+    decode,
+    encode,
+)
 from regauge.split.protocol.transport import deliver
 from regauge.split.server.network import Grpc, Server
 from regauge.split.server.quotas import Quota, Quotas
@@ -32,7 +47,9 @@ pytest.importorskip("grpc")
 class Tapped:
     """A transport that keeps what crosses, and changes replies if asked to."""
 
-    def __init__(self, host: Host, peer: str = "", change: Callable[[Frame], Frame] | None = None) -> None:
+    def __init__(
+        self, host: Host, peer: str = "", change: Callable[[Frame], Frame] | None = None
+    ) -> None:
         self.inner, self.change = InProcess(host, peer), change
         self.sent: list[bytes] = []
 
@@ -65,10 +82,14 @@ def opened(host: Host, peer: str = "") -> bytes:
 
 
 def with_value(data: bytes, name: str, value: str) -> bytes:
-    """The same request with one more value, given as text, in a table that is written as another program would."""
+    """The same request with one more value, given as text, in a table that is written as another
+    program would.
+    """
     table, payload = HEADER.unpack_from(data)[4:6]
     found = json.loads(data[HEADER.size : HEADER.size + table])
-    text = json.dumps(found, ensure_ascii=False).replace('{"values": {', f'{{"values": {{"{name}": {value}, ', 1)
+    text = json.dumps(found, ensure_ascii=False).replace(
+        '{"values": {', f'{{"values": {{"{name}": {value}, ', 1
+    )
     return raw(data[5], HEADER.unpack_from(data)[6], text.encode(), data[len(data) - payload :])
 
 
@@ -83,7 +104,9 @@ def test_a_request_cannot_make_the_checkpoint_unwritable(tmp_path: Path) -> None
 def test_a_request_cannot_make_the_checkpoint_unreadable(tmp_path: Path) -> None:
     """Its table is within the limits in UTF-8, and is not when it is written with escapes."""
     host = Host(made("gpt2"), ADAMW, folder=tmp_path)
-    assert said(host, with_value(opened(host), "x", '"' + "\u4e2d" * 20_000 + '"')).kind is Kind.OUTPUT
+    assert (
+        said(host, with_value(opened(host), "x", '"' + "\u4e2d" * 20_000 + '"')).kind is Kind.OUTPUT
+    )
     host.keep()
     assert len(next(iter(Host(made("gpt2"), ADAMW, folder=tmp_path).sessions.values())).open) == 1
 
@@ -92,8 +115,17 @@ def test_a_request_cannot_make_the_checkpoint_unreadable(tmp_path: Path) -> None
 def test_shapes_that_overflow_behind_a_zero_are_refused(shape: list[int]) -> None:
     for dtype, codec in (("F32", ""), ("F32", "BITS"), ("BOOL", "")):
         with pytest.raises(FrameError, match="shape that does not cross"):
-            decode(raw(3, 1, json.dumps({"values": {}, "tensors": [["a", dtype, shape, codec]]}).encode(), bytes(8 if codec else 0)))
-    assert decode(raw(3, 1, b'{"values":{},"tensors":[["a","F32",[0,3],""]]}')).tensors["a"].shape == (0, 3)
+            decode(
+                raw(
+                    3,
+                    1,
+                    json.dumps({"values": {}, "tensors": [["a", dtype, shape, codec]]}).encode(),
+                    bytes(8 if codec else 0),
+                )
+            )
+    assert decode(raw(3, 1, b'{"values":{},"tensors":[["a","F32",[0,3],""]]}')).tensors[
+        "a"
+    ].shape == (0, 3)
 
 
 def test_refusals_tell_nothing_of_others_sessions() -> None:
@@ -121,7 +153,9 @@ def full_disk(most: int = 4096) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_checkpoint_that_fails_is_no_reason_to_refuse_what_was_done(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_that_fails_is_no_reason_to_refuse_what_was_done(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     mine, calm = made("gpt2"), made("gpt2")
     host, other = Host(made("gpt2"), ADAMW, folder=tmp_path, every=2), Host(made("gpt2"), ADAMW)
     optimizer = optimizer_of(mine)
@@ -129,7 +163,11 @@ def test_a_checkpoint_that_fails_is_no_reason_to_refuse_what_was_done(tmp_path: 
         with full_disk():
             train("gpt2", mine, optimizer, range(3))
             assert caplog.text.count("no checkpoint at step 2") == 1
-            assert (link.log.saved, len(link.log.journal.requests), list(tmp_path.iterdir())) == (0, 6, [])  # type: ignore[union-attr]
+            assert (link.log.saved, len(link.log.journal.requests), list(tmp_path.iterdir())) == (
+                0,
+                6,
+                [],
+            )  # type: ignore[union-attr]
             with pytest.raises(CheckpointError, match="cannot be written"):
                 host.keep()
         train("gpt2", mine, optimizer, range(3, 5))
@@ -153,7 +191,11 @@ def test_gradients_that_overflow_later_are_refused_now(size: float, accumulate: 
             (mine(**batch("gpt2", 0, torch.float32)).logits.mean() * size).backward()
         assert not host.main.gradients()
         mine(**batch("gpt2", 1, torch.float32)).loss.backward()
-    assert all(bool(torch.isfinite(t).all()) for moments in host.main.moments().values() for t in moments.values())
+    assert all(
+        bool(torch.isfinite(t).all())
+        for moments in host.main.moments().values()
+        for t in moments.values()
+    )
     assert (host.step, len(host.main.gradients()) > 0) == (int(accumulate == 1), accumulate > 1)
 
 
@@ -162,7 +204,9 @@ def test_gradients_that_overflow_later_are_refused_now(size: float, accumulate: 
 
 @pytest.mark.parametrize("how", ["ended", "idle"])
 def test_a_session_that_is_over_is_not_taken_again(tmp_path: Path, how: str) -> None:
-    """The client's journal still has all requests: no checkpoint was there to say that they are kept."""
+    """The client's journal still has all requests: no checkpoint was there to say that they are
+    kept.
+    """
     host = Host(made("gpt2"), ADAMW, folder=tmp_path, every=1000, sessions=1, idle=0.0)
     mine, journal = made("gpt2"), Memory()
     with connect(mine, InProcess(host), journal=journal) as link:
@@ -176,7 +220,9 @@ def test_a_session_that_is_over_is_not_taken_again(tmp_path: Path, how: str) -> 
     host.keep()
     for server in (host, Host(made("gpt2"), ADAMW, folder=tmp_path)):
         with pytest.raises(RefusedError, match="this session has ended") as error:
-            link.log.settle() if server is host else connect(made("gpt2"), InProcess(server), journal=journal)
+            link.log.settle() if server is host else connect(
+                made("gpt2"), InProcess(server), journal=journal
+            )
         assert error.value.code == "ended"
         assert server.step == 2
         assert same(server.backbone(), before)
@@ -188,11 +234,19 @@ def test_a_server_that_is_lost_again_while_it_is_told_what_it_lost(tmp_path: Pat
 
     class Lost(Tapped):
         def exchange(self, request: Sequence[memoryview]) -> Bytes:
-            if len(self.sent) in (9, 13):  # after four steps, and in the middle of what is sent again
+            if len(self.sent) in (
+                9,
+                13,
+            ):  # after four steps, and in the middle of what is sent again
                 self.inner = InProcess(spare.pop())
             return super().exchange(request)
 
-    mine, calm, host, spare = made("gpt2"), made("gpt2"), fresh("calm"), [fresh("lost"), fresh("lost")]
+    mine, calm, host, spare = (
+        made("gpt2"),
+        made("gpt2"),
+        fresh("calm"),
+        [fresh("lost"), fresh("lost")],
+    )
     tap = Lost(fresh("lost"))
     with connect(mine, tap):
         train("gpt2", mine, optimizer_of(mine), range(5))
@@ -215,8 +269,9 @@ def test_a_client_that_died_is_not_locked_out_by_its_own_quota() -> None:
 
 
 def test_who_is_refused_takes_nobodys_place() -> None:
-    """Carol is idle and the server full: bob, at his quota, is told no, and carol stays; dave takes her place. A client over a quota that was lowered
-    loses none of its sessions by asking in vain."""
+    """Carol is idle and the server full: bob, at his quota, is told no, and carol stays; dave takes
+    her place. A client over a quota that was lowered loses none of its sessions by asking in vain.
+    """
     host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1)), sessions=2, idle=100.0)
     for peer in ("carol", "bob"):
         connect(made("gpt2"), InProcess(host, peer)).close()
@@ -258,7 +313,10 @@ def test_those_who_come_and_go_in_a_round_are_counted() -> None:
                 link.end()
         assert len(host.rounds.left) == 4
         mine = made("gpt2")
-        with connect(mine, InProcess(host), patience=0.01), pytest.raises(TransportError, match="the round ends when 1 more"):
+        with (
+            connect(mine, InProcess(host), patience=0.01),
+            pytest.raises(TransportError, match="the round ends when 1 more"),
+        ):
             train("gpt2", mine, optimizer_of(mine), range(1))
         host.rounds.away = 0.0
         train("gpt2", slow, optimizer_of(slow), range(1, 2))
@@ -285,7 +343,9 @@ def test_a_turn_that_failed_half_way_is_not_taken_twice(monkeypatch: pytest.Monk
     with connect(mine, InProcess(host)), torch.no_grad():
         found = mine(ids, use_cache=True)
         with monkeypatch.context() as patch:
-            patch.setattr(host.blocks[-1].mlp, "forward", lambda *a: torch.zeros(3, 3) @ torch.zeros(4))
+            patch.setattr(
+                host.blocks[-1].mlp, "forward", lambda *a: torch.zeros(3, 3) @ torch.zeros(4)
+            )
             with pytest.raises(RefusedError, match="could not compute"):
                 mine(ids[:, :1], past_key_values=found.past_key_values, use_cache=True)
         with pytest.raises(RefusedError, match="has no such cache"):
@@ -305,9 +365,15 @@ def test_a_turn_that_failed_half_way_is_not_taken_twice(monkeypatch: pytest.Monk
         (Kind.OUTPUT, lambda t: t[:, :1], "returned a stream of shape"),
     ],
 )
-def test_what_a_server_returns_is_looked_at(kind: Kind, change: Callable[[torch.Tensor], torch.Tensor], words: str) -> None:
+def test_what_a_server_returns_is_looked_at(
+    kind: Kind, change: Callable[[torch.Tensor], torch.Tensor], words: str
+) -> None:
     def changed(frame: Frame) -> Frame:
-        return replace(frame, tensors={n: change(t) for n, t in frame.tensors.items()}) if frame.kind is kind else frame
+        return (
+            replace(frame, tensors={n: change(t) for n, t in frame.tensors.items()})
+            if frame.kind is kind
+            else frame
+        )
 
     mine = made("gpt2")
     optimizer = optimizer_of(mine)
@@ -326,13 +392,19 @@ def test_sgds_moments_are_no_others(tmp_path: Path) -> None:
         train("gpt2", mine, optimizer_of(mine), range(1))
     (tmp_path / ".split.safetensors.partial-0123456789ab").write_bytes(b"half")
     host.keep()
-    with pytest.raises(CheckpointError, match="holds a training with sgd, and this one is with adamw"):
+    with pytest.raises(
+        CheckpointError, match="holds a training with sgd, and this one is with adamw"
+    ):
         Host(made("gpt2"), ADAMW, folder=tmp_path)
     without_a_trainer(tmp_path / "split.safetensors")
-    with pytest.raises(CheckpointError, match=r"holds a training with sgd$"):  # by its moments, then
+    with pytest.raises(
+        CheckpointError, match=r"holds a training with sgd$"
+    ):  # by its moments, then
         Host(made("gpt2"), ADAMW, folder=tmp_path)
     assert Host(made("gpt2"), host.training, folder=tmp_path).step == 1
-    assert [p.name for p in tmp_path.iterdir()] == ["split.safetensors"]  # and what a killed process had begun is gone
+    assert [p.name for p in tmp_path.iterdir()] == [
+        "split.safetensors"
+    ]  # and what a killed process had begun is gone
 
 
 def without_a_trainer(path: Path) -> None:
@@ -347,16 +419,23 @@ def without_a_trainer(path: Path) -> None:
 def test_a_training_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
     Host(made("gpt2"), ADAMW, folder=tmp_path).keep()
     for other in (OptimizerConfig("sgd", 0.1), OptimizerConfig("adam", 1e-2)):
-        with pytest.raises(CheckpointError, match=f"holds a training with adamw, and this one is with {other.optimizer}") as caught:
+        with pytest.raises(
+            CheckpointError,
+            match=f"holds a training with adamw, and this one is with {other.optimizer}",
+        ) as caught:
             Host(made("gpt2"), other, folder=tmp_path)
         assert "--optimizer adamw" in (caught.value.hint or "")
-    assert Host(made("gpt2"), OptimizerConfig("adamw", 0.5), folder=tmp_path).step == 0  # at any rate
+    assert (
+        Host(made("gpt2"), OptimizerConfig("adamw", 0.5), folder=tmp_path).step == 0
+    )  # at any rate
     assert Host(made("gpt2"), folder=tmp_path).step == 0  # it only serves
     without_a_trainer(tmp_path / "split.safetensors")
     assert Host(made("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path).step == 0
 
 
-@pytest.mark.parametrize("address", ["localhost", "7000", "localhost:", "localhost:http", "127.0.0.1:99999"])
+@pytest.mark.parametrize(
+    "address", ["localhost", "7000", "localhost:", "localhost:http", "127.0.0.1:99999"]
+)
 def test_an_address_has_a_port(address: str) -> None:
     with pytest.raises(TransportError, match="is no address"):
         Grpc(address)
@@ -364,13 +443,19 @@ def test_an_address_has_a_port(address: str) -> None:
 
 def test_what_a_server_says_of_itself_is_printable() -> None:
     def changed(frame: Frame) -> Frame:
-        return replace(frame, values={**frame.values, "key": "\x1b[2J" + "k" * 9}) if frame.kind is Kind.WELCOME else frame
+        return (
+            replace(frame, values={**frame.values, "key": "\x1b[2J" + "k" * 9})
+            if frame.kind is Kind.WELCOME
+            else frame
+        )
 
     with connect(made("gpt2"), Tapped(Host(made("gpt2")), change=changed)) as link:
         assert link.told["key"] == "[2J" + "k" * 9
 
 
-@pytest.mark.parametrize("told", [{"accumulate": 0}, {"accumulate": "x"}, {"rate": "1"}, {"optimizer": None}])
+@pytest.mark.parametrize(
+    "told", [{"accumulate": 0}, {"accumulate": "x"}, {"rate": "1"}, {"optimizer": None}]
+)
 def test_a_training_that_is_told_wrongly_is_refused(told: dict[str, object]) -> None:
     from regauge.cli.split_client import _checked
 
@@ -395,5 +480,7 @@ def test_half_a_frame_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
         return await asyncio.wait_for(stream.read(), 30)
 
     with Server(Host(made("gpt2"))) as server, Grpc(f"127.0.0.1:{server.port}") as link:
-        assert decode(Loop.run(written([good[:50], good[50:]]))).kind is Kind.ERROR  # a whole one is answered
+        assert (
+            decode(Loop.run(written([good[:50], good[50:]]))).kind is Kind.ERROR
+        )  # a whole one is answered
         assert Loop.run(written([good[:50]])) is grpc.aio.EOF

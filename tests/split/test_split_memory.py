@@ -1,4 +1,6 @@
-"""Memory budgets of a split server: admission before unpacking, estimates against measurements, and what is charged to whom."""
+"""Memory budgets of a split server: admission before unpacking, estimates against measurements, and
+what is charged to whom.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,15 @@ import torch
 from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.client.journal import Memory
 from regauge.split.protocol import frames as frames_module
-from regauge.split.protocol.frames import Frame, FrameError, Kind, Limits, RefusedError, decode, encode
+from regauge.split.protocol.frames import (
+    Frame,
+    FrameError,
+    Kind,
+    Limits,
+    RefusedError,
+    decode,
+    encode,
+)
 from regauge.split.protocol.transport import deliver
 from regauge.split.server.costs import Estimator
 from regauge.split.server.memory import Budget, BudgetError, Cost, _cgroup_memory, read_size
@@ -69,7 +79,9 @@ def test_a_frame_without_a_session_is_not_unpacked(unpacked: list[int]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.STEP, Kind.BACKWARD, Kind.BYE, Kind.FORWARD])
-def test_tensors_that_a_request_does_not_use_are_not_unpacked(kind: Kind, unpacked: list[int]) -> None:
+def test_tensors_that_a_request_does_not_use_are_not_unpacked(
+    kind: Kind, unpacked: list[int]
+) -> None:
     host, model = Host(made("gpt2"), ADAMW, memory=8 * MB, limits=Limits()), made("gpt2")
     with connect(model, InProcess(host)) as link:
         values = {"session": link.log.journal.session, "of": 1, "training": True}
@@ -83,8 +95,16 @@ def test_a_gradient_larger_than_its_pass_is_not_unpacked(unpacked: list[int]) ->
     with connect(model, InProcess(host)) as link:
         loss = model(**batch("gpt2", 0)).loss
         x = torch.zeros(1 << 21, dtype=torch.float64)
-        frame = Frame(Kind.BACKWARD, 2, {"session": link.log.journal.session, "of": 1, "step": True}, {"stream": x})
-        assert decode(deliver(host, [b"".join(encode(frame, exact=("stream",)))])).values["code"] == "memory"
+        frame = Frame(
+            Kind.BACKWARD,
+            2,
+            {"session": link.log.journal.session, "of": 1, "step": True},
+            {"stream": x},
+        )
+        assert (
+            decode(deliver(host, [b"".join(encode(frame, exact=("stream",)))])).values["code"]
+            == "memory"
+        )
         assert 8 << 21 not in unpacked
         loss.backward()  # the pass is still open
 
@@ -96,7 +116,10 @@ def test_a_pass_over_the_budget_is_refused_with_both_numbers_and_changes_nothing
     host, model = Host(made("gpt2"), ADAMW, memory=8 * MB), made("gpt2")
     before = host.backbone()
     with connect(model, InProcess(host)) as link:
-        with pytest.raises(RefusedError, match=r"this pass needs about [\d.]+ MB, and the memory budget of a client is 8.4 MB") as refused:
+        with pytest.raises(
+            RefusedError,
+            match=r"this pass needs about [\d.]+ MB, and the memory budget of a client is 8.4 MB",
+        ) as refused:
             model(**wide(256))
         assert refused.value.code == "memory"
         assert "--memory" in str(refused.value.hint)
@@ -125,14 +148,19 @@ def test_open_passes_are_bounded_by_bytes_and_free_them() -> None:
 def test_a_client_is_bounded_by_its_own_budget_and_all_by_the_servers() -> None:
     host = Host(made("gpt2"), ADAMW, memory=1 << 30, client_memory=1 << 29)
     ann, ben = made("gpt2"), made("gpt2")
-    with connect(ann, InProcess(host, "ann"), patience=0.05), connect(ben, InProcess(host, "ben"), patience=0.05):
+    with (
+        connect(ann, InProcess(host, "ann"), patience=0.05),
+        connect(ben, InProcess(host, "ben"), patience=0.05),
+    ):
         held = ann(**wide(16)).loss
         cost = max(c.held + c.working for _, c in host.charges())
         host.budget = Budget(int(1.5 * cost), int(1.2 * cost))
         with pytest.raises(RefusedError, match="the memory budget of a client") as refused:
             ann(**wide(16))
         assert "--client-memory" in (refused.value.hint or "")
-        with pytest.raises(Exception, match=r"no reply within .* clients hold .* of the server's memory budget"):
+        with pytest.raises(
+            Exception, match=r"no reply within .* clients hold .* of the server's memory budget"
+        ):
             ben(**wide(16))  # told "busy": it tries again as long as its patience lasts
         held.backward()
         ben(**wide(16)).loss.backward()
@@ -155,12 +183,19 @@ def test_caches_of_generated_texts_are_charged() -> None:
         (charged,) = [c.held for _, c in host.charges() if c.held]
         (session,) = host.sessions.values()
         (cache,) = session.caches.values()
-        measured = sum(t.numel() * t.element_size() for layer in cache.value.layers for t in (layer.keys, layer.values))
+        measured = sum(
+            t.numel() * t.element_size()
+            for layer in cache.value.layers
+            for t in (layer.keys, layer.values)
+        )
         assert measured + len(cache.reply) * 0.9 <= charged <= 1.5 * (measured + len(cache.reply))
         host.budget = Budget(charged * 8, charged * 8)
         model(input_ids=wide(256, 8)["input_ids"][:, :1], past_key_values=first, use_cache=True)
         with pytest.raises(RefusedError, match="this turn of a generated text needs"):
-            [model(input_ids=wide(256, 8)["input_ids"], use_cache=True).past_key_values for _ in range(12)]
+            [
+                model(input_ids=wide(256, 8)["input_ids"], use_cache=True).past_key_values
+                for _ in range(12)
+            ]
 
 
 def test_beams_cannot_multiply_a_cache_past_the_budget() -> None:
@@ -186,7 +221,9 @@ def test_copies_that_are_averaged_are_charged() -> None:
         assert max(c.held for _, c in host.charges()) >= copy
         next(iter(host.sessions.values())).reply = bytes(MB)  # the rest of the budget
         host.budget = Budget(MB + copy, MB + copy)
-        with pytest.raises(RefusedError, match="a copy of the backbone for this session needs about") as refused:
+        with pytest.raises(
+            RefusedError, match="a copy of the backbone for this session needs about"
+        ) as refused:
             other(**batch("gpt2", 0))
         assert refused.value.code == "memory"
         host.budget = Budget(1 << 30, 1 << 30)
@@ -213,8 +250,13 @@ def test_a_pass_out_of_a_checkpoint_is_admitted_when_it_is_run_again(tmp_path: P
 
 
 def saved_bytes(host: Host, frame: Frame) -> int:
-    """Measure what a graph saves, and its output: storages that are not the weights' or the request's."""
-    own = {t.untyped_storage().data_ptr() for t in (*host.main.state().values(), *frame.tensors.values())}
+    """Measure what a graph saves, and its output: storages that are not the weights' or the
+    request's.
+    """
+    own = {
+        t.untyped_storage().data_ptr()
+        for t in (*host.main.state().values(), *frame.tensors.values())
+    }
     seen: dict[int, int] = {}
     kept: list[torch.Tensor] = []
 
@@ -234,14 +276,26 @@ def saved_bytes(host: Host, frame: Frame) -> int:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("name", ["gpt2", "bert-classifier", "vit", "llama"])
-def test_the_estimate_is_what_a_graph_saves(name: str, dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_estimate_is_what_a_graph_saves(
+    name: str, dropout: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host, model = Host(made(name, dropout=dropout), OptimizerConfig("sgd", rate=0.0)), made(name)
     asked: list[Frame] = []
     real = Estimator.of
-    monkeypatch.setattr(Estimator, "of", lambda self, frame, *, learns: (asked.append(frame), real(self, frame, learns=learns))[1])
+    monkeypatch.setattr(
+        Estimator,
+        "of",
+        lambda self, frame, *, learns: (asked.append(frame), real(self, frame, learns=learns))[1],
+    )
     parts: list[Any] = []
     simulated = Estimator._simulated
-    monkeypatch.setattr(Estimator, "_simulated", lambda self, crossing, *, learns: parts.extend(simulated(self, crossing, learns=learns)) or parts)
+    monkeypatch.setattr(
+        Estimator,
+        "_simulated",
+        lambda self, crossing, *, learns: (
+            parts.extend(simulated(self, crossing, learns=learns)) or parts
+        ),
+    )
     with connect(model, InProcess(host)):
         inputs = batch(name, 0)
         loss = model(**{k: v.repeat(8, *[1] * (v.dim() - 1)) for k, v in inputs.items()}).loss
@@ -253,11 +307,17 @@ def test_the_estimate_is_what_a_graph_saves(name: str, dropout: float, monkeypat
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert-classifier", "llama"])
-def test_the_bound_for_blocks_that_cannot_be_simulated_is_not_less(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_for_blocks_that_cannot_be_simulated_is_not_less(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, costs = made(name), []
     asked: list[Frame] = []
     real = Estimator.of
-    monkeypatch.setattr(Estimator, "of", lambda self, frame, *, learns: (asked.append(frame), real(self, frame, learns=learns))[1])
+    monkeypatch.setattr(
+        Estimator,
+        "of",
+        lambda self, frame, *, learns: (asked.append(frame), real(self, frame, learns=learns))[1],
+    )
     for fails in (False, True):
         if fails:
             monkeypatch.setattr(Estimator, "_simulated", lambda *args, **kwargs: 1 / 0)
@@ -268,10 +328,16 @@ def test_the_bound_for_blocks_that_cannot_be_simulated_is_not_less(name: str, mo
     assert costs[0].held <= costs[1].held <= 6 * costs[0].held
 
 
-def test_estimates_are_reused_for_shapes_that_are_a_little_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_estimates_are_reused_for_shapes_that_are_a_little_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     host, model, count = Host(made("gpt2"), ADAMW, memory=1 << 30), made("gpt2"), []
     real = Estimator._simulated
-    monkeypatch.setattr(Estimator, "_simulated", lambda self, crossing, *, learns: (count.append(1), real(self, crossing, learns=learns))[1])
+    monkeypatch.setattr(
+        Estimator,
+        "_simulated",
+        lambda self, crossing, *, learns: (count.append(1), real(self, crossing, learns=learns))[1],
+    )
     with connect(model, InProcess(host)):
         for rows in (16, 15, 16, 14):
             model(**wide(rows)).loss.backward()
@@ -312,7 +378,15 @@ def test_budgets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("500M", 500_000_000), ("8g", 8 * 10**9), ("8GiB", 8 << 30), ("1.5k", 1500), ("100", 100), ("2 MB", 2 * 10**6)]
+    ("text", "size"),
+    [
+        ("500M", 500_000_000),
+        ("8g", 8 * 10**9),
+        ("8GiB", 8 << 30),
+        ("1.5k", 1500),
+        ("100", 100),
+        ("2 MB", 2 * 10**6),
+    ],
 )
 def test_sizes(text: str, size: int) -> None:
     assert read_size(text) == size
@@ -327,7 +401,10 @@ def test_sizes_that_cannot_be_read(text: str) -> None:
 def test_the_limit_of_a_cgroup_counts(tmp_path: Path) -> None:
     listed, root = tmp_path / "cgroup", tmp_path / "fs"
     (root / "a" / "b").mkdir(parents=True)
-    for folder, limit, used in ((root / "a", "1000000", "200000"), (root / "a" / "b", "max", "100000")):
+    for folder, limit, used in (
+        (root / "a", "1000000", "200000"),
+        (root / "a" / "b", "max", "100000"),
+    ):
         (folder / "memory.max").write_text(f"{limit}\n")
         (folder / "memory.current").write_text(f"{used}\n")
     listed.write_text("0::/a/b\n")
@@ -356,12 +433,26 @@ def test_frames_are_bounded_by_the_budget_and_metrics_show_it() -> None:
     ("options", "message"),
     [
         (["--memory", "much"], "a size must be a number of bytes with a unit, got 'much'"),
-        (["--memory", "2G", "--client-memory", "3G"], "memory budgets must be at least 1.0 MB, and a client's at most the server's"),
+        (
+            ["--memory", "2G", "--client-memory", "3G"],
+            "memory budgets must be at least 1.0 MB, and a client's at most the server's",
+        ),
     ],
 )
-def test_budgets_on_the_command_line(options: list[str], message: str, run: Run, tmp_path: Path) -> None:
+def test_budgets_on_the_command_line(
+    options: list[str], message: str, run: Run, tmp_path: Path
+) -> None:
     made("gpt2").save_pretrained(tmp_path / "model")
-    found = run("split", "serve", tmp_path / "model", "--listen", "127.0.0.1:0", "--dtype", "float64", *options)
+    found = run(
+        "split",
+        "serve",
+        tmp_path / "model",
+        "--listen",
+        "127.0.0.1:0",
+        "--dtype",
+        "float64",
+        *options,
+    )
     assert found.code == 1
     assert message in found.err
     assert "hint:" in found.err

@@ -1,4 +1,6 @@
-"""Over gRPC: the same bytes, the same weights; who may not come is refused; a server that dies and comes back is found again."""
+"""Over gRPC: the same bytes, the same weights; who may not come is refused; a server that dies and
+comes back is found again.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +48,17 @@ def test_training_over_mutual_tls_is_training_in_process(tmp_path: Path) -> None
         ):
             train("gpt2", mine, optimizer_of(mine), STEPS)
         assert [s.peer for s in host.sessions.values()] == ["ann"]
-        with Grpc(f"localhost:{server.port}", tls=tls["bob"]) as network, pytest.raises(RefusedError, match="does not know you"):
+        with (
+            Grpc(f"localhost:{server.port}", tls=tls["bob"]) as network,
+            pytest.raises(RefusedError, match="does not know you"),
+        ):
             connect(made("gpt2"), network, patience=3)
         stranger = make_certificates(tmp_path / "other")["client"]
         for tls_or_none in (stranger, None):
-            with Grpc(f"localhost:{server.port}", tls=tls_or_none) as network, pytest.raises(TransportError):
+            with (
+                Grpc(f"localhost:{server.port}", tls=tls_or_none) as network,
+                pytest.raises(TransportError),
+            ):
                 connect(made("gpt2"), network, patience=0.3)
     assert same(whole(mine, host, g), undisturbed())
     assert all(f.stat().st_mode & 0o077 == 0 for f in tmp_path.glob("*.key"))
@@ -62,7 +70,12 @@ def test_large_frames_cross_in_chunks_and_nonsense_is_answered() -> None:
             with Grpc(f"127.0.0.1:{server.port}") as network:
                 reply = decode(network.exchange([memoryview(data)]))
                 assert (reply.kind, reply.values["code"]) == (Kind.ERROR, "magic")
-        large = Frame(Kind.FORWARD, 1, {"session": "0" * 32}, {"z": torch.zeros(1_000_000, dtype=torch.float64)})
+        large = Frame(
+            Kind.FORWARD,
+            1,
+            {"session": "0" * 32},
+            {"z": torch.zeros(1_000_000, dtype=torch.float64)},
+        )
         with Grpc(f"127.0.0.1:{server.port}") as network:
             for _ in range(2):  # on one stream
                 assert decode(network.exchange(encode(large))).values["code"] == "session"
@@ -70,12 +83,21 @@ def test_large_frames_cross_in_chunks_and_nonsense_is_answered() -> None:
 
 def test_certificates_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     """gRPC says the same of a bad file and of a port that is taken."""
-    from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, load_pem_private_key
+    from cryptography.hazmat.primitives.serialization import (
+        BestAvailableEncryption,
+        Encoding,
+        PrivateFormat,
+        load_pem_private_key,
+    )
 
     tls = make_certificates(tmp_path)
     good, host = tls["server"], Host(made("gpt2"))
-    (bad := tmp_path / "bad.pem").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
-    secret = load_pem_private_key(good.key.read_bytes(), None).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"x"))
+    (bad := tmp_path / "bad.pem").write_text(
+        "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+    )
+    secret = load_pem_private_key(good.key.read_bytes(), None).private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"x")
+    )
     (closed := tmp_path / "closed.key").write_bytes(secret)
     for path in (bad, closed):
         path.chmod(0o600)
@@ -84,13 +106,22 @@ def test_certificates_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         (Tls(good.authority, bad, good.key), "bad.pem is no certificate"),
         (Tls(good.authority, good.key, good.key), "server.key is no certificate"),
         (Tls(good.authority, good.certificate, bad), "bad.pem is no private key"),
-        (Tls(good.authority, good.certificate, closed), "closed.key is a private key with a passphrase"),
-        (Tls(good.authority, good.certificate, tls["client"].key), r"client.key is not the key of .*server.pem"),
+        (
+            Tls(good.authority, good.certificate, closed),
+            "closed.key is a private key with a passphrase",
+        ),
+        (
+            Tls(good.authority, good.certificate, tls["client"].key),
+            r"client.key is not the key of .*server.pem",
+        ),
         (Tls(good.authority, good.certificate, tmp_path / "none.key"), "none.key cannot be read"),
     ):
         with pytest.raises((CheckpointError, KeyFileError), match=words):
             Server(host, tls=files)
-        with pytest.raises((CheckpointError, KeyFileError), match=words), Grpc("127.0.0.1:1", tls=files) as network:
+        with (
+            pytest.raises((CheckpointError, KeyFileError), match=words),
+            Grpc("127.0.0.1:1", tls=files) as network,
+        ):
             connect(made("gpt2"), network, patience=0.1)
     Server(host, tls=good).stop()
 
@@ -98,18 +129,26 @@ def test_certificates_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_strangers_and_expired_certificates_are_refused(tmp_path: Path) -> None:
     tls = make_certificates(tmp_path / "good")
     with Server(Host(made("gpt2")), tls=tls["server"]) as server:
-        for other in (make_certificates(tmp_path / "other"), make_certificates(tmp_path / "expired", days=0)):
+        for other in (
+            make_certificates(tmp_path / "other"),
+            make_certificates(tmp_path / "expired", days=0),
+        ):
             if other["client"].certificate.parent.name == "expired":
                 time.sleep(1.1)  # they end in the second that they are made in
             mixed = Tls(tls["server"].authority, other["client"].certificate, other["client"].key)
             for shown in (mixed, other["client"]):
-                with Grpc(f"localhost:{server.port}", tls=shown) as network, pytest.raises(TransportError, match="certificate"):
+                with (
+                    Grpc(f"localhost:{server.port}", tls=shown) as network,
+                    pytest.raises(TransportError, match="certificate"),
+                ):
                     connect(made("gpt2"), network, patience=0.5)
         connect(made("gpt2"), Grpc(f"localhost:{server.port}", tls=tls["client"])).end()
 
 
 def _asked(network: Grpc, data: bytes) -> Any:
-    """The reply, as a client gets it: a stream that the server ends is asked on until another one is open."""
+    """The reply, as a client gets it: a stream that the server ends is asked on until another one
+    is open.
+    """
     for _ in range(50):
         try:
             return network.exchange([memoryview(data)])
@@ -154,7 +193,9 @@ def test_a_server_that_is_gone_for_a_while_is_found_again(tmp_path: Path) -> Non
     port = free_port()
 
     def served() -> Server:
-        return Server(Host(locked(start, None), ADAMW, folder=tmp_path, every=2), f"127.0.0.1:{port}")
+        return Server(
+            Host(locked(start, None), ADAMW, folder=tmp_path, every=2), f"127.0.0.1:{port}"
+        )
 
     servers = [served()]
     timers: list[threading.Timer] = []
@@ -166,7 +207,10 @@ def test_a_server_that_is_gone_for_a_while_is_found_again(tmp_path: Path) -> Non
             timers.append(threading.Timer(0.3, lambda: servers.append(served())))
             timers[-1].start()
 
-    with Grpc(f"127.0.0.1:{port}") as network, connect(mine, network, element=g, rows="batch", secret=5):
+    with (
+        Grpc(f"127.0.0.1:{port}") as network,
+        connect(mine, network, element=g, rows="batch", secret=5),
+    ):
         train("gpt2", mine, optimizer_of(mine), STEPS, after)
     for timer in timers:
         timer.join()
@@ -186,7 +230,9 @@ def test_clients_at_once() -> None:
                 optimizer = optimizer_of(mine)
                 for step in range(3):
                     optimizer.zero_grad()
-                    mine(input_ids=torch.full((1, 4), 3 + seed), labels=torch.full((1, 4), 3 + step)).loss.backward()
+                    mine(
+                        input_ids=torch.full((1, 4), 3 + seed), labels=torch.full((1, 4), 3 + step)
+                    ).loss.backward()
                     optimizer.step()
         except BaseException as error:
             faults.append(error)

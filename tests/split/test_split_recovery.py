@@ -1,4 +1,6 @@
-"""Exactly once: whatever is lost, repeated, reordered or cut off, the weights are those of an undisturbed run, bit for bit."""
+"""Exactly once: whatever is lost, repeated, reordered or cut off, the weights are those of an
+undisturbed run, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,35 @@ import torch
 from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, OptimizerConfig, RemoteBackbone, TransportError, connect
 from regauge.split.client.journal import Folder, JournalError, Memory
-from regauge.split.protocol.frames import Frame, FrameError, Kind, RefusedError, decode, encode, marks
-from support.split_pairs import ADAMW, KINDS, Faulty, batch, columns, locked, made, optimizer_of, same, train, whole
+from regauge.split.protocol.frames import (
+    Frame,
+    FrameError,
+    Kind,
+    RefusedError,
+    decode,
+    encode,
+    marks,
+)
+from support.split_pairs import (
+    ADAMW,
+    KINDS,
+    Faulty,
+    batch,
+    columns,
+    locked,
+    made,
+    optimizer_of,
+    same,
+    train,
+    whole,
+)
 
 STEPS = range(8)
 
 
-def undisturbed(name: str = "gpt2", options: OptimizerConfig = ADAMW, dropout: float = 0.0) -> dict[str, torch.Tensor]:
+def undisturbed(
+    name: str = "gpt2", options: OptimizerConfig = ADAMW, dropout: float = 0.0
+) -> dict[str, torch.Tensor]:
     """The weights after all steps, with a session of a known name: dropout is drawn from it."""
     mine = made(name, dropout=dropout)
     g = columns(mine)
@@ -64,15 +88,24 @@ def test_a_line_that_garbles_nine_requests_in_ten_is_a_bad_line_and_no_reason_to
 
 
 @pytest.mark.parametrize(
-    "options", [ADAMW, OptimizerConfig("sgd", rate=0.1, momentum=0.9, accumulate=3, schedule="linear", steps=20)], ids=["adamw", "sgd"]
+    "options",
+    [
+        ADAMW,
+        OptimizerConfig("sgd", rate=0.1, momentum=0.9, accumulate=3, schedule="linear", steps=20),
+    ],
+    ids=["adamw", "sgd"],
 )
-def test_a_server_that_starts_again_is_told_what_it_lost(tmp_path: Path, options: OptimizerConfig) -> None:
+def test_a_server_that_starts_again_is_told_what_it_lost(
+    tmp_path: Path, options: OptimizerConfig
+) -> None:
     mine = made("gpt2", dropout=0.1)
     g = columns(mine)
     start = locked(mine, g)
 
     def started() -> Host:
-        return Host(locked(start, None), options, folder=tmp_path, every=1 if options.accumulate > 1 else 3)
+        return Host(
+            locked(start, None), options, folder=tmp_path, every=1 if options.accumulate > 1 else 3
+        )
 
     hosts = [started()]
     network = Faulty(lambda: hosts[-1], 0, rate=0.0)
@@ -85,7 +118,9 @@ def test_a_server_that_starts_again_is_told_what_it_lost(tmp_path: Path, options
         torch.manual_seed(0)
         train("gpt2", mine, optimizer_of(mine), STEPS, after)
         assert link.log.saved > 0
-        assert all(n > link.log.saved for n in link.log.journal.requests)  # what is kept there is not kept here
+        assert all(
+            n > link.log.saved for n in link.log.journal.requests
+        )  # what is kept there is not kept here
         hosts.append(started())  # between a forward pass and its backward pass
         loss = mine(**batch("gpt2", 0)).loss
         hosts.append(started())
@@ -151,25 +186,47 @@ class Killing:
 
 
 @pytest.mark.parametrize(("at", "late"), [(6, False), (7, True), (10, True), (13, False)])
-def test_a_client_that_was_killed_goes_on_from_its_own_checkpoint(tmp_path: Path, at: int, late: bool) -> None:
+def test_a_client_that_was_killed_goes_on_from_its_own_checkpoint(
+    tmp_path: Path, at: int, late: bool
+) -> None:
     first = made("gpt2")
     g = columns(first)
     host = Host(locked(first, g), ADAMW, folder=tmp_path / "server", every=2)
     kept: dict = {}
 
-    def run(model: torch.nn.Module, link: RemoteBackbone, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    def run(
+        model: torch.nn.Module, link: RemoteBackbone, optimizer: torch.optim.Optimizer, steps: range
+    ) -> None:
         def after(step: int) -> None:
             if step % 2 == 1:
-                kept.update(step=step + 1, model=clone(model.state_dict()), optimizer=clone(optimizer.state_dict()), link=link.state_dict())
+                kept.update(
+                    step=step + 1,
+                    model=clone(model.state_dict()),
+                    optimizer=clone(optimizer.state_dict()),
+                    link=link.state_dict(),
+                )
                 link.saved()
 
         train("gpt2", model, optimizer, steps, after)
 
     with pytest.raises(KilledError):
-        run(first, link := connect(first, Killing(host, at, late), element=g, rows="batch", journal=tmp_path / "journal"), optimizer_of(first), STEPS)
+        run(
+            first,
+            link := connect(
+                first,
+                Killing(host, at, late),
+                element=g,
+                rows="batch",
+                journal=tmp_path / "journal",
+            ),
+            optimizer_of(first),
+            STEPS,
+        )
     link.close()
     second = made("gpt2")
-    with connect(second, InProcess(host), element=g, rows="batch", journal=tmp_path / "journal") as link:
+    with connect(
+        second, InProcess(host), element=g, rows="batch", journal=tmp_path / "journal"
+    ) as link:
         optimizer = optimizer_of(second)
         if kept:
             second.load_state_dict(kept["model"])
@@ -178,7 +235,9 @@ def test_a_client_that_was_killed_goes_on_from_its_own_checkpoint(tmp_path: Path
         run(second, link, optimizer, range(kept.get("step", 0), len(STEPS)))
         secret = link.secret
     assert host.step == len(STEPS)
-    assert len(list((tmp_path / "journal").glob("*.reply"))) < 4  # no more than since the last checkpoint
+    assert (
+        len(list((tmp_path / "journal").glob("*.reply"))) < 4
+    )  # no more than since the last checkpoint
     calm = made("gpt2")
     other = Host(locked(calm, g), ADAMW)
     with connect(calm, InProcess(other), element=g, rows="batch", secret=secret):
@@ -210,7 +269,10 @@ def test_a_client_that_catches_up_needs_no_network(tmp_path: Path) -> None:
             train("gpt2", second, optimizer, range(3, 4))
         assert link.log.number == 6
     third = made("gpt2")
-    with connect(third, InProcess(host), journal=tmp_path), pytest.raises(JournalError, match="request 1 is not the one"):
+    with (
+        connect(third, InProcess(host), journal=tmp_path),
+        pytest.raises(JournalError, match="request 1 is not the one"),
+    ):
         train("gpt2", third, optimizer_of(third), range(5, 6))
 
 
@@ -230,8 +292,19 @@ def test_what_is_wrong_is_refused_by_name_and_the_session_goes_on() -> None:
     good = sent[-1]
     z = good.tensors["hidden_states"]
 
-    def asked(code: str, number: int = 2, kind: Kind = Kind.FORWARD, values: dict | None = None, tensors: dict | None = None) -> None:
-        frame = Frame(kind, number, {**good.values, **(values or {})}, {**good.tensors, **(tensors or {})} if kind is Kind.FORWARD else tensors)
+    def asked(
+        code: str,
+        number: int = 2,
+        kind: Kind = Kind.FORWARD,
+        values: dict | None = None,
+        tensors: dict | None = None,
+    ) -> None:
+        frame = Frame(
+            kind,
+            number,
+            {**good.values, **(values or {})},
+            {**good.tensors, **(tensors or {})} if kind is Kind.FORWARD else tensors,
+        )
         reply = decode(exchange(encode(frame)))
         assert (reply.kind, reply.values["code"]) == (Kind.ERROR, code), reply.values
         assert host.sessions["0" * 32].done == 1
@@ -250,7 +323,13 @@ def test_what_is_wrong_is_refused_by_name_and_the_session_goes_on() -> None:
     asked("layout", values={"order": [0, 9]})
     asked("layout", values={"plain": [["use_cache", "yes"]]})
     asked("layout", tensors={"stranger": z})
-    asked("arguments", values={"layouts": [[["hidden_states", "hidden_states"], ["__class__", "__class__"]]], "order": [0, 0]})
+    asked(
+        "arguments",
+        values={
+            "layouts": [[["hidden_states", "hidden_states"], ["__class__", "__class__"]]],
+            "order": [0, 0],
+        },
+    )
     asked("arguments", values={"layouts": [[["position_ids", "hidden_states"]]], "order": [0, 0]})
     asked("layout", values={"wants": ["position_ids"]})
     asked("graph", kind=Kind.BACKWARD, values={"of": 7}, tensors={"stream": z})
@@ -285,7 +364,9 @@ def test_what_is_wrong_is_refused_by_name_and_the_session_goes_on() -> None:
 def test_a_handshake_compares_all_that_must_agree(code: str, change: dict) -> None:
     host = Host(made("gpt2"), ADAMW, key="beef")
     link = connect(made("gpt2"), InProcess(host), key="beef")
-    reply = decode(InProcess(host).exchange(encode(Frame(Kind.HELLO, 0, {**link.log.hello, **change}))))
+    reply = decode(
+        InProcess(host).exchange(encode(Frame(Kind.HELLO, 0, {**link.log.hello, **change})))
+    )
     assert (reply.kind, reply.values["code"]) == (Kind.ERROR, code)
 
 
@@ -356,7 +437,9 @@ def test_mutated_requests_are_answered_and_the_session_goes_on() -> None:
             reply = decode(InProcess(host).exchange(encode(frame)))
             codes[reply.values.get("code")] = codes.get(reply.values.get("code"), 0) + 1
             now = host.sessions["0" * 32].done
-            assert now == done or (now == done + 1 and frame.number == now and reply.kind is not Kind.ERROR)
+            assert now == done or (
+                now == done + 1 and frame.number == now and reply.kind is not Kind.ERROR
+            )
         assert len(codes) > 6
         assert all(bool(torch.isfinite(t).all()) for t in host.backbone().values())
         link.log.number = host.sessions["0" * 32].done  # as if all had been this client's own
@@ -370,7 +453,21 @@ def mutated(frame: Frame, dice: random.Random, done: int) -> Frame:
     values, tensors = dict(frame.values), dict(frame.tensors)
     what = dice.randrange(6)
     if what == 0 and values:
-        values[dice.choice(sorted(values))] = dice.choice([None, -1, 10**12, "x", [], [[]], [["a", "b"]], True, 0.5, [None] * 3, ["hidden_states"]])
+        values[dice.choice(sorted(values))] = dice.choice(
+            [
+                None,
+                -1,
+                10**12,
+                "x",
+                [],
+                [[]],
+                [["a", "b"]],
+                True,
+                0.5,
+                [None] * 3,
+                ["hidden_states"],
+            ]
+        )
     if what == 1 and values:
         name = dice.choice(sorted(values))
         found = values[name]
@@ -380,10 +477,33 @@ def mutated(frame: Frame, dice: random.Random, done: int) -> Frame:
     if what == 3 and tensors:
         name = dice.choice(sorted(tensors))
         t = tensors[name]
-        tensors[name] = dice.choice([t[:0], t.float(), t.long(), t[..., :1], t.flatten(), t * float("inf"), t.unsqueeze(0), t.bool()])
-    if what == 4 and tensors:
-        tensors[dice.choice(["stream", "attention_mask", "position_embeddings.7", "a.b", "", "past_key_values", "hidden_states@1"])] = next(
-            iter(tensors.values())
+        tensors[name] = dice.choice(
+            [
+                t[:0],
+                t.float(),
+                t.long(),
+                t[..., :1],
+                t.flatten(),
+                t * float("inf"),
+                t.unsqueeze(0),
+                t.bool(),
+            ]
         )
+    if what == 4 and tensors:
+        tensors[
+            dice.choice(
+                [
+                    "stream",
+                    "attention_mask",
+                    "position_embeddings.7",
+                    "a.b",
+                    "",
+                    "past_key_values",
+                    "hidden_states@1",
+                ]
+            )
+        ] = next(iter(tensors.values()))
     number = done + 1 if dice.random() < 0.8 else dice.choice([0, 1, done, done + 2, 2**63])
-    return Frame(dice.choice([Kind.FORWARD, Kind.BACKWARD, frame.kind, frame.kind]), number, values, tensors)
+    return Frame(
+        dice.choice([Kind.FORWARD, Kind.BACKWARD, frame.kind, frame.kind]), number, values, tensors
+    )

@@ -1,4 +1,6 @@
-"""What a server does beside answering: quotas, metrics, health, mixed precision, compiled blocks, copies that are averaged, a quiet end."""
+"""What a server does beside answering: quotas, metrics, health, mixed precision, compiled blocks,
+copies that are averaged, a quiet end.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def named(letter: str) -> Memory:
 
 def test_quotas_are_read_and_refused_by_line() -> None:
     assert read_quota("sessions=2 requests=0.5, bytes=1.5M") == Quota(2, 0.5, 1_500_000)
-    found = read_clients("# who may come\nann\n\nbob\tsessions=3  # of the other team\n", Quota(requests=9))
+    found = read_clients(
+        "# who may come\nann\n\nbob\tsessions=3  # of the other team\n", Quota(requests=9)
+    )
     assert found == {"ann": Quota(requests=9), "bob": Quota(3, 9)}
     for text in ("requests", "sessions=1.5", "bytes=-1", "speed=3"):
         with pytest.raises(QuotaError, match="is no quota"):
@@ -62,7 +66,10 @@ def test_requests_and_bytes_are_counted_over_time() -> None:
     assert [busy("ann", 10) for _ in range(3)] == [False, False, True]
     assert [busy("bob", 10**9) for _ in range(3)] == [False] * 3
     now[0] = 0.6
-    assert [busy("ann", 1000), busy("ann", 1)] == [False, True]  # a large one passes, and is waited for
+    assert [busy("ann", 1000), busy("ann", 1)] == [
+        False,
+        True,
+    ]  # a large one passes, and is waited for
     now[0] = 30.0
     assert busy("ann", 1)  # 580 + 294 - 1000 is less than nothing
     now[0] = 60.0
@@ -185,7 +192,10 @@ def test_copies_become_their_mean_after_steps_of_each() -> None:
     host = Host(made("gpt2"), ADAMW, average=2)
     start = host.backbone()
     ann, bob = made("gpt2"), made("gpt2")
-    with connect(ann, InProcess(host), journal=named("a")), connect(bob, InProcess(host), journal=named("b"), patience=0.0) as link:
+    with (
+        connect(ann, InProcess(host), journal=named("a")),
+        connect(bob, InProcess(host), journal=named("b"), patience=0.0) as link,
+    ):
         optimizers = optimizer_of(ann), optimizer_of(bob)
         stepped(ann, range(1), optimizers[0])
         stepped(bob, range(10, 12), optimizers[1])
@@ -197,7 +207,9 @@ def test_copies_become_their_mean_after_steps_of_each() -> None:
         stepped(ann, range(1, 2), optimizers[0])
         expected = mean([(1, alone[0]), (1, alone[1])])
         assert same(dict(host.main.state()), expected)
-        assert all(same(dict(s.learner.state()), expected) for s in host.sessions.values() if s.learner)
+        assert all(
+            same(dict(s.learner.state()), expected) for s in host.sessions.values() if s.learner
+        )
         link.log.patience = 60.0
         stepped(bob, range(12, 13), optimizers[1])
         assert host.step == 5
@@ -208,11 +220,18 @@ def test_whoever_leaves_or_is_away_counts_by_what_was_done() -> None:
     for how in ("leaves", "is away"):
         host = Host(made("gpt2"), ADAMW, average=2, away=0.0 if how == "is away" else 60.0)
         ann, bob = made("gpt2"), made("gpt2")
-        with connect(ann, InProcess(host), journal=named("a")), connect(bob, InProcess(host), journal=named("b")) as link:
+        with (
+            connect(ann, InProcess(host), journal=named("a")),
+            connect(bob, InProcess(host), journal=named("b")) as link,
+        ):
             optimizer, other = optimizer_of(ann), optimizer_of(bob)
             stepped(bob, range(10, 11), other)
             stepped(ann, range(2), optimizer)
-            copies = {n: {k: t.clone() for k, t in s.learner.state().items()} for n, s in host.sessions.items() if s.learner}
+            copies = {
+                n: {k: t.clone() for k, t in s.learner.state().items()}
+                for n, s in host.sessions.items()
+                if s.learner
+            }
             expected = mean([(2, copies["a" * 32]), (1, copies["b" * 32])])
             if how == "leaves":
                 link.end()
@@ -239,10 +258,18 @@ def test_averaging_needs_training_and_its_own_checkpoint(tmp_path: Path) -> None
 
 
 class Restarting:
-    """A server that is lost, with all since its checkpoint, after every so many requests that it has answered, eight times at most."""
+    """A server that is lost, with all since its checkpoint, after every so many requests that it
+    has answered, eight times at most.
+    """
 
     def __init__(self, started: Callable[[], Host], after: int) -> None:
-        self.started, self.after, self.count, self.hosts, self.lock = started, after, 0, [started()], threading.Lock()
+        self.started, self.after, self.count, self.hosts, self.lock = (
+            started,
+            after,
+            0,
+            [started()],
+            threading.Lock(),
+        )
 
     def exchange(self, request: Any) -> bytes:
         with self.lock:
@@ -255,10 +282,17 @@ class Restarting:
 
 
 def averaged(folder: Path, after: int, at_once: bool) -> tuple[dict[str, torch.Tensor], list[Host]]:
-    """Two clients of six steps each, with a mean after every two; at once, or one after the other."""
-    network = Restarting(lambda: Host(made("gpt2"), ADAMW, folder=folder, every=2, average=2), after)
+    """Two clients of six steps each, with a mean after every two; at once, or one after the
+    other.
+    """
+    network = Restarting(
+        lambda: Host(made("gpt2"), ADAMW, folder=folder, every=2, average=2), after
+    )
     models = [made("gpt2"), made("gpt2")]
-    links: list[RemoteBackbone] = [connect(m, network, journal=named("ab"[i]), rows="batch", secret=5) for i, m in enumerate(models)]
+    links: list[RemoteBackbone] = [
+        connect(m, network, journal=named("ab"[i]), rows="batch", secret=5)
+        for i, m in enumerate(models)
+    ]
     for link in links:
         link.log.sleep = lambda seconds: time.sleep(min(seconds, 0.005))
     optimizers = [optimizer_of(m) for m in models]
@@ -328,15 +362,23 @@ def test_the_health_service_is_beside_the_server() -> None:
             assert caught.value.code().name == code
         watched = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"", timeout=60)
         assert next(watched) == SERVING
-        assert next(channel.unary_stream("/grpc.health.v1.Health/Watch")(b"\n\x05other", timeout=60)) == UNKNOWN
+        assert (
+            next(channel.unary_stream("/grpc.health.v1.Health/Watch")(b"\n\x05other", timeout=60))
+            == UNKNOWN
+        )
         threading.Thread(target=server.stop).start()
         assert next(watched) == NOT_SERVING
 
 
 def test_health_as_the_library_asks() -> None:
     health = pytest.importorskip("grpc_health.v1.health_pb2")
-    assert health.HealthCheckResponse.FromString(SERVING).status == health.HealthCheckResponse.SERVING
-    assert asked_for(health.HealthCheckRequest(service="regauge.Split").SerializeToString()) == "regauge.Split"
+    assert (
+        health.HealthCheckResponse.FromString(SERVING).status == health.HealthCheckResponse.SERVING
+    )
+    assert (
+        asked_for(health.HealthCheckRequest(service="regauge.Split").SerializeToString())
+        == "regauge.Split"
+    )
 
 
 def test_metrics_say_what_was_done(tmp_path: Path) -> None:
@@ -351,7 +393,9 @@ def test_metrics_say_what_was_done(tmp_path: Path) -> None:
         with connect(mine, network):
             train("gpt2", mine, optimizer_of(mine), range(3))
             open_one = mine(**batch("gpt2", 3)).loss
-            with urllib.request.urlopen(f"http://127.0.0.1:{page.port}/metrics", timeout=20) as reply:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{page.port}/metrics", timeout=20
+            ) as reply:
                 assert reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
                 text = reply.read().decode()
             with pytest.raises(urllib.error.HTTPError, match="404"):
@@ -361,13 +405,20 @@ def test_metrics_say_what_was_done(tmp_path: Path) -> None:
     numbers = {}
     for line in text.splitlines():
         if not line.startswith("#"):
-            matched = re.fullmatch(r'([a-z_]+(?:\{kind="[a-z]+",result="[a-z]+"\})?) ([0-9.e+-]+)', line)
+            matched = re.fullmatch(
+                r'([a-z_]+(?:\{kind="[a-z]+",result="[a-z]+"\})?) ([0-9.e+-]+)', line
+            )
             assert matched is not None, line
             numbers[matched[1].removeprefix("regauge_split_")] = float(matched[2])
     assert numbers["steps_total"] == 3
     assert numbers['requests_total{kind="forward",result="ok"}'] == 4
     assert numbers['requests_total{kind="backward",result="ok"}'] == 3
-    assert (numbers["sessions"], numbers["passes_open"], numbers["checkpoint_step"], numbers["streams"]) == (1, 1, 2, 1)
+    assert (
+        numbers["sessions"],
+        numbers["passes_open"],
+        numbers["checkpoint_step"],
+        numbers["streams"],
+    ) == (1, 1, 2, 1)
     assert min(numbers["received_bytes_total"], numbers["sent_bytes_total"]) > 1000
     assert numbers["compute_seconds_total"] > 0
     assert "regauge_split_steps_total 3\n" in text_of(host)
@@ -387,7 +438,9 @@ def test_metrics_on_a_port_that_is_taken() -> None:
 
 
 def test_a_server_that_stops_finishes_what_is_under_way(tmp_path: Path) -> None:
-    """The reply of a step that is being computed arrives, the checkpoint has it, and the next server goes on."""
+    """The reply of a step that is being computed arrives, the checkpoint has it, and the next
+    server goes on.
+    """
     pytest.importorskip("grpc")
     from regauge.split.server.network import Grpc, Server
     from support.ports import free_port
@@ -402,7 +455,9 @@ def test_a_server_that_stops_finishes_what_is_under_way(tmp_path: Path) -> None:
                 release.wait(30)
             return super().answer(frame, peer)
 
-    servers: list[Server] = [Server(Slow(made("gpt2"), ADAMW, folder=tmp_path), f"127.0.0.1:{port}")]
+    servers: list[Server] = [
+        Server(Slow(made("gpt2"), ADAMW, folder=tmp_path), f"127.0.0.1:{port}")
+    ]
     replies: list[int] = []
 
     def stop() -> None:
@@ -429,7 +484,9 @@ def test_a_server_that_stops_finishes_what_is_under_way(tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_session_is_kept(tmp_path: Path) -> None:
-    """A client that is done sends nothing again: what it asked for must outlive the server from then on."""
+    """A client that is done sends nothing again: what it asked for must outlive the server from
+    then on.
+    """
     mine = made("gpt2")
     host = Host(made("gpt2"), ADAMW, folder=tmp_path, every=1000)
     with connect(mine, InProcess(host)) as link:
@@ -441,7 +498,17 @@ def test_the_end_of_a_session_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_training_is_told() -> None:
-    told = OptimizerConfig("sgd", 0.1, decay=0.2, momentum=0.9, schedule="linear", warmup=1, steps=9, clip=0.5, accumulate=2).told()
+    told = OptimizerConfig(
+        "sgd",
+        0.1,
+        decay=0.2,
+        momentum=0.9,
+        schedule="linear",
+        warmup=1,
+        steps=9,
+        clip=0.5,
+        accumulate=2,
+    ).told()
     assert told == {
         "optimizer": "sgd",
         "rate": 0.1,

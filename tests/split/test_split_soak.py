@@ -1,4 +1,6 @@
-"""Memory over many messages, every tenth stream of which is cancelled in the middle. REGAUGE_MESSAGES is how many (200,000)."""
+"""Memory over many messages, every tenth stream of which is cancelled in the middle.
+REGAUGE_MESSAGES is how many (200,000).
+"""
 
 from __future__ import annotations
 
@@ -83,5 +85,8 @@ def test_memory_stays_where_it_is() -> None:
     warm = next(s for s in sizes if s[0] >= MESSAGES // 10)
     end = sizes[-1]
     for who, a, b in zip(("client", "server"), warm[1:], end[1:], strict=True):
-        print(f"{who}: {a / 1e6:.1f} MB after {warm[0]} messages, {b / 1e6:.1f} MB after {end[0]}", file=sys.stderr)
+        print(
+            f"{who}: {a / 1e6:.1f} MB after {warm[0]} messages, {b / 1e6:.1f} MB after {end[0]}",
+            file=sys.stderr,
+        )
         assert b < (1 + GROWTH) * a, who

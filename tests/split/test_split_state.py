@@ -26,7 +26,9 @@ SESSION = "0" * 32
 
 def tensors_of(host: Host) -> list[torch.Tensor]:
     learner = host.main
-    moments = [t for _, entries in sorted(learner.moments().items()) for _, t in sorted(entries.items())]
+    moments = [
+        t for _, entries in sorted(learner.moments().items()) for _, t in sorted(entries.items())
+    ]
     return [*learner.names.values(), *learner.masters.values(), *moments]
 
 
@@ -44,8 +46,12 @@ def unchanged(host: Host, before: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
-def test_a_half_precision_backbone_trains_near_float32(tmp_path: Path, dtype: torch.dtype, optimizer: str) -> None:
-    """Steps are smaller than the spacing of the half-precision weights, and must add up all the same."""
+def test_a_half_precision_backbone_trains_near_float32(
+    tmp_path: Path, dtype: torch.dtype, optimizer: str
+) -> None:
+    """Steps are smaller than the spacing of the half-precision weights, and must add up all the
+    same.
+    """
     options = OptimizerConfig(optimizer, rate=1e-4 if optimizer != "sgd" else 1e-3)
     moved: list[dict[str, torch.Tensor]] = []
     for kind in (dtype, torch.float32):
@@ -64,7 +70,10 @@ def test_a_half_precision_backbone_trains_near_float32(tmp_path: Path, dtype: to
         moved.append({n: m.detach() - first[n] for n, m in host.main.masters.items()})
         again = Host(made("gpt2").to(kind), options, folder=tmp_path / str(kind))
         assert unchanged(again, snapshot_of(host))
-    half, full = (torch.cat([t.flatten() for n, t in sorted(m.items()) if "c_attn.bias" not in n]) for m in moved)
+    half, full = (
+        torch.cat([t.flatten() for n, t in sorted(m.items()) if "c_attn.bias" not in n])
+        for m in moved
+    )
     assert float((half - full).norm() / full.norm()) < (0.05 if dtype is torch.float16 else 0.3)
 
 
@@ -80,7 +89,10 @@ def test_float32_and_float64_have_no_copies_and_step_as_torch_does() -> None:
     for dtype in (torch.float32, torch.float64):
         a, b = made("gpt2", dtype), made("gpt2", dtype)
         options = OptimizerConfig("adamw", 1e-2, clip=0.1, decay=0.1, schedule="linear", steps=9)
-        own, plain = MasterOptimizer(options, dict(a.named_parameters())), options.build(b.parameters())
+        own, plain = (
+            MasterOptimizer(options, dict(a.named_parameters())),
+            options.build(b.parameters()),
+        )
         assert all(own.masters[n] is p for n, p in a.named_parameters())
         for step in range(3):
             for model in (a, b):
@@ -97,21 +109,38 @@ def test_float32_and_float64_have_no_copies_and_step_as_torch_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_step_that_is_not_finite_is_undone_exactly(tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_is_not_finite_is_undone_exactly(
+    tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
     """The weights would leave the range of their dtype."""
-    host = Host(made("gpt2", dtype), OptimizerConfig("sgd", rate=3e38 if dtype is torch.float32 else 1e8, momentum=0.9), folder=tmp_path, every=1)
+    host = Host(
+        made("gpt2", dtype),
+        OptimizerConfig("sgd", rate=3e38 if dtype is torch.float32 else 1e8, momentum=0.9),
+        folder=tmp_path,
+        every=1,
+    )
     mine = made("gpt2", dtype)
     with connect(mine, InProcess(host)) as link:
         before, path = snapshot_of(host), tmp_path / "split.safetensors"
-        with caplog.at_level(logging.WARNING, "regauge.split"), pytest.raises(RefusedError, match="must leave finite weights") as error:
+        with (
+            caplog.at_level(logging.WARNING, "regauge.split"),
+            pytest.raises(RefusedError, match="must leave finite weights") as error,
+        ):
             (mine(**batch("gpt2", 0, dtype)).loss * 1e3).backward()
         assert error.value.code == "nonfinite"
         assert error.value.hint
         assert "a step was undone" in caplog.text
         assert unchanged(host, before)
-        assert (host.step, host.main.step, host.main.waiting, host.main.gradients()) == (0, 0, 0, {})
+        assert (host.step, host.main.step, host.main.waiting, host.main.gradients()) == (
+            0,
+            0,
+            0,
+            {},
+        )
         assert not path.exists()
-        host.training = host.main.training = host.main.optimizer.training = OptimizerConfig("sgd", rate=1e-3, momentum=0.9)  # type: ignore[union-attr]
+        host.training = host.main.training = host.main.optimizer.training = OptimizerConfig(
+            "sgd", rate=1e-3, momentum=0.9
+        )  # type: ignore[union-attr]
         mine(**batch("gpt2", 1, dtype)).loss.backward()  # the session goes on
         assert link.log.greet()["done"] == 3  # two forward passes and a backward pass
     assert host.step == 1
@@ -119,12 +148,17 @@ def test_a_step_that_is_not_finite_is_undone_exactly(tmp_path: Path, dtype: torc
     assert are_finite(tensors_of(host))
 
 
-def test_gradients_that_wait_for_a_step_are_dropped_with_it_also_after_a_restart(tmp_path: Path) -> None:
+def test_gradients_that_wait_for_a_step_are_dropped_with_it_also_after_a_restart(
+    tmp_path: Path,
+) -> None:
     """One client's huge gradient does not block the steps of all others."""
     options = OptimizerConfig("sgd", rate=100.0, accumulate=2)
     host = Host(made("gpt2", torch.float16), options, folder=tmp_path, every=1000)
     models = [made("gpt2", torch.float16) for _ in range(2)]
-    links = [connect(m, InProcess(host, peer)) for m, peer in zip(models, ("mallory", "ann"), strict=True)]
+    links = [
+        connect(m, InProcess(host, peer))
+        for m, peer in zip(models, ("mallory", "ann"), strict=True)
+    ]
     before = snapshot_of(host)
     (models[0](**batch("gpt2", 0, torch.float16)).loss * 1.5e4).backward()
     assert host.main.gradients()
@@ -141,7 +175,9 @@ def test_gradients_that_wait_for_a_step_are_dropped_with_it_also_after_a_restart
 
 
 @pytest.mark.parametrize("error", [MemoryError("none left"), RuntimeError("a kernel failed")])
-def test_a_step_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_a_step_that_fails_half_way_is_undone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     host = Host(made("gpt2"), ADAMW)
     mine, calm, other = made("gpt2"), made("gpt2"), Host(made("gpt2"), ADAMW)
     with connect(mine, InProcess(host)), connect(calm, InProcess(other)):
@@ -187,7 +223,14 @@ def test_nothing_that_is_not_finite_is_written(tmp_path: Path) -> None:
 
 def test_the_finiteness_check_is_exact() -> None:
     big = torch.full((4000,), 3e38)  # its norm overflows, and it is finite
-    assert are_finite([big, torch.zeros(0), torch.ones(2, dtype=torch.int64), torch.full((9,), 6e4, dtype=torch.float16)])
+    assert are_finite(
+        [
+            big,
+            torch.zeros(0),
+            torch.ones(2, dtype=torch.int64),
+            torch.full((9,), 6e4, dtype=torch.float16),
+        ]
+    )
     assert not are_usable([big])
     assert are_usable([torch.full((4000,), 1.8e19)])
     for bad in (math.nan, math.inf, -math.inf):
@@ -213,12 +256,19 @@ def test_a_step_without_gradients_does_not_count(tmp_path: Path) -> None:
         for _ in range(20):
             reply = asked(host, Frame(Kind.STEP, 1, {"session": session}))
             assert (reply.kind, reply.values["code"]) == (Kind.ERROR, "empty")
-        assert (host.step, host.main.step, host.main.waiting, host.sessions[session].done) == (0, 0, 0, 0)
+        assert (host.step, host.main.step, host.main.waiting, host.sessions[session].done) == (
+            0,
+            0,
+            0,
+            0,
+        )
         assert not (tmp_path / "split.safetensors").exists()
         train("gpt2", mine, optimizer_of(mine), range(1))
         assert asked(host, Frame(Kind.STEP, 3, {"session": session})).values["code"] == "empty"
         assert host.step == 1
-        losses = [mine(**batch("gpt2", step)).loss for step in (1, 2, 3)]  # one stays open: the client ends with STEP
+        losses = [
+            mine(**batch("gpt2", step)).loss for step in (1, 2, 3)
+        ]  # one stays open: the client ends with STEP
         torch.autograd.backward(losses[:2])
         assert host.requests["step", "ok"] == 1
         assert host.step == 2
@@ -227,7 +277,10 @@ def test_a_step_without_gradients_does_not_count(tmp_path: Path) -> None:
 def test_a_step_is_not_taken_with_another_clients_gradients() -> None:
     host = Host(made("gpt2"), OptimizerConfig("sgd", 0.1, accumulate=2))
     mine = made("gpt2")
-    with connect(mine, InProcess(host, "ann")), connect(made("gpt2"), InProcess(host, "mallory")) as other:
+    with (
+        connect(mine, InProcess(host, "ann")),
+        connect(made("gpt2"), InProcess(host, "mallory")) as other,
+    ):
         mine(**batch("gpt2", 0)).loss.backward()
         before = snapshot_of(host)
         reply = asked(host, Frame(Kind.STEP, 1, {"session": other.told["session"]}), "mallory")
@@ -237,7 +290,9 @@ def test_a_step_is_not_taken_with_another_clients_gradients() -> None:
 
 
 def test_whose_gradients_went_with_anothers_step_is_answered_and_not_counted() -> None:
-    """Ann has gone back through one of two passes when bob's step takes her gradient along: her own STEP is honest, and has nothing left to do."""
+    """Ann has gone back through one of two passes when bob's step takes her gradient along: her own
+    STEP is honest, and has nothing left to do.
+    """
     host = Host(made("gpt2"), OptimizerConfig("sgd", 0.1))
     ann, bob = made("gpt2"), made("gpt2")
     with connect(ann, InProcess(host, "ann")) as link, connect(bob, InProcess(host, "bob")):
@@ -255,7 +310,9 @@ def test_whose_gradients_went_with_anothers_step_is_answered_and_not_counted() -
 # Clients that are revoked
 
 
-def test_a_revoked_client_is_cut_off_and_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_revoked_client_is_cut_off_and_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     pytest.importorskip("grpc")
     from regauge.split.protocol.certificates import make_certificates
     from regauge.split.server import client_list
@@ -302,7 +359,9 @@ def test_a_revoked_client_is_cut_off_and_others_go_on(tmp_path: Path, monkeypatc
             train("gpt2", models["bob"], optimizer_of(models["bob"]), range(1))
         with connect(made("gpt2"), bob) as again:
             assert again.told["done"] == 0
-    assert [s.peer for s in Host(made("gpt2"), ADAMW, folder=tmp_path / "kept").sessions.values()].count("bob") == 1
+    assert [
+        s.peer for s in Host(made("gpt2"), ADAMW, folder=tmp_path / "kept").sessions.values()
+    ].count("bob") == 1
 
 
 def wait_for(true: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -314,12 +373,18 @@ def wait_for(true: Callable[[], bool], seconds: float = 20.0) -> None:
 
 def test_a_request_that_waited_while_its_client_was_revoked_is_refused() -> None:
     host, mine = Host(made("gpt2"), ADAMW, average=2), made("gpt2")
-    with connect(mine, InProcess(host, "mallory")) as link, connect(made("gpt2"), InProcess(host, "ann")) as other:
+    with (
+        connect(mine, InProcess(host, "mallory")) as link,
+        connect(made("gpt2"), InProcess(host, "ann")) as other,
+    ):
         train("gpt2", mine, optimizer_of(mine), range(1))
         before = host.backbone()
         host.clients = frozenset({"ann"})
         assert host.end_unlisted() == ["mallory"]
-        for frame in (Frame(Kind.HELLO, 0, link.log.hello), Frame(Kind.STEP, 3, {"session": link.told["session"]})):
+        for frame in (
+            Frame(Kind.HELLO, 0, link.log.hello),
+            Frame(Kind.STEP, 3, {"session": link.told["session"]}),
+        ):
             assert asked(host, frame, "mallory").values["code"] == "client"
         assert asked(host, Frame(Kind.HELLO, 0, other.log.hello), "ann").kind is Kind.WELCOME
         assert not host.rounds.left  # what it trained in this round is not averaged
@@ -336,7 +401,9 @@ def test_a_private_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
         tls[name].read()
         for mode in (0o644, 0o640, 0o604):
             tls[name].key.chmod(mode)
-            with pytest.raises(KeyFileError, match=f"can be read by others \\(mode {mode:04o}\\)") as error:
+            with pytest.raises(
+                KeyFileError, match=f"can be read by others \\(mode {mode:04o}\\)"
+            ) as error:
                 tls[name].read()
             assert "chmod 600" in (error.value.hint or "")
         tls[name].key.chmod(0o400)
@@ -347,10 +414,24 @@ def test_a_private_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_handshake_does_not_change_how_the_server_trains() -> None:
-    host, mine, calm, other = Host(made("gpt2"), ADAMW), made("gpt2"), made("gpt2"), Host(made("gpt2"), ADAMW)
+    host, mine, calm, other = (
+        Host(made("gpt2"), ADAMW),
+        made("gpt2"),
+        made("gpt2"),
+        Host(made("gpt2"), ADAMW),
+    )
     with connect(mine, InProcess(host)) as link, connect(calm, InProcess(other)):
         train("gpt2", mine, optimizer_of(mine), range(1))
-        hostile = {"rate": 1e9, "optimizer": "sgd", "accumulate": 0, "clip": 0.0, "steps": 1, "trains": False, "step": 10**9, "done": 99}
+        hostile = {
+            "rate": 1e9,
+            "optimizer": "sgd",
+            "accumulate": 0,
+            "clip": 0.0,
+            "steps": 1,
+            "trains": False,
+            "step": 10**9,
+            "done": 99,
+        }
         reply = asked(host, Frame(Kind.HELLO, 0, {**link.log.hello, **hostile}))
         assert reply.kind is Kind.WELCOME
         assert {k: reply.values[k] for k in ADAMW.told()} == ADAMW.told()
@@ -360,7 +441,9 @@ def test_a_handshake_does_not_change_how_the_server_trains() -> None:
     assert same(host.backbone(), other.backbone())
 
 
-def test_nobody_makes_the_server_forget_anothers_ended_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_makes_the_server_forget_anothers_ended_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Otherwise requests of that session, sent again, would be applied a second time."""
     from regauge.split.server import host as module
 
@@ -403,7 +486,9 @@ WEIGHT = "weight/transformer.h.0.ln_1.weight"
 MOMENT = "optimizer/transformer.h.0.ln_1.weight/exp_avg_sq"
 
 
-def _about(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
+def _about(
+    change: Callable[[dict[str, Any]], object],
+) -> Callable[[dict[str, torch.Tensor], dict[str, str]], object]:
     def apply(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
         about = json.loads(metadata["about"])
         change(about)
@@ -428,9 +513,15 @@ DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], object]] =
     "a moment is negative": lambda t, m: t[MOMENT].fill_(-1.0),
     "a moment is Inf": lambda t, m: t[MOMENT].fill_(math.inf),
     "a moment has another shape": lambda t, m: t.update({MOMENT: t[MOMENT][:2]}),
-    "a gradient has another shape": lambda t, m: t.update({"gradient/transformer.h.0.ln_1.weight": torch.ones(3)}),
-    "a frame is cut": lambda t, m: t.update({k: v[:-1].clone() for k, v in t.items() if k.endswith("/reply")}),
-    "a frame is no bytes": lambda t, m: t.update({k: v.double() for k, v in t.items() if k.startswith("frame/")}),
+    "a gradient has another shape": lambda t, m: t.update(
+        {"gradient/transformer.h.0.ln_1.weight": torch.ones(3)}
+    ),
+    "a frame is cut": lambda t, m: t.update(
+        {k: v[:-1].clone() for k, v in t.items() if k.endswith("/reply")}
+    ),
+    "a frame is no bytes": lambda t, m: t.update(
+        {k: v.double() for k, v in t.items() if k.startswith("frame/")}
+    ),
     "a frame of nobody": lambda t, m: t.update({"frame/x/1": torch.zeros(4, dtype=torch.uint8)}),
     "a copy of nobody": _about(lambda a: a["copies"].update(x=[1, 1, 1])),
     "a step is negative": _about(lambda a: a.update(step=-1)),
@@ -486,7 +577,9 @@ def test_a_flipped_bit_or_a_cut_file_is_found(saved: Path, tmp_path: Path, at: f
         Host(made("gpt2"), OPTIONS, folder=tmp_path)
 
 
-def test_a_server_that_only_serves_for_a_while_loses_no_training_state(saved: Path, tmp_path: Path) -> None:
+def test_a_server_that_only_serves_for_a_while_loses_no_training_state(
+    saved: Path, tmp_path: Path
+) -> None:
     (tmp_path / "split.safetensors").write_bytes(saved.read_bytes())
     Host(made("gpt2"), folder=tmp_path).keep()
     a, b = (Host(made("gpt2"), OPTIONS, folder=folder) for folder in (saved.parent, tmp_path))
@@ -498,21 +591,33 @@ def test_a_server_that_only_serves_for_a_while_loses_no_training_state(saved: Pa
 
 
 def test_a_learner_that_is_copied_has_its_masters(tmp_path: Path) -> None:
-    """Copies of a half-precision backbone start from the masters, not from their rounded weights, and are saved and averaged in float32."""
-    host = Host(made("gpt2", torch.float16), OptimizerConfig("sgd", 1e-3), average=2, folder=tmp_path)
+    """Copies of a half-precision backbone start from the masters, not from their rounded weights,
+    and are saved and averaged in float32.
+    """
+    host = Host(
+        made("gpt2", torch.float16), OptimizerConfig("sgd", 1e-3), average=2, folder=tmp_path
+    )
     with torch.no_grad():
         for master in host.main.masters.values():
             master.mul_(1 + 1e-5)  # too little for float16
     copy = host.main.copy()
-    assert same({n: m.detach() for n, m in copy.masters.items()}, {n: m.detach() for n, m in host.main.masters.items()})
+    assert same(
+        {n: m.detach() for n, m in copy.masters.items()},
+        {n: m.detach() for n, m in host.main.masters.items()},
+    )
     mine = made("gpt2", torch.float16)
     with connect(mine, InProcess(host)):
         for step in range(3):
             mine(**batch("gpt2", step, torch.float16)).loss.backward()
         host.keep()
-    again = Host(made("gpt2", torch.float16), OptimizerConfig("sgd", 1e-3), average=2, folder=tmp_path)
+    again = Host(
+        made("gpt2", torch.float16), OptimizerConfig("sgd", 1e-3), average=2, folder=tmp_path
+    )
     (one,), (other,) = ([s.learner for s in h.sessions.values()] for h in (host, again))
     assert one is not None
     assert other is not None
-    assert same({n: m.detach() for n, m in one.masters.items()}, {n: m.detach() for n, m in other.masters.items()})
+    assert same(
+        {n: m.detach() for n, m in one.masters.items()},
+        {n: m.detach() for n, m in other.masters.items()},
+    )
     assert all(t.dtype == torch.float16 for t in again.backbone().values())

@@ -1,4 +1,6 @@
-"""Split training is local training: the same losses and the same weights, with the columns moved and the rows shuffled."""
+"""Split training is local training: the same losses and the same weights, with the columns moved
+and the rows shuffled.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,36 @@ from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.protocol.frames import RefusedError
 from regauge.testing import strict_float64
 from support.picos import PICOS, build, config_of, spec_of
-from support.split_pairs import ADAMW, NAMES, batch, columns, distance, locked, made, optimizer_of, same, train, whole
+from support.split_pairs import (
+    ADAMW,
+    NAMES,
+    batch,
+    columns,
+    distance,
+    locked,
+    made,
+    optimizer_of,
+    same,
+    train,
+    whole,
+)
 
 STEPS = range(20)
 
 
 @pytest.mark.parametrize(
     ("dtype", "near", "rows"),
-    [(torch.float64, 1e-9, "batch"), (torch.float64, 1e-9, "sample"), (torch.float32, 3e-5, "batch")],
+    [
+        (torch.float64, 1e-9, "batch"),
+        (torch.float64, 1e-9, "sample"),
+        (torch.float32, 3e-5, "batch"),
+    ],
     ids=["float64-batch", "float64-sample", "float32-batch"],
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_split_training_is_local_training(name: str, dtype: torch.dtype, near: float, rows: str) -> None:
+def test_split_training_is_local_training(
+    name: str, dtype: torch.dtype, near: float, rows: str
+) -> None:
     plain, mine = made(name, dtype), made(name, dtype)
     expected = train(name, plain, optimizer_of(plain), STEPS)
     g = columns(mine)
@@ -34,11 +54,15 @@ def test_split_training_is_local_training(name: str, dtype: torch.dtype, near: f
     with connect(mine, InProcess(host), element=g, rows=rows, secret=5):
         losses = train(name, mine, optimizer_of(mine), STEPS)
     assert host.step == len(STEPS)
-    assert all(distance({k: v}, {k: before[k]}) > 1e-3 for k, v in host.backbone().items() if v.dim() > 1)  # the server learns
+    assert all(
+        distance({k: v}, {k: before[k]}) > 1e-3 for k, v in host.backbone().items() if v.dim() > 1
+    )  # the server learns
     assert losses == pytest.approx(expected, rel=near)
     assert losses[-1] < losses[0]
     assert distance(whole(mine, host, g), plain.state_dict()) < near
-    assert distance(whole(mine, host, None), plain.state_dict()) > 0.1  # what the server holds is locked
+    assert (
+        distance(whole(mine, host, None), plain.state_dict()) > 0.1
+    )  # what the server holds is locked
 
 
 def test_the_blocks_of_the_client_may_be_gone_and_the_edges_of_the_server_too() -> None:
@@ -92,10 +116,15 @@ def test_features_cross_in_fewer_bytes_and_masks_as_they_are(codec: str) -> None
 
 
 def test_gradients_are_accumulated_clipped_and_scheduled_as_locally() -> None:
-    options = OptimizerConfig("sgd", rate=0.1, momentum=0.9, schedule="cosine", warmup=2, steps=6, accumulate=2)
+    options = OptimizerConfig(
+        "sgd", rate=0.1, momentum=0.9, schedule="cosine", warmup=2, steps=6, accumulate=2
+    )
     mine, plain = made("bert-classifier"), made("bert-classifier")
     host = Host(made("bert-classifier"), options)
-    mine_optimizer, optimizer = optimizer_of(mine, OptimizerConfig("sgd", rate=0.0)), optimizer_of(plain, options)
+    mine_optimizer, optimizer = (
+        optimizer_of(mine, OptimizerConfig("sgd", rate=0.0)),
+        optimizer_of(plain, options),
+    )
     edges = [p for n, p in plain.named_parameters() if ".layer." not in n]
     with connect(mine, InProcess(host)):
         for step in range(6):
@@ -125,13 +154,17 @@ def test_passes_without_a_backward_pass_are_let_go() -> None:
         sum(kept).backward()
         assert host.step == 1
         assert not any(s.open for s in host.sessions.values())
-        logged = mine(**batch("gpt2", 4)).loss  # a pass that is never gone back through is in nobody's way
+        logged = mine(
+            **batch("gpt2", 4)
+        ).loss  # a pass that is never gone back through is in nobody's way
         train("gpt2", mine, optimizer_of(mine), range(3))
         assert (host.step, logged.requires_grad) == (4, True)
 
 
 def test_clients_do_not_wait_for_each_other() -> None:
-    """A pass that is open while another client's step changes the weights goes back through the new ones."""
+    """A pass that is open while another client's step changes the weights goes back through the new
+    ones.
+    """
     ann, bob = made("gpt2"), made("gpt2")
     host = Host(made("gpt2"), ADAMW)
     with connect(ann, InProcess(host, "ann")), connect(bob, InProcess(host, "bob")):
@@ -140,21 +173,49 @@ def test_clients_do_not_wait_for_each_other() -> None:
         changed = host.backbone()
         loss.backward()
     assert host.step == 2
-    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in ann.transformer.wte.parameters())
+    assert all(
+        p.grad is not None and bool(torch.isfinite(p.grad).all())
+        for p in ann.transformer.wte.parameters()
+    )
     assert not same(changed, host.backbone())
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "clip", "swin", "dinov2", "deberta-v3", "gemma2", "mixtral", "distilbert", "timm-vit"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "t5",
+        "bart",
+        "clip",
+        "swin",
+        "dinov2",
+        "deberta-v3",
+        "gemma2",
+        "mixtral",
+        "distilbert",
+        "timm-vit",
+    ],
+)
 def test_every_kind_of_family_crosses(name: str) -> None:
     """Outputs, and gradients of the edges, are those of the whole model."""
     plain, mine = build(name), build(name)
     g = element(spec_of(mine), 3)
-    with connect(mine, InProcess(Host(locked(mine, g), config=config_of(mine))), element=g, config=config_of(mine)):
+    with connect(
+        mine,
+        InProcess(Host(locked(mine, g), config=config_of(mine))),
+        element=g,
+        config=config_of(mine),
+    ):
         for model in (plain, mine):
             with strict_float64():
                 found = model(**PICOS[name].inputs)
-                outs = [found] if isinstance(found, torch.Tensor) else [found[k] for k in ("logits", "logits_per_image") if k in found]
-                (outs[0] * torch.linspace(-1, 1, outs[0].numel()).view(outs[0].shape)).sum().backward()
+                outs = (
+                    [found]
+                    if isinstance(found, torch.Tensor)
+                    else [found[k] for k in ("logits", "logits_per_image") if k in found]
+                )
+                (
+                    outs[0] * torch.linspace(-1, 1, outs[0].numel()).view(outs[0].shape)
+                ).sum().backward()
     slopes = {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
     assert len(slopes) > 1
     assert distance(slopes, {n: p.grad for n, p in plain.named_parameters() if n in slopes}) < 1e-7
@@ -164,20 +225,28 @@ def test_every_kind_of_family_crosses(name: str) -> None:
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beam"])
 def test_generation_has_its_cache_on_the_server(name: str, how: dict) -> None:
     plain, mine = build(name), build(name)
-    inputs = {"input_ids": 3 + PICOS[name].inputs["input_ids"] % 27, "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    inputs = {
+        "input_ids": 3 + PICOS[name].inputs["input_ids"] % 27,
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+    }
     inputs["attention_mask"][0, :2] = 0
     g = columns(mine)
     host = Host(locked(mine, g), sessions=2)
     sizes: list[int] = []
     with connect(mine, Counting(InProcess(host), sizes), element=g):
         got = mine.generate(**inputs, max_new_tokens=6, do_sample=False, **how)
-    assert got.tolist() == plain.generate(**inputs, max_new_tokens=6, do_sample=False, **how).tolist()
+    assert (
+        got.tolist() == plain.generate(**inputs, max_new_tokens=6, do_sample=False, **how).tolist()
+    )
     assert sizes[2] < sizes[1]  # one token crosses, and not all of them
 
 
 def test_generation_with_rows_sends_all_tokens_again() -> None:
     plain, mine = made("gpt2").eval(), made("gpt2").eval()
-    inputs = {"input_ids": PICOS["gpt2"].inputs["input_ids"], "attention_mask": torch.ones(2, 7, dtype=torch.long)}
+    inputs = {
+        "input_ids": PICOS["gpt2"].inputs["input_ids"],
+        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+    }
     with connect(mine, InProcess(Host(made("gpt2"))), rows="batch"):
         with pytest.raises(CutError, match="do not fit a cache"):
             mine.generate(**inputs, max_new_tokens=4, do_sample=False)

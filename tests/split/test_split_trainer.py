@@ -56,7 +56,9 @@ def test_a_trainer_does_not_notice(tmp_path: Path, over: str) -> None:
     plain, mine = made("gpt2", torch.float32), made("gpt2", torch.float32)
     before = {n: t.clone() for n, t in plain.state_dict().items()}
     expected = trained(plain, tmp_path / "plain")
-    host = Host(made("gpt2", torch.float32), OptimizerConfig("adamw", RATE, schedule="linear", steps=STEPS))
+    host = Host(
+        made("gpt2", torch.float32), OptimizerConfig("adamw", RATE, schedule="linear", steps=STEPS)
+    )
     if over == "process":
         with connect(mine, InProcess(host), rows="batch"):
             losses = trained(mine, tmp_path / "split")
@@ -64,7 +66,11 @@ def test_a_trainer_does_not_notice(tmp_path: Path, over: str) -> None:
         pytest.importorskip("grpc")
         from regauge.split.server.network import Grpc, Server
 
-        with Server(host) as server, Grpc(f"127.0.0.1:{server.port}") as network, connect(mine, network, rows="batch"):
+        with (
+            Server(host) as server,
+            Grpc(f"127.0.0.1:{server.port}") as network,
+            connect(mine, network, rows="batch"),
+        ):
             losses = trained(mine, tmp_path / "split")
     assert len(losses) == STEPS
     assert host.step == STEPS

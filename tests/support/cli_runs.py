@@ -36,7 +36,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
 
 
 def shard(folder: Path, out: Path, parts: int = 3) -> Path:
@@ -49,7 +53,9 @@ def shard(folder: Path, out: Path, parts: int = 3) -> Path:
         part = names[i::parts]
         save_file({n: state[n] for n in part}, out / file, {"format": "pt"})
         where |= dict.fromkeys(part, file)
-    (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": 0}, "weight_map": where}))
+    (out / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {"total_size": 0}, "weight_map": where})
+    )
     shutil.copy(folder / "config.json", out)
     return out
 

@@ -18,10 +18,18 @@ def pictures(count: int, seed: int) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     line = torch.linspace(0, 1, SIDE)
     waves = 2 * torch.pi * torch.randint(-2, 3, (count, 3, 2), generator=g).float()
-    phases, sizes = 2 * torch.pi * torch.rand(count, 3, 1, 1, generator=g), torch.rand(count, 3, 1, 1, generator=g)
-    angle = waves[..., 0, None, None] * line[:, None] + waves[..., 1, None, None] * line[None] + phases
+    phases, sizes = (
+        2 * torch.pi * torch.rand(count, 3, 1, 1, generator=g),
+        torch.rand(count, 3, 1, 1, generator=g),
+    )
+    angle = (
+        waves[..., 0, None, None] * line[:, None] + waves[..., 1, None, None] * line[None] + phases
+    )
     x = (sizes * torch.cos(angle)).sum(1)
-    return ((x - x.amin((1, 2), keepdim=True)) / (x.amax((1, 2), keepdim=True) - x.amin((1, 2), keepdim=True)).clamp(min=1e-6))[:, None]
+    return (
+        (x - x.amin((1, 2), keepdim=True))
+        / (x.amax((1, 2), keepdim=True) - x.amin((1, 2), keepdim=True)).clamp(min=1e-6)
+    )[:, None]
 
 
 class Embedding:

@@ -1,4 +1,6 @@
-"""What tests of federated learning share: a pico ViT and bright quarters, a pico BERT and good or bad words, and runs of them."""
+"""What tests of federated learning share: a pico ViT and bright quarters, a pico BERT and good or
+bad words, and runs of them.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,21 @@ from regauge.federated import InProcess, Settings, parts_of, prepared, run, stat
 from regauge.federated.runs import Source
 from regauge.federated.state_store import Kept
 
-SIZE = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "initializer_range": 0.2}
+SIZE = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "initializer_range": 0.2,
+}
 
 
 def vit(seed: int = 0, **more: Any) -> torch.nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        config = transformers.ViTConfig(**{**SIZE, "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 4, **more})
+        config = transformers.ViTConfig(
+            **{**SIZE, "image_size": 8, "patch_size": 2, "num_channels": 1, "num_labels": 4, **more}
+        )
         return transformers.ViTForImageClassification(config).eval()
 
 
@@ -35,22 +45,43 @@ def bars(count: int = 48, seed: int = 1) -> Examples:
     return Examples(count, 4, lambda rows: ({"pixel_values": images[rows]}, labels[rows]))
 
 
-def ran(settings: Settings, examples: Examples | None = None, folder: Path | None = None, **more: Any) -> Kept:
+def ran(
+    settings: Settings, examples: Examples | None = None, folder: Path | None = None, **more: Any
+) -> Kept:
     """A run in this process."""
     model = prepared(vit(), settings)
-    return run(InProcess(model, parts_of(examples or bars(), settings), settings), state_of(model), settings, folder=folder, **more)
+    return run(
+        InProcess(model, parts_of(examples or bars(), settings), settings),
+        state_of(model),
+        settings,
+        folder=folder,
+        **more,
+    )
 
 
 def reader(folder: Path, count: int = 160, **more: Any) -> Source:
-    """A pico BERT for texts with its tokenizer, and texts of ten words, one of which says which of two kinds they are. Dropout is on."""
+    """A pico BERT for texts with its tokenizer, and texts of ten words, one of which says which of
+    two kinds they are. Dropout is on.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["[PAD]", "[UNK]", "good", "bad", *(f"w{i}" for i in range(20))]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        sizes = {**SIZE, "vocab_size": len(words), "max_position_embeddings": 16, "pad_token_id": 0, "num_labels": 2, **more}
-        transformers.BertForSequenceClassification(transformers.BertConfig(**sizes)).save_pretrained(folder / "bert")
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+        sizes = {
+            **SIZE,
+            "vocab_size": len(words),
+            "max_position_embeddings": 16,
+            "pad_token_id": 0,
+            "num_labels": 2,
+            **more,
+        }
+        transformers.BertForSequenceClassification(
+            transformers.BertConfig(**sizes)
+        ).save_pretrained(folder / "bert")
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "bert" / "tokenizer.json"))
     draw = np.random.default_rng(2)

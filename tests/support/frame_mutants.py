@@ -1,7 +1,8 @@
 """Mutated requests of a split client, for the tests and for `python -m soak`.
 
-Real requests are changed on three levels: bits and stretches of their bytes, the text of their table, and their values and tensors. On the last two
-the checksum is made to fit, so that the fault gets past it.
+Real requests are changed on three levels: bits and stretches of their bytes, the text of their
+table, and their values and tensors. On the last two the checksum is made to fit, so that the fault
+gets past it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,18 @@ import torch
 
 from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.client.journal import Memory
-from regauge.split.protocol.frames import BARE, CODECS, HEADER, Frame, FrameError, Kind, Limits, checksum, decode, encode
+from regauge.split.protocol.frames import (
+    BARE,
+    CODECS,
+    HEADER,
+    Frame,
+    FrameError,
+    Kind,
+    Limits,
+    checksum,
+    decode,
+    encode,
+)
 from support.split_pairs import batch, made, optimizer_of, train
 
 LIMITS = Limits(payload=1 << 22, table=1 << 14)
@@ -21,9 +33,18 @@ SESSION = "0" * 32
 
 
 def requests(name: str) -> tuple[Host, list[bytes]]:
-    """A server at work, and one of every kind of request that it is sent. Its rate is 0: it trains, and stays as it is."""
+    """A server at work, and one of every kind of request that it is sent. Its rate is 0: it trains,
+    and stays as it is.
+    """
     mine = made(name)
-    host = Host(made(name), OptimizerConfig("adamw", rate=0.0), limits=LIMITS, length=64, graphs=64, sessions=4)
+    host = Host(
+        made(name),
+        OptimizerConfig("adamw", rate=0.0),
+        limits=LIMITS,
+        length=64,
+        graphs=64,
+        sessions=4,
+    )
     seen: list[bytes] = []
 
     class Watched(InProcess):
@@ -37,7 +58,9 @@ def requests(name: str) -> tuple[Host, list[bytes]]:
     train(name, mine, optimizer_of(mine), range(1))
     with torch.no_grad():
         mine(**batch(name, 0))
-    kept = [mine(**batch(name, step)).loss for step in range(2)]  # two passes are open: STEP is sent after both
+    kept = [
+        mine(**batch(name, step)).loss for step in range(2)
+    ]  # two passes are open: STEP is sent after both
     sum(kept).backward()
     if name == "gpt2":
         mine.generate(batch(name, 0)["input_ids"], max_new_tokens=2, do_sample=False)
@@ -128,31 +151,76 @@ def in_frame(good: Frame, dice: random.Random, done: int) -> bytes:
         match dice.randrange(5):
             case 0 if values:
                 values[dice.choice(sorted(values))] = dice.choice(
-                    [None, -1, 10**30, "x", "x" * 500, [], [[]], [["a", "b"]], True, 0.5, [None] * 3, ["hidden_states"], [[[[[]]]]], -(2**63)]
+                    [
+                        None,
+                        -1,
+                        10**30,
+                        "x",
+                        "x" * 500,
+                        [],
+                        [[]],
+                        [["a", "b"]],
+                        True,
+                        0.5,
+                        [None] * 3,
+                        ["hidden_states"],
+                        [[[[[]]]]],
+                        -(2**63),
+                    ]
                 )
             case 1 if tensors:
                 tensors.pop(dice.choice(sorted(tensors)))
             case 2 | 3 if tensors:
                 name = dice.choice(sorted(tensors))
                 t = tensors[name]
-                changes = [t[:0], t.float(), t.long(), t.bool(), t.to(torch.bfloat16), t.flatten(), t.unsqueeze(0), t[..., :1], t.expand(3, *t.shape)]
+                changes = [
+                    t[:0],
+                    t.float(),
+                    t.long(),
+                    t.bool(),
+                    t.to(torch.bfloat16),
+                    t.flatten(),
+                    t.unsqueeze(0),
+                    t[..., :1],
+                    t.expand(3, *t.shape),
+                ]
                 if t.is_floating_point():
-                    changes += [t * float("inf"), t * float("nan"), t + 1e300, t.where(torch.rand(t.shape) < 0.9, float("nan"))]
+                    changes += [
+                        t * float("inf"),
+                        t * float("nan"),
+                        t + 1e300,
+                        t.where(torch.rand(t.shape) < 0.9, float("nan")),
+                    ]
                 tensors[name] = dice.choice(changes)
             case _ if tensors:
                 tensors[
-                    dice.choice(["stream", "attention_mask", "a.b", "position_embeddings.7", "", "past_key_values", "hidden_states@1", "x" * 300])
+                    dice.choice(
+                        [
+                            "stream",
+                            "attention_mask",
+                            "a.b",
+                            "position_embeddings.7",
+                            "",
+                            "past_key_values",
+                            "hidden_states@1",
+                            "x" * 300,
+                        ]
+                    )
                 ] = dice.choice(list(tensors.values()))
     number = dice.choice([done + 1] * 6 + [0, 1, done, done + 2, 2**63])
     kind = dice.choice([good.kind] * 5 + list(Kind))
     try:
-        return b"".join(encode(Frame(kind, number, values, tensors), dice.choice(CODECS), tuple(tensors)[:1]))
+        return b"".join(
+            encode(Frame(kind, number, values, tensors), dice.choice(CODECS), tuple(tensors)[:1])
+        )
     except FrameError:
         return b""
 
 
 def mutated(good: list[bytes], dice: random.Random, done: int) -> bytes:
-    """A request with a fault on one of the three levels. `done` is the number of the session's last request."""
+    """A request with a fault on one of the three levels. `done` is the number of the session's last
+    request.
+    """
     match dice.randrange(3):
         case 0:
             return in_bytes(dice.choice(good), dice)

@@ -1,4 +1,6 @@
-"""Model folders whose code writes a marker if it is ever run. Each builder takes a good folder and a path for the marker, and changes the folder."""
+"""Model folders whose code writes a marker if it is ever run. Each builder takes a good folder and
+a path for the marker, and changes the folder.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +30,42 @@ def code(folder: Path, marker: Path, name: str = "evil.py") -> None:
     """Write a module that creates the marker when it is imported."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = f"from pathlib import Path\nPath({str(marker)!r}).write_text('code of the checkpoint was run')\n"
-    for kind, base in (("Config", "PreTrainedConfig"), ("Model", "PreTrainedModel"), ("Tokenizer", "PreTrainedTokenizerFast")):
+    text = (
+        f"from pathlib import Path\nPath({str(marker)!r}).write_text('code of the checkpoint "
+        "was run')\n"
+    )
+    for kind, base in (
+        ("Config", "PreTrainedConfig"),
+        ("Model", "PreTrainedModel"),
+        ("Tokenizer", "PreTrainedTokenizerFast"),
+    ):
         text += f"from transformers import {base}\nclass Evil{kind}({base}):\n    pass\n"
-    path.write_text(text + "EvilModel.config_class = EvilConfig\ndef generate(*args, **kwargs):\n    pass\n")
+    path.write_text(
+        text + "EvilModel.config_class = EvilConfig\ndef generate(*args, **kwargs):\n    pass\n"
+    )
 
 
 def auto_map(folder: Path | None = None) -> dict[str, Any]:
     """Return an auto_map that names the code of a folder, or of the folder that it lies in."""
     start = "" if folder is None else f"{folder}--"
-    models = {name: f"{start}evil.Evil{'Config' if name == 'AutoConfig' else 'Model'}" for name in AUTO}
+    models = {
+        name: f"{start}evil.Evil{'Config' if name == 'AutoConfig' else 'Model'}" for name in AUTO
+    }
     return models | {"AutoTokenizer": [None, f"{start}evil.EvilTokenizer"]}
 
 
 def auto_class(folder: Path, marker: Path) -> None:
     """`architectures` names AutoModel, the model_type is custom."""
     code(folder, marker)
-    change(folder / "config.json", architectures=["AutoModel"], model_type="evil", auto_map=auto_map())
+    change(
+        folder / "config.json", architectures=["AutoModel"], model_type="evil", auto_map=auto_map()
+    )
 
 
 def auto_class_of_known_type(folder: Path, marker: Path) -> None:
-    """`architectures` names an Auto class that has no class for the model_type, which the library knows."""
+    """`architectures` names an Auto class that has no class for the model_type, which the library
+    knows.
+    """
     code(folder, marker)
     change(folder / "config.json", architectures=["AutoModelForCausalLM"], auto_map=auto_map())
 
@@ -60,17 +77,37 @@ def custom_class(folder: Path, marker: Path) -> None:
 
 
 def nested_auto_map(folder: Path, marker: Path) -> None:
-    """The config of a part of a model has an auto_map, and the library builds that part by an Auto class without passing trust_remote_code."""
+    """The config of a part of a model has an auto_map, and the library builds that part by an Auto
+    class without passing trust_remote_code.
+    """
     code(folder, marker)
-    tiny = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
+    tiny = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+        "vocab_size": 9,
+    }
     parts = {
         "encoder": {"model_type": "bert", **tiny},
-        "decoder": {"model_type": "vit", "auto_map": auto_map(), "_name_or_path": str(folder), **tiny},
+        "decoder": {
+            "model_type": "vit",
+            "auto_map": auto_map(),
+            "_name_or_path": str(folder),
+            **tiny,
+        },
     }
-    change(folder / "config.json", architectures=["EncoderDecoderModel"], model_type="encoder-decoder", **parts)
+    change(
+        folder / "config.json",
+        architectures=["EncoderDecoderModel"],
+        model_type="encoder-decoder",
+        **parts,
+    )
 
 
-MODELS: dict[str, Callable[[Path, Path], None]] = {f.__name__: f for f in (auto_class, auto_class_of_known_type, custom_class, nested_auto_map)}
+MODELS: dict[str, Callable[[Path, Path], None]] = {
+    f.__name__: f for f in (auto_class, auto_class_of_known_type, custom_class, nested_auto_map)
+}
 
 
 def tokenizer(folder: Path, marker: Path) -> None:
@@ -92,19 +129,29 @@ def tokenizer_of_tokenizers(folder: Path, marker: Path) -> None:
     """A tokenizer made of two others, which the library opens without passing trust_remote_code."""
     (folder / "tokenizer.json").unlink(missing_ok=True)
     part = {"model_type": "vit"}  # has no tokenizer of its own
-    (folder / "config.json").write_text(json.dumps({"model_type": "rag", "question_encoder": part, "generator": part}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "rag", "question_encoder": part, "generator": part})
+    )
     change(folder / "tokenizer_config.json", tokenizer_class="RagTokenizer")
     code(folder, marker)
     for name in ("question_encoder_tokenizer", "generator_tokenizer"):
         (folder / name).mkdir()
-        change(folder / name / "tokenizer_config.json", tokenizer_class="EvilTokenizer", auto_map=auto_map(folder))
+        change(
+            folder / name / "tokenizer_config.json",
+            tokenizer_class="EvilTokenizer",
+            auto_map=auto_map(folder),
+        )
 
 
-TOKENIZERS: dict[str, Callable[[Path, Path], None]] = {f.__name__: f for f in (tokenizer, tokenizer_of_config, tokenizer_of_tokenizers)}
+TOKENIZERS: dict[str, Callable[[Path, Path], None]] = {
+    f.__name__: f for f in (tokenizer, tokenizer_of_config, tokenizer_of_tokenizers)
+}
 
 
 def unused_code(folder: Path, marker: Path) -> None:
-    """A class that the library has itself, with code beside it for everything: the model loads, the code does not run."""
+    """A class that the library has itself, with code beside it for everything: the model loads, the
+    code does not run.
+    """
     code(folder, marker)
     code(folder, marker, "custom_generate/generate.py")
     change(folder / "config.json", auto_map=auto_map(), trust_remote_code=True)

@@ -12,7 +12,13 @@ from support.picos import gpt2, vit
 D, F, L, V, POSITIONS = 8, 12, 1, 40, 7
 
 
-LLAMA = {"hidden_size": D, "intermediate_size": F, "num_hidden_layers": L, "vocab_size": V, "num_attention_heads": 2}
+LLAMA = {
+    "hidden_size": D,
+    "intermediate_size": F,
+    "num_hidden_layers": L,
+    "vocab_size": V,
+    "num_attention_heads": 2,
+}
 
 
 def generic(model: torch.nn.Module) -> torch.nn.Module:
@@ -26,15 +32,28 @@ def generic(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def jacobian(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """d outputs / d parameters, on a random choice of them, some rows at a time: torch.func.jacrev keeps what all of them computed on the way."""
+    """d outputs / d parameters, on a random choice of them, some rows at a time: torch.func.jacrev
+    keeps what all of them computed on the way.
+    """
     parameters = list(model.parameters())
     count = sum(p.numel() for p in parameters)
     with strict_float64():
         logits = model(**inputs).logits.reshape(-1)
-        chosen = logits[torch.randperm(len(logits), generator=torch.Generator().manual_seed(6))[: count * 3 // 2]]
+        chosen = logits[
+            torch.randperm(len(logits), generator=torch.Generator().manual_seed(6))[
+                : count * 3 // 2
+            ]
+        ]
         rows = []
         for basis in torch.eye(len(chosen)).split(64):
-            parts = torch.autograd.grad(chosen, parameters, basis, retain_graph=True, is_grads_batched=True, materialize_grads=True)
+            parts = torch.autograd.grad(
+                chosen,
+                parameters,
+                basis,
+                retain_graph=True,
+                is_grads_batched=True,
+                materialize_grads=True,
+            )
             rows.append(torch.cat([p.reshape(len(basis), -1) for p in parts], dim=1))
     return torch.cat(rows)
 
@@ -42,19 +61,31 @@ def jacobian(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.T
 def nullity(j: torch.Tensor) -> int:
     values = torch.linalg.svdvals(j)
     kept = int((values > 1e-10 * values[0]).sum())
-    assert values[kept - 1] > 1e3 * values[kept], "no clear gap between what is seen and what is not"
+    assert values[kept - 1] > 1e3 * values[kept], (
+        "no clear gap between what is seen and what is not"
+    )
     return j.shape[1] - kept
 
 
 def group_dimension(spec: Spec) -> int:
-    return sum(space.group.dim(space.size) * spec.count(name) for name, space in spec.spaces.items())
+    return sum(
+        space.group.dim(space.size) * spec.count(name) for name, space in spec.spaces.items()
+    )
 
 
 def ids(vocabulary: int, length: int, rows: int) -> dict[str, torch.Tensor]:
-    """Random sequences in which every token occurs: a row that is never read is free, and no symmetry."""
-    drawn = torch.randint(0, vocabulary, (rows * length,), generator=torch.Generator().manual_seed(3))
+    """Random sequences in which every token occurs: a row that is never read is free, and no
+    symmetry.
+    """
+    drawn = torch.randint(
+        0, vocabulary, (rows * length,), generator=torch.Generator().manual_seed(3)
+    )
     drawn[:vocabulary] = torch.arange(vocabulary)
-    return {"input_ids": drawn[torch.randperm(rows * length, generator=torch.Generator().manual_seed(5))].view(rows, length)}
+    return {
+        "input_ids": drawn[
+            torch.randperm(rows * length, generator=torch.Generator().manual_seed(5))
+        ].view(rows, length)
+    }
 
 
 # Flat directions that are no change of basis. Per layer of a pre-norm model with biases:
@@ -71,7 +102,19 @@ PRE_NORM_LAYER = {
 
 
 def _gpt2(tied: bool):
-    model = generic(T.GPT2LMHeadModel(gpt2(n_embd=D, n_layer=L, n_head=2, n_inner=F, vocab_size=V, n_positions=POSITIONS, tie_word_embeddings=tied)))
+    model = generic(
+        T.GPT2LMHeadModel(
+            gpt2(
+                n_embd=D,
+                n_layer=L,
+                n_head=2,
+                n_inner=F,
+                vocab_size=V,
+                n_positions=POSITIONS,
+                tie_word_embeddings=tied,
+            )
+        )
+    )
     extras = {**PRE_NORM_LAYER, "position rows along the ones vector": POSITIONS}
     if not tied:
         extras |= {
@@ -84,7 +127,9 @@ def _gpt2(tied: bool):
 
 
 def _llama(kv: int, tied: bool):
-    model = generic(T.LlamaForCausalLM(T.LlamaConfig(**LLAMA, num_key_value_heads=kv, tie_word_embeddings=tied)))
+    model = generic(
+        T.LlamaForCausalLM(T.LlamaConfig(**LLAMA, num_key_value_heads=kv, tie_word_embeddings=tied))
+    )
     extras = {"two norm gains per layer": 2 * D * L}
     if not tied:
         extras["final norm gain"] = D
@@ -92,7 +137,10 @@ def _llama(kv: int, tied: bool):
 
 
 def _vit():
-    labels, layers = 8, 2  # with one layer the class token alone asks, and most of the first block is never seen
+    labels, layers = (
+        8,
+        2,
+    )  # with one layer the class token alone asks, and most of the first block is never seen
     config = vit(
         hidden_size=D,
         intermediate_size=F,
@@ -110,11 +158,14 @@ def _vit():
         "position rows along the ones vector": patches + 1,
         "class token and patch bias along the ones vector": 2,
         "patch kernel along the ones vector": pixels,
-        "a vector moved from the class token, or from the patch bias, to the positions": 2 * (D - 1),
+        "a vector moved from the class token, or from the patch bias, to the positions": 2
+        * (D - 1),
         "final norm gain and bias": 2 * D,
         "classifier weights along 1/gain": labels,
     }
-    images = torch.randn(200, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    images = torch.randn(
+        200, 3, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3)
+    )
     return model, {"pixel_values": images}, extras, True
 
 
@@ -134,8 +185,10 @@ def _bert():
         "position rows along the ones vector": POSITIONS,
         "segment rows along the ones vector": 2,
         "a vector moved from the positions to the segments": D - 1,
-        "all tokens along 1/gain of the transform's norm: the decoder's bias and the positions take it": 1,
-        "embedding norm bias and two norm biases per layer: the next biases take them": (1 + 2 * L) * D,
+        "all tokens along 1/gain of the transform's norm: the decoder's bias and the positions "
+        "take it": 1,
+        "embedding norm bias and two norm biases per layer: the next biases take them": (1 + 2 * L)
+        * D,
         "last norm gain, transform weights along 1/gain, transform norm bias": 3 * D,
         "key bias": D,
         "value bias": D,
@@ -145,7 +198,9 @@ def _bert():
         "FFN input weights along 1/gain": F,
     }
     inputs = ids(V, POSITIONS, 40)
-    inputs["token_type_ids"] = torch.randint(0, 2, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(4))
+    inputs["token_type_ids"] = torch.randint(
+        0, 2, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(4)
+    )
     return model, inputs, extras, False
 
 

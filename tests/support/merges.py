@@ -24,12 +24,21 @@ from support.cli_runs import Run
 State = dict[str, torch.Tensor]
 
 
-def tuned(folder: Path, out: Path, seed: int, amount: float = 0.02, dtype: torch.dtype | None = None) -> Path:
+def tuned(
+    folder: Path, out: Path, seed: int, amount: float = 0.02, dtype: torch.dtype | None = None
+) -> Path:
     """A model with a little noise on every weight, as fine-tuning leaves it."""
     shutil.copytree(folder, out)
     g = torch.Generator().manual_seed(seed)
-    state = {n: t + amount * torch.randn(t.shape, generator=g) for n, t in load_file(folder / "model.safetensors").items()}
-    save_file({n: t.to(dtype or t.dtype) for n, t in state.items()}, out / "model.safetensors", {"format": "pt"})
+    state = {
+        n: t + amount * torch.randn(t.shape, generator=g)
+        for n, t in load_file(folder / "model.safetensors").items()
+    }
+    save_file(
+        {n: t.to(dtype or t.dtype) for n, t in state.items()},
+        out / "model.safetensors",
+        {"format": "pt"},
+    )
     return out
 
 
@@ -43,7 +52,9 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
-    return bool((found.double() - wanted.double()).abs().max() <= tolerance * wanted.double().abs().max())
+    return bool(
+        (found.double() - wanted.double()).abs().max() <= tolerance * wanted.double().abs().max()
+    )
 
 
 # A process that merges slowly, so that it can be killed in the middle: every tensor takes a moment.
@@ -66,7 +77,11 @@ def killed(arguments: list[str], out: Path, writing: bool, after: float) -> None
     """Start a merge and kill it so many seconds after it began, or after it began to write."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        [sys.executable, "-c", SLOW, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
     )
     assert process.stdout is not None
     process.stdout.readline()
@@ -77,7 +92,9 @@ def killed(arguments: list[str], out: Path, writing: bool, after: float) -> None
     process.wait()
 
 
-def kill_and_resume(run: Run, tmp_path: Path, arguments: list[object], kills: int, seed: int, always_writing: bool) -> None:
+def kill_and_resume(
+    run: Run, tmp_path: Path, arguments: list[object], kills: int, seed: int, always_writing: bool
+) -> None:
     assert run(*arguments, "-o", tmp_path / "whole").code == 0
     wanted = digests(tmp_path / "whole")
     wanted.pop("README.md")  # it has the name of the folder in it
@@ -85,7 +102,12 @@ def kill_and_resume(run: Run, tmp_path: Path, arguments: list[object], kills: in
     for i in range(kills):
         out = tmp_path / f"out{i}"
         writing = always_writing or draws.random() < 0.7
-        killed([str(x) for x in (*arguments, "-o", out)], out, writing, draws.uniform(0.0, 0.5) if writing else draws.uniform(0.0, 6.0))
+        killed(
+            [str(x) for x in (*arguments, "-o", out)],
+            out,
+            writing,
+            draws.uniform(0.0, 0.5) if writing else draws.uniform(0.0, 6.0),
+        )
         interrupted += not out.exists()
         if not out.exists():
             said = run(*arguments, "-o", out)

@@ -20,8 +20,16 @@ def gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[s
     model.zero_grad()
     with strict_float64():
         result = model(**inputs)
-        outs = [result] if isinstance(result, torch.Tensor) else [v for v in result.values() if isinstance(v, torch.Tensor)]
-        sum((o * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum() for o in outs if o.requires_grad).backward()
+        outs = (
+            [result]
+            if isinstance(result, torch.Tensor)
+            else [v for v in result.values() if isinstance(v, torch.Tensor)]
+        )
+        sum(
+            (o * torch.linspace(-1, 1, o.numel()).view(o.shape)).sum()
+            for o in outs
+            if o.requires_grad
+        ).backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -43,12 +51,16 @@ def _twin(model: torch.nn.Module, changes: dict) -> torch.nn.Module:
 
 
 def _load(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Load as from_pretrained does: names that are tied in the state may be tied in the model, others get a tensor of their own."""
+    """Load as from_pretrained does: names that are tied in the state may be tied in the model,
+    others get a tensor of their own.
+    """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for key, value in state.items():
             if key in parameters and any(
-                parameters[key] is p and not torch.equal(value, state[k]) for k, p in parameters.items() if k != key and k in state
+                parameters[key] is p and not torch.equal(value, state[k])
+                for k, p in parameters.items()
+                if k != key and k in state
             ):
                 parent, _, leaf = key.rpartition(".")
                 setattr(model.get_submodule(parent), leaf, torch.nn.Parameter(value.clone()))

@@ -1,4 +1,6 @@
-"""Modules of no library: the networks of three checkpoints in the shared assets, as torch modules with the checkpoints' names."""
+"""Modules of no library: the networks of three checkpoints in the shared assets, as torch modules
+with the checkpoints' names.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,19 @@ from regauge.models.families import Boundary
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, scale: float | None = None, mask: torch.Tensor | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     split = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
-    return F.scaled_dot_product_attention(*split, attn_mask=mask, scale=scale).transpose(1, 2).flatten(2)
+    return (
+        F.scaled_dot_product_attention(*split, attn_mask=mask, scale=scale)
+        .transpose(1, 2)
+        .flatten(2)
+    )
 
 
 class Cifar(nn.Module):
@@ -25,9 +36,14 @@ class Cifar(nn.Module):
         super().__init__()
         self.patch_embed = nn.Module()
         self.patch_embed.proj = nn.Conv2d(3, 128, 4, 4)
-        self.cls_token, self.pos_embed = nn.Parameter(torch.zeros(1, 1, 128)), nn.Parameter(torch.zeros(1, 65, 128))
+        self.cls_token, self.pos_embed = (
+            nn.Parameter(torch.zeros(1, 1, 128)),
+            nn.Parameter(torch.zeros(1, 65, 128)),
+        )
         self.transformer = nn.Module()
-        self.transformer.layers = nn.ModuleList(nn.TransformerEncoderLayer(128, 8, 256, dropout=0.0, batch_first=True) for _ in range(6))
+        self.transformer.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(128, 8, 256, dropout=0.0, batch_first=True) for _ in range(6)
+        )
         self.mlp_head = nn.Sequential(nn.LayerNorm(128), nn.Linear(128, 10))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -77,14 +93,22 @@ class Residual(nn.Module):
 class Mnist(nn.Module):
     """Pre-norm without a final norm; blocks are sequences."""
 
-    boundaries = (Boundary("", "transformer.layers", {"input": "_ token stream"}, "_ token stream"),)
+    boundaries = (
+        Boundary("", "transformer.layers", {"input": "_ token stream"}, "_ token stream"),
+    )
 
     def __init__(self) -> None:
         super().__init__()
         self.patch_to_embedding = nn.Linear(49, 64)
-        self.cls_token, self.pos_embedding = nn.Parameter(torch.zeros(1, 1, 64)), nn.Parameter(torch.zeros(1, 17, 64))
+        self.cls_token, self.pos_embedding = (
+            nn.Parameter(torch.zeros(1, 1, 64)),
+            nn.Parameter(torch.zeros(1, 17, 64)),
+        )
         self.transformer = nn.Module()
-        self.transformer.layers = nn.ModuleList(nn.Sequential(Residual(PreNorm(Attention())), Residual(PreNorm(FeedForward()))) for _ in range(6))
+        self.transformer.layers = nn.ModuleList(
+            nn.Sequential(Residual(PreNorm(Attention())), Residual(PreNorm(FeedForward())))
+            for _ in range(6)
+        )
         self.mlp_head = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 10))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -113,11 +137,18 @@ class Block(nn.Module):
 class Characters(nn.Module):
     """A causal model of characters that makes its mask itself."""
 
-    boundaries = (Boundary("", "blocks", {"z": "_ token stream", "mask": "_ _ token token*"}, "_ token stream"),)
+    boundaries = (
+        Boundary(
+            "", "blocks", {"z": "_ token stream", "mask": "_ _ token token*"}, "_ token stream"
+        ),
+    )
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.token_embedding, self.pos_embedding = nn.Embedding(vocabulary, 128), nn.Embedding(128, 128)
+        self.token_embedding, self.pos_embedding = (
+            nn.Embedding(vocabulary, 128),
+            nn.Embedding(128, 128),
+        )
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.ln_f, self.lm_head = nn.LayerNorm(128), nn.Linear(128, vocabulary)
 
@@ -136,7 +167,9 @@ class Perceptual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv0, self.conv1 = nn.Conv2d(3, 64, 11, 4, 2), nn.Conv2d(64, 192, 5, padding=2)
-        self.conv2, self.conv3, self.conv4 = (nn.Conv2d(a, b, 3, padding=1) for a, b in ((192, 384), (384, 256), (256, 256)))
+        self.conv2, self.conv3, self.conv4 = (
+            nn.Conv2d(a, b, 3, padding=1) for a, b in ((192, 384), (384, 256), (256, 256))
+        )
         for i, width in enumerate((64, 192, 384, 256, 256)):
             setattr(self, f"lin{i}", nn.Conv2d(width, 1, 1, bias=False))
 

@@ -1,4 +1,6 @@
-"""Pico-models: the real classes, a few thousand random weights, float64. One line per variant that a family distinguishes."""
+"""Pico-models: the real classes, a few thousand random weights, float64. One line per variant that
+a family distinguishes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from regauge.models.families import spec_from
 
 IDS = {"input_ids": torch.randint(0, 30, (2, 7), generator=torch.Generator().manual_seed(1))}
 CHOICES = {"input_ids": IDS["input_ids"].view(1, 2, 7)}
-IMAGES = {"pixel_values": torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)}
+IMAGES = {
+    "pixel_values": torch.randn(
+        2, 3, 8, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,16 @@ def deit() -> Any:
 
 def gpt2(**more: Any) -> Any:
     return T.GPT2Config(
-        **{"n_embd": 12, "n_layer": 2, "n_head": 3, "vocab_size": 30, "n_positions": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        **{
+            "n_embd": 12,
+            "n_layer": 2,
+            "n_head": 3,
+            "vocab_size": 30,
+            "n_positions": 16,
+            "pad_token_id": 0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
         | more
     )
 
@@ -63,13 +78,46 @@ LLAMA = {
     "eos_token_id": 2,
 }
 
-BERT = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 20, "vocab_size": 30, "max_position_embeddings": 16}
-DISTILBERT = {"dim": 12, "n_layers": 1, "n_heads": 3, "hidden_dim": 20, "vocab_size": 30, "max_position_embeddings": 16}
-DEBERTA = BERT | {"relative_attention": True, "position_buckets": 4, "pos_att_type": ["p2c", "c2p"], "num_hidden_layers": 1}
-V3 = DEBERTA | {"norm_rel_ebd": "layer_norm", "share_att_key": True, "position_biased_input": False, "type_vocab_size": 0, "num_hidden_layers": 2}
+BERT = {
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 20,
+    "vocab_size": 30,
+    "max_position_embeddings": 16,
+}
+DISTILBERT = {
+    "dim": 12,
+    "n_layers": 1,
+    "n_heads": 3,
+    "hidden_dim": 20,
+    "vocab_size": 30,
+    "max_position_embeddings": 16,
+}
+DEBERTA = BERT | {
+    "relative_attention": True,
+    "position_buckets": 4,
+    "pos_att_type": ["p2c", "c2p"],
+    "num_hidden_layers": 1,
+}
+V3 = DEBERTA | {
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+    "num_hidden_layers": 2,
+}
 V2 = DEBERTA | {"norm_rel_ebd": "layer_norm", "share_att_key": False, "type_vocab_size": 2}
 XL = V2 | {"share_att_key": True, "conv_kernel_size": 3, "conv_act": "gelu", "embedding_size": 8}
-DINOV2 = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "mlp_ratio": 2, "image_size": 8, "patch_size": 4, "num_labels": 5}
+DINOV2 = {
+    "hidden_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "mlp_ratio": 2,
+    "image_size": 8,
+    "patch_size": 4,
+    "num_labels": 5,
+}
 BART = {
     "d_model": 12,
     "encoder_layers": 1,
@@ -81,8 +129,14 @@ BART = {
     "vocab_size": 30,
     "max_position_embeddings": 16,
 }
-ENDED = {"input_ids": torch.cat([3 + IDS["input_ids"] % 27, torch.full((2, 1), 2)], dim=1)}  # BART's classifier reads the last state at </s>
-STATES = {"encoder_hidden_states": torch.randn(2, 5, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64)}
+ENDED = {
+    "input_ids": torch.cat([3 + IDS["input_ids"] % 27, torch.full((2, 1), 2)], dim=1)
+}  # BART's classifier reads the last state at </s>
+STATES = {
+    "encoder_hidden_states": torch.randn(
+        2, 5, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
+}
 CLIP = {"num_hidden_layers": 1, "projection_dim": 8}
 CLIP_TEXT = CLIP | {
     "hidden_size": 12,
@@ -94,7 +148,13 @@ CLIP_TEXT = CLIP | {
     "eos_token_id": 2,
     "pad_token_id": 1,
 }
-CLIP_VISION = CLIP | {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+CLIP_VISION = CLIP | {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
 
 
 def clip() -> Any:
@@ -112,16 +172,35 @@ def timm_vit(architecture: str = "vit_pico", **more: Any) -> Pico:
     import timm
     from timm.models.deit import VisionTransformerDistilled
 
-    arguments = {"img_size": 8, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "mlp_ratio": 2, "num_classes": 5} | more
+    arguments = {
+        "img_size": 8,
+        "patch_size": 4,
+        "embed_dim": 12,
+        "depth": 2,
+        "num_heads": 3,
+        "mlp_ratio": 2,
+        "num_classes": 5,
+    } | more
     pool = more.get("global_pool", "token")
-    layer = "swiglu" if getattr(more.get("mlp_layer"), "keywords", {}).get("gate_last") is False else getattr(more.get("mlp_layer"), "__name__", "")
-    cls = VisionTransformerDistilled if "distilled" in architecture else timm.models.VisionTransformer
+    layer = (
+        "swiglu"
+        if getattr(more.get("mlp_layer"), "keywords", {}).get("gate_last") is False
+        else getattr(more.get("mlp_layer"), "__name__", "")
+    )
+    cls = (
+        VisionTransformerDistilled if "distilled" in architecture else timm.models.VisionTransformer
+    )
     return Pico(
         lambda: cls(**arguments),
         {"x": IMAGES["pixel_values"]},
         {
             "architecture": architecture,
-            "model_args": {"num_heads": 3, "global_pool": pool, "norm_layer": more.get("norm_layer"), "mlp_layer": layer},
+            "model_args": {
+                "num_heads": 3,
+                "global_pool": pool,
+                "norm_layer": more.get("norm_layer"),
+                "mlp_layer": layer,
+            },
         },
     )
 
@@ -157,8 +236,16 @@ def timm_swin(**more: Any) -> Pico:
         "mlp_ratio": 2,
         "num_classes": 5,
     }
-    images = {"x": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)}
-    return Pico(lambda: timm.models.SwinTransformer(**size | more), images, {"architecture": "swin_pico", "model_args": {"depths": (2, 1)}})
+    images = {
+        "x": torch.randn(
+            2, 3, 16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+        )
+    }
+    return Pico(
+        lambda: timm.models.SwinTransformer(**size | more),
+        images,
+        {"architecture": "swin_pico", "model_args": {"depths": (2, 1)}},
+    )
 
 
 PICOS: dict[str, Pico] = {
@@ -177,9 +264,19 @@ PICOS: dict[str, Pico] = {
     "gpt2-answers": Pico(lambda: T.GPT2ForQuestionAnswering(gpt2()), IDS),
     "gpt2-base": Pico(lambda: T.GPT2Model(gpt2()), IDS),
     "llama": Pico(lambda: T.LlamaForCausalLM(T.LlamaConfig(**LLAMA)), IDS),
-    "llama-mha-tied": Pico(lambda: T.LlamaForCausalLM(T.LlamaConfig(**LLAMA | {"num_key_value_heads": 4, "tie_word_embeddings": True})), IDS),
+    "llama-mha-tied": Pico(
+        lambda: T.LlamaForCausalLM(
+            T.LlamaConfig(**LLAMA | {"num_key_value_heads": 4, "tie_word_embeddings": True})
+        ),
+        IDS,
+    ),
     "llama-mqa-biases": Pico(
-        lambda: T.LlamaForCausalLM(T.LlamaConfig(**LLAMA | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True})), IDS
+        lambda: T.LlamaForCausalLM(
+            T.LlamaConfig(
+                **LLAMA | {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True}
+            )
+        ),
+        IDS,
     ),
     "llama-base": Pico(lambda: T.LlamaModel(T.LlamaConfig(**LLAMA)), IDS),
     "llama-classifier": Pico(lambda: T.LlamaForSequenceClassification(T.LlamaConfig(**LLAMA)), IDS),
@@ -188,8 +285,16 @@ PICOS: dict[str, Pico] = {
     "mistral": Pico(lambda: T.MistralForCausalLM(T.MistralConfig(**LLAMA)), IDS),
     "qwen2": Pico(lambda: T.Qwen2ForCausalLM(T.Qwen2Config(**LLAMA)), IDS),
     "qwen3": Pico(lambda: T.Qwen3ForCausalLM(T.Qwen3Config(**LLAMA | {"head_dim": 8})), IDS),
-    "gemma2": Pico(lambda: T.Gemma2ForCausalLM(T.Gemma2Config(**LLAMA | {"head_dim": 8, "sliding_window": 4})), IDS),
-    "mixtral": Pico(lambda: T.MixtralForCausalLM(T.MixtralConfig(**LLAMA | {"num_local_experts": 3}, experts_implementation="eager")), IDS),
+    "gemma2": Pico(
+        lambda: T.Gemma2ForCausalLM(T.Gemma2Config(**LLAMA | {"head_dim": 8, "sliding_window": 4})),
+        IDS,
+    ),
+    "mixtral": Pico(
+        lambda: T.MixtralForCausalLM(
+            T.MixtralConfig(**LLAMA | {"num_local_experts": 3}, experts_implementation="eager")
+        ),
+        IDS,
+    ),
     "bert": Pico(bert("BertForMaskedLM"), IDS),
     "bert-untied": Pico(bert("BertForMaskedLM", tie_word_embeddings=False), IDS),
     "bert-base": Pico(bert("BertModel"), IDS),
@@ -206,37 +311,72 @@ PICOS: dict[str, Pico] = {
     "distilbert-base": Pico(bert("DistilBertModel"), IDS),
     "distilbert-classifier": Pico(bert("DistilBertForSequenceClassification"), IDS),
     "deberta-v3": Pico(lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**V3)), IDS),
-    "deberta-v3-new-head": Pico(lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**V3, legacy=False)), IDS),
+    "deberta-v3-new-head": Pico(
+        lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**V3, legacy=False)), IDS
+    ),
     "deberta-v3-base": Pico(lambda: T.DebertaV2Model(T.DebertaV2Config(**V3)), IDS),
-    "deberta-v3-classifier": Pico(lambda: T.DebertaV2ForSequenceClassification(T.DebertaV2Config(**V3)), IDS),
+    "deberta-v3-classifier": Pico(
+        lambda: T.DebertaV2ForSequenceClassification(T.DebertaV2Config(**V3)), IDS
+    ),
     "deberta-v2": Pico(lambda: T.DebertaV2ForTokenClassification(T.DebertaV2Config(**V2)), IDS),
-    "deberta-v2-no-norm": Pico(lambda: T.DebertaV2ForQuestionAnswering(T.DebertaV2Config(**V2 | {"norm_rel_ebd": "none"})), IDS),
+    "deberta-v2-no-norm": Pico(
+        lambda: T.DebertaV2ForQuestionAnswering(T.DebertaV2Config(**V2 | {"norm_rel_ebd": "none"})),
+        IDS,
+    ),
     "deberta-v2-xlarge": Pico(lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**XL)), IDS),
-    "deberta-v2-xlarge-untied": Pico(lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**XL, tie_word_embeddings=False)), IDS),
-    "deberta-v2-xlarge-classifier": Pico(lambda: T.DebertaV2ForSequenceClassification(T.DebertaV2Config(**XL)), IDS),
-    "deberta-v2-xlarge-groups": Pico(lambda: T.DebertaV2ForTokenClassification(T.DebertaV2Config(**XL, conv_groups=2)), IDS),
-    "deberta-v2-unread": Pico(lambda: T.DebertaV2Model(T.DebertaV2Config(**V2 | {"pos_att_type": []})), IDS),
-    "deberta-v2-absolute": Pico(lambda: T.DebertaV2Model(T.DebertaV2Config(**V2 | {"relative_attention": False})), IDS),
+    "deberta-v2-xlarge-untied": Pico(
+        lambda: T.DebertaV2ForMaskedLM(T.DebertaV2Config(**XL, tie_word_embeddings=False)), IDS
+    ),
+    "deberta-v2-xlarge-classifier": Pico(
+        lambda: T.DebertaV2ForSequenceClassification(T.DebertaV2Config(**XL)), IDS
+    ),
+    "deberta-v2-xlarge-groups": Pico(
+        lambda: T.DebertaV2ForTokenClassification(T.DebertaV2Config(**XL, conv_groups=2)), IDS
+    ),
+    "deberta-v2-unread": Pico(
+        lambda: T.DebertaV2Model(T.DebertaV2Config(**V2 | {"pos_att_type": []})), IDS
+    ),
+    "deberta-v2-absolute": Pico(
+        lambda: T.DebertaV2Model(T.DebertaV2Config(**V2 | {"relative_attention": False})), IDS
+    ),
     "roberta-choice": Pico(bert("RobertaForMultipleChoice", num_hidden_layers=1), CHOICES),
     "dinov2": Pico(lambda: T.Dinov2ForImageClassification(T.Dinov2Config(**DINOV2)), IMAGES),
     "dinov2-base": Pico(lambda: T.Dinov2Model(T.Dinov2Config(**DINOV2)), IMAGES),
-    "dinov2-swiglu": Pico(lambda: T.Dinov2ForImageClassification(T.Dinov2Config(**DINOV2, use_swiglu_ffn=True)), IMAGES),
-    "dinov2-registers": Pico(lambda: T.Dinov2WithRegistersForImageClassification(T.Dinov2WithRegistersConfig(**DINOV2)), IMAGES),
-    "dinov2-registers-base": Pico(lambda: T.Dinov2WithRegistersModel(T.Dinov2WithRegistersConfig(**DINOV2)), IMAGES),
+    "dinov2-swiglu": Pico(
+        lambda: T.Dinov2ForImageClassification(T.Dinov2Config(**DINOV2, use_swiglu_ffn=True)),
+        IMAGES,
+    ),
+    "dinov2-registers": Pico(
+        lambda: T.Dinov2WithRegistersForImageClassification(T.Dinov2WithRegistersConfig(**DINOV2)),
+        IMAGES,
+    ),
+    "dinov2-registers-base": Pico(
+        lambda: T.Dinov2WithRegistersModel(T.Dinov2WithRegistersConfig(**DINOV2)), IMAGES
+    ),
     "bart": Pico(lambda: T.BartForConditionalGeneration(T.BartConfig(**BART)), IDS),
-    "bart-untied": Pico(lambda: T.BartForConditionalGeneration(T.BartConfig(**BART, tie_word_embeddings=False)), IDS),
+    "bart-untied": Pico(
+        lambda: T.BartForConditionalGeneration(T.BartConfig(**BART, tie_word_embeddings=False)), IDS
+    ),
     "bart-base": Pico(lambda: T.BartModel(T.BartConfig(**BART)), IDS),
     "bart-classifier": Pico(lambda: T.BartForSequenceClassification(T.BartConfig(**BART)), ENDED),
     "bart-answers": Pico(lambda: T.BartForQuestionAnswering(T.BartConfig(**BART)), IDS),
-    "bart-decoder": Pico(lambda: T.BartForCausalLM(T.BartConfig(**BART | {"encoder_layers": 2})), IDS | STATES),
+    "bart-decoder": Pico(
+        lambda: T.BartForCausalLM(T.BartConfig(**BART | {"encoder_layers": 2})), IDS | STATES
+    ),
     "clip": Pico(lambda: T.CLIPModel(clip()), IDS | IMAGES),
     "clip-classifier": Pico(lambda: T.CLIPForImageClassification(clip()), IMAGES),
     "clip-text": Pico(lambda: T.CLIPTextModel(T.CLIPTextConfig(**CLIP_TEXT)), IDS),
-    "clip-text-projection": Pico(lambda: T.CLIPTextModelWithProjection(T.CLIPTextConfig(**CLIP_TEXT)), IDS),
+    "clip-text-projection": Pico(
+        lambda: T.CLIPTextModelWithProjection(T.CLIPTextConfig(**CLIP_TEXT)), IDS
+    ),
     "clip-vision": Pico(lambda: T.CLIPVisionModel(T.CLIPVisionConfig(**CLIP_VISION)), IMAGES),
-    "clip-vision-projection": Pico(lambda: T.CLIPVisionModelWithProjection(T.CLIPVisionConfig(**CLIP_VISION)), IMAGES),
+    "clip-vision-projection": Pico(
+        lambda: T.CLIPVisionModelWithProjection(T.CLIPVisionConfig(**CLIP_VISION)), IMAGES
+    ),
     "timm-vit": timm_vit(),
-    "timm-vit-avg": timm_vit(class_token=False, global_pool="avg", reg_tokens=2, init_values=0.1, qkv_bias=False),
+    "timm-vit-avg": timm_vit(
+        class_token=False, global_pool="avg", reg_tokens=2, init_values=0.1, qkv_bias=False
+    ),
     "timm-vit-registers": timm_vit(reg_tokens=3, no_embed_class=True),
     "timm-vit-features": timm_vit(num_classes=0),
     "timm-vit-tokens": timm_vit(num_classes=0, global_pool=""),
@@ -264,31 +404,66 @@ T5_IDS = {
     "decoder_input_ids": torch.tensor([[0, 4, 17, 9, 1, 3, 2], [0, 21, 6, 5, 8, 3, 1]]),
 }
 T5_ENCODER_IDS = {k: T5_IDS[k] for k in ("input_ids", "attention_mask")}
-SWIN_IMAGES = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)}
+SWIN_IMAGES = {
+    "pixel_values": torch.randn(
+        2, 3, 16, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
+}
 
 
 def t5(**more: Any) -> Any:
-    small = {"d_model": 12, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 3, "vocab_size": 30}
-    ids = {"decoder_start_token_id": 0, "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "num_labels": 4}
+    small = {
+        "d_model": 12,
+        "d_kv": 4,
+        "d_ff": 16,
+        "num_layers": 2,
+        "num_decoder_layers": 2,
+        "num_heads": 3,
+        "vocab_size": 30,
+    }
+    ids = {
+        "decoder_start_token_id": 0,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 12,
+        "num_labels": 4,
+    }
     return T.T5Config(**small | ids | more)
 
 
 def swin(**more: Any) -> Any:
-    small = {"embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 2, "image_size": 16, "patch_size": 2, "mlp_ratio": 2.0}
+    small = {
+        "embed_dim": 8,
+        "depths": [2, 2],
+        "num_heads": [2, 4],
+        "window_size": 2,
+        "image_size": 16,
+        "patch_size": 2,
+        "mlp_ratio": 2.0,
+    }
     return T.SwinConfig(**small | {"num_labels": 5, "encoder_stride": 4} | more)
 
 
 PICOS |= {
     "t5": Pico(lambda: T.T5ForConditionalGeneration(t5()), T5_IDS),
-    "t5-gated-unscaled": Pico(lambda: T.T5ForConditionalGeneration(t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False)), T5_IDS),
+    "t5-gated-unscaled": Pico(
+        lambda: T.T5ForConditionalGeneration(
+            t5(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+        ),
+        T5_IDS,
+    ),
     "t5-base": Pico(lambda: T.T5Model(t5()), T5_IDS),
     "t5-encoder": Pico(lambda: T.T5EncoderModel(t5()), T5_ENCODER_IDS),
     "t5-classifier": Pico(lambda: T.T5ForSequenceClassification(t5()), T5_IDS),
     "t5-tokens": Pico(lambda: T.T5ForTokenClassification(t5()), T5_ENCODER_IDS),
-    "t5-qa": Pico(lambda: T.T5ForQuestionAnswering(t5(num_labels=2, feed_forward_proj="gelu")), T5_IDS),
+    "t5-qa": Pico(
+        lambda: T.T5ForQuestionAnswering(t5(num_labels=2, feed_forward_proj="gelu")), T5_IDS
+    ),
     "swin": Pico(lambda: T.SwinForImageClassification(swin()), SWIN_IMAGES),
     "swin-padded": Pico(lambda: T.SwinForImageClassification(swin(window_size=3)), SWIN_IMAGES),
-    "swin-base": Pico(lambda: T.SwinModel(swin(depths=[1, 1, 2], num_heads=[2, 4, 2], qkv_bias=False)), SWIN_IMAGES),
+    "swin-base": Pico(
+        lambda: T.SwinModel(swin(depths=[1, 1, 2], num_heads=[2, 4, 2], qkv_bias=False)),
+        SWIN_IMAGES,
+    ),
     "swin-mim": Pico(
         lambda: T.SwinForMaskedImageModeling(swin(use_absolute_embeddings=True)),
         SWIN_IMAGES | {"bool_masked_pos": torch.arange(128).view(2, 64) % 3 == 0},
@@ -297,7 +472,9 @@ PICOS |= {
 
 
 def build(name: str, seed: int = 0) -> torch.nn.Module:
-    """A pico-model in float64 with random, non-trivial weights: norm gains, biases and position tables too."""
+    """A pico-model in float64 with random, non-trivial weights: norm gains, biases and position
+    tables too.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = PICOS[name].build().double().eval()
@@ -311,7 +488,11 @@ def build(name: str, seed: int = 0) -> torch.nn.Module:
 
 def config_of(model: Any) -> dict[str, Any]:
     """What config.json would say of a live model."""
-    return model.regauge_config if hasattr(model, "regauge_config") else {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    return (
+        model.regauge_config
+        if hasattr(model, "regauge_config")
+        else {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    )
 
 
 def spec_of(model: Any) -> Spec:

@@ -1,4 +1,6 @@
-"""The classes behind the pico-models that mutant runs use, imported once before they are forked. Nothing of regauge."""
+"""The classes behind the pico-models that mutant runs use, imported once before they are forked.
+Nothing of regauge.
+"""
 
 import torch
 import transformers.models.bert.modeling_bert

@@ -1,8 +1,10 @@
-"""A bad network in user space: a TCP proxy on loopback that delays, slows down, stalls, parts and resets what goes through it.
+"""A bad network in user space: a TCP proxy on loopback that delays, slows down, stalls, parts and
+resets what goes through it.
 
     with Proxy(server.port, delay=0.05) as way:
         network = Grpc(f"127.0.0.1:{way.port}")
-        way.reset_after(100_000)     # the connection is reset in the middle of whatever crosses then
+        way.reset_after(100_000)     # the connection is reset in the middle of whatever crosses
+        then
         way.part(3.0)                # nothing crosses for so long, and no connection is made
 
 It sees bytes only, so that TLS goes through it as anything else does.
@@ -18,8 +20,12 @@ from contextlib import suppress
 
 
 class Proxy:
-    def __init__(self, target: int, *, delay: float = 0.0, rate: float | None = None, buffer: int = 1 << 16) -> None:
-        """`delay` in seconds for each way, `rate` in bytes per second for each way. `buffer` is what lies on the way at most, in the proxy."""
+    def __init__(
+        self, target: int, *, delay: float = 0.0, rate: float | None = None, buffer: int = 1 << 16
+    ) -> None:
+        """`delay` in seconds for each way, `rate` in bytes per second for each way. `buffer` is
+        what lies on the way at most, in the proxy.
+        """
         self.target, self.delay, self.rate, self.buffer = target, delay, rate, buffer
         self.left: int | None = None  # bytes until the connection that they cross is reset
         self.resets = self.connections = 0
@@ -78,7 +84,10 @@ class Proxy:
             self.tasks.discard(task)
             return
         both = (writer, back)
-        pumps = [asyncio.ensure_future(self._pump(reader, back, both, 0)), asyncio.ensure_future(self._pump(there, writer, both, 1))]
+        pumps = [
+            asyncio.ensure_future(self._pump(reader, back, both, 0)),
+            asyncio.ensure_future(self._pump(there, writer, both, 1)),
+        ]
         try:
             with suppress(asyncio.CancelledError):  # the proxy is closed
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
@@ -89,8 +98,16 @@ class Proxy:
                 one.transport.abort()
             self.tasks.discard(task)
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, both: tuple[asyncio.StreamWriter, ...], way: int) -> None:
-        on_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(max(1, self.buffer // 4096) if self.delay else 1)
+    async def _pump(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        both: tuple[asyncio.StreamWriter, ...],
+        way: int,
+    ) -> None:
+        on_way: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(
+            max(1, self.buffer // 4096) if self.delay else 1
+        )
         reading = asyncio.ensure_future(self._read(reader, on_way))
         try:
             with suppress(OSError):
@@ -106,7 +123,9 @@ class Proxy:
                     if self._is_over(len(data)):
                         writer.write(data[: len(data) // 2])
                         for one in both:
-                            one.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                            one.get_extra_info("socket").setsockopt(
+                                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                            )
                             one.transport.abort()
                         self.resets += 1
                         return
@@ -115,7 +134,9 @@ class Proxy:
         finally:
             reading.cancel()
 
-    async def _read(self, reader: asyncio.StreamReader, on_way: asyncio.Queue[tuple[float, bytes]]) -> None:
+    async def _read(
+        self, reader: asyncio.StreamReader, on_way: asyncio.Queue[tuple[float, bytes]]
+    ) -> None:
         data = b"x"
         while data:
             try:

@@ -1,4 +1,6 @@
-"""Two specs of one model, compared: the same partition of slots, and the groups of one against those of the other."""
+"""Two specs of one model, compared: the same partition of slots, and the groups of one against
+those of the other.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ Tokens = list[tuple[str, int]]
 
 
 def tokens(term: ax.Term, sizes: dict[str, int], whole: int) -> Tokens:
-    """An axis written out: brackets, and a (space, size) for each leaf; holes have no name, and nothing of size 1 is told."""
+    """An axis written out: brackets, and a (space, size) for each leaf; holes have no name, and
+    nothing of size 1 is told.
+    """
     match term:
         case ax.Leaf():
             return [(term.space, sizes[term.space])] if sizes[term.space] > 1 else []
@@ -22,7 +26,11 @@ def tokens(term: ax.Term, sizes: dict[str, int], whole: int) -> Tokens:
             known = ax.block_sizes(term.factors, sizes, whole, product=True)
             assert known is not None
             outer, rest = term.factors[0], term.factors[1:]
-            if isinstance(outer, ax.Hole) and 1 < known[0] <= 16 and any(True for f in rest for _ in ax.leaves(f)):  # as many copies as it has places
+            if (
+                isinstance(outer, ax.Hole)
+                and 1 < known[0] <= 16
+                and any(True for f in rest for _ in ax.leaves(f))
+            ):  # as many copies as it has places
                 return tokens(ax.Sum((ax.Product(rest),) * known[0]), sizes, whole)
             inner = [tokens(f, sizes, n) for f, n in zip(term.factors, known, strict=True)]
             listed = [t for part in inner for t in part]
@@ -30,7 +38,9 @@ def tokens(term: ax.Term, sizes: dict[str, int], whole: int) -> Tokens:
         case ax.Sum():
             known = ax.block_sizes(term.terms, sizes, whole, product=False)
             assert known is not None
-            inner = [tokens(t, sizes, n) or [("", 1)] for t, n in zip(term.terms, known, strict=True)]
+            inner = [
+                tokens(t, sizes, n) or [("", 1)] for t, n in zip(term.terms, known, strict=True)
+            ]
             if all(part == [("", n)] for part, n in zip(inner, known, strict=True)):
                 return [("", whole)]
             return [("[", 0), *(t for part in inner for t in (*part, ("+", 0))), ("]", 0)]
@@ -47,7 +57,10 @@ def _merged(listed: Tokens, bracket: str) -> Tokens:
 
 def contains(big: Group, small: Group, size: int) -> bool:
     """Is every member of one group (judging by a few) one of another?"""
-    return all(big.fault(small.sample(size, 2, Stream(seed_key(seed), "contains"))) is None for seed in range(3))
+    return all(
+        big.fault(small.sample(size, 2, Stream(seed_key(seed), "contains"))) is None
+        for seed in range(3)
+    )
 
 
 def differences(found: Spec, known: Spec, shapes: dict[str, tuple[int, ...]]) -> list[str]:
@@ -68,14 +81,22 @@ def differences(found: Spec, known: Spec, shapes: dict[str, tuple[int, ...]]) ->
             left, right = tokens(x, known.sizes, n), tokens(y, found.sizes, n)
             if all(s == "" for s, _ in left):
                 continue  # what the family leaves alone may move
-            if [(s in "([])+" and s, k) for s, k in left] != [(s in "([])+" and s, k) for s, k in right]:
+            if [(s in "([])+" and s, k) for s, k in left] != [
+                (s in "([])+" and s, k) for s, k in right
+            ]:
                 out.append(f"{name}[{i}]: {y} is not {x}")
                 continue
             for (s, _), (t, _) in zip(left, right, strict=True):
                 if s and s not in "([])+" and t == "":
                     out.append(f"{name}[{i}]: {s} is not found")
-                elif s and s not in "([])+" and (to.setdefault(s, t) != t or back.setdefault(t, s) != s):
-                    out.append(f"{name}[{i}]: {s} is {t} here, {to[s]} elsewhere, which is {back.get(t)}")
+                elif (
+                    s
+                    and s not in "([])+"
+                    and (to.setdefault(s, t) != t or back.setdefault(t, s) != s)
+                ):
+                    out.append(
+                        f"{name}[{i}]: {s} is {t} here, {to[s]} elsewhere, which is {back.get(t)}"
+                    )
     for space, other in to.items():
         s, t = known.spaces[space], found.spaces[other]
         if not contains(t.group, s.group, s.size):

@@ -27,7 +27,9 @@ def batch(name: str, step: int, dtype: torch.dtype = torch.float64) -> dict[str,
     made = torch.Generator().manual_seed(step)
     inputs = PICOS[name].inputs
     if "pixel_values" in inputs:
-        images = torch.randn(IMAGES["pixel_values"].shape, generator=made, dtype=torch.float64).to(dtype)
+        images = torch.randn(IMAGES["pixel_values"].shape, generator=made, dtype=torch.float64).to(
+            dtype
+        )
         return {"pixel_values": images, "labels": torch.randint(0, 5, (2,), generator=made)}
     ids = torch.randint(3, 30, IDS["input_ids"].shape, generator=made)
     mask = torch.ones_like(ids)
@@ -67,7 +69,11 @@ def optimizer_of(model: torch.nn.Module, options: OptimizerConfig = ADAMW) -> to
 
 
 def train(
-    name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int], after: Callable[[int], None] | None = None
+    name: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Sequence[int],
+    after: Callable[[int], None] | None = None,
 ) -> list[float]:
     losses = []
     dtype = next(p for p in model.parameters() if not p.is_meta).dtype
@@ -84,7 +90,9 @@ def train(
 
 
 def whole(model: torch.nn.Module, host: Host, g: Element | None) -> dict[str, torch.Tensor]:
-    """The trained model as its owner has it at the end: the client's edges, the server's backbone, unlocked."""
+    """The trained model as its owner has it at the end: the client's edges, the server's backbone,
+    unlocked.
+    """
     state = {**{n: t for n, t in model.state_dict().items() if not t.is_meta}, **host.backbone()}
     return dict(state if g is None else apply(~g, state, part="backbone"))
 
@@ -94,7 +102,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """The largest relative difference of a tensor. Key biases are left out: their gradient is zero but for rounding, which AdamW makes steps of."""
+    """The largest relative difference of a tensor. Key biases are left out: their gradient is zero
+    but for rounding, which AdamW makes steps of.
+    """
     assert a.keys() == b.keys()
     pairs = [(_busy(k, a[k]), _busy(k, b[k])) for k in a]
     return max(float((x - y).norm() / y.norm().clamp(min=1e-12)) for x, y in pairs if y.numel())
@@ -110,8 +120,19 @@ def _busy(name: str, value: torch.Tensor) -> torch.Tensor:
 class Faulty:
     """A network that loses, repeats, delays, garbles and truncates, by a seed."""
 
-    def __init__(self, host: Callable[[], Host], seed: int, rate: float = 0.4, kinds: Sequence[str] | None = None) -> None:
-        self.host, self.random, self.rate, self.kinds = host, random.Random(seed), rate, kinds or KINDS
+    def __init__(
+        self,
+        host: Callable[[], Host],
+        seed: int,
+        rate: float = 0.4,
+        kinds: Sequence[str] | None = None,
+    ) -> None:
+        self.host, self.random, self.rate, self.kinds = (
+            host,
+            random.Random(seed),
+            rate,
+            kinds or KINDS,
+        )
         self.sent: list[list[bytes]] = []
         self.came: list[bytes] = []
         self.faults: dict[str, int] = {}
@@ -146,4 +167,13 @@ class Faulty:
         return reply
 
 
-KINDS = ("lost", "truncated", "garbled", "repeated", "reordered", "reply lost", "reply truncated", "another reply")
+KINDS = (
+    "lost",
+    "truncated",
+    "garbled",
+    "repeated",
+    "reordered",
+    "reply lost",
+    "reply truncated",
+    "another reply",
+)

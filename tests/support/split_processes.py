@@ -1,7 +1,8 @@
 """Server and client of a split training as processes of their own, for what signals do to them.
 
-Both are forked from a server that has imported what is heavy, so that a start takes about a second. They say what happens through pipes; the client
-trains as far as it is allowed to, so that a fault finds it at work.
+Both are forked from a server that has imported what is heavy, so that a start takes about a second.
+They say what happens through pipes; the client trains as far as it is allowed to, so that a fault
+finds it at work.
 """
 
 from __future__ import annotations
@@ -24,19 +25,27 @@ from regauge.split import Host, InProcess, RemoteBackbone, TransportError, conne
 from support.split_pairs import ADAMW, columns, locked, made, optimizer_of, whole
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "scipy.stats", "scipy.optimize", "safetensors.torch", "preloaded"])
+FORKS.set_forkserver_preload(
+    ["torch", "scipy.stats", "scipy.optimize", "safetensors.torch", "preloaded"]
+)
 SECRET = 5
 PATIENCE = 300.0
 
 
 def wide(step: int, rows: int = 64) -> dict[str, torch.Tensor]:
-    """A batch whose stream takes some tens of kilobytes, so that a connection can break in the middle of it."""
+    """A batch whose stream takes some tens of kilobytes, so that a connection can break in the
+    middle of it.
+    """
     ids = torch.randint(3, 30, (rows, 16), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids}
 
 
 def trained(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range, rows: int = 64, after: Callable[[int], None] | None = None
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: range,
+    rows: int = 64,
+    after: Callable[[int], None] | None = None,
 ) -> None:
     for step in steps:
         optimizer.zero_grad()
@@ -68,9 +77,13 @@ def kept(folder: Path, steps: int) -> dict[str, torch.Tensor]:
 
 
 def _start_forks() -> None:
-    """Start the server of forks so that it finds `preloaded`, which lies here. Its children find everything by themselves."""
+    """Start the server of forks so that it finds `preloaded`, which lies here. Its children find
+    everything by themselves.
+    """
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), *([before] if before else [])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parents[1]), *([before] if before else [])]
+    )
     try:
         forkserver.ensure_running()
     finally:
@@ -130,7 +143,9 @@ def _serve(pipe: Connection, port: int, folder: str, every: int) -> None:
     from regauge.split.server.network import Server
 
     model = made("gpt2")
-    served = Server(Host(locked(model, columns(model)), ADAMW, folder=folder, every=every), f"127.0.0.1:{port}")
+    served = Server(
+        Host(locked(model, columns(model)), ADAMW, folder=folder, every=every), f"127.0.0.1:{port}"
+    )
     pipe.send(("ready",))
     pipe.recv()
     served.stop()
@@ -154,7 +169,15 @@ def _train(pipe: Connection, port: int, folder: str, steps: int) -> None:
     g: Element = columns(model)
     path, allowed = Path(folder) / "client.pt", 0
     with Watched(f"127.0.0.1:{port}") as network:
-        link: RemoteBackbone = connect(model, network, element=g, rows="batch", secret=SECRET, journal=Path(folder) / "journal", patience=PATIENCE)
+        link: RemoteBackbone = connect(
+            model,
+            network,
+            element=g,
+            rows="batch",
+            secret=SECRET,
+            journal=Path(folder) / "journal",
+            patience=PATIENCE,
+        )
         optimizer, done = optimizer_of(model), 0
         if path.exists():
             state = torch.load(path, weights_only=True)
@@ -166,7 +189,15 @@ def _train(pipe: Connection, port: int, folder: str, steps: int) -> None:
         def after(step: int) -> None:
             pipe.send(("step", step, time.monotonic()))
             if step % 3 == 2 or step == steps - 1:
-                _save(path, {"step": step + 1, "model": model.state_dict(), "optimizer": optimizer.state_dict(), "link": link.state_dict()})
+                _save(
+                    path,
+                    {
+                        "step": step + 1,
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "link": link.state_dict(),
+                    },
+                )
                 link.saved()
 
         for step in range(done, steps):

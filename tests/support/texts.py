@@ -33,6 +33,8 @@ def words(folder: Path) -> Path:
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="[PAD]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens([AddedToken("[MASK]", special=True)])
-    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
     made.save(str(folder / "tokenizer.json"))
     return folder / "tokenizer.json"

@@ -15,7 +15,14 @@ from regauge.defences.gradients import plan_of
 
 
 def vit(seed: int = 0, **more: Any) -> Any:
-    config = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 16, "patch_size": 4}
+    config = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "image_size": 16,
+        "patch_size": 4,
+    }
     config |= {"num_channels": 3, "num_labels": 5, "initializer_range": 0.1}
     torch.manual_seed(seed)
     return transformers.ViTForImageClassification(transformers.ViTConfig(**config | more))
@@ -24,24 +31,46 @@ def vit(seed: int = 0, **more: Any) -> Any:
 def timm_vit(name: str = "vit_small_patch16_224", **more: Any) -> Any:
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 4, "num_classes": 5}
+    sizes = {
+        "img_size": 16,
+        "patch_size": 4,
+        "embed_dim": 48,
+        "depth": 2,
+        "num_heads": 4,
+        "num_classes": 5,
+    }
     return timm.create_model(name, pretrained=False, **sizes | more)
 
 
 def pictures(count: int, seed: int = 0, side: int = 16, channels: int = 3) -> torch.Tensor:
     """Images in -1..1 that are smooth, with some texture."""
     g = torch.Generator().manual_seed(seed)
-    small = torch.nn.functional.interpolate(torch.rand(count, channels, 4, 4, generator=g), (side, side), mode="bilinear", align_corners=False)
-    return (2 * small - 1 + 0.15 * torch.randn(count, channels, side, side, generator=g)).clamp(-1, 1)
+    small = torch.nn.functional.interpolate(
+        torch.rand(count, channels, 4, 4, generator=g),
+        (side, side),
+        mode="bilinear",
+        align_corners=False,
+    )
+    return (2 * small - 1 + 0.15 * torch.randn(count, channels, side, side, generator=g)).clamp(
+        -1, 1
+    )
 
 
-def examples(count: int, seed: int = 0, classes: int = 5, side: int = 16, channels: int = 3) -> Examples:
+def examples(
+    count: int, seed: int = 0, classes: int = 5, side: int = 16, channels: int = 3
+) -> Examples:
     x, y = pictures(count, seed, side, channels), torch.arange(count) % classes
     return Examples(count, classes, lambda i: ({"pixel_values": x[i]}, y[i]))
 
 
 def sent(
-    model: Any, combination: str = "none", *, seed: int = 0, first: int = 0, dtype: torch.dtype = torch.float32, **granted: Any
+    model: Any,
+    combination: str = "none",
+    *,
+    seed: int = 0,
+    first: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **granted: Any,
 ) -> tuple[SentUpdate, Truth]:
     """One update of some images, as the server has it, and the truth."""
     plan = plan_of(combination)
@@ -51,7 +80,12 @@ def sent(
     inputs, labels = data.batch(torch.arange(first, first + size))
     inputs = {k: v.to(dtype) for k, v in inputs.items()}
     update, truth = contribute(there, plan, data, inputs, labels, seed)
-    return SentUpdate(there, update, tuple(inputs["pixel_values"].shape[1:]), Granted(**{"batch": size, **granted})), truth
+    return SentUpdate(
+        there,
+        update,
+        tuple(inputs["pixel_values"].shape[1:]),
+        Granted(**{"batch": size, **granted}),
+    ), truth
 
 
 def psnr(found: torch.Tensor, true: torch.Tensor, span: float = 2.0) -> float:
@@ -60,7 +94,9 @@ def psnr(found: torch.Tensor, true: torch.Tensor, span: float = 2.0) -> float:
 
 
 def changed(view: SentUpdate, **tensors: torch.Tensor | None) -> SentUpdate:
-    """The same view with other tensors in its update; None takes one out. Dots in names are written as two underscores."""
+    """The same view with other tensors in its update; None takes one out. Dots in names are written
+    as two underscores.
+    """
     new = {**view.update.tensors}
     for name, value in tensors.items():
         key = name.replace("__", ".")
@@ -68,4 +104,9 @@ def changed(view: SentUpdate, **tensors: torch.Tensor | None) -> SentUpdate:
             new.pop(key)
         else:
             new[key] = value
-    return SentUpdate(view.model, Update(new, view.update.kind, view.update.steps, view.update.rate), view.shape, view.granted)
+    return SentUpdate(
+        view.model,
+        Update(new, view.update.kind, view.update.steps, view.update.rate),
+        view.shape,
+        view.granted,
+    )

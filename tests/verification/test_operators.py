@@ -1,4 +1,6 @@
-"""Theorem 4.7 holds operator by operator in every dtype, the controls are far away, and an operator that does not commute is caught."""
+"""Theorem 4.7 holds operator by operator in every dtype, the controls are far away, and an operator
+that does not commute is caught.
+"""
 
 import math
 from dataclasses import replace
@@ -6,7 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from regauge.verification.operators import MULTIPLE, OPERATORS, TOLERANCE, Operator, check_operator, dropout_in_law, operators
+from regauge.verification.operators import (
+    MULTIPLE,
+    OPERATORS,
+    TOLERANCE,
+    Operator,
+    check_operator,
+    dropout_in_law,
+    operators,
+)
 
 NAMES = {op.name: op for op in OPERATORS}
 FAR = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 10, torch.float16: 10}
@@ -34,18 +44,46 @@ def bad(name, run, **more):
 
 
 WRONG = {
-    "a sum along the tokens": (Operator("cumsum", "A running sum", "", lambda t: t["z"].cumsum(1)), {"rows", "both"}),
-    "a sum along the channels": (Operator("cumsum", "A running sum", "", lambda t: t["z"].cumsum(2)), {"columns", "both"}),
-    "a mask that stays": (bad("masked-attention", NAMES["masked-attention"].run, given={"mask": "place place"}), {"rows", "both"}),
-    "a dropout mask that stays": (bad("dropout", NAMES["dropout"].run, given={"kept": "batch place channel"}), {"rows", "columns", "both"}),
-    "weights that stay": (bad("linear", NAMES["linear"].run, weights={"weight": "channel channel", "bias": "channel"}), {"columns", "both"}),
-    "running statistics that stay": (
-        bad("batchnorm", NAMES["batchnorm"].run, given={"mean": "channel", "log variance": "channel"}),
+    "a sum along the tokens": (
+        Operator("cumsum", "A running sum", "", lambda t: t["z"].cumsum(1)),
+        {"rows", "both"},
+    ),
+    "a sum along the channels": (
+        Operator("cumsum", "A running sum", "", lambda t: t["z"].cumsum(2)),
         {"columns", "both"},
     ),
-    # Forward it commutes; only the gradient of one weight is not the one that the weight's axes promise.
-    "a wrong gradient": (bad("linear", lambda t: NAMES["linear"].run(t | {"bias": FirstOnly.apply(t["bias"])})), {"columns", "both"}),
-    "nan": (Operator("nan", "Nothing", "", lambda t: t["z"] * torch.nan), {"rows", "columns", "both"}),
+    "a mask that stays": (
+        bad("masked-attention", NAMES["masked-attention"].run, given={"mask": "place place"}),
+        {"rows", "both"},
+    ),
+    "a dropout mask that stays": (
+        bad("dropout", NAMES["dropout"].run, given={"kept": "batch place channel"}),
+        {"rows", "columns", "both"},
+    ),
+    "weights that stay": (
+        bad(
+            "linear", NAMES["linear"].run, weights={"weight": "channel channel", "bias": "channel"}
+        ),
+        {"columns", "both"},
+    ),
+    "running statistics that stay": (
+        bad(
+            "batchnorm",
+            NAMES["batchnorm"].run,
+            given={"mean": "channel", "log variance": "channel"},
+        ),
+        {"columns", "both"},
+    ),
+    # Forward it commutes; only the gradient of one weight is not the one that the weight's axes
+    # promise.
+    "a wrong gradient": (
+        bad("linear", lambda t: NAMES["linear"].run(t | {"bias": FirstOnly.apply(t["bias"])})),
+        {"columns", "both"},
+    ),
+    "nan": (
+        Operator("nan", "Nothing", "", lambda t: t["z"] * torch.nan),
+        {"rows", "columns", "both"},
+    ),
 }
 
 
@@ -81,8 +119,13 @@ def test_the_convolution_is_the_counter_example_and_a_kernel_of_one_is_none():
     assert "does not commute with permutations of the tokens" in rows.statement
     assert columns.holds
     assert columns.value < TOLERANCE
-    pointwise = bad("convolution", lambda t: NAMES["linear"].run(t | {"weight": t["weight"][:, :, 0]}))
-    assert [f.holds for f in check_operator(pointwise)] == [False, True]  # it commutes, so the statement that it does not is false
+    pointwise = bad(
+        "convolution", lambda t: NAMES["linear"].run(t | {"weight": t["weight"][:, :, 0]})
+    )
+    assert [f.holds for f in check_operator(pointwise)] == [
+        False,
+        True,
+    ]  # it commutes, so the statement that it does not is false
 
 
 def test_pooling_keeps_weight_gradients_and_permutes_feature_gradients():

@@ -1,4 +1,6 @@
-"""Which optimizers keep which moves: the whole matrix is as expected, and an optimizer or an expectation that is wrong is reported."""
+"""Which optimizers keep which moves: the whole matrix is as expected, and an optimizer or an
+expectation that is wrong is reported.
+"""
 
 import math
 from dataclasses import replace
@@ -6,7 +8,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from regauge.verification.claims import KEPT, MOVES, RECIPES, Cell, Lion, Muon, Recipe, agrees, clip_norm, sgd
+from regauge.verification.claims import (
+    KEPT,
+    MOVES,
+    RECIPES,
+    Cell,
+    Lion,
+    Muon,
+    Recipe,
+    agrees,
+    clip_norm,
+    sgd,
+)
 from regauge.verification.optimizers import Run, build, finding, measure, optimizer_matrix, train
 
 BY_ID = {r.id: r for r in RECIPES}
@@ -24,7 +37,9 @@ def test_the_whole_matrix_is_as_expected(matrix):
     assert len(findings) >= 11
     assert all(row[-1] for row in table.rows)
     assert len(table.rows) == len(findings) * len(MOVES)
-    assert [len(row) for row in figure.data["values"]] == [len(figure.data["columns"])] * len(figure.data["rows"])
+    assert [len(row) for row in figure.data["values"]] == [len(figure.data["columns"])] * len(
+        figure.data["rows"]
+    )
 
 
 def test_what_breaks_is_far_from_what_is_kept(matrix):
@@ -36,7 +51,9 @@ def test_what_breaks_is_far_from_what_is_kept(matrix):
 
 def test_the_sentence_names_both_sides(matrix):
     sentences = {f.id: f.sentence for f in matrix[0]}
-    assert "Adam keeps stream permutations, signed stream permutations" in sentences["optimizer/adam"]
+    assert (
+        "Adam keeps stream permutations, signed stream permutations" in sentences["optimizer/adam"]
+    )
     assert "breaks QK turns, VO rotations, stream rotations" in sentences["optimizer/adam"]
     assert "VO rotations of Llama" in sentences["optimizer/muon"].split("breaks")[0]
     assert "VO rotations of GPT-2" in sentences["optimizer/muon"].split("breaks")[1]
@@ -48,7 +65,9 @@ def test_the_sentence_names_both_sides(matrix):
     [(1e-14, "Kr-"), (1e-7, "r-"), (1e-4, "rn-"), (2e-2, "Brn-"), (0.4, "Bn-"), (math.inf, "Bn-")],
 )
 def test_what_a_cell_agrees_with(weights, letters):
-    """Between what is kept and what is broken lies what is neither; rounding explains only what is as small as itself."""
+    """Between what is kept and what is broken lies what is neither; rounding explains only what is
+    as small as itself.
+    """
     assert {x for x in "KBrn-" if agrees(x, Cell(weights, weights, 1.0, 3e-2))} == set(letters)
     assert not agrees("K", Cell(1e-15, 1e-7, 1.0, KEPT))  # the weights agree, the function does not
 
@@ -67,7 +86,13 @@ class Indexed(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_looks_at_the_index_breaks_permutations():
-    recipe = Recipe("indexed", "Indexed", lambda p: [Indexed(p.values())], "keeps permutations", "K" * len(PERMUTATIONS))
+    recipe = Recipe(
+        "indexed",
+        "Indexed",
+        lambda p: [Indexed(p.values())],
+        "keeps permutations",
+        "K" * len(PERMUTATIONS),
+    )
     cells = measure([recipe], PERMUTATIONS, steps=3)
     assert all(agrees("B", c) for c in cells.values())
     found = finding(recipe, PERMUTATIONS, cells)
@@ -76,8 +101,13 @@ def test_an_optimizer_that_looks_at_the_index_breaks_permutations():
 
 
 def test_a_wrong_expectation_is_reported():
-    moves = [m for m in MOVES if m.model == "llama" and m.name in ("head permutations", "VO rotations")]
-    for recipe, expected, wrong in ((BY_ID["adam"], "KK", "VO rotations"), (BY_ID["sgd"], "BK", "head permutations")):
+    moves = [
+        m for m in MOVES if m.model == "llama" and m.name in ("head permutations", "VO rotations")
+    ]
+    for recipe, expected, wrong in (
+        (BY_ID["adam"], "KK", "VO rotations"),
+        (BY_ID["sgd"], "BK", "head permutations"),
+    ):
         recipe = replace(recipe, expected=expected)
         found = finding(recipe, moves, measure([recipe], moves, steps=3))
         assert found.holds is False
@@ -103,7 +133,10 @@ def test_trained_gains_are_what_breaks_rotations():
 def test_key_biases_move_by_noise_only_where_they_are_free(free):
     model, state = build("gpt2", 0)
     (after,) = train(model, [Run(BY_ID["lion"], state, frozenset(), free)], 0, 2)
-    query, key, value = (after.weights["transformer.h.0.attn.c_attn.bias"] - state["transformer.h.0.attn.c_attn.bias"]).view(3, -1)
+    query, key, value = (
+        after.weights["transformer.h.0.attn.c_attn.bias"]
+        - state["transformer.h.0.attn.c_attn.bias"]
+    ).view(3, -1)
     assert query.any()
     assert value.any()
     assert key.any() == free
@@ -112,7 +145,9 @@ def test_key_biases_move_by_noise_only_where_they_are_free(free):
 def test_frozen_weights_stay():
     model, state = build("llama", 0)
     name = "model.norm.weight"
-    frozen, trained = train(model, [Run(BY_ID["adam"], state, f, False) for f in (frozenset({name}), frozenset())], 0, 1)
+    frozen, trained = train(
+        model, [Run(BY_ID["adam"], state, f, False) for f in (frozenset({name}), frozenset())], 0, 1
+    )
     assert torch.equal(frozen.weights[name], state[name])
     assert not torch.equal(trained.weights[name], state[name])
     assert not torch.equal(frozen.weights["lm_head.weight"], state["lm_head.weight"])

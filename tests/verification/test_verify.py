@@ -1,4 +1,6 @@
-"""Verify: every law on every family, in every dtype; broken models are caught and named; the model is left as it was."""
+"""Verify: every law on every family, in every dtype; broken models are caught and named; the model
+is left as it was.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,39 @@ from regauge.verification.subject import Subject, Way
 from support.picos import PICOS, build, config_of, spec_of, vit
 
 # One of each family for the coarser dtypes; every pico in float64.
-FAMILIES = ["vit", "deit", "gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "mixtral", "bert", "roberta", "distilbert", "deberta-v3", "dinov2"]
+FAMILIES = [
+    "vit",
+    "deit",
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "mixtral",
+    "bert",
+    "roberta",
+    "distilbert",
+    "deberta-v3",
+    "dinov2",
+]
 FAMILIES += ["bart", "clip", "timm-vit", "timm-deit-distilled", "timm-swin", "t5", "swin"]
 WHOLE = ["deberta-v2-xlarge"]  # has no cut
 
 
 def tame(name: str, dtype: torch.dtype) -> torch.nn.Module:
-    """A pico-model with weights of the sizes that trained models have: half precision drowns wilder ones in rounding."""
+    """A pico-model with weights of the sizes that trained models have: half precision drowns wilder
+    ones in rounding.
+    """
     model = build(name)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, p in model.named_parameters():
             noise = torch.randn(p.shape, generator=draw, dtype=p.dtype)
             if p.dim() < 2:
-                p.copy_(0.1 * noise + (1.0 if key.endswith(("weight", "gamma", "lambda1")) else 0.0))
+                p.copy_(
+                    0.1 * noise + (1.0 if key.endswith(("weight", "gamma", "lambda1")) else 0.0)
+                )
             else:
                 table = any(word in key for word in ("embed", "token", "wte", "wpe", "shared"))
                 p.copy_(noise if table else noise * p[0].numel() ** -0.5)
@@ -49,12 +70,18 @@ def tame(name: str, dtype: torch.dtype) -> torch.nn.Module:
 def run(model: torch.nn.Module, **more: Any) -> Any:
     if hasattr(model, "regauge_config"):  # timm's classes, built without a pretrained_cfg
         config = config_of(model)
-        more |= {"boundaries": family_of(config).boundaries(Config(config), Names(model.state_dict()))}
+        more |= {
+            "boundaries": family_of(config).boundaries(Config(config), Names(model.state_dict()))
+        }
     return verify(model, spec=spec_of(model), **more)
 
 
 def faults(results: Any) -> list[str]:
-    return [f"{f.id}: {f.sentence}" for f in results.findings if f.holds is False or "cannot be told" in f.sentence]
+    return [
+        f"{f.id}: {f.sentence}"
+        for f in results.findings
+        if f.holds is False or "cannot be told" in f.sentence
+    ]
 
 
 # The same backbone under one more head: these wait for `make soak`.
@@ -88,9 +115,23 @@ def test_every_law_holds_in_float64(name: str) -> None:
     held = {f.id for f in results.findings if f.holds}
     assert {"spec/fits", "description/forward"} <= held
     if "xlarge" not in name:
-        assert {"column/forward", "column/weights", "column/features", "column/trained", "column/trained-weights"} <= held
+        assert {
+            "column/forward",
+            "column/weights",
+            "column/features",
+            "column/trained",
+            "column/trained-weights",
+        } <= held
     if "xlarge" not in name and "swin" not in name:
-        assert {"row/forward", "row/weights", "row/features", "row/trained", "both/forward", "both/trained-weights", "both/embedding"} <= held
+        assert {
+            "row/forward",
+            "row/weights",
+            "row/features",
+            "row/trained",
+            "both/forward",
+            "both/trained-weights",
+            "both/embedding",
+        } <= held
     for f in results.findings:
         if f.holds and f.floor is not None and f.measure == "relative error":
             assert f.floor == pytest.approx(1e-9)
@@ -120,8 +161,13 @@ def test_rows_that_cannot_move_say_why() -> None:
 
 
 def test_the_papers_columns() -> None:
-    """Whole heads under rotary positions, heads and their insides elsewhere, none with grouped queries."""
-    heads = {n: next(f for f in run(build(n), steps=0).findings if f.id == "column/heads") for n in ("vit", "llama-mha-tied", "llama")}
+    """Whole heads under rotary positions, heads and their insides elsewhere, none with grouped
+    queries.
+    """
+    heads = {
+        n: next(f for f in run(build(n), steps=0).findings if f.id == "column/heads")
+        for n in ("vit", "llama-mha-tied", "llama")
+    }
     assert heads["vit"].holds
     assert "only whole heads" in heads["llama-mha-tied"].sentence
     assert heads["llama"].holds is None
@@ -139,10 +185,14 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_key_biases_have_no_gradient_and_are_named() -> None:
-    weights = next(f for f in run(build("gpt2-untied"), steps=0).findings if f.id == "column/weights")
+    weights = next(
+        f for f in run(build("gpt2-untied"), steps=0).findings if f.id == "column/weights"
+    )
     bert = next(f for f in run(build("bert"), steps=0).findings if f.id == "column/weights")
     assert "no gradient" not in weights.sentence  # fused with the others
-    assert "2 tensors have no gradient (bert.encoder.layer.0.attention.self.key.bias" in bert.sentence
+    assert (
+        "2 tensors have no gradient (bert.encoder.layer.0.attention.self.key.bias" in bert.sentence
+    )
 
 
 # Broken models.
@@ -162,7 +212,8 @@ class Mixed(torch.nn.Module):
         super().__init__()
         self.weight, self.bias = inner.weight, inner.bias
         self.matrix = (
-            torch.eye(size, dtype=torch.float64).roll(1, 0) + 0.1 * torch.arange(size * size, dtype=torch.float64).view(size, size) / size**2
+            torch.eye(size, dtype=torch.float64).roll(1, 0)
+            + 0.1 * torch.arange(size * size, dtype=torch.float64).view(size, size) / size**2
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -218,12 +269,16 @@ def test_a_convolution_in_the_backbone_is_named() -> None:
     model = build("vit")
     spec = spec_of(model)
     broken(model, "vit.layers.1.mlp", lambda inner: Convolved(inner, 12))
-    with pytest.raises(SpecError, match=r'"vit.layers.1.mlp.fc1.weight" is in the spec but not in the file'):
+    with pytest.raises(
+        SpecError, match=r'"vit.layers.1.mlp.fc1.weight" is in the spec but not in the file'
+    ):
         verify(model, spec=spec)  # its tensors have other names
 
     model = build("vit")
     model.vit.layers[1].mlp.conv = torch.nn.Conv1d(12, 12, 3, padding=1, dtype=torch.float64)
-    model.vit.layers[1].mlp.register_forward_pre_hook(lambda module, args: (module.conv(args[0].transpose(1, 2)).transpose(1, 2),))
+    model.vit.layers[1].mlp.register_forward_pre_hook(
+        lambda module, args: (module.conv(args[0].transpose(1, 2)).transpose(1, 2),)
+    )
     results = verify(model, spec=spec, steps=0)
     assert found(results, "spec/fits").where == "vit.layers.1.mlp.conv.weight"
     assert found(results, "row/forward").where == "vit.layers.1.mlp.conv (Conv1d)"
@@ -231,9 +286,13 @@ def test_a_convolution_in_the_backbone_is_named() -> None:
 
 
 def test_gradients_that_do_not_follow_are_seen() -> None:
-    """A forward that is right and a backward that is not: a hook that changes one gradient by its place."""
+    """A forward that is right and a backward that is not: a hook that changes one gradient by its
+    place.
+    """
     model = build("vit")
-    model.vit.layers[0].mlp.fc1.weight.register_hook(lambda g: g * (1 + torch.arange(len(g), dtype=g.dtype)[:, None]))
+    model.vit.layers[0].mlp.fc1.weight.register_hook(
+        lambda g: g * (1 + torch.arange(len(g), dtype=g.dtype)[:, None])
+    )
     results = run(model, steps=0)
     assert found(results, "column/forward").holds
     assert found(results, "column/weights").holds is False
@@ -244,16 +303,28 @@ def test_nan_fails_and_is_no_pass() -> None:
     model = build("vit")
     with torch.no_grad():
         model.vit.layers[0].mlp.fc1.weight[0, 0] = torch.nan
-    with pytest.raises(RegaugeError, match=r'"vit.layers.0.mlp.fc1.weight" holds values that are not finite'):
+    with pytest.raises(
+        RegaugeError, match=r'"vit.layers.0.mlp.fc1.weight" holds values that are not finite'
+    ):
         run(model)
 
 
-KINKS = [(1.0, 0, 1, True), (1.0, 1, 3, True), (1.0, 2, 3, False), (1.0, 99, 3, False), (1e-3, 1, 1, False)]
+KINKS = [
+    (1.0, 0, 1, True),
+    (1.0, 1, 3, True),
+    (1.0, 2, 3, False),
+    (1.0, 99, 3, False),
+    (1e-3, 1, 1, False),
+]
 
 
 @pytest.mark.parametrize(("ceiling", "good", "draws", "holds"), KINKS)
-def test_a_unit_at_its_kink_is_no_broken_law(ceiling: float, good: int, draws: int, holds: bool) -> None:
-    """Rounding decides the gradient of a ReLU whose input is nothing but rounding; a law that is broken fails in every draw."""
+def test_a_unit_at_its_kink_is_no_broken_law(
+    ceiling: float, good: int, draws: int, holds: bool
+) -> None:
+    """Rounding decides the gradient of a ReLU whose input is nothing but rounding; a law that is
+    broken fails in every draw.
+    """
     seen: list[int] = []
 
     def check(case: Any) -> list[Finding]:
@@ -261,13 +332,17 @@ def test_a_unit_at_its_kink_is_no_broken_law(ceiling: float, good: int, draws: i
         return [Finding("row/weights", "", case.seed >= good, 1e-4, 1e-6, ceiling, "")]
 
     model = build("vit").float()
-    found = _settled(check, prepare(Subject(model, example_inputs(model), spec_of(model), None), 0, 0, "sgd"))[0]
+    found = _settled(
+        check, prepare(Subject(model, example_inputs(model), spec_of(model), None), 0, 0, "sgd")
+    )[0]
     assert (len(seen), found.holds) == (draws, holds)
     assert ("kink" in found.sentence) == (draws > 1 and holds)
 
 
 class Ramped(T.ViTForImageClassification):
-    """Initialised with a scale that grows with the channel: a description of its own is built into its law."""
+    """Initialised with a scale that grows with the channel: a description of its own is built into
+    its law.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -288,7 +363,9 @@ def test_an_initialisation_that_knows_its_channels_is_named() -> None:
 
 
 class Reordered(torch.nn.LayerNorm):
-    """A norm that exchanges two channels, or two tokens, after itself: the numbers are the same, in a wrong order."""
+    """A norm that exchanges two channels, or two tokens, after itself: the numbers are the same, in
+    a wrong order.
+    """
 
     axis = 2
 
@@ -312,7 +389,9 @@ def test_what_only_reorders_is_named_itself(axis: int, law: str, name: str) -> N
 
 @pytest.mark.parametrize("name", [n for n in PICOS if "xlarge" not in n])
 def test_a_sound_model_has_no_fault(name: str) -> None:
-    """Every order in which a family's modules are given and return their numbers is known: none is accused where nothing is wrong."""
+    """Every order in which a family's modules are given and return their numbers is known: none is
+    accused where nothing is wrong.
+    """
     model = build(name)
     spec, boundaries = spec_of(model), None
     if hasattr(model, "regauge_config"):
@@ -321,13 +400,17 @@ def test_a_sound_model_has_no_fault(name: str) -> None:
     subject = Subject(model, example_inputs(model), spec, cut(model, boundaries=boundaries))
     g = element(spec, 3, within="permutation")
     assert first_fault(subject, subject.of(moved_copy(model, g)), Way(columns=g), 1e-9) is None
-    assert first_fault(subject, subject, Way(columns=g), 1e-9) is not None  # weights that were not moved
+    assert (
+        first_fault(subject, subject, Way(columns=g), 1e-9) is not None
+    )  # weights that were not moved
     if not subject.rows_fixed:
         assert first_fault(subject, subject, Way(rows=3), 1e-9) is None
 
 
 class OneRow(torch.nn.LayerNorm):
-    """A norm that treats one token apart, by a little: no shuffle that leaves this token in its place can see it."""
+    """A norm that treats one token apart, by a little: no shuffle that leaves this token in its
+    place can see it.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
@@ -369,12 +452,23 @@ def test_one_wrong_gradient_among_many_is_seen() -> None:
 
 
 def test_one_tensor_that_is_off_is_told_by_how_much() -> None:
-    """16 times its own rounding is its share in float32, and four shares are what one tensor may have."""
+    """16 times its own rounding is its share in float32, and four shares are what one tensor may
+    have.
+    """
     own = {"a": 1e-6, "b": 1e-6}
-    found = _Found(1e-6, 16e-6, 1.0, {"a": 1e-4, "b": 0.0}, "", torch.float32, own).finding("x", "", "")
+    found = _Found(1e-6, 16e-6, 1.0, {"a": 1e-4, "b": 0.0}, "", torch.float32, own).finding(
+        "x", "", ""
+    )
     assert found.holds is False
-    assert found.sentence == "does not hold: a is off by 1.0e-04, 1.6 times what rounding allows one tensor"
-    assert _Found(1e-6, 16e-6, 1.0, {"a": 6e-5, "b": 0.0}, "", torch.float32, own).finding("x", "", "").holds
+    assert (
+        found.sentence
+        == "does not hold: a is off by 1.0e-04, 1.6 times what rounding allows one tensor"
+    )
+    assert (
+        _Found(1e-6, 16e-6, 1.0, {"a": 6e-5, "b": 0.0}, "", torch.float32, own)
+        .finding("x", "", "")
+        .holds
+    )
 
 
 def test_a_gradient_that_is_noise_cannot_be_told() -> None:
@@ -421,7 +515,10 @@ def test_attention_is_chosen_tower_by_tower() -> None:
     model = build("clip")
     model.text_model.config._attn_implementation = "eager"
     run(model, steps=0)
-    assert (model.text_model.config._attn_implementation, model.vision_model.config._attn_implementation) == ("eager", "sdpa")
+    assert (
+        model.text_model.config._attn_implementation,
+        model.vision_model.config._attn_implementation,
+    ) == ("eager", "sdpa")
 
 
 def test_a_block_that_stands_twice() -> None:
@@ -472,7 +569,9 @@ def test_inputs_of_the_right_kind(name: str) -> None:
 def test_inputs_of_ones_own() -> None:
     model = build("bert")
     ids = torch.randint(3, 30, (1, 5))
-    assert not faults(run(model, inputs={"input_ids": ids, "attention_mask": torch.ones_like(ids)}, steps=1))
+    assert not faults(
+        run(model, inputs={"input_ids": ids, "attention_mask": torch.ones_like(ids)}, steps=1)
+    )
 
 
 def test_an_optimizer_that_is_none() -> None:
@@ -527,7 +626,9 @@ def test_generation_with_a_wrapped_model() -> None:
     expected = model.generate(**PICOS["gpt2"].inputs, max_new_tokens=4, do_sample=False)
     wrapped = Permuted(model, columns=1, rows=False)
     with wrapped.routed():
-        assert torch.equal(model.generate(**PICOS["gpt2"].inputs, max_new_tokens=4, do_sample=False), expected)
+        assert torch.equal(
+            model.generate(**PICOS["gpt2"].inputs, max_new_tokens=4, do_sample=False), expected
+        )
 
 
 def test_a_model_is_wrapped_once() -> None:
@@ -544,27 +645,54 @@ def test_rows_of_a_windowed_model_are_refused() -> None:
         Permuted(build("swin"))
 
 
-@pytest.mark.parametrize(("dtype", "noisy", "holds"), [(torch.bfloat16, 1, True), (torch.bfloat16, 2, None), (torch.float32, 1, None)])
-def test_a_tensor_that_half_precision_drowns_is_named_and_not_judged(dtype: torch.dtype, noisy: int, holds: bool | None) -> None:
-    """One in twenty, and in half precision only: in wider dtypes an error of a half is no rounding."""
+@pytest.mark.parametrize(
+    ("dtype", "noisy", "holds"),
+    [(torch.bfloat16, 1, True), (torch.bfloat16, 2, None), (torch.float32, 1, None)],
+)
+def test_a_tensor_that_half_precision_drowns_is_named_and_not_judged(
+    dtype: torch.dtype, noisy: int, holds: bool | None
+) -> None:
+    """One in twenty, and in half precision only: in wider dtypes an error of a half is no
+    rounding.
+    """
     own = {f"t{i}": 0.6 if i < noisy else 0.01 for i in range(20)}
-    found = _measured(None, own, dict.fromkeys(own, 0.01), dict.fromkeys(own, 1e6), "", dtype).finding("x", "", "")  # type: ignore[arg-type]
+    found = _measured(
+        None, own, dict.fromkeys(own, 0.01), dict.fromkeys(own, 1e6), "", dtype
+    ).finding("x", "", "")  # type: ignore[arg-type]
     assert found.holds is holds
     assert ("not judged: t0 (bfloat16 gets 60% of it wrong)" in found.sentence) == (holds is True)
 
 
 def test_of_two_draws_the_one_that_fails_is_told() -> None:
-    holds, larger, inconclusive, fails = (Finding("x", "", h, v) for h, v in ((True, 1e-9), (True, 1e-8), (None, None), (False, 1e-10)))
-    for one, other, worse in ((holds, larger, larger), (holds, inconclusive, inconclusive), (inconclusive, fails, fails), (larger, fails, fails)):
+    holds, larger, inconclusive, fails = (
+        Finding("x", "", h, v)
+        for h, v in ((True, 1e-9), (True, 1e-8), (None, None), (False, 1e-10))
+    )
+    for one, other, worse in (
+        (holds, larger, larger),
+        (holds, inconclusive, inconclusive),
+        (inconclusive, fails, fails),
+        (larger, fails, fails),
+    ):
         assert _worse(one, other) is worse
         assert _worse(other, one) is worse
 
 
 def test_a_model_whose_config_names_no_size_of_images() -> None:
     config = T.ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1])
-    assert example_inputs(T.ResNetForImageClassification(config))["pixel_values"].shape == (3, 3, 224, 224)
+    assert example_inputs(T.ResNetForImageClassification(config))["pixel_values"].shape == (
+        3,
+        3,
+        224,
+        224,
+    )
     config.image_size = 32
-    assert example_inputs(T.ResNetForImageClassification(config))["pixel_values"].shape == (3, 3, 32, 32)
+    assert example_inputs(T.ResNetForImageClassification(config))["pixel_values"].shape == (
+        3,
+        3,
+        32,
+        32,
+    )
 
 
 def test_a_wrapper_that_is_refused_leaves_no_mark() -> None:

@@ -1,4 +1,6 @@
-"""Verify on real weights: every law holds in three dtypes, through the command line and on modules of one's own."""
+"""Verify on real weights: every law holds in three dtypes, through the command line and on modules
+of one's own.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +25,33 @@ DTYPES = ("float64", "float32", "bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["vit_cifar10_postln", "vit_mnist_preln", "gptchar_learnedpos"])
 def test_modules_of_ones_own(name: str, dtype: str) -> None:
-    """Three networks of nobody's library: a spec file says what their tensors are, one line where they are cut."""
+    """Three networks of nobody's library: a spec file says what their tensors are, one line where
+    they are cut.
+    """
     forward, x, _ = data(name, 2)
     state = dict(open_checkpoint(ASSETS / f"{name}.safetensors"))
-    module = {"vit_cifar10_postln": Cifar, "vit_mnist_preln": Mnist}.get(name, lambda: Characters(len(state["token_embedding.weight"])))()
+    module = {"vit_cifar10_postln": Cifar, "vit_mnist_preln": Mnist}.get(
+        name, lambda: Characters(len(state["token_embedding.weight"]))
+    )()
     module.load_state_dict(state)
     x = x if x.is_floating_point() else x[:, :24]
     with torch.no_grad():
         assert torch.allclose(module.eval()(x), forward(state, x), atol=1e-4)
     kind = getattr(torch, dtype)
     inputs = {"x": x.to(kind) if x.is_floating_point() else x}
-    results = verify(module.to(kind), inputs, spec=load_spec(SPECS / f"{name}.toml"), boundaries=module.boundaries, steps=2)
-    assert not [f.sentence for f in results.findings if f.holds is False or "cannot be told" in f.sentence]
-    assert {"row/forward", "column/weights", "both/trained-weights", "description/forward"} <= {f.id for f in results.findings if f.holds}
+    results = verify(
+        module.to(kind),
+        inputs,
+        spec=load_spec(SPECS / f"{name}.toml"),
+        boundaries=module.boundaries,
+        steps=2,
+    )
+    assert not [
+        f.sentence for f in results.findings if f.holds is False or "cannot be told" in f.sentence
+    ]
+    assert {"row/forward", "column/weights", "both/trained-weights", "description/forward"} <= {
+        f.id for f in results.findings if f.holds
+    }
 
 
 CHECKPOINTS = {
@@ -50,8 +66,20 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoints_through_the_command_line(name: str, tmp_path: Path) -> None:
     if not CHECKPOINTS[name].exists():
-        pytest.skip(f"{CHECKPOINTS[name].name} is absent; `make real` fetches what the assets can fetch")
-    command = ["verify", str(CHECKPOINTS[name]), "--steps", "1", "--no-general", "--threads", "1", "--json", str(tmp_path / "r.json")]
+        pytest.skip(
+            f"{CHECKPOINTS[name].name} is absent; `make real` fetches what the assets can fetch"
+        )
+    command = [
+        "verify",
+        str(CHECKPOINTS[name]),
+        "--steps",
+        "1",
+        "--no-general",
+        "--threads",
+        "1",
+        "--json",
+        str(tmp_path / "r.json"),
+    ]
     for dtype in DTYPES if name == "stories260K" else ("float32",):
         assert main([*command, "--dtype", dtype]) == 0
         results = load_results(tmp_path / "r.json")

@@ -2,7 +2,8 @@
 
     found = inverting_gradients(view, How(steps=400, restarts=4))
 
-One engine serves them all: an objective on gradients, priors on images, a schedule, restarts that run side by side. They differ in these alone.
+One engine serves them all: an objective on gradients, priors on images, a schedule, restarts that
+run side by side. They differ in these alone.
 """
 
 from __future__ import annotations
@@ -28,10 +29,13 @@ Objective = Literal["euclidean", "cosine", "layers", "april"]
 
 @dataclass(frozen=True)
 class How:
-    """How a descent goes. `objective` compares gradients: "euclidean" (all as one vector), "cosine" (likewise), "layers" (cosine of each tensor, in
-    the mean), "april" (euclidean, and the cosine of the positions' gradients). `smooth` weighs total variation, `seams` the edges between patches,
-    `near` the distance to the mean of restarts. With `signed` only the sign of the gradient by the image counts. `schedule`: the rate falls by steps,
-    along a cosine, or not. `learned` labels are optimised too."""
+    """How a descent goes. `objective` compares gradients: "euclidean" (all as one vector), "cosine"
+    (likewise), "layers" (cosine of each tensor, in the mean), "april" (euclidean, and the cosine of
+    the positions' gradients). `smooth` weighs total variation, `seams` the edges between patches,
+    `near` the distance to the mean of restarts. With `signed` only the sign of the gradient by the
+    image counts. `schedule`: the rate falls by steps, along a cosine, or not. `learned` labels are
+    optimised too.
+    """
 
     steps: int = 300
     restarts: int = 1
@@ -48,8 +52,9 @@ class How:
 
 @dataclass(frozen=True, eq=False)
 class Descended:
-    """Images of the best restart [batch, channels, height, width], labels, its objective, and the objective of every restart after each twentieth
-    part."""
+    """Images of the best restart [batch, channels, height, width], labels, its objective, and the
+    objective of every restart after each twentieth part.
+    """
 
     images: Tensor
     labels: Tensor
@@ -61,27 +66,50 @@ def descend(view: SentUpdate, how: How, *, start: Tensor | None = None) -> Desce
     """The engine. `start` are images to begin with [batch, channels, height, width]."""
     batch = view.granted.batch
     if batch is None:
-        raise UpdateError("how many samples the update was made of is not granted, and nothing can be optimised without", hint="Threat(batch=True)")
+        raise UpdateError(
+            "how many samples the update was made of is not granted, and nothing can be "
+            "optimised without",
+            hint="Threat(batch=True)",
+        )
     like = next(p for p in view.model.parameters() if p.is_floating_point())
     target = {n: t.detach().to(like) for n, t in view.slopes.items()}
     draw = torch.Generator().manual_seed(how.seed)
     slopes = slopes_by(view, _mask(view))
     shape = (how.restarts, batch, *view.shape)
-    x = torch.randn(shape, generator=draw).to(like) if start is None else start.to(like).expand(shape).clone()
+    x = (
+        torch.randn(shape, generator=draw).to(like)
+        if start is None
+        else start.to(like).expand(shape).clone()
+    )
     low, high = _range(view, like)
     labels = None if how.learned else _labels(view, batch).to(like.device)
-    answers = 0.1 * torch.randn(how.restarts, batch, _classes(view), generator=draw).to(like) if how.learned else None
-    held = [x.requires_grad_(True)] + ([answers.requires_grad_(True)] if answers is not None else [])
+    answers = (
+        0.1 * torch.randn(how.restarts, batch, _classes(view), generator=draw).to(like)
+        if how.learned
+        else None
+    )
+    held = [x.requires_grad_(True)] + (
+        [answers.requires_grad_(True)] if answers is not None else []
+    )
     optimizer = torch.optim.Adam(held, how.rate)
-    best, worth, curve = x.detach().clone(), torch.full((how.restarts,), math.inf, dtype=torch.float64), []
-    names, grid = list(target), layers_of(view.model, view.shape) if how.seams or how.objective == "april" else None
+    best, worth, curve = (
+        x.detach().clone(),
+        torch.full((how.restarts,), math.inf, dtype=torch.float64),
+        [],
+    )
+    names, grid = (
+        list(target),
+        layers_of(view.model, view.shape) if how.seams or how.objective == "april" else None,
+    )
     with twice():
         for step in range(how.steps):
             for group in optimizer.param_groups:
                 group["lr"] = how.rate * _falling(how.schedule, step / how.steps)
             y = answers.softmax(-1) if answers is not None else labels.expand(how.restarts, batch)  # type: ignore[union-attr]
             found = slopes(x, y)
-            matched = compared(found, target, names, how.objective, grid.positions if grid is not None else None)
+            matched = compared(
+                found, target, names, how.objective, grid.positions if grid is not None else None
+            )
             total = matched
             if how.smooth:
                 total = total + how.smooth * variation(x)
@@ -106,11 +134,22 @@ def descend(view: SentUpdate, how: How, *, start: Tensor | None = None) -> Desce
     return Descended(best[chosen], told, float(worth[chosen]), tuple(curve))
 
 
-def compared(found: Mapping[str, Tensor], target: Mapping[str, Tensor], names: list[str], objective: Objective, positions: str | None) -> Tensor:
+def compared(
+    found: Mapping[str, Tensor],
+    target: Mapping[str, Tensor],
+    names: list[str],
+    objective: Objective,
+    positions: str | None,
+) -> Tensor:
     """How far the gradients of each guess are from those of the update: [guesses]."""
     if objective == "cosine":  # of all as one: a product in place of one for each tensor
-        whole, aim = (torch.cat([t.flatten(d) for t in (some[n] for n in names)], -1) for some, d in ((found, 1), (target, 0)))
-        return 1 - whole @ aim / (whole.square().sum(1) * aim.square().sum()).clamp(min=1e-30).sqrt()
+        whole, aim = (
+            torch.cat([t.flatten(d) for t in (some[n] for n in names)], -1)
+            for some, d in ((found, 1), (target, 0))
+        )
+        return (
+            1 - whole @ aim / (whole.square().sum(1) * aim.square().sum()).clamp(min=1e-30).sqrt()
+        )
     both = torch.stack([(found[n] * target[n]).flatten(1).sum(1) for n in names])
     own = torch.stack([found[n].square().flatten(1).sum(1) for n in names])
     true = torch.stack([target[n].square().sum() for n in names])[:, None]
@@ -136,35 +175,45 @@ def seams(x: Tensor, patch: tuple[int, int]) -> Tensor:
     p, q = patch
     down = x[..., p::p, :] - x[..., p - 1 : -1 : p, :]
     across = x[..., q::q] - x[..., q - 1 : -1 : q]
-    found: Tensor = down.square().flatten(1).mean(1).sqrt() + across.square().flatten(1).mean(1).sqrt()
+    found: Tensor = (
+        down.square().flatten(1).mean(1).sqrt() + across.square().flatten(1).mean(1).sqrt()
+    )
     return found
 
 
 def dlg(view: SentUpdate, how: How | None = None) -> Descended:
     """Images and labels whose gradients are nearest to the update's.
 
-    Sees: model, update, batch size. Recovers: images and labels, of small smooth models and single samples. Why it works: gradients determine their
-    input, mostly, and a descent finds it. What stops it: size (it gets stuck), batches, noise. Floor: the mean image. Ceiling: exact. References: Zhu
-    et al. 2019 (DLG, 1906.08935). Cost: as many double backward passes as steps.
+    Sees: model, update, batch size. Recovers: images and labels, of small smooth models and single
+    samples. Why it works: gradients determine their input, mostly, and a descent finds it. What
+    stops it: size (it gets stuck), batches, noise. Floor: the mean image. Ceiling: exact.
+    References: Zhu et al. 2019 (DLG, 1906.08935). Cost: as many double backward passes as steps.
     """
-    return descend(view, how or How(objective="euclidean", signed=False, learned=True, schedule="none"))
+    return descend(
+        view, how or How(objective="euclidean", signed=False, learned=True, schedule="none")
+    )
 
 
 def idlg(view: SentUpdate, how: How | None = None) -> Descended:
     """The same with labels that were read off the head's gradient first.
 
-    Sees: model, update, batch size. Recovers: images, given labels that are exact at batch 1. Why it works: one unknown less. What stops it: as DLG.
-    Floor: the mean image. Ceiling: exact. References: Zhao et al. 2020 (iDLG, 2001.02610). Cost: as DLG.
+    Sees: model, update, batch size. Recovers: images, given labels that are exact at batch 1. Why
+    it works: one unknown less. What stops it: as DLG. Floor: the mean image. Ceiling: exact.
+    References: Zhao et al. 2020 (iDLG, 2001.02610). Cost: as DLG.
     """
     return descend(view, how or How(objective="euclidean", signed=False, schedule="none"))
 
 
-def inverting_gradients(view: SentUpdate, how: How | None = None, *, start: Tensor | None = None) -> Descended:
+def inverting_gradients(
+    view: SentUpdate, how: How | None = None, *, start: Tensor | None = None
+) -> Descended:
     """Images whose gradients point the way of the update's, and that are smooth.
 
-    Sees: model, update, batch size. Recovers: images, also of deeper models. Why it works: the direction of a gradient says what the image is, its
-    length only how well the model does; signed steps and total variation keep the descent out of high frequencies. What stops it: batches, noise,
-    layers that are not sent. Floor: the mean image. Ceiling: exact. References: Geiping et al. 2020 (2003.14053). Cost: as DLG, for each restart.
+    Sees: model, update, batch size. Recovers: images, also of deeper models. Why it works: the
+    direction of a gradient says what the image is, its length only how well the model does; signed
+    steps and total variation keep the descent out of high frequencies. What stops it: batches,
+    noise, layers that are not sent. Floor: the mean image. Ceiling: exact. References: Geiping et
+    al. 2020 (2003.14053). Cost: as DLG, for each restart.
     """
     return descend(view, how or How(objective="cosine", smooth=0.2), start=start)
 
@@ -172,19 +221,23 @@ def inverting_gradients(view: SentUpdate, how: How | None = None, *, start: Tens
 def gradvit(view: SentUpdate, how: How | None = None) -> Descended:
     """Images by gradients layer by layer, with priors for patches.
 
-    Sees: model, update, batch size. Recovers: images of ViTs. Why it works: every layer's gradient counts alike; patches must continue each other;
-    restarts pull each other to their mean. What stops it: as above. **Not the paper's**: its image prior is the batch norms of a ResNet that was
-    trained on ImageNet, which is not here. Floor: the mean image. Ceiling: exact. References: Hatamizadeh et al. 2022 (GradViT, 2203.11894). Cost: as
-    above.
+    Sees: model, update, batch size. Recovers: images of ViTs. Why it works: every layer's gradient
+    counts alike; patches must continue each other; restarts pull each other to their mean. What
+    stops it: as above. **Not the paper's**: its image prior is the batch norms of a ResNet that was
+    trained on ImageNet, which is not here. Floor: the mean image. Ceiling: exact. References:
+    Hatamizadeh et al. 2022 (GradViT, 2203.11894). Cost: as above.
     """
-    return descend(view, how or How(objective="layers", smooth=0.05, seams=0.1, near=0.01, schedule="cosine"))
+    return descend(
+        view, how or How(objective="layers", smooth=0.05, seams=0.1, near=0.01, schedule="cosine")
+    )
 
 
 def april_descent(view: SentUpdate, how: How | None = None) -> Descended:
     """APRIL's optimisation form: gradients by distance, those of the positions by direction too.
 
-    Sees: model, update with the positions' gradient, batch size. Recovers: images, on unmodified models too. Why it works: that gradient is the one
-    by every token, and so says most. What stops it: that gradient withheld. Floor: the mean image. Ceiling: exact. References: Lu et al.
+    Sees: model, update with the positions' gradient, batch size. Recovers: images, on unmodified
+    models too. Why it works: that gradient is the one by every token, and so says most. What stops
+    it: that gradient withheld. Floor: the mean image. Ceiling: exact. References: Lu et al.
     (2112.14087), Sec. 4. Cost: as DLG.
     """
     return descend(view, how or How(objective="april", smooth=0.02, signed=False))
@@ -196,7 +249,9 @@ def refined(view: SentUpdate, start: Tensor, how: How | None = None) -> Descende
 
 
 def _mask(view: SentUpdate) -> Tensor | None:
-    """The places that the unknown embedding has, as granted, or as the zero rows of the positions' gradient tell."""
+    """The places that the unknown embedding has, as granted, or as the zero rows of the positions'
+    gradient tell.
+    """
     if not isinstance(view.model, MaskedJigsaw):
         return None
     if view.granted.mask is not None:

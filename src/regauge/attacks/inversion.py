@@ -1,4 +1,5 @@
-"""Attacks on the features of images that a client of split learning sends: from tokens back to pixels.
+"""Attacks on the features of images that a client of split learning sends: from tokens back to
+pixels.
 
 All see a view and nothing else. Reconstructions have the range of the auxiliary images.
 """
@@ -23,19 +24,29 @@ FALLS = 1e-3  # of the loss of the mean image: less than this is no fall of a lo
 def to_patches(images: Tensor, size: int) -> Tensor:
     """[n, c, h, w] to [n, patches, c * size * size], row by row."""
     n, c, h, w = images.shape
-    return images.view(n, c, h // size, size, w // size, size).permute(0, 2, 4, 1, 3, 5).reshape(n, -1, c * size * size)
+    return (
+        images.view(n, c, h // size, size, w // size, size)
+        .permute(0, 2, 4, 1, 3, 5)
+        .reshape(n, -1, c * size * size)
+    )
 
 
 def to_images(patches: Tensor, size: int, channels: int) -> Tensor:
     """And back. Images are square."""
     n, count, _ = patches.shape
     side = round(count**0.5)
-    return patches.view(n, side, side, channels, size, size).permute(0, 3, 1, 4, 2, 5).reshape(n, channels, side * size, side * size)
+    return (
+        patches.view(n, side, side, channels, size, size)
+        .permute(0, 3, 1, 4, 2, 5)
+        .reshape(n, channels, side * size, side * size)
+    )
 
 
 @dataclass(frozen=True)
 class Inverted:
-    """Reconstructions, and how the attacker's own training went: validation loss after each epoch, and what the mean image would have."""
+    """Reconstructions, and how the attacker's own training went: validation loss after each epoch,
+    and what the mean image would have.
+    """
 
     images: Tensor
     losses: tuple[float, ...]
@@ -43,19 +54,40 @@ class Inverted:
 
 
 class _Decoder(nn.Module):
-    """Tokens to patches by a Transformer with a tanh at its end. In order, each token becomes the patch at its place; otherwise every place asks all
-    tokens by cross-attention, and their order does not matter."""
+    """Tokens to patches by a Transformer with a tanh at its end. In order, each token becomes the
+    patch at its place; otherwise every place asks all tokens by cross-attention, and their order
+    does not matter.
+    """
 
-    def __init__(self, tokens: int, width: int, patches: int, values: int, hidden: int, depth: int, in_order: bool, low: float, high: float) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        width: int,
+        patches: int,
+        values: int,
+        hidden: int,
+        depth: int,
+        in_order: bool,
+        low: float,
+        high: float,
+    ) -> None:
         super().__init__()
         self.into = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, hidden))
-        self.places = nn.Parameter(0.02 * torch.randn(1, tokens, hidden) if in_order else torch.randn(1, patches, hidden))
-        layer: dict[str, Any] = {"d_model": hidden, "nhead": max(1, hidden // 32), "dim_feedforward": 4 * hidden}
+        self.places = nn.Parameter(
+            0.02 * torch.randn(1, tokens, hidden) if in_order else torch.randn(1, patches, hidden)
+        )
+        layer: dict[str, Any] = {
+            "d_model": hidden,
+            "nhead": max(1, hidden // 32),
+            "dim_feedforward": 4 * hidden,
+        }
         layer |= {"dropout": 0.0, "batch_first": True, "norm_first": True}
         self.in_order, self.skip = in_order, tokens - patches
         self.body: nn.Module
         if in_order:
-            self.body = nn.TransformerEncoder(nn.TransformerEncoderLayer(**layer), depth, enable_nested_tensor=False)
+            self.body = nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(**layer), depth, enable_nested_tensor=False
+            )
         else:
             self.body = nn.TransformerDecoder(nn.TransformerDecoderLayer(**layer), depth)
         self.out = nn.Sequential(nn.LayerNorm(hidden), nn.Linear(hidden, values), nn.Tanh())
@@ -82,12 +114,15 @@ def decoder(
     batch: int = 64,
     seed: int = 0,
 ) -> Inverted:
-    """Images from features, by a decoder that was trained on pairs (000's black-box attack; in no order, one that shuffled rows do not stop).
+    """Images from features, by a decoder that was trained on pairs (000's black-box attack; in no
+    order, one that shuffled rows do not stop).
 
-    Sees: defended features, and defended features of images of its own, which it has sent through the client or a client like it. Recovers: the
-    images. Why it works: features determine their input, and a decoder learns the way back, shuffles or not: tokens carry their position. What stops
-    it: noise; samples mixed; no pairs. Floor: the mean image. Ceiling: the same decoder without any defence. References: 000 Sec. 5.3, Tab. 6;
-    Dosovitskiy and Brox 2016 (1506.02753). Cost: one training on the pairs, until the loss on a tenth of them, held out, has not fallen in
+    Sees: defended features, and defended features of images of its own, which it has sent through
+    the client or a client like it. Recovers: the images. Why it works: features determine their
+    input, and a decoder learns the way back, shuffles or not: tokens carry their position. What
+    stops it: noise; samples mixed; no pairs. Floor: the mean image. Ceiling: the same decoder
+    without any defence. References: 000 Sec. 5.3, Tab. 6; Dosovitskiy and Brox 2016 (1506.02753).
+    Cost: one training on the pairs, until the loss on a tenth of them, held out, has not fallen in
     `patience` epochs by a thousandth of the mean image's.
     """
     torch.manual_seed(seed)
@@ -98,9 +133,13 @@ def decoder(
     order = torch.randperm(len(x))
     held, used = order[: max(1, len(x) // 10)], order[max(1, len(x) // 10) :]
     floor = float((y[held] - y[used].mean(0)).square().mean())
-    model = _Decoder(x.shape[1], x.shape[2], y.shape[1], y.shape[2], hidden, depth, in_order, low, high)
+    model = _Decoder(
+        x.shape[1], x.shape[2], y.shape[1], y.shape[2], hidden, depth, in_order, low, high
+    )
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=max(1, patience // 3))
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        optimizer, factor=0.5, patience=max(1, patience // 3)
+    )
     best = mark = sys.float_info.max
     kept, losses, waited = {k: v.clone() for k, v in model.state_dict().items()}, [], 0
     for _ in range(epochs):
@@ -121,7 +160,9 @@ def decoder(
             break
     model.load_state_dict(kept)
     with torch.no_grad():
-        found = torch.cat([model((part.float() - mean) / scale) for part in torch.split(view.seen, batch)])
+        found = torch.cat(
+            [model((part.float() - mean) / scale) for part in torch.split(view.seen, batch)]
+        )
     return Inverted(to_images(found, size, channels), tuple(losses), floor)
 
 
@@ -132,20 +173,39 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor, batch: int) -> float:
         return sum((float((model(a) - b).square().mean()) * len(a) for a, b in parts), 0.0) / len(x)
 
 
-def probe(view: PairedImages, *, hidden: int = 128, epochs: int = 60, patience: int = 6, rate: float = 3e-3, seed: int = 0) -> Tensor:
+def probe(
+    view: PairedImages,
+    *,
+    hidden: int = 128,
+    epochs: int = 60,
+    patience: int = 6,
+    rate: float = 3e-3,
+    seed: int = 0,
+) -> Tensor:
     """The places of shuffled tokens: [samples, tokens], for each the place that it came from.
 
-    Sees: shuffled features, and features of its own in order (`view.features`). Recovers: the order. Why it works: the position embedding is added
-    before the shuffle, so that a classifier reads the place off each token by itself; an assignment makes one order of the guesses. What stops it:
-    positions that are not in the tokens; noise. Floor: one place in as many as there are. Ceiling: all. References: Hidden No More
-    (2505.18332), for sequences in another order.
+    Sees: shuffled features, and features of its own in order (`view.features`). Recovers: the
+    order. Why it works: the position embedding is added before the shuffle, so that a classifier
+    reads the place off each token by itself; an assignment makes one order of the guesses. What
+    stops it: positions that are not in the tokens; noise. Floor: one place in as many as there are.
+    Ceiling: all. References: Hidden No More (2505.18332), for sequences in another order.
     """
     told = place_scores(view, hidden=hidden, epochs=epochs, patience=patience, rate=rate, seed=seed)
     return torch.stack([_assigned(t) for t in told])
 
 
-def place_scores(view: PairedImages, *, hidden: int = 128, epochs: int = 60, patience: int = 6, rate: float = 3e-3, seed: int = 0) -> Tensor:
-    """For each token of what is seen and each place, the logarithm of how likely it came from there: [samples, tokens, places]."""
+def place_scores(
+    view: PairedImages,
+    *,
+    hidden: int = 128,
+    epochs: int = 60,
+    patience: int = 6,
+    rate: float = 3e-3,
+    seed: int = 0,
+) -> Tensor:
+    """For each token of what is seen and each place, the logarithm of how likely it came from
+    there: [samples, tokens, places].
+    """
     torch.manual_seed(seed)
     x = view.features.float()
     n, tokens, width = x.shape
@@ -164,7 +224,11 @@ def place_scores(view: PairedImages, *, hidden: int = 128, epochs: int = 60, pat
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         with torch.no_grad():
-            now = float(nn.functional.cross_entropy(model((x[held] - mean) / scale).flatten(0, 1), labels.repeat(len(held))))
+            now = float(
+                nn.functional.cross_entropy(
+                    model((x[held] - mean) / scale).flatten(0, 1), labels.repeat(len(held))
+                )
+            )
         waited += 1
         if now < best * (1 - 1e-3):
             best, kept, waited = now, {k: v.clone() for k, v in model.state_dict().items()}, 0
@@ -184,14 +248,17 @@ def _assigned(score: Tensor) -> Tensor:
 
 
 def public_patches(view: PublicPatches, *, rounds: int = 2) -> Tensor:
-    """Images from features, token by token, through the inverse of a public patch embedding; shuffled tokens are put in order.
+    """Images from features, token by token, through the inverse of a public patch embedding;
+    shuffled tokens are put in order.
 
-    Sees: features (shuffled or not, with or without the first token), the embedding's weights, and other images of the kind. Recovers: the
-    images, exactly where the embedding is injective and nothing was added. Why it works: a token is W x + b + p, so that each place i gives a
-    candidate W^+ (z - b - p_i), and the right one lies in the span of W and looks like a patch of that place. An assignment chooses one place for
-    each token, by how well it fits; then what lies beside what decides again: edges of neighbours continue. What stops it: noise; an embedding that
-    is secret, or has more in front of it. Floor: a random order. Ceiling: exact. References: Gallagher 2012 (jigsaw puzzles),
-    for edges of neighbours.
+    Sees: features (shuffled or not, with or without the first token), the embedding's weights, and
+    other images of the kind. Recovers: the images, exactly where the embedding is injective and
+    nothing was added. Why it works: a token is W x + b + p, so that each place i gives a candidate
+    W^+ (z - b - p_i), and the right one lies in the span of W and looks like a patch of that place.
+    An assignment chooses one place for each token, by how well it fits; then what lies beside what
+    decides again: edges of neighbours continue. What stops it: noise; an embedding that is secret,
+    or has more in front of it. Floor: a random order. Ceiling: exact. References: Gallagher 2012
+    (jigsaw puzzles), for edges of neighbours.
     """
     w = view.weight.double().flatten(1)  # [d, values]
     inverse = torch.linalg.pinv(w)
@@ -201,7 +268,9 @@ def public_patches(view: PublicPatches, *, rounds: int = 2) -> Tensor:
     mean = patches.mean(0)
     centred = (patches - mean).flatten(0, 1)
     cov = centred.T @ centred / len(centred)
-    white = torch.linalg.cholesky(torch.linalg.inv(cov + 1e-3 * cov.diagonal().mean() * torch.eye(len(cov), dtype=cov.dtype)))
+    white = torch.linalg.cholesky(
+        torch.linalg.inv(cov + 1e-3 * cov.diagonal().mean() * torch.eye(len(cov), dtype=cov.dtype))
+    )
     seam = _seams(patches, size, view.images.shape[1])
     out = []
     for tokens in view.seen.double():
@@ -229,11 +298,18 @@ def _without_first(tokens: Tensor, view: PublicPatches, count: int) -> Tensor:
 
 def _edges(patches: Tensor, size: int, channels: int) -> dict[str, Tensor]:
     x = patches.view(*patches.shape[:-1], channels, size, size)
-    return {"left": x[..., :, 0], "right": x[..., :, -1], "top": x[..., 0, :], "bottom": x[..., -1, :]}
+    return {
+        "left": x[..., :, 0],
+        "right": x[..., :, -1],
+        "top": x[..., 0, :],
+        "bottom": x[..., -1, :],
+    }
 
 
 def _seams(patches: Tensor, size: int, channels: int) -> float:
-    """How much neighbours differ at their common edge, squared and added up, in the mean of the auxiliary images."""
+    """How much neighbours differ at their common edge, squared and added up, in the mean of the
+    auxiliary images.
+    """
     side = round(patches.shape[1] ** 0.5)
     e = {k: v.reshape(len(v), side, side, -1) for k, v in _edges(patches, size, channels).items()}
     across = (e["right"][:, :, :-1] - e["left"][:, :, 1:]).square().sum(-1).mean()
@@ -242,7 +318,9 @@ def _seams(patches: Tensor, size: int, channels: int) -> float:
 
 
 def _neighbours(made: Tensor, order: Tensor, seam: float, size: int, channels: int) -> Tensor:
-    """For each token at each place, how well its edges fit those that the present order puts beside it."""
+    """For each token at each place, how well its edges fit those that the present order puts beside
+    it.
+    """
     count = len(order)
     side = round(count**0.5)
     now = torch.empty(count, made.shape[-1], dtype=made.dtype)
@@ -259,7 +337,9 @@ def _neighbours(made: Tensor, order: Tensor, seam: float, size: int, channels: i
             r, c = divmod(place, side)
             r, c = (r, c + step) if is_row else (r + step, c)
             if 0 <= r < side and 0 <= c < side:
-                score[:, place] -= (here[mine][:, place] - there[theirs][r * side + c]).square().flatten(1).sum(-1) / seam
+                score[:, place] -= (
+                    here[mine][:, place] - there[theirs][r * side + c]
+                ).square().flatten(1).sum(-1) / seam
     return score
 
 
@@ -271,11 +351,14 @@ def in_order(seen: Tensor, order: Tensor) -> Tensor:
 
 
 def linked(first: Tensor, second: Tensor) -> Tensor:
-    """Which sample of a second pass is which of a first one, over fresh shuffles: for each of the first, a place in the second.
+    """Which sample of a second pass is which of a first one, over fresh shuffles: for each of the
+    first, a place in the second.
 
-    Sees: features of the same samples in two passes, shuffled afresh. Recovers: who is who. Why it works: a shuffle leaves the set of tokens as it
-    is. What stops it: noise, training steps between the passes, columns under a fresh key. Floor: one in as many as there are. Ceiling: all.
-    References: On the (In)Security of the Shuffling Defense (ACL 2026), for the alignment of activations that are shuffled afresh.
+    Sees: features of the same samples in two passes, shuffled afresh. Recovers: who is who. Why it
+    works: a shuffle leaves the set of tokens as it is. What stops it: noise, training steps between
+    the passes, columns under a fresh key. Floor: one in as many as there are. Ceiling: all.
+    References: On the (In)Security of the Shuffling Defense (ACL 2026), for the alignment of
+    activations that are shuffled afresh.
     """
     a, b = (np.sort(v.double().numpy(), axis=1).reshape(len(v), -1) for v in (first, second))
     cost = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T

@@ -1,7 +1,9 @@
-"""Attacks on labels: what the gradients that a client of split learning sends say about them. Labels and head stay with the client.
+"""Attacks on labels: what the gradients that a client of split learning sends say about them.
+Labels and head stay with the client.
 
-The gradient of a sample's loss by its output is J W^T (p - y): what the head reads, times how wrong it was. p - y has one sign at the true class and
-the other everywhere else, whatever the head is. All attacks take sums over a sample's tokens (`slopes_of`), so that shuffled rows do not matter.
+The gradient of a sample's loss by its output is J W^T (p - y): what the head reads, times how wrong
+it was. p - y has one sign at the true class and the other everywhere else, whatever the head is.
+All attacks take sums over a sample's tokens (`slopes_of`), so that shuffled rows do not matter.
 """
 
 from __future__ import annotations
@@ -20,32 +22,46 @@ FEW = 1e-12  # a gradient this small, next to the largest, says nothing
 
 
 def slopes_of(passes: Sequence[Served]) -> Tensor:
-    """One row for each sample of these passes: the gradient that was sent, added up over the sample's tokens, in whatever order they were."""
+    """One row for each sample of these passes: the gradient that was sent, added up over the
+    sample's tokens, in whatever order they were.
+    """
     found = [view.slope.detach().double() for view in passes if view.slope is not None]
-    return torch.cat([s.flatten(1, -2).sum(1) for s in found]) if found else torch.zeros(0, 0, dtype=torch.float64)
+    return (
+        torch.cat([s.flatten(1, -2).sum(1) for s in found])
+        if found
+        else torch.zeros(0, 0, dtype=torch.float64)
+    )
 
 
 def count_classes(view: SentSlopes, *, most: int = 64) -> int:
     """How many classes there are.
 
-    Sees: gradients by the output. Recovers: the number of classes. Why it works: p - y adds up to nothing over the classes, so that gradients lie
-    near a space of one dimension less than there are classes, and beyond it there is a gap in their singular values. What stops it: noise on the
-    gradients; several labels of one sample (it counts them plus one). Floor: 2. Ceiling: exact. References: SDAR (2310.10483). Cost: one SVD.
+    Sees: gradients by the output. Recovers: the number of classes. Why it works: p - y adds up to
+    nothing over the classes, so that gradients lie near a space of one dimension less than there
+    are classes, and beyond it there is a gap in their singular values. What stops it: noise on the
+    gradients; several labels of one sample (it counts them plus one). Floor: 2. Ceiling: exact.
+    References: SDAR (2310.10483). Cost: one SVD.
     """
     x = _directions(view.slopes)
-    sizes = torch.linalg.svdvals(x)[: min(most, min(x.shape) // 2) + 1]  # a final norm leaves directions out, which are gaps of its own at the end
+    sizes = torch.linalg.svdvals(x)[
+        : min(most, min(x.shape) // 2) + 1
+    ]  # a final norm leaves directions out, which are gaps of its own at the end
     if len(sizes) < 2:
         return 2
     return int((sizes[:-1] / sizes[1:].clamp(min=1e-9 * float(sizes[0]))).argmax()) + 2
 
 
-def clustered(view: SentSlopes, classes: int, *, tries: int = 16, rounds: int = 50, seed: int = 0) -> Tensor:
+def clustered(
+    view: SentSlopes, classes: int, *, tries: int = 16, rounds: int = 50, seed: int = 0
+) -> Tensor:
     """A class for each sample: up to their names, or with their names where some labels are known.
 
-    Sees: gradients by the output, and a few labels if there are any (`view.known`). Recovers: labels. Why it works: gradients of one class point the
-    same way, those of others away from it, best of all in the first steps, when the model knows nothing. What stops it: noise on the gradients
-    (`private`), much; a head that was trained elsewhere and is never wrong sends next to nothing. Floor: the share of the most frequent class.
-    Ceiling: all. References: Li et al. 2022 (label leakage and protection); SDAR (2310.10483: over 98 % in this setting). Cost: k-means.
+    Sees: gradients by the output, and a few labels if there are any (`view.known`). Recovers:
+    labels. Why it works: gradients of one class point the same way, those of others away from it,
+    best of all in the first steps, when the model knows nothing. What stops it: noise on the
+    gradients (`private`), much; a head that was trained elsewhere and is never wrong sends next to
+    nothing. Floor: the share of the most frequent class. Ceiling: all. References: Li et al. 2022
+    (label leakage and protection); SDAR (2310.10483: over 98 % in this setting). Cost: k-means.
     """
     x = _directions(view.slopes)
     draw = torch.Generator().manual_seed(seed)
@@ -56,7 +72,9 @@ def clustered(view: SentSlopes, classes: int, *, tries: int = 16, rounds: int = 
             near = (x @ centres.T).argmax(1)
             added = torch.zeros_like(centres).index_add_(0, near, x)
             empty = added.norm(dim=1) == 0
-            after = torch.where(empty[:, None], centres, torch.nn.functional.normalize(added, dim=1))
+            after = torch.where(
+                empty[:, None], centres, torch.nn.functional.normalize(added, dim=1)
+            )
             if torch.equal(after, centres):
                 break
             centres = after
@@ -70,9 +88,10 @@ def clustered(view: SentSlopes, classes: int, *, tries: int = 16, rounds: int = 
 def by_norm(view: SentSlopes) -> Tensor:
     """For each sample of a task with two classes, how surely it is of the rarer one.
 
-    Sees: gradients by the output. Recovers: labels, as a score. Why it works: a model that has learned how rare a class is, is mostly wrong about its
-    members, and their gradients are long. What stops it: balanced classes; clipped gradients. Floor: AUC 0.5. Ceiling: 1. References: Li et al. 2022
-    (norm attack). Cost: none.
+    Sees: gradients by the output. Recovers: labels, as a score. Why it works: a model that has
+    learned how rare a class is, is mostly wrong about its members, and their gradients are long.
+    What stops it: balanced classes; clipped gradients. Floor: AUC 0.5. Ceiling: 1. References: Li
+    et al. 2022 (norm attack). Cost: none.
     """
     size: Tensor = torch.linalg.vector_norm(view.slopes.double(), dim=1)
     return size
@@ -81,9 +100,11 @@ def by_norm(view: SentSlopes) -> Tensor:
 def by_direction(view: SentSlopes) -> Tensor:
     """The same, by the way in which a gradient points: positive for the rarer class.
 
-    Sees: gradients by the output. Recovers: labels, as a score. Why it works: with two classes a gradient is (p - y) times one vector, so the two
-    point in opposite ways, balanced or not; which is which is told by length, since the rarer class has the longer ones. What stops it: noise on the
-    gradients. Floor: AUC 0.5. Ceiling: 1. References: Li et al. 2022 (direction attack). Cost: one SVD.
+    Sees: gradients by the output. Recovers: labels, as a score. Why it works: with two classes a
+    gradient is (p - y) times one vector, so the two point in opposite ways, balanced or not; which
+    is which is told by length, since the rarer class has the longer ones. What stops it: noise on
+    the gradients. Floor: AUC 0.5. Ceiling: 1. References: Li et al. 2022 (direction attack). Cost:
+    one SVD.
     """
     x = view.slopes.double()
     along: Tensor = _directions(x) @ torch.linalg.svd(_directions(x), full_matrices=False).Vh[0]
@@ -94,13 +115,17 @@ def by_direction(view: SentSlopes) -> Tensor:
 
 
 def several(view: SentSlopes, labels: int, *, ridge: float = 1e-2, seed: int = 0) -> Tensor:
-    """Scores [samples, labels] of samples that have several labels at once: positive where a label is there.
+    """Scores [samples, labels] of samples that have several labels at once: positive where a label
+    is there.
 
-    Sees: gradients by the output, and, of some samples, all labels (`view.many`). Recovers: every label of the others; without known ones, labels up
-    to their order and to yes and no. Why it works: the gradient is a sum over labels of (p - y) times the head's row, which known labels undo by
-    least squares; p - y has two heaps, far from a Gaussian, which independent components find by themselves. What stops it: noise on the gradients;
-    more labels than channels; without known ones, labels that go together. Floor: AUC 0.5. Ceiling: 1. References: Hyvarinen and Oja 2000
-    (independent components); Li et al. 2022. Cost: one least squares, or one FastICA (scikit-learn).
+    Sees: gradients by the output, and, of some samples, all labels (`view.many`). Recovers: every
+    label of the others; without known ones, labels up to their order and to yes and no. Why it
+    works: the gradient is a sum over labels of (p - y) times the head's row, which known labels
+    undo by least squares; p - y has two heaps, far from a Gaussian, which independent components
+    find by themselves. What stops it: noise on the gradients; more labels than channels; without
+    known ones, labels that go together. Floor: AUC 0.5. Ceiling: 1. References: Hyvarinen and Oja
+    2000 (independent components); Li et al. 2022. Cost: one least squares, or one FastICA
+    (scikit-learn).
     """
     x = view.slopes.double()
     x = x / x.square().mean().sqrt().clamp(min=1e-300)
@@ -112,13 +137,17 @@ def several(view: SentSlopes, labels: int, *, ridge: float = 1e-2, seed: int = 0
         # As many equations as known samples: the dual form, whose size is theirs.
         gram = a @ a.T
         lead = ridge * float(gram.diagonal().mean()) + 1e-12
-        weight = a.T @ torch.linalg.solve(gram + lead * torch.eye(len(a), dtype=a.dtype), y - middle)
+        weight = a.T @ torch.linalg.solve(
+            gram + lead * torch.eye(len(a), dtype=a.dtype), y - middle
+        )
         score: Tensor = (x - mean) @ weight + middle - 0.5
         return score
     need("sklearn", "audit")
     from sklearn.decomposition import FastICA
 
-    parts = FastICA(labels, whiten="unit-variance", random_state=seed, max_iter=1000, tol=1e-3).fit_transform(x.numpy())
+    parts = FastICA(
+        labels, whiten="unit-variance", random_state=seed, max_iter=1000, tol=1e-3
+    ).fit_transform(x.numpy())
     middle = torch.from_numpy(np.asarray([_between(column) for column in parts.T]))
     return torch.from_numpy(parts) - middle
 
@@ -127,7 +156,9 @@ def _directions(slopes: Tensor) -> Tensor:
     """Unit rows; those that say nothing are zero."""
     x = slopes.double()
     size = torch.linalg.vector_norm(x, dim=1, keepdim=True)
-    return torch.where(size > FEW * size.max().clamp(min=1e-300), x / size.clamp(min=1e-300), torch.zeros_like(x))
+    return torch.where(
+        size > FEW * size.max().clamp(min=1e-300), x / size.clamp(min=1e-300), torch.zeros_like(x)
+    )
 
 
 def _spread(x: Tensor, count: int, draw: torch.Generator) -> Tensor:

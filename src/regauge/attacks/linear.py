@@ -1,6 +1,7 @@
 """Inversion by least squares: the cheapest attack on features of images, and often the best.
 
-An embedding is affine, so that its inverse is; where noise was added, the best affine guess is the Wiener filter, which regression on pairs finds.
+An embedding is affine, so that its inverse is; where noise was added, the best affine guess is the
+Wiener filter, which regression on pairs finds.
 """
 
 from __future__ import annotations
@@ -16,19 +17,32 @@ from regauge.attacks.views import PairedImages
 Tensor = torch.Tensor
 Predict = Callable[[Tensor], Tensor]
 Scope = Literal["token", "image", "both", "set"]
-LEADS = (1e-12, *(10.0**p for p in range(-6, 5)))  # how much of the features' own mean square is added: the size of the noise that is expected
+LEADS = (
+    1e-12,
+    *(10.0**p for p in range(-6, 5)),
+)  # how much of the features' own mean square is added: the size of the noise that is expected
 
 
-def ridge(view: PairedImages, *, scopes: Sequence[Scope] = ("token", "image", "both"), shuffled: bool = False, seed: int = 0) -> Inverted:
-    """Images from features, in closed form: from each token to its patch, from all tokens to the image, or from one to what the other left. The scope
-    "set" asks for no order at all: what it regresses on are means over the tokens of random waves (a kernel between sets), so that both sides may be
-    shuffled, and its answer need not be affine.
+def ridge(
+    view: PairedImages,
+    *,
+    scopes: Sequence[Scope] = ("token", "image", "both"),
+    shuffled: bool = False,
+    seed: int = 0,
+) -> Inverted:
+    """Images from features, in closed form: from each token to its patch, from all tokens to the
+    image, or from one to what the other left. The scope "set" asks for no order at all: what it
+    regresses on are means over the tokens of random waves (a kernel between sets), so that both
+    sides may be shuffled, and its answer need not be affine.
 
-    Sees: features, and features of images of its own, in order (with `shuffled`, those that it attacks are in no order, and the probe finds it).
-    Recovers: the images. Why it works: what a client sends is an affine function of each patch, or nearly; from all tokens at once, what noise took
-    from one is known from its neighbours. What stops it: much noise; what is not affine (a client with blocks of its own); samples mixed. Floor: the
-    mean image. Ceiling: exact, without a defence. References: Wiener 1949; Rahimi and Recht 2007 (random waves); 000 Sec. 5.3 for the setting. Cost:
-    seconds; the ridge, and which of `scopes` it is, are those with the least loss on a tenth of the pairs, held out.
+    Sees: features, and features of images of its own, in order (with `shuffled`, those that it
+    attacks are in no order, and the probe finds it). Recovers: the images. Why it works: what a
+    client sends is an affine function of each patch, or nearly; from all tokens at once, what noise
+    took from one is known from its neighbours. What stops it: much noise; what is not affine (a
+    client with blocks of its own); samples mixed. Floor: the mean image. Ceiling: exact, without a
+    defence. References: Wiener 1949; Rahimi and Recht 2007 (random waves); 000 Sec. 5.3 for the
+    setting. Cost: seconds; the ridge, and which of `scopes` it is, are those with the least loss on
+    a tenth of the pairs, held out.
     """
     size, channels = view.patch, view.images.shape[1]
     y = to_patches(view.images.double(), size)
@@ -46,8 +60,14 @@ def ridge(view: PairedImages, *, scopes: Sequence[Scope] = ("token", "image", "b
         lead = min(losses, key=lambda one: losses[one])
         tried[scope] = losses[lead], lead
     best = min(tried, key=lambda scope: tried[scope][0])
-    found = _fits(best, x, y, _first(tried))(tried[best][1])(seen).clamp(float(y.min()), float(y.max()))
-    return Inverted(to_images(found, size, channels).to(view.images.dtype), tuple(tried[s][0] for s in tried), floor)
+    found = _fits(best, x, y, _first(tried))(tried[best][1])(seen).clamp(
+        float(y.min()), float(y.max())
+    )
+    return Inverted(
+        to_images(found, size, channels).to(view.images.dtype),
+        tuple(tried[s][0] for s in tried),
+        floor,
+    )
 
 
 def _first(tried: Mapping[Scope, tuple[float, float]]) -> float:
@@ -100,7 +120,9 @@ def _by_image(x: Tensor, y: Tensor) -> Callable[[float], Predict]:
 
 
 def _waves(x: Tensor, count: int = 1536) -> Callable[[Tensor], Tensor]:
-    """For each sample, [samples, 1, waves], the means over its tokens of waves of several lengths."""
+    """For each sample, [samples, 1, waves], the means over its tokens of waves of several
+    lengths.
+    """
     draw = torch.Generator().manual_seed(0)
     mean, scale = x.mean((0, 1)), x.std().clamp(min=1e-12)
     active = max(1, int((x.std((0, 1)) > 1e-9 * scale).sum()))
@@ -109,13 +131,20 @@ def _waves(x: Tensor, count: int = 1536) -> Callable[[Tensor], Tensor]:
     phase = 2 * torch.pi * torch.rand(count, generator=draw, dtype=x.dtype)
 
     def waves(z: Tensor) -> Tensor:
-        return torch.cat([torch.cos((part - mean) / scale @ turns + phase).mean(1, keepdim=True) for part in torch.split(z, 128)])
+        return torch.cat(
+            [
+                torch.cos((part - mean) / scale @ turns + phase).mean(1, keepdim=True)
+                for part in torch.split(z, 128)
+            ]
+        )
 
     return waves
 
 
 def _solver(a: Tensor, b: Tensor) -> Callable[[float], Tensor]:
-    """The weights of a ridge regression for any ridge, from one eigendecomposition: of rows or of columns, whichever are fewer."""
+    """The weights of a ridge regression for any ridge, from one eigendecomposition: of rows or of
+    columns, whichever are fewer.
+    """
     wide = a.shape[1] > a.shape[0]
     values, vectors = torch.linalg.eigh(a @ a.T if wide else a.T @ a)
     values, size = values.clamp(min=0), float(values.mean()) + 1e-300

@@ -1,5 +1,6 @@
-"""Attacks that put together what a server of split learning sees: rows back in order and columns back in place, passes of one sample found among
-others, noise averaged away, and tokens of a shuffled batch put back together.
+"""Attacks that put together what a server of split learning sees: rows back in order and columns
+back in place, passes of one sample found among others, noise averaged away, and tokens of a
+shuffled batch put back together.
 
 Streams are [samples, tokens, channels]. All see views and nothing else.
 """
@@ -24,18 +25,24 @@ Tensor = torch.Tensor
 
 
 def known_streams(view: KnownStreams, *, rounds: int = 5) -> tuple[Member, Tensor]:
-    """The member of the columns and the order of the rows, from samples that are known: (member, [samples, tokens], for each row its place).
+    """The member of the columns and the order of the rows, from samples that are known: (member,
+    [samples, tokens], for each row its place).
 
-    Sees: streams as they came, and what the public embedding makes of the same samples. Recovers: the fixed element of the columns, and with it every
-    row's place. Why it works: a channel's values, sorted over the rows, are the same whatever the rows' order, so that the columns are found first; a
-    rotation keeps every row's length, so that there the rows are. What stops it: an element that is fresh for every pass, which needs a backbone that
-    is moved afresh; an embedding that is secret; noise. Floor: one place in d. Ceiling: all. References: Schönemann 1966 (Procrustes).
-    Cost: one assignment.
+    Sees: streams as they came, and what the public embedding makes of the same samples. Recovers:
+    the fixed element of the columns, and with it every row's place. Why it works: a channel's
+    values, sorted over the rows, are the same whatever the rows' order, so that the columns are
+    found first; a rotation keeps every row's length, so that there the rows are. What stops it: an
+    element that is fresh for every pass, which needs a backbone that is moved afresh; an embedding
+    that is secret; noise. Floor: one place in d. Ceiling: all. References: Schönemann 1966
+    (Procrustes). Cost: one assignment.
     """
     y, x = (v.detach().double().cpu().numpy() for v in (view.moved, view.plain))
     group = GROUPS[view.kind]
     if isinstance(group, Orthogonal):
-        lengths = [-np.abs((b * b).sum(1)[:, None] - (a * a).sum(1)[None]) for b, a in zip(y, x, strict=True)]
+        lengths = [
+            -np.abs((b * b).sum(1)[:, None] - (a * a).sum(1)[None])
+            for b, a in zip(y, x, strict=True)
+        ]
         order = np.stack([assign(one[None])[0] for one in lengths])
         for _ in range(rounds):
             member = known_inputs(_pairs(y, x, order, view.kind))
@@ -57,12 +64,14 @@ def known_streams(view: KnownStreams, *, rounds: int = 5) -> tuple[Member, Tenso
 
 
 def reused_key(passes: Sequence[Served], others: Tensor, kind: Kind = "permutation") -> Member:
-    """The member of the columns from what one key gave away over many passes, whatever the order of the rows.
+    """The member of the columns from what one key gave away over many passes, whatever the order of
+    the rows.
 
-    Sees: streams of inputs that it does not know, and streams of other inputs through the public embedding. Recovers: the member. Why it works: the
-    statistics of a channel are over all rows of all passes, and a shuffle of rows changes none of them. What stops it: as of `seen_features`. Floor:
-    one place in d. Ceiling: what known inputs give. References: Saini et al. (2602.11088), for keys that are used again. Cost: that of
-    `seen_features`.
+    Sees: streams of inputs that it does not know, and streams of other inputs through the public
+    embedding. Recovers: the member. Why it works: the statistics of a channel are over all rows of
+    all passes, and a shuffle of rows changes none of them. What stops it: as of `seen_features`.
+    Floor: one place in d. Ceiling: what known inputs give. References: Saini et al. (2602.11088),
+    for keys that are used again. Cost: that of `seen_features`.
     """
     moved = torch.cat([view.stream.detach().flatten(0, 1) for view in passes])
     return seen_features(SeenFeatures(moved, others.detach().flatten(0, -2), kind))
@@ -76,7 +85,11 @@ def unmoved(member: Member, stream: Tensor) -> Tensor:
 
 def _pairs(y: Floats, x: Floats, order: np.ndarray, kind: Kind) -> KnownInputs:
     put = np.take_along_axis(x, order[..., None], 1)
-    return KnownInputs(torch.from_numpy(put.reshape(-1, x.shape[2])), torch.from_numpy(y.reshape(-1, y.shape[2])), kind)
+    return KnownInputs(
+        torch.from_numpy(put.reshape(-1, x.shape[2])),
+        torch.from_numpy(y.reshape(-1, y.shape[2])),
+        kind,
+    )
 
 
 def _places(y: Floats, x: Floats) -> np.ndarray:
@@ -88,13 +101,15 @@ def _apart(a: Floats, b: Floats) -> Floats:
 
 
 def relinked(first: Tensor, second: Tensor, *, rounds: int = 3) -> Tensor:
-    """Which sample of a later pass is which of an earlier one: over fresh shuffles, noise, and training steps between. For each of the first, a place
-    in the second.
+    """Which sample of a later pass is which of an earlier one: over fresh shuffles, noise, and
+    training steps between. For each of the first, a place in the second.
 
-    Sees: streams of the same samples in two passes. Recovers: who is who. Why it works: a sample's tokens stay near each other as a set. Noise lies
-    in all directions alike, and a filter keeps those in which tokens differ; training moves all tokens by one affine map, which is fitted to the
-    pairs found so far. What stops it: noise that drowns every token; a new element of the columns for every pass. Floor: one in as many as there are.
-    Ceiling: all. References: Besl and McKay 1992 (iterated closest points). Cost: all pairs of samples by all pairs of tokens.
+    Sees: streams of the same samples in two passes. Recovers: who is who. Why it works: a sample's
+    tokens stay near each other as a set. Noise lies in all directions alike, and a filter keeps
+    those in which tokens differ; training moves all tokens by one affine map, which is fitted to
+    the pairs found so far. What stops it: noise that drowns every token; a new element of the
+    columns for every pass. Floor: one in as many as there are. Ceiling: all. References: Besl and
+    McKay 1992 (iterated closest points). Cost: all pairs of samples by all pairs of tokens.
     """
     a, b = (_filtered(v.double()) for v in (first, second))
     found = torch.from_numpy(linear_sum_assignment(_sets_apart(a, b).numpy())[1])
@@ -106,7 +121,9 @@ def relinked(first: Tensor, second: Tensor, *, rounds: int = 3) -> Tensor:
         gram = with_one.T @ with_one
         lead = 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
         # Towards leaving all as it is: few pairs must not decide.
-        stay = torch.cat([torch.eye(x.shape[1], dtype=x.dtype), torch.zeros(1, x.shape[1], dtype=x.dtype)])
+        stay = torch.cat(
+            [torch.eye(x.shape[1], dtype=x.dtype), torch.zeros(1, x.shape[1], dtype=x.dtype)]
+        )
         weight = torch.linalg.solve(gram + lead, with_one.T @ y.flatten(0, 1) + lead @ stay)
         moved = b @ weight[:-1] + weight[-1]
         again = torch.from_numpy(linear_sum_assignment(_sets_apart(a, moved).numpy())[1])
@@ -117,14 +134,16 @@ def relinked(first: Tensor, second: Tensor, *, rounds: int = 3) -> Tensor:
 
 
 def averaged(views: Sequence[Tensor], *, link: bool = True, match: bool = True) -> Tensor:
-    """One stream of each sample from many noisy ones: [samples, tokens, channels], in the first view's order. Samples that are known not to change
-    places need no `link`, and tokens no `match`.
+    """One stream of each sample from many noisy ones: [samples, tokens, channels], in the first
+    view's order. Samples that are known not to change places need no `link`, and tokens no `match`.
 
-    Sees: the same samples in several passes, each with fresh noise and in an order of its own. Recovers: the streams, with less noise. Why it works:
-    noise that is drawn afresh is different every time, what it hides is not: k epochs leave 1 / sqrt(k) of it. Samples are linked first, tokens
-    matched to the mean so far. What stops it: noise that is drawn once for each sample and kept; few epochs; rounding, which is the same while the
-    weights are. Floor: one noisy view. Ceiling: the streams without noise. References: Erlingsson et al. 2014 (permanent randomised response, against
-    this). Cost: that of `relinked` for each view.
+    Sees: the same samples in several passes, each with fresh noise and in an order of its own.
+    Recovers: the streams, with less noise. Why it works: noise that is drawn afresh is different
+    every time, what it hides is not: k epochs leave 1 / sqrt(k) of it. Samples are linked first,
+    tokens matched to the mean so far. What stops it: noise that is drawn once for each sample and
+    kept; few epochs; rounding, which is the same while the weights are. Floor: one noisy view.
+    Ceiling: the streams without noise. References: Erlingsson et al. 2014 (permanent randomised
+    response, against this). Cost: that of `relinked` for each view.
     """
     mean = views[0].double()
     for count, view in enumerate(views[1:], 1):
@@ -145,7 +164,9 @@ def _in_order(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _filtered(x: Tensor) -> Tensor:
-    """Tokens less their mean, each direction by how much of it is no noise: of the size of the smallest variances, which are noise alone."""
+    """Tokens less their mean, each direction by how much of it is no noise: of the size of the
+    smallest variances, which are noise alone.
+    """
     flat = x.flatten(0, 1)
     flat = flat - flat.mean(0)
     values, vectors = torch.linalg.eigh(flat.T @ flat / len(flat))
@@ -156,11 +177,17 @@ def _filtered(x: Tensor) -> Tensor:
 
 
 def _sets_apart(a: Tensor, b: Tensor, chunk: int = 16) -> Tensor:
-    """For each pair of samples, how far their tokens are from the nearest of the other, both ways."""
+    """For each pair of samples, how far their tokens are from the nearest of the other, both
+    ways.
+    """
     out = []
     squares = b.square().sum(-1)
     for part in torch.split(a, chunk):
-        apart = part.square().sum(-1)[:, :, None, None] + squares[None, None] - 2 * torch.einsum("itd,jsd->itjs", part, b)
+        apart = (
+            part.square().sum(-1)[:, :, None, None]
+            + squares[None, None]
+            - 2 * torch.einsum("itd,jsd->itjs", part, b)
+        )
         out.append(apart.min(3).values.sum(1) + apart.min(1).values.sum(2))  # [samples, samples]
     return torch.cat(out)
 
@@ -171,15 +198,20 @@ def _matched(to: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack([torch.from_numpy(linear_sum_assignment(one.numpy())[1]) for one in apart])
 
 
-def regrouped(view: PairedImages, *, codes: int = 24, tries: int = 4, sweeps: int = 20, seed: int = 0) -> Tensor:
-    """Images out of a batch whose tokens changed places between samples: [images, places], for each the number of the token (as they came, counted
-    through the batch). Which image is which sample is not said; a first token that is of no patch is not looked for.
+def regrouped(
+    view: PairedImages, *, codes: int = 24, tries: int = 4, sweeps: int = 20, seed: int = 0
+) -> Tensor:
+    """Images out of a batch whose tokens changed places between samples: [images, places], for each
+    the number of the token (as they came, counted through the batch). Which image is which sample
+    is not said; a first token that is of no patch is not looked for.
 
-    Sees: one shuffled batch (`view.seen`), and features of its own in order. Recovers: which tokens are of one image, and where. Why it works: a
-    token tells its place, and patches of one image go together: light, skin, edges that go on. A Gaussian over whole images, learned from the pairs,
-    says how likely each token is beside the others; assignments put one token of every place to each image, again and again. What stops it: noise;
-    large batches of images that are alike. Floor: one image in as many as there are. Ceiling: all. References: Gallagher 2012, for solvers of
-    jigsaw puzzles. Cost: sweeps of one assignment for each place.
+    Sees: one shuffled batch (`view.seen`), and features of its own in order. Recovers: which tokens
+    are of one image, and where. Why it works: a token tells its place, and patches of one image go
+    together: light, skin, edges that go on. A Gaussian over whole images, learned from the pairs,
+    says how likely each token is beside the others; assignments put one token of every place to
+    each image, again and again. What stops it: noise; large batches of images that are alike.
+    Floor: one image in as many as there are. Ceiling: all. References: Gallagher 2012, for solvers
+    of jigsaw puzzles. Cost: sweeps of one assignment for each place.
     """
     places = (view.images.shape[-1] // view.patch) * (view.images.shape[-2] // view.patch)
     skip = view.features.shape[1] - places
@@ -195,11 +227,17 @@ def regrouped(view: PairedImages, *, codes: int = 24, tries: int = 4, sweeps: in
     learned = ((own - mean) @ basis).flatten(1)
     gram = learned.T @ learned / len(learned)
     inside = torch.arange(len(gram)) // basis.shape[1]
-    shrunk = gram * (0.9 + 0.1 * (inside[:, None] == inside[None]))  # a little less between places than in this sample
-    precision = torch.linalg.inv(shrunk + 1e-6 * shrunk.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype))
+    shrunk = gram * (
+        0.9 + 0.1 * (inside[:, None] == inside[None])
+    )  # a little less between places than in this sample
+    precision = torch.linalg.inv(
+        shrunk + 1e-6 * shrunk.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+    )
     blocks = precision.view(places, basis.shape[1], places, basis.shape[1]).permute(0, 2, 1, 3)
     at = torch.stack([(place == p).nonzero()[:, 0] for p in range(places)])  # [places, images]
-    code = torch.stack([(tokens[at[p]].double() - mean[p]) @ basis for p in range(places)])  # [places, images, codes]
+    code = torch.stack(
+        [(tokens[at[p]].double() - mean[p]) @ basis for p in range(places)]
+    )  # [places, images, codes]
     draw = torch.Generator().manual_seed(seed)
     best, found = float("inf"), torch.stack([torch.arange(count)] * places)
     for _ in range(tries):
@@ -210,22 +248,32 @@ def regrouped(view: PairedImages, *, codes: int = 24, tries: int = 4, sweeps: in
     return flat // places * view.seen.shape[1] + flat % places + skip
 
 
-def _gathered(code: Tensor, blocks: Tensor, order: Sequence[int], sweeps: int) -> tuple[Tensor, float]:
-    """Tokens of each place put to images: (who, how unlikely). The first place names the images; the others are shared among them by how well they
-    fit what is there, more and more surely, and in the end each goes to one."""
+def _gathered(
+    code: Tensor, blocks: Tensor, order: Sequence[int], sweeps: int
+) -> tuple[Tensor, float]:
+    """Tokens of each place put to images: (who, how unlikely). The first place names the images;
+    the others are shared among them by how well they fit what is there, more and more surely, and
+    in the end each goes to one.
+    """
     places, count, _ = code.shape
     shares = [torch.full((count, count), 1 / count, dtype=code.dtype) for _ in range(places)]
     shares[order[0]] = torch.eye(count, dtype=code.dtype)
     there = {p: shares[p] @ code[p] for p in range(places)}
     for beta in torch.logspace(-1.5, 0.7, sweeps).tolist():
         for p in order[1:]:
-            pull = sum((there[q] @ blocks[q, p] for q in range(places) if q != p), torch.zeros_like(code[p]))
+            pull = sum(
+                (there[q] @ blocks[q, p] for q in range(places) if q != p),
+                torch.zeros_like(code[p]),
+            )
             shares[p] = _doubly(-beta * pull @ code[p].T)
             there[p] = shares[p] @ code[p]
     who = torch.stack([torch.from_numpy(linear_sum_assignment(-one.numpy())[1]) for one in shares])
     still = 0
     for p in [*order[1:], *(p for _ in range(sweeps) for p in order)]:
-        pull = sum((code[q][who[q]] @ blocks[q, p] for q in range(places) if q != p), torch.zeros_like(code[p]))
+        pull = sum(
+            (code[q][who[q]] @ blocks[q, p] for q in range(places) if q != p),
+            torch.zeros_like(code[p]),
+        )
         again = torch.from_numpy(linear_sum_assignment((pull @ code[p].T).numpy())[1])
         still = still + 1 if torch.equal(again, who[p]) else 0
         who[p] = again

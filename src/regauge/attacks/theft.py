@@ -1,4 +1,6 @@
-"""Theft without a base: what a locked backbone is worth to whoever has a few labels. It is intact; only what stands around it does not fit."""
+"""Theft without a base: what a locked backbone is worth to whoever has a few labels. It is intact;
+only what stands around it does not fit.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Budget:
-    """How long a thief trains: steps of so many examples, at a rate that rises over a tenth of them and falls to nothing. An audit tries all of the
-    rates, and counts the best."""
+    """How long a thief trains: steps of so many examples, at a rate that rises over a tenth of them
+    and falls to nothing. An audit tries all of the rates, and counts the best.
+    """
 
     steps: int = 300
     batch: int = 32
@@ -40,10 +43,11 @@ class Budget:
 def new_edges(view: WithLabels, budget: Budget) -> torch.nn.Module:
     """The locked backbone, frozen, between an embedding and a head of the thief's own.
 
-    Sees: the locked file and some labelled examples. Recovers: a model that does the owner's task. Why it works: the first layer of a new
-    embedding takes up whatever order the stream is in, and what the backbone has learned stays. What stops it: too few labels; a task that is as
-    easy from scratch. Floor: the locked model as it stands. Ceiling: the owner's. References: No Privacy Left Outside (2310.07152), for what
-    stays usable of a protected model; paper 000's Table 7.
+    Sees: the locked file and some labelled examples. Recovers: a model that does the owner's task.
+    Why it works: the first layer of a new embedding takes up whatever order the stream is in, and
+    what the backbone has learned stays. What stops it: too few labels; a task that is as easy from
+    scratch. Floor: the locked model as it stands. Ceiling: the owner's. References: No Privacy Left
+    Outside (2310.07152), for what stays usable of a protected model; paper 000's Table 7.
     """
     model = fresh(view.model)
     inside = {name for name, part in view.spec.parts.items() if part == "backbone"}
@@ -58,24 +62,31 @@ def new_edges(view: WithLabels, budget: Budget) -> torch.nn.Module:
 def tuned(view: WithLabels, budget: Budget) -> torch.nn.Module:
     """All of the locked model, fine-tuned as it stands: paper 000's unauthorised user.
 
-    Sees: the locked file and some labelled examples. Recovers: a model that does the owner's task. Why it works: training from any weights does.
-    What stops it: too few labels. Floor: the locked model as it stands. Ceiling: the owner's. References: paper 000, Table 7.
+    Sees: the locked file and some labelled examples. Recovers: a model that does the owner's task.
+    Why it works: training from any weights does. What stops it: too few labels. Floor: the locked
+    model as it stands. Ceiling: the owner's. References: paper 000, Table 7.
     """
     return fitted(copy.deepcopy(view.model), view.examples, budget)
 
 
 def scratch(view: WithLabels, budget: Budget) -> torch.nn.Module:
-    """The same class from random weights: what the labels alone are worth. What a theft adds to this is what the lock has lost."""
+    """The same class from random weights: what the labels alone are worth. What a theft adds to
+    this is what the lock has lost.
+    """
     return fitted(fresh(view.model), view.examples, budget)
 
 
-def learned_order(view: WithLabels, budget: Budget, *, rounds: int = 20) -> tuple[torch.nn.Module, Monomial]:
+def learned_order(
+    view: WithLabels, budget: Budget, *, rounds: int = 20
+) -> tuple[torch.nn.Module, Monomial]:
     """The key of the stream itself, learned between the public edges and the locked backbone.
 
-    Sees: the locked file, whose embedding and head are as they were, and some labelled examples. Recovers: the stream's permutation, and with it
-    the owner's model. Why it works: of all orders, the right one makes the loss small, and orders can be learned: as a doubly stochastic matrix
-    (Sinkhorn), rounded by assignment in the end. What stops it: a loss that is flat until nearly all is right, which it mostly is. Floor: one
-    place in d. Ceiling: the owner's model. References: Gumbel-Sinkhorn (1802.08665).
+    Sees: the locked file, whose embedding and head are as they were, and some labelled examples.
+    Recovers: the stream's permutation, and with it the owner's model. Why it works: of all orders,
+    the right one makes the loss small, and orders can be learned: as a doubly stochastic matrix
+    (Sinkhorn), rounded by assignment in the end. What stops it: a loss that is flat until nearly
+    all is right, which it mostly is. Floor: one place in d. Ceiling: the owner's model. References:
+    Gumbel-Sinkhorn (1802.08665).
     """
     from scipy.optimize import linear_sum_assignment
 
@@ -129,7 +140,9 @@ def fitted(model: torch.nn.Module, examples: Examples, budget: Budget) -> torch.
     return model.eval()
 
 
-def _descend(model: torch.nn.Module, parameters: Iterable[Tensor], examples: Examples, budget: Budget) -> None:
+def _descend(
+    model: torch.nn.Module, parameters: Iterable[Tensor], examples: Examples, budget: Budget
+) -> None:
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=budget.rate)
     draw = np.random.default_rng(budget.seed)
@@ -138,7 +151,11 @@ def _descend(model: torch.nn.Module, parameters: Iterable[Tensor], examples: Exa
         model.train()
         for step in range(budget.steps):
             rise = max(1, budget.steps // 10)
-            share = (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, budget.steps - rise)))
+            share = (
+                (step + 1) / rise
+                if step < rise
+                else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, budget.steps - rise)))
+            )
             for group in optimizer.param_groups:
                 group["lr"] = budget.rate * share
             rows = draw.choice(len(examples), min(budget.batch, len(examples)), replace=False)

@@ -1,9 +1,11 @@
-"""Views of a server of federated learning: the model that it sent out, the update that came back, and what it is granted beside the two.
+"""Views of a server of federated learning: the model that it sent out, the update that came back,
+and what it is granted beside the two.
 
     view = SentUpdate(model, update, (3, 224, 224), Granted(batch=1))
 
-An attack is given a `SentUpdate` and nothing else; the images, labels and draws that made the update are the client's (`regauge.audit.gradients.clients`),
-and whether a guess was right is said elsewhere.
+An attack is given a `SentUpdate` and nothing else; the images, labels and draws that made the
+update are the client's (`regauge.audit.gradients.clients`), and whether a guess was right is said
+elsewhere.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What a client sends: by name of the parameter, the gradients of one batch's mean loss, or the change of the weights after `steps` local steps
-    of SGD at `rate`. What is not sent is not there."""
+    """What a client sends: by name of the parameter, the gradients of one batch's mean loss, or the
+    change of the weights after `steps` local steps of SGD at `rate`. What is not sent is not there.
+    """
 
     tensors: Mapping[str, Tensor]
     kind: Literal["gradient", "change"] = "gradient"
@@ -32,7 +35,9 @@ class Update:
 
     @property
     def slopes(self) -> dict[str, Tensor]:
-        """Gradients: as they were sent, or the mean over the local steps that the change of the weights tells."""
+        """Gradients: as they were sent, or the mean over the local steps that the change of the
+        weights tells.
+        """
         if self.kind == "gradient":
             return dict(self.tensors)
         return {name: t / (-self.rate * self.steps) for name, t in self.tensors.items()}
@@ -40,8 +45,10 @@ class Update:
 
 @dataclass(frozen=True)
 class Threat:
-    """What an adversary is granted beside model and update. `batch`: how many samples made it; `labels`: theirs; `mask`: which places a puzzle took;
-    `images`: others of the kind, for their statistics, and what the client's code makes of them; `length`: of texts."""
+    """What an adversary is granted beside model and update. `batch`: how many samples made it;
+    `labels`: theirs; `mask`: which places a puzzle took; `images`: others of the kind, for their
+    statistics, and what the client's code makes of them; `length`: of texts.
+    """
 
     batch: bool = True
     labels: bool = False
@@ -50,13 +57,23 @@ class Threat:
     length: bool = False
 
     def told(self) -> str:
-        names = [name for name in ("batch", "labels", "mask", "images", "length") if getattr(self, name)]
-        return ", ".join({"batch": "batch size", "images": "other images of the kind"}.get(n, n) for n in names) or "nothing more"
+        names = [
+            name for name in ("batch", "labels", "mask", "images", "length") if getattr(self, name)
+        ]
+        return (
+            ", ".join(
+                {"batch": "batch size", "images": "other images of the kind"}.get(n, n)
+                for n in names
+            )
+            or "nothing more"
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Granted:
-    """The values of what a threat grants; None is not granted. `images` are in the model's units."""
+    """The values of what a threat grants; None is not granted. `images` are in the model's
+    units.
+    """
 
     batch: int | None = None
     labels: Tensor | None = None
@@ -68,8 +85,10 @@ class Granted:
 
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
-    """An update that the adversary made itself, of images of its own, with the client's code and the same defences (which are no secret): what the
-    model read, which places a puzzle took, and the images before it."""
+    """An update that the adversary made itself, of images of its own, with the client's code and
+    the same defences (which are no secret): what the model read, which places a puzzle took, and
+    the images before it.
+    """
 
     update: Update
     read: Tensor
@@ -79,8 +98,10 @@ class Rehearsal:
 
 @dataclass(frozen=True, eq=False)
 class SentUpdate:
-    """An honest server that looks: its model (weights, and the code that the client runs), the update, the shape of one input ([channels, height,
-    width]; of texts none), and what it is granted."""
+    """An honest server that looks: its model (weights, and the code that the client runs), the
+    update, the shape of one input ([channels, height, width]; of texts none), and what it is
+    granted.
+    """
 
     model: torch.nn.Module
     update: Update
@@ -95,32 +116,58 @@ class SentUpdate:
         """One gradient, or the error that says what is missing."""
         found = self.slopes
         if name not in found:
-            raise UpdateError(f'the update has no "{name}", {what}', hint="it was withheld or frozen; other attacks need other tensors")
+            raise UpdateError(
+                f'the update has no "{name}", {what}',
+                hint="it was withheld or frozen; other attacks need other tensors",
+            )
         return found[name]
 
 
 def check_update(model: torch.nn.Module, update: Update) -> None:
-    """Refuse an update that is not of this model, is not finite, or says nothing: every fault by name."""
+    """Refuse an update that is not of this model, is not finite, or says nothing: every fault by
+    name.
+    """
     own = dict(model.named_parameters())
     if not update.tensors:
-        raise UpdateError("the update is empty", hint="an update has at least one gradient, by the name of its parameter")
+        raise UpdateError(
+            "the update is empty",
+            hint="an update has at least one gradient, by the name of its parameter",
+        )
     for name, t in update.tensors.items():
         if name not in own:
-            raise UpdateError(f'the update has "{name}", which {type(model).__name__} has not', hint="names are those of model.named_parameters()")
+            raise UpdateError(
+                f'the update has "{name}", which {type(model).__name__} has not',
+                hint="names are those of model.named_parameters()",
+            )
         if t.shape != own[name].shape:
-            raise UpdateError(f'"{name}" is {list(t.shape)} in the update and {list(own[name].shape)} in the model', hint="is it this model's?")
+            raise UpdateError(
+                f'"{name}" is {list(t.shape)} in the update and {list(own[name].shape)} in the '
+                "model",
+                hint="is it this model's?",
+            )
         if not t.is_floating_point() or not bool(torch.isfinite(t).all()):
-            raise UpdateError(f'"{name}" holds NaN, Inf or no real numbers in the update', hint="did the client's loss diverge?")
+            raise UpdateError(
+                f'"{name}" holds NaN, Inf or no real numbers in the update',
+                hint="did the client's loss diverge?",
+            )
     if update.kind not in ("gradient", "change"):
         raise UpdateError(f'an update is a "gradient" or a "change", not "{update.kind}"')
     if update.kind == "change" and not (0 < update.rate < math.inf and update.steps >= 1):
-        raise UpdateError(f"a change after {update.steps} steps at a rate of {update.rate:g} tells no gradient", hint="give steps and rate")
+        raise UpdateError(
+            f"a change after {update.steps} steps at a rate of {update.rate:g} tells no gradient",
+            hint="give steps and rate",
+        )
     if not any(bool(t.any()) for t in update.tensors.values()):
-        raise UpdateError("the update is zero everywhere: it says nothing of any input", hint="was the model trained on this batch at all?")
+        raise UpdateError(
+            "the update is zero everywhere: it says nothing of any input",
+            hint="was the model trained on this batch at all?",
+        )
 
 
 def added(updates: Sequence[Update]) -> Update:
-    """What a server sees of several clients under secure aggregation: the mean of their updates and no single one."""
+    """What a server sees of several clients under secure aggregation: the mean of their updates and
+    no single one.
+    """
     first = updates[0]
     names = [n for n in first.tensors if all(n in u.tensors for u in updates)]
     mean = {n: torch.stack([u.tensors[n] for u in updates]).mean(0) for n in names}

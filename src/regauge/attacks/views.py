@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Locked:
-    """Who holds a locked file: the architecture, every tensor (embedding and head as they were, the backbone moved), and the kind of the lock,
-    which its record states."""
+    """Who holds a locked file: the architecture, every tensor (embedding and head as they were, the
+    backbone moved), and the kind of the lock, which its record states.
+    """
 
     spec: Spec
     state: State
@@ -42,7 +43,9 @@ class WithCandidates(Locked):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WithLabels(Locked):
-    """... and has some labelled examples of the model's task, and the model's class: `model` holds the locked weights, and is not changed."""
+    """... and has some labelled examples of the model's task, and the model's class: `model` holds
+    the locked weights, and is not changed.
+    """
 
     model: torch.nn.Module
     examples: Examples
@@ -50,8 +53,9 @@ class WithLabels(Locked):
 
 @dataclass(frozen=True, eq=False)
 class KnownInputs:
-    """Who sees features that a key has moved, and knows the same features unmoved: of the inputs that it sent itself, through the public embedding.
-    Both are [tokens, channels], row by row."""
+    """Who sees features that a key has moved, and knows the same features unmoved: of the inputs
+    that it sent itself, through the public embedding. Both are [tokens, channels], row by row.
+    """
 
     plain: torch.Tensor
     moved: torch.Tensor
@@ -60,7 +64,9 @@ class KnownInputs:
 
 @dataclass(frozen=True, eq=False)
 class SeenFeatures:
-    """Who sees moved features only, batch after batch under one key, and has other data that went through the public embedding."""
+    """Who sees moved features only, batch after batch under one key, and has other data that went
+    through the public embedding.
+    """
 
     moved: torch.Tensor
     others: torch.Tensor
@@ -69,8 +75,10 @@ class SeenFeatures:
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """Who sees the hidden states of one text, [tokens, channels], moved by an unknown element, and has the open language model that made them:
-    `layer` of its hidden states, 0 being what enters the first block. Rows that are `shuffled` come in no order."""
+    """Who sees the hidden states of one text, [tokens, channels], moved by an unknown element, and
+    has the open language model that made them: `layer` of its hidden states, 0 being what enters
+    the first block. Rows that are `shuffled` come in no order.
+    """
 
     moved: torch.Tensor
     model: torch.nn.Module
@@ -81,8 +89,10 @@ class HiddenStates:
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedText:
-    """A server that sees one text as it enters the backbone, [tokens, channels], or several of one length, and has the open model whose embedding
-    made it. Columns were moved by an unknown element of a kind, or by none; rows that are `shuffled` come in no order."""
+    """A server that sees one text as it enters the backbone, [tokens, channels], or several of one
+    length, and has the open model whose embedding made it. Columns were moved by an unknown element
+    of a kind, or by none; rows that are `shuffled` come in no order.
+    """
 
     moved: torch.Tensor
     model: torch.nn.Module
@@ -92,8 +102,10 @@ class EmbeddedText:
 
 @dataclass(frozen=True, eq=False)
 class PairedTexts:
-    """A server that sees texts of one length, [texts, tokens, channels], and has texts of its own with what a client like this one makes of them,
-    in order (`features` of `ids`), and an open `table` of tokens. Rows that are `shuffled` come in no order."""
+    """A server that sees texts of one length, [texts, tokens, channels], and has texts of its own
+    with what a client like this one makes of them, in order (`features` of `ids`), and an open
+    `table` of tokens. Rows that are `shuffled` come in no order.
+    """
 
     seen: torch.Tensor
     features: torch.Tensor
@@ -104,9 +116,11 @@ class PairedTexts:
 
 @dataclass(frozen=True, eq=False)
 class Served:
-    """What a server of split learning sees of one pass: the stream as it comes, whatever the client did to it, the other tensors that cross with it,
-    and in training the gradient of the loss by the output. No times: those are another channel. The output is its own: whoever has the weights can
-    compute it."""
+    """What a server of split learning sees of one pass: the stream as it comes, whatever the client
+    did to it, the other tensors that cross with it, and in training the gradient of the loss by the
+    output. No times: those are another channel. The output is its own: whoever has the weights can
+    compute it.
+    """
 
     stream: torch.Tensor
     others: Mapping[str, torch.Tensor]
@@ -115,8 +129,10 @@ class Served:
 
 @dataclass(frozen=True, eq=False)
 class KnownStreams:
-    """A server that knows some of the samples that it was sent: `moved` as they came, rows in any order and columns moved by one element of a kind,
-    and `plain`, what the public embedding makes of them. Both are [samples, tokens, channels]."""
+    """A server that knows some of the samples that it was sent: `moved` as they came, rows in any
+    order and columns moved by one element of a kind, and `plain`, what the public embedding makes
+    of them. Both are [samples, tokens, channels].
+    """
 
     plain: torch.Tensor
     moved: torch.Tensor
@@ -125,8 +141,10 @@ class KnownStreams:
 
 @dataclass(frozen=True, eq=False)
 class SentSlopes:
-    """A server that keeps the gradients which it was sent, [samples, channels] (each sample's added up over its tokens: `labels.slopes_of`). By the
-    number of the sample it may know some labels: `known`, one each, or `many`, all of a sample's zeros and ones."""
+    """A server that keeps the gradients which it was sent, [samples, channels] (each sample's added
+    up over its tokens: `labels.slopes_of`). By the number of the sample it may know some labels:
+    `known`, one each, or `many`, all of a sample's zeros and ones.
+    """
 
     slopes: torch.Tensor
     known: Mapping[int, int] = field(default_factory=dict)
@@ -135,8 +153,10 @@ class SentSlopes:
 
 @dataclass(frozen=True, eq=False)
 class PairedImages:
-    """A server that sees features `seen`, and has images of its own with the features that a client like this one makes of them, defended likewise
-    (in order where an attack says so). Features are [samples, tokens, channels]; `patch` is the side of a patch."""
+    """A server that sees features `seen`, and has images of its own with the features that a client
+    like this one makes of them, defended likewise (in order where an attack says so). Features are
+    [samples, tokens, channels]; `patch` is the side of a patch.
+    """
 
     seen: torch.Tensor
     features: torch.Tensor
@@ -146,8 +166,11 @@ class PairedImages:
 
 @dataclass(frozen=True, eq=False)
 class PublicPatches:
-    """A server that sees features `seen`, knows the client's patch embedding (`weight` [d, c, p, p], `bias` [d], `positions` [tokens, d], the `first`
-    token with its position if there is one), and has other images of the kind. `tolerance` is the size of the noise that it expects in a token."""
+    """A server that sees features `seen`, knows the client's patch embedding (`weight` [d, c, p,
+    p], `bias` [d], `positions` [tokens, d], the `first` token with its position if there is one),
+    and has other images of the kind. `tolerance` is the size of the noise that it expects in a
+    token.
+    """
 
     seen: torch.Tensor
     weight: torch.Tensor

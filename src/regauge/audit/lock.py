@@ -1,9 +1,12 @@
-"""Audits: every attack on one's own case, and what it comes to in plain words. Attacks see a view; here is the truth that they are scored by.
+"""Audits: every attack on one's own case, and what it comes to in plain words. Attacks see a view;
+here is the truth that they are scored by.
 
-    results = audit_lock(LockCase(spec, locked, "permutation", base=base, truth=g, model=model, train=train, test=test))
+    results = audit_lock(LockCase(spec, locked, "permutation", base=base, truth=g, model=model,
+    train=train, test=test))
     results.facts["verdict"]
 
-A finding's value is how much of what was protected an attack has got, between its floor (what a guess gets) and its ceiling (all of it).
+A finding's value is how much of what was protected an attack has got, between its floor (what a
+guess gets) and its ceiling (all of it).
 """
 
 from __future__ import annotations
@@ -18,7 +21,16 @@ import numpy as np
 import torch
 
 from regauge.attacks import edges, features, theft, weights
-from regauge.attacks.views import HiddenStates, KnownInputs, Locked, SeenFeatures, WithBase, WithCandidates, WithLabels, part_of
+from regauge.attacks.views import (
+    HiddenStates,
+    KnownInputs,
+    Locked,
+    SeenFeatures,
+    WithBase,
+    WithCandidates,
+    WithLabels,
+    part_of,
+)
 from regauge.core.action import State, apply
 from regauge.core.element import Element
 from regauge.core.groups import Kind
@@ -51,9 +63,10 @@ class AuditError(RegaugeError):
 class LockCase:
     """A locked model, and what there is to attack it with and to judge the attacks by.
 
-    `state` is the locked one; `truth` the key's element, if the key is at hand. `base` is a public model that it may descend from. `model` is a live
-    model with the locked weights; `train` are examples that a thief would have, `test` others. `record` and `key` are for how the lock is handled:
-    wrong keys, changed weights, one key for several models.
+    `state` is the locked one; `truth` the key's element, if the key is at hand. `base` is a public
+    model that it may descend from. `model` is a live model with the locked weights; `train` are
+    examples that a thief would have, `test` others. `record` and `key` are for how the lock is
+    handled: wrong keys, changed weights, one key for several models.
     """
 
     spec: Spec
@@ -79,13 +92,21 @@ def audit_lock(
     attacks: Collection[str] | None = None,
     progress: Tell | None = None,
 ) -> Results:
-    """Every attack that the case allows, or some by name. `most`: findings fail where an attack gets more than this share of the way from its floor
-    to its ceiling."""
+    """Every attack that the case allows, or some by name. `most`: findings fail where an attack
+    gets more than this share of the way from its floor to its ceiling.
+    """
     budget = budget or theft.Budget(seed=seed)
-    for what, state in (("the locked model", case.state), ("the base", case.base), *case.candidates.items()):
+    for what, state in (
+        ("the locked model", case.state),
+        ("the base", case.base),
+        *case.candidates.items(),
+    ):
         bad = None if state is None else nonfinite(state)
         if bad is not None:
-            raise AuditError(f'{what} holds NaN or Inf in "{bad}", so that nothing can be compared with it', hint="is it the right file?")
+            raise AuditError(
+                f'{what} holds NaN or Inf in "{bad}", so that nothing can be compared with it',
+                hint="is it the right file?",
+            )
     parts: list[tuple[str, Callable[[], Iterator[tuple[Finding, float]]]]] = [
         ("public edges", lambda: _public_edges(case)),
         ("public base", lambda: _public_base(case, seed)),
@@ -108,19 +129,36 @@ def audit_lock(
         if progress:
             progress(i, len(parts), name)
         if name == "theft" and case.train is not None:
-            unchecked += [f"theft with {n} labels: there are {len(case.train)} examples" for n in labels if n > len(case.train)]
+            unchecked += [
+                f"theft with {n} labels: there are {len(case.train)} examples"
+                for n in labels
+                if n > len(case.train)
+            ]
         for finding, seconds in run():
             findings.append(apply_threshold(finding, most))
             costs.append((finding.id, round(seconds, 2)))
     if not findings:
-        raise AuditError("nothing could be tried against this lock", hint="give --against BASE, or --data with examples of its task")
+        raise AuditError(
+            "nothing could be tried against this lock",
+            hint="give --against BASE, or --data with examples of its task",
+        )
     table = Table(
         "What each attack gets",
         ("attack", "floor", "value", "ceiling", "measure", "seconds"),
-        tuple((f.id, f.floor, f.value, f.ceiling, f.measure, s) for f, (_, s) in zip(findings, costs, strict=True)),
+        tuple(
+            (f.id, f.floor, f.value, f.ceiling, f.measure, s)
+            for f, (_, s) in zip(findings, costs, strict=True)
+        ),
     )
     verdict = verdict_of(findings)
-    return Results("What this lock is worth", tuple(findings), (table,), (), {"verdict": verdict, "kind": case.kind}, tuple(unchecked))
+    return Results(
+        "What this lock is worth",
+        tuple(findings),
+        (table,),
+        (),
+        {"verdict": verdict, "kind": case.kind},
+        tuple(unchecked),
+    )
 
 
 def verdict_of(findings: Sequence[Finding]) -> list[str]:
@@ -129,37 +167,64 @@ def verdict_of(findings: Sequence[Finding]) -> list[str]:
     out = []
     edge = by.get("lock/public edges")
     if edge is not None and edge.value is not None and edge.value >= ALL:
-        out.append("The file alone undoes this lock: its embedding and head, which are in plain, give the order of the stream away.")
+        out.append(
+            "The file alone undoes this lock: its embedding and head, which are in plain, give "
+            "the order of the stream away."
+        )
     base = by.get("lock/public base")
     if base is not None and base.value is not None:
         if base.value >= ALL:
-            out.append("The base is public: this lock gives nothing. Whoever has it undoes the lock.")
-        elif base.measure == EXPLAINED:  # a stranger explains some of any weights, so this is not a share of the key
             out.append(
-                f"The base that was tried, moved as guessed, explains {base.value:.0%} of the weights; with -k KEY: how much of the key that is."
+                "The base is public: this lock gives nothing. Whoever has it undoes the lock."
+            )
+        elif (
+            base.measure == EXPLAINED
+        ):  # a stranger explains some of any weights, so this is not a share of the key
+            out.append(
+                f"The base that was tried, moved as guessed, explains {base.value:.0%} of the "
+                "weights; with -k KEY: how much of the key that is."
             )
         else:
             out.append(f"The base that was tried gives {base.value:.0%} of the lock away.")
     else:
-        out.append("No base was tried: if this model was tuned from a public one, run the audit against it; the lock then gives nothing.")
-    stolen = [f for f in findings if f.id.startswith("lock/theft/") and "scratch" not in f.id and f.value is not None]
+        out.append(
+            "No base was tried: if this model was tuned from a public one, run the audit "
+            "against it; the lock then gives nothing."
+        )
+    stolen = [
+        f
+        for f in findings
+        if f.id.startswith("lock/theft/") and "scratch" not in f.id and f.value is not None
+    ]
     if stolen:
         labels = max(int(f.id.rsplit(" ", 1)[1]) for f in stolen)
         best = max((f for f in stolen if f.id.endswith(f" {labels}")), key=lambda f: f.value or 0.0)
         alone = by.get(f"lock/theft/scratch {labels}")
         top = f" of {best.ceiling:.2f}" if best.ceiling is not None else ""
-        rest = f"; the labels alone give {alone.value:.2f}" if alone is not None and alone.value is not None else ""
+        rest = (
+            f"; the labels alone give {alone.value:.2f}"
+            if alone is not None and alone.value is not None
+            else ""
+        )
         who = "No relative known" if base is None else "Without a base"
         out.append(f"{who}: an attacker with {labels} labels reaches {best.value:.2f}{top}{rest}.")
     known = by.get("lock/known inputs")
     if known is not None and known.value is not None and known.value >= ALL:
-        out.append("Whoever sees moved features of inputs that it knows has the key of the stream: " + known.sentence)
+        out.append(
+            "Whoever sees moved features of inputs that it knows has the key of the stream: "
+            + known.sentence
+        )
     seen = by.get("lock/seen features")
     if seen is not None and seen.value is not None and seen.value >= ALL:
-        out.append("Whoever sees moved features of enough unknown inputs, and has the embedding, has it too: do not use one key for many batches.")
+        out.append(
+            "Whoever sees moved features of enough unknown inputs, and has the embedding, has "
+            "it too: do not use one key for many batches."
+        )
     text = by.get("lock/vocabulary")
     if text is not None and text.value is not None and text.value >= ALL:
-        out.append("Hidden states of an open language model give the text itself, whatever the key.")
+        out.append(
+            "Hidden states of an open language model give the text itself, whatever the key."
+        )
     return out
 
 
@@ -171,7 +236,11 @@ def _missing(case: LockCase, name: str) -> str:
             return "it is for permutations of the stream"
         return "" if case.truth is not None else "it is scored by the key, which was not given"
     if name in ("public base", "lineage"):
-        return "" if case.base is not None or (name == "lineage" and case.candidates) else "no model was given that it may descend from"
+        return (
+            ""
+            if case.base is not None or (name == "lineage" and case.candidates)
+            else "no model was given that it may descend from"
+        )
     if case.model is None or case.test is None:
         return "no data were given"
     if name == "theft":
@@ -184,7 +253,9 @@ def _missing(case: LockCase, name: str) -> str:
         return str(error)
     if name == "vocabulary" and not case.test.causal:
         return "it is no language model"
-    return "fewer than two examples were given" if len(case.test) < 2 else ""  # what is known and what is sought are halves of them
+    return (
+        "fewer than two examples were given" if len(case.test) < 2 else ""
+    )  # what is known and what is sought are halves of them
 
 
 def _public_edges(case: LockCase) -> Iterator[tuple[Finding, float]]:
@@ -204,10 +275,15 @@ def _public_edges(case: LockCase) -> Iterator[tuple[Finding, float]]:
 
 def _used(case: LockCase, guess: weights.Guess, attack: str) -> Iterator[tuple[Finding, float]]:
     started = time.monotonic()
-    value, floor, ceiling = (_quality(case, s) for s in (guess.unlocked(case.spec, case.state), case.state, _plain(case)))
+    value, floor, ceiling = (
+        _quality(case, s) for s in (guess.unlocked(case.spec, case.state), case.state, _plain(case))
+    )
     said = "the model that the guess unlocks, the locked one and the owner's"
     statement = "the unlocked guess is not worth the owner's model"
-    yield _finding(f"lock/{attack}, used", statement, value, floor, ceiling, said, _unit(case)), time.monotonic() - started
+    yield (
+        _finding(f"lock/{attack}, used", statement, value, floor, ceiling, said, _unit(case)),
+        time.monotonic() - started,
+    )
 
 
 def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
@@ -221,7 +297,14 @@ def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
             share = _share(guess.element.members, streams)
             said = f"gains and biases give {share:.0%} of the order of the stream"
             yield (
-                _finding("lock/norm vectors", "gains and biases do not tell the key of the stream", share, 0.0, 1.0, said),
+                _finding(
+                    "lock/norm vectors",
+                    "gains and biases do not tell the key of the stream",
+                    share,
+                    0.0,
+                    1.0,
+                    said,
+                ),
                 time.monotonic() - started,
             )
     started = time.monotonic()
@@ -229,15 +312,33 @@ def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     seconds = time.monotonic() - started
     if case.truth is not None:
         inside = part_of(case.spec, "backbone").spaces
-        share = _share(guess.element.members, {s: m for s, m in case.truth.members.items() if s in inside})
+        share = _share(
+            guess.element.members, {s: m for s, m in case.truth.members.items() if s in inside}
+        )
         said = f"{share:.1%} of the key in {seconds:.1f} s, from {guess.began}"
         measure, floor = "share of the key", 0.0
-    else:  # without the key: how much of the locked weights the guess explains, and a guess from the same numbers in no order
+    # without the key: how much of the locked weights the guess explains, and a guess from the same
+    # numbers in no order
+    else:
         by_none = weights.public_base(replace(view, base=_stranger(case.base, seed)))
         share, floor = (max(0.0, 1 - one.relative**2) for one in (guess, by_none))
-        said = f"the base, moved as guessed, explains {share:.1%} of the locked weights' squares; a stranger {floor:.1%}"
+        said = (
+            f"the base, moved as guessed, explains {share:.1%} of the locked weights' "
+            f"squares; a stranger {floor:.1%}"
+        )
         measure = EXPLAINED
-    yield _finding("lock/public base", "a public base does not give the key away", share, floor, 1.0, said, measure), seconds
+    yield (
+        _finding(
+            "lock/public base",
+            "a public base does not give the key away",
+            share,
+            floor,
+            1.0,
+            said,
+            measure,
+        ),
+        seconds,
+    )
     if case.model is not None and case.test is not None:
         yield from _used(case, guess, "public base")
 
@@ -251,15 +352,34 @@ def _lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     found = weights.lineage(WithCandidates(case.spec, case.state, case.kind, candidates=candidates))
     nearest = min(found, key=lambda name: found[name])
     stranger = found.get("a stranger", max(found.values()))
-    said = f"nearest in what no key changes is {nearest}: {found[nearest]:.3f}; {', '.join(f'{n} {d:.3f}' for n, d in found.items() if n != nearest)}"
+    said = (
+        f"nearest in what no key changes is {nearest}: {found[nearest]:.3f}; "
+        f"{', '.join(f'{n} {d:.3f}' for n, d in found.items() if n != nearest)}"
+    )
     share = max(0.0, 1 - found[nearest] / stranger) if stranger else 1.0
-    yield _finding("lock/lineage", "the model's descent is hidden", share, 0.0, 1.0, said, "1 - distance / a stranger's"), time.monotonic() - started
+    yield (
+        _finding(
+            "lock/lineage",
+            "the model's descent is hidden",
+            share,
+            0.0,
+            1.0,
+            said,
+            "1 - distance / a stranger's",
+        ),
+        time.monotonic() - started,
+    )
 
 
 def _stranger(base: State, seed: int) -> dict[str, torch.Tensor]:
     """A model of the same numbers in no order: what it gives, anything gives."""
     draw = torch.Generator().manual_seed(seed)
-    return {n: v.flatten()[torch.randperm(v.numel(), generator=draw)].view(v.shape) if v.numel() > 1 else v for n, v in base.items()}
+    return {
+        n: v.flatten()[torch.randperm(v.numel(), generator=draw)].view(v.shape)
+        if v.numel() > 1
+        else v
+        for n, v in base.items()
+    }
 
 
 def _known(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
@@ -273,8 +393,19 @@ def _known(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
         if share >= ALL:
             needed = n
             break
-    said = f"{needed} token{'s are' if needed > 1 else ' is'} enough" if needed == needed else f"{len(plain)} tokens give {share:.0%}"
-    finding = _finding("lock/known inputs", "known inputs do not give the key of the stream", share, 1 / member.size, 1.0, said)
+    said = (
+        f"{needed} token{'s are' if needed > 1 else ' is'} enough"
+        if needed == needed
+        else f"{len(plain)} tokens give {share:.0%}"
+    )
+    finding = _finding(
+        "lock/known inputs",
+        "known inputs do not give the key of the stream",
+        share,
+        1 / member.size,
+        1.0,
+        said,
+    )
     yield finding, time.monotonic() - started
 
 
@@ -283,15 +414,27 @@ def _seen(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     plain, others, member = _features(case, seed)
     guess = features.seen_features(SeenFeatures(_moved(plain, member), others, case.kind))
     share = _restored(guess, member, plain)
-    said = f"{len(plain)} moved tokens, and {len(others)} of other examples through the embedding, give {share:.0%}"
+    said = (
+        f"{len(plain)} moved tokens, and {len(others)} of other examples through the "
+        f"embedding, give {share:.0%}"
+    )
     yield (
-        _finding("lock/seen features", "moved features alone do not give the key of the stream", share, 1 / member.size, 1.0, said),
+        _finding(
+            "lock/seen features",
+            "moved features alone do not give the key of the stream",
+            share,
+            1 / member.size,
+            1.0,
+            said,
+        ),
         (time.monotonic() - started),
     )
 
 
 def _vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[tuple[Finding, float]]:
-    """On the model as it stands: any model would do of which the adversary has the weights and sees hidden states."""
+    """On the model as it stands: any model would do of which the adversary has the weights and sees
+    hidden states.
+    """
     assert case.model is not None
     assert case.test is not None
     started = time.monotonic()
@@ -302,14 +445,27 @@ def _vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[tuple[F
         states = case.model(input_ids=ids, output_hidden_states=True).hidden_states[layer][0]
     found = features.vocabulary(HiddenStates(_moved(states, member), case.model, layer, case.kind))
     share = float(np.mean([a == b for a, b in zip(found, ids[0].tolist(), strict=True)]))
-    said = f"{sum(a == b for a, b in zip(found, ids[0].tolist(), strict=True))} of {ids.shape[1]} tokens, from the states at layer {layer}"
+    said = (
+        f"{sum(a == b for a, b in zip(found, ids[0].tolist(), strict=True))} of "
+        f"{ids.shape[1]} tokens, from the states at layer {layer}"
+    )
     yield (
-        _finding("lock/vocabulary", "hidden states do not give the text", share, 1 / case.test.classes, 1.0, said, "share of tokens"),
+        _finding(
+            "lock/vocabulary",
+            "hidden states do not give the text",
+            share,
+            1 / case.test.classes,
+            1.0,
+            said,
+            "share of tokens",
+        ),
         (time.monotonic() - started),
     )
 
 
-def _theft(case: LockCase, labels: Sequence[int], budget: theft.Budget) -> Iterator[tuple[Finding, float]]:
+def _theft(
+    case: LockCase, labels: Sequence[int], budget: theft.Budget
+) -> Iterator[tuple[Finding, float]]:
     assert case.model is not None
     assert case.train is not None
     owner = _quality(case, _plain(case))
@@ -318,19 +474,38 @@ def _theft(case: LockCase, labels: Sequence[int], budget: theft.Budget) -> Itera
     for n in (n for n in labels if n <= len(case.train)):
         some = case.train.only(np.sort(draw.permutation(len(case.train))[:n]))
         view = WithLabels(case.spec, case.state, case.kind, model=case.model, examples=some)
-        for name, steal in (("new edges", theft.new_edges), ("tuned", theft.tuned), ("scratch", theft.scratch)):
+        for name, steal in (
+            ("new edges", theft.new_edges),
+            ("tuned", theft.tuned),
+            ("scratch", theft.scratch),
+        ):
             started = time.monotonic()
             trained = (steal(view, one) for one in budget.each())
-            value = max((_quality(case, stolen.state_dict(), stolen) for stolen in trained), key=lambda v: -math.inf if math.isnan(v) else v)
-            said = f"{value:.3f} with {n} labels; the locked model as it stands {floor:.3f}" + ("" if owner is None else f", the owner's {owner:.3f}")
+            value = max(
+                (_quality(case, stolen.state_dict(), stolen) for stolen in trained),
+                key=lambda v: -math.inf if math.isnan(v) else v,
+            )
+            said = f"{value:.3f} with {n} labels; the locked model as it stands {floor:.3f}" + (
+                "" if owner is None else f", the owner's {owner:.3f}"
+            )
             yield (
-                _finding(f"lock/theft/{name} {n}", f"{n} labels are of little use to a thief", value, floor, owner, said, _unit(case)),
+                _finding(
+                    f"lock/theft/{name} {n}",
+                    f"{n} labels are of little use to a thief",
+                    value,
+                    floor,
+                    owner,
+                    said,
+                    _unit(case),
+                ),
                 (time.monotonic() - started),
             )
 
 
 def _handling(case: LockCase) -> Iterator[tuple[Finding, float]]:
-    """What goes wrong in use: another key, a changed bit, a lost tensor, and one key for two models."""
+    """What goes wrong in use: another key, a changed bit, a lost tensor, and one key for two
+    models.
+    """
     from regauge.errors import TamperedModelError, WrongKeyError
     from regauge.locking.keys import generate_key
     from regauge.locking.lock import header_of, locked_element, tagged, verify_tags
@@ -339,7 +514,9 @@ def _handling(case: LockCase) -> Iterator[tuple[Finding, float]]:
     assert record is not None
     assert key is not None
     header, digests = header_of(case.state), {name: name.encode() for name in case.state}
-    sealed = tagged(record, key, case.spec, header, digests)  # tags of stand-ins for digests, so that not all is hashed again
+    sealed = tagged(
+        record, key, case.spec, header, digests
+    )  # tags of stand-ins for digests, so that not all is hashed again
     first = min(header)
 
     def refused(by: type[Exception], act: Callable[[], object]) -> float:
@@ -352,50 +529,86 @@ def _handling(case: LockCase) -> Iterator[tuple[Finding, float]]:
     flipped = {**digests, first: b"other"}
     fewer = {name: entry for name, entry in header.items() if name != first}
     tries: dict[str, tuple[str, Callable[[], float]]] = {
-        "wrong key": ("another key is refused", lambda: refused(WrongKeyError, lambda: locked_element(case.spec, record, generate_key()))),
+        "wrong key": (
+            "another key is refused",
+            lambda: refused(
+                WrongKeyError, lambda: locked_element(case.spec, record, generate_key())
+            ),
+        ),
         "changed bit": (
             "changed weights are refused",
-            lambda: refused(TamperedModelError, lambda: verify_tags(sealed, key, case.spec, header, flipped)),
+            lambda: refused(
+                TamperedModelError, lambda: verify_tags(sealed, key, case.spec, header, flipped)
+            ),
         ),
         "lost tensor": (
             "a model that lacks a tensor is refused",
-            lambda: refused(TamperedModelError, lambda: verify_tags(sealed, key, case.spec, fewer, digests)),
+            lambda: refused(
+                TamperedModelError, lambda: verify_tags(sealed, key, case.spec, fewer, digests)
+            ),
         ),
-        "key reuse": ("one key gives two models unrelated elements", lambda: _reused(case, record, key)),
+        "key reuse": (
+            "one key gives two models unrelated elements",
+            lambda: _reused(case, record, key),
+        ),
     }
     for name, (statement, attempt) in tries.items():
         started = time.monotonic()
         value = attempt()
         said = "as it should" if value < 0.5 else "NOT as it should"
         yield (
-            replace(_finding(f"lock/handling/{name}", statement, value, 0.0, 1.0, said, "success of the adversary"), holds=value < 0.5),
+            replace(
+                _finding(
+                    f"lock/handling/{name}",
+                    statement,
+                    value,
+                    0.0,
+                    1.0,
+                    said,
+                    "success of the adversary",
+                ),
+                holds=value < 0.5,
+            ),
             (time.monotonic() - started),
         )
 
 
 def _reused(case: LockCase, record: Record, key: Key) -> float:
-    """The share of one model's stream that the element of another model, under the same key, has in the same place."""
+    """The share of one model's stream that the element of another model, under the same key, has in
+    the same place.
+    """
     from regauge.core.element import element
     from regauge.locking.lock import LOCKS
 
     within = LOCKS[record.group].within
-    drawn = [element(case.spec, key.derive("lock/element", bytes.fromhex(digest)), within=within) for digest in (record.digest, f"{1:064x}")]
+    drawn = [
+        element(case.spec, key.derive("lock/element", bytes.fromhex(digest)), within=within)
+        for digest in (record.digest, f"{1:064x}")
+    ]
     streams = {s: m for s, m in drawn[0].members.items() if s.startswith("stream")}
     return _share({s: m for s, m in drawn[1].members.items() if s in streams}, streams)
 
 
 def _features(case: LockCase, seed: int) -> tuple[torch.Tensor, torch.Tensor, Member]:
-    """What enters the backbone through the model's own embedding, of two halves of the test that have no example in common, and a member like the
-    key's: the attacks on features do not depend on which it is, so that no key is needed to try them."""
+    """What enters the backbone through the model's own embedding, of two halves of the test that
+    have no example in common, and a member like the key's: the attacks on features do not depend on
+    which it is, so that no key is needed to try them.
+    """
     assert case.test is not None
     order = np.random.default_rng(seed).permutation(len(case.test))
     half = len(order) // 2
     one, other = (_entering(case, rows, seed) for rows in (order[:half], order[half:]))
-    return one, other, features.GROUPS[case.kind].sample(one.shape[1], 1, Stream(seed_key(seed), "audit/stream"))
+    return (
+        one,
+        other,
+        features.GROUPS[case.kind].sample(one.shape[1], 1, Stream(seed_key(seed), "audit/stream")),
+    )
 
 
 def _entering(case: LockCase, chosen: Any, seed: int) -> torch.Tensor:
-    """The tokens of some examples where they enter the backbone, padding left out, in random order."""
+    """The tokens of some examples where they enter the backbone, padding left out, in random
+    order.
+    """
     assert case.model is not None
     assert case.test is not None
     rows: list[torch.Tensor] = []
@@ -405,7 +618,9 @@ def _entering(case: LockCase, chosen: Any, seed: int) -> torch.Tensor:
         with torch.no_grad():
             stream = cutting.embed(**inputs).stream
         flat, mask = stream.reshape(-1, stream.shape[-1]), inputs.get("attention_mask")
-        rows.append(flat if mask is None or mask.numel() != len(flat) else flat[mask.flatten().bool()])
+        rows.append(
+            flat if mask is None or mask.numel() != len(flat) else flat[mask.flatten().bool()]
+        )
         if sum(map(len, rows)) >= TOKENS[-1]:
             break
     found = torch.cat(rows).double()
@@ -427,41 +642,63 @@ def _quality(case: LockCase, state: Any, model: torch.nn.Module | None = None) -
     assert case.test is not None
     module = model or case.model
     assert module is not None
-    found = score(module, {n: v.float() if v.is_floating_point() else v for n, v in state.items()}, case.test)
+    found = score(
+        module, {n: v.float() if v.is_floating_point() else v for n, v in state.items()}, case.test
+    )
     return -found.loss if case.test.causal else found.accuracy
 
 
 def _unit(case: LockCase) -> str:
-    return "minus nats of a next token" if case.test is not None and case.test.causal else "accuracy"
+    return (
+        "minus nats of a next token" if case.test is not None and case.test.causal else "accuracy"
+    )
 
 
 def _finding(
-    name: str, statement: str, value: float, floor: float | None, ceiling: float | None, sentence: str, measure: str = "share of the key"
+    name: str,
+    statement: str,
+    value: float,
+    floor: float | None,
+    ceiling: float | None,
+    sentence: str,
+    measure: str = "share of the key",
 ) -> Finding:
     return Finding(name, statement, None, float(value), floor, ceiling, sentence, measure=measure)
 
 
 def _restored(guess: Member, member: Member, rows: torch.Tensor) -> float:
-    """How much of a member is known: of a permutation the share of places, of a matrix the share of the features that it restores (features fill a
-    part of the space only, and beyond that part there is nothing to know)."""
+    """How much of a member is known: of a permutation the share of places, of a matrix the share of
+    the features that it restores (features fill a part of the space only, and beyond that part
+    there is nothing to know).
+    """
     if isinstance(guess, Monomial) and isinstance(member, Monomial):
         return _share({"": guess}, {"": member})
     x = rows.numpy()
-    apart = np.square(x @ (guess.matrix()[0] - member.matrix()[0]).T).sum() / max(float(np.square(x).sum()), 1e-300)
+    apart = np.square(x @ (guess.matrix()[0] - member.matrix()[0]).T).sum() / max(
+        float(np.square(x).sum()), 1e-300
+    )
     return max(0.0, 1 - float(apart))
 
 
 def _share(found: Mapping[str, Member], truth: Mapping[str, Member]) -> float:
-    """How much of a key's members is known: of permutations the share of coordinates that are right, of matrices that of rows to a tenth."""
+    """How much of a key's members is known: of permutations the share of coordinates that are
+    right, of matrices that of rows to a tenth.
+    """
     right = total = 0.0
     for space, member in truth.items():
         guess = found.get(space)
         total += member.count * member.size
         if isinstance(member, Monomial) and isinstance(guess, Monomial):
-            here, there = (np.ones(member.index.shape) if m.scale is None else m.scale for m in (guess, member))
-            right += float(((guess.index == member.index) & (np.abs(here - there) < 0.1 * np.abs(there))).sum())
+            here, there = (
+                np.ones(member.index.shape) if m.scale is None else m.scale for m in (guess, member)
+            )
+            right += float(
+                ((guess.index == member.index) & (np.abs(here - there) < 0.1 * np.abs(there))).sum()
+            )
         elif guess is not None:
             m = member.matrix()
-            apart = np.linalg.norm(guess.matrix() - m, axis=2) / np.maximum(np.linalg.norm(m, axis=2), 1e-300)
+            apart = np.linalg.norm(guess.matrix() - m, axis=2) / np.maximum(
+                np.linalg.norm(m, axis=2), 1e-300
+            )
             right += float((apart < 0.1).sum())
     return right / max(total, 1.0)

@@ -13,7 +13,10 @@ MEASURES = ("words", "in place", "ROUGE-1", "ROUGE-2", "ROUGE-L", "exact")
 
 def rouge(found: Words, true: Words, n: int) -> float:
     """F1 of n-grams, as bags."""
-    a, b = (Counter(tuple(t[i : i + n]) for i in range(len(t) - n + 1)) for t in (list(found), list(true)))
+    a, b = (
+        Counter(tuple(t[i : i + n]) for i in range(len(t) - n + 1))
+        for t in (list(found), list(true))
+    )
     both = sum((a & b).values())
     return 2 * both / max(1, sum(a.values()) + sum(b.values()))
 
@@ -29,7 +32,9 @@ def rouge_l(found: Words, true: Words) -> float:
 
 
 def scores_of(found: Sequence[Words], true: Sequence[Words]) -> dict[str, list[float]]:
-    """Each true text against the found one that is nearest to it by ROUGE-L; one is the answer to one."""
+    """Each true text against the found one that is nearest to it by ROUGE-L; one is the answer to
+    one.
+    """
     from scipy.optimize import linear_sum_assignment
 
     guesses = [*found, *([[]] * max(0, len(true) - len(found)))]

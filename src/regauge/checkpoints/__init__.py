@@ -1,1 +1,3 @@
-"""Bytes on disk: read, plan, write and convert checkpoints; element files, spec files and adapters."""
+"""Bytes on disk: read, plan, write and convert checkpoints; element files, spec files and
+adapters.
+"""

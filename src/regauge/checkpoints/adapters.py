@@ -1,18 +1,21 @@
-"""LoRA adapters in PEFT's names and layout: moved by the same element as the model that they belong to.
+"""LoRA adapters in PEFT's names and layout: moved by the same element as the model that they belong
+to.
 
-An adapter adds B A to the weight of a layer, whose axes are "out in*". So A, [r, in], has axes "_ in*" and B, [out, r], has "out _": the axes of the
-layer say it all, and moving an adapter is the one action, over a spec that is derived from the model's. PEFT's A and B are those of torch's Linear
+An adapter adds B A to the weight of a layer, whose axes are "out in*". So A, [r, in], has axes "_
+in*" and B, [out, r], has "out _": the axes of the layer say it all, and moving an adapter is the
+one action, over a spec that is derived from the model's. PEFT's A and B are those of torch's Linear
 whatever the layout of the layer itself (GPT-2's Conv1D is "in* out").
 
     adapter = load_file("adapter_model.safetensors")       # trained on the locked model
     plain = move_adapter(~g, adapter, part="backbone")     # for the plain one
 
-What is moved: `lora_A`, `lora_B` with or without a bias, `lora_embedding_A` and `_B`, DoRA's `lora_magnitude_vector`, and whole tensors of the model
-(`modules_to_save`, trained biases). Prefixes ("base_model.model.") and names of adapters ("lora_A.default.weight") may be there or not. Other kinds
-of adapters are refused by name.
+What is moved: `lora_A`, `lora_B` with or without a bias, `lora_embedding_A` and `_B`, DoRA's
+`lora_magnitude_vector`, and whole tensors of the model (`modules_to_save`, trained biases).
+Prefixes ("base_model.model.") and names of adapters ("lora_A.default.weight") may be there or not.
+Other kinds of adapters are refused by name.
 
-DoRA normalises the rows of a weight (of an embedding's table, the columns): its magnitudes follow permutations and signs of the layer's output, and
-every rotation of its input.
+DoRA normalises the rows of a weight (of an embedding's table, the columns): its magnitudes follow
+permutations and signs of the layer's output, and every rotation of its input.
 """
 
 from __future__ import annotations
@@ -42,11 +45,15 @@ LORA = re.compile(
 _WRAPPED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 _HOLE = ax.Hole()
 
-HINT = "LoRA's A and B, DoRA's magnitudes and whole tensors of the model are moved; is the adapter of this model?"
+HINT = (
+    "LoRA's A and B, DoRA's magnitudes and whole tensors of the model are moved; is the "
+    "adapter of this model?"
+)
 
 
 class Layer(NamedTuple):
-    """The layer of a LoRA tensor: its prefix in the adapter, its weight's pattern in the spec, and the terms of its output, its input and the rest.
+    """The layer of a LoRA tensor: its prefix in the adapter, its weight's pattern in the spec, and
+    the terms of its output, its input and the rest.
 
     `stack` is the term of a stack of experts that are stored one by one.
     """
@@ -65,9 +72,11 @@ class Layer(NamedTuple):
 
 
 def adapter_spec(spec: Spec, names: Iterable[str]) -> Spec:
-    """The spec of an adapter with these tensors, on a model with this spec. Its spaces, and so its elements, are the model's.
+    """The spec of an adapter with these tensors, on a model with this spec. Its spaces, and so its
+    elements, are the model's.
 
-    >>> # adapter_spec(spec_of(model), adapter).tensors["base_model.model.h.0.attn.c_proj.lora_B.weight"] is "stream _"
+    >>> # adapter_spec(spec_of(model),
+    adapter).tensors["base_model.model.h.0.attn.c_proj.lora_B.weight"] is "stream _"
     """
     known = stored(spec)
     tensors: dict[str, str] = {}
@@ -87,7 +96,9 @@ def adapter_spec(spec: Spec, names: Iterable[str]) -> Spec:
 
 
 def _described(spec: Spec, known: Mapping[str, Any], name: str) -> tuple[str, str, str]:
-    """What the adapter's spec says of one tensor: its name (with braces if it is one of a stack), its axes, the pattern of the weight behind it."""
+    """What the adapter's spec says of one tensor: its name (with braces if it is one of a stack),
+    its axes, the pattern of the weight behind it.
+    """
     found = LORA.fullmatch(name)
     if found is None:
         whole = find(known, unwrapped(name))
@@ -95,7 +106,9 @@ def _described(spec: Spec, known: Mapping[str, Any], name: str) -> tuple[str, st
             raise SpecError(f'"{name}" is neither a tensor of the model nor one of a LoRA adapter')
         pattern = known[whole[1]].pattern
         if known[whole[1]].parent is not None:
-            raise SpecError(f'"{name}" is one expert of several, which are moved with the whole model only')
+            raise SpecError(
+                f'"{name}" is one expert of several, which are moved with the whole model only'
+            )
         return name, spec.tensors[pattern], pattern
     layer = _layer(spec, known, name, unwrapped(found["layer"]))
     terms = _terms(layer, found["kind"], found["what"], name)
@@ -137,7 +150,9 @@ def _layer(spec: Spec, known: Mapping[str, Any], name: str, path: str) -> Layer:
 
 
 def _is_input(term: ax.Term) -> bool:
-    """Is this axis contracted with what the layer reads: are all of its spaces starred? (A key's output has a star on `qk` alone.)"""
+    """Is this axis contracted with what the layer reads: are all of its spaces starred? (A key's
+    output has a star on `qk` alone.)
+    """
     inner = list(ax.leaves(term))
     return bool(inner) and all(leaf.star for leaf in inner)
 
@@ -150,32 +165,49 @@ def _terms(layer: Layer, kind: str, what: str | None, name: str) -> tuple[ax.Ter
             return (layer.out, _HOLE, *(_HOLE for _ in layer.rest))
         case "lora_B", "bias":
             return (layer.out,)
-        # An embedding's table is [rows, width]: what it adds is (B A)^T, so its rows are A's and its width is B's.
+        # An embedding's table is [rows, width]: what it adds is (B A)^T, so its rows are A's and
+        # its width is B's.
         case "lora_embedding_A", None:
             return (_HOLE, layer.out)
         case "lora_embedding_B", None:
             return (layer.into, _HOLE)
         case "lora_magnitude_vector", _ if not layer.rest and not layer.stack:
-            return ax.parse(ax.bar(str(ax.Axes((layer.into if layer.is_table else layer.out,))))).terms
+            return ax.parse(
+                ax.bar(str(ax.Axes((layer.into if layer.is_table else layer.out,))))
+            ).terms
     raise SpecError(f'"{name}" is no tensor of a LoRA adapter that can be moved')
 
 
-def move_adapter(g: Element, state: Mapping[str, Tensor], part: str | None = None) -> dict[str, Tensor]:
-    """A new adapter, moved by an element of the model: all of it, or what belongs to one part. A lock moves the backbone; `~g` brings it back."""
+def move_adapter(
+    g: Element, state: Mapping[str, Tensor], part: str | None = None
+) -> dict[str, Tensor]:
+    """A new adapter, moved by an element of the model: all of it, or what belongs to one part. A
+    lock moves the backbone; `~g` brings it back.
+    """
     return apply(element_for(g, state), state, part)
 
 
 def element_for(g: Element, tensors: Mapping[str, Shaped]) -> Element:
-    """The same element over the spec of an adapter with these tensors, whose shapes are looked at."""
+    """The same element over the spec of an adapter with these tensors, whose shapes are looked
+    at.
+    """
     spec = adapter_spec(g.spec, tensors)
-    sizes = replace(spec, tensors={n: axes.replace("|", "") for n, axes in spec.tensors.items()})  # bars say how an axis moves, not how long it is
-    require(check(sizes, tensors, whole=False), f'the adapter does not fit the spec "{spec.family}"', hint=HINT)
+    sizes = replace(
+        spec, tensors={n: axes.replace("|", "") for n, axes in spec.tensors.items()}
+    )  # bars say how an axis moves, not how long it is
+    require(
+        check(sizes, tensors, whole=False),
+        f'the adapter does not fit the spec "{spec.family}"',
+        hint=HINT,
+    )
     _require_magnitudes(g, tensors)
     return g.to(spec)
 
 
 def require_lora(folder: Path) -> None:
-    """Refuse an adapter whose adapter_config.json, if there is one, says that it is something else than LoRA on the model's own layers."""
+    """Refuse an adapter whose adapter_config.json, if there is one, says that it is something else
+    than LoRA on the model's own layers.
+    """
     from regauge.checkpoints.reader import read_json
 
     path = folder / "adapter_config.json"
@@ -183,10 +215,16 @@ def require_lora(folder: Path) -> None:
         return
     config = read_json(path)
     if config.get("peft_type", "LORA") != "LORA":
-        raise SpecError(f"{path} describes a {config['peft_type']} adapter; only LORA is moved", hint="merge it into its model and move that")
+        raise SpecError(
+            f"{path} describes a {config['peft_type']} adapter; only LORA is moved",
+            hint="merge it into its model and move that",
+        )
     for key in ("layer_replication", "target_parameters", "megatron_config"):
         if config.get(key):
-            raise SpecError(f'{path} says "{key}", so its tensors are not those of the model\'s layers', hint="merge it into its model and move that")
+            raise SpecError(
+                f'{path} says "{key}", so its tensors are not those of the model\'s layers',
+                hint="merge it into its model and move that",
+            )
 
 
 def _require_magnitudes(g: Element, names: Iterable[str]) -> None:
@@ -205,7 +243,8 @@ def _require_magnitudes(g: Element, names: Iterable[str]) -> None:
                 member = g.members.get(leaf.space)
                 if member is not None and group.fault(member):
                     raise ElementError(
-                        f'"{name}" holds the norms of rows, which on the layer\'s {side} follow {allowed} only; '
+                        f'"{name}" holds the norms of rows, which on the layer\'s {side} follow '
+                        f"{allowed} only; "
                         f'the element does more on "{leaf.space}"',
                         hint="merge the adapter into its model and move that",
                     )

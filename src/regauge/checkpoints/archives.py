@@ -3,7 +3,8 @@
 `open_archive` parses the directory once and rejects what a writer of checkpoints or arrays never
 produces: encrypted entries, two entries of one name, entries that overlap, compression other than
 deflate, and archives that inflate beyond a stated bound. Entries that are stored as they are can be
-mapped (`Record.start`); `Archive.chunks` streams any entry and compares its CRC-32 with the directory.
+mapped (`Record.start`); `Archive.chunks` streams any entry and compares its CRC-32 with the
+directory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import BinaryIO
 from regauge.checkpoints.files import amount
 from regauge.errors import CheckpointError
 
-MAX_DIRECTORY = 1 << 24  # bytes of the zip directory: about 150,000 entries with the names that torch writes
+MAX_DIRECTORY = (
+    1 << 24
+)  # bytes of the zip directory: about 150,000 entries with the names that torch writes
 MAX_RATIO = 8  # all entries, inflated, over the size of the archive
 SPARE = 1 << 26  # bytes that are allowed beyond every ratio, for small archives
 _CHUNK = 1 << 20
@@ -40,7 +43,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Archive:
-    """An open zip archive whose entries have been checked. `checksums` is False if the writer left out every CRC-32."""
+    """An open zip archive whose entries have been checked. `checksums` is False if the writer left
+    out every CRC-32.
+    """
 
     file: BinaryIO
     label: str
@@ -48,7 +53,9 @@ class Archive:
     checksums: bool
 
     def chunks(self, record: Record) -> Iterator[bytes]:
-        """Stream an entry in pieces of at most 1 MiB; raise at its end unless size and CRC-32 agree with the directory."""
+        """Stream an entry in pieces of at most 1 MiB; raise at its end unless size and CRC-32 agree
+        with the directory.
+        """
         crc, size, at = 0, 0, record.start
         inflate = zlib.decompressobj(-15) if record.deflated else None
         stop = record.start + record.stored
@@ -66,7 +73,9 @@ class Archive:
                 try:
                     piece = inflate.decompress(pending, _CHUNK)
                 except zlib.error as error:
-                    raise self.damaged(f'entry "{record.name}" cannot be inflated ({error})') from error
+                    raise self.damaged(
+                        f'entry "{record.name}" cannot be inflated ({error})'
+                    ) from error
                 pending = inflate.unconsumed_tail
             size += len(piece)
             if size > record.size:
@@ -79,14 +88,18 @@ class Archive:
         if size != record.size:
             raise self.damaged(f'entry "{record.name}" must have {record.size} bytes, got {size}')
         if self.checksums and crc != record.crc:
-            raise self.damaged(f'the CRC-32 of entry "{record.name}" must be {record.crc:08x}, got {crc:08x}')
+            raise self.damaged(
+                f'the CRC-32 of entry "{record.name}" must be {record.crc:08x}, got {crc:08x}'
+            )
 
     def read(self, record: Record, limit: int) -> bytes:
         """Read a whole entry of at most `limit` bytes."""
         if record.size > limit:
             raise CheckpointError(
-                f'{self.label}: entry "{record.name}" must have at most {amount(limit)}, got {amount(record.size)}',
-                hint="no checkpoint needs this much beside its tensors; fetch the file from a source you trust",
+                f'{self.label}: entry "{record.name}" must have at most {amount(limit)}, got '
+                f"{amount(record.size)}",
+                hint="no checkpoint needs this much beside its tensors; fetch the file from a "
+                "source you trust",
             )
         return b"".join(self.chunks(record))
 
@@ -106,17 +119,22 @@ class _Bounded:
 
     def read(self, n: int = -1) -> bytes:
         if n > MAX_DIRECTORY:
-            raise zipfile.BadZipFile(f"the zip directory must have at most {amount(MAX_DIRECTORY)}, got {amount(n)}")
+            raise zipfile.BadZipFile(
+                f"the zip directory must have at most {amount(MAX_DIRECTORY)}, got {amount(n)}"
+            )
         return self._file.read(MAX_DIRECTORY if n < 0 else n)
 
 
-def open_archive(file: BinaryIO, label: str, *, max_ratio: int = MAX_RATIO, spare: int = SPARE) -> Archive:
+def open_archive(
+    file: BinaryIO, label: str, *, max_ratio: int = MAX_RATIO, spare: int = SPARE
+) -> Archive:
     """Parse and check the directory of a zip archive; no entry is inflated.
 
     Args:
         file: The archive, seekable. It stays open, and must outlive the result.
         label: The name of the archive in errors.
-        max_ratio: All entries together may inflate to this many times the size of the archive, plus `spare`.
+        max_ratio: All entries together may inflate to this many times the size of the archive, plus
+        `spare`.
         spare: Bytes.
 
     Raises:
@@ -124,12 +142,22 @@ def open_archive(file: BinaryIO, label: str, *, max_ratio: int = MAX_RATIO, spar
     """
 
     def refused(what: str) -> CheckpointError:
-        return CheckpointError(f"{label} cannot be read: {what}", hint="fetch the file again, from a source you trust")
+        return CheckpointError(
+            f"{label} cannot be read: {what}", hint="fetch the file again, from a source you trust"
+        )
 
     try:
         with zipfile.ZipFile(_Bounded(file)) as opened:
             found, directory = opened.infolist(), opened.start_dir
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error, UnicodeError, OverflowError) as error:
+    except (
+        zipfile.BadZipFile,
+        OSError,
+        ValueError,
+        NotImplementedError,
+        struct.error,
+        UnicodeError,
+        OverflowError,
+    ) as error:
         raise refused(f"not a valid zip archive ({error})") from error
     records: dict[str, Record] = {}
     end, total = 0, 0
@@ -138,7 +166,10 @@ def open_archive(file: BinaryIO, label: str, *, max_ratio: int = MAX_RATIO, spar
         if info.flag_bits & _ENCRYPTED:
             raise refused(f'entry "{name}" is encrypted')
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise refused(f'entry "{name}" must be stored or deflated, got compression method {info.compress_type}')
+            raise refused(
+                f'entry "{name}" must be stored or deflated, got compression method '
+                f"{info.compress_type}"
+            )
         if name in records:
             raise refused(f'two entries are named "{name}"')
         start = _data_start(file, info, end, directory)
@@ -146,7 +177,10 @@ def open_archive(file: BinaryIO, label: str, *, max_ratio: int = MAX_RATIO, spar
             raise refused(f'entry "{name}" overlaps another one, or lies outside of the archive')
         deflated = info.compress_type == zipfile.ZIP_DEFLATED
         if not deflated and info.compress_size != info.file_size:
-            raise refused(f'entry "{name}" is stored as {info.compress_size} bytes, but declares {info.file_size}')
+            raise refused(
+                f'entry "{name}" is stored as {info.compress_size} bytes, but declares '
+                f"{info.file_size}"
+            )
         records[name] = Record(name, start, info.compress_size, info.file_size, info.CRC, deflated)
         end = start + info.compress_size
         total += info.file_size
@@ -154,10 +188,16 @@ def open_archive(file: BinaryIO, label: str, *, max_ratio: int = MAX_RATIO, spar
     limit = max_ratio * size + spare
     if total > limit:
         raise CheckpointError(
-            f"{label} must inflate to at most {amount(limit)} ({max_ratio} times its size plus {amount(spare)}), got {amount(total)}",
+            f"{label} must inflate to at most {amount(limit)} ({max_ratio} times its size plus "
+            f"{amount(spare)}), got {amount(total)}",
             hint="if you trust the file, repack it without compression (unzip, then zip -0)",
         )
-    return Archive(file, label, {info.filename: records[info.filename] for info in found}, any(r.crc for r in records.values()))
+    return Archive(
+        file,
+        label,
+        {info.filename: records[info.filename] for info in found},
+        any(r.crc for r in records.values()),
+    )
 
 
 def _data_start(file: BinaryIO, info: zipfile.ZipInfo, end: int, directory: int) -> int | None:
@@ -173,6 +213,8 @@ def _data_start(file: BinaryIO, info: zipfile.ZipInfo, end: int, directory: int)
         return None
     signature, length, extra = _LOCAL.unpack(raw)
     name = file.read(length)
-    if signature != b"PK\x03\x04" or name != info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437"):
+    if signature != b"PK\x03\x04" or name != info.orig_filename.encode(
+        "utf-8" if info.flag_bits & 0x800 else "cp437"
+    ):
         return None
     return int(info.header_offset + _LOCAL.size + length + extra)

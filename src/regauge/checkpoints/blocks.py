@@ -1,4 +1,6 @@
-"""A tensor that is made piece by piece, so that it need not be in memory as a whole, and a piece is used while the cache still holds it."""
+"""A tensor that is made piece by piece, so that it need not be in memory as a whole, and a piece is
+used while the cache still holds it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The shape and dtype of a tensor, and what makes it: flat numpy arrays of its bits, in order. The next may take the place of the last."""
+    """The shape and dtype of a tensor, and what makes it: flat numpy arrays of its bits, in order.
+    The next may take the place of the last.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -37,7 +41,9 @@ def whole(made: Tensor | Blocks) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> Any:
-    """A tensor's bits as a numpy array of whole numbers: no copy, unless it is elsewhere or not contiguous."""
+    """A tensor's bits as a numpy array of whole numbers: no copy, unless it is elsewhere or not
+    contiguous.
+    """
     import torch
 
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]

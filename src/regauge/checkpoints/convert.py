@@ -1,8 +1,9 @@
 """Pickled checkpoints, read for conversion without torch and without running code.
 
-The pickle is read by `regauge.checkpoints.pickles`, the zip by `regauge.checkpoints.archives`; both are bounded. The bytes of
-the tensors stay in the file, which is mapped, and are handed to the writer tensor by tensor. Declared
-sizes are compared with those in the file, and every byte of a zipped file with its CRC-32.
+The pickle is read by `regauge.checkpoints.pickles`, the zip by `regauge.checkpoints.archives`; both
+are bounded. The bytes of the tensors stay in the file, which is mapped, and are handed to the
+writer tensor by tensor. Declared sizes are compared with those in the file, and every byte of a
+zipped file with its CRC-32.
 """
 
 from __future__ import annotations
@@ -18,9 +19,22 @@ from typing import Any
 from regauge.checkpoints.archives import SPARE, Archive, open_archive
 from regauge.checkpoints.files import amount, reading, require_file, require_inside, strictest_mode
 from regauge.checkpoints.headers import DTYPE_NAMES
-from regauge.checkpoints.pickles import MAX_BYTES, PickledTensor, Storage, UnsupportedTensor, read_pickle
+from regauge.checkpoints.pickles import (
+    MAX_BYTES,
+    PickledTensor,
+    Storage,
+    UnsupportedTensor,
+    read_pickle,
+)
 from regauge.checkpoints.plan import File, Plan, index_of, is_file_name, other_files
-from regauge.checkpoints.reader import INDEX, PICKLES, WEIGHTS, read_index, read_json, require_placed
+from regauge.checkpoints.reader import (
+    INDEX,
+    PICKLES,
+    WEIGHTS,
+    read_index,
+    read_json,
+    require_placed,
+)
 from regauge.errors import CheckpointError
 
 _INDEX = "pytorch_model.bin.index.json"
@@ -40,22 +54,41 @@ class Source:
     order: str = "<"
 
     def bits(self, tensor: PickledTensor) -> Any:
-        """Return a tensor as a numpy array of unsigned integers: a view, unless its bytes have to be swapped."""
+        """Return a tensor as a numpy array of unsigned integers: a view, unless its bytes have to
+        be swapped.
+        """
         import numpy as np
 
         if not tensor.numel:
             return np.empty(tensor.shape, f"<u{tensor.itemsize}")
-        if isinstance(self.buffer, mmap.mmap) and self.buffer.size() != self.size:  # behind a shortened file's end, a read would kill the process
+        if (
+            isinstance(self.buffer, mmap.mmap) and self.buffer.size() != self.size
+        ):  # behind a shortened file's end, a read would kill the process
             raise CheckpointError(
-                f"{self.path} changed while it was read: it had {self.size} bytes, now it has {self.buffer.size()}", hint="start again"
+                f"{self.path} changed while it was read: it had {self.size} bytes, now it has "
+                f"{self.buffer.size()}",
+                hint="start again",
             )
-        strides = tuple(step * tensor.itemsize if n > 1 else 0 for n, step in zip(tensor.shape, tensor.stride, strict=True))
-        view = np.ndarray(tensor.shape, f"{self.order}u{tensor.itemsize}", self.buffer, self.place(tensor), strides)
+        strides = tuple(
+            step * tensor.itemsize if n > 1 else 0
+            for n, step in zip(tensor.shape, tensor.stride, strict=True)
+        )
+        view = np.ndarray(
+            tensor.shape,
+            f"{self.order}u{tensor.itemsize}",
+            self.buffer,
+            self.place(tensor),
+            strides,
+        )
         return view.astype(f"<u{tensor.itemsize}") if self.order == ">" else view
 
     def place(self, tensor: PickledTensor) -> int:
         """Return the position of a tensor's first byte in the buffer."""
-        return self.start + tensor.storage.offset * tensor.storage.itemsize + tensor.offset * tensor.itemsize
+        return (
+            self.start
+            + tensor.storage.offset * tensor.storage.itemsize
+            + tensor.offset * tensor.itemsize
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +100,13 @@ class Pickled:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        return id(self.source.buffer), self.source.place(self.tensor), self.tensor.shape, self.tensor.stride, self.tensor.dtype
+        return (
+            id(self.source.buffer),
+            self.source.place(self.tensor),
+            self.tensor.shape,
+            self.tensor.stride,
+            self.tensor.dtype,
+        )
 
     def bits(self) -> Any:
         return self.source.bits(self.tensor)
@@ -75,8 +114,10 @@ class Pickled:
 
 @dataclass(frozen=True)
 class Pickles:
-    """The tensors of pickled files, by file. `aliases` maps a name to the tensor it repeats; `dropped` an entry that is left out to the reason.
-    `unchecked` names the files that carry no checksums."""
+    """The tensors of pickled files, by file. `aliases` maps a name to the tensor it repeats;
+    `dropped` an entry that is left out to the reason. `unchecked` names the files that carry no
+    checksums.
+    """
 
     path: Path
     files: Mapping[str, Mapping[str, Pickled]]
@@ -87,18 +128,23 @@ class Pickles:
 
 
 def open_pickles(source: Path) -> Pickles:
-    """Open one pickled file or a folder of them. Names that share all their memory with an earlier one become aliases.
+    """Open one pickled file or a folder of them. Names that share all their memory with an earlier
+    one become aliases.
 
     Raises:
         CheckpointError: A file is damaged, exceeds a bound, or holds more than a checkpoint needs.
     """
     if not source.exists():
-        raise CheckpointError(f"{source} does not exist", hint="name a pickled file, or a folder with one")
+        raise CheckpointError(
+            f"{source} does not exist", hint="name a pickled file, or a folder with one"
+        )
     folder = source if source.is_dir() else None
     paths, metadata = _paths(source)
     for path in paths if folder else ():
         require_inside(path, source)
-    config = read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
+    config = (
+        read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
+    )
     files: dict[str, dict[str, Pickled]] = {}
     aliases: dict[str, str] = {}
     dropped: dict[str, str] = {}
@@ -116,7 +162,11 @@ def open_pickles(source: Path) -> Pickles:
                 dropped[name] = "is no tensor"
                 continue
             names[path.name][name] = None
-            if value.tensor.numel and value.place in seen and config.get("tie_word_embeddings") is not False:
+            if (
+                value.tensor.numel
+                and value.place in seen
+                and config.get("tie_word_embeddings") is not False
+            ):
                 aliases[name] = seen[value.place]
             else:
                 seen[value.place] = name
@@ -124,7 +174,10 @@ def open_pickles(source: Path) -> Pickles:
     if metadata:
         require_placed(source / _INDEX, metadata["weight_map"], names)
     if not any(files.values()):
-        raise CheckpointError(f"{source} holds no tensors", hint="a checkpoint is a dictionary of tensors, as model.state_dict() gives it")
+        raise CheckpointError(
+            f"{source} holds no tensors",
+            hint="a checkpoint is a dictionary of tensors, as model.state_dict() gives it",
+        )
     return Pickles(source, files, aliases, dropped, metadata, tuple(unchecked))
 
 
@@ -132,7 +185,9 @@ def _paths(source: Path) -> tuple[list[Path], dict[str, Any]]:
     if not source.is_dir():
         require_file(source)
         if source.suffix == ".safetensors":
-            raise CheckpointError(f"{source} is a safetensors file already", hint="regauge move reads it as it is")
+            raise CheckpointError(
+                f"{source} is a safetensors file already", hint="regauge move reads it as it is"
+            )
         return [source], {}
     index = source / _INDEX
     if (source / "pytorch_model.bin").is_file():
@@ -143,15 +198,24 @@ def _paths(source: Path) -> tuple[list[Path], dict[str, Any]]:
         missing = [n for n in names if not (source / n).is_file()]
         if missing:
             raise CheckpointError(
-                f"{source} lacks {len(missing)} of its {len(names)} shards: {', '.join(missing[:5])}", hint=f"fetch what {index.name} names"
+                f"{source} lacks {len(missing)} of its {len(names)} shards: "
+                f"{', '.join(missing[:5])}",
+                hint=f"fetch what {index.name} names",
             )
         return [source / n for n in names], read
     if (source / WEIGHTS).exists() or (source / INDEX).exists():
-        raise CheckpointError(f"{source} has safetensors files already", hint="regauge move reads it as it is")
-    found = sorted(p for p in source.iterdir() if p.suffix in PICKLES and p.name != "training_args.bin")
+        raise CheckpointError(
+            f"{source} has safetensors files already", hint="regauge move reads it as it is"
+        )
+    found = sorted(
+        p for p in source.iterdir() if p.suffix in PICKLES and p.name != "training_args.bin"
+    )
     if len(found) == 1:
         return found, {}
-    raise CheckpointError(f"{source} has {'no' if not found else len(found)} pickled checkpoints", hint="name one file")
+    raise CheckpointError(
+        f"{source} has {'no' if not found else len(found)} pickled checkpoints",
+        hint="name one file",
+    )
 
 
 def _load(path: Path) -> tuple[dict[str, Pickled | None], dict[str, str], bool]:
@@ -168,33 +232,59 @@ def _load(path: Path) -> tuple[dict[str, Pickled | None], dict[str, str], bool]:
     for wrapper in _WRAPPERS:
         inner = loaded.get(wrapper) if isinstance(loaded, dict) else None
         if isinstance(inner, dict):
-            beside |= {str(name): f'stands beside "{wrapper}"' for name in loaded if name != wrapper}
+            beside |= {
+                str(name): f'stands beside "{wrapper}"' for name in loaded if name != wrapper
+            }
             loaded = inner
     if not isinstance(loaded, dict):
-        raise CheckpointError(f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors", hint="save model.state_dict()")
+        raise CheckpointError(
+            f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors",
+            hint="save model.state_dict()",
+        )
     for name, value in loaded.items():
         if not isinstance(name, str) or any("\ud800" <= c <= "\udfff" for c in name):
-            raise CheckpointError(f"{path} has the key {name!r}, which cannot name a tensor", hint="save model.state_dict()")
+            raise CheckpointError(
+                f"{path} has the key {name!r}, which cannot name a tensor",
+                hint="save model.state_dict()",
+            )
         if isinstance(value, UnsupportedTensor):
-            raise CheckpointError(f'"{name}" of {path} is {value.kind}, and cannot be written', hint="save dense tensors")
+            raise CheckpointError(
+                f'"{name}" of {path} is {value.kind}, and cannot be written',
+                hint="save dense tensors",
+            )
         if isinstance(value, PickledTensor) and name == "__metadata__":
-            raise CheckpointError(f'{path} has a tensor named "{name}", a name that safetensors keeps for itself', hint="rename it")
+            raise CheckpointError(
+                f'{path} has a tensor named "{name}", a name that safetensors keeps for itself',
+                hint="rename it",
+            )
     tensors = [value for value in loaded.values() if isinstance(value, PickledTensor)]
     _require_bounded(path, tensors)
-    kept = {n: Pickled(v, sources[v.storage.key]) if isinstance(v, PickledTensor) else None for n, v in loaded.items()}
+    kept = {
+        n: Pickled(v, sources[v.storage.key]) if isinstance(v, PickledTensor) else None
+        for n, v in loaded.items()
+    }
     return kept, beside, checked
 
 
 def _require_bounded(path: Path, tensors: list[PickledTensor]) -> None:
-    """Bound what views can expand to. A tensor whose strides are zero, or tensors that overlap, are larger than the file that holds them."""
+    """Bound what views can expand to. A tensor whose strides are zero, or tensors that overlap, are
+    larger than the file that holds them.
+    """
     held = sum({t.storage.key: t.storage.nbytes for t in tensors}.values())
-    total = sum({(t.storage.key, t.storage.offset, t.offset, t.shape, t.stride): t.nbytes for t in tensors}.values())
+    total = sum(
+        {
+            (t.storage.key, t.storage.offset, t.offset, t.shape, t.stride): t.nbytes
+            for t in tensors
+        }.values()
+    )
     limit = MAX_EXPANSION * held + SPARE
     if total > limit:
         largest = max(tensors, key=lambda t: t.nbytes)
         raise CheckpointError(
-            f"the tensors of {path} must have at most {amount(limit)} ({MAX_EXPANSION} times the {amount(held)} that it stores, "
-            f"plus {amount(SPARE)}), got {amount(total)}: one has shape {list(largest.shape)} and strides {list(largest.stride)}",
+            f"the tensors of {path} must have at most {amount(limit)} ({MAX_EXPANSION} times "
+            f"the {amount(held)} that it stores, "
+            f"plus {amount(SPARE)}), got {amount(total)}: one has shape {list(largest.shape)} "
+            f"and strides {list(largest.stride)}",
             hint="if you trust the file, save its expanded tensors with .contiguous()",
         )
 
@@ -203,7 +293,10 @@ def _mapped(path: Path) -> mmap.mmap:
     """Map a file for reading. The map lives as long as a tensor refers to it."""
     with reading(path), path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
-            raise CheckpointError(f"{path} cannot be read as a torch checkpoint: it is empty", hint="fetch the file again")
+            raise CheckpointError(
+                f"{path} cannot be read as a torch checkpoint: it is empty",
+                hint="fetch the file again",
+            )
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
@@ -215,9 +308,14 @@ def _load_zip(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool
         if len(records) != len(archive.records):
             raise archive.damaged("its entries lie in more than one folder")
         if "constants.pkl" in records:
-            raise CheckpointError(f"{path} is a TorchScript archive, not a checkpoint", hint="save model.state_dict()")
+            raise CheckpointError(
+                f"{path} is a TorchScript archive, not a checkpoint", hint="save model.state_dict()"
+            )
         if "data.pkl" not in records:
-            raise CheckpointError(f"{path} cannot be read as a torch checkpoint: it has no data.pkl", hint="fetch the file again")
+            raise CheckpointError(
+                f"{path} cannot be read as a torch checkpoint: it has no data.pkl",
+                hint="fetch the file again",
+            )
         value, end, storages = read_pickle(archive.read(records["data.pkl"], MAX_BYTES), str(path))
         order = archive.read(records["byteorder"], 16) if "byteorder" in records else b"little"
         if order not in (b"little", b"big"):
@@ -228,11 +326,22 @@ def _load_zip(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool
         for key, storage in storages.items():
             record = records.get(f"data/{key}")
             if record is None:
-                raise archive.damaged(f'it has no entry "data/{key}" for a storage of {storage.nbytes} bytes')
+                raise archive.damaged(
+                    f'it has no entry "data/{key}" for a storage of {storage.nbytes} bytes'
+                )
             if record.size != storage.nbytes:
-                raise archive.damaged(f'its record "{record.name}" has {record.size} bytes, the storage in it {storage.nbytes}')
+                raise archive.damaged(
+                    f'its record "{record.name}" has {record.size} bytes, the storage in it '
+                    f"{storage.nbytes}"
+                )
             buffer = b"".join(archive.chunks(record)) if record.deflated else data
-            sources[key] = Source(path, buffer, 0 if record.deflated else record.start, len(data), ">" if order == b"big" else "<")
+            sources[key] = Source(
+                path,
+                buffer,
+                0 if record.deflated else record.start,
+                len(data),
+                ">" if order == b"big" else "<",
+            )
         _require_checksums(archive, {f"data/{key}" for key in storages})
     return value, sources, archive.checksums
 
@@ -246,13 +355,20 @@ def _require_checksums(archive: Archive, used: set[str]) -> None:
 
 
 def _load_old(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool]:
-    """Read the format before torch 1.6: five pickles, then each storage as its number of elements and its bytes."""
+    """Read the format before torch 1.6: five pickles, then each storage as its number of elements
+    and its bytes.
+    """
 
     def damaged(what: str) -> CheckpointError:
-        return CheckpointError(f"{path} cannot be read as a torch checkpoint: {what}", hint="fetch the file again")
+        return CheckpointError(
+            f"{path} cannot be read as a torch checkpoint: {what}", hint="fetch the file again"
+        )
 
     if data[257:262] == b"ustar":
-        raise CheckpointError(f"{path} is a tar file of torch before 0.1.10, which cannot be read", hint="load and save it with an old torch first")
+        raise CheckpointError(
+            f"{path} is a tar file of torch before 0.1.10, which cannot be read",
+            hint="load and save it with an old torch first",
+        )
     if data[0] != 0x80:
         raise damaged("it begins neither like a zip nor like a pickle")
     magic, at, _ = read_pickle(data, str(path))
@@ -262,7 +378,11 @@ def _load_old(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool
     _, at, _ = read_pickle(data, str(path), at)
     value, at, storages = read_pickle(data, str(path), at)
     keys, at, _ = read_pickle(data, str(path), at)
-    if not isinstance(keys, list) or len(keys) != len(storages) or {k for k in keys if isinstance(k, str)} != storages.keys():
+    if (
+        not isinstance(keys, list)
+        or len(keys) != len(storages)
+        or {k for k in keys if isinstance(k, str)} != storages.keys()
+    ):
         raise damaged("its list of storages differs from those that its tensors use")
     sources = {}
     for key in keys:
@@ -270,7 +390,8 @@ def _load_old(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool
         numel = int.from_bytes(data[at : at + 8], "little")
         if numel != storage.whole or at + 8 + storage.nbytes > len(data):
             raise damaged(
-                f'storage "{key}" must have {storage.whole} elements, got {numel}, with {max(0, len(data) - at - 8)} bytes left in the file'
+                f'storage "{key}" must have {storage.whole} elements, got {numel}, with '
+                f"{max(0, len(data) - at - 8)} bytes left in the file"
             )
         sources[key] = Source(path, data, at + 8, len(data))
         at += 8 + storage.nbytes
@@ -283,20 +404,34 @@ def plan_conversion(out: Path, pickles: Pickles) -> tuple[Plan, dict[str, Callab
     """The plan of the safetensors files, and the thunks that fill it. Shards stay shards."""
     single = len(pickles.files) == 1
     if is_file_name(out) and not single:
-        raise CheckpointError(f"{pickles.path} has {len(pickles.files)} shards and cannot become the one file {out}", hint="name a folder with -o")
+        raise CheckpointError(
+            f"{pickles.path} has {len(pickles.files)} shards and cannot become the one file {out}",
+            hint="name a folder with -o",
+        )
     files: list[File] = []
     thunks: dict[str, Callable[[], Any]] = {}
     for file, tensors in pickles.files.items():
-        name = (out.name if is_file_name(out) else WEIGHTS) if single else re.sub(r"^pytorch_model", "model", Path(file).stem) + ".safetensors"
-        taken = next((f for f, made in zip(pickles.files, files, strict=False) if made.name == name), None)
+        name = (
+            (out.name if is_file_name(out) else WEIGHTS)
+            if single
+            else re.sub(r"^pytorch_model", "model", Path(file).stem) + ".safetensors"
+        )
+        taken = next(
+            (f for f, made in zip(pickles.files, files, strict=False) if made.name == name), None
+        )
         if taken is not None:
-            raise CheckpointError(f"{taken} and {file} of {pickles.path} would both become {name}", hint="rename one of them, and in the index")
+            raise CheckpointError(
+                f"{taken} and {file} of {pickles.path} would both become {name}",
+                hint="rename one of them, and in the index",
+            )
         described = []
         for key, pickled in tensors.items():
             dtype = DTYPE_NAMES.get(pickled.tensor.dtype)
             if dtype is None:
                 raise CheckpointError(
-                    f'"{key}" of {file} is torch.{pickled.tensor.dtype}, which regauge does not move', hint="start from the unquantised checkpoint"
+                    f'"{key}" of {file} is torch.{pickled.tensor.dtype}, which regauge does not '
+                    "move",
+                    hint="start from the unquantised checkpoint",
                 )
             described.append((key, dtype, pickled.tensor.shape))
             thunks[key] = pickled.bits
@@ -304,6 +439,14 @@ def plan_conversion(out: Path, pickles: Pickles) -> tuple[Plan, dict[str, Callab
     small: dict[str, bytes] = {}
     if not single:
         small[INDEX] = index_of(files, {"metadata": pickles.metadata.get("metadata")})
-    copies, left = other_files(pickles.path, {*small, *pickles.files}) if pickles.path.is_dir() and not is_file_name(out) else ({}, ())
-    inputs = {pickles.path, *(pickles.path / name for name in pickles.files)} if pickles.path.is_dir() else {pickles.path}
+    copies, left = (
+        other_files(pickles.path, {*small, *pickles.files})
+        if pickles.path.is_dir() and not is_file_name(out)
+        else ({}, ())
+    )
+    inputs = (
+        {pickles.path, *(pickles.path / name for name in pickles.files)}
+        if pickles.path.is_dir()
+        else {pickles.path}
+    )
     return Plan(tuple(files), small, copies, left, mode=strictest_mode(inputs)), thunks

@@ -1,6 +1,8 @@
-"""Documents from elsewhere (JSON, TOML, YAML): how large they may be, and JSON that the rest of the package can rely on.
+"""Documents from elsewhere (JSON, TOML, YAML): how large they may be, and JSON that the rest of the
+package can rely on.
 
-The limits are far above what real files have, and low enough that a file within them is read in seconds. docs/formats.md lists them.
+The limits are far above what real files have, and low enough that a file within them is read in
+seconds. docs/formats.md lists them.
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ def read_document(path: Path, limit: int, error: type[RegaugeError] = Checkpoint
     """Read a file of at most `limit` bytes.
 
     Raises:
-        RegaugeError: the file is larger, is no regular file or cannot be read; of the type `error` where it is too large.
+        RegaugeError: the file is larger, is no regular file or cannot be read; of the type `error`
+        where it is too large.
     """
     require_file(path)
     with reading(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(limit + 1) if size <= limit else b""
     if size > limit or len(data) > limit:
-        raise error(f"{path} must have at most {amount(limit)}, got {amount(max(size, len(data)))}", hint="is it the right file?")
+        raise error(
+            f"{path} must have at most {amount(limit)}, got {amount(max(size, len(data)))}",
+            hint="is it the right file?",
+        )
     return data
 
 
@@ -54,8 +60,8 @@ def parse_json(
     *,
     surrogates: bool = False,
 ) -> Any:
-    """Parse JSON. A document that is nested more than `DEPTH` deep, or has text that is not valid Unicode, is rejected like one that is not JSON:
-    it could not be written again.
+    """Parse JSON. A document that is nested more than `DEPTH` deep, or has text that is not valid
+    Unicode, is rejected like one that is not JSON: it could not be written again.
 
     Args:
         data: the document.
@@ -74,12 +80,16 @@ def parse_json(
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as fault:
-            raise error(f"{where} has text that is not valid Unicode: a lone surrogate", hint=hint) from fault
+            raise error(
+                f"{where} has text that is not valid Unicode: a lone surrogate", hint=hint
+            ) from fault
     return value
 
 
 def is_flat(value: Any) -> bool:
-    """Return whether no value lies more than `DEPTH` deep. Level by level, since a recursion would end where the parser's did."""
+    """Return whether no value lies more than `DEPTH` deep. Level by level, since a recursion would
+    end where the parser's did.
+    """
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEPTH):
         inner = (v for one in level for v in (one.values() if isinstance(one, dict) else one))

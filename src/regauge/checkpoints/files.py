@@ -1,4 +1,6 @@
-"""Files and folders: which may be read, the system's errors as typed ones, permissions, all-or-nothing writes, and sizes as text."""
+"""Files and folders: which may be read, the system's errors as typed ones, permissions,
+all-or-nothing writes, and sizes as text.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,20 @@ from pathlib import Path
 
 from regauge.errors import CheckpointError
 
-EVERYONE, OWNER = 0o777, 0o700  # the most that an output may allow, before the umask; what an output made with a key allows
+EVERYONE, OWNER = (
+    0o777,
+    0o700,
+)  # the most that an output may allow, before the umask; what an output made with a key allows
 _CHUNK = 1 << 20
 
 
 def strictest_mode(inputs: Iterable[Path]) -> int:
-    """Return the permission bits that an output of these files and folders may have at most, as those of a folder.
+    """Return the permission bits that an output of these files and folders may have at most, as
+    those of a folder.
 
-    A class of users (group, others) keeps its bits only if it can read every input: a private file makes a private folder. The owner keeps all.
-    A file made by this rule gets the same bits without those for execution (`file_mode`). The umask is honoured in addition, by the system.
+    A class of users (group, others) keeps its bits only if it can read every input: a private file
+    makes a private folder. The owner keeps all. A file made by this rule gets the same bits without
+    those for execution (`file_mode`). The umask is honoured in addition, by the system.
 
     >>> oct(strictest_mode([]))
     '0o777'
@@ -51,7 +58,9 @@ def file_mode(mode: int) -> int:
 
 
 def make_folder(folder: Path, mode: int = EVERYONE) -> None:
-    """Make a folder and those above it that are missing, all with these bits. One that is there stays as it is."""
+    """Make a folder and those above it that are missing, all with these bits. One that is there
+    stays as it is.
+    """
     for path in (*reversed(folder.parents), folder):
         if not path.is_dir():
             path.mkdir(mode=mode, exist_ok=True)
@@ -65,10 +74,15 @@ def tighten(path: Path, mode: int) -> None:
 
 
 def copy_file(source: Path, target: Path, mode: int) -> bytes:
-    """Copy a regular file to a new name, with these bits from its first moment, and flush it. Returns the SHA-256 of the bytes that were written."""
+    """Copy a regular file to a new name, with these bits from its first moment, and flush it.
+    Returns the SHA-256 of the bytes that were written.
+    """
     require_file(source)
     digest = hashlib.sha256()
-    with source.open("rb") as file, open(target, "xb", opener=lambda name, flags: os.open(name, flags, file_mode(mode))) as new:
+    with (
+        source.open("rb") as file,
+        open(target, "xb", opener=lambda name, flags: os.open(name, flags, file_mode(mode))) as new,
+    ):
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
             new.write(chunk)
@@ -79,10 +93,12 @@ def copy_file(source: Path, target: Path, mode: int) -> bytes:
 
 @contextlib.contextmanager
 def staged_folder(out: Path, mode: int = EVERYONE, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a hidden folder beside `out`, for its owner only, that takes the place of `out` at the end: whole or not at all.
+    """Yield a hidden folder beside `out`, for its owner only, that takes the place of `out` at the
+    end: whole or not at all.
 
-    For what other libraries write: files and folders in it get the bits of `mode`, less the umask, just before. An older `out` must be an empty
-    folder, or is removed with `replace` once the new one is in its place.
+    For what other libraries write: files and folders in it get the bits of `mode`, less the umask,
+    just before. An older `out` must be an empty folder, or is removed with `replace` once the new
+    one is in its place.
     """
     partial = temp_sibling(out)
     with writing(out):
@@ -104,7 +120,9 @@ def staged_folder(out: Path, mode: int = EVERYONE, *, replace: bool = False) -> 
 
 
 def _umasked(folder: Path) -> int:
-    """Return what the umask leaves of all bits, read off a new folder: `os.umask` can only be read by changing it, for all threads at once."""
+    """Return what the umask leaves of all bits, read off a new folder: `os.umask` can only be read
+    by changing it, for all threads at once.
+    """
     probe = folder / f".{os.urandom(6).hex()}"
     probe.mkdir()
     try:
@@ -122,16 +140,24 @@ def _fsync(path: Path) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Refuse what is there and is no regular file: opening a pipe would wait for its other end. What is absent is left to whoever opens it."""
-    if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 (these take names that are too long for the system)
-        raise CheckpointError(f"{path} is no regular file", hint="name a file on the disk: pipes and devices cannot be read twice")
+    """Refuse what is there and is no regular file: opening a pipe would wait for its other end.
+    What is absent is left to whoever opens it.
+    """
+    # these take names that are too long for the system
+    if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113
+        raise CheckpointError(
+            f"{path} is no regular file",
+            hint="name a file on the disk: pipes and devices cannot be read twice",
+        )
 
 
 def require_inside(path: Path, folder: Path) -> None:
-    """Refuse a link in a model folder that leads out of it, or nowhere: what it names would be copied into the output.
+    """Refuse a link in a model folder that leads out of it, or nowhere: what it names would be
+    copied into the output.
 
-    A snapshot in the cache of the Hugging Face hub (models--OWNER--NAME/snapshots/REVISION) has links to the blobs of its repository, beside the
-    snapshots; they may lead anywhere in that repository's folder.
+    A snapshot in the cache of the Hugging Face hub (models--OWNER--NAME/snapshots/REVISION) has
+    links to the blobs of its repository, beside the snapshots; they may lead anywhere in that
+    repository's folder.
     """
     root = folder.resolve()
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
@@ -139,10 +165,13 @@ def require_inside(path: Path, folder: Path) -> None:
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # dangling, or a loop
-        raise CheckpointError(f"{path} is a link that leads nowhere", hint="remove it, or fetch the model again") from error
+        raise CheckpointError(
+            f"{path} is a link that leads nowhere", hint="remove it, or fetch the model again"
+        ) from error
     if not real.is_relative_to(root):
         raise CheckpointError(
-            f"{path} must stay within the model folder, but is a link to {real}", hint="replace the link by a copy of the file, if you trust it"
+            f"{path} must stay within the model folder, but is a link to {real}",
+            hint="replace the link by a copy of the file, if you trust it",
         )
 
 
@@ -162,15 +191,20 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(
-                f"no space left on the device while writing {path}; nothing was kept", hint="free some space, or write to another disk"
+                f"no space left on the device while writing {path}; nothing was kept",
+                hint="free some space, or write to another disk",
             ) from error
-        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}", hint="check that the folder exists and is writable") from error
+        raise CheckpointError(
+            f"{path} cannot be written: {error.strerror or error}",
+            hint="check that the folder exists and is writable",
+        ) from error
 
 
 @contextlib.contextmanager
 def exclusive_lock(folder: Path, message: str, hint: str) -> Iterator[None]:
-    """Refuse whoever comes second to a folder. It is free again when its holder is gone, however that ended. Where the system cannot lock folders,
-    nothing is refused."""
+    """Refuse whoever comes second to a folder. It is free again when its holder is gone, however
+    that ended. Where the system cannot lock folders, nothing is refused.
+    """
     try:
         import fcntl
 
@@ -204,26 +238,32 @@ def check_writable(path: Path) -> None:
         _require_plain(path)
         if not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
             raise CheckpointError(
-                f"{path} cannot be written: its folder does not exist, or is not yours", hint="check that the folder exists and is writable"
+                f"{path} cannot be written: its folder does not exist, or is not yours",
+                hint="check that the folder exists and is writable",
             )
 
 
 def _require_plain(path: Path) -> None:
-    """A target is a regular file or nothing: a rename over a device or a pipe would take its place."""
+    """A target is a regular file or nothing: a rename over a device or a pipe would take its
+    place.
+    """
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder", hint="name a file")
     require_file(path)
 
 
 def temp_sibling(path: Path) -> Path:
-    """A hidden name beside a file, for what is not whole yet. It is random: in a container every process may have the same number, and would meet
-    what a killed one has left."""
+    """A hidden name beside a file, for what is not whole yet. It is random: in a container every
+    process may have the same number, and would meet what a killed one has left.
+    """
     return path.with_name(f".{path.name}.partial-{os.urandom(6).hex()}")
 
 
 def replace_folder(new: Path, old: Path) -> None:
-    """Put the folder `new` in the place of `old`, which is removed. Where the system can exchange two names (Linux), one of the two is in place at
-    every moment; elsewhere `old` is moved aside first, and back if the second rename fails."""
+    """Put the folder `new` in the place of `old`, which is removed. Where the system can exchange
+    two names (Linux), one of the two is in place at every moment; elsewhere `old` is moved aside
+    first, and back if the second rename fails.
+    """
     aside = temp_sibling(old)
     if not old.exists():
         new.rename(old)
@@ -250,8 +290,11 @@ def _exchange(a: Path, b: Path) -> bool:
     return bool(rename(here, os.fsencode(a), here, os.fsencode(b), swap) == 0)
 
 
-def write_bytes(path: Path, data: bytes | bytearray | memoryview, mode: int = 0o666, *, new: bool = False) -> None:
-    """Write one file so that it appears whole or not at all, in place of an older one of that name, or refusing to if it must be `new`.
+def write_bytes(
+    path: Path, data: bytes | bytearray | memoryview, mode: int = 0o666, *, new: bool = False
+) -> None:
+    """Write one file so that it appears whole or not at all, in place of an older one of that name,
+    or refusing to if it must be `new`.
 
     It is never looser than the file that it replaces.
     """
@@ -281,7 +324,9 @@ _LARGEST_KEY_FILE = 1 << 16
 
 
 def is_key_file(path: Path) -> bool:
-    """Return whether a file is a regauge key file, whatever its name and mode. A key is never copied along with a model."""
+    """Return whether a file is a regauge key file, whatever its name and mode. A key is never
+    copied along with a model.
+    """
     try:
         if not path.is_file() or path.stat().st_size > _LARGEST_KEY_FILE:
             return False

@@ -3,8 +3,8 @@
 No object of the pickle is built and no function in it is called. Tensors become `PickledTensor`, a
 description of where their values lie; of all other values only strings, numbers and the shape of
 containers remain. The reader knows the opcodes that `torch.save` writes and the globals that
-`torch.load(weights_only=True)` accepts, and rejects the rest. Bytes, opcodes, nesting and dimensions
-are bounded.
+`torch.load(weights_only=True)` accepts, and rejects the rest. Bytes, opcodes, nesting and
+dimensions are bounded.
 
 References:
     - `pickletools` of the standard library, for the opcodes.
@@ -52,15 +52,46 @@ _STORAGES = {
     "ComplexDoubleStorage": ("complex128", 16),
 }
 _SIZES = {
-    **dict.fromkeys(("bool", "uint8", "int8", "quint8", "qint8", "quint4x2", "quint2x4", "bits8", "bits1x8", "bits2x4", "bits4x2"), 1),
-    **dict.fromkeys(("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"), 1),
+    **dict.fromkeys(
+        (
+            "bool",
+            "uint8",
+            "int8",
+            "quint8",
+            "qint8",
+            "quint4x2",
+            "quint2x4",
+            "bits8",
+            "bits1x8",
+            "bits2x4",
+            "bits4x2",
+        ),
+        1,
+    ),
+    **dict.fromkeys(
+        (
+            "float8_e4m3fn",
+            "float8_e4m3fnuz",
+            "float8_e5m2",
+            "float8_e5m2fnuz",
+            "float8_e8m0fnu",
+            "float4_e2m1fn_x2",
+        ),
+        1,
+    ),
     **dict.fromkeys((f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), 1),
     **dict.fromkeys(("float16", "bfloat16", "int16", "uint16", "bits16"), 2),
     **dict.fromkeys(("float32", "int32", "uint32", "qint32", "complex32"), 4),
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     "complex128": 16,
 }
-_QSCHEMES = ("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric", "per_channel_affine_float_qparams")
+_QSCHEMES = (
+    "per_tensor_affine",
+    "per_tensor_symmetric",
+    "per_channel_affine",
+    "per_channel_symmetric",
+    "per_channel_affine_float_qparams",
+)
 # Tensors that safetensors cannot hold, by the function that rebuilds them.
 _UNSUPPORTED = {
     "torch._utils._rebuild_sparse_tensor": "sparse",
@@ -92,7 +123,12 @@ _GLOBALS = frozenset(
         "torch._utils._rebuild_device_tensor_from_cpu_tensor",
         "torch.storage.UntypedStorage",
         *_UNSUPPORTED,
-        *(f"torch.{place}{name}" for place in ("", "cuda.") for name in _STORAGES if name != "UntypedStorage"),
+        *(
+            f"torch.{place}{name}"
+            for place in ("", "cuda.")
+            for name in _STORAGES
+            if name != "UntypedStorage"
+        ),
         *(f"torch.{name}" for name in (*_SIZES, *_QSCHEMES)),
     }
 )
@@ -100,7 +136,8 @@ _GLOBALS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A stretch of memory that tensors look into: the key of its bytes in the file and its declared size.
+    """A stretch of memory that tensors look into: the key of its bytes in the file and its declared
+    size.
 
     `offset` and `numel` select a part of `whole` elements, in files of the format before torch 1.6.
     """
@@ -119,7 +156,9 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A strided tensor whose every element lies within its storage. Offset and strides count elements."""
+    """A strided tensor whose every element lies within its storage. Offset and strides count
+    elements.
+    """
 
     storage: Storage
     dtype: str
@@ -162,7 +201,9 @@ class _Global:
 _SET, _NUMBER = Opaque("set"), (int, float)
 
 
-def read_pickle(data: bytes | mmap.mmap, label: str, start: int = 0) -> tuple[Any, int, dict[str, Storage]]:
+def read_pickle(
+    data: bytes | mmap.mmap, label: str, start: int = 0
+) -> tuple[Any, int, dict[str, Storage]]:
     """Read one pickle.
 
     Args:
@@ -174,19 +215,24 @@ def read_pickle(data: bytes | mmap.mmap, label: str, start: int = 0) -> tuple[An
         The value, the position behind the pickle, and every storage that it refers to, by key.
 
     Raises:
-        CheckpointError: The pickle is damaged, exceeds a bound, or needs more than a checkpoint does.
+        CheckpointError: The pickle is damaged, exceeds a bound, or needs more than a checkpoint
+        does.
     """
     machine = _Machine(data, label, start)
     try:
         return machine.run(), machine.at, machine.storages
     except (IndexError, KeyError, ValueError, TypeError, struct.error) as error:
         raise CheckpointError(
-            f"{label} is damaged: its pickle makes no sense at byte {machine.at} ({type(error).__name__})", hint="fetch the file again"
+            f"{label} is damaged: its pickle makes no sense at byte {machine.at} "
+            f"({type(error).__name__})",
+            hint="fetch the file again",
         ) from error
 
 
 class _Machine:
-    """The stack machine of a pickle. Every opcode and every copied item is taken from one budget."""
+    """The stack machine of a pickle. Every opcode and every copied item is taken from one
+    budget.
+    """
 
     def __init__(self, data: bytes | mmap.mmap, label: str, start: int) -> None:
         self.data, self.label, self.at = data, label, start
@@ -206,7 +252,9 @@ class _Machine:
                 return self.stack.pop()
             step = table.get(code)
             if step is None:
-                raise self.refused(f"opcode 0x{code:02x} at byte {self.at - 1} is not one that torch.save writes")
+                raise self.refused(
+                    f"opcode 0x{code:02x} at byte {self.at - 1} is not one that torch.save writes"
+                )
             step(self)
 
     # reading
@@ -216,7 +264,9 @@ class _Machine:
         if at + n > self.end:
             if self.end < len(self.data):
                 raise self.refused(f"its pickle must have at most {amount(MAX_BYTES)}")
-            raise CheckpointError(f"{self.label} is damaged: its pickle is truncated", hint="fetch the file again")
+            raise CheckpointError(
+                f"{self.label} is damaged: its pickle is truncated", hint="fetch the file again"
+            )
         self.at = at + n
         return self.data[at : at + n]
 
@@ -232,10 +282,16 @@ class _Machine:
     def spend(self, n: int) -> None:
         self.left -= n
         if self.left < 0:
-            raise self.refused(f"its pickle must have at most {MAX_OPCODES:,} opcodes", "save the model in shards")
+            raise self.refused(
+                f"its pickle must have at most {MAX_OPCODES:,} opcodes", "save the model in shards"
+            )
 
-    def refused(self, what: str, hint: str = "save model.state_dict() alone, where you trust the file") -> CheckpointError:
-        return CheckpointError(f"{self.label} holds more than tensors, or is damaged: {what}", hint=hint)
+    def refused(
+        self, what: str, hint: str = "save model.state_dict() alone, where you trust the file"
+    ) -> CheckpointError:
+        return CheckpointError(
+            f"{self.label} holds more than tensors, or is damaged: {what}", hint=hint
+        )
 
     # the stack
 
@@ -314,23 +370,49 @@ class _Machine:
                 return self.tensor(storage, offset, size, stride)
             case "_rebuild_tensor_v2", (storage, offset, size, stride, _, _, *metadata):
                 return self.tensor(storage, offset, size, stride, metadata=metadata)
-            case "_rebuild_tensor_v3", (storage, offset, size, stride, _, _, _Global() as dtype, *metadata):
-                return self.tensor(storage, offset, size, stride, dtype.name.rpartition(".")[2], metadata)
-            case ("_rebuild_parameter" | "_rebuild_parameter_with_state" | "Parameter", (tensor, *_)):
+            case "_rebuild_tensor_v3", (
+                storage,
+                offset,
+                size,
+                stride,
+                _,
+                _,
+                _Global() as dtype,
+                *metadata,
+            ):
+                return self.tensor(
+                    storage, offset, size, stride, dtype.name.rpartition(".")[2], metadata
+                )
+            case (
+                "_rebuild_parameter" | "_rebuild_parameter_with_state" | "Parameter",
+                (tensor, *_),
+            ):
                 return tensor
             case "_rebuild_from_type_v2", (_Global() as function, _, tuple() as inner, _):
                 if "_rebuild_from_type" in function.name:  # one level, so that nothing recurses
                     raise self.refused("tensor types must not be nested")
                 return self.call(function.name, inner)
-            case "_rebuild_device_tensor_from_cpu_tensor", (PickledTensor() as tensor, _Global() as dtype, *_):
+            case "_rebuild_device_tensor_from_cpu_tensor", (
+                PickledTensor() as tensor,
+                _Global() as dtype,
+                *_,
+            ):
                 same = dtype.name == f"torch.{tensor.dtype}"
-                return tensor if same else UnsupportedTensor(f"stored as {tensor.dtype}, but declared as {dtype.name}")
+                return (
+                    tensor
+                    if same
+                    else UnsupportedTensor(
+                        f"stored as {tensor.dtype}, but declared as {dtype.name}"
+                    )
+                )
             case last, _ if last.startswith(("_rebuild", "OrderedDict", "Size", "Parameter")):
                 raise self.refused(f"the arguments of {name} make no sense")
         return Opaque(name)
 
     def build(self) -> None:
-        """Ignore the attributes of dictionaries, which carry no weights; those of a tensor could change it."""
+        """Ignore the attributes of dictionaries, which carry no weights; those of a tensor could
+        change it.
+        """
         self.stack.pop()
         if isinstance(self.stack[-1], PickledTensor | UnsupportedTensor):
             raise self.refused("cannot set the state of a tensor")
@@ -351,17 +433,34 @@ class _Machine:
         whole = _checked(numel)
         storage = Storage(key, *known, whole, _checked(offset), _checked(size))
         if storage.offset + storage.numel > whole:
-            raise self.refused(f'a view of storage "{key}" must end at element {whole}, got {storage.offset + storage.numel}')
+            raise self.refused(
+                f'a view of storage "{key}" must end at element {whole}, got '
+                f"{storage.offset + storage.numel}"
+            )
         first = self.storages.setdefault(key, storage)
         if (first.nbytes, first.itemsize) != (storage.nbytes, storage.itemsize):
-            raise self.refused(f'storage "{key}" is declared twice, with {first.nbytes} and with {storage.nbytes} bytes')
+            raise self.refused(
+                f'storage "{key}" is declared twice, with {first.nbytes} and with '
+                f"{storage.nbytes} bytes"
+            )
         self.push(storage)
 
-    def tensor(self, storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None = None, metadata: Any = ()) -> Any:
+    def tensor(
+        self,
+        storage: Any,
+        offset: Any,
+        size: Any,
+        stride: Any,
+        dtype: str | None = None,
+        metadata: Any = (),
+    ) -> Any:
         if type(storage) is not Storage or type(size) is not tuple or type(stride) is not tuple:
             raise self.refused("a tensor must have a storage, a shape and strides")
         if len(size) != len(stride) or len(size) > MAX_DIMENSIONS:
-            raise self.refused(f"a tensor must have at most {MAX_DIMENSIONS} dimensions and as many strides, got {len(size)} and {len(stride)}")
+            raise self.refused(
+                f"a tensor must have at most {MAX_DIMENSIONS} dimensions and as many strides, "
+                f"got {len(size)} and {len(stride)}"
+            )
         if any(metadata):
             return UnsupportedTensor("a lazily conjugated or negated view")
         itemsize = storage.itemsize
@@ -369,11 +468,16 @@ class _Machine:
             itemsize = _SIZES.get(dtype, 0)
             if not itemsize:
                 raise self.refused(f"{dtype} is not a dtype")
-        shape, steps, first = tuple(map(_checked, size)), tuple(map(_checked, stride)), _checked(offset)
+        shape, steps, first = (
+            tuple(map(_checked, size)),
+            tuple(map(_checked, stride)),
+            _checked(offset),
+        )
         last = first + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
         if 0 not in shape and (last + 1) * itemsize > storage.numel * storage.itemsize:
             raise self.refused(
-                f'a tensor of shape {list(shape)} must lie within its storage "{storage.key}" of {storage.numel * storage.itemsize} bytes, '
+                f'a tensor of shape {list(shape)} must lie within its storage "{storage.key}" '
+                f"of {storage.numel * storage.itemsize} bytes, "
                 f"got {(last + 1) * itemsize}"
             )
         return PickledTensor(storage, dtype or storage.dtype, itemsize, first, shape, steps)
@@ -388,10 +492,14 @@ def _checked(value: Any) -> int:
 def _key(key: Any) -> Any:
     """Replace every key that is not a string.
 
-    Strings are hashed with a secret seed. Numbers can be chosen so that their hashes are equal, which
-    stalls a dictionary, and hashing a deep tuple overflows the stack of the interpreter.
+    Strings are hashed with a secret seed. Numbers can be chosen so that their hashes are equal,
+    which stalls a dictionary, and hashing a deep tuple overflows the stack of the interpreter.
     """
-    return key if type(key) is str else Opaque(repr(key) if isinstance(key, _NUMBER) else type(key).__name__)
+    return (
+        key
+        if type(key) is str
+        else Opaque(repr(key) if isinstance(key, _NUMBER) else type(key).__name__)
+    )
 
 
 _OPCODES: dict[int, Callable[[_Machine], None]] = {

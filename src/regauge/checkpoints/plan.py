@@ -1,4 +1,6 @@
-"""What a new checkpoint will be, before anything is written: its files and their headers, the config, what is carried over; and whether it may be."""
+"""What a new checkpoint will be, before anything is written: its files and their headers, the
+config, what is carried over; and whether it may be.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from regauge.checkpoints.files import EVERYONE, amount, is_key_file, require_inside, strictest_mode, writing
+from regauge.checkpoints.files import (
+    EVERYONE,
+    amount,
+    is_key_file,
+    require_inside,
+    strictest_mode,
+    writing,
+)
 from regauge.checkpoints.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.checkpoints.reader import INDEX, PICKLES, WEIGHTS, Checkpoint, open_checkpoint
 from regauge.errors import CheckpointError
@@ -27,7 +36,20 @@ if TYPE_CHECKING:
 Thunks = Mapping[str, Callable[[], Any]]
 
 # Weights in other formats are not carried over: they would be the old ones.
-_OTHER_WEIGHTS = (*PICKLES, ".safetensors", ".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite", ".mlmodel", ".npz", ".pkl")
+_OTHER_WEIGHTS = (
+    *PICKLES,
+    ".safetensors",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".onnx_data",
+    ".ot",
+    ".tflite",
+    ".mlmodel",
+    ".npz",
+    ".pkl",
+)
 
 
 @dataclass(frozen=True)
@@ -40,10 +62,16 @@ class File:
 
     def header(self) -> bytes:
         """The header's bytes, the length in front included; padded to 8, as the format asks."""
-        entries: dict[str, Any] = {} if self.metadata is None else {"__metadata__": dict(self.metadata)}
+        entries: dict[str, Any] = (
+            {} if self.metadata is None else {"__metadata__": dict(self.metadata)}
+        )
         at = 0
         for name, dtype, shape in self.tensors:
-            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + nbytes(dtype, shape)]}
+            entries[name] = {
+                "dtype": dtype,
+                "shape": list(shape),
+                "data_offsets": [at, at + nbytes(dtype, shape)],
+            }
             at += nbytes(dtype, shape)
         raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
         raw += b" " * (-len(raw) % 8)
@@ -56,13 +84,15 @@ class File:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run writes: safetensors files, small files by their bytes, and files to copy. `digest` tells one plan from another.
+    """What a run writes: safetensors files, small files by their bytes, and files to copy. `digest`
+    tells one plan from another.
 
-    `was_finite` says whether what a tensor is made of holds neither NaN nor Inf. Without it, nobody minds either. `finish` makes what depends on all
-    that was written: given the SHA-256 of every tensor and of every copied file, small files in place of those of the plan, and headers as long as
-    those of its files. It may also refuse what was written, which then never appears.
-    `known` holds those of tensors that are written as they are read. `mode` has the permission bits that the output may have at most, beside what
-    the copied files allow (`output_mode`).
+    `was_finite` says whether what a tensor is made of holds neither NaN nor Inf. Without it, nobody
+    minds either. `finish` makes what depends on all that was written: given the SHA-256 of every
+    tensor and of every copied file, small files in place of those of the plan, and headers as long
+    as those of its files. It may also refuse what was written, which then never appears. `known`
+    holds those of tensors that are written as they are read. `mode` has the permission bits that
+    the output may have at most, beside what the copied files allow (`output_mode`).
     """
 
     files: tuple[File, ...]
@@ -77,12 +107,18 @@ class Plan:
 
     @property
     def output_mode(self) -> int:
-        """The bits of every folder of the output, and (without those for execution) of every file: never looser than the strictest input."""
+        """The bits of every folder of the output, and (without those for execution) of every file:
+        never looser than the strictest input.
+        """
         return self.mode & copies_mode(self.copies)
 
     @property
     def size(self) -> int:
-        return sum(f.size for f in self.files) + sum(map(len, self.small.values())) + sum(p.stat().st_size for p in self.copies.values())
+        return (
+            sum(f.size for f in self.files)
+            + sum(map(len, self.small.values()))
+            + sum(p.stat().st_size for p in self.copies.values())
+        )
 
     def digest(self) -> str:
         whole = hashlib.sha256(self.recipe)
@@ -92,7 +128,9 @@ class Plan:
 
 
 def copies_mode(copies: Mapping[str, Path]) -> int:
-    """Return the permission bits that an output with these files copied into it may have at most: those files count, and the folders they lie in."""
+    """Return the permission bits that an output with these files copied into it may have at most:
+    those files count, and the folders they lie in.
+    """
     return strictest_mode({p for path in copies.values() for p in (path, path.parent)})
 
 
@@ -112,23 +150,30 @@ def plan_checkpoint(
     config_changes: Mapping[str, Any] | None = None,
     recipe: bytes = b"",
 ) -> Plan:
-    """Plan to write the tensors that thunks make, as the source is laid out: same shards, order, dtypes and metadata, and all its other files.
+    """Plan to write the tensors that thunks make, as the source is laid out: same shards, order,
+    dtypes and metadata, and all its other files.
 
-    `out` is a folder, or a .safetensors file if the source is one file. Tensors that the source lacks go to the end of the last shard; tensors
-    without a thunk are left out. `origins` names the tensor of the source that one is made of, where that has another name: if it was finite and
-    the new one is not, writing fails. `config_changes` are merged into config.json. `recipe` is whatever, besides the source, determines the values.
-    What can be refused before the first byte is refused here.
+    `out` is a folder, or a .safetensors file if the source is one file. Tensors that the source
+    lacks go to the end of the last shard; tensors without a thunk are left out. `origins` names the
+    tensor of the source that one is made of, where that has another name: if it was finite and the
+    new one is not, writing fails. `config_changes` are merged into config.json. `recipe` is
+    whatever, besides the source, determines the values. What can be refused before the first byte
+    is refused here.
     """
     check_target(out, source.path)
     plan = replace(
-        _plan(out, source, thunks, dict(config_changes or {}), recipe), was_finite=partial(_was_finite, source, origins or {}), mode=source.mode
+        _plan(out, source, thunks, dict(config_changes or {}), recipe),
+        was_finite=partial(_was_finite, source, origins or {}),
+        mode=source.mode,
     )
     check_space(real_path(out).parent, plan.size)
     return plan
 
 
 def model_mode(source: Path | None, copied: Iterable[Path] = ()) -> int:
-    """Return the permission bits that a model made of the one at `source` (None: in memory) may have at most, with these files copied."""
+    """Return the permission bits that a model made of the one at `source` (None: in memory) may
+    have at most, with these files copied.
+    """
     opened = EVERYONE if source is None or not source.exists() else open_checkpoint(source).mode
     return opened & strictest_mode(copied)
 
@@ -141,7 +186,10 @@ def check_target(out: Path, source: Path) -> None:
         raise CheckpointError(f"the output {out} is the input", hint="name another folder with -o")
     if here.is_relative_to(there) or there.is_relative_to(here):
         inside = "inside" if here.is_relative_to(there) else "around"
-        raise CheckpointError(f"the output {out} lies {inside} the input {source}", hint="name a folder beside it with -o")
+        raise CheckpointError(
+            f"the output {out} lies {inside} the input {source}",
+            hint="name a folder beside it with -o",
+        )
     check_new(out)
 
 
@@ -153,18 +201,29 @@ def check_new(out: Path) -> None:
         out.is_dir()  # looks at more than the next line does: a name may be too long
         taken = is_taken(out)
     if taken:
-        raise CheckpointError(f"the output {out} exists already", hint="name a new one, or remove this one first")
+        raise CheckpointError(
+            f"the output {out} exists already", hint="name a new one, or remove this one first"
+        )
     config = out.with_name(f"{out.stem}.config.json")
     if is_file_name(out) and os.path.lexists(config):
-        raise CheckpointError(f"{config} exists already, and the output's config would take its place", hint="name another file with -o")
+        raise CheckpointError(
+            f"{config} exists already, and the output's config would take its place",
+            hint="name another file with -o",
+        )
     parent = real_path(out).parent
     if not parent.is_dir():
-        raise CheckpointError(f"the folder {parent} for the output does not exist", hint="make it first")
+        raise CheckpointError(
+            f"the folder {parent} for the output does not exist", hint="make it first"
+        )
 
 
 def is_taken(out: Path) -> bool:
-    """Is there something at an output's place? An empty folder is nothing; what is written appears there all at once."""
-    return os.path.lexists(out) and not (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
+    """Is there something at an output's place? An empty folder is nothing; what is written appears
+    there all at once.
+    """
+    return os.path.lexists(out) and not (
+        out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+    )
 
 
 def real_path(path: Path) -> Path:
@@ -175,10 +234,14 @@ def is_file_name(out: Path) -> bool:
     return out.suffix == ".safetensors"
 
 
-def _plan(out: Path, source: Checkpoint, thunks: Thunks, changes: dict[str, Any], recipe: bytes) -> Plan:
+def _plan(
+    out: Path, source: Checkpoint, thunks: Thunks, changes: dict[str, Any], recipe: bytes
+) -> Plan:
     files: list[File] = []
     for shard in source.files.values():
-        kept = tuple((name, e.dtype, e.shape) for name, e in shard.entries.items() if name in thunks)
+        kept = tuple(
+            (name, e.dtype, e.shape) for name, e in shard.entries.items() if name in thunks
+        )
         files.append(File(shard.path.name, kept, shard.metadata))
     new = tuple((name, *_described(name, thunks[name]())) for name in thunks if name not in source)
     files[-1] = File(files[-1].name, files[-1].tensors + new, files[-1].metadata)
@@ -187,7 +250,10 @@ def _plan(out: Path, source: Checkpoint, thunks: Thunks, changes: dict[str, Any]
     recipe = json.dumps([stamps, changes]).encode() + recipe
     if is_file_name(out):
         if len(files) > 1:
-            raise CheckpointError(f"{source.path} has {len(files)} shards and cannot become the one file {out}", hint="name a folder with -o")
+            raise CheckpointError(
+                f"{source.path} has {len(files)} shards and cannot become the one file {out}",
+                hint="name a folder with -o",
+            )
         small = {} if config is None else {f"{out.stem}.config.json": config}
         return Plan((File(out.name, files[0].tensors, files[0].metadata),), small, recipe=recipe)
     small = {} if config is None else {"config.json": config}
@@ -219,14 +285,22 @@ def index_of(files: Sequence[File], index: Mapping[str, Any] = MappingProxyType(
     """The index of these files: their own, or an older one with what changed, in its order."""
     where = {name: file.name for file in files for name, _, _ in file.tensors}
     total = sum(nbytes(dtype, shape) for file in files for _, dtype, shape in file.tensors)
-    ordered = {name: where[name] for name in [*index.get("weight_map", ()), *where] if name in where}
+    ordered = {
+        name: where[name] for name in [*index.get("weight_map", ()), *where] if name in where
+    }
     metadata = index.get("metadata") if isinstance(index.get("metadata"), Mapping) else {}
-    changed = {**index, "metadata": {**(metadata or {}), "total_size": total}, "weight_map": ordered}
+    changed = {
+        **index,
+        "metadata": {**(metadata or {}), "total_size": total},
+        "weight_map": ordered,
+    }
     return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def files_of(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a model folder by name, those of its folders too. Hidden files count as absent."""
+    """Yield the files of a model folder by name, those of its folders too. Hidden files count as
+    absent.
+    """
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts):
@@ -238,7 +312,9 @@ def files_of(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def other_files(folder: Path, written: set[str]) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """The files of a folder to carry over, and those to leave: other weights and their indices, elements and keys. Hidden files count as absent."""
+    """The files of a folder to carry over, and those to leave: other weights and their indices,
+    elements and keys. Hidden files count as absent.
+    """
     copies: dict[str, Path] = {}
     left: list[str] = []
     for name, path in files_of(folder):
@@ -261,11 +337,15 @@ def named_files(folder: Path, names: Iterable[str]) -> list[Path]:
 
 def _is_weights(path: Path) -> bool:
     indices, others = (".index.json", ".safetensors.json"), ("tf_model", "flax_model")
-    return path.suffix in _OTHER_WEIGHTS or path.name.endswith(indices) or path.name.startswith(others)
+    return (
+        path.suffix in _OTHER_WEIGHTS or path.name.endswith(indices) or path.name.startswith(others)
+    )
 
 
 def _is_element(path: Path) -> bool:
-    """Is this an element, whatever its name? It is a secret, and could undo the output that it would lie in."""
+    """Is this an element, whatever its name? It is a secret, and could undo the output that it
+    would lie in.
+    """
     try:
         return (read_header(path).metadata or {}).get("regauge") == "element"
     except CheckpointError:
@@ -276,7 +356,8 @@ def check_space(parent: Path, need: int) -> None:
     free = shutil.disk_usage(parent).free
     if need > free:
         raise CheckpointError(
-            f"no space left on the device: {parent} has {amount(free)} free, the output needs {amount(need)}",
+            f"no space left on the device: {parent} has {amount(free)} free, the output needs "
+            f"{amount(need)}",
             hint="free some space, or write to another disk",
         )
 
@@ -285,7 +366,9 @@ _NOT_FINITE = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000, "F64": 0x7FF000
 
 
 def is_finite(bits: Any, dtype: str) -> bool:
-    """Is no value NaN or Inf? Read off the bits: those are the largest of their sign, as integers. Ten times as fast as torch.isfinite."""
+    """Is no value NaN or Inf? Read off the bits: those are the largest of their sign, as integers.
+    Ten times as fast as torch.isfinite.
+    """
     first = _NOT_FINITE[dtype]
     last = first + (1 << (8 * bits.itemsize - 1))
     signed, unsigned = bits.view(f"<i{bits.itemsize}"), bits.view(f"<u{bits.itemsize}")
@@ -300,4 +383,8 @@ def _was_finite(source: Checkpoint, origins: Mapping[str, str], name: str) -> bo
     import numpy as np
 
     entry = source.entries.get(origins.get(name, name))
-    return entry is None or entry.dtype not in FLOATS or is_finite(np.ravel(source.bits[origins.get(name, name)]), entry.dtype)
+    return (
+        entry is None
+        or entry.dtype not in FLOATS
+        or is_finite(np.ravel(source.bits[origins.get(name, name)]), entry.dtype)
+    )

@@ -1,8 +1,10 @@
-"""Checkpoints on disk, read: a Hugging Face folder (one file or shards), a single safetensors file, or a hub id.
+"""Checkpoints on disk, read: a Hugging Face folder (one file or shards), a single safetensors file,
+or a hub id.
 
-A `Checkpoint` is a mapping of tensors that lie in the files: memory-mapped, private (a write to a tensor never reaches the file), read when touched.
-Headers are checked whole before the first tensor is handed out, so what is wrong with a file is said once, at the start, by name.
-They are written by `regauge.checkpoints.writer`.
+A `Checkpoint` is a mapping of tensors that lie in the files: memory-mapped, private (a write to a
+tensor never reaches the file), read when touched. Headers are checked whole before the first tensor
+is handed out, so what is wrong with a file is said once, at the start, by name. They are written by
+`regauge.checkpoints.writer`.
 """
 
 from __future__ import annotations
@@ -63,13 +65,20 @@ def _made(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
 class Checkpoint(Mapping[str, "Tensor"]):
     """A checkpoint's tensors by name, read when touched. `config` is its config.json, or None.
 
-    `path` is what was opened, a folder or a file; `index` the index file's contents for sharded folders; `entries` dtype and shape by name.
+    `path` is what was opened, a folder or a file; `index` the index file's contents for sharded
+    folders; `entries` dtype and shape by name.
     """
 
-    as_stored = True  # are its tensors those that lie at `path`, so that another library may read them there?
+    # are its tensors those that lie at `path`, so that another library may read them there?
+    as_stored = True
 
     def __init__(
-        self, path: Path, shards: Iterable[Shard], config: Mapping[str, Any] | None, config_path: Path | None, index: Mapping[str, Any] | None = None
+        self,
+        path: Path,
+        shards: Iterable[Shard],
+        config: Mapping[str, Any] | None,
+        config_path: Path | None,
+        index: Mapping[str, Any] | None = None,
     ) -> None:
         self.path, self.config, self.config_path, self.index = path, config, config_path, index
         self.files: dict[str, Shard] = {shard.path.name: shard for shard in shards}
@@ -79,7 +88,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
             for name, entry in shard.entries.items():
                 if name in self.entries:
                     raise CheckpointError(
-                        f'"{name}" is in two shards, {self._home[name].path.name} and {shard.path.name}', hint="remove the folder's stray shard"
+                        f'"{name}" is in two shards, {self._home[name].path.name} and '
+                        f"{shard.path.name}",
+                        hint="remove the folder's stray shard",
                     )
                 self.entries[name], self._home[name] = entry, shard
         self._maps: dict[Path, mmap.mmap] = {}
@@ -98,12 +109,18 @@ class Checkpoint(Mapping[str, "Tensor"]):
             return torch.empty(entry.shape, dtype=dtype)
         data = self._map(shard)
         if entry.start % dtype.itemsize:
-            return torch.frombuffer(bytearray(data[entry.start : entry.stop]), dtype=dtype).view(entry.shape)
-        return torch.frombuffer(data, dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=entry.start).view(entry.shape)
+            return torch.frombuffer(bytearray(data[entry.start : entry.stop]), dtype=dtype).view(
+                entry.shape
+            )
+        return torch.frombuffer(
+            data, dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=entry.start
+        ).view(entry.shape)
 
     @property
     def bits(self) -> Mapping[str, Any]:
-        """The same tensors as numpy arrays of unsigned integers, for what looks at no value: no torch is loaded."""
+        """The same tensors as numpy arrays of unsigned integers, for what looks at no value: no
+        torch is loaded.
+        """
         return Lazy(self.entries, self._read_bits)
 
     def _read_bits(self, name: str) -> Any:
@@ -114,7 +131,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         if not entry.nbytes:
             return np.empty(entry.shape, f"<u{size}")
         data = self._map(self._home[name])
-        return np.frombuffer(data, f"<u{size}", entry.nbytes // size, entry.start).reshape(entry.shape)
+        return np.frombuffer(data, f"<u{size}", entry.nbytes // size, entry.start).reshape(
+            entry.shape
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.entries)
@@ -154,7 +173,9 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """The permission bits that an output made of this checkpoint may have at most."""
         index = [self.path / INDEX] if self.index is not None else []
         config = [self.config_path] if self.config_path is not None else []
-        return strictest_mode([*self.sources, *(shard.path for shard in self.files.values()), *config, *index])
+        return strictest_mode(
+            [*self.sources, *(shard.path for shard in self.files.values()), *config, *index]
+        )
 
     def _map(self, shard: Shard) -> mmap.mmap:
         with self._lock:
@@ -163,17 +184,27 @@ class Checkpoint(Mapping[str, "Tensor"]):
                     _require_size(shard, os.fstat(file.fileno()).st_size)
                     self._maps[shard.path] = _private_map(file.fileno())
             found = self._maps[shard.path]
-        _require_size(shard, found.size())  # the file's size, not the map's: behind a shortened file's end, a read would kill the process
+        _require_size(
+            shard,
+            found.size(),
+            # the file's size, not the map's: behind a shortened file's end, a read would kill the
+            # process
+        )
         return found
 
 
 def _require_size(shard: Shard, size: int) -> None:
     if size != shard.size:
-        raise CheckpointError(f"{shard.path} changed while it was read: it had {shard.size} bytes, now it has {size}", hint="start again")
+        raise CheckpointError(
+            f"{shard.path} changed while it was read: it had {shard.size} bytes, now it has {size}",
+            hint="start again",
+        )
 
 
 def _private_map(fd: int) -> mmap.mmap:
-    """Copy-on-write, so that torch may have it as writable; without a reservation of memory where the system knows that flag."""
+    """Copy-on-write, so that torch may have it as writable; without a reservation of memory where
+    the system knows that flag.
+    """
     reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
     if not reserve:
         return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
@@ -181,21 +212,32 @@ def _private_map(fd: int) -> mmap.mmap:
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
-    """Open a folder, a .safetensors file, or a hub id ("owner/name", "owner/name@revision"). No tensor is read."""
+    """Open a folder, a .safetensors file, or a hub id ("owner/name", "owner/name@revision"). No
+    tensor is read.
+    """
     try:
         path = Path(source).expanduser()
         path.is_dir()
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL
-        raise CheckpointError(f"{str(source)[:100]!r} is no usable path: {error.__class__.__name__}", hint="check its spelling") from error
+        raise CheckpointError(
+            f"{str(source)[:100]!r} is no usable path: {error.__class__.__name__}",
+            hint="check its spelling",
+        ) from error
     if path.is_dir():
         return _open_folder(path)
     if path.exists():
         return _open_file(path)
-    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", str(source)) and path.suffix != ".safetensors" and not path.parent.exists():
+    if (
+        re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?", str(source))
+        and path.suffix != ".safetensors"
+        and not path.parent.exists()
+    ):
         return _open_folder(_download(str(source)))
     raise CheckpointError(
-        f"{source} does not exist", hint="a model is a folder with safetensors files, one .safetensors file, or a hub id of the form owner/name"
+        f"{source} does not exist",
+        hint="a model is a folder with safetensors files, one .safetensors file, or a hub id of "
+        "the form owner/name",
     )
 
 
@@ -203,13 +245,23 @@ def _download(repo: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise CheckpointError(f'"{repo}" is a hub id, but huggingface_hub is not installed', hint="pip install 'regauge[hub]'") from error
+        raise CheckpointError(
+            f'"{repo}" is a hub id, but huggingface_hub is not installed',
+            hint="pip install 'regauge[hub]'",
+        ) from error
     name, _, revision = repo.partition("@")
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(_HUB_FILES)))
+        return Path(
+            snapshot_download(name, revision=revision or None, allow_patterns=list(_HUB_FILES))
+        )
     except Exception as error:  # the hub's client raises errors of many libraries
-        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CheckpointError(f"{repo} could not be fetched from the hub: {first}", hint="check the name, the network and HF_TOKEN") from error
+        first = next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        raise CheckpointError(
+            f"{repo} could not be fetched from the hub: {first}",
+            hint="check the name, the network and HF_TOKEN",
+        ) from error
 
 
 def _open_file(path: Path) -> Checkpoint:
@@ -243,7 +295,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         return _opened(folder, [read_header(tensors[0])], config_path)
     if tensors:
         raise CheckpointError(
-            f"{folder} has {len(tensors)} safetensors files ({tensors[0].name}, ...) but no {INDEX}",
+            f"{folder} has {len(tensors)} safetensors files ({tensors[0].name}, ...) but no "
+            f"{INDEX}",
             hint="fetch the index file too, or name one file",
         )
     if any(p.suffix == ".gguf" for p in found):
@@ -251,28 +304,41 @@ def _open_folder(folder: Path) -> Checkpoint:
     if any(p.suffix in PICKLES for p in found):
         raise _pickle(next(p for p in found if p.suffix in PICKLES))
     what = "is empty" if not found else "has no weights"
-    raise CheckpointError(f"{folder} {what}", hint=f"a model folder has {WEIGHTS}, or {INDEX} and its shards")
+    raise CheckpointError(
+        f"{folder} {what}", hint=f"a model folder has {WEIGHTS}, or {INDEX} and its shards"
+    )
 
 
 def _pickle(path: Path) -> CheckpointError:
     source = path.parent if (path.parent / "config.json").is_file() else path
     return CheckpointError(
-        f"{path} is a pickle, which can run code when it is read", hint=f"regauge convert {source} -o OUT reads it safely and writes safetensors"
+        f"{path} is a pickle, which can run code when it is read",
+        hint=f"regauge convert {source} -o OUT reads it safely and writes safetensors",
     )
 
 
 def _gguf(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} is GGUF, which regauge does not read", hint="start from the safetensors checkpoint that it was made from")
+    return CheckpointError(
+        f"{path} is GGUF, which regauge does not read",
+        hint="start from the safetensors checkpoint that it was made from",
+    )
 
 
-def _opened(path: Path, shards: Iterable[Shard], config_path: Path | None, index: Mapping[str, Any] | None = None) -> Checkpoint:
+def _opened(
+    path: Path,
+    shards: Iterable[Shard],
+    config_path: Path | None,
+    index: Mapping[str, Any] | None = None,
+) -> Checkpoint:
     config = None if config_path is None else read_json(config_path)
     opened = Checkpoint(path, shards, config, config_path, index)
     if config is not None and config.get("quantization_config"):
         how = config["quantization_config"]
         kind = how.get("quant_method", "quantised") if isinstance(how, Mapping) else how
         raise CheckpointError(
-            f"{path} is quantised ({kind})", hint="start from the unquantised weights: quantised ones have no symmetry left but permutations"
+            f"{path} is quantised ({kind})",
+            hint="start from the unquantised weights: quantised ones have no symmetry left but "
+            "permutations",
         )
     for dtype in sorted(set(opened.dtypes.values()) - DTYPES.keys()):
         names = [n for n, d in opened.dtypes.items() if d == dtype]
@@ -293,7 +359,9 @@ def read_json(path: Path, limit: int = CONFIG_BYTES) -> dict[str, Any]:
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The index of a sharded folder; its weight_map is checked to map names to file names that a shard may have."""
+    """The index of a sharded folder; its weight_map is checked to map names to file names that a
+    shard may have.
+    """
     index = read_json(path, INDEX_BYTES)
     where = index.get("weight_map")
     if not isinstance(where, dict) or not where:
@@ -301,13 +369,22 @@ def read_index(path: Path) -> dict[str, Any]:
     for name, file in where.items():
         if not _is_shard_name(file):
             shown = repr(file) if len(repr(file)) <= 80 else f"{repr(file)[:80]}..."
-            raise CheckpointError(f'{path} places "{name}" in {shown}, which is no name of a shard', hint="fetch the file again")
+            raise CheckpointError(
+                f'{path} places "{name}" in {shown}, which is no name of a shard',
+                hint="fetch the file again",
+            )
     return index
 
 
 def _is_shard_name(file: Any) -> bool:
     """A plain name that a file can have, neither hidden nor that of another file of a model."""
-    if not isinstance(file, str) or not file or Path(file).name != file or file.startswith(".") or file.endswith(".json"):
+    if (
+        not isinstance(file, str)
+        or not file
+        or Path(file).name != file
+        or file.startswith(".")
+        or file.endswith(".json")
+    ):
         return False
     return file.isprintable() and len(os.fsencode(file)) <= 255
 
@@ -317,7 +394,8 @@ def _read_shards(folder: Path, where: Mapping[str, str]) -> list[Shard]:
     missing = [f for f in files if not (folder / f).is_file()]
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {len(missing)} of its {len(files)} shards: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}",
+            f"{folder} lacks {len(missing)} of its {len(files)} shards: "
+            f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}",
             hint=f"fetch what {INDEX} names",
         )
     for file in files:
@@ -327,13 +405,21 @@ def _read_shards(folder: Path, where: Mapping[str, str]) -> list[Shard]:
     return list(shards.values())
 
 
-def require_placed(index: Path, where: Mapping[str, str], names: Mapping[str, Collection[str]]) -> None:
-    """Hold an index to the names that its shards have: each tensor is where the index places it, and nowhere else."""
+def require_placed(
+    index: Path, where: Mapping[str, str], names: Mapping[str, Collection[str]]
+) -> None:
+    """Hold an index to the names that its shards have: each tensor is where the index places it,
+    and nowhere else.
+    """
     hint = "index and shards are from different saves: fetch both again"
     for name, file in where.items():
         if name not in names[file]:
-            raise CheckpointError(f'{index.name} places "{name}" in {file}, which does not have it', hint=hint)
+            raise CheckpointError(
+                f'{index.name} places "{name}" in {file}, which does not have it', hint=hint
+            )
     for file, found in names.items():
         for name in found:
             if where.get(name) != file:
-                raise CheckpointError(f'{file} has "{name}", which {index.name} does not place there', hint=hint)
+                raise CheckpointError(
+                    f'{file} has "{name}", which {index.name} does not place there', hint=hint
+                )

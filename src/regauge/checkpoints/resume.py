@@ -1,6 +1,8 @@
-"""Save the state of long work beside its output, so that an interrupted run resumes where it stopped.
+"""Save the state of long work beside its output, so that an interrupted run resumes where it
+stopped.
 
-An outcome is JSON values and named tensors in one safetensors file with a digest of both. Files appear whole or not at all.
+An outcome is JSON values and named tensors in one safetensors file with a digest of both. Files
+appear whole or not at all.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ class CacheError(RegaugeError):
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a cell found. `made` are the versions that it was computed with, `seconds` what it took; neither is part of the digest."""
+    """What a cell found. `made` are the versions that it was computed with, `seconds` what it took;
+    neither is part of the digest.
+    """
 
     values: Mapping[str, Any]
     tensors: Mapping[str, Any] = field(default_factory=dict)
@@ -44,8 +48,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Work:
-    """Where a long cell keeps its state while it works. `device` is where it computes: no parameter, since it should not matter. `of` says what
-    work it is, where the path does not."""
+    """Where a long cell keeps its state while it works. `device` is where it computes: no
+    parameter, since it should not matter. `of` says what work it is, where the path does not.
+    """
 
     path: Path
     every: float = KEEP_EVERY
@@ -53,11 +58,14 @@ class Work:
     of: str = ""
 
     def load(self) -> Outcome | None:
-        """The state that an interrupted run left, if there is one and it is whole. That of other work is refused: it would be gone on with."""
+        """The state that an interrupted run left, if there is one and it is whole. That of other
+        work is refused: it would be gone on with.
+        """
         found = read_outcome(self.path)
         if found is not None and found.values.get("of", "") != self.of:
             raise CacheError(
-                f"{self.path} is of other work that was interrupted", hint="finish that by the command it was begun with, or remove the file"
+                f"{self.path} is of other work that was interrupted",
+                hint="finish that by the command it was begun with, or remove the file",
             )
         return found
 
@@ -66,11 +74,18 @@ class Work:
 
 
 def canonical_values(value: Any) -> bytes:
-    """JSON in one spelling. What JSON has no word for is refused: a hash must not depend on how an object prints."""
+    """JSON in one spelling. What JSON has no word for is refused: a hash must not depend on how an
+    object prints.
+    """
     try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_mapping).encode()
+        return json.dumps(
+            value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_mapping
+        ).encode()
     except (TypeError, ValueError) as error:
-        raise CacheError(f"a cell's parameters and values are plain JSON: {error}", hint="give numbers, texts, lists and dicts") from error
+        raise CacheError(
+            f"a cell's parameters and values are plain JSON: {error}",
+            hint="give numbers, texts, lists and dicts",
+        ) from error
 
 
 def _mapping(value: Any) -> Any:
@@ -88,20 +103,33 @@ def _bytes() -> Any:
 def write_outcome(path: Path, outcome: Outcome) -> None:
     from safetensors.torch import save
 
-    about = {"regauge": "cell", "version": FORMAT, "values": canonical_values(outcome.values).decode(), "digest": outcome.digest}
+    about = {
+        "regauge": "cell",
+        "version": FORMAT,
+        "values": canonical_values(outcome.values).decode(),
+        "digest": outcome.digest,
+    }
     about |= {"seconds": str(outcome.seconds), "made": json.dumps(dict(outcome.made))}
-    write_bytes(path, save({name: t.detach().cpu().contiguous() for name, t in outcome.tensors.items()}, about))
+    write_bytes(
+        path,
+        save({name: t.detach().cpu().contiguous() for name, t in outcome.tensors.items()}, about),
+    )
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """A whole outcome, or None for one that is absent or damaged. A damaged one is replaced when the cell has been computed again."""
+    """A whole outcome, or None for one that is absent or damaged. A damaged one is replaced when
+    the cell has been computed again.
+    """
     from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (the handle is no mapping)
-        found = Outcome(json.loads(about["values"]), tensors, float(about["seconds"]), json.loads(about["made"]))
+            # the handle is no mapping
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        found = Outcome(
+            json.loads(about["values"]), tensors, float(about["seconds"]), json.loads(about["made"])
+        )
         return found if about["version"] == FORMAT and about["digest"] == found.digest else None
     except Exception:  # safetensors raises errors of many kinds for files that are none of its own
         return None

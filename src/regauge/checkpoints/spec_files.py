@@ -1,7 +1,9 @@
-"""Spec files: the symmetry of a module of one's own, written down in TOML. `docs/formats.md` describes the format.
+"""Spec files: the symmetry of a module of one's own, written down in TOML. `docs/formats.md`
+describes the format.
 
-`{i}` in names and axes runs over `repeat = { i = 6 }`; any other name in braces is a stack, as in `regauge.core.spec`. Unknown fields are refused by name,
-and every fault of a file is reported at once.
+`{i}` in names and axes runs over `repeat = { i = 6 }`; any other name in braces is a stack, as in
+`regauge.core.spec`. Unknown fields are refused by name, and every fault of a file is reported at
+once.
 """
 
 from __future__ import annotations
@@ -27,7 +29,17 @@ _HINT = "docs/formats.md describes spec files"
 _MOST, _MOST_IN_ALL = 100_000, 400_000  # names that one line and a whole file may stand for
 
 _FIELDS = (
-    *("regauge", "family", "repeat", "spaces", "tensors", "outputs", "ties", "untied", "untied_config"),
+    *(
+        "regauge",
+        "family",
+        "repeat",
+        "spaces",
+        "tensors",
+        "outputs",
+        "ties",
+        "untied",
+        "untied_config",
+    ),
     *("norms", "scales", "fixed", "buffers", "notes", "config"),
 )
 Pairs = tuple[tuple[str, str | None], ...]
@@ -35,39 +47,63 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def load_spec(path: Path | str) -> Spec:
-    """Read a spec file. One error lists every fault, each with its key; a bad axes string is shown with the place."""
+    """Read a spec file. One error lists every fault, each with its key; a bad axes string is shown
+    with the place.
+    """
     try:
         text = read_document(Path(path), SPEC_BYTES, SpecError).decode("utf-8")
     except (CheckpointError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path} cannot be read: {error}", hint="a spec file is TOML text in UTF-8") from error
+        raise SpecError(
+            f"{path} cannot be read: {error}", hint="a spec file is TOML text in UTF-8"
+        ) from error
     return parse_spec(text, str(path))
 
 
 def parse_spec(text: str, where: str = "spec file") -> Spec:
     """Read the text of a spec file; `where` names it in errors."""
     if len(text) > SPEC_BYTES:
-        raise SpecError(f"{where} must have at most {SPEC_BYTES:,} characters, got {len(text):,}", hint=_HINT)
+        raise SpecError(
+            f"{where} must have at most {SPEC_BYTES:,} characters, got {len(text):,}", hint=_HINT
+        )
     try:
         file = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number with thousands of digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # TOMLDecodeError, or a number with thousands of digits
         raise SpecError(f"{where} is not TOML: {error}", hint=_HINT) from error
     version = file.get("regauge")
     if type(version) is not int:
-        raise SpecError(f"{where} does not say its format version", hint=f"a spec file begins with: regauge = {VERSION}")
+        raise SpecError(
+            f"{where} does not say its format version",
+            hint=f"a spec file begins with: regauge = {VERSION}",
+        )
     if version > VERSION:
-        raise SpecError(f"{where} has format version {version}; this regauge reads up to {VERSION}", hint="upgrade regauge")
+        raise SpecError(
+            f"{where} has format version {version}; this regauge reads up to {VERSION}",
+            hint="upgrade regauge",
+        )
     reader = _Reader(file)
     spec = reader.spec()
-    faults = [*reader.faults, *(f for f in check_spec(spec, whole=not reader.faults) if f.name not in reader.blamed)]
+    faults = [
+        *reader.faults,
+        *(f for f in check_spec(spec, whole=not reader.faults) if f.name not in reader.blamed),
+    ]
     if faults:
-        lines = [line for fault in faults[:20] for line in f"  {fault}".replace("\n", "\n    ").splitlines()]
+        lines = [
+            line
+            for fault in faults[:20]
+            for line in f"  {fault}".replace("\n", "\n    ").splitlines()
+        ]
         more = [f"  ... and {len(faults) - 20} more"] if len(faults) > 20 else []
         raise SpecError("\n".join([f"{where} is not a spec", *lines, *more]), hint=_HINT)
     return spec
 
 
 class _Reader:
-    """One pass over a parsed file. What is wrong is gathered in `faults`; the names concerned in `blamed`, so that nothing is said twice."""
+    """One pass over a parsed file. What is wrong is gathered in `faults`; the names concerned in
+    `blamed`, so that nothing is said twice.
+    """
 
     def __init__(self, file: Mapping[str, Any]) -> None:
         self.file = file
@@ -86,10 +122,15 @@ class _Reader:
             if type(n) is int and 0 < n <= 10_000 and variable.isidentifier():
                 self.repeat[variable] = n
             else:
-                self.fault("repeat", f"repeat.{variable} is {_short(n)}, not a number of times (1 to 10000)")
+                self.fault(
+                    "repeat",
+                    f"repeat.{variable} is {_short(n)}, not a number of times (1 to 10000)",
+                )
         family = self.file.get("family")
         if not isinstance(family, str) or not family:
-            self.fault("family", 'the file does not say its "family": a name for this kind of model')
+            self.fault(
+                "family", 'the file does not say its "family": a name for this kind of model'
+            )
         spaces = dict(self.spaces())
         tensors, parts = self.tensors()
         return Spec(
@@ -143,7 +184,10 @@ class _Reader:
         self.names += count
         if self.names > _MOST_IN_ALL:
             if "repeat" not in self.blamed:
-                self.fault("repeat", f"the file must stand for at most {_MOST_IN_ALL:,} names, repeats written out")
+                self.fault(
+                    "repeat",
+                    f"the file must stand for at most {_MOST_IN_ALL:,} names, repeats written out",
+                )
             return
         for values in itertools.product(*(range(self.repeat[v]) for v in used)):
             out = list(texts)
@@ -154,10 +198,20 @@ class _Reader:
     def spaces(self) -> Iterator[tuple[str, Space]]:
         for key, value in self.table("spaces").items():
             if not isinstance(value, dict):
-                self.fault(key, f'spaces."{key}" is not a table such as {{ size = 8, group = "permutation" }}')
+                self.fault(
+                    key,
+                    f'spaces."{key}" is not a table such as {{ size = 8, group = "permutation" }}',
+                )
                 continue
-            self.known(f'spaces."{key}".', value, ("size", "group", "over", "folded", "why", "constant"))
-            size, over, why, constant = value.get("size"), value.get("over"), value.get("why", ""), value.get("constant", "")
+            self.known(
+                f'spaces."{key}".', value, ("size", "group", "over", "folded", "why", "constant")
+            )
+            size, over, why, constant = (
+                value.get("size"),
+                value.get("over"),
+                value.get("why", ""),
+                value.get("constant", ""),
+            )
             if type(size) is not int or size < 1:
                 self.fault(key, f'spaces."{key}" has size {_short(size)}')
                 continue
@@ -165,9 +219,14 @@ class _Reader:
                 self.fault(key, f'spaces."{key}": why and over are strings')
                 continue
             if constant not in ("", "unseen", "passed"):
-                self.fault(key, f'spaces."{key}" has constant {_short(constant)}; it is "unseen" or "passed"')
+                self.fault(
+                    key,
+                    f'spaces."{key}" has constant {_short(constant)}; it is "unseen" or "passed"',
+                )
                 continue
-            group, folded = (self.group(key, field, value.get(field)) for field in ("group", "folded"))
+            group, folded = (
+                self.group(key, field, value.get(field)) for field in ("group", "folded")
+            )
             if group is None:
                 continue
             for name, parent in self.each(key, over or ""):
@@ -177,7 +236,9 @@ class _Reader:
         if name is None and field == "folded":
             return None
         if not isinstance(name, str) or name not in GROUPS:
-            self.fault(key, f'spaces."{key}" has {field} {_short(name)}; groups are {", ".join(GROUPS)}')
+            self.fault(
+                key, f'spaces."{key}" has {field} {_short(name)}; groups are {", ".join(GROUPS)}'
+            )
             return None
         return GROUPS[name]
 
@@ -200,7 +261,11 @@ class _Reader:
         parts: dict[str, str] = {}
         for part, table in self.table("tensors").items():
             if part not in PARTS or not isinstance(table, dict):
-                self.fault(part, f'tensors."{part}" is not a part; parts are {", ".join(f"[tensors.{p}]" for p in PARTS)}')
+                self.fault(
+                    part,
+                    f'tensors."{part}" is not a part; parts are '
+                    f"{', '.join(f'[tensors.{p}]' for p in PARTS)}",
+                )
                 continue
             for name, text in self.axes(f"tensors.{part}", table):
                 if name in tensors:
@@ -239,22 +304,39 @@ class _Reader:
         return tuple(out)
 
     def norms(self) -> Iterator[Norm]:
-        for i, entry in enumerate(self.entries("norms", ("gain", "bias", "readers", "neutral", "padded"))):
-            gain, bias, neutral, padded = entry.get("gain"), entry.get("bias"), entry.get("neutral", 1.0), entry.get("padded", False)
+        for i, entry in enumerate(
+            self.entries("norms", ("gain", "bias", "readers", "neutral", "padded"))
+        ):
+            gain, bias, neutral, padded = (
+                entry.get("gain"),
+                entry.get("bias"),
+                entry.get("neutral", 1.0),
+                entry.get("padded", False),
+            )
             readers = self.pairs(entry.get("readers"))
-            right = isinstance(bias, str | None) and _is_number(neutral) and isinstance(padded, bool)
+            right = (
+                isinstance(bias, str | None) and _is_number(neutral) and isinstance(padded, bool)
+            )
             if not isinstance(gain, str) or not right or readers is None:
                 self.fault(
-                    f"norms[{i}]", f'norms[{i}] needs gain = "name", readers = [["weight", "bias"], ...], and may have bias, neutral and padded'
+                    f"norms[{i}]",
+                    f'norms[{i}] needs gain = "name", readers = [["weight", "bias"], ...], and '
+                    "may have bias, neutral and padded",
                 )
                 continue
-            yield from (Norm(g, b, r, float(neutral), padded) for g, b, r in self.repeated(gain, bias, readers))
+            yield from (
+                Norm(g, b, r, float(neutral), padded)
+                for g, b, r in self.repeated(gain, bias, readers)
+            )
 
     def scales(self) -> Iterator[Scale]:
         for i, entry in enumerate(self.entries("scales", ("gain", "writers"))):
             gain, writers = entry.get("gain"), self.pairs(entry.get("writers"))
             if not isinstance(gain, str) or writers is None:
-                self.fault(f"scales[{i}]", f'scales[{i}] needs gain = "name" and writers = [["weight", "bias"], ...]')
+                self.fault(
+                    f"scales[{i}]",
+                    f'scales[{i}] needs gain = "name" and writers = [["weight", "bias"], ...]',
+                )
                 continue
             yield from (Scale(g, w) for g, _, w in self.repeated(gain, None, writers))
 
@@ -269,12 +351,21 @@ class _Reader:
 
     def pairs(self, value: Any) -> list[tuple[str, str]] | None:
         """[weight, bias] or [weight]; an absent bias is an empty string here."""
-        good = isinstance(value, list) and all(isinstance(p, list) and len(p) in (1, 2) and all(isinstance(n, str) and n for n in p) for p in value)
+        good = isinstance(value, list) and all(
+            isinstance(p, list) and len(p) in (1, 2) and all(isinstance(n, str) and n for n in p)
+            for p in value
+        )
         return [(p[0], p[1] if len(p) == 2 else "") for p in value] if good else None
 
-    def repeated(self, gain: str, bias: str | None, pairs: list[tuple[str, str]]) -> Iterator[tuple[str, str | None, Pairs]]:
+    def repeated(
+        self, gain: str, bias: str | None, pairs: list[tuple[str, str]]
+    ) -> Iterator[tuple[str, str | None, Pairs]]:
         for one, shift, *names in self.each(gain, bias or "", *(n for pair in pairs for n in pair)):
-            yield one, shift or None, tuple((w, b or None) for w, b in zip(names[0::2], names[1::2], strict=True))
+            yield (
+                one,
+                shift or None,
+                tuple((w, b or None) for w, b in zip(names[0::2], names[1::2], strict=True)),
+            )
 
 
 def _short(value: Any) -> str:
@@ -287,22 +378,37 @@ def _short(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300  # finite, and a float
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    )  # finite, and a float
 
 
 def dump_spec(spec: Spec) -> str:
-    """A spec as the text of a spec file, everything written out. `load_spec` of it gives an equal spec."""
+    """A spec as the text of a spec file, everything written out. `load_spec` of it gives an equal
+    spec.
+    """
     homeless = [name for name in spec.tensors if name not in spec.parts]
     if homeless:
-        raise SpecError(f'"{homeless[0]}" is in no part, and a spec file lists tensors by part', hint=f"parts are {', '.join(PARTS)}")
+        raise SpecError(
+            f'"{homeless[0]}" is in no part, and a spec file lists tensors by part',
+            hint=f"parts are {', '.join(PARTS)}",
+        )
     lines = [f"regauge = {VERSION}", f"family = {_quote(spec.family)}"]
     for key, listed in (("buffers", spec.buffers), ("notes", spec.notes)):
         if listed:
             lines += [f"{key} = [", *(f"    {_quote(v)}," for v in listed), "]"]
-    lines += ["", "[spaces]", *(f"{_key(name)} = {_space(space)}" for name, space in spec.spaces.items())]
+    lines += [
+        "",
+        "[spaces]",
+        *(f"{_key(name)} = {_space(space)}" for name, space in spec.spaces.items()),
+    ]
     for part in PARTS:
         lines += ["", f"[tensors.{part}]"]
-        lines += [f"{_key(n)} = {_quote(text)}" for n, text in spec.tensors.items() if spec.parts.get(n) == part]
+        lines += [
+            f"{_key(n)} = {_quote(text)}"
+            for n, text in spec.tensors.items()
+            if spec.parts.get(n) == part
+        ]
     for key in ("outputs", "ties", "untied", "untied_config", "fixed", "config"):
         table: Mapping[str, Any] = getattr(spec, key)
         if table:
@@ -314,7 +420,12 @@ def dump_spec(spec: Spec) -> str:
         lines += [f"neutral = {norm.neutral!r}"] if norm.neutral != 1.0 else []
         lines += ["padded = true"] if norm.padded else []
     for scale in spec.scales:
-        lines += ["", "[[scales]]", f"gain = {_quote(scale.gain)}", f"writers = {_pairs(scale.writers)}"]
+        lines += [
+            "",
+            "[[scales]]",
+            f"gain = {_quote(scale.gain)}",
+            f"writers = {_pairs(scale.writers)}",
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -340,7 +451,13 @@ def _space(space: Space) -> str:
 
 
 def _pairs(pairs: Pairs) -> str:
-    return "[" + ", ".join("[" + ", ".join(_quote(n) for n in pair if n is not None) + "]" for pair in pairs) + "]"
+    return (
+        "["
+        + ", ".join(
+            "[" + ", ".join(_quote(n) for n in pair if n is not None) + "]" for pair in pairs
+        )
+        + "]"
+    )
 
 
 def _value(value: Any) -> str:

@@ -1,4 +1,6 @@
-"""A checkpoint that an element is to move, as it is or prepared: what makes each tensor, and the plan of the files."""
+"""A checkpoint that an element is to move, as it is or prepared: what makes each tensor, and the
+plan of the files.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Moving:
-    """A checkpoint that is to be moved: as it is, or prepared, with its norms folded or gauges fixed first. `described` is the spec of `state`,
-    `spec` that of the file."""
+    """A checkpoint that is to be moved: as it is, or prepared, with its norms folded or gauges
+    fixed first. `described` is the spec of `state`, `spec` that of the file.
+    """
 
     checkpoint: Checkpoint
     spec: Spec
@@ -30,7 +33,9 @@ class Moving:
     prepared: tuple[str, ...] = ()
 
     def with_state(self, made: Mapping[str, Callable[[], Any]], steps: Sequence[str]) -> Moving:
-        """Return the same checkpoint with another state of the same function, and the names of the steps that made it."""
+        """Return the same checkpoint with another state of the same function, and the names of the
+        steps that made it.
+        """
         from regauge.checkpoints.reader import Lazy
 
         return replace(self, state=Lazy.of(made), prepared=(*self.prepared, *steps))
@@ -45,22 +50,44 @@ class Moving:
         )  # permutations and signs look at no value, so torch is not even loaded
         made = apply_lazily(g, self.checkpoint.bits if bits else self.state, part)
         if self.prepared:  # rounded once, and only now
-            made = {name: partial(_rounded, make, self.checkpoint[origin(self.spec, self.checkpoint, name)].dtype) for name, make in made.items()}
+            made = {
+                name: partial(
+                    _rounded, make, self.checkpoint[origin(self.spec, self.checkpoint, name)].dtype
+                )
+                for name, make in made.items()
+            }
         return made
 
     def plan(
-        self, out: Path, g: Element, thunks: Mapping[str, Callable[[], Any]], part: str | None = None, mode: int = EVERYONE, **small: bytes
+        self,
+        out: Path,
+        g: Element,
+        thunks: Mapping[str, Callable[[], Any]],
+        part: str | None = None,
+        mode: int = EVERYONE,
+        **small: bytes,
     ) -> Plan:
-        """The files to be written: the checkpoint's own, moved, and small ones by their bytes (`match.json` as match_json). `mode` has the
-        permission bits that inputs beside the checkpoint allow."""
+        """The files to be written: the checkpoint's own, moved, and small ones by their bytes
+        (`match.json` as match_json). `mode` has the permission bits that inputs beside the
+        checkpoint allow.
+        """
         from regauge.checkpoints.plan import is_file_name, plan_checkpoint
         from regauge.core.action import moves
         from regauge.core.fold import origin
 
         sources = {m.name: m.source for m in moves(g, part)}
-        origins = {name: origin(self.spec, self.checkpoint, sources.get(name, name)) for name in thunks}
+        origins = {
+            name: origin(self.spec, self.checkpoint, sources.get(name, name)) for name in thunks
+        }
         recipe = recipe_of(g, self.spec, self.prepared, part)
-        plan = plan_checkpoint(out, self.checkpoint, thunks, origins=origins, config_changes=self.described.config, recipe=recipe)
+        plan = plan_checkpoint(
+            out,
+            self.checkpoint,
+            thunks,
+            origins=origins,
+            config_changes=self.described.config,
+            recipe=recipe,
+        )
         names = {key.replace("_", "."): value for key, value in small.items()}
         if is_file_name(out):
             names = {f"{out.stem}.{name}": value for name, value in names.items()}
@@ -69,7 +96,9 @@ class Moving:
 
 
 def moving(checkpoint: Checkpoint, spec: Spec, fold: bool) -> Moving:
-    """Prepare a checkpoint to be transformed, with its norms folded if asked. Only norms are read."""
+    """Prepare a checkpoint to be transformed, with its norms folded if asked. Only norms are
+    read.
+    """
     if not fold:
         return Moving(checkpoint, spec, spec, checkpoint)
     from regauge.checkpoints.reader import Lazy
@@ -95,14 +124,19 @@ def recipe_of(g: Element, unfolded: Spec, prepared: Sequence[str], part: str | N
     from regauge import __version__
     from regauge.checkpoints.spec_files import dump_spec
 
-    whole = hashlib.sha256(f"version={__version__} prepared={','.join(prepared)} part={part or ''}\n{dump_spec(unfolded)}".encode())
+    whole = hashlib.sha256(
+        f"version={__version__} prepared={','.join(prepared)} "
+        f"part={part or ''}\n{dump_spec(unfolded)}".encode()
+    )
     for name in sorted(g.members):
         member = g.members[name]
         whole.update(name.encode() + type(member).__name__.encode())
         for key in ("index", "scale", "values", "factor", "layout"):
             value = getattr(member, key, None)
             if value is not None:
-                whole.update(key.encode() + (value.encode() if isinstance(value, str) else value.tobytes()))
+                whole.update(
+                    key.encode() + (value.encode() if isinstance(value, str) else value.tobytes())
+                )
     return whole.digest()
 
 

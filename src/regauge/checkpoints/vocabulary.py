@@ -1,4 +1,6 @@
-"""The tokens of a model and the rows of its tables that they have, read from its tokenizer's files."""
+"""The tokens of a model and the rows of its tables that they have, read from its tokenizer's
+files.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from regauge.errors import CheckpointError
 
 
 def vocabulary(folder: Path, hint: str | None = None) -> dict[str, int]:
-    """The tokens of a model and their rows, from its tokenizer.json (those that were added to it too) or vocab.json."""
+    """The tokens of a model and their rows, from its tokenizer.json (those that were added to it
+    too) or vocab.json.
+    """
     for name in ("tokenizer.json", "vocab.json"):
         path = folder / name
         if path.is_file():
@@ -23,5 +27,9 @@ def vocabulary(folder: Path, hint: str | None = None) -> dict[str, int]:
                 out = {str(token): int(i) for token, i in found.items()}
                 return out | {str(one["content"]): int(one["id"]) for one in added}
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-                raise CheckpointError(f"{path} cannot be read as a vocabulary: {error}", hint="fetch the file again") from error
-    raise CheckpointError(f"{folder} has no tokenizer.json or vocab.json, so its tokens are not known", hint=hint)
+                raise CheckpointError(
+                    f"{path} cannot be read as a vocabulary: {error}", hint="fetch the file again"
+                ) from error
+    raise CheckpointError(
+        f"{folder} has no tokenizer.json or vocab.json, so its tokens are not known", hint=hint
+    )

@@ -1,8 +1,11 @@
-"""Checkpoints, written: one engine for all that makes a new checkpoint out of an old one, tensor by tensor.
+"""Checkpoints, written: one engine for all that makes a new checkpoint out of an old one, tensor by
+tensor.
 
-What is written goes into a hidden folder beside the output, `.NAME.partial`, is flushed to the disk, and is then renamed: the output is there whole
-or not at all. A few threads make tensors and write each in its place, piece by piece where it is made so; finished shards are flushed by another, so
-that computing, copying and the disk work at once; at most two of the largest tensors are in memory.
+What is written goes into a hidden folder beside the output, `.NAME.partial`, is flushed to the
+disk, and is then renamed: the output is there whole or not at all. A few threads make tensors and
+write each in its place, piece by piece where it is made so; finished shards are flushed by another,
+so that computing, copying and the disk work at once; at most two of the largest tensors are in
+memory.
 """
 
 from __future__ import annotations
@@ -20,9 +23,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoints.blocks import Blocks, bits_of
-from regauge.checkpoints.files import copy_file, exclusive_lock, file_mode, fsync_folder, make_folder, tighten, write_bytes, writing
+from regauge.checkpoints.files import (
+    copy_file,
+    exclusive_lock,
+    file_mode,
+    fsync_folder,
+    make_folder,
+    tighten,
+    write_bytes,
+    writing,
+)
 from regauge.checkpoints.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
-from regauge.checkpoints.plan import File, Plan, Thunks, check_space, is_file_name, is_finite, nbytes, real_path
+from regauge.checkpoints.plan import (
+    File,
+    Plan,
+    Thunks,
+    check_space,
+    is_file_name,
+    is_finite,
+    nbytes,
+    real_path,
+)
 from regauge.checkpoints.reader import Checkpoint
 from regauge.errors import CheckpointError
 
@@ -35,13 +56,17 @@ Progress = Callable[[int, int], None]
 
 _JOURNAL = ".regauge.json"  # in the partial folder: the plan's digest, and the shards that are done
 _FLUSH = 1 << 27  # bytes written between two flushes of a shard
-_CHUNK = 1 << 18  # bytes handed to the system at once: as cp does; whole tensors at once took longer here
+_CHUNK = (
+    1 << 18
+)  # bytes handed to the system at once: as cp does; whole tensors at once took longer here
 _SMALL = 1 << 24  # memory for tensors in flight that is always allowed
 
 
 @dataclass(frozen=True)
 class Written:
-    """What was written. `nonfinite` names tensors that hold NaN or Inf; `left` the files of the source that were not carried over."""
+    """What was written. `nonfinite` names tensors that hold NaN or Inf; `left` the files of the
+    source that were not carried over.
+    """
 
     path: Path
     files: tuple[str, ...]
@@ -52,7 +77,13 @@ class Written:
 
 
 def write_plan(
-    out: Path, plan: Plan, thunks: Thunks, *, progress: Progress | None = None, resume: bool = False, threads: int | None = None
+    out: Path,
+    plan: Plan,
+    thunks: Thunks,
+    *,
+    progress: Progress | None = None,
+    resume: bool = False,
+    threads: int | None = None,
 ) -> Written:
     """Write a plan beside the output and rename it into place. The output has been checked.
 
@@ -64,29 +95,50 @@ def write_plan(
         size, mode = plan.size, plan.output_mode
     with _staged(partial, plan, resume, mode) as done:
         check_space(parent, size - sum(f.size for f in plan.files if f.name in done))
-        run = _Run(partial, plan, mode, thunks, done, progress, threads or min(4, max(1, (os.cpu_count() or 1) - 1)))  # one core is the disk's
+        run = _Run(
+            partial,
+            plan,
+            mode,
+            thunks,
+            done,
+            progress,
+            threads or min(4, max(1, (os.cpu_count() or 1) - 1)),
+        )  # one core is the disk's
         with writing(out):
             run.write()
             copied: dict[str, bytes] = {}
             for name, path in plan.copies.items():
                 make_folder((partial / name).parent, mode)
                 copied[name] = copy_file(path, partial / name, mode)
-            for name, data in {**plan.small, **_finishing(partial, plan, run.digests, done, copied)}.items():
+            for name, data in {
+                **plan.small,
+                **_finishing(partial, plan, run.digests, done, copied),
+            }.items():
                 write_bytes(partial / name, data, mode=file_mode(mode))
             _finish(partial, out)
     files = (*(f.name for f in plan.files), *plan.small, *plan.copies)
     return Written(out, files, size, tuple(run.nonfinite), plan.left, tuple(done))
 
 
-def _finishing(partial: Path, plan: Plan, digests: Mapping[str, bytes], done: set[str], copied: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The small files that are made last. Headers that are made last are put in their places here."""
+def _finishing(
+    partial: Path,
+    plan: Plan,
+    digests: Mapping[str, bytes],
+    done: set[str],
+    copied: Mapping[str, bytes],
+) -> dict[str, bytes]:
+    """The small files that are made last. Headers that are made last are put in their places
+    here.
+    """
     if plan.finish is None:
         return {}
     late = dict(plan.finish({**digests, **_digests_of(partial / name for name in done)}, copied))
     for file in plan.files:
         header = late.pop(file.name, None)
         if header is not None:
-            assert len(header) == len(file.header()), "a header that is made last has its place kept free"
+            assert len(header) == len(file.header()), (
+                "a header that is made last has its place kept free"
+            )
             with (partial / file.name).open("r+b") as opened:
                 opened.write(header)
                 opened.flush()
@@ -104,7 +156,9 @@ def _digests_of(paths: Iterable[Path]) -> dict[str, bytes]:
 
 
 def digests_of(bits: Mapping[str, Any], threads: int | None = None) -> dict[str, bytes]:
-    """The SHA-256 of every tensor's bytes, as they are stored. hashlib lets other threads run meanwhile."""
+    """The SHA-256 of every tensor's bytes, as they are stored. hashlib lets other threads run
+    meanwhile.
+    """
     with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1), "regauge-hash") as pool:
         return dict(zip(bits, pool.map(lambda name: digest_of(bits[name]), bits), strict=True))
 
@@ -124,7 +178,9 @@ def _finish(partial: Path, out: Path) -> None:
     for folder in {partial, *(p for p in partial.rglob("*") if p.is_dir())}:
         fsync_folder(folder)
     if is_file_name(out):
-        for path in sorted(partial.iterdir(), key=lambda p: p.name == out.name):  # the config first: the weights' appearance means done
+        for path in sorted(
+            partial.iterdir(), key=lambda p: p.name == out.name
+        ):  # the config first: the weights' appearance means done
             path.replace(out.with_name(path.name))
         partial.rmdir()
     else:
@@ -139,15 +195,20 @@ def _fsync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _staged(partial: Path, plan: Plan, resume: bool, mode: int) -> Iterator[set[str]]:
-    """The partial folder, empty or with the finished shards of the same plan (which are yielded). An error removes it. What an interrupted run has
-    left may have been made of looser inputs."""
+    """The partial folder, empty or with the finished shards of the same plan (which are yielded).
+    An error removes it. What an interrupted run has left may have been made of looser inputs.
+    """
     digest = plan.digest()
     if partial.is_symlink() or (partial.is_dir() and not _is_ours(partial, plan)):
-        raise CheckpointError(f"{partial} is in the way, and is not regauge's", hint="remove or rename it first")
+        raise CheckpointError(
+            f"{partial} is in the way, and is not regauge's", hint="remove or rename it first"
+        )
     with writing(partial):
         partial.mkdir(mode=mode, exist_ok=True)
         tighten(partial, mode)
-    with exclusive_lock(partial, f"another run is writing {partial}", "wait for it, or name another folder with -o"):
+    with exclusive_lock(
+        partial, f"another run is writing {partial}", "wait for it, or name another folder with -o"
+    ):
         done = _finished(partial, plan, digest) if resume else set()
         try:
             with writing(partial):
@@ -168,16 +229,23 @@ def _staged(partial: Path, plan: Plan, resume: bool, mode: int) -> Iterator[set[
 
 
 def _is_ours(partial: Path, plan: Plan) -> bool:
-    """Is this what an interrupted run has left? It has a journal, unless the run was killed before that was there (then there is nothing else but the
-    journal's own beginnings), or after it was removed (then all files of the plan are there, whole)."""
+    """Is this what an interrupted run has left? It has a journal, unless the run was killed before
+    that was there (then there is nothing else but the journal's own beginnings), or after it was
+    removed (then all files of the plan are there, whole).
+    """
     names = {path.name for path in partial.iterdir()}
     begun = all(name.startswith(f".{_JOURNAL}.partial-") for name in names)
-    whole = bool(plan.files) and all((partial / f.name).is_file() and (partial / f.name).stat().st_size == f.size for f in plan.files)
+    whole = bool(plan.files) and all(
+        (partial / f.name).is_file() and (partial / f.name).stat().st_size == f.size
+        for f in plan.files
+    )
     return (partial / _JOURNAL).is_file() or begun or whole
 
 
 def _journal(partial: Path, digest: str, done: set[str]) -> None:
-    write_bytes(partial / _JOURNAL, json.dumps({"plan": digest, "done": sorted(done)}).encode(), mode=0o600)
+    write_bytes(
+        partial / _JOURNAL, json.dumps({"plan": digest, "done": sorted(done)}).encode(), mode=0o600
+    )
 
 
 def _finished(partial: Path, plan: Plan, digest: str) -> set[str]:
@@ -186,14 +254,35 @@ def _finished(partial: Path, plan: Plan, digest: str) -> set[str]:
         names = set(journal["done"]) if journal["plan"] == digest else set()
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return set()
-    return {f.name for f in plan.files if f.name in names and (partial / f.name).is_file() and (partial / f.name).stat().st_size == f.size}
+    return {
+        f.name
+        for f in plan.files
+        if f.name in names
+        and (partial / f.name).is_file()
+        and (partial / f.name).stat().st_size == f.size
+    }
 
 
 class _Run:
     """The tensors of a plan on their way to the disk."""
 
-    def __init__(self, folder: Path, plan: Plan, mode: int, thunks: Thunks, done: set[str], progress: Progress | None, threads: int) -> None:
-        self.folder, self.plan, self.mode, self.thunks, self.threads = folder, plan, mode, thunks, threads
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        mode: int,
+        thunks: Thunks,
+        done: set[str],
+        progress: Progress | None,
+        threads: int,
+    ) -> None:
+        self.folder, self.plan, self.mode, self.thunks, self.threads = (
+            folder,
+            plan,
+            mode,
+            thunks,
+            threads,
+        )
         self.done, self.digest = set(done), plan.digest()
         self.files = [f for f in plan.files if f.name not in done]
         self.nonfinite: list[str] = []
@@ -208,12 +297,18 @@ class _Run:
         waiting = deque(zip(self._places(), sizes, strict=True))
         running: deque[tuple[Future[bool], int]] = deque()
         held = 0
-        with ThreadPoolExecutor(self.threads, "regauge-compute") as pool, ThreadPoolExecutor(1, "regauge-flush") as flusher:
+        with (
+            ThreadPoolExecutor(self.threads, "regauge-compute") as pool,
+            ThreadPoolExecutor(1, "regauge-flush") as flusher,
+        ):
             flushes: deque[Future[None]] = deque()
 
             def ahead() -> None:
                 nonlocal held
-                while waiting and (not running or (held + waiting[0][1] <= budget and len(running) < 4 * self.threads)):
+                while waiting and (
+                    not running
+                    or (held + waiting[0][1] <= budget and len(running) < 4 * self.threads)
+                ):
                     place, n = waiting.popleft()
                     running.append((pool.submit(self._write, *place), n))
                     held += n
@@ -263,8 +358,12 @@ class _Run:
 
         made, written, finite = self.thunks[name](), 0, True
         if tuple(made.shape) != shape:
-            raise CheckpointError(f'"{name}" became {list(made.shape)}, but {list(shape)} was announced')
-        digest = hashlib.sha256() if self.plan.finish is not None and name not in self.digests else None
+            raise CheckpointError(
+                f'"{name}" became {list(made.shape)}, but {list(shape)} was announced'
+            )
+        digest = (
+            hashlib.sha256() if self.plan.finish is not None and name not in self.digests else None
+        )
         for piece in _pieces(made, name, dtype):
             bits = np.ascontiguousarray(piece).reshape(-1)
             if finite and dtype in FLOATS and not is_finite(bits, dtype):
@@ -274,7 +373,9 @@ class _Run:
             written += len(view)
             _write_all(fd, view, digest)
         if written != nbytes(dtype, shape):
-            raise CheckpointError(f'"{name}" became {written} bytes, but {dtype} {list(shape)} was announced')
+            raise CheckpointError(
+                f'"{name}" became {written} bytes, but {dtype} {list(shape)} was announced'
+            )
         if digest is not None:
             self.digests[name] = digest.digest()
         return finite
@@ -284,7 +385,8 @@ class _Run:
         if self.plan.was_finite is not None and self.plan.was_finite(name):
             raise CheckpointError(
                 f'"{name}" would hold NaN or Inf, which what it is made of does not',
-                hint=f"its new values are too large for {dtype} (store the model in a wider dtype first, or draw another element), "
+                hint=f"its new values are too large for {dtype} (store the model in a wider "
+                "dtype first, or draw another element), "
                 "or something that is folded into it holds NaN or Inf",
             )
 
@@ -295,7 +397,9 @@ class _Run:
         return n
 
     def _close(self, file: File) -> None:
-        """Write the header, now that all the rest is there, and take note that the file is whole."""
+        """Write the header, now that all the rest is there, and take note that the file is
+        whole.
+        """
         path = self.folder / file.name
         if not file.tensors:
             path.touch(mode=file_mode(self.mode))
@@ -308,7 +412,9 @@ class _Run:
 
 
 def _write_all(fd: int, view: memoryview, digest: Any = None) -> None:
-    """Write all bytes, and hash them. What is hashed is copied first: under a map the file may change between the two."""
+    """Write all bytes, and hash them. What is hashed is copied first: under a map the file may
+    change between the two.
+    """
     while len(view):
         chunk = view[:_CHUNK] if digest is None else bytes(view[:_CHUNK])
         done = os.write(fd, chunk)
@@ -323,7 +429,9 @@ def _pieces(made: Any, name: str, dtype: str) -> Iterator[Any]:
 
     if isinstance(made, np.ndarray):
         if made.itemsize != DTYPES[dtype][1]:
-            raise CheckpointError(f'"{name}" became {made.itemsize} bytes a value, but {dtype} was announced')
+            raise CheckpointError(
+                f'"{name}" became {made.itemsize} bytes a value, but {dtype} was announced'
+            )
         yield made
         return
     if DTYPE_NAMES.get(str(made.dtype).removeprefix("torch.")) != dtype:

@@ -1,4 +1,6 @@
-"""Versions of libraries with known vulnerabilities that reach regauge: checked by `regauge doctor` and `make audit-deps`, without a network."""
+"""Versions of libraries with known vulnerabilities that reach regauge: checked by `regauge doctor`
+and `make audit-deps`, without a network.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from importlib import metadata
 
 @dataclass(frozen=True)
 class Advisory:
-    """A library whose versions before `fixed` are vulnerable. pyproject.toml must not admit them."""
+    """A library whose versions before `fixed` are vulnerable. pyproject.toml must not admit
+    them.
+    """
 
     library: str
     fixed: str
@@ -23,12 +27,25 @@ ADVISORIES = (
         "torch",
         "2.10",
         ("CVE-2025-32434", "CVE-2026-24747"),
-        "a crafted pickle runs code or corrupts memory in spite of weights_only, which regauge convert relies on",
+        "a crafted pickle runs code or corrupts memory in spite of weights_only, which regauge "
+        "convert relies on",
     ),
-    Advisory("cryptography", "46.0.5", ("CVE-2026-26007",), "public keys of peers are not checked to lie in the right subgroup"),
-    Advisory("pillow", "12.2", ("CVE-2026-40192",), "a small image file is decompressed without bound"),
+    Advisory(
+        "cryptography",
+        "46.0.5",
+        ("CVE-2026-26007",),
+        "public keys of peers are not checked to lie in the right subgroup",
+    ),
+    Advisory(
+        "pillow", "12.2", ("CVE-2026-40192",), "a small image file is decompressed without bound"
+    ),
     Advisory("jinja2", "3.1.6", ("CVE-2025-27516",), "a template escapes the sandbox"),
-    Advisory("ray", "2.52", ("CVE-2025-62593",), "a page in a browser runs code through Ray's dashboard, which Flower's simulation starts"),
+    Advisory(
+        "ray",
+        "2.52",
+        ("CVE-2025-62593",),
+        "a page in a browser runs code through Ray's dashboard, which Flower's simulation starts",
+    ),
 )
 
 
@@ -44,7 +61,10 @@ class Vulnerable:
 
     def __str__(self) -> str:
         known = ", ".join(self.identifiers)
-        return f"{self.library} {self.version} is unsafe ({known}): {self.why}; pip install '{self.library}>={self.fixed}'"
+        return (
+            f"{self.library} {self.version} is unsafe ({known}): {self.why}; pip install "
+            f"'{self.library}>={self.fixed}'"
+        )
 
 
 def vulnerable(installed: Iterable[tuple[str, str]] | None = None) -> list[Vulnerable]:
@@ -54,7 +74,11 @@ def vulnerable(installed: Iterable[tuple[str, str]] | None = None) -> list[Vulne
         installed: names and versions. Default: those of this environment.
     """
     if installed is None:
-        installed = [(a.library, version) for a in ADVISORIES if (version := installed_version(a.library)) is not None]
+        installed = [
+            (a.library, version)
+            for a in ADVISORIES
+            if (version := installed_version(a.library)) is not None
+        ]
     return [
         Vulnerable(a.library, version, a.fixed, a.identifiers, a.why)
         for name, version in installed
@@ -83,9 +107,14 @@ def satisfies(version: str, wanted: str) -> bool:
         here, there = _numbers(version), _numbers(number)
         width = max(len(here), len(there))
         here, there = here + (0,) * (width - len(here)), there + (0,) * (width - len(there))
-        if not {">=": here >= there, "<": here < there, "<=": here <= there, ">": here > there, "==": here == there, "!=": here != there}.get(
-            sign, here >= there
-        ):
+        if not {
+            ">=": here >= there,
+            "<": here < there,
+            "<=": here <= there,
+            ">": here > there,
+            "==": here == there,
+            "!=": here != there,
+        }.get(sign, here >= there):
             return False
     return True
 

@@ -1,4 +1,6 @@
-"""The commands put together, and how a run of one ends: errors as lines on stderr, and an exit code."""
+"""The commands put together, and how a run of one ends: errors as lines on stderr, and an exit
+code.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ _GROUPS = {"audit": "audit_lock:app", "jigsaw": "jigsaw:app", "split": "split:ap
 
 
 def _bare(found: list[Any]) -> list[Any]:
-    """A switch takes no value, and its help shows none (typer 0.29 writes <bool> there, and <int> for -v)."""
+    """A switch takes no value, and its help shows none (typer 0.29 writes <bool> there, and <int>
+    for -v).
+    """
     for one in found:
         if getattr(one, "is_flag", False) or getattr(one, "count", False):
             one.metavar = ""
@@ -67,11 +71,14 @@ class _Group(TyperGroup):
 
 
 def build_app(arguments: list[str]) -> typer.Typer:
-    """The command that is called for, or all of them: building one takes typer a few hundredths of a second."""
+    """The command that is called for, or all of them: building one takes typer a few hundredths of
+    a second.
+    """
     app = typer.Typer(
         name="regauge",
         cls=_Group,
-        help="A Transformer's weights are one of many equal descriptions of the same function. regauge chooses which one.",
+        help="A Transformer's weights are one of many equal descriptions of the same function. "
+        "regauge chooses which one.",
         invoke_without_command=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -93,7 +100,9 @@ def build_app(arguments: list[str]) -> typer.Typer:
 
 
 def _dress(command: Any, name: str) -> None:
-    """What the help of every command has: its place in the list, one line there, and an example at the end."""
+    """What the help of every command has: its place in the list, one line there, and an example at
+    the end.
+    """
     command.cls, command.rich_help_panel, command.epilog = _Command, panel_of(name), epilog_of(name)
     command.short_help = " ".join((command.callback.__doc__ or "").split())
 
@@ -113,14 +122,22 @@ def _version(asked: bool) -> None:
 
 def _root(
     context: typer.Context,
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
 ) -> None:
     if context.invoked_subcommand is None:
         data(NEXT)
 
 
-def run(arguments: list[str], build: Callable[[list[str]], typer.Typer] = build_app, name: str = "regauge") -> int:
-    """Run one command of an app and return the exit code, which is 0 only if stdout was written completely."""
+def run(
+    arguments: list[str],
+    build: Callable[[list[str]], typer.Typer] = build_app,
+    name: str = "regauge",
+) -> int:
+    """Run one command of an app and return the exit code, which is 0 only if stdout was written
+    completely.
+    """
     _stop_on_sigterm()
     _mend_streams()
     with warnings.catch_warnings():
@@ -133,7 +150,9 @@ def run(arguments: list[str], build: Callable[[list[str]], typer.Typer] = build_
 def _run(arguments: list[str], build: Callable[[list[str]], typer.Typer], name: str) -> int:
     try:
         code = int(build(arguments)(args=arguments, prog_name=name, standalone_mode=False) or 0)
-        return _interrupted(arguments) if code == INTERRUPTED else code  # typer makes this code of an interrupt
+        return (
+            _interrupted(arguments) if code == INTERRUPTED else code
+        )  # typer makes this code of an interrupt
     except RegaugeError as error:
         if _debugging(arguments):
             say(traceback.format_exc())
@@ -144,7 +163,9 @@ def _run(arguments: list[str], build: Callable[[list[str]], typer.Typer], name: 
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted(arguments)
     except Exception as error:
-        if isinstance(error, OSError) and error.filename is None:  # what regauge opens has a name: this is a stream
+        if (
+            isinstance(error, OSError) and error.filename is None
+        ):  # what regauge opens has a name: this is a stream
             _lose_stdout(error)
             return 1
         return _unexpected(error, arguments)
@@ -165,22 +186,34 @@ def _note(others: Callable[..., None]) -> Callable[..., None]:
 def _interrupted(arguments: list[str]) -> int:
     say("error: interrupted")
     outs = [Path(b) for a, b in itertools.pairwise(arguments) if a in ("-o", "--output")]
-    kept = sorted(str(p) for out in outs if out.parent.is_dir() for p in out.parent.glob(f".{glob.escape(out.name)}.*"))
+    kept = sorted(
+        str(p)
+        for out in outs
+        if out.parent.is_dir()
+        for p in out.parent.glob(f".{glob.escape(out.name)}.*")
+    )
     if kept:
-        say(f"hint: kept to go on with, by the same command (with --resume where it has that): {', '.join(kept)}")
+        say(
+            "hint: kept to go on with, by the same command (with --resume where it has that): "
+            f"{', '.join(kept)}"
+        )
     return INTERRUPTED
 
 
 def _mend_streams() -> None:
     """Make the standard streams safe to use, whatever state they were handed over in."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:  # where one is closed, the next file to be opened would take its place
+    while (
+        fd := os.open(os.devnull, os.O_RDWR)
+    ) <= 2:  # where one is closed, the next file to be opened would take its place
         pass
     os.close(fd)
     if getattr(sys, "stderr", None) is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 (it stays open)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no error
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # a name that the terminal cannot show is no error
 
 
 def _is_flushed() -> bool:
@@ -201,7 +234,9 @@ def _lose_stdout(error: OSError) -> None:
 
 
 def _unexpected(error: Any, arguments: list[str]) -> int:
-    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # typer's and click's usage errors
+    if hasattr(error, "format_message") and hasattr(
+        error, "exit_code"
+    ):  # typer's and click's usage errors
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "regauge"
         if error.format_message():  # without one the help has been shown
             say(f"error: {error.format_message()}")
@@ -209,7 +244,10 @@ def _unexpected(error: Any, arguments: list[str]) -> int:
         return 2
     if _debugging(arguments):
         say(traceback.format_exc())
-    say(f"error: {type(error).__name__}: {error}\nhint: this is a fault in regauge; run again with REGAUGE_DEBUG=1 for the place, and report it")
+    say(
+        f"error: {type(error).__name__}: {error}\nhint: this is a fault in regauge; run again "
+        "with REGAUGE_DEBUG=1 for the place, and report it"
+    )
     return 1
 
 

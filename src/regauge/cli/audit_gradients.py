@@ -1,4 +1,6 @@
-"""`regauge audit gradients`: what the updates of federated training give away of the samples that they were made of."""
+"""`regauge audit gradients`: what the updates of federated training give away of the samples that
+they were made of.
+"""
 
 from __future__ import annotations
 
@@ -46,49 +48,151 @@ DEFAULT = (
 )
 
 
-TEXTS = ("dropout", "batch=4", "clients=4", "steps=4", "prune=0.9", "noise=0.1", "private=1.0", "freeze=embedding", "freeze=embedding,first")
+TEXTS = (
+    "dropout",
+    "batch=4",
+    "clients=4",
+    "steps=4",
+    "prune=0.9",
+    "noise=0.1",
+    "private=1.0",
+    "freeze=embedding",
+    "freeze=embedding,first",
+)
 OF_IMAGES = ("batches", "stages", "budget", "practice", "lpips", "gallery", "resize", "mean", "std")
 OF_TEXTS = ("tokenizer", "length")
-OF_RUNS = ("run", "only", "attacks", "budget", "practice", "gallery", "seed", "json", "report", "threads", "verbose")
+OF_RUNS = (
+    "run",
+    "only",
+    "attacks",
+    "budget",
+    "practice",
+    "gallery",
+    "seed",
+    "json",
+    "report",
+    "threads",
+    "verbose",
+)
 
 
 def gradients(
     context: typer.Context,
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="The folder that clients train: ViT or DeiT (transformers, timm), BERT and its like, GPT-2.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="The folder that clients train: ViT or DeiT (transformers, timm), BERT and its "
+            "like, GPT-2.",
+        ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", metavar="URI", help="Samples of its task. Half are the clients', half the attacker's own.")
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="URI",
+            help="Samples of its task. Half are the clients', half the attacker's own.",
+        ),
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option("--from", metavar="RUN", help="Attack what was sent in a run that regauge federate --record recorded. Needs no MODEL."),
+        typer.Option(
+            "--from",
+            metavar="RUN",
+            help="Attack what was sent in a run that regauge federate --record recorded. Needs "
+            "no MODEL.",
+        ),
     ] = None,
-    only: Annotated[str, typer.Option("--rounds", metavar="R,R", help="Of --from: these rounds, counted from 1. Default: all.")] = "",
+    only: Annotated[
+        str,
+        typer.Option(
+            "--rounds", metavar="R,R", help="Of --from: these rounds, counted from 1. Default: all."
+        ),
+    ] = "",
     defence: Annotated[
         list[str] | None,
         typer.Option(
             "--defence",
             "--defences",
             metavar="D[+D]",
-            help="A combination to audit, as mjp=0.5 or freeze=embedding+noise=0.1. May be repeated. Default: one of each kind.",
+            help="A combination to audit, as mjp=0.5 or freeze=embedding+noise=0.1. May be "
+            "repeated. Default: one of each kind.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Samples of one update, where a combination does not say.")] = 1,
-    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="Local steps of SGD in an update, likewise.")] = 1,
+    batch: Annotated[
+        int,
+        typer.Option(
+            "--batch-size",
+            min=1,
+            metavar="N",
+            help="Samples of one update, where a combination does not say.",
+        ),
+    ] = 1,
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--steps", min=1, metavar="N", help="Local steps of SGD in an update, likewise."
+        ),
+    ] = 1,
     rate: Annotated[float, typer.Option("--lr", metavar="R", help="Of the local steps.")] = 0.01,
-    batches: Annotated[str, typer.Option("--batches", metavar="N,N", help="Sizes of the batch for the curve; empty: none.")] = "1,2,4,8",
-    stages: Annotated[str, typer.Option("--train", metavar="N,N", help="Train so many steps here, and attack again: leakage against training.")] = "",
+    batches: Annotated[
+        str,
+        typer.Option(
+            "--batches", metavar="N,N", help="Sizes of the batch for the curve; empty: none."
+        ),
+    ] = "1,2,4,8",
+    stages: Annotated[
+        str,
+        typer.Option(
+            "--train",
+            metavar="N,N",
+            help="Train so many steps here, and attack again: leakage against training.",
+        ),
+    ] = "",
     attacks: Annotated[
-        str | None, typer.Option("--attacks", metavar="A,A", help="Attacks by name, or all. Default: all but descents, which take minutes.")
+        str | None,
+        typer.Option(
+            "--attacks",
+            metavar="A,A",
+            help="Attacks by name, or all. Default: all but descents, which take minutes.",
+        ),
     ] = None,
-    optimised: Annotated[int, typer.Option("--optimised", min=1, metavar="N", help="Updates that descents are tried on, of each combination.")] = 2,
-    budget: Annotated[str, typer.Option("--budget", metavar="STEPS,RESTARTS", help="Of attacks by optimisation.")] = "300,1",
+    optimised: Annotated[
+        int,
+        typer.Option(
+            "--optimised",
+            min=1,
+            metavar="N",
+            help="Updates that descents are tried on, of each combination.",
+        ),
+    ] = 2,
+    budget: Annotated[
+        str, typer.Option("--budget", metavar="STEPS,RESTARTS", help="Of attacks by optimisation.")
+    ] = "300,1",
     practice: Annotated[
-        int, typer.Option("--practice", min=10, metavar="N", help="Updates that attacks which learn make of the attacker's own images.")
+        int,
+        typer.Option(
+            "--practice",
+            min=10,
+            metavar="N",
+            help="Updates that attacks which learn make of the attacker's own images.",
+        ),
     ] = 100,
-    updates: Annotated[int, typer.Option("--updates", min=1, metavar="N", help="Updates that are attacked under each combination.")] = 8,
-    is_random: Annotated[bool, typer.Option("--random-weights", help="Start from random weights and not from the model's.")] = False,
+    updates: Annotated[
+        int,
+        typer.Option(
+            "--updates",
+            min=1,
+            metavar="N",
+            help="Updates that are attacked under each combination.",
+        ),
+    ] = 8,
+    is_random: Annotated[
+        bool,
+        typer.Option(
+            "--random-weights", help="Start from random weights and not from the model's."
+        ),
+    ] = False,
     field: sample.Field = None,
     data_split: sample.Split = "train",
     tokenizer: sample.Tokenizer = None,
@@ -96,8 +200,16 @@ def gradients(
     mean: sample.Mean = None,
     std: sample.Std = None,
     resize: options.Resize = False,
-    samples: Annotated[int | None, typer.Option("--samples", min=4, metavar="N", help="Use N examples of the data. Default: all.")] = None,
-    lpips: Annotated[Path | None, typer.Option("--lpips", metavar="FILE", help="AlexNet with the heads of LPIPS.")] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", min=4, metavar="N", help="Use N examples of the data. Default: all."
+        ),
+    ] = None,
+    lpips: Annotated[
+        Path | None,
+        typer.Option("--lpips", metavar="FILE", help="AlexNet with the heads of LPIPS."),
+    ] = None,
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
     seed: Annotated[int, options.seed("The seed of samples, draws and attacks.")] = 0,
@@ -107,8 +219,10 @@ def gradients(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """What do updates give away? Makes updates of your model as a client of federated learning would, with each combination of defences, and attacks
-    them: closed forms, spans, optimisation. Needs no training; a verdict in words."""
+    """What do updates give away? Makes updates of your model as a client of federated learning
+    would, with each combination of defences, and attacks them: closed forms, spans, optimisation.
+    Needs no training; a verdict in words.
+    """
     started = time.monotonic()
     check_outputs(json, report)
     from regauge.errors import need
@@ -118,11 +232,22 @@ def gradients(
     if run is not None:
         from regauge.cli.audit_recorded import audit_recorded
 
-        refuse(given, ["fail_above"], "a run has no undefended updates that a share of the way could be measured to; audit its MODEL")
-        refuse(given, [name for name in given if name not in OF_RUNS], "the run that --from names says it")
+        refuse(
+            given,
+            ["fail_above"],
+            "a run has no undefended updates that a share of the way could be measured to; "
+            "audit its MODEL",
+        )
+        refuse(
+            given,
+            [name for name in given if name not in OF_RUNS],
+            "the run that --from names says it",
+        )
         spend = replace(_budget(budget, seed), practice=practice)
         set_threads(threads)
-        return audit_recorded(run, _counts(only, "--rounds"), _names(attacks), spend, gallery, json, report, given)
+        return audit_recorded(
+            run, _counts(only, "--rounds"), _names(attacks), spend, gallery, json, report, given
+        )
     refuse(given, ["only"], "rounds are of --from RUN")
     if model is None or data is None:
         raise typer.BadParameter("give MODEL and --data, or --from RUN")
@@ -144,7 +269,9 @@ def gradients(
     module, checkpoint = open_plain(model, is_random, seed)
     source = sample.Sample(data, field, data_split, tokenizer, length, mean, std)
     is_text = "input_ids" in inspect.signature(module.forward).parameters
-    reads, other, strange = ("texts", "images", OF_IMAGES) if is_text else ("images", "texts", OF_TEXTS)
+    reads, other, strange = (
+        ("texts", "images", OF_IMAGES) if is_text else ("images", "texts", OF_TEXTS)
+    )
     refuse(given, strange, f"it is for models of {other}, and {model} reads {reads}")
     if not resize and not is_text:
         require_size(source, module)
@@ -174,7 +301,10 @@ def gradients(
             report,
         )
     chosen = _attacks(attacks, False)
-    say(f"{len(victims)} images of the clients', {len(own)} of the attacker's; {updates} updates are attacked under each combination")
+    say(
+        f"{len(victims)} images of the clients', {len(own)} of the attacker's; {updates} "
+        "updates are attacked under each combination"
+    )
     module = module.to(device)
     later = trained(module, victims, marks, seed) if marks else {}
     case = GradientCase(
@@ -204,10 +334,27 @@ def gradients(
             most=fail_above,
             progress=progress,
         )
-    about: dict[str, Any] = {"model": model, "weights": "random" if is_random else "the model's", "data": data, "clients' images": len(victims)}
-    about |= {"attacker's images": len(own), "updates": updates, "batch": batch, "steps": steps, "rate": rate, "seed": seed}
+    about: dict[str, Any] = {
+        "model": model,
+        "weights": "random" if is_random else "the model's",
+        "data": data,
+        "clients' images": len(victims),
+    }
+    about |= {
+        "attacker's images": len(own),
+        "updates": updates,
+        "batch": batch,
+        "steps": steps,
+        "rate": rate,
+        "seed": seed,
+    }
     about |= {"granted": {a.title: a.threat.told() for a in chosen}}
-    facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
+    facts = {
+        **facts_of_run(),
+        **about,
+        **found.facts,
+        "seconds": round(time.monotonic() - started, 1),
+    }
     results = replace(found, facts=facts, unchecked=(*found.unchecked, *skipped))
     return deliver(results, text_of(results, 2), json, report)
 
@@ -236,20 +383,46 @@ def _texts(
     from regauge.audit.gradients.text_audit import TextCase, audit_texts
 
     chosen = _attacks(attacks, True)
-    say(f"{len(victims)} texts of the clients', {len(own)} of others; {updates} updates are attacked under each combination")
+    say(
+        f"{len(victims)} texts of the clients', {len(own)} of others; {updates} updates are "
+        "attacked under each combination"
+    )
     case = TextCase(module, victims, own, updates, batch, steps, rate, seed, Path(str(data)).stem)
     with step_bar("audit") as progress:
-        found = audit_texts(case, combinations, attacks=chosen, optimised=optimised, most=fail_above, progress=progress)
-    about: dict[str, Any] = {"model": model, "data": data, "updates": updates, "batch": batch, "steps": steps, "seed": seed}
-    facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
+        found = audit_texts(
+            case,
+            combinations,
+            attacks=chosen,
+            optimised=optimised,
+            most=fail_above,
+            progress=progress,
+        )
+    about: dict[str, Any] = {
+        "model": model,
+        "data": data,
+        "updates": updates,
+        "batch": batch,
+        "steps": steps,
+        "seed": seed,
+    }
+    facts = {
+        **facts_of_run(),
+        **about,
+        **found.facts,
+        "seconds": round(time.monotonic() - started, 1),
+    }
     results = replace(found, facts=facts, unchecked=(*found.unchecked, *skipped))
     return deliver(results, text_of(results), json, report)
 
 
 def default(combinations: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
-    """What is audited where no combination is named, and what is left out of it, and why: `private` is for gradients of one batch."""
+    """What is audited where no combination is named, and what is left out of it, and why: `private`
+    is for gradients of one batch.
+    """
     out = [c for c in combinations if steps > 1 and c.startswith("private")]
-    return [c for c in combinations if c not in out], [f"{c}: it is for gradients of one batch, and updates have {steps} steps" for c in out]
+    return [c for c in combinations if c not in out], [
+        f"{c}: it is for gradients of one batch, and updates have {steps} steps" for c in out
+    ]
 
 
 def parts(examples: Examples, samples: int | None, seed: int) -> tuple[Examples, Examples]:
@@ -261,8 +434,12 @@ def parts(examples: Examples, samples: int | None, seed: int) -> tuple[Examples,
     return examples.only(order[:middle]), examples.only(order[middle:])
 
 
-def trained(model: torch.nn.Module, examples: Examples, marks: list[int], seed: int) -> dict[int, torch.nn.Module]:
-    """Copies of the model after so many steps of training on the clients' samples: AdamW, batches of 32."""
+def trained(
+    model: torch.nn.Module, examples: Examples, marks: list[int], seed: int
+) -> dict[int, torch.nn.Module]:
+    """Copies of the model after so many steps of training on the clients' samples: AdamW, batches
+    of 32.
+    """
     import copy
 
     import numpy as np
@@ -276,7 +453,11 @@ def trained(model: torch.nn.Module, examples: Examples, marks: list[int], seed: 
     like = next(p for p in now.parameters() if p.is_floating_point())
     for step in range(1, max(marks) + 1):
         inputs, labels = examples.batch(draw.integers(0, len(examples), min(32, len(examples))))
-        loss = loss_of(examples, logits_of(now, {k: v.to(like) for k, v in inputs.items()}), labels.to(like.device))
+        loss = loss_of(
+            examples,
+            logits_of(now, {k: v.to(like) for k, v in inputs.items()}),
+            labels.to(like.device),
+        )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -302,7 +483,9 @@ def _attacks(text: str | None, is_text: bool) -> Any:
 
     on_texts: Any = (text_audit.ATTACKS, [a for a in text_audit.ATTACKS if not a.is_slow], "texts")
     try:
-        return attempts.chosen(_names(text), *(on_texts if is_text else (attempts.ATTACKS, attempts.QUICK, "images")))
+        return attempts.chosen(
+            _names(text), *(on_texts if is_text else (attempts.ATTACKS, attempts.QUICK, "images"))
+        )
     except UpdateError as error:
         raise typer.BadParameter(f"{error}; {error.hint}", param_hint="--attacks") from error
 
@@ -312,5 +495,7 @@ def _budget(text: str, seed: int) -> Any:
 
     given = text.split(",")
     if len(given) != 2 or not all(p.strip().isdigit() and int(p) > 0 for p in given):
-        raise typer.BadParameter(f"{text!r} is not STEPS,RESTARTS, as in 300,2", param_hint="--budget")
+        raise typer.BadParameter(
+            f"{text!r} is not STEPS,RESTARTS, as in 300,2", param_hint="--budget"
+        )
     return Budget(steps=int(given[0]), restarts=int(given[1]), seed=seed)

@@ -1,4 +1,6 @@
-"""`regauge audit gradients --from RUN`: attacks on what a recorded run of federated learning sent."""
+"""`regauge audit gradients --from RUN`: attacks on what a recorded run of federated learning
+sent.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def audit_recorded(
     report: Path | None,
     given: Mapping[str, str],
 ) -> int:
-    """Attack the rounds of a run, counted from 1, and tell accuracy and leakage side by side. `given` are the options that were."""
+    """Attack the rounds of a run, counted from 1, and tell accuracy and leakage side by side.
+    `given` are the options that were.
+    """
     from regauge.audit.recorded import engine
 
     started = time.monotonic()
@@ -34,6 +38,11 @@ def audit_recorded(
     if opened.task["kind"] != "images":
         refuse(given, OF_IMAGES, f"it is for runs on images, and that in {run} is on texts")
     with step_bar("audit") as progress:
-        found = engine.audit_recorded(opened, attacks=attacks, budget=budget, pictures=gallery, progress=progress)
-    results = replace(found, facts={**facts_of_run(), **found.facts, "seconds": round(time.monotonic() - started, 1)})
+        found = engine.audit_recorded(
+            opened, attacks=attacks, budget=budget, pictures=gallery, progress=progress
+        )
+    results = replace(
+        found,
+        facts={**facts_of_run(), **found.facts, "seconds": round(time.monotonic() - started, 1)},
+    )
     return deliver(results, text_of(results), json, report)

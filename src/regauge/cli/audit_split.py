@@ -1,4 +1,6 @@
-"""`regauge audit split`: what a server of split learning learns of the images or texts that a client trains and predicts with."""
+"""`regauge audit split`: what a server of split learning learns of the images or texts that a
+client trains and predicts with.
+"""
 
 from __future__ import annotations
 
@@ -30,30 +32,60 @@ def split(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A classifier of images (ViT, DeiT), or a model of texts (BERT, GPT-2), plain: the folder that client and server start from.",
+            help="A classifier of images (ViT, DeiT), or a model of texts (BERT, GPT-2), plain: "
+            "the folder that client and server start from.",
         ),
     ],
     data: Annotated[
-        str, typer.Option("--data", metavar="URI", help="Images or texts, and labels of its task. Half is the client's, some the attacker's.")
+        str,
+        typer.Option(
+            "--data",
+            metavar="URI",
+            help="Images or texts, and labels of its task. Half is the client's, some the "
+            "attacker's.",
+        ),
     ],
     defence: Annotated[
         list[str] | None,
         typer.Option(
             "--defence",
             metavar="D[+D]",
-            help="A combination to audit, as noise=0.5 or low-pass=0.1+rows. May be repeated. Default: noise, low-pass and batch shuffle, each with "
+            help="A combination to audit, as noise=0.5 or low-pass=0.1+rows. May be repeated. "
+            "Default: noise, low-pass and batch shuffle, each with "
             "and without rows.",
         ),
     ] = None,
-    noises: Annotated[str, typer.Option("--noises", metavar="S,S", help="Levels of the default's noise on the stream.")] = "0.3,1",
-    radii: Annotated[str, typer.Option("--radii", metavar="R,R", help="Radii of the default's low-pass filter.")] = "0.1,0.2",
+    noises: Annotated[
+        str,
+        typer.Option(
+            "--noises", metavar="S,S", help="Levels of the default's noise on the stream."
+        ),
+    ] = "0.3,1",
+    radii: Annotated[
+        str, typer.Option("--radii", metavar="R,R", help="Radii of the default's low-pass filter.")
+    ] = "0.1,0.2",
     attacks: Annotated[
-        str | None, typer.Option("--attacks", metavar="A,A", help="Some of the attacks, by name, or all, which is the default.")
+        str | None,
+        typer.Option(
+            "--attacks",
+            metavar="A,A",
+            help="Some of the attacks, by name, or all, which is the default.",
+        ),
     ] = None,
-    is_random: Annotated[bool, typer.Option("--random-weights", help="Start from random weights and not from the model's.")] = False,
+    is_random: Annotated[
+        bool,
+        typer.Option(
+            "--random-weights", help="Start from random weights and not from the model's."
+        ),
+    ] = False,
     field: sample.Field = None,
     attributes: Annotated[
-        str | None, typer.Option("--attributes", metavar="F,F", help="Fields that say yes or no, for a model that answers several at once.")
+        str | None,
+        typer.Option(
+            "--attributes",
+            metavar="F,F",
+            help="Fields that say yes or no, for a model that answers several at once.",
+        ),
     ] = None,
     data_split: sample.Split = "train",
     tokenizer: sample.Tokenizer = None,
@@ -61,15 +93,45 @@ def split(
     mean: sample.Mean = None,
     std: sample.Std = None,
     resize: options.Resize = False,
-    samples: Annotated[int | None, typer.Option("--samples", min=50, metavar="N", help="Use N examples of the data. Default: all.")] = None,
-    epochs: Annotated[int, typer.Option("--epochs", min=1, metavar="N", help="Of the client's and the server's training.")] = 10,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", min=50, metavar="N", help="Use N examples of the data. Default: all."
+        ),
+    ] = None,
+    epochs: Annotated[
+        int,
+        typer.Option(
+            "--epochs", min=1, metavar="N", help="Of the client's and the server's training."
+        ),
+    ] = 10,
     batch: options.Batch = 32,
-    rate: Annotated[float, typer.Option("--lr", metavar="R", help="Of their optimizer, AdamW, along a cosine.")] = 1e-3,
-    attacked: Annotated[int, typer.Option("--attacked", min=2, metavar="N", help="Test images or texts that the attacker is after.")] = 64,
+    rate: Annotated[
+        float, typer.Option("--lr", metavar="R", help="Of their optimizer, AdamW, along a cosine.")
+    ] = 1e-3,
+    attacked: Annotated[
+        int,
+        typer.Option(
+            "--attacked",
+            min=2,
+            metavar="N",
+            help="Test images or texts that the attacker is after.",
+        ),
+    ] = 64,
     attacker: Annotated[
-        str, typer.Option("--attacker", metavar="WIDTH,DEPTH,EPOCHS", help="Its decoder, and the most that it trains.")
+        str,
+        typer.Option(
+            "--attacker",
+            metavar="WIDTH,DEPTH,EPOCHS",
+            help="Its decoder, and the most that it trains.",
+        ),
     ] = "128,2,200",
-    lpips: Annotated[Path | None, typer.Option("--lpips", metavar="FILE", help="AlexNet with the heads of LPIPS, for LPIPS and F-SIM.")] = None,
+    lpips: Annotated[
+        Path | None,
+        typer.Option(
+            "--lpips", metavar="FILE", help="AlexNet with the heads of LPIPS, for LPIPS and F-SIM."
+        ),
+    ] = None,
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
     seed: Annotated[int, options.seed("The seed of samples, trainings and draws.")] = 0,
@@ -79,8 +141,10 @@ def split(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """What does the server learn? Trains the model split, with each combination of defences, and attacks what the server was sent: images by the
-    paper's decoder, and by decoders and inversions that expect shuffles; texts token by token. Utility against privacy, with a verdict in words."""
+    """What does the server learn? Trains the model split, with each combination of defences, and
+    attacks what the server was sent: images by the paper's decoder, and by decoders and inversions
+    that expect shuffles; texts token by token. Utility against privacy, with a verdict in words.
+    """
     started = time.monotonic()
     check_outputs(json, report)
     from regauge.audit.split.victims import defences_of
@@ -113,38 +177,88 @@ def split(
         need("torchmetrics", "audit")
     combinations = defence or default(levels, radiuses, reads)
     train, own, test = parts(examples, samples, seed)
-    say(f"{len(train)} {what} of the client's, {len(own)} of the attacker's, {len(test)} to test on; {min(attacked, len(test))} are attacked")
+    say(
+        f"{len(train)} {what} of the client's, {len(own)} of the attacker's, {len(test)} to "
+        f"test on; {min(attacked, len(test))} are attacked"
+    )
     steps = math.ceil(len(train) / batch) * epochs
-    how = OptimizerConfig("adamw", rate, decay=0.01, schedule="cosine", warmup=max(1, steps // 10), steps=steps + 1)
+    how = OptimizerConfig(
+        "adamw", rate, decay=0.01, schedule="cosine", warmup=max(1, steps // 10), steps=steps + 1
+    )
     pixels = task.get("mean", ()), task.get("std", ())
-    case = SplitCase(module.to(device), train, own, test, *pixels, how, Run(steps, batch, seed), attacked, Path(str(data)).stem)
+    case = SplitCase(
+        module.to(device),
+        train,
+        own,
+        test,
+        *pixels,
+        how,
+        Run(steps, batch, seed),
+        attacked,
+        Path(str(data)).stem,
+    )
     with step_bar("audit") as progress:
         if reads:
-            found = audit_texts(case, combinations, attacks=chosen, most=fail_above, progress=progress)
+            found = audit_texts(
+                case, combinations, attacks=chosen, most=fail_above, progress=progress
+            )
         else:
-            found = audit_split(case, combinations, attacks=chosen, budget=budget, lpips=metric, pictures=gallery, most=fail_above, progress=progress)
-    about: dict[str, Any] = {"model": model, "weights": "random" if is_random else "the model's", "data": data, "tested on": len(test)}
-    about |= {f"client's {what}": len(train), f"attacker's {what}": len(own), "epochs": epochs, "batch": batch, "rate": rate}
+            found = audit_split(
+                case,
+                combinations,
+                attacks=chosen,
+                budget=budget,
+                lpips=metric,
+                pictures=gallery,
+                most=fail_above,
+                progress=progress,
+            )
+    about: dict[str, Any] = {
+        "model": model,
+        "weights": "random" if is_random else "the model's",
+        "data": data,
+        "tested on": len(test),
+    }
+    about |= {
+        f"client's {what}": len(train),
+        f"attacker's {what}": len(own),
+        "epochs": epochs,
+        "batch": batch,
+        "rate": rate,
+    }
     about |= {"seed": seed} if reads else {"attacker": budget.told(), "seed": seed}
-    facts = {**facts_of_run(), **about, **found.facts, "seconds": round(time.monotonic() - started, 1)}
+    facts = {
+        **facts_of_run(),
+        **about,
+        **found.facts,
+        "seconds": round(time.monotonic() - started, 1),
+    }
     results = replace(found, facts=facts)
     return deliver(results, text_of(results), json, report)
 
 
 def default(noises: list[float], radii: list[float], reads: bool = False) -> list[str]:
-    """The rows of 000's Table 6, over levels of noise and radii: each without row permutation, and with it. Of them, what fits texts."""
+    """The rows of 000's Table 6, over levels of noise and radii: each without row permutation, and
+    with it. Of them, what fits texts.
+    """
     images = [*(f"low-pass={r:g}" for r in radii), "batch-shuffle=0.5"]
     levels = ["none", *(f"noise={s:g}" for s in noises), *([] if reads else images)]
     return [text for c in levels for text in (c, "rows" if c == "none" else f"{c}+rows")]
 
 
-def parts(examples: Examples, samples: int | None, seed: int) -> tuple[Examples, Examples, Examples]:
+def parts(
+    examples: Examples, samples: int | None, seed: int
+) -> tuple[Examples, Examples, Examples]:
     """The client's, the attacker's, and those to test on: none is in two."""
     import numpy as np
 
     order = np.random.default_rng(seed).permutation(len(examples))[:samples]
     first, second = (round(sum(SHARES[:i]) * len(order)) for i in (1, 2))
-    return examples.only(order[:first]), examples.only(order[first:second]), examples.only(order[second:])
+    return (
+        examples.only(order[:first]),
+        examples.only(order[first:second]),
+        examples.only(order[second:]),
+    )
 
 
 def _numbers(text: str, name: str) -> list[float]:
@@ -152,15 +266,23 @@ def _numbers(text: str, name: str) -> list[float]:
 
 
 def _attacks(text: str | None, reads: bool | None = None) -> Any:
-    """Attacks by name: those on texts, on images, or (None) any, only to see that there are such."""
+    """Attacks by name: those on texts, on images, or (None) any, only to see that there are
+    such.
+    """
     from regauge.audit.split.attempts import ATTACKS
     from regauge.audit.split.text_audit import TEXT_ATTACKS
 
-    known: Sequence[Any] = [*ATTACKS, *TEXT_ATTACKS] if reads is None else TEXT_ATTACKS if reads else ATTACKS
+    known: Sequence[Any] = (
+        [*ATTACKS, *TEXT_ATTACKS] if reads is None else TEXT_ATTACKS if reads else ATTACKS
+    )
     names = [part.strip() for part in (text or "").split(",") if part.strip()]
     unknown = [n for n in names if n not in {"all", *(a.name for a in known)}]
     if unknown:
-        raise typer.BadParameter(f'there is no attack "{unknown[0]}"; there are: {", ".join(a.name for a in known)}, or all', param_hint="--attacks")
+        raise typer.BadParameter(
+            f'there is no attack "{unknown[0]}"; there are: {", ".join(a.name for a in known)}, '
+            "or all",
+            param_hint="--attacks",
+        )
     return tuple(a for a in known if not names or "all" in names or a.name in names)
 
 
@@ -169,7 +291,9 @@ def _budget(text: str) -> Any:
 
     given = text.split(",")
     if len(given) != 3 or not all(p.strip().isdecimal() and int(p) > 0 for p in given):
-        raise typer.BadParameter(f"{text!r} is not WIDTH,DEPTH,EPOCHS, as in 128,2,200", param_hint="--attacker")
+        raise typer.BadParameter(
+            f"{text!r} is not WIDTH,DEPTH,EPOCHS, as in 128,2,200", param_hint="--attacker"
+        )
     hidden, depth, epochs = map(int, given)
     return Budget(hidden, depth, epochs)
 
@@ -184,7 +308,10 @@ def open_plain(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module,
     checkpoint = open_checkpoint(model)
     record = record_of(checkpoint)
     if record is not None:
-        raise LockError(f"{model} is locked by the key {record.key}", hint="audit the plain model: columns under one key hide little (audit lock)")
+        raise LockError(
+            f"{model} is locked by the key {record.key}",
+            hint="audit the plain model: columns under one key hide little (audit lock)",
+        )
     module = load_model(checkpoint, "float32")
     return reinitialize(module, seed) if is_random else module, checkpoint
 
@@ -197,7 +324,13 @@ def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
     from regauge.data.tasks import size_of
 
     fields = sample.read_fields(source.field)
-    pictures = open_data(source.uri, fields=None if fields is None else {k: v for k, v in fields.items() if k == "image"} or None, split=source.split)
+    pictures = open_data(
+        source.uri,
+        fields=None
+        if fields is None
+        else {k: v for k, v in fields.items() if k == "image"} or None,
+        split=source.split,
+    )
     size = size_of(module)
     if size is None or "image" not in pictures.fields:
         return
@@ -205,8 +338,16 @@ def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
     shapes = held.sizes if isinstance(held, Pictures) else {np.asarray(held).shape[1:3]}
     other = sorted(shapes - {size})
     if other:
-        told = f"some images of {pictures.name}" if len(shapes) > 1 else f"the images of {pictures.name}"
-        raise DataError(f"{told} are {' x '.join(map(str, other[0]))}, and the model reads {size[0]} x {size[1]}", hint="--resize makes them fit")
+        told = (
+            f"some images of {pictures.name}"
+            if len(shapes) > 1
+            else f"the images of {pictures.name}"
+        )
+        raise DataError(
+            f"{told} are {' x '.join(map(str, other[0]))}, and the model reads {size[0]} x "
+            f"{size[1]}",
+            hint="--resize makes them fit",
+        )
 
 
 def text_of(results: Results, tables: int = 1) -> str:
@@ -216,8 +357,14 @@ def text_of(results: Results, tables: int = 1) -> str:
 
     lines = [results.title, ""]
     for table in results.tables[:tables]:
-        rows = [table.columns, *(tuple("" if c is None else number(c) for c in row) for row in table.rows)]
+        rows = [
+            table.columns,
+            *(tuple("" if c is None else number(c) for c in row) for row in table.rows),
+        ]
         lines += [columns(rows, right=tuple(range(1, len(table.columns)))), "", table.note, ""]
     lines += [f"not measured: {u}" for u in results.unchecked]
-    lines += [f"FAILS  {f.id}: {f.measure} {f.value:.3f}, floor {f.floor:.3f}, undefended {f.ceiling:.3f}" for f in results.failed]
+    lines += [
+        f"FAILS  {f.id}: {f.measure} {f.value:.3f}, floor {f.floor:.3f}, undefended {f.ceiling:.3f}"
+        for f in results.failed
+    ]
     return "\n".join([*lines, "", *results.facts["verdict"]])

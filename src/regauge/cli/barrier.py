@@ -1,4 +1,6 @@
-"""`regauge barrier`: the loss on the straight line between two models, as they stand and after matching."""
+"""`regauge barrier`: the loss on the straight line between two models, as they stand and after
+matching.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +22,70 @@ if TYPE_CHECKING:
 
 
 def barrier(
-    a: Annotated[str, typer.Argument(metavar="A", help="A folder, a .safetensors file, or a hub id (owner/name).")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another model of the same class and sizes.")],
-    data: Annotated[str, typer.Option("--data", metavar="URI", help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id.")],
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="A folder, a .safetensors file, or a hub id (owner/name)."
+        ),
+    ],
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="Another model of the same class and sizes.")
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            "--data",
+            metavar="URI",
+            help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id.",
+        ),
+    ],
     field: sample.Field = None,
     split: sample.Split = "test",
-    samples: Annotated[int | None, typer.Option("--samples", min=5, metavar="N", help="Measure on this many examples. Default: all.")] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", min=5, metavar="N", help="Measure on this many examples. Default: all."
+        ),
+    ] = None,
     tokenizer: sample.Tokenizer = None,
     length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
-    points: Annotated[int, typer.Option("--points", min=3, max=1001, metavar="N", help="Points of the path, ends included.")] = 11,
-    matched: Annotated[bool, typer.Option("--match/--no-match", help="Also after A was matched to B.")] = True,
+    points: Annotated[
+        int,
+        typer.Option(
+            "--points", min=3, max=1001, metavar="N", help="Points of the path, ends included."
+        ),
+    ] = 11,
+    matched: Annotated[
+        bool, typer.Option("--match/--no-match", help="Also after A was matched to B.")
+    ] = True,
     self_written: sample.Written = False,
-    element: Annotated[Path | None, typer.Option("-g", "--element", metavar="G", help="Move A by this element, and do not match.")] = None,
-    fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Fold norms first, so that the stream can be rotated. It unties heads.")] = True,
-    plane: Annotated[bool, typer.Option("--plane", help="Also the losses on the plane through A, B and the moved A.")] = False,
-    grid: Annotated[int, typer.Option("--grid", min=3, max=101, metavar="N", help="Points of that plane on a side.")] = 9,
-    calibrate: Annotated[bool, typer.Option("--calibrate/--no-calibrate", help="Also with a temperature for each point.")] = True,
+    element: Annotated[
+        Path | None,
+        typer.Option(
+            "-g", "--element", metavar="G", help="Move A by this element, and do not match."
+        ),
+    ] = None,
+    fold: Annotated[
+        bool,
+        typer.Option(
+            "--fold/--no-fold",
+            help="Fold norms first, so that the stream can be rotated. It unties heads.",
+        ),
+    ] = True,
+    plane: Annotated[
+        bool,
+        typer.Option("--plane", help="Also the losses on the plane through A, B and the moved A."),
+    ] = False,
+    grid: Annotated[
+        int,
+        typer.Option("--grid", min=3, max=101, metavar="N", help="Points of that plane on a side."),
+    ] = 9,
+    calibrate: Annotated[
+        bool,
+        typer.Option("--calibrate/--no-calibrate", help="Also with a temperature for each point."),
+    ] = True,
     batch: options.Batch = 16,
     json: options.JsonFile = None,
     report: options.Report = None,
@@ -46,8 +94,10 @@ def barrier(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Measure the loss and the accuracy on the straight line between two models, as they stand and after matching. The barrier is the largest excess,
-    inside the path, over the straight line between the losses of the two ends. Exit code 3 if moving A changed what it computes."""
+    """Measure the loss and the accuracy on the straight line between two models, as they stand and
+    after matching. The barrier is the largest excess, inside the path, over the straight line
+    between the losses of the two ends. Exit code 3 if moving A changed what it computes.
+    """
     started = time.monotonic()
     check_outputs(json, report)
     if self_written and (element is not None or not matched):
@@ -63,7 +113,9 @@ def barrier(
 
     set_threads(threads)
     checkpoints = [open_checkpoint(source) for source in (a, b)]
-    examples, task = source.read(load_empty(checkpoints[0]), checkpoints[0])  # before the weights: what cannot be read is refused at once
+    examples, task = source.read(
+        load_empty(checkpoints[0]), checkpoints[0]
+    )  # before the weights: what cannot be read is refused at once
     say(f"loads {a} and {b}")
     first, second = (load_model(c, "float32").to(device) for c in checkpoints)
     require_joined(first.state_dict(), second.state_dict(), (a, b))
@@ -109,12 +161,26 @@ def text_of(results: Results) -> str:
     from regauge.models.summary import columns
 
     (table,) = results.tables
-    rows = [table.columns, *(tuple("" if c is None else c if isinstance(c, str) else f"{c:.4f}" for c in row) for row in table.rows)]
-    lines = [f"{results.facts['class']}: the loss on the straight line from A to B", "", columns(rows, right=tuple(range(1, len(table.columns)))), ""]
+    rows = [
+        table.columns,
+        *(
+            tuple("" if c is None else c if isinstance(c, str) else f"{c:.4f}" for c in row)
+            for row in table.rows
+        ),
+    ]
+    lines = [
+        f"{results.facts['class']}: the loss on the straight line from A to B",
+        "",
+        columns(rows, right=tuple(range(1, len(table.columns)))),
+        "",
+    ]
     lines += [f"barrier: {results.facts['barrier']}, in nats", *map(str, results.facts["notes"])]
     for f in results.findings:
         if f.holds is not None:
-            lines.append(f"{mark(f)}  {f.statement.lower()[0] + f.statement[1:]} (change {f.value:.1e}, allowed {f.floor:.0e})")
+            lines.append(
+                f"{mark(f)}  {f.statement.lower()[0] + f.statement[1:]} (change {f.value:.1e}, "
+                f"allowed {f.floor:.0e})"
+            )
     return "\n".join(lines)
 
 

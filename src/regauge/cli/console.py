@@ -1,4 +1,6 @@
-"""How the command line talks: stdout is data, stderr is talk. Errors are `regauge: error:` and `regauge: hint:` lines."""
+"""How the command line talks: stdout is data, stderr is talk. Errors are `regauge: error:` and
+`regauge: hint:` lines.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ class StoppedError(RegaugeError):
 
 
 def escaped(text: str) -> str:
-    """Return text that is safe on a terminal and in a log: control characters (but newline and tab), characters that change the direction of
-    writing, and lone surrogates as \\u001b, \\u202e, \\udcff, as JSON has them too. Names of files, tensors and clients come from others."""
+    """Return text that is safe on a terminal and in a log: control characters (but newline and
+    tab), characters that change the direction of writing, and lone surrogates as \\u001b, \\u202e,
+    \\udcff, as JSON has them too. Names of files, tensors and clients come from others.
+    """
     if text.isascii() and text.isprintable():
         return text
     return "".join(c if c in "\n\t" or not _is_unsafe(c) else f"\\u{ord(c):04x}" for c in text)
@@ -30,12 +34,16 @@ def _is_unsafe(c: str) -> bool:
     return unicodedata.category(c) in ("Cc", "Cs") or c in _DIRECTIONS
 
 
-_DIRECTIONS = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u2028\u2029")
+_DIRECTIONS = frozenset(
+    "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\u2028\u2029"
+)
 
 
 def data(text: str) -> None:
     if getattr(sys, "stdout", None) is None:
-        raise RegaugeError("stdout is closed, so the result cannot be shown", hint="send stdout to a file")
+        raise RegaugeError(
+            "stdout is closed, so the result cannot be shown", hint="send stdout to a file"
+        )
     sys.stdout.write(escaped(text) + "\n")
 
 
@@ -78,19 +86,36 @@ def writing_to(out: Path, what: str) -> Iterator[Any]:
         with progress_bar(escaped(f"{what} to {out.name}")) as progress:
             yield progress
     except KeyboardInterrupt as stop:
-        raise StoppedError(f"interrupted; {out} was {'' if is_taken(out) else 'not '}written") from stop
+        raise StoppedError(
+            f"interrupted; {out} was {'' if is_taken(out) else 'not '}written"
+        ) from stop
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Any]:
-    """A function of (done, total) bytes that draws a bar on stderr; silent where stderr is no terminal."""
+    """A function of (done, total) bytes that draws a bar on stderr; silent where stderr is no
+    terminal.
+    """
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
@@ -98,7 +123,9 @@ def progress_bar(what: str) -> Iterator[Any]:
 
 @contextmanager
 def step_bar(what: str) -> Iterator[Any]:
-    """A function of (done, total, what now) that draws a bar on stderr, or says each step where stderr is no terminal."""
+    """A function of (done, total, what now) that draws a bar on stderr, or says each step where
+    stderr is no terminal.
+    """
     if not sys.stderr.isatty():
 
         def plainly(done: int, total: int, now: str) -> None:
@@ -110,7 +137,15 @@ def step_bar(what: str) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task(what, total=None, now="")
-        yield lambda done, total, now: bars.update(task, completed=done, total=total, now=escaped(now))
+        yield lambda done, total, now: bars.update(
+            task, completed=done, total=total, now=escaped(now)
+        )

@@ -14,14 +14,22 @@ VERSION = 1
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="A .bin or .pt file, or a folder with pytorch_model.bin (one file or shards).")],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="IN",
+            help="A .bin or .pt file, or a folder with pytorch_model.bin (one file or shards).",
+        ),
+    ],
     out: options.Out,
     dry_run: options.DryRun = False,
     json: options.Json = False,
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Write a pickled checkpoint as safetensors. Pickles are read without running code; tied tensors are stored once."""
+    """Write a pickled checkpoint as safetensors. Pickles are read without running code; tied
+    tensors are stored once.
+    """
     from regauge.checkpoints.convert import open_pickles, plan_conversion
     from regauge.checkpoints.files import amount
     from regauge.checkpoints.plan import check_target
@@ -51,7 +59,10 @@ def convert(
         with writing_to(out, "converting") as progress:
             written = write_plan(out, plan, thunks, progress=progress, threads=threads)
         if written.nonfinite:
-            warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {', '.join(written.nonfinite[:5])}")
+            warn(
+                f"NaN or Inf in {len(written.nonfinite)} tensors: "
+                f"{', '.join(written.nonfinite[:5])}"
+            )
         say(f"wrote {out}: {len(thunks)} tensors, {amount(written.bytes)}")
         report |= {"bytes": written.bytes, "files": list(written.files)}
     if json:

@@ -17,15 +17,23 @@ def demo(
     out: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", metavar="DIR", help="Keep the models and the images here, in a new folder, by the names that the README uses."
+            "-o",
+            "--output",
+            metavar="DIR",
+            help="Keep the models and the images here, in a new folder, by the names that the "
+            "README uses.",
         ),
     ] = None,
-    report: Annotated[Path, typer.Option("--report", metavar="page.html", help="Write the page here.")] = Path("regauge-demo.html"),
+    report: Annotated[
+        Path, typer.Option("--report", metavar="page.html", help="Write the page here.")
+    ] = Path("regauge-demo.html"),
     seed: Annotated[int, options.seed("The seed of the models and elements.")] = 0,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Show what regauge does: move small models, train one plainly and permuted, verify it, write a page. Nothing is downloaded."""
+    """Show what regauge does: move small models, train one plainly and permuted, verify it, write a
+    page. Nothing is downloaded.
+    """
     from regauge.checkpoints.files import write_bytes, writing
     from regauge.checkpoints.plan import check_new
     from regauge.cli.run import FAILED, facts_of_run
@@ -41,13 +49,18 @@ def demo(
         with writing(out):
             out.mkdir(exist_ok=True)
     results = run(say if json else data, step_bar, out, seed)
-    results = replace(results, facts={**facts_of_run(), **results.facts, "seconds": round(time.monotonic() - started, 1)})
+    results = replace(
+        results,
+        facts={**facts_of_run(), **results.facts, "seconds": round(time.monotonic() - started, 1)},
+    )
     from regauge.results.report import page
 
     write_bytes(report, page(results).encode())
     if json:
         data(to_json(results))
     if out is not None:
-        say(f"models and images are in {out}: cd {out}, and the README's commands run as they stand")
+        say(
+            f"models and images are in {out}: cd {out}, and the README's commands run as they stand"
+        )
     say(f"open {report} in a browser")
     return FAILED if results.failed else 0

@@ -19,7 +19,8 @@ from regauge.cli.console import data, data_json
 
 VERSION = 1
 _BRINGS = {
-    "models": "checkpoints of the transformers library as live models: verify, merge by data, split, jigsaw",
+    "models": "checkpoints of the transformers library as live models: verify, merge by data, "
+    "split, jigsaw",
     "hub": "models and data by hub id (owner/name)",
     "timm": "timm's checkpoints as live models",
     "report": "pages: --report, regauge report",
@@ -34,8 +35,10 @@ _BRINGS = {
     "dev": "the tests and checks of regauge itself",
 }
 _MIND = {  # what an installation changes beside what it brings
-    "timm": "with 'torch==VERSION' of the torch that is here: pip would take a newer one, for its torchvision",
-    "federated": "in an environment of its own: Flower wants older versions of typer, rich and packaging",
+    "timm": "with 'torch==VERSION' of the torch that is here: pip would take a newer one, for "
+    "its torchvision",
+    "federated": "in an environment of its own: Flower wants older versions of typer, rich and "
+    "packaging",
 }
 
 
@@ -53,17 +56,28 @@ class Library:
         if self.found is None:
             return "missing"
         if not satisfies(self.found, self.wanted):
-            return "too old" if ">=" in self.wanted and not satisfies(self.found, _least(self.wanted)) else "too new"
+            return (
+                "too old"
+                if ">=" in self.wanted and not satisfies(self.found, _least(self.wanted))
+                else "too new"
+            )
         return "does not load" if self.loads else "ok"
 
 
 def doctor(
-    load: Annotated[bool, typer.Option("--load", help="Also import every library that is here, which may take a minute.")] = False,
+    load: Annotated[
+        bool,
+        typer.Option(
+            "--load", help="Also import every library that is here, which may take a minute."
+        ),
+    ] = False,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Show versions, devices, and which extras are here or missing, with the way to get each. Exit code 1 if something that regauge always needs is
-    missing, too old or does not load, or if an installed library has a known vulnerability."""
+    """Show versions, devices, and which extras are here or missing, with the way to get each. Exit
+    code 1 if something that regauge always needs is missing, too old or does not load, or if an
+    installed library has a known vulnerability.
+    """
     found = facts(load)
     if json:
         data_json(found)
@@ -77,7 +91,9 @@ def facts(load: bool = False) -> dict[str, Any]:
     from regauge import __version__
     from regauge.checkpoints.environment import default_cache
 
-    needs = {extra: [_library(*pair, load) for pair in pairs] for extra, pairs in requirements().items()}
+    needs = {
+        extra: [_library(*pair, load) for pair in pairs] for extra, pairs in requirements().items()
+    }
     always = needs.pop("", [])
     extras = [
         {
@@ -103,14 +119,24 @@ def facts(load: bool = False) -> dict[str, Any]:
         "libraries": [_told(library) for library in always],
         "extras": extras,
         "vulnerable": [asdict(library) for library in unsafe],
-        "cache": {"path": str(cache), "writable": _is_writable(cache), "free_bytes": shutil.disk_usage(_existing(cache)).free},
-        "environment": {name: os.environ[name] for name in ("REGAUGE_ASSETS", "REGAUGE_CACHE", "REGAUGE_DEBUG", "NO_COLOR") if name in os.environ},
+        "cache": {
+            "path": str(cache),
+            "writable": _is_writable(cache),
+            "free_bytes": shutil.disk_usage(_existing(cache)).free,
+        },
+        "environment": {
+            name: os.environ[name]
+            for name in ("REGAUGE_ASSETS", "REGAUGE_CACHE", "REGAUGE_DEBUG", "NO_COLOR")
+            if name in os.environ
+        },
         "healthy": works and not unsafe and all(library.state == "ok" for library in always),
     }
 
 
 def requirements() -> dict[str, list[tuple[str, str]]]:
-    """(library, versions) by extra, "" for what is always needed, as the installed package says it. Extras of extras are spelled out."""
+    """(library, versions) by extra, "" for what is always needed, as the installed package says it.
+    Extras of extras are spelled out.
+    """
     try:
         lines = metadata.requires("regauge") or []
     except metadata.PackageNotFoundError:  # run from its sources
@@ -128,11 +154,19 @@ def requirements() -> dict[str, list[tuple[str, str]]]:
             inside.setdefault(extra, []).extend(o.strip() for o in others.split(","))
         else:
             found.setdefault(extra, []).append((name, versions.replace(" ", "")))
-    return {extra: sorted(set(_all(extra, found, inside)), key=lambda p: p[0].lower()) for extra in dict.fromkeys([*found, *inside])}
+    return {
+        extra: sorted(set(_all(extra, found, inside)), key=lambda p: p[0].lower())
+        for extra in dict.fromkeys([*found, *inside])
+    }
 
 
-def _all(extra: str, found: dict[str, list[tuple[str, str]]], inside: dict[str, list[str]]) -> list[tuple[str, str]]:
-    return [*found.get(extra, []), *(pair for other in inside.get(extra, []) for pair in _all(other, found, inside))]
+def _all(
+    extra: str, found: dict[str, list[tuple[str, str]]], inside: dict[str, list[str]]
+) -> list[tuple[str, str]]:
+    return [
+        *found.get(extra, []),
+        *(pair for other in inside.get(extra, []) for pair in _all(other, found, inside)),
+    ]
 
 
 def _least(wanted: str) -> str:
@@ -149,7 +183,11 @@ def _loads(name: str) -> str:
     from importlib import import_module
 
     brings = metadata.packages_distributions().items()
-    for module in (m for m, names in brings if normalized(name) in map(normalized, names) and m.isidentifier() and not m.startswith("_")):
+    for module in (
+        m
+        for m, names in brings
+        if normalized(name) in map(normalized, names) and m.isidentifier() and not m.startswith("_")
+    ):
         try:
             import_module(module)
         except Exception as error:  # whatever a broken build raises
@@ -166,11 +204,21 @@ def _torch() -> tuple[dict[str, Any], bool]:
     try:
         import torch
 
-        works = bool((torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, dtype=torch.float64)).sum() == 4)
+        works = bool(
+            (torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, dtype=torch.float64)).sum() == 4
+        )
     except Exception as error:  # whatever a broken build raises
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}, False
-    devices = [{"name": "cpu", "what": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"}]
-    devices += [{"name": f"cuda:{i}", "what": torch.cuda.get_device_name(i)} for i in range(torch.cuda.device_count())]
+    devices = [
+        {
+            "name": "cpu",
+            "what": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
+        }
+    ]
+    devices += [
+        {"name": f"cuda:{i}", "what": torch.cuda.get_device_name(i)}
+        for i in range(torch.cuda.device_count())
+    ]
     if torch.backends.mps.is_available():
         devices.append({"name": "mps", "what": "Apple's GPU; without float64"})
     return {"version": torch.__version__, "devices": devices}, works
@@ -191,27 +239,53 @@ def text_of(found: dict[str, Any]) -> str:
 
     lines = [f"regauge {found['regauge']}, python {found['python']}, {found['platform']}"]
     torch = found["torch"]
-    lines.append(f"torch does not work: {torch['error']}" if "error" in torch else f"torch {torch['version']}")
+    lines.append(
+        f"torch does not work: {torch['error']}"
+        if "error" in torch
+        else f"torch {torch['version']}"
+    )
     rows = [("device", d["name"], d["what"]) for d in torch.get("devices", [])]
     rows += [
-        ("cache", found["cache"]["path"], f"{amount(found['cache']['free_bytes'])} free" + ("" if found["cache"]["writable"] else "; NOT writable"))
+        (
+            "cache",
+            found["cache"]["path"],
+            f"{amount(found['cache']['free_bytes'])} free"
+            + ("" if found["cache"]["writable"] else "; NOT writable"),
+        )
     ]
     rows += [("variable", name, value) for name, value in found["environment"].items()]
     lines += [columns(rows), ""]
     bad = [entry for entry in found["libraries"] if entry["state"] != "ok"]
-    always = ", ".join(f"{entry['name']} {entry['found']}" for entry in found["libraries"] if entry["state"] == "ok")
+    always = ", ".join(
+        f"{entry['name']} {entry['found']}"
+        for entry in found["libraries"]
+        if entry["state"] == "ok"
+    )
     lines.append(f"always needed: {always or 'not known, since regauge runs from its sources'}")
     lines += [f"  {_complaint(entry)}; pip install --upgrade regauge" for entry in bad]
     lines += [str(Vulnerable(**entry)) for entry in found["vulnerable"]]
     table = [("", "extra", "brings", "lacks")]
     for extra in found["extras"]:
-        lacks = ", ".join(_complaint(entry) for entry in extra["libraries"] if entry["state"] != "ok")
+        lacks = ", ".join(
+            _complaint(entry) for entry in extra["libraries"] if entry["state"] != "ok"
+        )
         table.append(("yes" if extra["complete"] else "no", extra["name"], extra["brings"], lacks))
     lines += ["", columns(table)]
     for extra in found["extras"]:
         if not extra["complete"]:
-            lines.append(f"to get {extra['name']}: {extra['get']}" + (f"  # {extra['mind']}" if extra["mind"] else ""))
-    return "\n".join([*lines, "", "all that regauge always needs is here" if found["healthy"] else "regauge will NOT work like this"])
+            lines.append(
+                f"to get {extra['name']}: {extra['get']}"
+                + (f"  # {extra['mind']}" if extra["mind"] else "")
+            )
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "all that regauge always needs is here"
+            if found["healthy"]
+            else "regauge will NOT work like this",
+        ]
+    )
 
 
 def _complaint(entry: dict[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""`regauge fingerprint`: what no element changes, for lineage and for finding the same model twice."""
+"""`regauge fingerprint`: what no element changes, for lineage and for finding the same model
+twice.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,15 @@ from regauge.cli import options
 from regauge.cli.console import data, data_json
 
 
-def fingerprint(model: options.Model, spec: options.SpecFile = None, json: options.Json = False, verbose: options.Verbose = 0) -> int:
-    """Show what no element changes: a moved or locked model has the fingerprint of the plain one, a retrained one has not."""
+def fingerprint(
+    model: options.Model,
+    spec: options.SpecFile = None,
+    json: options.Json = False,
+    verbose: options.Verbose = 0,
+) -> int:
+    """Show what no element changes: a moved or locked model has the fingerprint of the plain one, a
+    retrained one has not.
+    """
     from regauge.cli.model import open_model, require_fit
     from regauge.matching.fingerprint import fingerprint as take
 

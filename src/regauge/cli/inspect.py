@@ -13,10 +13,19 @@ if TYPE_CHECKING:
     from regauge.core.spec import Spec
     from regauge.models.discovery import Discovery
 
-Discover = Annotated[bool, typer.Option("--discover", help="Read the symmetry off the model's graph, even where a family is known.")]
+Discover = Annotated[
+    bool,
+    typer.Option(
+        "--discover", help="Read the symmetry off the model's graph, even where a family is known."
+    ),
+]
 Explain = Annotated[
     str | None,
-    typer.Option("--explain", metavar="SPACE", help="Why this space has its group and no larger one, operator by operator. Discovers."),
+    typer.Option(
+        "--explain",
+        metavar="SPACE",
+        help="Why this space has its group and no larger one, operator by operator. Discovers.",
+    ),
 ]
 
 
@@ -28,7 +37,9 @@ def inspect(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Show a model's symmetry: its parts, its spaces with their groups, what holds, what does not and why."""
+    """Show a model's symmetry: its parts, its spaces with their groups, what holds, what does not
+    and why.
+    """
     from regauge.cli.model import discovered, faults_of, open_model, require_fit
     from regauge.models.summary import facts_of, rows_of_tensors, text_of
 
@@ -60,25 +71,46 @@ def inspect(
     elif not faults:
         data(text_of(facts, [] if verbose == 0 else list(rows_of_tensors(described, checkpoint))))
         if found is not None:
-            folded = "" if found.folded_error is None else f", {found.folded_error:.1e} with its norms folded"
-            data(f"discovered, and verified on {found.verified_on}: a random element of every space changes its outputs by {found.error:.1e}{folded}")
+            folded = (
+                ""
+                if found.folded_error is None
+                else f", {found.folded_error:.1e} with its norms folded"
+            )
+            data(
+                f"discovered, and verified on {found.verified_on}: a random element of every "
+                f"space changes its outputs by {found.error:.1e}{folded}"
+            )
     require_fit(checkpoint, described, faults)
     return 0
 
 
 def explanation(found: Discovery, name: str) -> dict[str, Any]:
-    """Why a space has its group, or why an axis of a parameter ("name[0]", or all of a name) has none."""
+    """Why a space has its group, or why an axis of a parameter ("name[0]", or all of a name) has
+    none.
+    """
     from regauge.errors import SpecError
 
     spec = found.spec
-    frozen = {axis: rs for axis, rs in found.frozen.items() if name in (axis, axis.rpartition("[")[0])}
+    frozen = {
+        axis: rs for axis, rs in found.frozen.items() if name in (axis, axis.rpartition("[")[0])
+    }
     if name in spec.spaces:
-        return {"name": name, "group": _group(spec, name), "reasons": [_reason(r) for r in found.reasons.get(name, ())]}
+        return {
+            "name": name,
+            "group": _group(spec, name),
+            "reasons": [_reason(r) for r in found.reasons.get(name, ())],
+        }
     if frozen:
-        return {"name": name, "group": "nothing acts", "reasons": [_reason(r) for rs in frozen.values() for r in rs]}
+        return {
+            "name": name,
+            "group": "nothing acts",
+            "reasons": [_reason(r) for rs in frozen.values() for r in rs],
+        }
     raise SpecError(
-        f'there is no space "{name}", and no axis of a parameter of that name on which nothing acts',
-        hint=f"spaces are {', '.join(list(spec.spaces)[:8])}, ...; an axis is written as h.0.weight[1]",
+        f'there is no space "{name}", and no axis of a parameter of that name on which nothing '
+        "acts",
+        hint=f"spaces are {', '.join(list(spec.spaces)[:8])}, ...; an axis is written as "
+        "h.0.weight[1]",
     )
 
 
@@ -90,10 +122,20 @@ def _group(spec: Spec, name: str) -> str:
 
 
 def _reason(reason: Any) -> dict[str, Any]:
-    places = [{"file": p.file, "line": p.line, "code": p.code, "module": p.module} for p in reason.places]
-    return {"operator": reason.operator, "does": reason.does, "keeps": reason.keeps, "places": places, "text": str(reason)}
+    places = [
+        {"file": p.file, "line": p.line, "code": p.code, "module": p.module} for p in reason.places
+    ]
+    return {
+        "operator": reason.operator,
+        "does": reason.does,
+        "keeps": reason.keeps,
+        "places": places,
+        "text": str(reason),
+    }
 
 
 def _text(told: dict[str, Any]) -> str:
-    lines = [f"  {r['text']}" for r in told["reasons"]] or ["  nothing but linear layers and products touches it: it cannot be larger"]
+    lines = [f"  {r['text']}" for r in told["reasons"]] or [
+        "  nothing but linear layers and products touches it: it cannot be larger"
+    ]
     return "\n".join([f"{told['name']}: {told['group']}", *dict.fromkeys(lines)])

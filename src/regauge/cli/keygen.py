@@ -1,4 +1,6 @@
-"""`regauge keygen`, and how every command reads a key: the passphrase comes from a prompt, a file or the environment, never from an argument."""
+"""`regauge keygen`, and how every command reads a key: the passphrase comes from a prompt, a file
+or the environment, never from an argument.
+"""
 
 from __future__ import annotations
 
@@ -30,33 +32,62 @@ class Purpose(StrEnum):
 
 
 def keygen(
-    out: Annotated[Path, typer.Option("-o", "--output", metavar="KEY", help="The new key file, for its owner only.")],
+    out: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="KEY", help="The new key file, for its owner only."),
+    ],
     passphrase: Annotated[
-        bool, typer.Option("--passphrase", help="Protect it by a passphrase: asked for twice, or taken from REGAUGE_PASSPHRASE.")
+        bool,
+        typer.Option(
+            "--passphrase",
+            help="Protect it by a passphrase: asked for twice, or taken from REGAUGE_PASSPHRASE.",
+        ),
     ] = False,
     passphrase_file: options.PassphraseFile = None,
     purpose: Annotated[
-        Purpose, typer.Option("--purpose", help="lock: obfuscates a model that is used. seal: encrypts files at rest.")
+        Purpose,
+        typer.Option(
+            "--purpose", help="lock: obfuscates a model that is used. seal: encrypts files at rest."
+        ),
     ] = Purpose.lock,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Make a key: 32 random bytes in a file that only you can read. Keep a copy: nobody can make it again."""
+    """Make a key: 32 random bytes in a file that only you can read. Keep a copy: nobody can make it
+    again.
+    """
     from regauge.locking.keys import generate_key, save_key
 
     if os.path.lexists(out):
-        raise KeyFileError(f"{out} exists already", hint="a key cannot be made again: name a new file")
+        raise KeyFileError(
+            f"{out} exists already", hint="a key cannot be made again: name a new file"
+        )
     given = _given(passphrase_file)
     if given is None and passphrase:
         _require_terminal(out)
-        given = typer.prompt("Passphrase", hide_input=True, confirmation_prompt="Passphrase again", err=True)
+        given = typer.prompt(
+            "Passphrase", hide_input=True, confirmation_prompt="Passphrase again", err=True
+        )
     elif not passphrase and passphrase_file is None:
         given = None  # REGAUGE_PASSPHRASE may be set for another key
     key = generate_key(purpose.value)
     save_key(key, out, given)
-    say(f"wrote {out}: key {key.id} for {key.purpose}{', protected by a passphrase' if given else ''}; keep a copy in a safe place")
+    say(
+        f"wrote {out}: key {key.id} for "
+        f"{key.purpose}{', protected by a passphrase' if given else ''}; keep a copy in a safe "
+        "place"
+    )
     if json:
-        data_json({"version": VERSION, "command": "keygen", "out": str(out), "id": key.id, "purpose": key.purpose, "passphrase": given is not None})
+        data_json(
+            {
+                "version": VERSION,
+                "command": "keygen",
+                "out": str(out),
+                "id": key.id,
+                "purpose": key.purpose,
+                "passphrase": given is not None,
+            }
+        )
     return 0
 
 
@@ -71,7 +102,10 @@ def keep_apart(key: Path, *places: Path) -> None:
     """A key must not lie in what is given away, nor where something is written."""
     place = lies_in(key, *places)
     if place is not None:
-        raise KeyFileError(f"the key {key} lies in {place}, and would be given away with it", hint="keep keys in a folder of their own")
+        raise KeyFileError(
+            f"the key {key} lies in {place}, and would be given away with it",
+            hint="keep keys in a folder of their own",
+        )
 
 
 def _asked(path: Path, passphrase_file: Path | None) -> str:
@@ -90,15 +124,21 @@ def _given(file: Path | None) -> str | None:
 
     first = read_private(file, "passphrase file").split(b"\n")[0].removesuffix(b"\r")
     if not first or len(first) > _LONGEST:
-        raise PassphraseError(f"{file} holds no passphrase on its first line", hint=f"at most {_LONGEST} bytes of text")
+        raise PassphraseError(
+            f"{file} holds no passphrase on its first line",
+            hint=f"at most {_LONGEST} bytes of text",
+        )
     try:
         return first.decode("utf-8")
     except UnicodeDecodeError:
-        raise PassphraseError(f"{file} holds no text in UTF-8", hint="write the passphrase on its first line, as text") from None
+        raise PassphraseError(
+            f"{file} holds no text in UTF-8", hint="write the passphrase on its first line, as text"
+        ) from None
 
 
 def _require_terminal(path: Path) -> None:
     if not sys.stdin or not sys.stdin.isatty():
         raise PassphraseError(
-            f"{path} needs a passphrase, and there is no terminal to ask at", hint="give it in REGAUGE_PASSPHRASE or with --passphrase-file"
+            f"{path} needs a passphrase, and there is no terminal to ask at",
+            hint="give it in REGAUGE_PASSPHRASE or with --passphrase-file",
         )

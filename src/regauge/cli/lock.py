@@ -17,11 +17,18 @@ if TYPE_CHECKING:
     from regauge.locking.lock_files import Job
 
 VERSION = 1
-_NOT_ENCRYPTION = "a lock is obfuscation, not encryption: docs/lock.md says who can undo it without the key"
+_NOT_ENCRYPTION = (
+    "a lock is obfuscation, not encryption: docs/lock.md says who can undo it without the key"
+)
 _WORDS = {"permutation": "permutations", "signed": "signed permutations", "rotation": "rotations"}
 
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
-Retrained = Annotated[bool, typer.Option("--retrained", help="It was trained since it was locked: check its structure, not its data.")]
+Retrained = Annotated[
+    bool,
+    typer.Option(
+        "--retrained", help="It was trained since it was locked: check its structure, not its data."
+    ),
+]
 
 
 class Group(StrEnum):
@@ -33,11 +40,28 @@ class Group(StrEnum):
 def lock(
     model: options.Model,
     key: options.KeyFile,
-    out: Annotated[Path | None, typer.Option("-o", "--output", metavar="OUT", help="The new folder (or .safetensors file).")] = None,
-    group: Annotated[Group | None, typer.Option("--group", help="Draw the element from this subgroup. Default: signed.")] = None,
-    spaces: Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="Move these spaces only. Default: all of the backbone.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="OUT", help="The new folder (or .safetensors file)."
+        ),
+    ] = None,
+    group: Annotated[
+        Group | None,
+        typer.Option("--group", help="Draw the element from this subgroup. Default: signed."),
+    ] = None,
+    spaces: Annotated[
+        str | None,
+        typer.Option(
+            "--spaces", metavar="A,B", help="Move these spaces only. Default: all of the backbone."
+        ),
+    ] = None,
     reseal: Annotated[
-        bool, typer.Option("--reseal", help="MODEL is locked and was trained since: renew its commitment, in place or to OUT.")
+        bool,
+        typer.Option(
+            "--reseal",
+            help="MODEL is locked and was trained since: renew its commitment, in place or to OUT.",
+        ),
     ] = False,
     passphrase_file: options.PassphraseFile = None,
     spec: options.SpecFile = None,
@@ -47,7 +71,9 @@ def lock(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Lock a model: move its backbone by a secret element, so that only who has the key can use it. Obfuscation, not encryption."""
+    """Lock a model: move its backbone by a secret element, so that only who has the key can use it.
+    Obfuscation, not encryption.
+    """
     if reseal and (group is not None or spaces is not None):
         raise typer.BadParameter("--group and --spaces belong to a new lock, not to --reseal")
     if not reseal and out is None:
@@ -72,7 +98,13 @@ def lock(
         did = "dry run: this would renew" if dry_run else "renewed"
         say(f"{did} the commitment of {checkpoint.path}, locked by the key {record.key}")
         if json:
-            report = {"version": VERSION, "command": "lock --reseal", "out": str(checkpoint.path), "record": record.to_json(), "dry_run": dry_run}
+            report = {
+                "version": VERSION,
+                "command": "lock --reseal",
+                "out": str(checkpoint.path),
+                "record": record.to_json(),
+                "dry_run": dry_run,
+            }
             data_json(report)
         return 0
     assert out is not None
@@ -80,13 +112,21 @@ def lock(
     named = [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
     if LOCKS[chosen].fold:
         set_threads(threads)
-    job = lock_files.plan_lock(checkpoint, described, out, secret, group=chosen, spaces=named, threads=threads)
+    job = lock_files.plan_lock(
+        checkpoint, described, out, secret, group=chosen, spaces=named, threads=threads
+    )
     if LOCKS[chosen].fold:
         how = "norms are folded first, and unlocking" if job.record.folded else "unlocking"
         narrow = sorted(
-            n for n in job.element.members if n.split(".")[0].startswith("stream") and job.element.spec.spaces[n].group.name == "permutation"
+            n
+            for n in job.element.members
+            if n.split(".")[0].startswith("stream")
+            and job.element.spec.spaces[n].group.name == "permutation"
         )
-        say(f"rotations: {how} is to rounding{f'; {narrow[0]}: permutations only' if narrow else ''}")
+        say(
+            f"rotations: {how} is to "
+            f"rounding{f'; {narrow[0]}: permutations only' if narrow else ''}"
+        )
     code = _write(job, "lock", started, resume, dry_run, json, threads)
     say(_NOT_ENCRYPTION)
     return code
@@ -113,23 +153,36 @@ def unlock(
 
     secret = read_key(key, "lock", passphrase_file)
     checkpoint, described = open_model(model, spec)
-    job = lock_files.plan_unlock(checkpoint, described, out, secret, retrained=retrained, threads=threads)
+    job = lock_files.plan_unlock(
+        checkpoint, described, out, secret, retrained=retrained, threads=threads
+    )
     if job.record.files is None:
-        say("this lock binds the weights only: tokenizer and other files are as they were found (regauge lock --reseal binds them)")
+        say(
+            "this lock binds the weights only: tokenizer and other files are as they were found "
+            "(regauge lock --reseal binds them)"
+        )
     if job.record.group == "rotation":
         set_threads(threads)
-        say(f"it was locked by rotations: the plain weights come back to rounding{', with folded norms' if job.record.folded else ''}")
+        say(
+            "it was locked by rotations: the plain weights come back to "
+            f"rounding{', with folded norms' if job.record.folded else ''}"
+        )
     return _write(job, "unlock", started, resume, dry_run, json, threads)
 
 
 def rekey(
     model: options.LockedModel,
-    key: Annotated[Path, typer.Option("-k", "--key", metavar="OLD", help="The key that locked it.")],
+    key: Annotated[
+        Path, typer.Option("-k", "--key", metavar="OLD", help="The key that locked it.")
+    ],
     to: Annotated[Path, typer.Option("--to", metavar="NEW", help="The key that is to lock it.")],
     out: options.Out,
     retrained: Retrained = False,
     passphrase_file: options.PassphraseFile = None,
-    to_passphrase_file: Annotated[Path | None, typer.Option("--to-passphrase-file", metavar="F", help="The new key's passphrase.")] = None,
+    to_passphrase_file: Annotated[
+        Path | None,
+        typer.Option("--to-passphrase-file", metavar="F", help="The new key's passphrase."),
+    ] = None,
     spec: options.SpecFile = None,
     resume: Resume = False,
     dry_run: options.DryRun = False,
@@ -147,13 +200,23 @@ def rekey(
     checkpoint, described = open_model(model, spec)
     keep_apart(key, out)
     keep_apart(to, checkpoint.path, out)
-    job = lock_files.plan_rekey(checkpoint, described, out, old, new, retrained=retrained, threads=threads)
+    job = lock_files.plan_rekey(
+        checkpoint, described, out, old, new, retrained=retrained, threads=threads
+    )
     if job.record.group == "rotation":
         set_threads(threads)
     return _write(job, "rekey", started, resume, dry_run, json, threads)
 
 
-def _write(job: Job, command: str, started: float, resume: bool, dry_run: bool, json: bool, threads: int | None) -> int:
+def _write(
+    job: Job,
+    command: str,
+    started: float,
+    resume: bool,
+    dry_run: bool,
+    json: bool,
+    threads: int | None,
+) -> int:
     from regauge.checkpoints.files import amount
     from regauge.cli.write import summary, write_moved
 
@@ -173,14 +236,29 @@ def _write(job: Job, command: str, started: float, resume: bool, dry_run: bool, 
         "dry_run": dry_run,
     }
     if job.element.members:
-        say(f"{spec.family}: {command}s the backbone by {_WORDS[record.group]} of {summary(job.element)}; key {record.key}")
+        say(
+            f"{spec.family}: {command}s the backbone by {_WORDS[record.group]} of "
+            f"{summary(job.element)}; key {record.key}"
+        )
     if dry_run:
         say(f"dry run: {len(job.thunks)} tensors would be written to {job.out}")
     else:
-        written = write_moved(job.out, job.plan, job.thunks, f"{command.removesuffix(' --reseal')}ing", resume, threads)
+        written = write_moved(
+            job.out,
+            job.plan,
+            job.thunks,
+            f"{command.removesuffix(' --reseal')}ing",
+            resume,
+            threads,
+        )
         seconds = time.monotonic() - started
         say(f"wrote {job.out}: {amount(written.bytes)} in {seconds:.1f} s")
-        report |= {"bytes": written.bytes, "files": list(written.files), "left": list(written.left), "seconds": round(seconds, 3)}
+        report |= {
+            "bytes": written.bytes,
+            "files": list(written.files),
+            "left": list(written.left),
+            "seconds": round(seconds, 3),
+        }
     if json:
         data_json(report)
     return 0

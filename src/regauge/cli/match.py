@@ -1,4 +1,6 @@
-"""`regauge match` and `regauge compare`: two models, and the description of the one that is nearest to the other."""
+"""`regauge match` and `regauge compare`: two models, and the description of the one that is nearest
+to the other.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import say, step_bar
-from regauge.cli.match_results import comparison_text, match_text, results_of_comparison, results_of_match
+from regauge.cli.match_results import (
+    comparison_text,
+    match_text,
+    results_of_comparison,
+    results_of_match,
+)
 from regauge.cli.pair import layers as read_layers
 from regauge.cli.pair import names, open_pair, weights
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
@@ -24,31 +31,98 @@ if TYPE_CHECKING:
     from regauge.matching.activations import Seen
     from regauge.matching.refine import Refined
 
-One = Annotated[str, typer.Argument(metavar="A", help="The model that moves: a folder, a .safetensors file, or a hub id.")]
+One = Annotated[
+    str,
+    typer.Argument(
+        metavar="A", help="The model that moves: a folder, a .safetensors file, or a hub id."
+    ),
+]
 Other = Annotated[str, typer.Argument(metavar="B", help="The model that stays.")]
-Spaces = Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="These spaces take part: stream, head, qk, vo, ffn, ... Default: all.")]
-Layers = Annotated[str | None, typer.Option("--layers", metavar="0-5,11", help="Of what belongs to a layer, these only.")]
-Group = Annotated[options.Kind, typer.Option("--group", help="How far members may go; orthogonal is paper 003's rotations.")]
-Fold = Annotated[bool, typer.Option("--fold", help="Fold the norms of both first, which gives the stream its rotations. Needs --output-b.")]
+Spaces = Annotated[
+    str | None,
+    typer.Option(
+        "--spaces",
+        metavar="A,B",
+        help="These spaces take part: stream, head, qk, vo, ffn, ... Default: all.",
+    ),
+]
+Layers = Annotated[
+    str | None,
+    typer.Option("--layers", metavar="0-5,11", help="Of what belongs to a layer, these only."),
+]
+Group = Annotated[
+    options.Kind,
+    typer.Option("--group", help="How far members may go; orthogonal is paper 003's rotations."),
+]
+Fold = Annotated[
+    bool,
+    typer.Option(
+        "--fold",
+        help="Fold the norms of both first, which gives the stream its rotations. Needs "
+        "--output-b.",
+    ),
+]
 Fix = Annotated[
     str | None,
-    typer.Option("--fix", metavar="A,B", help="Fix gauges of both first: keys, values (biases that nobody sees), balance. Needs --output-b."),
+    typer.Option(
+        "--fix",
+        metavar="A,B",
+        help="Fix gauges of both first: keys, values (biases that nobody sees), balance. Needs "
+        "--output-b.",
+    ),
 ]
-Anchors = Annotated[str | None, typer.Option("--anchors", metavar="A,B", help="Tensors to find a space by at first; * stands for anything.")]
+Anchors = Annotated[
+    str | None,
+    typer.Option(
+        "--anchors",
+        metavar="A,B",
+        help="Tensors to find a space by at first; * stands for anything.",
+    ),
+]
 Weight = Annotated[
     list[str] | None,
-    typer.Option("--weight", metavar="NAME=W", help="How much a tensor counts, 1 otherwise; * stands for anything. May be repeated."),
+    typer.Option(
+        "--weight",
+        metavar="NAME=W",
+        help="How much a tensor counts, 1 otherwise; * stands for anything. May be repeated.",
+    ),
 ]
-Sweeps = Annotated[int, typer.Option("--sweeps", min=0, metavar="N", help="How often all is fitted again after the first pass, at most.")]
-SharedTokens = Annotated[bool, typer.Option("--shared-tokens", help="Match by the tokens that both have, where the vocabularies differ.")]
+Sweeps = Annotated[
+    int,
+    typer.Option(
+        "--sweeps",
+        min=0,
+        metavar="N",
+        help="How often all is fitted again after the first pass, at most.",
+    ),
+]
+SharedTokens = Annotated[
+    bool,
+    typer.Option(
+        "--shared-tokens", help="Match by the tokens that both have, where the vocabularies differ."
+    ),
+]
 
 
 def match(
     a: One,
     b: Other,
-    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new folder: A, moved next to B, and match.json.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="OUT",
+            help="The new folder: A, moved next to B, and match.json.",
+        ),
+    ],
     out_b: Annotated[
-        Path | None, typer.Option("--output-b", metavar="OUT_B", help="With --fold or --fix: B, likewise, which OUT is next to.")
+        Path | None,
+        typer.Option(
+            "--output-b",
+            metavar="OUT_B",
+            help="With --fold or --fix: B, likewise, which OUT is next to.",
+        ),
     ] = None,
     spaces: Spaces = None,
     layers: Layers = None,
@@ -57,20 +131,40 @@ def match(
     fix: Fix = None,
     anchors: Anchors = None,
     weight: Weight = None,
-    rescale: Annotated[bool, typer.Option("--rescale", help="With --group orthogonal: one factor per head besides (paper 003).")] = False,
+    rescale: Annotated[
+        bool,
+        typer.Option(
+            "--rescale", help="With --group orthogonal: one factor per head besides (paper 003)."
+        ),
+    ] = False,
     sweeps: Sweeps = 10,
     nearest: Annotated[
         bool,
         typer.Option(
-            "--nearest/--anchored", help="Sweeps fit the stream again too; or leave one that tables of tokens determine where it was first put."
+            "--nearest/--anchored",
+            help="Sweeps fit the stream again too; or leave one that tables of tokens determine "
+            "where it was first put.",
         ),
     ] = True,
     shared_tokens: SharedTokens = False,
     self_written: sample.Written = False,
     sample_data: Annotated[
-        str | None, typer.Option("--data", metavar="URI", help="Match by what the two do on a sample of data. Default: by their weights.")
+        str | None,
+        typer.Option(
+            "--data",
+            metavar="URI",
+            help="Match by what the two do on a sample of data. Default: by their weights.",
+        ),
     ] = None,
-    samples: Annotated[int, typer.Option("--samples", min=1, metavar="N", help="Examples of the sample, or texts that they write.")] = 64,
+    samples: Annotated[
+        int,
+        typer.Option(
+            "--samples",
+            min=1,
+            metavar="N",
+            help="Examples of the sample, or texts that they write.",
+        ),
+    ] = 64,
     field: sample.Field = None,
     split: sample.Split = "test",
     tokenizer: sample.Tokenizer = None,
@@ -81,25 +175,43 @@ def match(
     refine: Annotated[
         str | None,
         typer.Option(
-            "--refine", metavar="URI|self", help="Go on by learning, on unlabelled data or on text that they write: moves only the element."
+            "--refine",
+            metavar="URI|self",
+            help="Go on by learning, on unlabelled data or on text that they write: moves only "
+            "the element.",
         ),
     ] = None,
-    refine_steps: Annotated[int, typer.Option("--refine-steps", min=1, metavar="N", help="Steps of learning.")] = 200,
-    workers: Annotated[int, typer.Option("--workers", min=1, metavar="N", help="Search layers in this many processes.")] = 1,
-    save_element: Annotated[Path | None, typer.Option("--save-element", metavar="F", help="Save the element that was found here.")] = None,
+    refine_steps: Annotated[
+        int, typer.Option("--refine-steps", min=1, metavar="N", help="Steps of learning.")
+    ] = 200,
+    workers: Annotated[
+        int,
+        typer.Option("--workers", min=1, metavar="N", help="Search layers in this many processes."),
+    ] = 1,
+    save_element: Annotated[
+        Path | None,
+        typer.Option("--save-element", metavar="F", help="Save the element that was found here."),
+    ] = None,
     spec: options.SpecFile = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same match.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run of the same match.")
+    ] = False,
     dry_run: options.DryRun = False,
     json: options.JsonFile = None,
     report: options.Report = None,
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Move A next to B: the same function as A, in the description that is nearest to B's. Any merging tool can take the result."""
+    """Move A next to B: the same function as A, in the description that is nearest to B's. Any
+    merging tool can take the result.
+    """
     started = time.monotonic()
     fixed = names(fix) or []
     if (fold or bool(fixed)) != (out_b is not None):
-        raise typer.BadParameter("--fold or --fix and --output-b belong together: a folded A is next to a folded B, and not to B itself")
+        raise typer.BadParameter(
+            "--fold or --fix and --output-b belong together: a folded A is next to a folded B, "
+            "and not to B itself"
+        )
     if self_written and sample_data is not None:
         raise typer.BadParameter("either --data or --self-written")
     if out_b is not None and out_b.absolute() == out.absolute():
@@ -131,16 +243,37 @@ def match(
             raise ElementError(f"{save_element} exists already", hint="name a new file")
         for target in (out, out_b or out):
             keep_apart(save_element, target, pair.a.checkpoint.path)
-    wishes = (spaces, layers, group.value, fold, fix, anchors, weight, rescale, shared_tokens, sample_data, self_written, samples, seed, nearest)
+    wishes = (
+        spaces,
+        layers,
+        group.value,
+        fold,
+        fix,
+        anchors,
+        weight,
+        rescale,
+        shared_tokens,
+        sample_data,
+        self_written,
+        samples,
+        seed,
+        nearest,
+    )
     work = Unfinished(out, pair, " ".join(map(str, wishes)))
     start, known = work.load() if resume else (None, None)
     seen, live, refined = None, None, None
 
     def _sample(uri: str | None) -> sample.Sample | None:
-        return None if uri in (None, "self") else sample.Sample(str(uri), field, split, tokenizer, length, mean, std)
+        return (
+            None
+            if uri in (None, "self")
+            else sample.Sample(str(uri), field, split, tokenizer, length, mean, std)
+        )
 
     lessons: list[dict[str, Any]] = []
-    if self_written or sample_data is not None or refine is not None:  # before the search: what cannot be read is refused at once
+    if (
+        self_written or sample_data is not None or refine is not None
+    ):  # before the search: what cannot be read is refused at once
         chosen = [_read(pair, _sample(uri), samples, seed) for uri in (refine, sample_data)]
         live = Live(pair, samples, seed)
         lessons = live.given(chosen[0]) if refine is not None else []
@@ -171,7 +304,10 @@ def match(
     if live is not None and lessons:
         refined = live.refined(found.element, lessons, refine_steps)
         found = found.replaced(refined.g, pair.spec, pair.a.state, pair.b.state)
-        say(f"refined in {refined.step} of {refine_steps} steps: divergence from the ends {refined.start:.4f}, now {refined.loss:.4f}")
+        say(
+            f"refined in {refined.step} of {refine_steps} steps: divergence from the ends "
+            f"{refined.start:.4f}, now {refined.loss:.4f}"
+        )
     results = results_of_match(
         pair,
         found,
@@ -191,14 +327,29 @@ def match(
     if not dry_run:
         thunks = pair.a.thunks(found.element)
         mode = pair.a.checkpoint.mode & pair.b.checkpoint.mode
-        plan = pair.a.plan(out, found.element, thunks, mode=mode, match_json=to_json(results).encode())
+        plan = pair.a.plan(
+            out, found.element, thunks, mode=mode, match_json=to_json(results).encode()
+        )
         written = write_moved(out, plan, thunks, "matching", resume, threads)
-        say(f"wrote {out}: {amount(written.bytes)} in {time.monotonic() - started:.1f} s; moves {summary(found.element)}")
+        say(
+            f"wrote {out}: {amount(written.bytes)} in {time.monotonic() - started:.1f} s; moves "
+            f"{summary(found.element)}"
+        )
         if out_b is not None:
             none = identity(pair.spec)
             thunks = pair.b.thunks(none)
-            write_moved(out_b, pair.b.plan(out_b, none, thunks, mode=mode), thunks, "preparing B", resume, threads)
-            say(f"wrote {out_b}: B, {' and '.join(w for w, wanted in (('folded', fold), ('with fixed gauges', fixed)) if wanted)}")
+            write_moved(
+                out_b,
+                pair.b.plan(out_b, none, thunks, mode=mode),
+                thunks,
+                "preparing B",
+                resume,
+                threads,
+            )
+            say(
+                f"wrote {out_b}: B, "
+                f"{' and '.join(w for w, wanted in (('folded', fold), ('with fixed gauges', fixed)) if wanted)}"
+            )
         if save_element is not None:
             save(found.element, save_element, new=True)
         work.forget()
@@ -212,11 +363,19 @@ def _by(sample_data: str | None, self_written: bool) -> str:
 def _learned(refine: str | None, refined: Refined | None) -> dict[str, Any]:
     if refined is None:
         return {}
-    about = {"data": "text that the two wrote" if refine == "self" else refine, "steps": refined.step, "seconds": round(refined.seconds, 1)}
-    return {"refined": {**about, "divergence before": refined.start, "divergence after": refined.loss}}
+    about = {
+        "data": "text that the two wrote" if refine == "self" else refine,
+        "steps": refined.step,
+        "seconds": round(refined.seconds, 1),
+    }
+    return {
+        "refined": {**about, "divergence before": refined.start, "divergence after": refined.loss}
+    }
 
 
-def _read(pair: Pair, source: sample.Sample | None, count: int, seed: int) -> list[dict[str, Any]] | None:
+def _read(
+    pair: Pair, source: sample.Sample | None, count: int, seed: int
+) -> list[dict[str, Any]] | None:
     """A sample of data, without labels, as A reads it."""
     from regauge.models.load import load_empty
 
@@ -235,18 +394,28 @@ class Live:
         say("loads both models, to see them at work")
         self.pair, self.count, self.seed = pair, count, seed
         self.models = [load_model(side.checkpoint, "float32") for side in (pair.a, pair.b)]
-        self.states = [{n: v.float() if v.is_floating_point() else v for n, v in side.state.items()} for side in (pair.a, pair.b)]
+        self.states = [
+            {n: v.float() if v.is_floating_point() else v for n, v in side.state.items()}
+            for side in (pair.a, pair.b)
+        ]
 
     def given(self, batches: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """These batches, or if there are none, text that the two write."""
         from regauge.matching.activations import written
 
-        return written(self.models, count=self.count, seed=self.seed, batch=8) if batches is None else batches
+        return (
+            written(self.models, count=self.count, seed=self.seed, batch=8)
+            if batches is None
+            else batches
+        )
 
     def seen(self, batches: list[dict[str, Any]]) -> tuple[Seen, Seen]:
         from regauge.matching.activations import record
 
-        one, other = (record(model, state, self.pair.spec, batches) for model, state in zip(self.models, self.states, strict=True))
+        one, other = (
+            record(model, state, self.pair.spec, batches)
+            for model, state in zip(self.models, self.states, strict=True)
+        )
         return one, other
 
     def refined(self, g: Element, batches: list[dict[str, Any]], steps: int) -> Refined:
@@ -262,17 +431,30 @@ class Live:
                 batches,
                 steps=steps,
                 seed=self.seed,
-                progress=lambda mark: progress(mark.step, steps, f"divergence from the ends {mark.held:.4f}" if mark.step < steps else ""),
+                progress=lambda mark: progress(
+                    mark.step,
+                    steps,
+                    f"divergence from the ends {mark.held:.4f}" if mark.step < steps else "",
+                ),
             )
 
 
 class Unfinished:
-    """What a match has found so far, kept beside its output for `--resume`, until that is written."""
+    """What a match has found so far, kept beside its output for `--resume`, until that is
+    written.
+    """
 
     def __init__(self, out: Path, pair: Pair, wishes: str) -> None:
-        stamps = [(n, s.size, s.path.stat().st_mtime_ns) for side in (pair.a, pair.b) for n, s in side.checkpoint.files.items()]
+        stamps = [
+            (n, s.size, s.path.stat().st_mtime_ns)
+            for side in (pair.a, pair.b)
+            for n, s in side.checkpoint.files.items()
+        ]
         self.spec, self.of = pair.spec, hashlib.sha256(f"{stamps} {wishes}".encode()).hexdigest()
-        self.path, self.about = out.with_name(f".{out.name}.match"), out.with_name(f".{out.name}.match.json")
+        self.path, self.about = (
+            out.with_name(f".{out.name}.match"),
+            out.with_name(f".{out.name}.match.json"),
+        )
 
     def save(self, g: Element, known: list[str]) -> None:
         from regauge.checkpoints.element_files import save_element
@@ -304,7 +486,14 @@ def compare(
     a: One,
     b: Other,
     spaces: Spaces = None,
-    fold: Annotated[bool, typer.Option("--fold", help="Fold the norms of both first: rotations of the stream are then looked for as well.")] = False,
+    fold: Annotated[
+        bool,
+        typer.Option(
+            "--fold",
+            help="Fold the norms of both first: rotations of the stream are then looked for as "
+            "well.",
+        ),
+    ] = False,
     group: Group = options.Kind.full,
     sweeps: Sweeps = 3,
     shared_tokens: SharedTokens = False,
@@ -333,5 +522,9 @@ def compare(
             within=group.value,
             sweeps=sweeps,
         )
-    results = results_of_comparison(pair, found, {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "seed": seed})
+    results = results_of_comparison(
+        pair,
+        found,
+        {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "seed": seed},
+    )
     return deliver(results, comparison_text(found, results), json, report)

@@ -12,14 +12,22 @@ if TYPE_CHECKING:
     from regauge.results.findings import Results, Table
 
 
-def results_of_match(pair: Pair, found: Match, facts: dict[str, Any], *, by_weights: bool = True, refined: Refined | None = None) -> Results:
+def results_of_match(
+    pair: Pair,
+    found: Match,
+    facts: dict[str, Any],
+    *,
+    by_weights: bool = True,
+    refined: Refined | None = None,
+) -> Results:
     """Return the results of a match.
 
     Args:
         pair: the two models.
         found: the match.
         facts: the facts of the run.
-        by_weights: the distance of the weights is what was minimized. Otherwise it is reported without a verdict: a match by
+        by_weights: the distance of the weights is what was minimized. Otherwise it is reported
+        without a verdict: a match by
             activations, or one that was refined, may end at a larger distance.
         refined: the refinement, whose divergence gets the verdict.
     """
@@ -32,16 +40,31 @@ def results_of_match(pair: Pair, found: Match, facts: dict[str, Any], *, by_weig
         found.distance,
         0.0,
         found.distance_before,
-        f"distance {found.distance_before:.4g} as they stand, {found.distance:.4g} after matching ({found.relative:.1%} of B's norm)",
+        f"distance {found.distance_before:.4g} as they stand, {found.distance:.4g} after "
+        f"matching ({found.relative:.1%} of B's norm)",
         measure="Euclidean distance",
     )
     findings = [distance]
     if refined is not None:
-        sentence = f"divergence of mixed models from the ends {refined.start:.4g} before refinement, {refined.loss:.4g} after it"
+        sentence = (
+            f"divergence of mixed models from the ends {refined.start:.4g} before "
+            f"refinement, {refined.loss:.4g} after it"
+        )
         statement = "refinement does not raise the divergence from the ends on held-out data"
         measure = "divergence in nats"
         held = refined.loss <= refined.start
-        findings.append(Finding("match/divergence", statement, held, refined.loss, 0.0, refined.start, sentence, measure=measure))
+        findings.append(
+            Finding(
+                "match/divergence",
+                statement,
+                held,
+                refined.loss,
+                0.0,
+                refined.start,
+                sentence,
+                measure=measure,
+            )
+        )
     steps = [s.name for s in found.steps]
     search = Figure(
         "The search",
@@ -58,7 +81,12 @@ def results_of_match(pair: Pair, found: Match, facts: dict[str, Any], *, by_weig
         tuple(findings),
         (modules_table(found), steps_table(found)),
         (search,) if len(steps) > 1 else (),
-        {**facts, "family": pair.spec.family, "order": list(found.order), "seconds": round(found.seconds, 2)},
+        {
+            **facts,
+            "family": pair.spec.family,
+            "order": list(found.order),
+            "seconds": round(found.seconds, 2),
+        },
         tuple(found.notes),
     )
 
@@ -67,7 +95,11 @@ def modules_table(found: Match) -> Table:
     from regauge.results.findings import Table
 
     rows = tuple((module, before, after) for module, (before, after) in found.by_module().items())
-    return Table("Distance by module", ("module", "before", "after"), (*rows, ("all", found.distance_before, found.distance)))
+    return Table(
+        "Distance by module",
+        ("module", "before", "after"),
+        (*rows, ("all", found.distance_before, found.distance)),
+    )
 
 
 def steps_table(found: Match) -> Table:
@@ -87,7 +119,13 @@ def match_text(found: Match, results: Results) -> str:
 
     rows = [("step", "distance", "gain", "seconds")]
     rows += [tuple(number(c) for c in row) for row in results.tables[1].rows]  # type: ignore[misc]
-    lines = [results.title, "", columns(rows, right=(1, 2, 3)), "", *(f.sentence for f in results.findings)]
+    lines = [
+        results.title,
+        "",
+        columns(rows, right=(1, 2, 3)),
+        "",
+        *(f.sentence for f in results.findings),
+    ]
     return "\n".join([*lines, *(f"note: {n}" for n in found.notes)])
 
 
@@ -97,7 +135,14 @@ def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) 
     stand, moved, chance = found.alike
     findings = (
         Finding(
-            "basis/as they stand", "the two share a basis as they stand", None, stand, chance, 1.0, found.words, measure="cosine of the matrices"
+            "basis/as they stand",
+            "the two share a basis as they stand",
+            None,
+            stand,
+            chance,
+            1.0,
+            found.words,
+            measure="cosine of the matrices",
         ),
         Finding(
             "basis/matched",
@@ -106,7 +151,8 @@ def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) 
             moved,
             chance,
             1.0,
-            f"cosine {moved:.3f} after matching; what matching makes of shuffled weights is {chance:.3f}",
+            f"cosine {moved:.3f} after matching; what matching makes of shuffled weights is "
+            f"{chance:.3f}",
             measure="cosine of the matrices",
         ),
         Finding(
@@ -116,7 +162,8 @@ def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) 
             found.invariant,
             0.0,
             None,
-            f"invariants (spectra, products of heads, sorted gains) differ by {found.invariant:.2%} of B's",
+            "invariants (spectra, products of heads, sorted gains) differ by "
+            f"{found.invariant:.2%} of B's",
             measure="relative distance",
         ),
     )
@@ -126,20 +173,38 @@ def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) 
         tuple((label, *values) for label, values in found.layers.items()),
     )
     still = Table(
-        "What stays in its place", ("space", "share"), tuple(found.stays.items()), "Of a permutation its fixed places; of a matrix the mean diagonal."
+        "What stays in its place",
+        ("space", "share"),
+        tuple(found.stays.items()),
+        "Of a permutation its fixed places; of a matrix the mean diagonal.",
     )
     figure = Figure(
         "Cosine by layer",
         "bars",
         {
             "labels": list(found.layers),
-            "y": {"as they stand": [v[0] for v in found.layers.values()], "matched": [v[1] for v in found.layers.values()]},
+            "y": {
+                "as they stand": [v[0] for v in found.layers.values()],
+                "matched": [v[1] for v in found.layers.values()],
+            },
             "ylabel": "cosine",
         },
     )
-    verdict = {"verdict": found.verdict, "in words": found.words, "family": pair.spec.family, "seconds of matching": round(found.found.seconds, 2)}
+    verdict = {
+        "verdict": found.verdict,
+        "in words": found.words,
+        "family": pair.spec.family,
+        "seconds of matching": round(found.found.seconds, 2),
+    }
     title = f"{pair.a.checkpoint.path.name} and {pair.b.checkpoint.path.name}: {found.verdict}"
-    return Results(title, findings, (by_layer, still, modules_table(found.found)), (figure,), {**facts, **verdict}, tuple(found.found.notes))
+    return Results(
+        title,
+        findings,
+        (by_layer, still, modules_table(found.found)),
+        (figure,),
+        {**facts, **verdict},
+        tuple(found.found.notes),
+    )
 
 
 def comparison_text(found: Comparison, results: Results) -> str:
@@ -150,6 +215,11 @@ def comparison_text(found: Comparison, results: Results) -> str:
     rows = [table.columns, *(tuple(number(c) for c in row) for row in table.rows)]
     stand, moved, chance = found.alike
     lines = [results.title, "", columns(rows, right=(1, 2, 3, 4)), ""]
-    lines += [f"cosine of the matrices: {stand:.4f} as they stand, {moved:.4f} matched, {chance:.4f} by chance"]
+    lines += [
+        (
+            f"cosine of the matrices: {stand:.4f} as they stand, {moved:.4f} matched, {chance:.4f} "
+            "by chance"
+        )
+    ]
     lines += [f"what no description changes differs by {found.invariant:.2%}", "", found.words]
     return "\n".join([*lines, *(f"note: {n}" for n in found.found.notes)])

@@ -1,6 +1,8 @@
-"""What `regauge` alone says, which panel of the help a command stands in, and the example that ends each command's help.
+"""What `regauge` alone says, which panel of the help a command stands in, and the example that ends
+each command's help.
 
-One literal for all commands: a test walks them, and refuses a command without an example or an example that its command does not take.
+One literal for all commands: a test walks them, and refuses a command without an example or an
+example that its command does not take.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ PANELS = {
 }
 
 EXAMPLES = {
-    "audit gradients": "regauge audit gradients VIT --data IMAGES --defence mjp=0.5 --report page.html",
+    "audit gradients": "regauge audit gradients VIT --data IMAGES --defence mjp=0.5 --report "
+    "page.html",
     "audit lock": "regauge audit lock LOCKED -k KEY --against BASE --report page.html",
-    "audit split": "regauge audit split VIT --data IMAGES --defence rows --defence noise=0.5+rows --report page.html",
+    "audit split": "regauge audit split VIT --data IMAGES --defence rows --defence "
+    "noise=0.5+rows --report page.html",
     "barrier": "regauge barrier A B --data book.txt --report page.html",
     "compare": "regauge compare A B",
     "convert": "regauge convert PICKLED -o OUT",
@@ -62,9 +66,11 @@ EXAMPLES = {
     "seal": "regauge seal MODEL -k SEALKEY -o MODEL.sealed",
     "split certs": "regauge split certs --to CERTS --name server.example --client hospital",
     "split join": "regauge split join EDGES BACKBONE -o MODEL",
-    "split predict": "regauge split predict EDGES --data IMAGES --server server.example:7000 --tls CERTS --client-name hospital",
+    "split predict": "regauge split predict EDGES --data IMAGES --server server.example:7000 "
+    "--tls CERTS --client-name hospital",
     "split serve": "regauge split serve MODEL --listen 0.0.0.0:7000 --tls CERTS --output BACKBONE",
-    "split train": "regauge split train MODEL --data IMAGES --server server.example:7000 --tls CERTS --client-name hospital -o EDGES",
+    "split train": "regauge split train MODEL --data IMAGES --server server.example:7000 --tls "
+    "CERTS --client-name hospital -o EDGES",
     "unlock": "regauge unlock LOCKED -k KEY -o MODEL",
     "verify": "regauge verify MODEL --dtype float64 --report page.html",
 }

@@ -20,50 +20,147 @@ VERSION = 1
 
 
 def merge(
-    models: Annotated[list[str], typer.Argument(metavar="RECIPE.yaml | A B ...", help="A recipe, or the models: folders, files or hub ids.")],
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE.yaml | A B ...",
+            help="A recipe, or the models: folders, files or hub ids.",
+        ),
+    ],
     out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new folder.")],
-    method: Annotated[str | None, typer.Option("--method", metavar="M", help="linear (default), slerp, ties, ...; docs/merge.md has all.")] = None,
-    base: Annotated[str | None, typer.Option("--base", metavar="X", help="The base model, for methods that add up differences from one.")] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--method",
+            metavar="M",
+            help="linear (default), slerp, ties, ...; docs/merge.md has all.",
+        ),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="X",
+            help="The base model, for methods that add up differences from one.",
+        ),
+    ] = None,
     weight: Annotated[
-        list[float] | None, typer.Option("--weight", metavar="W", help="A model's weight, in their order; once: of each. Default: 1.")
+        list[float] | None,
+        typer.Option(
+            "--weight",
+            metavar="W",
+            help="A model's weight, in their order; once: of each. Default: 1.",
+        ),
     ] = None,
     parameter: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method: density=0.5, t=0.3, ... May be repeated.")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="A parameter of the method: density=0.5, t=0.3, ... May be repeated.",
+        ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", metavar="D", help="The dtype of the output. Default: that of the base or of A.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="D",
+            help="The dtype of the output. Default: that of the base or of A.",
+        ),
+    ] = None,
     tokenizer: Annotated[
-        str | None, typer.Option("--tokenizer", metavar="base|union|MODEL", help="Where vocabularies differ: whose tokens the output has.")
+        str | None,
+        typer.Option(
+            "--tokenizer",
+            metavar="base|union|MODEL",
+            help="Where vocabularies differ: whose tokens the output has.",
+        ),
     ] = None,
-    align: Annotated[bool, typer.Option("--align", help="Move every model next to the base, or to A, before merging.")] = False,
-    data: Annotated[str | None, typer.Option("--data", metavar="URI", help="What fisher, regmean and ot_acts look at the models on.")] = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, metavar="N", help="Examples that are looked at. Default: 256.")] = None,
-    labels: Annotated[bool, typer.Option("--labels", help="fisher: by the data's labels, not by the model's predictions.")] = False,
+    align: Annotated[
+        bool,
+        typer.Option("--align", help="Move every model next to the base, or to A, before merging."),
+    ] = False,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", metavar="URI", help="What fisher, regmean and ot_acts look at the models on."
+        ),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", min=1, metavar="N", help="Examples that are looked at. Default: 256."
+        ),
+    ] = None,
+    labels: Annotated[
+        bool,
+        typer.Option(
+            "--labels", help="fisher: by the data's labels, not by the model's predictions."
+        ),
+    ] = False,
     field: sample.Field = None,
-    split: Annotated[str | None, typer.Option("--split", metavar="S", help="The split of a data set of the hub. Default: test.")] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            "--split", metavar="S", help="The split of a data set of the hub. Default: test."
+        ),
+    ] = None,
     data_tokenizer: Annotated[
-        str | None, typer.Option("--data-tokenizer", metavar="FILE", help="For texts. Default: the one beside each model.")
+        str | None,
+        typer.Option(
+            "--data-tokenizer",
+            metavar="FILE",
+            help="For texts. Default: the one beside each model.",
+        ),
     ] = None,
     length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
-    force: Annotated[bool, typer.Option("--force", help="Merge models that share no basis, or of different kinds, as they are.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Merge models that share no basis, or of different kinds, as they are."
+        ),
+    ] = False,
     seed: Annotated[int, options.seed("The seed of methods that draw.")] = 0,
-    shard_size: Annotated[str, typer.Option("--shard-size", metavar="SIZE", help="The size of a file of the output, at most: 500MB, 2GB.")] = "2GB",
-    resume: Annotated[bool, typer.Option("--resume/--anew", help="Go on with what an interrupted run of the same merge has written.")] = True,
+    shard_size: Annotated[
+        str,
+        typer.Option(
+            "--shard-size",
+            metavar="SIZE",
+            help="The size of a file of the output, at most: 500MB, 2GB.",
+        ),
+    ] = "2GB",
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume/--anew",
+            help="Go on with what an interrupted run of the same merge has written.",
+        ),
+    ] = True,
     dry_run: options.DryRun = False,
     json: options.Json = False,
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Merge models into one, tensor by tensor: mergekit's recipes and methods, after asking whether the models share a basis at all."""
+    """Merge models into one, tensor by tensor: mergekit's recipes and methods, after asking whether
+    the models share a basis at all.
+    """
     started = time.monotonic()
     size = _size(shard_size)
     by_file = len(models) == 1 and models[0].lower().endswith((".yaml", ".yml"))
-    if by_file and any(value is not None for value in (method, base, weight, parameter, dtype, tokenizer)):
-        raise typer.BadParameter("the recipe says what is merged and how: write --method, --base, --weight, --set, --dtype or --tokenizer into it")
+    if by_file and any(
+        value is not None for value in (method, base, weight, parameter, dtype, tokenizer)
+    ):
+        raise typer.BadParameter(
+            "the recipe says what is merged and how: write --method, --base, --weight, --set, "
+            "--dtype or --tokenizer into it"
+        )
     sampled = _sampled(data, samples, labels, field, split, data_tokenizer, length, mean, std)
     if by_file and sampled:
-        raise typer.BadParameter("the recipe says what is looked at: write data: into it, in place of --data")
+        raise typer.BadParameter(
+            "the recipe says what is looked at: write data: into it, in place of --data"
+        )
     from dataclasses import replace
 
     from regauge.checkpoints.files import amount
@@ -79,7 +176,11 @@ def merge(
     from regauge.merging.recipes import Align
     from regauge.merging.state_store import Unfinished
 
-    recipe = read_recipe(Path(models[0])) if by_file else _recipe(models, method, base, weight, parameter, dtype, tokenizer, align, sampled)
+    recipe = (
+        read_recipe(Path(models[0]))
+        if by_file
+        else _recipe(models, method, base, weight, parameter, dtype, tokenizer, align, sampled)
+    )
     if align and recipe.align is None:
         recipe = replace(recipe, align=Align(), text=f"{recipe.text.rstrip()}\nalign: true\n")
     for note in recipe.notes:
@@ -88,7 +189,9 @@ def merge(
     opened = open_merge(recipe, seed=seed, force=force)
     for model in opened.models.values():
         require_unlocked(model.checkpoint)
-    plan_merge(opened, out, shard=size)  # an output that cannot be is refused before anything is read
+    plan_merge(
+        opened, out, shard=size
+    )  # an output that cannot be is refused before anything is read
     set_threads(threads)
     looks = METHODS[recipe.method].statistic or METHODS[recipe.method].transport
     if looks:
@@ -134,8 +237,15 @@ def merge(
         if kept is not None:
             kept.forget()
         seconds = time.monotonic() - started
-        say(f"wrote {out}: {amount(written.bytes)} in {seconds:.1f} s, by {recipe.method} of {len(opened.models)} models")
-        report |= {"nonfinite": list(written.nonfinite), "resumed": sorted(written.resumed), "seconds": round(seconds, 3)}
+        say(
+            f"wrote {out}: {amount(written.bytes)} in {seconds:.1f} s, by {recipe.method} of "
+            f"{len(opened.models)} models"
+        )
+        report |= {
+            "nonfinite": list(written.nonfinite),
+            "resumed": sorted(written.resumed),
+            "seconds": round(seconds, 3),
+        }
     if json:
         data_json(report)
     return 0
@@ -144,7 +254,10 @@ def merge(
 def _tell(merge: Merge) -> None:
     for verdict in merge.verdicts.values():
         if not verdict.shared and merge.recipe.align is None and merge.force:
-            warn(f"{verdict.model} and {verdict.anchor} {verdict.words}; merged as they are, by force")
+            warn(
+                f"{verdict.model} and {verdict.anchor} {verdict.words}; merged as they are, by "
+                "force"
+            )
         elif verdict.seen == "a sample":
             say(f"{verdict.model} and {verdict.anchor} {verdict.words}")
         else:
@@ -167,7 +280,9 @@ def _recipe(
         raise typer.BadParameter("a merge needs two models, or a recipe (RECIPE.yaml)")
     weights = (weight or [1.0]) * (len(models) if len(weight or [1.0]) == 1 else 1)
     if len(weights) != len(models):
-        raise typer.BadParameter(f"there are {len(weights)} weights for {len(models)} models", param_hint="--weight")
+        raise typer.BadParameter(
+            f"there are {len(weights)} weights for {len(models)} models", param_hint="--weight"
+        )
     import yaml
 
     from regauge.merging.methods import METHODS
@@ -178,10 +293,14 @@ def _recipe(
         base = models[0]
     weighted = how in METHODS and "weight" in METHODS[how].each
     listed = [
-        {"model": m, **({"parameters": {"weight": w}} if weighted else {})} for m, w in zip(models, weights, strict=True) if m != base or not weighted
+        {"model": m, **({"parameters": {"weight": w}} if weighted else {})}
+        for m, w in zip(models, weights, strict=True)
+        if m != base or not weighted
     ]
     if weighted and not METHODS[how].base and base in models:
-        listed = [{"model": m, "parameters": {"weight": w}} for m, w in zip(models, weights, strict=True)]
+        listed = [
+            {"model": m, "parameters": {"weight": w}} for m, w in zip(models, weights, strict=True)
+        ]
     if weight is not None and not weighted and how in METHODS:
         raise typer.BadParameter(f"{how} has no weights", param_hint="--weight")
     document: dict[str, Any] = {"merge_method": how, "models": listed}
@@ -192,7 +311,9 @@ def _recipe(
     document |= {"tokenizer_source": tokenizer} if tokenizer is not None else {}
     document |= {"align": True} if align else {}
     document |= {"data": sampled} if sampled else {}
-    return parse_recipe(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "the command line")
+    return parse_recipe(
+        yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "the command line"
+    )
 
 
 def _sampled(
@@ -207,13 +328,24 @@ def _sampled(
     std: str | None,
 ) -> dict[str, Any]:
     """The options of the data as a recipe has them."""
-    numbers = {name: sample.read_numbers(text, f"--{name}") for name, text in (("mean", mean), ("std", std))}
-    given: dict[str, Any] = {"samples": samples, "fields": sample.read_fields(field), "split": split, "tokenizer": tokenizer, "length": length}
+    numbers = {
+        name: sample.read_numbers(text, f"--{name}")
+        for name, text in (("mean", mean), ("std", std))
+    }
+    given: dict[str, Any] = {
+        "samples": samples,
+        "fields": sample.read_fields(field),
+        "split": split,
+        "tokenizer": tokenizer,
+        "length": length,
+    }
     given |= {**numbers, "labels": labels or None}
     out = {name: value for name, value in given.items() if value is not None}
     if out and data is None:
         names = {"fields": "field", "tokenizer": "data-tokenizer"}
-        raise typer.BadParameter(f"--{names.get(next(iter(out)), next(iter(out)))} is about --data, which is not given")
+        raise typer.BadParameter(
+            f"--{names.get(next(iter(out)), next(iter(out)))} is about --data, which is not given"
+        )
     return out if data is None else {"uri": data, **out}
 
 
@@ -228,12 +360,16 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
         try:
             out[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise typer.BadParameter(f"{value!r} is neither a number nor a list of numbers", param_hint="--set") from error
+            raise typer.BadParameter(
+                f"{value!r} is neither a number nor a list of numbers", param_hint="--set"
+            ) from error
     return out
 
 
 def _size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", text.strip(), re.IGNORECASE)
     if not found or float(found[1]) <= 0:
-        raise typer.BadParameter(f"{text!r} is no size, as 500MB or 2GB are", param_hint="--shard-size")
+        raise typer.BadParameter(
+            f"{text!r} is no size, as 500MB or 2GB are", param_hint="--shard-size"
+        )
     return max(int(float(found[1]) * 1000 ** " kmgt".index(found[2].lower() or " ")), 1)

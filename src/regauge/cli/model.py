@@ -46,7 +46,10 @@ def known_or_discovered(source: Checkpoint | torch.nn.Module) -> Spec:
         return resolve.spec_of(source, discover=False)
     except UnknownModelError as unknown:
         found = resolve.discovered(source, unknown)
-    say(f"no family describes this model: its symmetry was read off its graph, and verified to {found.error:.1e} on {found.verified_on}")
+    say(
+        "no family describes this model: its symmetry was read off its graph, and verified to "
+        f"{found.error:.1e} on {found.verified_on}"
+    )
     return found.spec
 
 
@@ -55,8 +58,16 @@ def discovered(checkpoint: Checkpoint) -> Discovery:
     from regauge.errors import UnknownModelError
     from regauge.models import resolve
 
-    hint = "put config.json beside it; for a module of your own call regauge.discover(module, example_inputs) in Python"
-    return resolve.discovered(checkpoint, UnknownModelError(f"{checkpoint.path} has no config.json that names a class to be built", hint=hint))
+    hint = (
+        "put config.json beside it; for a module of your own call regauge.discover(module, "
+        "example_inputs) in Python"
+    )
+    return resolve.discovered(
+        checkpoint,
+        UnknownModelError(
+            f"{checkpoint.path} has no config.json that names a class to be built", hint=hint
+        ),
+    )
 
 
 def faults_of(checkpoint: Checkpoint, spec: Spec) -> list[Fault]:
@@ -72,7 +83,8 @@ def require_fit(checkpoint: Checkpoint, spec: Spec, faults: Sequence[Fault] | No
     require(
         grouped(faults_of(checkpoint, spec) if faults is None else faults),
         f'{checkpoint.path} does not fit the spec "{spec.family}"',
-        hint="its config contradicts its weights, or the spec is not this model's: regauge inspect shows both",
+        hint="its config contradicts its weights, or the spec is not this model's: regauge "
+        "inspect shows both",
     )
 
 
@@ -84,17 +96,24 @@ def require_unlocked(checkpoint: Checkpoint) -> None:
     record = record_of(checkpoint)
     if record is not None:
         raise LockError(
-            f"{checkpoint.path} is locked by the key {record.key}: moved once more, its key would no longer fit", hint="regauge unlock it first"
+            f"{checkpoint.path} is locked by the key {record.key}: moved once more, its key "
+            "would no longer fit",
+            hint="regauge unlock it first",
         )
 
 
 def grouped(faults: Sequence[Fault]) -> list[Fault]:
-    """Faults that differ in nothing but the numbers in their names, told once: by the first, with how many there are and in which layers."""
+    """Faults that differ in nothing but the numbers in their names, told once: by the first, with
+    how many there are and in which layers.
+    """
     alike: dict[str, list[Fault]] = {}
     for fault in faults:
         alike.setdefault(_NUMBER.sub("#", fault.text), []).append(fault)
     return [
-        first if not rest else replace(first, text=f"{first.text} (and {len(rest)} more like it{_layers(rest)})") for first, *rest in alike.values()
+        first
+        if not rest
+        else replace(first, text=f"{first.text} (and {len(rest)} more like it{_layers(rest)})")
+        for first, *rest in alike.values()
     ]
 
 

@@ -24,21 +24,48 @@ VERSION = 1
 def move(
     model: options.Model,
     out: options.Out,
-    element: Annotated[Path | None, typer.Option("-g", "--element", metavar="ELEMENT", help="An element file.")] = None,
-    invert: Annotated[bool, typer.Option("--invert", help="Apply the element's inverse: undo a move.")] = False,
+    element: Annotated[
+        Path | None, typer.Option("-g", "--element", metavar="ELEMENT", help="An element file.")
+    ] = None,
+    invert: Annotated[
+        bool, typer.Option("--invert", help="Apply the element's inverse: undo a move.")
+    ] = False,
     random: Annotated[bool, typer.Option("--random", help="Draw an element.")] = False,
-    group: Annotated[options.Kind | None, typer.Option("--group", help="Draw from this subgroup. Default: permutation.")] = None,
-    spaces: Annotated[str | None, typer.Option("--spaces", metavar="A,B", help="Move these spaces only; `ffn` is ffn.0, ffn.1, ...")] = None,
+    group: Annotated[
+        options.Kind | None,
+        typer.Option("--group", help="Draw from this subgroup. Default: permutation."),
+    ] = None,
+    spaces: Annotated[
+        str | None,
+        typer.Option(
+            "--spaces", metavar="A,B", help="Move these spaces only; `ffn` is ffn.0, ffn.1, ..."
+        ),
+    ] = None,
     seed: options.Seed = None,
-    save_element: Annotated[Path | None, typer.Option("--save-element", metavar="F", help="Save the drawn element here.")] = None,
-    part: Annotated[options.Part | None, typer.Option("--part", help="Move one part only; the parts then no longer fit each other.")] = None,
-    fold: Annotated[bool, typer.Option("--fold", help="Fold the norms first, which gives the stream its rotations.")] = False,
+    save_element: Annotated[
+        Path | None,
+        typer.Option("--save-element", metavar="F", help="Save the drawn element here."),
+    ] = None,
+    part: Annotated[
+        options.Part | None,
+        typer.Option("--part", help="Move one part only; the parts then no longer fit each other."),
+    ] = None,
+    fold: Annotated[
+        bool,
+        typer.Option("--fold", help="Fold the norms first, which gives the stream its rotations."),
+    ] = False,
     adapter: Annotated[
         str | None,
-        typer.Option("--adapter", metavar="ADAPTER", help="Move this LoRA adapter of MODEL (PEFT's folder or file), and not MODEL itself."),
+        typer.Option(
+            "--adapter",
+            metavar="ADAPTER",
+            help="Move this LoRA adapter of MODEL (PEFT's folder or file), and not MODEL itself.",
+        ),
     ] = None,
     spec: options.SpecFile = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run of the same move.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an interrupted run of the same move.")
+    ] = False,
     dry_run: options.DryRun = False,
     json: options.Json = False,
     threads: options.Threads = None,
@@ -52,7 +79,10 @@ def move(
     if random and invert:
         raise typer.BadParameter("--invert belongs to -g")
     if random and resume and seed is None:
-        raise typer.BadParameter("--resume needs the element of the interrupted run: give it with -g, or draw it with --seed")
+        raise typer.BadParameter(
+            "--resume needs the element of the interrupted run: give it with -g, or draw it "
+            "with --seed"
+        )
     if random and adapter is not None:
         raise typer.BadParameter("--adapter follows its model: give the model's element with -g")
     started = time.monotonic()
@@ -67,7 +97,10 @@ def move(
     check_target(out, checkpoint.path)
     require_unlocked(checkpoint)
     if save_element is not None and os.path.lexists(save_element):
-        raise ElementError(f"{save_element} exists already", hint="an element is a secret that cannot be made again: name a new file")
+        raise ElementError(
+            f"{save_element} exists already",
+            hint="an element is a secret that cannot be made again: name a new file",
+        )
     if save_element is not None:
         keep_apart(save_element, out, checkpoint.path)
     require_fit(checkpoint, unfolded)
@@ -83,7 +116,10 @@ def move(
 
     if fold or not is_exact_on(g):
         set_threads(threads)
-    say(f"{source.described.family}: moves {summary(g)}{' after folding' if fold else ''}{f', {part.value} only' if part else ''}")
+    say(
+        f"{source.described.family}: moves "
+        f"{summary(g)}{' after folding' if fold else ''}{f', {part.value} only' if part else ''}"
+    )
     chosen = part.value if part else None
     thunks = source.thunks(g, chosen)
     report: dict[str, Any] = {
@@ -118,22 +154,39 @@ def move(
     seconds = time.monotonic() - started
     if random and seed is None and save_element is None:
         say("the element was not saved, so this move cannot be undone; --save-element keeps it")
-    say(f"wrote {out}: {amount(written.bytes)} in {seconds:.1f} s{f'; the element is in {save_element}' if save_element else ''}")
+    say(
+        f"wrote {out}: {amount(written.bytes)} in {seconds:.1f} "
+        f"s{f'; the element is in {save_element}' if save_element else ''}"
+    )
     if json:
-        details = {"bytes": written.bytes, "files": list(written.files), "nonfinite": list(written.nonfinite), "left": list(written.left)}
-        data_json(report | details | {"element": str(save_element or element or ""), "seconds": round(seconds, 3)})
+        details = {
+            "bytes": written.bytes,
+            "files": list(written.files),
+            "nonfinite": list(written.nonfinite),
+            "left": list(written.left),
+        }
+        data_json(
+            report
+            | details
+            | {"element": str(save_element or element or ""), "seconds": round(seconds, 3)}
+        )
     return 0
 
 
 def keep_apart(element: Path, out: Path, source: Path) -> None:
-    """An element is a secret: it must not lie in what is published, nor where the output is written."""
+    """An element is a secret: it must not lie in what is published, nor where the output is
+    written.
+    """
     if lies_in(element, out, source) is not None:
         raise ElementError(
-            f"{element} lies in the model or in the output, and would be published with it", hint="keep the element in a folder of its own"
+            f"{element} lies in the model or in the output, and would be published with it",
+            hint="keep the element in a folder of its own",
         )
 
 
-def _element(spec: Spec, file: Path | None, group: Any, spaces: str | None, seed: int | None) -> Element:
+def _element(
+    spec: Spec, file: Path | None, group: Any, spaces: str | None, seed: int | None
+) -> Element:
     from regauge.checkpoints.element_files import load_element
     from regauge.checkpoints.files import require_file
     from regauge.core.element import element
@@ -145,17 +198,37 @@ def _element(spec: Spec, file: Path | None, group: Any, spaces: str | None, seed
         g = g.only(*named) if named is not None else g
     else:
         if named is None and spec.visible:
-            say(f"leaves {', '.join(sorted(spec.visible))} alone, which callers see at the outputs ({', '.join(spec.outputs)}); --spaces overrides")
+            say(
+                f"leaves {', '.join(sorted(spec.visible))} alone, which callers see at the "
+                f"outputs ({', '.join(spec.outputs)}); --spaces overrides"
+            )
         chosen = named if named is not None else [s for s in spec.spaces if s not in spec.visible]
-        g = element(spec, os.urandom(32) if seed is None else seed, within=group, spaces=_exactly(spec, chosen) if named is None else chosen)
+        g = element(
+            spec,
+            os.urandom(32) if seed is None else seed,
+            within=group,
+            spaces=_exactly(spec, chosen) if named is None else chosen,
+        )
     shown = sorted(spec.visible & g.members.keys())
     if shown:
-        warn(f"{', '.join(shown)} {'is' if len(shown) == 1 else 'are'} visible at the outputs ({', '.join(spec.outputs)}), which move too")
-    less = sorted(n for n in g.members if file is None and group in ("orthogonal", "full") and spec.spaces[n].folded is not None)
+        warn(
+            f"{', '.join(shown)} {'is' if len(shown) == 1 else 'are'} visible at the outputs "
+            f"({', '.join(spec.outputs)}), which move too"
+        )
+    less = sorted(
+        n
+        for n in g.members
+        if file is None and group in ("orthogonal", "full") and spec.spaces[n].folded is not None
+    )
     if less:
-        say(f"{', '.join(less)}: {spec.spaces[less[0]].group.within(group)} only; --fold gives rotations")
+        say(
+            f"{', '.join(less)}: {spec.spaces[less[0]].group.within(group)} only; --fold gives "
+            "rotations"
+        )
     if not g.members:
-        raise RegaugeError("the element moves nothing", hint="regauge inspect lists the spaces and their groups")
+        raise RegaugeError(
+            "the element moves nothing", hint="regauge inspect lists the spaces and their groups"
+        )
     return g
 
 

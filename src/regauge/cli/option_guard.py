@@ -9,9 +9,18 @@ import typer
 
 def given_of(context: typer.Context) -> dict[str, str]:
     """The parameters of a command that were given, each with the name that users know it by."""
-    sources = {p.name or "": context.get_parameter_source(p.name or "") for p in context.command.params}
-    shown = {p.name or "": p.opts[0] if p.opts[0].startswith("-") else p.opts[0].upper() for p in context.command.params}
-    return {name: shown[name] for name, source in sources.items() if source is not None and "DEFAULT" not in source.name}
+    sources = {
+        p.name or "": context.get_parameter_source(p.name or "") for p in context.command.params
+    }
+    shown = {
+        p.name or "": p.opts[0] if p.opts[0].startswith("-") else p.opts[0].upper()
+        for p in context.command.params
+    }
+    return {
+        name: shown[name]
+        for name, source in sources.items()
+        if source is not None and "DEFAULT" not in source.name
+    }
 
 
 def refuse(found: Mapping[str, str], names: Iterable[str], why: str) -> None:

@@ -1,4 +1,6 @@
-"""Two models on the command line: opened, described by one spec, and refused by name where they do not fit each other."""
+"""Two models on the command line: opened, described by one spec, and refused by name where they do
+not fit each other.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two models of one architecture. `rows` are the tokens that both have, where their vocabularies differ."""
+    """Two models of one architecture. `rows` are the tokens that both have, where their
+    vocabularies differ.
+    """
 
     a: Moving
     b: Moving
@@ -31,7 +35,15 @@ class Pair:
         return self.a.described
 
 
-def open_pair(a: str, b: str, spec: Path | None, *, fold: bool = False, fix: Sequence[str] = (), shared_tokens: bool = False) -> Pair:
+def open_pair(
+    a: str,
+    b: str,
+    spec: Path | None,
+    *,
+    fold: bool = False,
+    fix: Sequence[str] = (),
+    shared_tokens: bool = False,
+) -> Pair:
     """Open two models and hold them against each other."""
     from regauge.matching import MatchError
 
@@ -40,14 +52,20 @@ def open_pair(a: str, b: str, spec: Path | None, *, fold: bool = False, fix: Seq
         require_fit(checkpoint, described)
     (one, here), (other, there) = opened
     if here.family != there.family:
-        raise MatchError(f"{a} is a {here.family} and {b} a {there.family}", hint="models are matched within one family")
+        raise MatchError(
+            f"{a} is a {here.family} and {b} a {there.family}",
+            hint="models are matched within one family",
+        )
     rows = _rows(one, other, here, shared_tokens)
     differences = _differences(one, other, here, there, set(rows))
     if differences:
-        shown = "\n".join(f"  {line}" for line in differences[:10]) + (f"\n  ... and {len(differences) - 10} more" if len(differences) > 10 else "")
+        shown = "\n".join(f"  {line}" for line in differences[:10]) + (
+            f"\n  ... and {len(differences) - 10} more" if len(differences) > 10 else ""
+        )
         raise MatchError(
             f"{a} and {b} have different shapes\n{shown}",
-            hint="matching needs one depth and one width; where only the vocabularies differ, --shared-tokens matches by the tokens of both",
+            hint="matching needs one depth and one width; where only the vocabularies differ, "
+            "--shared-tokens matches by the tokens of both",
         )
     return Pair(_prepared(one, here, fold, fix), _prepared(other, there, fold, fix), rows)
 
@@ -57,10 +75,14 @@ def _prepared(checkpoint: Checkpoint, spec: Spec, fold: bool, fix: Sequence[str]
     from regauge.matching.gauges import fix_lazily
 
     source = moving(checkpoint, spec, fold)
-    return source.with_state(fix_lazily(source.described, source.state, fix), fix) if fix else source
+    return (
+        source.with_state(fix_lazily(source.described, source.state, fix), fix) if fix else source
+    )
 
 
-def _differences(one: Checkpoint, other: Checkpoint, here: Spec, there: Spec, rows: set[str]) -> list[str]:
+def _differences(
+    one: Checkpoint, other: Checkpoint, here: Spec, there: Spec, rows: set[str]
+) -> list[str]:
     out = []
     for name in here.spaces.keys() | there.spaces.keys():
         x, y = here.spaces.get(name), there.spaces.get(name)
@@ -69,10 +91,19 @@ def _differences(one: Checkpoint, other: Checkpoint, here: Spec, there: Spec, ro
         elif x.size != y.size:
             out.append(f'the space "{name}" has size {x.size} in one and {y.size} in the other')
         elif x.group != y.group:
-            out.append(f'the space "{name}" has the group {x.group} in one and {y.group} in the other')
+            out.append(
+                f'the space "{name}" has the group {x.group} in one and {y.group} in the other'
+            )
     for name in one.entries:
-        if name in other.entries and name not in rows and tuple(one.entries[name].shape) != tuple(other.entries[name].shape):
-            out.append(f'"{name}" is {list(one.entries[name].shape)} in one and {list(other.entries[name].shape)} in the other')
+        if (
+            name in other.entries
+            and name not in rows
+            and tuple(one.entries[name].shape) != tuple(other.entries[name].shape)
+        ):
+            out.append(
+                f'"{name}" is {list(one.entries[name].shape)} in one and '
+                f"{list(other.entries[name].shape)} in the other"
+            )
     return sorted(out, key=lambda line: (len(line.split('"')[1].split(".")), line))
 
 
@@ -87,8 +118,16 @@ def _rows(one: Checkpoint, other: Checkpoint, spec: Spec, shared_tokens: bool) -
     common = sorted(here.keys() & there.keys(), key=lambda token: there[token])
     shared = Shared(tuple(here[t] for t in common), tuple(there[t] for t in common))
     enough = min(max(here.values()), max(there.values())) + 1
-    tables = [name for name, text in spec.tensors.items() if text.startswith("_") and name in one.entries and name in other.entries]
-    return {name: shared for name in tables if min(c.entries[name].shape[0] for c in (one, other)) >= enough}
+    tables = [
+        name
+        for name, text in spec.tensors.items()
+        if text.startswith("_") and name in one.entries and name in other.entries
+    ]
+    return {
+        name: shared
+        for name in tables
+        if min(c.entries[name].shape[0] for c in (one, other)) >= enough
+    }
 
 
 def layers(text: str | None) -> list[int] | None:
@@ -114,7 +153,10 @@ def weights(given: Sequence[str] | None) -> dict[str, float]:
         except ValueError:
             out[name] = -1.0
         if not name or not 0 <= out[name] < float("inf"):
-            raise typer.BadParameter(f"{text!r} is not NAME=NUMBER, with a number that is not negative", param_hint="--weight")
+            raise typer.BadParameter(
+                f"{text!r} is not NAME=NUMBER, with a number that is not negative",
+                param_hint="--weight",
+            )
     return out
 
 

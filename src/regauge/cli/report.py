@@ -13,7 +13,10 @@ from regauge.cli.console import say
 
 
 def report(
-    results: Annotated[Path, typer.Argument(metavar="RESULTS", help="The results that a command wrote with --json.")],
+    results: Annotated[
+        Path,
+        typer.Argument(metavar="RESULTS", help="The results that a command wrote with --json."),
+    ],
     out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new HTML file.")],
     verbose: options.Verbose = 0,
 ) -> int:
@@ -26,7 +29,10 @@ def report(
     with writing(out):
         taken = os.path.lexists(out)
     if taken:
-        raise FindingsError(f"the output {out} exists already", hint="name a new file with -o, or remove this one first")
+        raise FindingsError(
+            f"the output {out} exists already",
+            hint="name a new file with -o, or remove this one first",
+        )
     found = load_results(results)
     text = page(found).encode()
     write_bytes(out, text, new=True)

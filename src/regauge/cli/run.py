@@ -23,7 +23,10 @@ def facts_of_run() -> dict[str, Any]:
     """The command and the versions: what is needed to repeat a run."""
     from regauge.checkpoints.environment import versions
 
-    return {"command": shlex.join(["regauge", *sys.argv[1:]]), "versions": versions("sklearn", "numpy")}
+    return {
+        "command": shlex.join(["regauge", *sys.argv[1:]]),
+        "versions": versions("sklearn", "numpy"),
+    }
 
 
 class DeviceError(RegaugeError):
@@ -36,9 +39,16 @@ def check_device(name: str) -> None:
 
     try:
         torch.zeros(1, device=name).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without it, no such device, no such word
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:  # torch built without it, no such device, no such word
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DeviceError(f'nothing can be computed on the device "{name}": {first}', hint="cpu, or what torch.accelerator names here") from error
+        raise DeviceError(
+            f'nothing can be computed on the device "{name}": {first}',
+            hint="cpu, or what torch.accelerator names here",
+        ) from error
 
 
 def set_threads(count: int | None) -> None:
@@ -50,21 +60,31 @@ def set_threads(count: int | None) -> None:
 
 
 def lies_in(file: Path, *places: Path) -> Path | None:
-    """The first of some models or outputs that a file lies in, or in whose way it is; None if it is apart from all."""
+    """The first of some models or outputs that a file lies in, or in whose way it is; None if it is
+    apart from all.
+    """
     here = file.resolve()
     for place in places:
         whole = place.resolve()
-        taken = (whole, whole.with_name(f"{whole.stem}.config.json"), whole.with_name(f".{whole.name}.partial"))
+        taken = (
+            whole,
+            whole.with_name(f"{whole.stem}.config.json"),
+            whole.with_name(f".{whole.name}.partial"),
+        )
         if any(here.is_relative_to(p) for p in taken):
             return place
     return None
 
 
 def read_counts(text: str, name: str, like: str) -> list[int]:
-    """Whole numbers from 1, with commas between them: each once, in order. `like` is an example. There may be none."""
+    """Whole numbers from 1, with commas between them: each once, in order. `like` is an example.
+    There may be none.
+    """
     parts = [p.strip() for p in text.split(",") if p.strip()]
     if not all(p.isdecimal() and int(p) > 0 for p in parts):
-        raise typer.BadParameter(f"{text!r} are no whole numbers from 1, as in {like}", param_hint=name)
+        raise typer.BadParameter(
+            f"{text!r} are no whole numbers from 1, as in {like}", param_hint=name
+        )
     return sorted({int(p) for p in parts})
 
 
@@ -80,8 +100,16 @@ def check_outputs(json: Path | None, report: Path | None) -> None:
             check_writable(out)
 
 
-def deliver(results: Results, text: str, json: Path | None, report: Path | None, shown: Results | None = None) -> int:
-    """Say the text, or the JSON in its place, write what was asked for, and return the exit code. `shown` is for a page that has more in it."""
+def deliver(
+    results: Results,
+    text: str,
+    json: Path | None,
+    report: Path | None,
+    shown: Results | None = None,
+) -> int:
+    """Say the text, or the JSON in its place, write what was asked for, and return the exit code.
+    `shown` is for a page that has more in it.
+    """
     from regauge.results.findings import to_json
 
     data(to_json(results) if str(json) == "-" else text)

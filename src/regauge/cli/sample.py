@@ -1,4 +1,6 @@
-"""A sample of data on the command line, as a model reads it: the options of every command that takes data, and what reads them."""
+"""A sample of data on the command line, as a model reads it: the options of every command that
+takes data, and what reads them.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,41 @@ if TYPE_CHECKING:
     from regauge.checkpoints.reader import Checkpoint
     from regauge.data.tasks import Examples
 
-Field = Annotated[list[str] | None, typer.Option("--field", metavar="NAME=THEIRS", help="text, image or label as the data call it. May be repeated.")]
-Split = Annotated[str, typer.Option("--split", metavar="S", help="The split of a data set of the hub.")]
-Tokenizer = Annotated[str | None, typer.Option("--tokenizer", metavar="FILE", help="For texts. Default: the one beside the (first) model.")]
-Length = Annotated[int | None, typer.Option("--length", min=2, metavar="N", help="Tokens of a window or text. Default: 256.")]
-Mean = Annotated[str | None, typer.Option("--mean", metavar="X[,X,X]", help="Of pixels in 0..1. Default: preprocessor_config.json.")]
+Field = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--field",
+        metavar="NAME=THEIRS",
+        help="text, image or label as the data call it. May be repeated.",
+    ),
+]
+Split = Annotated[
+    str, typer.Option("--split", metavar="S", help="The split of a data set of the hub.")
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        "--tokenizer", metavar="FILE", help="For texts. Default: the one beside the (first) model."
+    ),
+]
+Length = Annotated[
+    int | None,
+    typer.Option("--length", min=2, metavar="N", help="Tokens of a window or text. Default: 256."),
+]
+Mean = Annotated[
+    str | None,
+    typer.Option(
+        "--mean", metavar="X[,X,X]", help="Of pixels in 0..1. Default: preprocessor_config.json."
+    ),
+]
 Std = Annotated[str | None, typer.Option("--std", metavar="X[,X,X]", help="Likewise.")]
 Written = Annotated[
-    bool, typer.Option("--self-written", help="Match language models by what they do on text that they write themselves: no data are needed.")
+    bool,
+    typer.Option(
+        "--self-written",
+        help="Match language models by what they do on text that they write themselves: no data "
+        "are needed.",
+    ),
 ]
 
 
@@ -38,12 +67,22 @@ class Sample:
 
     attributes: tuple[str, ...] = ()
 
-    def read(self, model: torch.nn.Module, checkpoint: Checkpoint, labelled: bool = True) -> tuple[Examples, dict[str, Any]]:
-        """The examples as this model reads them, and its task. Labels are not even looked for where they are not wanted."""
+    def read(
+        self, model: torch.nn.Module, checkpoint: Checkpoint, labelled: bool = True
+    ) -> tuple[Examples, dict[str, Any]]:
+        """The examples as this model reads them, and its task. Labels are not even looked for where
+        they are not wanted.
+        """
         fields = read_fields(self.field)
         if self.attributes:
-            fields = {"image": "image", **(fields or {}), **{name: name for name in self.attributes}}
-        channels = [read_numbers(text, name) for text, name in ((self.mean, "--mean"), (self.std, "--std"))]
+            fields = {
+                "image": "image",
+                **(fields or {}),
+                **{name: name for name in self.attributes},
+            }
+        channels = [
+            read_numbers(text, name) for text, name in ((self.mean, "--mean"), (self.std, "--std"))
+        ]
         from regauge.data.datasets import open_data
         from regauge.data.tasks import read_examples
 
@@ -79,7 +118,9 @@ def read_numbers(text: str | None, name: str) -> list[float] | None:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is no number, nor numbers with commas", param_hint=name) from error
+        raise typer.BadParameter(
+            f"{text!r} is no number, nor numbers with commas", param_hint=name
+        ) from error
 
 
 def inputs_of(examples: Examples, count: int, seed: int, batch: int = 16) -> list[dict[str, Any]]:

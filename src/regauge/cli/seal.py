@@ -1,4 +1,6 @@
-"""`regauge seal` and `regauge open`: authenticated encryption of files at rest. This is encryption; a lock is not."""
+"""`regauge seal` and `regauge open`: authenticated encryption of files at rest. This is encryption;
+a lock is not.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,20 @@ VERSION = 1
 
 
 def seal(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A file, or a folder with all that is in it.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A file, or a folder with all that is in it.")
+    ],
     key: options.KeyFile,
-    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new sealed file.")],
+    out: Annotated[
+        Path, typer.Option("-o", "--output", metavar="OUT", help="The new sealed file.")
+    ],
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Encrypt a file or folder for storage, with authentication. It must be opened before it can be used."""
+    """Encrypt a file or folder for storage, with authentication. It must be opened before it can be
+    used.
+    """
     started = time.monotonic()
     from regauge.checkpoints.files import amount
     from regauge.cli.keygen import keep_apart, read_key
@@ -31,16 +39,29 @@ def seal(
     secret = read_key(key, "seal", passphrase_file)
     keep_apart(key, path)
     size = run(path, secret, out)
-    say(f"sealed {path} to {out}: {amount(size)} in {time.monotonic() - started:.1f} s, by the key {secret.id}; {path} is still there")
+    say(
+        f"sealed {path} to {out}: {amount(size)} in {time.monotonic() - started:.1f} s, by the "
+        f"key {secret.id}; {path} is still there"
+    )
     if json:
-        data_json({"version": VERSION, "command": "seal", "out": str(out), "bytes": size, "key": secret.id})
+        data_json(
+            {
+                "version": VERSION,
+                "command": "seal",
+                "out": str(out),
+                "bytes": size,
+                "key": secret.id,
+            }
+        )
     return 0
 
 
 def open_(
     path: Annotated[Path, typer.Argument(metavar="SEALED", help="A sealed file.")],
     key: options.KeyFile,
-    out: Annotated[Path, typer.Option("-o", "--output", metavar="PATH", help="The new file or folder.")],
+    out: Annotated[
+        Path, typer.Option("-o", "--output", metavar="PATH", help="The new file or folder.")
+    ],
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,
@@ -54,5 +75,13 @@ def open_(
     names = open_sealed(path, secret, out)
     say(f"opened {path} to {out}: {len(names)} files in {time.monotonic() - started:.1f} s")
     if json:
-        data_json({"version": VERSION, "command": "open", "out": str(out), "files": names, "key": secret.id})
+        data_json(
+            {
+                "version": VERSION,
+                "command": "open",
+                "out": str(out),
+                "files": names,
+                "key": secret.id,
+            }
+        )
     return 0

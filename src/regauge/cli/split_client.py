@@ -1,4 +1,6 @@
-"""`regauge split train` and `predict`: what a client does with its data, its embedding and its head."""
+"""`regauge split train` and `predict`: what a client does with its data, its embedding and its
+head.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,20 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import StoppedError, data, data_json, say, step_bar, warn
-from regauge.cli.split_server import Clip, Decay, Insecure, Momentum, Optimizer, Rate, Schedule, TlsFiles, Warmup, only_one, read_tls, signals
+from regauge.cli.split_server import (
+    Clip,
+    Decay,
+    Insecure,
+    Momentum,
+    Optimizer,
+    Rate,
+    Schedule,
+    TlsFiles,
+    Warmup,
+    only_one,
+    read_tls,
+    signals,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -41,32 +56,94 @@ class Codec(StrEnum):
 
 
 Source = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A folder or .safetensors file with embedding and head: a whole model, or what train has written.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder or .safetensors file with embedding and head: a whole model, or what "
+        "train has written.",
+    ),
 ]
 Data = Annotated[
-    str, typer.Option("--data", metavar="URI", help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id. It stays here.")
+    str,
+    typer.Option(
+        "--data",
+        metavar="URI",
+        help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id. It stays here.",
+    ),
 ]
-Server = Annotated[str, typer.Option("--server", metavar="ADDR", help="Where the backbone is, as in server.example:7000.")]
-As = Annotated[str | None, typer.Option("--client-name", metavar="NAME", help="Whose certificate of the folder. Default: its only client's.")]
-KeyOption = Annotated[Path | None, typer.Option("-k", "--key", metavar="KEY", help="The key that MODEL and the server's backbone are locked with.")]
-RowsOption = Annotated[Rows | None, typer.Option("--rows", help="Shuffle the tokens afresh for every batch, or for every sample.")]
+Server = Annotated[
+    str,
+    typer.Option(
+        "--server", metavar="ADDR", help="Where the backbone is, as in server.example:7000."
+    ),
+]
+As = Annotated[
+    str | None,
+    typer.Option(
+        "--client-name",
+        metavar="NAME",
+        help="Whose certificate of the folder. Default: its only client's.",
+    ),
+]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option(
+        "-k",
+        "--key",
+        metavar="KEY",
+        help="The key that MODEL and the server's backbone are locked with.",
+    ),
+]
+RowsOption = Annotated[
+    Rows | None,
+    typer.Option("--rows", help="Shuffle the tokens afresh for every batch, or for every sample."),
+]
 DefenceOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--defence", metavar="D[+D]", help="noise=0.5, low-pass=0.05+rows, ...: what is done to what leaves (docs/split.md). May be repeated."
+        "--defence",
+        metavar="D[+D]",
+        help="noise=0.5, low-pass=0.05+rows, ...: what is done to what leaves (docs/split.md). "
+        "May be repeated.",
     ),
 ]
-KeepCls = Annotated[bool, typer.Option("--keep-cls", help="With --rows: leave the first token in its place.")]
-CodecOption = Annotated[Codec | None, typer.Option("--codec", help="Features in half the bytes, or a quarter. It rounds.")]
-Dtype = Annotated[str, typer.Option("--dtype", metavar="D", help="Of the weights in memory; the server's must be the same.")]
-Patience = Annotated[float, typer.Option("--patience", min=1.0, metavar="S", help="Seconds to go on trying while the server does not answer.")]
+KeepCls = Annotated[
+    bool, typer.Option("--keep-cls", help="With --rows: leave the first token in its place.")
+]
+CodecOption = Annotated[
+    Codec | None,
+    typer.Option("--codec", help="Features in half the bytes, or a quarter. It rounds."),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        "--dtype", metavar="D", help="Of the weights in memory; the server's must be the same."
+    ),
+]
+Patience = Annotated[
+    float,
+    typer.Option(
+        "--patience",
+        min=1.0,
+        metavar="S",
+        help="Seconds to go on trying while the server does not answer.",
+    ),
+]
 
 
 def train(
     model: Source,
     data: Data,
     server: Server,
-    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new folder of the trained embedding and head.")],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="OUT",
+            help="The new folder of the trained embedding and head.",
+        ),
+    ],
     tls: TlsFiles = None,
     name: As = None,
     insecure: Insecure = False,
@@ -76,15 +153,44 @@ def train(
     keep_cls: KeepCls = False,
     defence: DefenceOption = None,
     codec: CodecOption = None,
-    journal: Annotated[Path | None, typer.Option("--journal", metavar="DIR", help="Keep what is needed to go on after a kill. It is secret.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run of the journal.")] = False,
-    every: Annotated[int, typer.Option("--every", min=1, metavar="N", help="Steps between two checkpoints in the journal.")] = 50,
-    epochs: Annotated[int | None, typer.Option("--epochs", min=1, metavar="N", help="How often to go through the data. Default: once.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, metavar="N", help="How many steps, in place of epochs.")] = None,
+    journal: Annotated[
+        Path | None,
+        typer.Option(
+            "--journal",
+            metavar="DIR",
+            help="Keep what is needed to go on after a kill. It is secret.",
+        ),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run of the journal.")
+    ] = False,
+    every: Annotated[
+        int,
+        typer.Option(
+            "--every", min=1, metavar="N", help="Steps between two checkpoints in the journal."
+        ),
+    ] = 50,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            "--epochs", min=1, metavar="N", help="How often to go through the data. Default: once."
+        ),
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, metavar="N", help="How many steps, in place of epochs."),
+    ] = None,
     batch: options.Batch = 16,
     rate: Rate = None,
-    optimizer: Annotated[Optimizer | None, typer.Option("--optimizer", help="Of embedding and head. What is not said is as the server's.")] = None,
-    schedule: Annotated[Schedule | None, typer.Option("--schedule", help="Down to 0 at the last step, or not.")] = None,
+    optimizer: Annotated[
+        Optimizer | None,
+        typer.Option(
+            "--optimizer", help="Of embedding and head. What is not said is as the server's."
+        ),
+    ] = None,
+    schedule: Annotated[
+        Schedule | None, typer.Option("--schedule", help="Down to 0 at the last step, or not.")
+    ] = None,
     warmup: Warmup = None,
     clip: Clip = None,
     decay: Decay = None,
@@ -103,8 +209,9 @@ def train(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Train embedding and head on data that stay here, and with them the server's backbone, which stays there. Options of training that are not given
-    are as the server's."""
+    """Train embedding and head on data that stay here, and with them the server's backbone, which
+    stays there. Options of training that are not given are as the server's.
+    """
     started = time.monotonic()
     if epochs is not None and steps is not None:
         raise typer.BadParameter("give --epochs or --steps")
@@ -121,19 +228,42 @@ def train(
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
     case = _case(model, source, key, passphrase_file, defences, device, dtype, threads)
     alone = nullcontext() if journal is None else only_one(journal, "run")
-    linked = _linked(case, server, read_tls(tls, name), insecure, defences, codec, journal, patience)
+    linked = _linked(
+        case, server, read_tls(tls, name), insecure, defences, codec, journal, patience
+    )
     with alone, linked as link, signals("stops after this step; once more stops at once") as stop:
         told = _checked(link.told)
         losses_of_a_step = told["accumulate"] if told.get("trains") else 1
         count = steps or (epochs or 1) * -(-len(case.examples) // (batch * losses_of_a_step))
-        given = {"schedule": schedule, "warmup": warmup, "clip": clip, "decay": decay, "momentum": momentum}
+        given = {
+            "schedule": schedule,
+            "warmup": warmup,
+            "clip": clip,
+            "decay": decay,
+            "momentum": momentum,
+        }
         own = _own(told, count, rate, optimizer, given)
-        does = f"{told['optimizer']} at {told['rate']:g}" if told.get("trains") else "nothing: its backbone stays as it is"
-        say(f"{len(case.examples)} examples, {count} steps; here {own.optimizer} at {own.rate:g}, on the server {does}")
+        does = (
+            f"{told['optimizer']} at {told['rate']:g}"
+            if told.get("trains")
+            else "nothing: its backbone stays as it is"
+        )
+        say(
+            f"{len(case.examples)} examples, {count} steps; here {own.optimizer} at "
+            f"{own.rate:g}, on the server {does}"
+        )
         with step_bar("train") as progress:
             ticker = _Ticker(progress, count)
             losses = trained(
-                case.module, link, case.examples, own, Run(count, batch, seed), folder=journal, every=every, tick=ticker, stop=stop.is_set
+                case.module,
+                link,
+                case.examples,
+                own,
+                Run(count, batch, seed),
+                folder=journal,
+                every=every,
+                tick=ticker,
+                stop=stop.is_set,
             )
         if stop.is_set() and ticker.done < count:
             kept = (
@@ -147,10 +277,24 @@ def train(
         _clear(journal, CLIENT)
     loss = losses[-1] if losses else None
     last = "" if loss is None else f", last loss {loss:.4f}"
-    say(f"wrote embedding and head to {out} after {count} steps{last}, {time.monotonic() - started:.0f} s")
-    say("the backbone is with the server: its --output writes it, and regauge split join makes a whole model of both")
+    say(
+        f"wrote embedding and head to {out} after {count} steps{last}, "
+        f"{time.monotonic() - started:.0f} s"
+    )
+    say(
+        "the backbone is with the server: its --output writes it, and regauge split join makes "
+        "a whole model of both"
+    )
     if json:
-        data_json({"version": VERSION, "command": "split train", "out": str(out), "steps": count, "losses": losses})
+        data_json(
+            {
+                "version": VERSION,
+                "command": "split train",
+                "out": str(out),
+                "steps": count,
+                "losses": losses,
+            }
+        )
     return 0
 
 
@@ -167,7 +311,12 @@ def predict(
     keep_cls: KeepCls = False,
     defence: DefenceOption = None,
     codec: CodecOption = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, metavar="N", help="On the first N examples. Default: all.")] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples", min=1, metavar="N", help="On the first N examples. Default: all."
+        ),
+    ] = None,
     batch: options.Batch = 16,
     field: sample.Field = None,
     split: sample.Split = "test",
@@ -182,15 +331,23 @@ def predict(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Run the model over data that stay here, and measure: loss and accuracy, or loss and perplexity of a language model."""
+    """Run the model over data that stay here, and measure: loss and accuracy, or loss and
+    perplexity of a language model.
+    """
     from regauge.split.client.train import measure
 
     defences = _defences(rows, keep_cls, defence)
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
     case = _case(model, source, key, passphrase_file, defences, device, dtype, threads)
-    examples = case.examples if samples is None else case.examples.only(range(min(samples, len(case.examples))))
+    examples = (
+        case.examples
+        if samples is None
+        else case.examples.only(range(min(samples, len(case.examples))))
+    )
     with (
-        _linked(case, server, read_tls(tls, name), insecure, defences, codec, None, patience) as link,
+        _linked(
+            case, server, read_tls(tls, name), insecure, defences, codec, None, patience
+        ) as link,
         step_bar("predict") as progress,
     ):
         ticker = _Ticker(progress, len(examples))
@@ -204,20 +361,33 @@ def predict(
     return 0
 
 
-def _defences(rows: Rows | None, keep_cls: bool, given: Sequence[str] | None) -> tuple[Defence, ...]:
+def _defences(
+    rows: Rows | None, keep_cls: bool, given: Sequence[str] | None
+) -> tuple[Defence, ...]:
     """What is done to what leaves, in its order. `--rows` is short for the defence of that name."""
     from regauge.defences.split import Rows as Shuffled
     from regauge.defences.split import ordered
 
     if keep_cls and rows is None:
-        raise typer.BadParameter("it belongs to --rows; a defence says it itself: rows=batch,keep_cls", param_hint="--keep-cls")
+        raise typer.BadParameter(
+            "it belongs to --rows; a defence says it itself: rows=batch,keep_cls",
+            param_hint="--keep-cls",
+        )
     return ordered([*(given or ()), *([] if rows is None else [Shuffled(rows.value, keep_cls)])])
 
 
 def _say_found(found: dict[str, float]) -> None:
     from regauge.models.summary import columns
 
-    data(columns([(name, f"{value:.4f}" if isinstance(value, float) else str(value)) for name, value in found.items()], right=(1,)))
+    data(
+        columns(
+            [
+                (name, f"{value:.4f}" if isinstance(value, float) else str(value))
+                for name, value in found.items()
+            ],
+            right=(1,),
+        )
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,7 +430,8 @@ def _case(
     if record is None and secret is not None:
         raise LockError(
             f"{model} is not locked, so that its key has nothing to fit",
-            hint="name the locked model, whose embedding and head are plain; the server has the same one",
+            hint="name the locked model, whose embedding and head are plain; the server has the "
+            "same one",
         )
     if record is not None and secret is None:
         raise LockError(f"{model} is locked by the key {record.key}", hint="give it with --key")
@@ -272,8 +443,11 @@ def _case(
     config = getattr(module, "config", None)
     if config is not None:
         config.use_cache = False
-    if any(isinstance(d, Shuffled) for d in defences) and hasattr(module, "set_attn_implementation"):
-        module.set_attn_implementation("eager")  # type: ignore[operator]  # masks that a kernel makes by itself do not follow the rows
+    if any(isinstance(d, Shuffled) for d in defences) and hasattr(
+        module, "set_attn_implementation"
+    ):
+        # masks that a kernel makes by itself do not follow the rows
+        module.set_attn_implementation("eager")  # type: ignore[operator]
     examples, _ = source.read(module, checkpoint)
     return _Case(checkpoint, module, examples, element, "" if record is None else record.key)
 
@@ -313,13 +487,18 @@ def _linked(
             if theirs != case.key:
                 held = f"locked by the key {theirs}" if theirs else "not locked"
                 mine = f"locked by the key {case.key}" if case.key else "not locked"
-                raise LockError(f"the server's backbone is {held}, and this model is {mine}", hint="both sides need the same model, locked or plain")
+                raise LockError(
+                    f"the server's backbone is {held}, and this model is {mine}",
+                    hint="both sides need the same model, locked or plain",
+                )
             try:
                 yield link
             except RegaugeError as error:
-                if journal is None and not isinstance(
-                    error, TransportError
-                ):  # nobody can go on with it: it would take up a place of this client's for nothing
+                if (
+                    journal is None and not isinstance(error, TransportError)
+                    # nobody can go on with it: it would take up a place of this client's for
+                    # nothing
+                ):
                     link.log.patience = 0.5
                     link.log.leave()
                 raise
@@ -369,22 +548,60 @@ def _checked(told: dict[str, Any]) -> dict[str, Any]:
     from regauge.split.protocol.frames import FrameError
 
     if told.get("trains"):
-        wrong = [n for n in ("rate", "decay", "momentum", "clip") if type(told.get(n)) not in (int, float)]
+        wrong = [
+            n
+            for n in ("rate", "decay", "momentum", "clip")
+            if type(told.get(n)) not in (int, float)
+        ]
         wrong += [n for n in ("warmup", "steps", "accumulate") if type(told.get(n)) is not int]
         wrong += [n for n in ("optimizer", "schedule") if not isinstance(told.get(n), str)]
         if wrong or told["accumulate"] < 1:
-            raise FrameError("told", f'the server does not say its "{(*wrong, "accumulate")[0]}" as it should', hint="are both sides of one version?")
+            raise FrameError(
+                "told",
+                f'the server does not say its "{(*wrong, "accumulate")[0]}" as it should',
+                hint="are both sides of one version?",
+            )
     return told
 
 
-def _own(told: dict[str, Any], steps: int, rate: float | None, optimizer: Optimizer | None, given: dict[str, Any]) -> OptimizerConfig:
-    """How embedding and head are trained: as was asked for, and otherwise as the server trains. A schedule that was asked for ends with the run."""
+def _own(
+    told: dict[str, Any],
+    steps: int,
+    rate: float | None,
+    optimizer: Optimizer | None,
+    given: dict[str, Any],
+) -> OptimizerConfig:
+    """How embedding and head are trained: as was asked for, and otherwise as the server trains. A
+    schedule that was asked for ends with the run.
+    """
     from regauge.split import OptimizerConfig
 
-    names = ("optimizer", "rate", "decay", "momentum", "schedule", "warmup", "steps", "clip", "accumulate")
+    names = (
+        "optimizer",
+        "rate",
+        "decay",
+        "momentum",
+        "schedule",
+        "warmup",
+        "steps",
+        "clip",
+        "accumulate",
+    )
     theirs = {n: told[n] for n in names if n in told and told.get("trains")}
-    said = {"rate": rate, "optimizer": optimizer, **given, "steps": None if given["schedule"] is None else steps}
-    return OptimizerConfig(**{**theirs, **{n: str(v) if isinstance(v, StrEnum) else v for n, v in said.items() if v is not None}})
+    said = {
+        "rate": rate,
+        "optimizer": optimizer,
+        **given,
+        "steps": None if given["schedule"] is None else steps,
+    }
+    return OptimizerConfig(
+        **{
+            **theirs,
+            **{
+                n: str(v) if isinstance(v, StrEnum) else v for n, v in said.items() if v is not None
+            },
+        }
+    )
 
 
 def _require_journal(journal: Path | None, resume: bool) -> None:
@@ -394,19 +611,32 @@ def _require_journal(journal: Path | None, resume: bool) -> None:
         return
     there = (journal / "session.json").exists()
     if there and not resume:
-        raise JournalError(f"{journal} holds a run that was interrupted", hint="--resume goes on with it; or name an empty folder")
+        raise JournalError(
+            f"{journal} holds a run that was interrupted",
+            hint="--resume goes on with it; or name an empty folder",
+        )
     if resume and not there:
-        raise JournalError(f"{journal} holds no run to go on with", hint="start it without --resume")
+        raise JournalError(
+            f"{journal} holds no run to go on with", hint="start it without --resume"
+        )
 
 
 def _clear(journal: Path | None, client: str) -> None:
-    """The run is done, and what it wrote is on the disk: its journal is of no use any more, and holds secrets."""
+    """The run is done, and what it wrote is on the disk: its journal is of no use any more, and
+    holds secrets.
+    """
     if journal is None:
         return
     import shutil
 
     for path in journal.iterdir():
-        is_partial = path.name.startswith(".") and ".partial-" in path.name  # of a write that a kill has ended
-        if is_partial or path.name == "session.json" or (path.stem.isdigit() and path.suffix in (".request", ".reply")):
+        is_partial = (
+            path.name.startswith(".") and ".partial-" in path.name
+        )  # of a write that a kill has ended
+        if (
+            is_partial
+            or path.name == "session.json"
+            or (path.stem.isdigit() and path.suffix in (".request", ".reply"))
+        ):
             path.unlink(missing_ok=True)
     shutil.rmtree(journal / client, ignore_errors=True)

@@ -48,72 +48,184 @@ class Precision(StrEnum):
     fp16 = "fp16"
 
 
-Rate = Annotated[float | None, typer.Option("--lr", min=0.0, metavar="R", help="The learning rate.")]
-Decay = Annotated[float | None, typer.Option("--weight-decay", min=0.0, metavar="X", help="Weight decay.")]
-Momentum = Annotated[float | None, typer.Option("--momentum", min=0.0, max=1.0, metavar="X", help="Of sgd.")]
-Warmup = Annotated[int | None, typer.Option("--warmup", min=0, metavar="N", help="Steps from 0 up to the rate.")]
-Clip = Annotated[float | None, typer.Option("--clip", min=0.0, metavar="X", help="Bound the norm of the gradient.")]
-TlsFiles = Annotated[
-    str | None, typer.Option("--tls", metavar="FOLDER", help="Certificates: a folder of split certs, or three files: authority,certificate,key.")
+Rate = Annotated[
+    float | None, typer.Option("--lr", min=0.0, metavar="R", help="The learning rate.")
 ]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Without TLS beyond this machine: anyone on the way reads and changes what crosses.")]
+Decay = Annotated[
+    float | None, typer.Option("--weight-decay", min=0.0, metavar="X", help="Weight decay.")
+]
+Momentum = Annotated[
+    float | None, typer.Option("--momentum", min=0.0, max=1.0, metavar="X", help="Of sgd.")
+]
+Warmup = Annotated[
+    int | None, typer.Option("--warmup", min=0, metavar="N", help="Steps from 0 up to the rate.")
+]
+Clip = Annotated[
+    float | None,
+    typer.Option("--clip", min=0.0, metavar="X", help="Bound the norm of the gradient."),
+]
+TlsFiles = Annotated[
+    str | None,
+    typer.Option(
+        "--tls",
+        metavar="FOLDER",
+        help="Certificates: a folder of split certs, or three files: authority,certificate,key.",
+    ),
+]
+Insecure = Annotated[
+    bool,
+    typer.Option(
+        "--insecure",
+        help="Without TLS beyond this machine: anyone on the way reads and changes what crosses.",
+    ),
+]
 
 
 def serve(
     backbone: Annotated[
-        str, typer.Argument(metavar="BACKBONE", help="A folder, a .safetensors file, or a hub id. It may be locked: no key is needed.")
+        str,
+        typer.Argument(
+            metavar="BACKBONE",
+            help="A folder, a .safetensors file, or a hub id. It may be locked: no key is needed.",
+        ),
     ],
-    listen: Annotated[str, typer.Option("--listen", metavar="ADDR", help="Where to listen. 0.0.0.0:7000 is for all machines.")] = "127.0.0.1:7000",
+    listen: Annotated[
+        str,
+        typer.Option(
+            "--listen", metavar="ADDR", help="Where to listen. 0.0.0.0:7000 is for all machines."
+        ),
+    ] = "127.0.0.1:7000",
     tls: TlsFiles = None,
     clients: Annotated[
         Path | None,
         typer.Option(
             "--clients",
             metavar="FILE",
-            help="Clients to accept: a name on each line, perhaps with a quota. Read again on change. Default: clients.txt beside the certificates.",
+            help="Clients to accept: a name on each line, perhaps with a quota. Read again on "
+            "change. Default: clients.txt beside the certificates.",
         ),
     ] = None,
     quota: Annotated[
-        str, typer.Option("--quota", metavar="Q", help='For each client: "sessions=2 requests=50 bytes=100M", a second and a minute.')
+        str,
+        typer.Option(
+            "--quota",
+            metavar="Q",
+            help='For each client: "sessions=2 requests=50 bytes=100M", a second and a minute.',
+        ),
     ] = "",
     memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="What all clients may hold, as in 8G. Default: half of the memory available.")
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="What all clients may hold, as in 8G. Default: half of the memory available.",
+        ),
     ] = None,
     client_memory: Annotated[
-        str | None, typer.Option("--client-memory", metavar="SIZE", help="What each client with a certificate may hold. Default: half of --memory.")
+        str | None,
+        typer.Option(
+            "--client-memory",
+            metavar="SIZE",
+            help="What each client with a certificate may hold. Default: half of --memory.",
+        ),
     ] = None,
     insecure: Insecure = False,
-    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", metavar="DIR", help="Keep everything here, and go on from here.")] = None,
-    every: Annotated[int, typer.Option("--every", min=1, metavar="N", help="Steps between two checkpoints.")] = 100,
-    out: Annotated[Path | None, typer.Option("-o", "--output", metavar="OUT", help="Write the trained backbone here when the server stops.")] = None,
-    rate: Annotated[
-        float | None, typer.Option("--lr", min=0.0, metavar="R", help="Train the backbone at this rate. Without it, it only serves.")
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            "--checkpoint", metavar="DIR", help="Keep everything here, and go on from here."
+        ),
     ] = None,
-    optimizer: Annotated[Optimizer | None, typer.Option("--optimizer", help="Default: adamw.")] = None,
-    schedule: Annotated[Schedule | None, typer.Option("--schedule", help="How the rate goes on after the warm-up. Default: constant.")] = None,
+    every: Annotated[
+        int, typer.Option("--every", min=1, metavar="N", help="Steps between two checkpoints.")
+    ] = 100,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="OUT",
+            help="Write the trained backbone here when the server stops.",
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            "--lr",
+            min=0.0,
+            metavar="R",
+            help="Train the backbone at this rate. Without it, it only serves.",
+        ),
+    ] = None,
+    optimizer: Annotated[
+        Optimizer | None, typer.Option("--optimizer", help="Default: adamw.")
+    ] = None,
+    schedule: Annotated[
+        Schedule | None,
+        typer.Option(
+            "--schedule", help="How the rate goes on after the warm-up. Default: constant."
+        ),
+    ] = None,
     warmup: Warmup = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, metavar="N", help="The step at which the schedule ends.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, metavar="N", help="The step at which the schedule ends."),
+    ] = None,
     clip: Clip = None,
-    accumulate: Annotated[int | None, typer.Option("--accumulate", min=1, metavar="N", help="Losses of a step. Default: 1.")] = None,
+    accumulate: Annotated[
+        int | None,
+        typer.Option("--accumulate", min=1, metavar="N", help="Losses of a step. Default: 1."),
+    ] = None,
     decay: Decay = None,
     momentum: Momentum = None,
     average: Annotated[
-        int, typer.Option("--average", min=0, metavar="N", help="A copy for each client, averaged after N steps of each. Default: one for all.")
+        int,
+        typer.Option(
+            "--average",
+            min=0,
+            metavar="N",
+            help="A copy for each client, averaged after N steps of each. Default: one for all.",
+        ),
     ] = 0,
-    precision: Annotated[Precision | None, typer.Option("--precision", help="Compute in fewer bits, over weights in float32.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the blocks with torch.compile.")] = False,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="D", help="Of the weights in memory; the clients' must be the same.")] = "float32",
+    precision: Annotated[
+        Precision | None,
+        typer.Option("--precision", help="Compute in fewer bits, over weights in float32."),
+    ] = None,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="Compile the blocks with torch.compile.")
+    ] = False,
+    dtype: Annotated[
+        str,
+        typer.Option(
+            "--dtype", metavar="D", help="Of the weights in memory; the clients' must be the same."
+        ),
+    ] = "float32",
     seed: Annotated[int, options.seed("What dropout is drawn from.")] = 0,
-    metrics: Annotated[str | None, typer.Option("--metrics", metavar="ADDR", help="Prometheus metrics over HTTP, as in 127.0.0.1:9100.")] = None,
+    metrics: Annotated[
+        str | None,
+        typer.Option(
+            "--metrics", metavar="ADDR", help="Prometheus metrics over HTTP, as in 127.0.0.1:9100."
+        ),
+    ] = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Host the backbone of a model for clients that have its embedding and head, their data and their labels. Ctrl-C or SIGTERM stops it: what is
-    under way is finished, and a checkpoint written. A second one waits for no client."""
+    """Host the backbone of a model for clients that have its embedding and head, their data and
+    their labels. Ctrl-C or SIGTERM stops it: what is under way is finished, and a checkpoint
+    written. A second one waits for no client.
+    """
     started = time.monotonic()
-    given = {"schedule": schedule, "warmup": warmup, "steps": steps, "clip": clip, "accumulate": accumulate, "decay": decay, "momentum": momentum}
+    given = {
+        "schedule": schedule,
+        "warmup": warmup,
+        "steps": steps,
+        "clip": clip,
+        "accumulate": accumulate,
+        "decay": decay,
+        "momentum": momentum,
+    }
     training = _training(rate, optimizer, given)
     from regauge.errors import CheckpointError, need
 
@@ -134,7 +246,10 @@ def serve(
     if out is not None:
         check_new(out)
         if training is None and checkpoint is None:
-            raise typer.BadParameter("nothing is trained, so that there is nothing to write; --lr R trains the backbone", param_hint="--output")
+            raise typer.BadParameter(
+                "nothing is trained, so that there is nothing to write; --lr R trains the backbone",
+                param_hint="--output",
+            )
     files = read_tls(tls, "server")
     listed, quotas = _clients(tls, clients, quota, files is not None)
     source = open_checkpoint(backbone)
@@ -159,7 +274,11 @@ def serve(
             client_memory=sizes[1],
         )
         _introduce(host, model, record, checkpoint)
-        with _talk(verbose), server_signals() as asked, Server(host, listen, tls=files, clients=listed, insecure=insecure) as server:
+        with (
+            _talk(verbose),
+            server_signals() as asked,
+            Server(host, listen, tls=files, clients=listed, insecure=insecure) as server,
+        ):
             asked.reload = None if listed is None else listed.reload
             page = None if metrics is None else Metrics(host, server, metrics)
             where = f"{listen.rpartition(':')[0]}:{server.port}"
@@ -170,7 +289,10 @@ def serve(
                 if listed is not None
                 else "with TLS, for all of its authority"
             )
-            say(f"listens on {where}, {who}{f'; metrics at http://{metrics}/metrics' if page else ''}; Ctrl-C stops it")
+            say(
+                f"listens on {where}, "
+                f"{who}{f'; metrics at http://{metrics}/metrics' if page else ''}; Ctrl-C stops it"
+            )
             _watch(host, server, asked.stop)
             say("stops: takes no more, and finishes what is under way")
             try:
@@ -185,23 +307,44 @@ def serve(
                 from regauge.split.parts import write_part
 
                 write_part(out, model, source, "backbone", host.backbone(), {"steps": host.step})
-                say(f"wrote the backbone to {out}; with a client's part, regauge split join makes a whole model of it")
+                say(
+                    f"wrote the backbone to {out}; with a client's part, regauge split join "
+                    "makes a whole model of it"
+                )
     answered = sum(n for (_, result), n in host.requests.items() if result == "ok")
-    say(f"stopped at step {host.step} after {answered} requests, {time.monotonic() - started:.0f} s")
+    say(
+        f"stopped at step {host.step} after {answered} requests, {time.monotonic() - started:.0f} s"
+    )
     if failed is not None:
         raise failed
     if json:
-        report = {"version": VERSION, "command": "split serve", "steps": host.step, "requests": answered, "out": None if out is None else str(out)}
-        data_json({**report, "checkpoint": None if checkpoint is None else str(checkpoint), "bytes": [server.received, server.sent]})
+        report = {
+            "version": VERSION,
+            "command": "split serve",
+            "steps": host.step,
+            "requests": answered,
+            "out": None if out is None else str(out),
+        }
+        data_json(
+            {
+                **report,
+                "checkpoint": None if checkpoint is None else str(checkpoint),
+                "bytes": [server.received, server.sent],
+            }
+        )
     return 0
 
 
-def _training(rate: float | None, optimizer: Optimizer | None, given: dict[str, Any]) -> OptimizerConfig | None:
+def _training(
+    rate: float | None, optimizer: Optimizer | None, given: dict[str, Any]
+) -> OptimizerConfig | None:
     said = {name: value for name, value in given.items() if value is not None}
     if rate is None:
         if said or optimizer is not None:
             what = "--optimizer" if optimizer is not None else f"--{min(said)}"
-            raise typer.BadParameter("this belongs to training, and without --lr R nothing is trained", param_hint=what)
+            raise typer.BadParameter(
+                "this belongs to training, and without --lr R nothing is trained", param_hint=what
+            )
         return None
     from regauge.split import OptimizerConfig
 
@@ -211,17 +354,25 @@ def _training(rate: float | None, optimizer: Optimizer | None, given: dict[str, 
 
 @contextmanager
 def only_one(folder: Path, what: str) -> Iterator[None]:
-    """Hold a folder, made if it is not there, for one process: two would overwrite what the other one has said is kept."""
+    """Hold a folder, made if it is not there, for one process: two would overwrite what the other
+    one has said is kept.
+    """
     from regauge.checkpoints.files import exclusive_lock, writing
 
     with writing(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with exclusive_lock(folder, f"another {what} is using {folder}", "wait until it has ended, or name another folder"):
+    with exclusive_lock(
+        folder,
+        f"another {what} is using {folder}",
+        "wait until it has ended, or name another folder",
+    ):
         yield
 
 
 def read_tls(text: str | None, name: str | None) -> Tls | None:
-    """The files of one side: in a folder of `split certs`, those of this name (or of its one client); or three files by name."""
+    """The files of one side: in a folder of `split certs`, those of this name (or of its one
+    client); or three files by name.
+    """
     if text is None:
         return None
     from regauge.errors import CheckpointError
@@ -234,31 +385,40 @@ def read_tls(text: str | None, name: str | None) -> Tls | None:
         folder = Path(text).expanduser()
         if not folder.is_dir():
             raise CheckpointError(
-                f"there is no folder {text} of certificates", hint="regauge split certs --to FOLDER makes one; or name three files, with commas"
+                f"there is no folder {text} of certificates",
+                hint="regauge split certs --to FOLDER makes one; or name three files, with commas",
             )
         names = sorted(p.stem for p in folder.glob("*.key") if p.stem != "server")
         if name is None:
             if len(names) != 1:
                 raise CheckpointError(
-                    f"{text} has certificates of {', '.join(names) or 'no client'}", hint="say whose they are with --client-name NAME"
+                    f"{text} has certificates of {', '.join(names) or 'no client'}",
+                    hint="say whose they are with --client-name NAME",
                 )
             name = names[0]
         found = Tls(folder / "authority.pem", folder / f"{name}.pem", folder / f"{name}.key")
     for path in (found.authority, found.certificate, found.key):
         if not path.is_file():
-            raise CheckpointError(f"there is no {path}", hint="a side needs the authority's certificate, its own, and its key")
+            raise CheckpointError(
+                f"there is no {path}",
+                hint="a side needs the authority's certificate, its own, and its key",
+            )
     found.read()
     return found
 
 
-def _clients(tls: str | None, clients: Path | None, quota: str, secure: bool) -> tuple[ClientFile | None, Quotas]:
+def _clients(
+    tls: str | None, clients: Path | None, quota: str, secure: bool
+) -> tuple[ClientFile | None, Quotas]:
     """Who may come, and how much they may ask."""
     from regauge.split.server.client_list import ClientFile
     from regauge.split.server.quotas import Quotas, read_quota
 
     default: Quota = read_quota(quota)
     if clients is not None and not secure:
-        raise typer.BadParameter("clients are known by their certificates: it needs --tls", param_hint="--clients")
+        raise typer.BadParameter(
+            "clients are known by their certificates: it needs --tls", param_hint="--clients"
+        )
     if clients is None and tls is not None and (Path(tls).expanduser() / CLIENTS).is_file():
         clients = Path(tls).expanduser() / CLIENTS
     if clients is None:
@@ -272,9 +432,14 @@ def _introduce(host: Host, model: Any, record: Any, checkpoint: Path | None) -> 
 
     count = sum(p.numel() for p in host.main.names.values())
     locked = "" if record is None else f", locked by the key {record.key}"
-    say(f"{type(model).__name__}: {len(host.blocks)} blocks, {count:,} weights in {host.about['dtype']}{locked}")
+    say(
+        f"{type(model).__name__}: {len(host.blocks)} blocks, {count:,} weights in "
+        f"{host.about['dtype']}{locked}"
+    )
     if host.training is None:
-        say("serves only: gradients pass through, and the backbone stays as it is; --lr R trains it")
+        say(
+            "serves only: gradients pass through, and the backbone stays as it is; --lr R trains it"
+        )
     else:
         more = "".join(
             [
@@ -282,8 +447,14 @@ def _introduce(host: Host, model: Any, record: Any, checkpoint: Path | None) -> 
                 f", in {host.runner.precision}" * bool(host.runner.precision),
             ]
         )
-        say(f"trains with {host.training.optimizer} at {host.training.rate:g}, {host.training.schedule}{more}")
-    say(f"memory: {amount(host.budget.total)} for all clients, {amount(host.budget.client)} for each with a certificate (--memory, --client-memory)")
+        say(
+            f"trains with {host.training.optimizer} at {host.training.rate:g}, "
+            f"{host.training.schedule}{more}"
+        )
+    say(
+        f"memory: {amount(host.budget.total)} for all clients, {amount(host.budget.client)} for "
+        "each with a certificate (--memory, --client-memory)"
+    )
     if checkpoint is None and host.training is not None:
         say("keeps nothing: if it dies, so do its sessions; --checkpoint DIR keeps them")
     elif host.step or host.sessions:
@@ -317,9 +488,11 @@ class Asked:
 
 @contextmanager
 def server_signals() -> Iterator[Asked]:
-    """Let SIGTERM and Ctrl-C stop a server in order, however often they come, and SIGHUP read the list of clients again.
+    """Let SIGTERM and Ctrl-C stop a server in order, however often they come, and SIGHUP read the
+    list of clients again.
 
-    A second one ends the wait for clients; the checkpoint is written in any case. Only a third Ctrl-C interrupts that.
+    A second one ends the wait for clients; the checkpoint is written in any case. Only a third
+    Ctrl-C interrupts that.
     """
     asked = Asked()
 
@@ -338,7 +511,9 @@ def server_signals() -> Iterator[Asked]:
 
 
 @contextmanager
-def _handling(numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]) -> Iterator[None]:
+def _handling(
+    numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]
+) -> Iterator[None]:
     before: dict[signal.Signals, Any] = {}
     with suppress(ValueError):  # not the main thread
         for number in numbers:
@@ -368,7 +543,9 @@ def _talk(verbose: int) -> Iterator[None]:
 
 
 def _watch(host: Host, server: Server, stop: threading.Event) -> None:
-    """Show how far it is until somebody stops it: one line that changes on a terminal, otherwise a line now and then if something has changed."""
+    """Show how far it is until somebody stops it: one line that changes on a terminal, otherwise a
+    line now and then if something has changed.
+    """
     from regauge.checkpoints.files import amount
 
     began, last = (time.monotonic(), host.step), time.monotonic()
@@ -380,8 +557,14 @@ def _watch(host: Host, server: Server, stop: threading.Event) -> None:
             began = (time.monotonic(), host.step)
         sessions = list(host.sessions.values())
         names = sorted({s.peer for s in sessions if s.peer})
-        who = f"{len(sessions)} session{'s' * (len(sessions) != 1)}{f' ({chr(44).join(names[:4])})' if names else ''}"
-        return f"step {host.step}, {steps / max(seconds, 1e-9):.1f} a second, {who}, {amount(server.received)} in, {amount(server.sent)} out"
+        who = (
+            f"{len(sessions)} "
+            f"session{'s' * (len(sessions) != 1)}{f' ({chr(44).join(names[:4])})' if names else ''}"
+        )
+        return (
+            f"step {host.step}, {steps / max(seconds, 1e-9):.1f} a second, {who}, "
+            f"{amount(server.received)} in, {amount(server.sent)} out"
+        )
 
     if sys.stderr.isatty():
         from rich.console import Console

@@ -38,25 +38,60 @@ class Optimizer(StrEnum):
 
 def verify(
     model: options.Model,
-    dtype: Annotated[Dtype | None, typer.Option("--dtype", help="Compute in this dtype. Default: that of the stored weights.")] = None,
-    steps: Annotated[int, typer.Option("--steps", min=0, metavar="N", help="Steps of training to compare; 0 for none.")] = 3,
-    optimizer: Annotated[Optimizer, typer.Option("--optimizer", help="What trains.")] = Optimizer.sgd,
-    inputs: Annotated[
-        Path | None, typer.Option("--inputs", metavar="FILE", help="Inputs by name (.npz or .safetensors). Default: random ones.")
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option("--dtype", help="Compute in this dtype. Default: that of the stored weights."),
     ] = None,
-    general: Annotated[bool, typer.Option("--general/--no-general", help="Also check Theorem 4.7, operator by operator.")] = True,
-    optimizers: Annotated[bool, typer.Option("--optimizers", help="Also measure which optimizers keep which symmetry (half a minute).")] = False,
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--steps", min=0, metavar="N", help="Steps of training to compare; 0 for none."
+        ),
+    ] = 3,
+    optimizer: Annotated[
+        Optimizer, typer.Option("--optimizer", help="What trains.")
+    ] = Optimizer.sgd,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            "--inputs",
+            metavar="FILE",
+            help="Inputs by name (.npz or .safetensors). Default: random ones.",
+        ),
+    ] = None,
+    general: Annotated[
+        bool,
+        typer.Option(
+            "--general/--no-general", help="Also check Theorem 4.7, operator by operator."
+        ),
+    ] = True,
+    optimizers: Annotated[
+        bool,
+        typer.Option(
+            "--optimizers",
+            help="Also measure which optimizers keep which symmetry (half a minute).",
+        ),
+    ] = False,
     spec: options.SpecFile = None,
     json: options.JsonFile = None,
     report: options.Report = None,
     seed: Annotated[int, options.seed("The seed of inputs, targets and elements.")] = 0,
     device: options.Device = "cpu",
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, max=256, metavar="N", help="Threads that compute. Default: torch's own, one for small models.")
+        int | None,
+        typer.Option(
+            "--threads",
+            min=1,
+            max=256,
+            metavar="N",
+            help="Threads that compute. Default: torch's own, one for small models.",
+        ),
     ] = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Check that permuting tokens and channels commutes with forward, backward and training. Exit code 3 if a law that should hold does not."""
+    """Check that permuting tokens and channels commutes with forward, backward and training. Exit
+    code 3 if a law that should hold does not.
+    """
     started = time.monotonic()
     check_outputs(json, report)
     check_device(device)
@@ -80,12 +115,30 @@ def verify(
     else:
         described = known_or_discovered(module)
     with step_bar("verify") as progress:
-        results = check(module, given, spec=described, steps=steps, optimizer=optimizer.value, seed=seed, progress=progress)
+        results = check(
+            module,
+            given,
+            spec=described,
+            steps=steps,
+            optimizer=optimizer.value,
+            seed=seed,
+            progress=progress,
+        )
     if general or optimizers:
         results = with_general(
-            results, next(p.dtype for p in module.parameters() if p.is_floating_point()), seed, operators=general, optimizers=optimizers
+            results,
+            next(p.dtype for p in module.parameters() if p.is_floating_point()),
+            seed,
+            operators=general,
+            optimizers=optimizers,
         )
-    results = replace(results, facts={**facts(module, model, seed, steps, optimizer.value), "seconds": round(time.monotonic() - started, 1)})
+    results = replace(
+        results,
+        facts={
+            **facts(module, model, seed, steps, optimizer.value),
+            "seconds": round(time.monotonic() - started, 1),
+        },
+    )
     return deliver(results, text_of(results, verbose), json, report)
 
 
@@ -96,7 +149,9 @@ def facts(module: Any, model: str, seed: int, steps: int, optimizer: str) -> dic
         "model": model,
         "class": type(module).__name__,
         "parameters": sum(p.numel() for p in module.parameters()),
-        "dtype": str(next(p.dtype for p in module.parameters() if p.is_floating_point())).removeprefix("torch."),
+        "dtype": str(
+            next(p.dtype for p in module.parameters() if p.is_floating_point())
+        ).removeprefix("torch."),
         "seed": seed,
         "training": f"{steps} steps of {optimizer}",
     }
@@ -110,17 +165,27 @@ def read_inputs(path: Path, module: Any) -> dict[str, Any]:
         if path.suffix == ".npz":
             from regauge.data.datasets import read_arrays
 
-            found = {name: torch.from_numpy(array) for name, array in read_arrays(path.read_bytes(), str(path)).items()}
+            found = {
+                name: torch.from_numpy(array)
+                for name, array in read_arrays(path.read_bytes(), str(path)).items()
+            }
         else:
             from safetensors.torch import load_file
 
             found = load_file(path)
-    except Exception as error:  # numpy and safetensors raise errors of many kinds for files that are none of theirs
+    # numpy and safetensors raise errors of many kinds for files that are none of theirs
+    except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be read as inputs: {error}", hint="a .npz or .safetensors file of arrays by the names of the forward's arguments"
+            f"{path} cannot be read as inputs: {error}",
+            hint="a .npz or .safetensors file of arrays by the names of the forward's arguments",
         ) from error
     first = next(p for p in module.parameters() if p.is_floating_point())
-    return {name: value.to(first.device, first.dtype) if value.is_floating_point() else value.to(first.device) for name, value in found.items()}
+    return {
+        name: value.to(first.device, first.dtype)
+        if value.is_floating_point()
+        else value.to(first.device)
+        for name, value in found.items()
+    }
 
 
 def text_of(results: Results, verbose: int = 0) -> str:
@@ -131,10 +196,24 @@ def text_of(results: Results, verbose: int = 0) -> str:
     general = [f for f in results.findings if f.id.startswith(GENERAL) and f.holds]
     for f in results.findings:
         if f not in general or verbose:
-            rows.append((mark(f), f.id, _number(f.value), _number(f.floor), _number(f.ceiling), "" if f.holds else f.sentence))
+            rows.append(
+                (
+                    mark(f),
+                    f.id,
+                    _number(f.value),
+                    _number(f.floor),
+                    _number(f.ceiling),
+                    "" if f.holds else f.sentence,
+                )
+            )
     if general and not verbose:
-        rows.append(("holds", f"{len(general)} of networks in general (-v lists them)", "", "", "", ""))
-    held, told = sum(f.holds is True for f in results.findings), sum(f.holds is not None for f in results.findings)
+        rows.append(
+            ("holds", f"{len(general)} of networks in general (-v lists them)", "", "", "", "")
+        )
+    held, told = (
+        sum(f.holds is True for f in results.findings),
+        sum(f.holds is not None for f in results.findings),
+    )
     lines = [results.title, "", columns(rows, right=(2, 3, 4)), ""]
     lines += [f"not checked: {text}" for text in results.unchecked]
     last = f"{held} of {told} checks hold"

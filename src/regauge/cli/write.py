@@ -14,17 +14,29 @@ if TYPE_CHECKING:
     from regauge.core.element import Element
 
 
-def write_moved(out: Path, plan: Plan, thunks: Mapping[str, Callable[[], Any]], what: str, resume: bool, threads: int | None) -> Written:
+def write_moved(
+    out: Path,
+    plan: Plan,
+    thunks: Mapping[str, Callable[[], Any]],
+    what: str,
+    resume: bool,
+    threads: int | None,
+) -> Written:
     """Write a plan under a progress bar, and tell what is worth telling."""
     from regauge.checkpoints.writer import write_plan
 
     with writing_to(out, what) as progress:
         written = write_plan(out, plan, thunks, progress=progress, resume=resume, threads=threads)
     if written.nonfinite:
-        names = ", ".join(written.nonfinite[:5]) + (f" and {len(written.nonfinite) - 5} more" if len(written.nonfinite) > 5 else "")
+        names = ", ".join(written.nonfinite[:5]) + (
+            f" and {len(written.nonfinite) - 5} more" if len(written.nonfinite) > 5 else ""
+        )
         warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {names}")
     if written.left:
-        say(f"not carried over (weights in other formats, keys, elements): {', '.join(written.left)}")
+        say(
+            "not carried over (weights in other formats, keys, elements): "
+            f"{', '.join(written.left)}"
+        )
     if written.resumed:
         say(f"kept from the interrupted run: {', '.join(sorted(written.resumed))}")
     return written

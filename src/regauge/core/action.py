@@ -1,10 +1,11 @@
 """Acting on tensors: one rule for weights, gradients, activations and masks.
 
-Convention. An element moves activations, h' = M h; a weight of axes "out in*" becomes R W M^-1. A composite axis "(a b c)" is acted on from the
-inside out: c, then b, then a.
+Convention. An element moves activations, h' = M h; a weight of axes "out in*" becomes R W M^-1. A
+composite axis "(a b c)" is acted on from the inside out: c, then b, then a.
 
-`act` works in the tensor's own dtype, but never below float32. `apply` moves stored weights: more than a gather with signs goes through
-float64 (float32 for half precision) and is rounded once. Gathers and signs are exact in any dtype, and move numpy arrays of bits too, without torch.
+`act` works in the tensor's own dtype, but never below float32. `apply` moves stored weights: more
+than a gather with signs goes through float64 (float32 for half precision) and is rounded once.
+Gathers and signs are exact in any dtype, and move numpy arrays of bits too, without torch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ Array = TypeVar("Array", "Tensor", Bits)
 
 
 def _chain(g: Element, term: ax.Term, n: int, at: Mapping[str, int], star: bool = False) -> Chain:
-    """What an element does along one axis of size n. `at` holds the place of every parent that stands further out."""
+    """What an element does along one axis of size n. `at` holds the place of every parent that
+    stands further out.
+    """
     sizes = g.spec.sizes
     match term:
         case ax.Hole():
@@ -46,7 +49,9 @@ def _chain(g: Element, term: ax.Term, n: int, at: Mapping[str, int], star: bool 
             parts = ax.block_sizes(term.terms, sizes, n, product=False)
             if parts is None:
                 raise SpecError(f"an axis of size {n} is not {term}")
-            return direct_sum([_chain(g, t, p, at, star) for t, p in zip(term.terms, parts, strict=True)])
+            return direct_sum(
+                [_chain(g, t, p, at, star) for t, p in zip(term.terms, parts, strict=True)]
+            )
         case ax.Product():
             parts = ax.block_sizes(term.factors, sizes, n, product=True)
             if parts is None:
@@ -54,14 +59,18 @@ def _chain(g: Element, term: ax.Term, n: int, at: Mapping[str, int], star: bool 
             return _product(g, term.factors, parts, at, star != term.star)
 
 
-def _product(g: Element, factors: tuple[ax.Term, ...], parts: list[int], at: Mapping[str, int], star: bool) -> Chain:
+def _product(
+    g: Element, factors: tuple[ax.Term, ...], parts: list[int], at: Mapping[str, int], star: bool
+) -> Chain:
     outer, n = factors[0], parts[0]
     if len(factors) == 1:
         return _chain(g, outer, n, at, star)
     width = int(np.prod(parts[1:]))
     parent = outer.space if isinstance(outer, ax.Leaf) else None
     if parent and g.spec.children(parent):
-        inner = direct_sum([_product(g, factors[1:], parts[1:], {**at, parent: i}, star) for i in range(n)])
+        inner = direct_sum(
+            [_product(g, factors[1:], parts[1:], {**at, parent: i}, star) for i in range(n)]
+        )
     else:
         inner = direct_sum([_product(g, factors[1:], parts[1:], at, star)] * n)
     return inner.then(widen(_chain(g, outer, n, at, star), width))
@@ -70,49 +79,71 @@ def _product(g: Element, factors: tuple[ax.Term, ...], parts: list[int], at: Map
 def _leaf(g: Element, leaf: ax.Leaf, n: int, at: Mapping[str, int], star: bool) -> Chain:
     space = g.spec.spaces[leaf.space]
     if n != space.size:
-        raise SpecError(f'an axis of size {n} cannot live in the space "{leaf.space}" of size {space.size}')
+        raise SpecError(
+            f'an axis of size {n} cannot live in the space "{leaf.space}" of size {space.size}'
+        )
     member = g.members.get(leaf.space)
     if member is None:
         return Chain(n)
     if space.over is not None:
         if space.over not in at:
-            raise SpecError(f'"{leaf.space}" lies over "{space.over}", which is no axis of this tensor')
+            raise SpecError(
+                f'"{leaf.space}" lies over "{space.over}", which is no axis of this tensor'
+            )
         member = member.take(np.array([at[space.over]]))
     if leaf.bar:
         order = member if isinstance(member, Soft) else member.permutation()
         if order is None:
-            raise ElementError(f"|{leaf.space}| follows a permutation, but the element is none there")
+            raise ElementError(
+                f"|{leaf.space}| follows a permutation, but the element is none there"
+            )
         return Chain(n, (step(order),))
-    if leaf.star != star and not (isinstance(member, Dense) and space.group.is_orthogonal):  # an orthogonal matrix is its own dual
+    if leaf.star != star and not (
+        isinstance(member, Dense) and space.group.is_orthogonal
+    ):  # an orthogonal matrix is its own dual
         with invertible(leaf.space):
             member = member.dual()
     return Chain(n, (step(member),))
 
 
 def _outer_parents(g: Element, terms: Sequence[ax.Term]) -> list[int]:
-    """The axes whose own space is the parent of a space on another axis: those are gone through place by place."""
+    """The axes whose own space is the parent of a space on another axis: those are gone through
+    place by place.
+    """
     out = []
     for i, term in enumerate(terms):
         if isinstance(term, ax.Leaf):
             children = set(g.spec.children(term.space))
-            if any(leaf.space in children for j, t in enumerate(terms) if j != i for leaf in ax.leaves(t)):
+            if any(
+                leaf.space in children
+                for j, t in enumerate(terms)
+                if j != i
+                for leaf in ax.leaves(t)
+            ):
                 out.append(i)
     return out
 
 
 def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None) -> Array:
-    """Move a tensor with these axes. Differentiable; the result is a new tensor of the same shape, dtype and device.
+    """Move a tensor with these axes. Differentiable; the result is a new tensor of the same shape,
+    dtype and device.
 
-    A numpy array (of numbers, or of the bits of floating-point numbers) is moved too, by elements that only permute and flip signs.
+    A numpy array (of numbers, or of the bits of floating-point numbers) is moved too, by elements
+    that only permute and flip signs.
 
-    >>> # act(g, hidden, "_ _ stream"); act(g, grad, dual(weight_axes)); act(rows, mask, "_ _ token token*")
+    >>> # act(g, hidden, "_ _ stream"); act(g, grad, dual(weight_axes)); act(rows, mask, "_ _ token
+    token*")
     """
     terms = ax.parse(axes).terms
     if len(terms) != x.ndim:
-        raise SpecError(f"a tensor of shape {list(x.shape)} has {x.ndim} axes, but {axes!r} has {len(terms)}")
+        raise SpecError(
+            f"a tensor of shape {list(x.shape)} has {x.ndim} axes, but {axes!r} has {len(terms)}"
+        )
     unknown = ax.spaces(axes) - g.spec.spaces.keys()
     if unknown:
-        raise SpecError(f'the spec "{g.spec.family}" has no space "{min(unknown)}", which {axes!r} speaks of')
+        raise SpecError(
+            f'the spec "{g.spec.family}" has no space "{min(unknown)}", which {axes!r} speaks of'
+        )
     at = dict(at or {})
     outer = _outer_parents(g, terms)
     if outer:
@@ -120,32 +151,47 @@ def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None)
     chains = [_chain(g, t, n, at) for t, n in zip(terms, x.shape, strict=True)]
     gathers = [c.gather for c in chains]
     if isinstance(x, np.ndarray):
-        if not all(not c.steps or (gather and gather.is_exact) for c, gather in zip(chains, gathers, strict=True)):
-            raise ElementError("an array of bits follows permutations and signs only", hint="give act a tensor")
+        if not all(
+            not c.steps or (gather and gather.is_exact)
+            for c, gather in zip(chains, gathers, strict=True)
+        ):
+            raise ElementError(
+                "an array of bits follows permutations and signs only", hint="give act a tensor"
+            )
         return gather_bits(x, gathers)
-    if all(not c.steps or (gather and gather.scale is None) for c, gather in zip(chains, gathers, strict=True)):
+    if all(
+        not c.steps or (gather and gather.scale is None)
+        for c, gather in zip(chains, gathers, strict=True)
+    ):
         return _gather(x, [gather.index if gather else None for gather in gathers])
     return _compute(x, chains)
 
 
-def _act_by_place(g: Element, x: Array, terms: Sequence[ax.Term], dim: int, at: Mapping[str, int]) -> Array:
+def _act_by_place(
+    g: Element, x: Array, terms: Sequence[ax.Term], dim: int, at: Mapping[str, int]
+) -> Array:
     leaf = terms[dim]
     assert isinstance(leaf, ax.Leaf)
     rest = str(ax.Axes((*terms[:dim], *terms[dim + 1 :])))
     member = g.members.get(leaf.space)
     order = range(x.shape[dim]) if member is None else permutation_index(member).tolist()
     if isinstance(x, np.ndarray):
-        return np.stack([act(g, x.take(j, axis=dim), rest, at={**at, leaf.space: j}) for j in order], axis=dim)
+        return np.stack(
+            [act(g, x.take(j, axis=dim), rest, at={**at, leaf.space: j}) for j in order], axis=dim
+        )
     import torch
 
-    return torch.stack([act(g, x.select(dim, j), rest, at={**at, leaf.space: j}) for j in order], dim=dim)
+    return torch.stack(
+        [act(g, x.select(dim, j), rest, at={**at, leaf.space: j}) for j in order], dim=dim
+    )
 
 
 def _compute(x: Tensor, chains: Sequence[Chain]) -> Tensor:
     """Everything but gathers is computed in float32 or better."""
     if not x.dtype.is_floating_point:
         raise ElementError(
-            f"a tensor of {x.dtype} follows permutations only, and this element does more", hint="convert it to a floating-point dtype"
+            f"a tensor of {x.dtype} follows permutations only, and this element does more",
+            hint="convert it to a floating-point dtype",
         )
     work = x if x.dtype.itemsize >= 4 else x.float()
     for dim, chain in enumerate(chains):
@@ -173,7 +219,9 @@ class Move:
 
 
 def moves(g: Element, part: str | None = None) -> Iterator[Move]:
-    """One move per stored tensor, of all parts or one. A stack's tensors change places; every tensor is read on its own."""
+    """One move per stored tensor, of all parts or one. A stack's tensors change places; every
+    tensor is read on its own.
+    """
     if part is not None and part not in PARTS:
         raise SpecError(f'there is no part "{part}"', hint=f"parts are {', '.join(PARTS)}")
     for name, entry in stored(g.spec).items():
@@ -196,8 +244,14 @@ def _move_weight(g: Element, name: str, axes: str, at: Mapping[str, int], w: Arr
         if isinstance(w, np.ndarray):
             return act(g, w, axes, at=at)
         if is_exact_on(g, moved) and (w.dtype.is_floating_point or only_gathers(g, moved)):
-            return _act_on_bits(g, w.detach(), axes, at) if w.device.type == "cpu" else act(g, w, axes, at=at)
-        return act(g, w.double() if w.dtype.itemsize == 4 and w.dtype.is_floating_point else w, axes, at=at).to(w.dtype)
+            return (
+                _act_on_bits(g, w.detach(), axes, at)
+                if w.device.type == "cpu"
+                else act(g, w, axes, at=at)
+            )
+        return act(
+            g, w.double() if w.dtype.itemsize == 4 and w.dtype.is_floating_point else w, axes, at=at
+        ).to(w.dtype)
     except RegaugeError as error:
         raise type(error)(f'"{name}": {error}', hint=error.hint) from error
 
@@ -210,12 +264,17 @@ def _act_on_bits(g: Element, w: Tensor, axes: str, at: Mapping[str, int]) -> Ten
     if bits is None:
         return act(g, w, axes, at=at)
     # A view may say in its head, and not in its bits, that it is negated or conjugated.
-    return torch.from_numpy(act(g, w.resolve_neg().resolve_conj().view(bits).numpy(), axes, at=at)).view(w.dtype)
+    return torch.from_numpy(
+        act(g, w.resolve_neg().resolve_conj().view(bits).numpy(), axes, at=at)
+    ).view(w.dtype)
 
 
 def is_exact_on(g: Element, spaces: Iterable[str] | None = None) -> bool:
     """Does the element, or its members on these spaces, permute, flip signs and do nothing else?"""
-    return all(is_exact(m) for m in (g.members.values() if spaces is None else [g.members[s] for s in spaces]))
+    return all(
+        is_exact(m)
+        for m in (g.members.values() if spaces is None else [g.members[s] for s in spaces])
+    )
 
 
 def only_gathers(g: Element, spaces: Iterable[str] | None = None) -> bool:
@@ -224,37 +283,57 @@ def only_gathers(g: Element, spaces: Iterable[str] | None = None) -> bool:
     return all(isinstance(m, Monomial) and m.scale is None for m in members)
 
 
-def apply(g: Element, state: State, part: str | None = None, *, force: bool = False) -> dict[str, Tensor]:
-    """A new state dict, moved: all of it, or one part. Names that the spec calls buffers, and other parts, are passed on as they are.
+def apply(
+    g: Element, state: State, part: str | None = None, *, force: bool = False
+) -> dict[str, Tensor]:
+    """A new state dict, moved: all of it, or one part. Names that the spec calls buffers, and other
+    parts, are passed on as they are.
 
     A state may hold some of the spec's tensors only; a name that the spec does not know is refused.
 
-    `force` applies an element that the spec does not allow. It exists for tests and demonstrations: the function breaks.
+    `force` applies an element that the spec does not allow. It exists for tests and demonstrations:
+    the function breaks.
     """
     return {name: thunk() for name, thunk in apply_lazily(g, state, part, force=force).items()}
 
 
-def apply_lazily(g: Element, state: Mapping[str, Array], part: str | None = None, *, force: bool = False) -> dict[str, Callable[[], Array]]:
-    """What `apply` does, one thunk per tensor, so that a checkpoint can be moved without ever being in memory."""
+def apply_lazily(
+    g: Element, state: Mapping[str, Array], part: str | None = None, *, force: bool = False
+) -> dict[str, Callable[[], Array]]:
+    """What `apply` does, one thunk per tensor, so that a checkpoint can be moved without ever being
+    in memory.
+    """
     if not force:
         g.require()
         require_fixed(g, state)
     known = stored(g.spec)
     unknown = next((n for n in state if n not in known and not g.spec.is_buffer(n)), None)
     if unknown is not None:
-        raise SpecError(f'"{unknown}" is in the state but not in the spec "{g.spec.family}"', hint="regauge.check lists every misfit")
-    thunks: dict[str, Callable[[], Array]] = {name: partial(state.__getitem__, name) for name in state}
+        raise SpecError(
+            f'"{unknown}" is in the state but not in the spec "{g.spec.family}"',
+            hint="regauge.check lists every misfit",
+        )
+    thunks: dict[str, Callable[[], Array]] = {
+        name: partial(state.__getitem__, name) for name in state
+    }
     for move in moves(g, part):
         if move.name in state:
             if move.source not in state:
-                raise SpecError(f'"{move.name}" is made from "{move.source}", which the state lacks', hint="a stack moves as a whole")
+                raise SpecError(
+                    f'"{move.name}" is made from "{move.source}", which the state lacks',
+                    hint="a stack moves as a whole",
+                )
             thunks[move.name] = partial(_moved, move, state)
     return thunks
 
 
 def require_fixed(g: Element, state: Mapping[str, Any]) -> None:
     """An element of a folded spec, on weights that were not folded, would break the function."""
-    require(check_fixed(g.spec, state), "the state is not the folded one that the element's spec is of", hint="apply it to what fold_norms returned")
+    require(
+        check_fixed(g.spec, state),
+        "the state is not the folded one that the element's spec is of",
+        hint="apply it to what fold_norms returned",
+    )
 
 
 def _moved(move: Move, state: Mapping[str, Array]) -> Array:

@@ -8,8 +8,8 @@
     _                   nothing acts
     _768                the same, and the axis has this size
 
-A star on a bracket stars every space in it: "(head.0 vo.0)*" is "(head.0* vo.0*)". `| |` and `_` are their own duals.
-Brackets around a single term only group: "(rot.0+rest.0)*".
+A star on a bracket stars every space in it: "(head.0 vo.0)*" is "(head.0* vo.0*)". `| |` and `_`
+are their own duals. Brackets around a single term only group: "(rot.0+rest.0)*".
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from functools import lru_cache
 
 from regauge.errors import AxesError
 
-_DEEPEST = 20  # brackets within brackets; a real tensor has one or two, and everything here recurses into them
+# brackets within brackets; a real tensor has one or two, and everything here recurses into them
+_DEEPEST = 20
 _HOLE = re.compile(r"_([1-9][0-9]{0,17})?")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 
@@ -40,7 +41,9 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Hole:
-    """An axis, or a part of one, on which nothing acts. Its size may be known all the same: a vocabulary's."""
+    """An axis, or a part of one, on which nothing acts. Its size may be known all the same: a
+    vocabulary's.
+    """
 
     size: int | None = None
 
@@ -108,7 +111,8 @@ def dual(axes: str) -> str:
 
 
 def bar(axes: str) -> str:
-    """The same axes, followed by the permutation part only: how second moments and other even functions of a weight move.
+    """The same axes, followed by the permutation part only: how second moments and other even
+    functions of a weight move.
 
     >>> bar("(head.0 qk.0*) stream*")
     '(|head.0| |qk.0|) |stream|'
@@ -139,7 +143,9 @@ def _flip(term: Term) -> Term:
 
 
 def leaves(term: Term, star: bool = False) -> Iterator[Leaf]:
-    """Every space in a term, left to right, with the stars of the brackets around it multiplied in."""
+    """Every space in a term, left to right, with the stars of the brackets around it multiplied
+    in.
+    """
     match term:
         case Leaf():
             yield replace(term, star=(term.star != star) and not term.bar)
@@ -178,8 +184,11 @@ def size(term: Term, sizes: Mapping[str, int]) -> int | None:
             return None if None in parts else sum(p for p in parts if p is not None)
 
 
-def block_sizes(terms: tuple[Term, ...], sizes: Mapping[str, int], whole: int, *, product: bool) -> list[int] | None:
-    """The sizes of the terms of a sum (or the factors of a product) that together make `whole`; one `_` among them takes what is left.
+def block_sizes(
+    terms: tuple[Term, ...], sizes: Mapping[str, int], whole: int, *, product: bool
+) -> list[int] | None:
+    """The sizes of the terms of a sum (or the factors of a product) that together make `whole`; one
+    `_` among them takes what is left.
 
     None if they cannot make it.
     """
@@ -202,7 +211,10 @@ class _Parser:
 
     def fail(self, message: str) -> AxesError:
         start = max(0, self.at - 100)
-        return AxesError(f"{message} in axes string\n  {self.text[start : self.at + 100]}\n  {' ' * (self.at - start)}^")
+        return AxesError(
+            f"{message} in axes string\n  {self.text[start : self.at + 100]}\n  "
+            f"{' ' * (self.at - start)}^"
+        )
 
     def peek(self) -> str:
         return self.text[self.at : self.at + 1]

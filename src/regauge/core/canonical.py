@@ -7,5 +7,9 @@ from typing import Any
 
 
 def canonical(value: Any) -> bytes:
-    """Return JSON with sorted keys, no spaces and ASCII only: the form that is hashed and authenticated."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+    """Return JSON with sorted keys, no spaces and ASCII only: the form that is hashed and
+    authenticated.
+    """
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    ).encode()

@@ -1,7 +1,8 @@
 """Group elements: one member per space, bound to a spec.
 
-`g @ h` is h first, then g. `~g` undoes g. A space without a member stays as it is. Members of a space that lies over another are indexed by the
-parent's place *before* the move, and travel with it: (pi, A) @ (rho, B) permutes by rho[pi] and pairs A with the B that stood at its place.
+`g @ h` is h first, then g. `~g` undoes g. A space without a member stays as it is. Members of a
+space that lies over another are indexed by the parent's place *before* the move, and travel with
+it: (pi, A) @ (rho, B) permutes by rho[pi] and pairs A with the B that stood at its place.
 """
 
 from __future__ import annotations
@@ -21,14 +22,22 @@ from regauge.errors import ElementError
 
 @dataclass(frozen=True, eq=False)
 class Element:
-    """One description's change into another: what moves weights, gradients, activations and masks."""
+    """One description's change into another: what moves weights, gradients, activations and
+    masks.
+    """
 
     spec: Spec
     members: Mapping[str, Member]
 
     def __matmul__(self, other: Element) -> Element:
-        if other.spec.spaces.keys() != self.spec.spaces.keys() or other.spec.sizes != self.spec.sizes:
-            raise ElementError("the two elements belong to different models", hint="compose elements whose specs have the same spaces")
+        if (
+            other.spec.spaces.keys() != self.spec.spaces.keys()
+            or other.spec.sizes != self.spec.sizes
+        ):
+            raise ElementError(
+                "the two elements belong to different models",
+                hint="compose elements whose specs have the same spaces",
+            )
         members: dict[str, Member] = {}
         for name in self.spec.spaces:
             a, b = self.members.get(name), other.members.get(name)
@@ -53,12 +62,20 @@ class Element:
         return f"Element({self.spec.family}; {moved})"
 
     def _parent(self, name: str) -> Ints | None:
-        """Where the parent of this space takes its places from, if it has a parent and the parent moves."""
+        """Where the parent of this space takes its places from, if it has a parent and the parent
+        moves.
+        """
         over = self.spec.spaces[name].over
-        return None if over is None or over not in self.members else permutation_index(self.members[over])
+        return (
+            None
+            if over is None or over not in self.members
+            else permutation_index(self.members[over])
+        )
 
     def only(self, *names: str) -> Element:
-        """The same element on these spaces, and the identity on all others. `head` also stands for `head.0`, `head.1`, ..."""
+        """The same element on these spaces, and the identity on all others. `head` also stands for
+        `head.0`, `head.1`, ...
+        """
         chosen = match_spaces(self.spec, names)
         return Element(self.spec, {n: m for n, m in self.members.items() if n in chosen})
 
@@ -68,15 +85,22 @@ class Element:
         return Element(self.spec, {n: m for n, m in self.members.items() if n not in dropped})
 
     def to(self, spec: Spec) -> Element:
-        """The same element on another spec with the same spaces: the live model and its stored form, say."""
+        """The same element on another spec with the same spaces: the live model and its stored
+        form, say.
+        """
         moved = replace(self, spec=spec)
         strangers = [f for f in moved.faults() if moved._is_stranger(f.name)]
         if strangers:
-            raise ElementError("the element belongs to another model\n" + "\n".join(f"  {f}" for f in strangers[:20]))
+            raise ElementError(
+                "the element belongs to another model\n"
+                + "\n".join(f"  {f}" for f in strangers[:20])
+            )
         return moved
 
     def _is_stranger(self, name: str) -> bool:
-        """Is this a member for another model: of a space that this one lacks, or of another size?"""
+        """Is this a member for another model: of a space that this one lacks, or of another
+        size?
+        """
         space, member = self.spec.spaces.get(name), self.members[name]
         return space is None or member.size != space.size or member.count != self.spec.count(name)
 
@@ -88,13 +112,22 @@ class Element:
             if space is None:
                 out.append(Fault(name, f'the model has no space "{name}"'))
             elif self._is_stranger(name):
-                has, want = f"{member.count} x {member.size}", f"{self.spec.count(name)} x {space.size}"
+                has, want = (
+                    f"{member.count} x {member.size}",
+                    f"{self.spec.count(name)} x {space.size}",
+                )
                 out.append(Fault(name, f'the element has size {has} on "{name}", the model {want}'))
             else:
                 wrong = space.group.fault(member)
                 if wrong:
                     because = f" ({space.why})" if space.why else ""
-                    out.append(Fault(name, f'on "{name}" the element {wrong}; the group there is {space.group}{because}'))
+                    out.append(
+                        Fault(
+                            name,
+                            f'on "{name}" the element {wrong}; the group there is '
+                            f"{space.group}{because}",
+                        )
+                    )
         return out
 
     def require(self) -> None:
@@ -103,17 +136,23 @@ class Element:
         if faults:
             other = all(self._is_stranger(f.name) for f in faults)
             raise ElementError(
-                f'the element does not fit the model "{self.spec.family}"\n' + "\n".join(f"  {f}" for f in faults[:20]),
+                f'the element does not fit the model "{self.spec.family}"\n'
+                + "\n".join(f"  {f}" for f in faults[:20]),
                 hint="it was made for another model"
                 if other
-                else "draw it from this model's spec; rotations of the stream need folded norms (move --fold, fold_norms)",
+                else "draw it from this model's spec; rotations of the stream need folded norms "
+                "(move --fold, fold_norms)",
             )
 
 
-def element(spec: Spec, key: bytes | int, *, within: Kind = "full", spaces: Iterable[str] | None = None) -> Element:
-    """The element that a key (32 bytes, or a seed for experiments) draws at random from each space's group or its subgroup `within`.
+def element(
+    spec: Spec, key: bytes | int, *, within: Kind = "full", spaces: Iterable[str] | None = None
+) -> Element:
+    """The element that a key (32 bytes, or a seed for experiments) draws at random from each
+    space's group or its subgroup `within`.
 
-    Each space has its own stream, labelled "element/" and its name, so a restriction to some spaces draws the same members.
+    Each space has its own stream, labelled "element/" and its name, so a restriction to some spaces
+    draws the same members.
     """
     secret = secret_of(key)
     if within not in KINDS:
@@ -124,7 +163,9 @@ def element(spec: Spec, key: bytes | int, *, within: Kind = "full", spaces: Iter
     for name, space in spec.spaces.items():
         group = space.group.within(within)
         if name in chosen and group.bits(space.size) + group.dim(space.size) > 0:
-            members[name] = group.sample(space.size, spec.count(name), Stream(secret, f"element/{name}"))
+            members[name] = group.sample(
+                space.size, spec.count(name), Stream(secret, f"element/{name}")
+            )
     return Element(spec, members)
 
 
@@ -134,7 +175,9 @@ def secret_of(key: bytes | int) -> bytes:
         return given
     if isinstance(given, int | np.integer) and not isinstance(given, bool):
         return seed_key(int(given))
-    raise ElementError("a key is 32 bytes, or a whole number as a public seed", hint="os.urandom(32) makes one")
+    raise ElementError(
+        "a key is 32 bytes, or a whole number as a public seed", hint="os.urandom(32) makes one"
+    )
 
 
 def identity(spec: Spec) -> Element:
@@ -142,25 +185,34 @@ def identity(spec: Spec) -> Element:
 
 
 def match_spaces(spec: Spec, names: Iterable[str]) -> set[str]:
-    """The spaces that names stand for: themselves, or all those that continue them after a dot (`ffn` for `ffn.0`, `ffn.1`, ...)."""
+    """The spaces that names stand for: themselves, or all those that continue them after a dot
+    (`ffn` for `ffn.0`, `ffn.1`, ...).
+    """
     out: set[str] = set()
     for name in names:
         found = {s for s in spec.spaces if s == name or s.startswith(name + ".")}
         if not found:
             roots = sorted({s.split(".")[0] for s in spec.spaces})
-            raise ElementError(f'the model has no space "{name}"', hint=f"its spaces are {', '.join(roots)}")
+            raise ElementError(
+                f'the model has no space "{name}"', hint=f"its spaces are {', '.join(roots)}"
+            )
         out |= found
     return out
 
 
 @contextmanager
 def invertible(space: str) -> Iterator[None]:
-    """Inverses and duals are computed in here: a singular member of this space becomes an error that names it."""
+    """Inverses and duals are computed in here: a singular member of this space becomes an error
+    that names it.
+    """
     try:
         with np.errstate(divide="raise", invalid="raise"):
             yield
     except (np.linalg.LinAlgError, FloatingPointError) as error:
-        raise ElementError(f'on "{space}" the element is singular: it has no inverse', hint="g.faults() lists all that is wrong with it") from error
+        raise ElementError(
+            f'on "{space}" the element is singular: it has no inverse',
+            hint="g.faults() lists all that is wrong with it",
+        ) from error
 
 
 def permutation_index(member: Member) -> Ints:

@@ -1,7 +1,8 @@
 """Fitting: the member M of a group that moves x nearest to y.
 
-Least squares over up to three sides: `plain` pairs (y against M x), `dual` pairs (y against M^-T x) and `bar` pairs (y against the permutation of M
-alone). A pair (y, x) is two stacks [count, size, features]. `Group.fit` in groups.py is how it is called; here is what the groups have in common.
+Least squares over up to three sides: `plain` pairs (y against M x), `dual` pairs (y against M^-T x)
+and `bar` pairs (y against the permutation of M alone). A pair (y, x) is two stacks [count, size,
+features]. `Group.fit` in groups.py is how it is called; here is what the groups have in common.
 """
 
 from __future__ import annotations
@@ -35,18 +36,26 @@ def first(*pairs: Pair | None) -> Floats:
 
 
 def correlation(*pairs: Pair | None, total: Floats | None = None) -> Floats:
-    """Sum of y x^T: <M, C> is what the best orthogonal M maximises. A `total` that is given is added to, in place."""
+    """Sum of y x^T: <M, C> is what the best orthogonal M maximises. A `total` that is given is
+    added to, in place.
+    """
     for pair in pairs:
         if pair is not None:
             product = pair.y if isinstance(pair, Summed) else pair[0] @ pair[1].swapaxes(1, 2)
-            total = np.array(product, np.float64) if total is None else np.add(total, product, out=total)
+            total = (
+                np.array(product, np.float64)
+                if total is None
+                else np.add(total, product, out=total)
+            )
     if total is None:
         raise ValueError("there is no pair to correlate")
     return total
 
 
 def polar(c: Floats) -> Floats:
-    """The orthogonal matrix nearest to each c: U V^T of its singular value decomposition (Procrustes)."""
+    """The orthogonal matrix nearest to each c: U V^T of its singular value decomposition
+    (Procrustes).
+    """
     u, _, vt = np.linalg.svd(c)
     return np.asarray(u @ vt)
 
@@ -67,15 +76,19 @@ def _assigned(score: Floats) -> Ints:
 
 
 def _levelled(score: Floats, rounds: int = 8) -> Floats:
-    """What is lost with each pair, more a number for each row and each column, which changes no assignment's rank. A few rounds of Sinkhorn's
-    iteration find numbers near the dual optimum, from where the exact search has a third of the way to go."""
+    """What is lost with each pair, more a number for each row and each column, which changes no
+    assignment's rank. A few rounds of Sinkhorn's iteration find numbers near the dual optimum, from
+    where the exact search has a third of the way to go.
+    """
     kernel = score.astype(np.float32)
     high, warmth = kernel.max(1), np.float32(0.08) * kernel[::8].std()
     if not (np.isfinite(warmth) and warmth > 0):
         return -score
     kernel -= high[:, None]
     kernel /= warmth
-    np.exp(np.maximum(kernel, np.float32(-60), out=kernel), out=kernel)  # no smaller: numbers near the least there is are slow
+    np.exp(
+        np.maximum(kernel, np.float32(-60), out=kernel), out=kernel
+    )  # no smaller: numbers near the least there is are slow
     rows = columns = np.asarray(np.ones(len(kernel), np.float32))
     for _ in range(rounds):
         rows = np.asarray(1 / (kernel @ columns))
@@ -90,21 +103,30 @@ def _levelled(score: Floats, rounds: int = 8) -> Floats:
 
 def fit_signed(plain: Pair | None, dual: Pair | None, bar: Pair | None) -> Monomial:
     """The best permutation with signs."""
-    c = correlation(plain, dual) if plain is not None or dual is not None else np.zeros_like(correlation(bar))
+    c = (
+        correlation(plain, dual)
+        if plain is not None or dual is not None
+        else np.zeros_like(correlation(bar))
+    )
     index = assign(np.abs(c) + (0 if bar is None else correlation(bar)))
     picked = np.take_along_axis(c, index[:, :, None], 2)[:, :, 0]
     return Monomial(index, np.where(picked < 0, -1.0, 1.0))
 
 
 def fit_scaled(plain: Pair | None, dual: Pair | None, bar: Pair | None, positive: bool) -> Monomial:
-    """Scale-free scores (cosines) decide who goes where; the scale then balances the two sides. From one side: least squares."""
+    """Scale-free scores (cosines) decide who goes where; the scale then balances the two sides.
+    From one side: least squares.
+    """
     sides = [_cosines(p) for p in (plain, dual) if p is not None]
     if positive or not sides:
         scores = np.asarray(sum(sides))
     else:  # a sign may flip both sides at once, so only the product of their cosines is seen
         scores = np.abs(sides[0]) if len(sides) == 1 else sides[0] * sides[1]
     index = assign(scores if bar is None else scores + _cosines(bar))
-    (yx, yy, xx), (yx_dual, yy_dual, xx_dual) = _inner_products(plain, index), _inner_products(dual, index)
+    (yx, yy, xx), (yx_dual, yy_dual, xx_dual) = (
+        _inner_products(plain, index),
+        _inner_products(dual, index),
+    )
     if plain is not None and dual is not None:
         scale = (_ratio(yy, xx) * _ratio(xx_dual, yy_dual)) ** 0.25
     elif plain is not None:
@@ -117,7 +139,9 @@ def fit_scaled(plain: Pair | None, dual: Pair | None, bar: Pair | None, positive
 
 
 def fit_planes(plain: Pair | None, dual: Pair | None, layout: Layout, unit: bool) -> Complexes:
-    """One factor per plane. Its phase is that of the summed products; its modulus balances the two sides, or is least squares from one."""
+    """One factor per plane. Its phase is that of the summed products; its modulus balances the two
+    sides, or is least squares from one.
+    """
 
     def as_complex(pair: Pair | None) -> tuple[Complexes, Complexes] | None:
         if pair is None:
@@ -127,12 +151,17 @@ def fit_planes(plain: Pair | None, dual: Pair | None, layout: Layout, unit: bool
         return y, x
 
     p, d = as_complex(plain), as_complex(dual)
-    z = sum((_inner(y, x) for y, x in (s for s in (p, d) if s is not None)), np.zeros((), np.complex128))
+    z = sum(
+        (_inner(y, x) for y, x in (s for s in (p, d) if s is not None)), np.zeros((), np.complex128)
+    )
     modulus = np.ones(z.shape)
     if not unit:
         if p is not None and d is not None:
             (q1, q2), (k1, k2) = p, d
-            c1, c2 = (_ratio(_norm2(k1), _norm2(q1)) ** 0.25, _ratio(_norm2(k2), _norm2(q2)) ** 0.25)
+            c1, c2 = (
+                _ratio(_norm2(k1), _norm2(q1)) ** 0.25,
+                _ratio(_norm2(k2), _norm2(q2)) ** 0.25,
+            )
             z = (c1 * c2) * _inner(q1, q2) + _inner(k1, k2) / (c1 * c2)
             modulus = c2 / c1
         elif p is not None:
@@ -144,7 +173,9 @@ def fit_planes(plain: Pair | None, dual: Pair | None, layout: Layout, unit: bool
 
 
 def fit_linear(plain: Pair, dual: Pair | None) -> Floats:
-    """Balance both sides, then Procrustes. From one side only: least squares. Singular values beyond the limit are brought within."""
+    """Balance both sides, then Procrustes. From one side only: least squares. Singular values
+    beyond the limit are brought within.
+    """
     if dual is None:
         best = np.stack([y @ np.linalg.pinv(x) for y, x in zip(*plain, strict=True)])
     else:
@@ -154,7 +185,9 @@ def fit_linear(plain: Pair, dual: Pair | None) -> Floats:
 
 
 def balancing(plain: Floats, dual: Floats) -> Floats:
-    """For each member of a stack, B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T; the identity where a side is rank-deficient and there is none."""
+    """For each member of a stack, B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T; the identity where a side
+    is rank-deficient and there is none.
+    """
     size = plain.shape[1]
     found = [_balance(q, k) for q, k in zip(plain, dual, strict=True)]
     u, s, vt = np.linalg.svd(np.stack([np.eye(size) if b is None else b for b in found]))
@@ -163,7 +196,11 @@ def balancing(plain: Floats, dual: Floats) -> Floats:
 
 def _balanced(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
     b1, b2 = _balance(q1, k1), _balance(q2, k2)
-    if b1 is None or b2 is None:  # a rank-deficient side has no balanced form: the other one decides, or the best rotation, which is safe
+    if (
+        b1 is None or b2 is None
+        # a rank-deficient side has no balanced form: the other one decides, or the best rotation,
+        # which is safe
+    ):
         if _has_full_rank(k1) and _has_full_rank(k2):
             return np.asarray(np.linalg.pinv(k1 @ np.linalg.pinv(k2)).T)
         if _has_full_rank(q1) and _has_full_rank(q2):
@@ -191,10 +228,14 @@ def _balance(q: Floats, k: Floats) -> Floats | None:
 
 
 def _restrained(factors: Floats) -> Floats:
-    """The same factors where the limit allows them; elsewhere those far from the middle are cut off."""
+    """The same factors where the limit allows them; elsewhere those far from the middle are cut
+    off.
+    """
     half = math.sqrt(LIMIT)
     middle = np.clip(np.median(factors, axis=1, keepdims=True), 1 / half, half)
-    return np.where(reach(factors)[:, None] <= LIMIT, factors, np.clip(factors, middle / half, middle * half))
+    return np.where(
+        reach(factors)[:, None] <= LIMIT, factors, np.clip(factors, middle / half, middle * half)
+    )
 
 
 def _cosines(pair: Pair) -> Floats:

@@ -1,8 +1,9 @@
 """The groups that a space may have: six verbs each (identity, sample, act, inverse, compose, fit).
 
-A group is a value without a size; a member is a stack of `count` matrices (one per index of the space's parent, or one). `within(kind)`
-is the largest subgroup of a kind: "permutation" (stored losslessly), "signed", "orthogonal" (norms kept), "full". `fault` says why a member
-is not in the group, or stretches more than `LIMIT` allows. Registry: `GROUPS`, by the name that spec files use.
+A group is a value without a size; a member is a stack of `count` matrices (one per index of the
+space's parent, or one). `within(kind)` is the largest subgroup of a kind: "permutation" (stored
+losslessly), "signed", "orthogonal" (norms kept), "full". `fault` says why a member is not in the
+group, or stretches more than `LIMIT` allows. Registry: `GROUPS`, by the name that spec files use.
 
 `fit` finds the member that moves x nearest to y; fitting.py says what its three sides are.
 """
@@ -16,8 +17,27 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from regauge.core.fit import Pair, assign, correlation, first, fit_linear, fit_planes, fit_scaled, fit_signed, polar
-from regauge.core.members import Dense, Layout, Member, Monomial, Planes, monomial_scale, planes, strain
+from regauge.core.fit import (
+    Pair,
+    assign,
+    correlation,
+    first,
+    fit_linear,
+    fit_planes,
+    fit_scaled,
+    fit_signed,
+    polar,
+)
+from regauge.core.members import (
+    Dense,
+    Layout,
+    Member,
+    Monomial,
+    Planes,
+    monomial_scale,
+    planes,
+    strain,
+)
 from regauge.core.rng import Floats, Stream
 from regauge.core.uniform import haar, lift, ones_complement, permutations
 
@@ -27,12 +47,15 @@ if TYPE_CHECKING:
 Kind = Literal["permutation", "signed", "orthogonal", "full"]
 KINDS: tuple[Kind, ...] = ("permutation", "signed", "orthogonal", "full")
 
-# Sampled scales and singular values lie within [1/sqrt(3), sqrt(3)]: condition numbers of at most 3, which bf16 bears.
+# Sampled scales and singular values lie within [1/sqrt(3), sqrt(3)]: condition numbers of at most
+# 3, which bf16 bears.
 _SPREAD = math.log(3.0) / 2
 
 
 class Group(ABC):
-    """The verbs that all groups share. A group adds identity, sample, fit, within, fault, and its size in bits or dimensions."""
+    """The verbs that all groups share. A group adds identity, sample, fit, within, fault, and its
+    size in bits or dimensions.
+    """
 
     name: ClassVar[str]
 
@@ -45,7 +68,9 @@ class Group(ABC):
     @abstractmethod
     def sample(self, size: int, count: int, stream: Stream) -> Member: ...
 
-    def act(self, member: Member, x: torch.Tensor, dim: int = -1, *, dual: bool = False) -> torch.Tensor:
+    def act(
+        self, member: Member, x: torch.Tensor, dim: int = -1, *, dual: bool = False
+    ) -> torch.Tensor:
         """Move one axis of x, of size count * size, by the member (or its dual)."""
         from regauge.core.steps import step
 
@@ -59,7 +84,9 @@ class Group(ABC):
         return a.after(b)
 
     @abstractmethod
-    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member: ...
+    def fit(
+        self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
+    ) -> Member: ...
 
     @abstractmethod
     def within(self, kind: Kind) -> Group: ...
@@ -90,7 +117,9 @@ class Trivial(Group):
     def sample(self, size: int, count: int, stream: Stream) -> Member:
         return self.identity(size, count)
 
-    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+    def fit(
+        self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
+    ) -> Member:
         shape = first(plain, dual, bar).shape
         return self.identity(shape[1], shape[0])
 
@@ -111,7 +140,9 @@ class Permutation(Group):
     def sample(self, size: int, count: int, stream: Stream) -> Member:
         return Monomial(permutations(size, count, stream))
 
-    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+    def fit(
+        self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
+    ) -> Member:
         return Monomial(assign(correlation(plain, dual, bar)))
 
     def within(self, kind: Kind) -> Group:
@@ -137,7 +168,9 @@ class SignedPermutation(Permutation):
         index = permutations(size, count, stream)
         return Monomial(index, stream.signs(count * size).reshape(count, size))
 
-    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+    def fit(
+        self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
+    ) -> Member:
         return fit_signed(plain, dual, bar)
 
     def within(self, kind: Kind) -> Group:
@@ -155,7 +188,9 @@ class SignedPermutation(Permutation):
 
 @dataclass(frozen=True)
 class Scaling(Group):
-    """Permutations with a scale for each coordinate: positive (ReLU), or any but zero (the up and down side of a gated FFN)."""
+    """Permutations with a scale for each coordinate: positive (ReLU), or any but zero (the up and
+    down side of a gated FFN).
+    """
 
     positive: bool
 
@@ -170,7 +205,9 @@ class Scaling(Group):
             scale = scale * stream.signs(count * size)
         return Monomial(index, scale.reshape(count, size))
 
-    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+    def fit(
+        self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
+    ) -> Member:
         return fit_scaled(plain, dual, bar, self.positive)
 
     def within(self, kind: Kind) -> Group:
@@ -208,7 +245,9 @@ class Orthogonal(Group):
     def sample(self, size: int, count: int, stream: Stream) -> Member:
         return Dense(np.stack([haar(size, stream) for _ in range(count)]))
 
-    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+    def fit(
+        self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
+    ) -> Member:
         if plain is None and dual is None:
             return Permutation().fit(bar=bar)
         return Dense(polar(correlation(plain, dual)))
@@ -221,7 +260,11 @@ class Orthogonal(Group):
         if isinstance(member, Monomial):
             return SignedPermutation().fault(member)
         m = member.matrix()
-        return None if np.allclose(m @ m.swapaxes(1, 2), np.eye(member.size), rtol=0, atol=1e-7) else "is not orthogonal"
+        return (
+            None
+            if np.allclose(m @ m.swapaxes(1, 2), np.eye(member.size), rtol=0, atol=1e-7)
+            else "is not orthogonal"
+        )
 
     def bits(self, size: int) -> float:
         return 1.0
@@ -232,14 +275,18 @@ class Orthogonal(Group):
 
 @dataclass(frozen=True)
 class OrthogonalFixingOnes(Orthogonal):
-    """The orthogonal matrices that keep the all-ones vector: what LayerNorm leaves once its gains are folded."""
+    """The orthogonal matrices that keep the all-ones vector: what LayerNorm leaves once its gains
+    are folded.
+    """
 
     name = "orthogonal-ones"
 
     def sample(self, size: int, count: int, stream: Stream) -> Member:
         return Dense(np.stack([lift(haar(size - 1, stream)) for _ in range(count)]))
 
-    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+    def fit(
+        self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
+    ) -> Member:
         if plain is None and dual is None:
             return Permutation().fit(bar=bar)
         c = correlation(plain, dual)
@@ -264,7 +311,9 @@ class OrthogonalFixingOnes(Orthogonal):
 
 @dataclass(frozen=True)
 class Rotary(Group):
-    """One turn, and unless `unit` one scale, for each 2-plane: what rotary positions leave of the query-key product."""
+    """One turn, and unless `unit` one scale, for each 2-plane: what rotary positions leave of the
+    query-key product.
+    """
 
     layout: Layout
     unit: bool = False
@@ -283,7 +332,9 @@ class Rotary(Group):
             factor = factor * np.exp(_SPREAD * (2 * stream.uniforms(n) - 1))
         return Planes(factor.reshape(count, -1), self.layout)
 
-    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+    def fit(
+        self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
+    ) -> Member:
         if plain is None and dual is None:
             count, size, _ = first(bar).shape
             return self.identity(size, count)
@@ -332,9 +383,13 @@ class PlaneSigns(Rotary):
         return "signs-" + self.layout
 
     def sample(self, size: int, count: int, stream: Stream) -> Member:
-        return Planes(stream.signs(count * size // 2).reshape(count, -1).astype(np.complex128), self.layout)
+        return Planes(
+            stream.signs(count * size // 2).reshape(count, -1).astype(np.complex128), self.layout
+        )
 
-    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+    def fit(
+        self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
+    ) -> Member:
         turn = super().fit(plain, dual, bar)
         assert isinstance(turn, Planes)
         return Planes(np.where(turn.factor.real < 0, -1.0, 1.0).astype(np.complex128), self.layout)
@@ -347,7 +402,11 @@ class PlaneSigns(Rotary):
         if wrong:
             return wrong
         m = member.matrix()
-        return None if np.allclose(np.abs(np.einsum("kii->ki", m)), 1, rtol=0, atol=1e-9) else "turns planes by more than a sign"
+        return (
+            None
+            if np.allclose(np.abs(np.einsum("kii->ki", m)), 1, rtol=0, atol=1e-9)
+            else "turns planes by more than a sign"
+        )
 
     def bits(self, size: int) -> float:
         return size / 2
@@ -371,9 +430,13 @@ class GeneralLinear(Group):
 
         return Dense(np.stack([one() for _ in range(count)]))
 
-    def fit(self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None) -> Member:
+    def fit(
+        self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
+    ) -> Member:
         if plain is None:
-            return Permutation().fit(bar=bar) if dual is None else Dense(fit_linear(dual, None)).dual()
+            return (
+                Permutation().fit(bar=bar) if dual is None else Dense(fit_linear(dual, None)).dual()
+            )
         return Dense(fit_linear(plain, dual))
 
     def within(self, kind: Kind) -> Group:

@@ -1,4 +1,6 @@
-"""Moving a live module in place, with its gradients and the state of its optimizer, so that training goes on across the move."""
+"""Moving a live module in place, with its gradients and the state of its optimizer, so that
+training goes on across the move.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,21 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 
-def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Move a live module in place, its gradients too, and with it the state of its optimizer, so that training goes on across the move.
+def apply_(
+    g: Element,
+    module: torch.nn.Module,
+    part: str | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Move a live module in place, its gradients too, and with it the state of its optimizer, so
+    that training goes on across the move.
 
     Everything that can be wrong is looked at first: a refused move changes nothing.
 
-    First moments and momenta follow as gradients do, second moments by the permutation alone. With an optimizer, the element must be made of
-    (signed) permutations: Adam-type states have no other symmetry.
+    First moments and momenta follow as gradients do, second moments by the permutation alone. With
+    an optimizer, the element must be made of (signed) permutations: Adam-type states have no other
+    symmetry.
     """
     import torch
 
@@ -35,13 +45,19 @@ def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, opti
     missing = [name for name in known if name not in every]
     if missing:
         raise SpecError(
-            f'the module has no "{missing[0]}", which the spec "{g.spec.family}" speaks of ({len(missing)} such names)',
+            f'the module has no "{missing[0]}", which the spec "{g.spec.family}" speaks of '
+            f"({len(missing)} such names)",
             hint="move the model inside its wrapper (DDP, PEFT), before adapters are put on",
         )
-    strange = [name for name, _ in module.named_parameters() if name not in known and not g.spec.is_buffer(name)]
+    strange = [
+        name
+        for name, _ in module.named_parameters()
+        if name not in known and not g.spec.is_buffer(name)
+    ]
     if strange:
         raise SpecError(
-            f'the module has "{strange[0]}", which is not in the spec "{g.spec.family}"', hint="move the model before adapters are put on"
+            f'the module has "{strange[0]}", which is not in the spec "{g.spec.family}"',
+            hint="move the model before adapters are put on",
         )
     require_fixed(g, tensors)
     plan = [m for m in moves(g, part) if m.name in tensors]
@@ -49,7 +65,8 @@ def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, opti
     misfits += [
         Fault(m.name, f'"{m.name}" is {tensors[m.name].dtype}, which follows permutations only')
         for m in plan
-        if not tensors[m.name].is_floating_point() and not only_gathers(g, ax.spaces(m.axes) & g.members.keys())
+        if not tensors[m.name].is_floating_point()
+        and not only_gathers(g, ax.spaces(m.axes) & g.members.keys())
     ]
     require(misfits, f'the module does not fit the spec "{g.spec.family}"')
     with torch.no_grad():
@@ -66,35 +83,70 @@ def apply_(g: Element, module: torch.nn.Module, part: str | None = None, *, opti
 
 
 _FIRST = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "prev"})
-_SECOND = frozenset({"step_size", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"})
+_SECOND = frozenset(
+    {"step_size", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"}
+)
 
 
 def _moved_optimizer_states(
-    g: Element, plan: Sequence[Move], tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer
+    g: Element,
+    plan: Sequence[Move],
+    tensors: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
 ) -> list[tuple[Tensor, Tensor]]:
     import torch
 
     for name, member in g.members.items():
         if SignedPermutation().fault(member):
             raise ElementError(
-                f'the optimizer\'s state cannot follow the element on "{name}": Adam-type states keep signed permutations only',
+                f'the optimizer\'s state cannot follow the element on "{name}": Adam-type '
+                "states keep signed permutations only",
                 hint='draw the element with within="signed", or move before training starts',
             )
     names = {id(tensor): name for name, tensor in tensors.items()}
     if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
-        raise ElementError("the optimizer holds parameters that the module does not have", hint="give the optimizer of this module")
+        raise ElementError(
+            "the optimizer holds parameters that the module does not have",
+            hint="give the optimizer of this module",
+        )
     for p, held in optimizer.state.items():
         for key, value in held.items():
-            plain = isinstance(value, int | float) or value is None or (isinstance(value, torch.Tensor) and value.dim() == 0)
-            if id(p) in names and not plain and (not isinstance(value, torch.Tensor) or value.shape != p.shape or key not in _FIRST | _SECOND):
+            plain = (
+                isinstance(value, int | float)
+                or value is None
+                or (isinstance(value, torch.Tensor) and value.dim() == 0)
+            )
+            if (
+                id(p) in names
+                and not plain
+                and (
+                    not isinstance(value, torch.Tensor)
+                    or value.shape != p.shape
+                    or key not in _FIRST | _SECOND
+                )
+            ):
                 raise ElementError(
-                    f'the optimizer holds "{key}" for "{names[id(p)]}", which regauge does not know how to move',
+                    f'the optimizer holds "{key}" for "{names[id(p)]}", which regauge does not '
+                    "know how to move",
                     hint="move the module before its optimizer is made",
                 )
     out: list[tuple[Tensor, Tensor]] = []
     for m in plan:
-        mine, theirs = optimizer.state.get(tensors[m.name], {}), optimizer.state.get(tensors[m.source], {})
+        mine, theirs = (
+            optimizer.state.get(tensors[m.name], {}),
+            optimizer.state.get(tensors[m.source], {}),
+        )
         for key in (_FIRST | _SECOND) & mine.keys() & theirs.keys():
             if isinstance(mine[key], torch.Tensor):
-                out.append((mine[key], act(g, theirs[key], ax.dual(m.axes) if key in _FIRST else ax.bar(m.axes), at=m.at)))
+                out.append(
+                    (
+                        mine[key],
+                        act(
+                            g,
+                            theirs[key],
+                            ax.dual(m.axes) if key in _FIRST else ax.bar(m.axes),
+                            at=m.at,
+                        ),
+                    )
+                )
     return out

@@ -1,7 +1,9 @@
-"""Members of groups, as numbers: three representations, each a stack of `count` invertible matrices of one `size`.
+"""Members of groups, as numbers: three representations, each a stack of `count` invertible matrices
+of one `size`.
 
-Convention. A member moves vectors: x -> M x. A `Monomial` gathers: (M x)[i] = scale[i] * x[index[i]]. `Planes` multiplies the complex
-number of each 2-plane. `a.after(b)` is b first, then a. `dual` is the inverse transpose: what acts on an axis that is contracted.
+Convention. A member moves vectors: x -> M x. A `Monomial` gathers: (M x)[i] = scale[i] *
+x[index[i]]. `Planes` multiplies the complex number of each 2-plane. `a.after(b)` is b first, then
+a. `dual` is the inverse transpose: what acts on an axis that is contracted.
 """
 
 from __future__ import annotations
@@ -17,14 +19,17 @@ from regauge.core.rng import Floats, Ints
 Complexes = npt.NDArray[np.complex128]
 Layout = Literal["half", "interleaved"]
 
-# The largest ratio between two factors by which a member stretches, 1 counted among them: so it bounds condition numbers and scales alike.
-# Rounding grows with it: at the limit a float32 model still keeps its function to about 1e-4. Six samples composed stay within.
+# The largest ratio between two factors by which a member stretches, 1 counted among them: so it
+# bounds condition numbers and scales alike. Rounding grows with it: at the limit a float32 model
+# still keeps its function to about 1e-4. Six samples composed stay within.
 LIMIT = 1e3
 
 
 @dataclass(frozen=True, eq=False)
 class Monomial:
-    """A permutation, perhaps with a scale (or sign) for each coordinate. `scale` is None for plain permutations."""
+    """A permutation, perhaps with a scale (or sign) for each coordinate. `scale` is None for plain
+    permutations.
+    """
 
     index: Ints
     scale: Floats | None = None
@@ -39,7 +44,9 @@ class Monomial:
 
     def inverse(self) -> Monomial:
         back = np.argsort(self.index, axis=1)
-        return Monomial(back, None if self.scale is None else 1 / np.take_along_axis(self.scale, back, 1))
+        return Monomial(
+            back, None if self.scale is None else 1 / np.take_along_axis(self.scale, back, 1)
+        )
 
     def dual(self) -> Monomial:
         return Monomial(self.index, None if self.scale is None else 1 / self.scale)
@@ -55,7 +62,9 @@ class Monomial:
 
     def matrix(self) -> Floats:
         out = np.zeros((self.count, self.size, self.size))
-        np.put_along_axis(out, self.index[:, :, None], 1.0 if self.scale is None else self.scale[:, :, None], 2)
+        np.put_along_axis(
+            out, self.index[:, :, None], 1.0 if self.scale is None else self.scale[:, :, None], 2
+        )
         return out
 
     def take(self, order: Ints) -> Monomial:
@@ -99,14 +108,19 @@ class Dense:
         index = np.abs(self.values).argmax(axis=2)
         stripped = self.values.copy()
         np.put_along_axis(stripped, index[:, :, None], 0.0, 2)
-        is_monomial = np.abs(stripped).max(initial=0.0) < 1e-9 and (np.sort(index, 1) == np.arange(self.size)).all()
+        is_monomial = (
+            np.abs(stripped).max(initial=0.0) < 1e-9
+            and (np.sort(index, 1) == np.arange(self.size)).all()
+        )
         return Monomial(index) if is_monomial else None
 
 
 @dataclass(frozen=True, eq=False)
 class Soft(Dense):
-    """A map that mixes coordinates, doubly stochastic, as a transport plan is: no group element, so that what it moves becomes another function. It
-    acts on every axis alike, as a barycentric average does; on barred axes too."""
+    """A map that mixes coordinates, doubly stochastic, as a transport plan is: no group element, so
+    that what it moves becomes another function. It acts on every axis alike, as a barycentric
+    average does; on barred axes too.
+    """
 
     def dual(self) -> Soft:
         return self
@@ -117,7 +131,9 @@ class Soft(Dense):
 
 @dataclass(frozen=True, eq=False)
 class Planes:
-    """One turn and one scale for each 2-plane: plane j is (j, j + size/2) in the half-split layout, (2j, 2j+1) in the interleaved one."""
+    """One turn and one scale for each 2-plane: plane j is (j, j + size/2) in the half-split layout,
+    (2j, 2j+1) in the interleaved one.
+    """
 
     factor: Complexes
     layout: Layout
@@ -161,7 +177,9 @@ Member = Monomial | Dense | Planes
 
 
 def is_exact(member: Member) -> bool:
-    """Does it only permute and flip signs? Then it moves stored numbers bit for bit, in any floating-point format."""
+    """Does it only permute and flip signs? Then it moves stored numbers bit for bit, in any
+    floating-point format.
+    """
     match member:
         case Monomial():
             return member.scale is None or bool((np.abs(member.scale) == 1).all())
@@ -174,11 +192,15 @@ def is_exact(member: Member) -> bool:
 def planes(size: int, layout: Layout) -> tuple[Ints, Ints]:
     """The first and the second coordinate of every 2-plane."""
     order = np.arange(size)
-    return (order[: size // 2], order[size // 2 :]) if layout == "half" else (order[0::2], order[1::2])
+    return (
+        (order[: size // 2], order[size // 2 :]) if layout == "half" else (order[0::2], order[1::2])
+    )
 
 
 def reach(factors: Floats) -> Floats:
-    """For each row of factors (scales, singular values), the largest ratio between two of them, 1 counted among them."""
+    """For each row of factors (scales, singular values), the largest ratio between two of them, 1
+    counted among them.
+    """
     with np.errstate(divide="ignore"):
         return np.asarray(np.maximum(factors.max(1), 1) / np.minimum(factors.min(1), 1))
 
@@ -189,7 +211,10 @@ def strain(factors: Floats) -> str | None:
     worst = factors[int(reaches.argmax())]
     if reaches.max() <= LIMIT * (1 + 1e-9):
         return None
-    return f"stretches by factors from {worst.min():.3g} to {worst.max():.3g}, which with 1 must lie within a ratio of {LIMIT:g}"
+    return (
+        f"stretches by factors from {worst.min():.3g} to {worst.max():.3g}, which with 1 "
+        f"must lie within a ratio of {LIMIT:g}"
+    )
 
 
 def monomial_scale(member: Member) -> tuple[Floats, str | None]:

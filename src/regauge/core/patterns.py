@@ -1,10 +1,12 @@
-"""Patterns of tensor names that come from files: a subset of Python's regular expressions, matched in bounded time.
+"""Patterns of tensor names that come from files: a subset of Python's regular expressions, matched
+in bounded time.
 
-Supported are literals, `.`, classes (`[a-z_]`, `\\d`, `\\w`, `\\s`), groups, `|`, the quantifiers `* + ? {m} {m,} {m,n}` and the anchors `^` and `$`.
-Look-around, back-references, flags and word boundaries are rejected. A pattern that is accepted matches what `re.fullmatch` matches.
+Supported are literals, `.`, classes (`[a-z_]`, `\\d`, `\\w`, `\\s`), groups, `|`, the quantifiers
+`* + ? {m} {m,} {m,n}` and the anchors `^` and `$`. Look-around, back-references, flags and word
+boundaries are rejected. A pattern that is accepted matches what `re.fullmatch` matches.
 
-`re` backtracks: `(a+)+b` takes 2^n steps on a name of n characters. Here a set of states is stepped once per character, so a match takes at most
-`STATES` steps per character, whatever the pattern.
+`re` backtracks: `(a+)+b` takes 2^n steps on a name of n characters. Here a set of states is stepped
+once per character, so a match takes at most `STATES` steps per character, whatever the pattern.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from functools import lru_cache
 
 from regauge.errors import PatternError
 
-LENGTH, STATES = 500, 1000  # characters of a pattern, and states it may have once its counts are written out
+LENGTH, STATES = (
+    500,
+    1000,
+)  # characters of a pattern, and states it may have once its counts are written out
 _DEPTH = 20  # groups inside each other
 _MEMORY = 10_000  # transitions that are remembered
 
@@ -39,15 +44,26 @@ def compile_pattern(text: str) -> Pattern:
 
 
 class Pattern:
-    """A pattern as a set of states with their transitions (Thompson's construction, stepped as sets and remembered)."""
+    """A pattern as a set of states with their transitions (Thompson's construction, stepped as sets
+    and remembered).
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._jumps: list[tuple[int, ...]] = [()]  # of each state, those reached without a character; state 0 is the end
-        self._tests: list[tuple[_Test, int] | None] = [None]  # of each state, the character it takes and where that leads
-        self._anchors: dict[int, str] = {}  # states that are passed only at the start ("^") or at the end ("$")
+        self._jumps: list[tuple[int, ...]] = [
+            ()
+        ]  # of each state, those reached without a character; state 0 is the end
+        self._tests: list[tuple[_Test, int] | None] = [
+            None
+        ]  # of each state, the character it takes and where that leads
+        self._anchors: dict[
+            int, str
+        ] = {}  # states that are passed only at the start ("^") or at the end ("$")
         if len(text) > LENGTH:
-            raise PatternError(f"a pattern must have at most {LENGTH} characters, got {len(text)}: {text[:40]!r}...")
+            raise PatternError(
+                f"a pattern must have at most {LENGTH} characters, got {len(text)}: "
+                f"{text[:40]!r}..."
+            )
         node = _Parser(text).parse()
         self._start = self._closure({node(self, 0)}, "^")
         self._known: dict[tuple[frozenset[int], str], frozenset[int]] = {}
@@ -72,7 +88,9 @@ class Pattern:
         return self._closure({t[1] for t in tests if t is not None and t[0](character)}, "")
 
     def _closure(self, states: set[int], anchors: str) -> frozenset[int]:
-        """Add every state that is reached without a character. Anchors that do not hold here are kept, and not passed."""
+        """Add every state that is reached without a character. Anchors that do not hold here are
+        kept, and not passed.
+        """
         waiting, found = list(states), set(states)
         while waiting:
             state = waiting.pop()
@@ -83,10 +101,15 @@ class Pattern:
             waiting += new
         return frozenset(found)
 
-    def _add(self, jumps: tuple[int, ...] = (), test: tuple[_Test, int] | None = None, anchor: str = "") -> int:
+    def _add(
+        self, jumps: tuple[int, ...] = (), test: tuple[_Test, int] | None = None, anchor: str = ""
+    ) -> int:
         """Add a state and return its number."""
         if len(self._jumps) >= STATES:
-            raise PatternError(f"a pattern must have at most {STATES} states, counts written out: {self.text[:80]!r}")
+            raise PatternError(
+                f"a pattern must have at most {STATES} states, counts written out: "
+                f"{self.text[:80]!r}"
+            )
         self._jumps.append(jumps)
         self._tests.append(test)
         if anchor:
@@ -94,7 +117,8 @@ class Pattern:
         return len(self._jumps) - 1
 
 
-# A node builds the states of a part of the pattern, given the state that follows it, and returns the first.
+# A node builds the states of a part of the pattern, given the state that follows it, and returns
+# the first.
 _Node = Callable[[Pattern, int], int]
 
 
@@ -116,7 +140,11 @@ def _sequence(nodes: list[_Node]) -> _Node:
 
 
 def _either(nodes: list[_Node]) -> _Node:
-    return nodes[0] if len(nodes) == 1 else lambda p, after: p._add(tuple(node(p, after) for node in nodes))
+    return (
+        nodes[0]
+        if len(nodes) == 1
+        else lambda p, after: p._add(tuple(node(p, after) for node in nodes))
+    )
 
 
 def _repeat(node: _Node, least: int, most: int | None) -> _Node:
@@ -281,7 +309,10 @@ class _Parser:
             else:
                 single.add(low)
         self.at += 1
-        return lambda c: negated != (c in single or any(a <= c <= b for a, b in ranges) or any(t(c) for t in tests))
+        return lambda c: (
+            negated
+            != (c in single or any(a <= c <= b for a, b in ranges) or any(t(c) for t in tests))
+        )
 
     def member(self) -> tuple[_Test | None, str]:
         character = self.take()

@@ -1,13 +1,16 @@
 """Random numbers that mean the same in every version, on every machine, in every language.
 
 A `Stream` is the ChaCha20 keystream (RFC 8439, zero nonce, counter from 0) under the key
-HKDF-SHA256(ikm = key, salt = empty, info = "regauge/1/" + label). Words are 64-bit little-endian, taken in order:
+HKDF-SHA256(ikm = key, salt = empty, info = "regauge/1/" + label). Words are 64-bit little-endian,
+taken in order:
 
     below(n)      the next word w with w < 2^64 - (2^64 mod n), mod n; other words are dropped
-    permutation   Fisher-Yates from the top: for i = n-1 .. 1 swap i with below(i + 1), starting from 0 .. n-1
+    permutation   Fisher-Yates from the top: for i = n-1 .. 1 swap i with below(i + 1), starting
+    from 0 .. n-1
     signs         bit 63 of a word: set is -1
     uniform       ((w >> 12) + 1/2) / 2^52, which is exact and never 0 or 1
-    normal        Box-Muller on pairs of uniforms (u, v): sqrt(-2 ln u) cos(2 pi v), then sqrt(-2 ln u) sin(2 pi v)
+    normal        Box-Muller on pairs of uniforms (u, v): sqrt(-2 ln u) cos(2 pi v), then sqrt(-2 ln
+    u) sin(2 pi v)
 
 `docs/formats.md` has test vectors.
 """
@@ -24,7 +27,9 @@ Floats = npt.NDArray[np.float64]
 
 
 def seed_key(seed: int) -> bytes:
-    """The 32-byte key of a public seed: SHA-256 of "regauge seed " and the decimal number. For experiments, never for secrets."""
+    """The 32-byte key of a public seed: SHA-256 of "regauge seed " and the decimal number. For
+    experiments, never for secrets.
+    """
     return hashlib.sha256(f"regauge seed {seed}".encode()).digest()
 
 
@@ -37,7 +42,9 @@ def hkdf(key: bytes, info: bytes, salt: bytes = b"") -> bytes:
 
 
 class Stream:
-    """The keystream of one (key, label) pair, and the draws on it that the module's docstring specifies."""
+    """The keystream of one (key, label) pair, and the draws on it that the module's docstring
+    specifies.
+    """
 
     def __init__(self, key: bytes, label: str) -> None:
         from cryptography.hazmat.primitives.ciphers import Cipher
@@ -59,7 +66,8 @@ class Stream:
         order = list(range(n))
         i = n - 1
         while i >= 1:
-            # One read for all that is left. A rejected word (probability below n / 2^64) only means that one more is read later.
+            # One read for all that is left. A rejected word (probability below n / 2^64) only means
+            # that one more is read later.
             for word in self.words(i).tolist():
                 if word < 2**64 - 2**64 % (i + 1):
                     j = word % (i + 1)

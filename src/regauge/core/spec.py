@@ -1,7 +1,8 @@
-"""The spec: what a model's tensors are, as data. Spaces with size and group, tensors with axes strings, and where the model is cut.
+"""The spec: what a model's tensors are, as data. Spaces with size and group, tensors with axes
+strings, and where the model is cut.
 
-A tensor name may hold a space in braces, "experts.{expert.0}.w1.weight" with axes "expert.0 |ffn.0| stream*": the checkpoint stores one tensor
-per index, and the spec reads them as the stack.
+A tensor name may hold a space in braces, "experts.{expert.0}.w1.weight" with axes "expert.0 |ffn.0|
+stream*": the checkpoint stores one tensor per index, and the spec reads them as the stack.
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from regauge.errors import AxesError, SpecError
 
 PARTS = ("embed", "backbone", "head")
 _STACK = re.compile(r"\{([^{}]+)\}")
-_HIGHEST = 10_000  # tensors in one stack: they are listed one by one, and a mistaken size must not take forever
+# tensors in one stack: they are listed one by one, and a mistaken size must not take forever
+_HIGHEST = 10_000
 
 
 class Shaped(Protocol):
-    """Anything with a shape: a tensor, or the header entry of one. Its dtype is looked at if it has one."""
+    """Anything with a shape: a tensor, or the header entry of one. Its dtype is looked at if it has
+    one.
+    """
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -31,11 +35,14 @@ class Shaped(Protocol):
 
 @dataclass(frozen=True)
 class Space:
-    """A space: its size, the largest group that commutes with everything that touches it, and why it is not larger.
+    """A space: its size, the largest group that commutes with everything that touches it, and why
+    it is not larger.
 
-    `over` names a parent: one member per index of it. `folded` is the group after `fold_norms`, where that is larger. `constant` says what becomes of
-    a vector that is added at every token: "unseen" if on the dual side it changes nothing (keys under a softmax), "passed" if on the plain side it
-    arrives at the readers as it is (values, whose weights sum to one), and nothing if neither is known.
+    `over` names a parent: one member per index of it. `folded` is the group after `fold_norms`,
+    where that is larger. `constant` says what becomes of a vector that is added at every token:
+    "unseen" if on the dual side it changes nothing (keys under a softmax), "passed" if on the plain
+    side it arrives at the readers as it is (values, whose weights sum to one), and nothing if
+    neither is known.
     """
 
     size: int
@@ -48,10 +55,12 @@ class Space:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm that can be folded: its gain (and bias), and the (weight, bias) of every layer that reads it.
+    """A norm that can be folded: its gain (and bias), and the (weight, bias) of every layer that
+    reads it.
 
-    `neutral` is the stored value that means no gain: 1, or 0 where the model adds one to it. `padded`: zeros are put in between norm and readers
-    (Swin fills up its windows, a convolution its edges), so only the gain may go into the readers; the bias must stay before the padding.
+    `neutral` is the stored value that means no gain: 1, or 0 where the model adds one to it.
+    `padded`: zeros are put in between norm and readers (Swin fills up its windows, a convolution
+    its edges), so only the gain may go into the readers; the bias must stay before the padding.
     """
 
     gain: str
@@ -63,7 +72,9 @@ class Norm:
 
 @dataclass(frozen=True)
 class Scale:
-    """A gain on the writer side of a residual branch (LayerScale): folds backwards into the (weight, bias) of its writers."""
+    """A gain on the writer side of a residual branch (LayerScale): folds backwards into the
+    (weight, bias) of its writers.
+    """
 
     gain: str
     writers: tuple[tuple[str, str | None], ...]
@@ -73,10 +84,12 @@ class Scale:
 class Spec:
     """The symmetry of one model.
 
-    `ties` maps a name to the tensor it repeats; `untied` holds the factor that a repeated tensor takes when it becomes its own (1 if absent),
-    and `untied_config` what config.json says then besides "tie_word_embeddings": false.
-    `outputs` gives the axes of what callers see: a space there is *visible*. `fixed` holds tensors that must be constant (folded gains).
-    `buffers` are patterns of names that checkpoints may carry and that nothing moves. `config` is what config.json must say for this state.
+    `ties` maps a name to the tensor it repeats; `untied` holds the factor that a repeated tensor
+    takes when it becomes its own (1 if absent), and `untied_config` what config.json says then
+    besides "tie_word_embeddings": false. `outputs` gives the axes of what callers see: a space
+    there is *visible*. `fixed` holds tensors that must be constant (folded gains). `buffers` are
+    patterns of names that checkpoints may carry and that nothing moves. `config` is what
+    config.json must say for this state.
     """
 
     family: str
@@ -100,7 +113,9 @@ class Spec:
 
     @property
     def visible(self) -> frozenset[str]:
-        """The spaces that callers see at the outputs: moving them changes what the model returns."""
+        """The spaces that callers see at the outputs: moving them changes what the model
+        returns.
+        """
         return frozenset().union(*(ax.spaces(a) for a in self.outputs.values()))
 
     def count(self, name: str) -> int:
@@ -116,7 +131,9 @@ class Spec:
 
 
 class Stored(NamedTuple):
-    """One tensor as it is stored: its pattern in the spec, the axes it has, and its place in the stack if it is one of a stack."""
+    """One tensor as it is stored: its pattern in the spec, the axes it has, and its place in the
+    stack if it is one of a stack.
+    """
 
     pattern: str
     axes: str
@@ -139,7 +156,10 @@ def _unrolled(spec: Spec) -> Iterator[tuple[str, Stored]]:
         terms = ax.parse(text).terms
         rest = str(ax.Axes(terms[1:]))
         for i in range(spec.spaces[parent].size):
-            yield pattern[: found.start()] + str(i) + pattern[found.end() :], Stored(pattern, rest, parent, i)
+            yield (
+                pattern[: found.start()] + str(i) + pattern[found.end() :],
+                Stored(pattern, rest, parent, i),
+            )
 
 
 @dataclass(frozen=True)
@@ -156,11 +176,15 @@ class Fault:
 def check(spec: Spec, state: Mapping[str, Shaped], *, whole: bool = True) -> list[Fault]:
     """Every misfit between a spec and a state (anything with shapes) at once, or an empty list.
 
-    Values are read only where the spec demands them, and where there are any: folded gains must be constant. Not `whole`: the spec may have spaces
-    that no tensor has.
+    Values are read only where the spec demands them, and where there are any: folded gains must be
+    constant. Not `whole`: the spec may have spaces that no tensor has.
     """
     itself = check_spec(spec, whole=whole)  # a spec that makes no sense fits nothing
-    return itself or [*_check_names(spec, state), *_check_shapes(spec, state), *check_fixed(spec, state)]
+    return itself or [
+        *_check_names(spec, state),
+        *_check_shapes(spec, state),
+        *check_fixed(spec, state),
+    ]
 
 
 def require(faults: Sequence[Fault], what: str, hint: str | None = None) -> None:
@@ -173,7 +197,9 @@ def require(faults: Sequence[Fault], what: str, hint: str | None = None) -> None
 
 
 def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
-    """Every way in which a spec contradicts itself. Not `whole`: parts of it could not be read, so a space without tensors is no fault."""
+    """Every way in which a spec contradicts itself. Not `whole`: parts of it could not be read, so
+    a space without tensors is no fault.
+    """
     faults: list[Fault] = []
 
     def fault(name: str, text: str) -> None:
@@ -181,14 +207,24 @@ def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
 
     for name, space in spec.spaces.items():
         if type(space.size) is not int or space.size < 1:
-            fault(name, f'space "{name}" has size {space.size!r}, which must be a positive whole number')
+            fault(
+                name,
+                f'space "{name}" has size {space.size!r}, which must be a positive whole number',
+            )
         if space.over is not None:
             parent = spec.spaces.get(space.over)
             if parent is None:
                 fault(name, f'space "{name}" lies over "{space.over}", which is not a space')
             elif parent.over is not None or type(parent.group) not in (Permutation, Trivial):
-                fault(name, f'space "{name}" lies over "{space.over}", which must be a space of permutations with no parent of its own')
-    for name, text in [*spec.tensors.items(), *((f"output {n}", a) for n, a in spec.outputs.items())]:
+                fault(
+                    name,
+                    f'space "{name}" lies over "{space.over}", which must be a space of '
+                    "permutations with no parent of its own",
+                )
+    for name, text in [
+        *spec.tensors.items(),
+        *((f"output {n}", a) for n, a in spec.outputs.items()),
+    ]:
         try:
             known = ax.spaces(text)
         except AxesError as error:
@@ -200,7 +236,9 @@ def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
             faults += _check_bars(spec, name, text)
         found = _STACK.search(name)
         if found and str(ax.Axes(ax.parse(text).terms[:1])) != found.group(1):
-            fault(name, f'"{name}" is stacked by "{found.group(1)}", but its first axis is not that')
+            fault(
+                name, f'"{name}" is stacked by "{found.group(1)}", but its first axis is not that'
+            )
         elif found and found.group(1) in spec.spaces:
             size = spec.spaces[found.group(1)].size
             if type(size) is int and size > _HIGHEST:
@@ -209,12 +247,20 @@ def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
         if target not in spec.tensors or alias not in spec.tensors:
             fault(alias, f'"{alias}" repeats "{target}", but not both are tensors of the spec')
         elif _places(spec.tensors[alias]) != _places(spec.tensors[target]):
-            fault(alias, f'"{alias}" repeats "{target}", but has axes {spec.tensors[alias]} where that has {spec.tensors[target]}')
+            fault(
+                alias,
+                f'"{alias}" repeats "{target}", but has axes {spec.tensors[alias]} where that '
+                f"has {spec.tensors[target]}",
+            )
         elif _signature(spec.tensors[alias]) != _signature(spec.tensors[target]):
             for space_name in sorted(ax.spaces(spec.tensors[target])):
                 if not spec.spaces[space_name].group.is_orthogonal:
                     group = spec.spaces[space_name].group
-                    fault(alias, f'"{alias}" repeats "{target}" as its dual: "{space_name}" must be orthogonal, but its group is {group}')
+                    fault(
+                        alias,
+                        f'"{alias}" repeats "{target}" as its dual: "{space_name}" must be '
+                        f"orthogonal, but its group is {group}",
+                    )
     for name, part in spec.parts.items():
         if part not in PARTS:
             fault(name, f'"{name}" is in the part "{part}"; parts are {", ".join(PARTS)}')
@@ -227,13 +273,21 @@ def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
         *((n.gain, [(n.gain, n.bias), *n.readers]) for n in spec.norms),
         *((s.gain, [(s.gain, None), *s.writers]) for s in spec.scales),
     ]:
-        for name in (name for pair in pairs for name in pair if name is not None and name not in spec.tensors):
+        for name in (
+            name for pair in pairs for name in pair if name is not None and name not in spec.tensors
+        ):
             fault(name, f'"{gain}" folds with "{name}", which is not a tensor of the spec')
         if len(pairs) == 1:
             fault(gain, f'"{gain}" folds, but no layer is named to take it')
-    for gain, times in Counter([*(n.gain for n in spec.norms), *(s.gain for s in spec.scales)]).items():
+    for gain, times in Counter(
+        [*(n.gain for n in spec.norms), *(s.gain for s in spec.scales)]
+    ).items():
         if times > 1:
-            fault(gain, f'"{gain}" is listed {times} times among norms and scales: it would be folded as often')
+            fault(
+                gain,
+                f'"{gain}" is listed {times} times among norms and scales: it would be folded '
+                "as often",
+            )
     return faults or [*_check_use(spec, whole)]
 
 
@@ -241,7 +295,10 @@ def _check_use(spec: Spec, whole: bool) -> Iterator[Fault]:
     """Stacks that meet other tensors, and spaces whose size no tensor vouches for."""
     for name, times in Counter(name for name, _ in _unrolled(spec)).items():
         if times > 1:
-            yield Fault(name, f'"{name}" is described {times} times: by a stack, and by another tensor or stack')
+            yield Fault(
+                name,
+                f'"{name}" is described {times} times: by a stack, and by another tensor or stack',
+            )
     used = frozenset().union(*(ax.spaces(text) for text in spec.tensors.values()))
     for name in spec.spaces if whole else ():
         if name not in used:
@@ -253,10 +310,18 @@ def _check_bars(spec: Spec, name: str, text: str) -> Iterator[Fault]:
         for leaf in ax.leaves(term):
             group = spec.spaces[leaf.space].group
             if leaf.bar and isinstance(group, Orthogonal | GeneralLinear):
-                yield Fault(name, f'"{name}" follows the permutation part of "{leaf.space}", but its group {group} has none')
+                yield Fault(
+                    name,
+                    f'"{name}" follows the permutation part of "{leaf.space}", but its group '
+                    f"{group} has none",
+                )
             over = spec.spaces[leaf.space].over
             if over is not None and over not in ax.spaces(text) and not name.startswith("output "):
-                yield Fault(name, f'"{name}" has axes {text}: "{leaf.space}" lies over "{over}", which is no axis of it')
+                yield Fault(
+                    name,
+                    f'"{name}" has axes {text}: "{leaf.space}" lies over "{over}", which is no '
+                    "axis of it",
+                )
 
 
 def _places(text: str) -> list[list[tuple[str, bool]]]:
@@ -291,7 +356,11 @@ def _check_shapes(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
         if ax.spaces(entry.axes) and not dtype.lower().startswith(("f", "bf")):
             yield Fault(name, f'"{name}" is {dtype}; what moves has floating-point numbers')
         if len(shape) != len(terms):
-            yield Fault(name, f'"{name}" has {len(shape)} axes {list(shape)}, the spec says {len(terms)}: {entry.axes}')
+            yield Fault(
+                name,
+                f'"{name}" has {len(shape)} axes {list(shape)}, the spec says {len(terms)}: '
+                f"{entry.axes}",
+            )
             continue
         for i, (n, term) in enumerate(zip(shape, terms, strict=True)):
             if not _fits(term, n, sizes):
@@ -310,11 +379,22 @@ def _fits(term: ax.Term, n: int, sizes: Mapping[str, int]) -> bool:
             product = isinstance(term, ax.Product)
             inner = term.factors if isinstance(term, ax.Product) else term.terms
             parts = ax.block_sizes(inner, sizes, n, product=product)
-            return parts is not None and all(_fits(t, p, sizes) for t, p in zip(inner, parts, strict=True))
+            return parts is not None and all(
+                _fits(t, p, sizes) for t, p in zip(inner, parts, strict=True)
+            )
 
 
 def check_fixed(spec: Spec, state: Mapping[str, Any]) -> list[Fault]:
     """The tensors that the spec says are constant, and are not."""
-    known = {name: state[name] for name in spec.fixed if name in state and hasattr(state[name], "all")}  # a header has shapes alone
-    wrong = [(name, spec.fixed[name]) for name, x in known.items() if not bool((x == spec.fixed[name]).all())]
-    return [Fault(name, f'"{name}" was folded and must be {value:g} everywhere, but is not') for name, value in wrong]
+    known = {
+        name: state[name] for name in spec.fixed if name in state and hasattr(state[name], "all")
+    }  # a header has shapes alone
+    wrong = [
+        (name, spec.fixed[name])
+        for name, x in known.items()
+        if not bool((x == spec.fixed[name]).all())
+    ]
+    return [
+        Fault(name, f'"{name}" was folded and must be {value:g} everywhere, but is not')
+        for name, value in wrong
+    ]

@@ -1,6 +1,7 @@
 """Steps along one axis: what a member does to it, and how steps are joined.
 
-Permutations gather, (p . x)[i] = x[p[i]], and are never multiplied out: all gathers along one axis become one index.
+Permutations gather, (p . x)[i] = x[p[i]], and are never multiplied out: all gathers along one axis
+become one index.
 """
 
 from __future__ import annotations
@@ -11,7 +12,16 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from regauge.core.members import Complexes, Dense, Layout, Member, Monomial, Planes, is_exact, planes
+from regauge.core.members import (
+    Complexes,
+    Dense,
+    Layout,
+    Member,
+    Monomial,
+    Planes,
+    is_exact,
+    planes,
+)
 from regauge.core.rng import Floats, Ints
 
 if TYPE_CHECKING:
@@ -64,7 +74,9 @@ class Multiply:
 
         m = torch.as_tensor(self.values, dtype=x.dtype, device=x.device)
         rows = x.movedim(dim, -1)
-        out = torch.einsum("bij,...bj->...bi", m, rows.reshape(*rows.shape[:-1], m.shape[0], m.shape[1]))
+        out = torch.einsum(
+            "bij,...bj->...bi", m, rows.reshape(*rows.shape[:-1], m.shape[0], m.shape[1])
+        )
         return out.reshape(rows.shape).movedim(-1, dim)
 
 
@@ -84,7 +96,10 @@ class Turn:
 
         count, half = self.factor.shape
         first, second = (torch.as_tensor(p, device=x.device) for p in planes(2 * half, self.layout))
-        re, im = (torch.as_tensor(np.ascontiguousarray(f), dtype=x.dtype, device=x.device) for f in (self.factor.real, self.factor.imag))
+        re, im = (
+            torch.as_tensor(np.ascontiguousarray(f), dtype=x.dtype, device=x.device)
+            for f in (self.factor.real, self.factor.imag)
+        )
         rows = x.movedim(dim, -1)
         blocks = rows.reshape(*rows.shape[:-1], count, 2 * half)
         a, b = blocks.index_select(-1, first), blocks.index_select(-1, second)
@@ -107,7 +122,9 @@ class Blocks:
         import torch
 
         pieces = torch.split(x, [c.size for c in self.chains], dim=dim)
-        return torch.cat([chain(piece, dim) for chain, piece in zip(self.chains, pieces, strict=True)], dim=dim)
+        return torch.cat(
+            [chain(piece, dim) for chain, piece in zip(self.chains, pieces, strict=True)], dim=dim
+        )
 
 
 Step = Gather | Multiply | Turn | Blocks
@@ -148,11 +165,16 @@ def _fuse(first: Gather, later: Gather) -> Gather:
 
 
 def step(member: Member) -> Step:
-    """A member as a step along an axis of size count * size: its matrices are the diagonal blocks, in order."""
+    """A member as a step along an axis of size count * size: its matrices are the diagonal blocks,
+    in order.
+    """
     match member:
         case Monomial():
             offset = member.size * np.arange(member.count)[:, None]
-            return Gather((member.index + offset).reshape(-1), None if member.scale is None else member.scale.reshape(-1))
+            return Gather(
+                (member.index + offset).reshape(-1),
+                None if member.scale is None else member.scale.reshape(-1),
+            )
         case Dense():
             return Multiply(member.values)
         case _:
@@ -160,7 +182,9 @@ def step(member: Member) -> Step:
 
 
 def _half_turns(member: Planes) -> Gather:
-    """A sign for each 2-plane: nothing changes its place, and unlike a product of complex numbers it keeps every bit of a zero."""
+    """A sign for each 2-plane: nothing changes its place, and unlike a product of complex numbers
+    it keeps every bit of a zero.
+    """
     scale = np.empty((member.count, member.size))
     for side in planes(member.size, member.layout):
         scale[:, side] = member.factor.real
@@ -174,10 +198,20 @@ def direct_sum(chains: Sequence[Chain]) -> Chain:
         return Chain(size)
     if all(not c.steps or c.gather for c in chains):
         starts = np.cumsum([0, *(c.size for c in chains[:-1])])
-        index = np.concatenate([s + (c.gather.index if c.gather else np.arange(c.size)) for s, c in zip(starts, chains, strict=True)])
+        index = np.concatenate(
+            [
+                s + (c.gather.index if c.gather else np.arange(c.size))
+                for s, c in zip(starts, chains, strict=True)
+            ]
+        )
         scale = None
         if any(c.gather and c.gather.scale is not None for c in chains):
-            scale = np.concatenate([c.gather.scale if c.gather and c.gather.scale is not None else np.ones(c.size) for c in chains])
+            scale = np.concatenate(
+                [
+                    c.gather.scale if c.gather and c.gather.scale is not None else np.ones(c.size)
+                    for c in chains
+                ]
+            )
         return Chain(size, (Gather(index, scale),))
     if len({len(c.steps) for c in chains}) == 1:
         columns = [_join(column) for column in zip(*(c.steps for c in chains), strict=True)]
@@ -188,9 +222,15 @@ def direct_sum(chains: Sequence[Chain]) -> Chain:
 
 def _join(steps: Sequence[Step]) -> Step | None:
     first = steps[0]
-    if isinstance(first, Multiply) and all(isinstance(s, Multiply) and s.values.shape[1:] == first.values.shape[1:] for s in steps):
+    if isinstance(first, Multiply) and all(
+        isinstance(s, Multiply) and s.values.shape[1:] == first.values.shape[1:] for s in steps
+    ):
         return Multiply(np.concatenate([s.values for s in steps if isinstance(s, Multiply)]))
-    if isinstance(first, Turn) and all(isinstance(s, Turn) and (s.layout, s.factor.shape[1]) == (first.layout, first.factor.shape[1]) for s in steps):
+    if isinstance(first, Turn) and all(
+        isinstance(s, Turn)
+        and (s.layout, s.factor.shape[1]) == (first.layout, first.factor.shape[1])
+        for s in steps
+    ):
         return Turn(np.concatenate([s.factor for s in steps if isinstance(s, Turn)]), first.layout)
     if all(isinstance(s, Gather) for s in steps):
         return direct_sum([Chain(s.size, (s,)) for s in steps]).gather

@@ -1,4 +1,6 @@
-"""Uniform draws from a stream: permutations, and orthogonal matrices, of the whole space or of the complement of the all-ones vector."""
+"""Uniform draws from a stream: permutations, and orthogonal matrices, of the whole space or of the
+complement of the all-ones vector.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,18 @@ from regauge.core.rng import Floats, Ints, Stream
 
 
 def haar(size: int, stream: Stream) -> Floats:
-    """A Haar-distributed orthogonal matrix, from size^2 normals of the stream in row-major order."""
+    """A Haar-distributed orthogonal matrix, from size^2 normals of the stream in row-major
+    order.
+    """
     q, r = np.linalg.qr(stream.normals(size * size).reshape(size, size))
     # Fix the signs of R's diagonal: plain QR is not Haar-distributed (Mezzadri 2007, sec. 4).
     return np.asarray(q * np.where(np.diag(r) < 0, -1.0, 1.0))
 
 
 def ones_complement(size: int) -> Floats:
-    """Columns that span the complement of the all-ones vector: the Householder reflection of e_0 to ones/sqrt(n), without its first column."""
+    """Columns that span the complement of the all-ones vector: the Householder reflection of e_0 to
+    ones/sqrt(n), without its first column.
+    """
     v = np.full(size, 1 / math.sqrt(size))
     v[0] -= 1.0
     norm = v @ v
@@ -26,7 +32,9 @@ def ones_complement(size: int) -> Floats:
 
 
 def lift(r: Floats) -> Floats:
-    """An orthogonal matrix on the complement of the ones vector, as one of full size that keeps the ones vector."""
+    """An orthogonal matrix on the complement of the ones vector, as one of full size that keeps the
+    ones vector.
+    """
     size = r.shape[0] + 1
     basis = ones_complement(size)
     return np.asarray(basis @ r @ basis.T + 1 / size)

@@ -1,14 +1,19 @@
 """Data by uri: one way to open what experiments, audits and users bring.
 
-    open_data("digits", split="test")                                # scikit-learn's handwritten digits: nothing is downloaded
+    open_data("digits", split="test")                                # scikit-learn's handwritten
+    digits: nothing is downloaded
     open_data("mnist.npz", fields={"image": "X_train", "label": "y_train"})
-    open_data("reviews.parquet")         open_data("train.tsv")       open_data("notes.jsonl")       open_data("book.txt")
-    open_data("photos/")                                             # a folder per class, or images alone
-    open_data("stanfordnlp/imdb", split="test")                      # a data set of the hub, as parquet
+    open_data("reviews.parquet")         open_data("train.tsv")       open_data("notes.jsonl")
+    open_data("book.txt")
+    open_data("photos/")                                             # a folder per class, or images
+    alone
+    open_data("stanfordnlp/imdb", split="test")                      # a data set of the hub, as
+    parquet
 
-`fields` maps the names that you want to those in the source; text, image and label need no mention where the source calls them so. Without it every
-field keeps its own name. Numbers come as numpy arrays, texts as lists,
-encoded images as `Pictures`, which are decoded when they are looked at. The digest says what was read, wherever it lay.
+`fields` maps the names that you want to those in the source; text, image and label need no mention
+where the source calls them so. Without it every field keeps its own name. Numbers come as numpy
+arrays, texts as lists, encoded images as `Pictures`, which are decoded when they are looked at. The
+digest says what was read, wherever it lay.
 """
 
 from __future__ import annotations
@@ -35,10 +40,23 @@ from regauge.errors import CheckpointError, RegaugeError, need
 
 Size = int | tuple[int, int]  # of both sides, or height and width
 USUAL = ("text", "image", "label")
-_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")  # by content: of an EPS file, Pillow would run Ghostscript
+_FORMATS = (
+    "PNG",
+    "JPEG",
+    "BMP",
+    "GIF",
+    "WEBP",
+    "TIFF",
+    "PPM",
+)  # by content: of an EPS file, Pillow would run Ghostscript
 MAX_PIXELS = 100_000_000  # of one image
-MAX_RATIO, SPARE = 32, 1 << 28  # a compressed file may become so many times its size, plus so many bytes
-MAX_VALUES = 1 << 25  # of a parquet file that is smaller than its values: columns of one repeated value take no space
+MAX_RATIO, SPARE = (
+    32,
+    1 << 28,
+)  # a compressed file may become so many times its size, plus so many bytes
+MAX_VALUES = (
+    1 << 25
+)  # of a parquet file that is smaller than its values: columns of one repeated value take no space
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 
 
@@ -48,8 +66,10 @@ class DataError(RegaugeError):
 
 @dataclass(frozen=True)
 class Pictures(Sequence[Any]):
-    """Encoded images: bytes, or paths of files. Looking at one decodes it, to a `size` and a `colour` (L or RGB) if given. A size is
-    one number of pixels for both sides, or height and width."""
+    """Encoded images: bytes, or paths of files. Looking at one decodes it, to a `size` and a
+    `colour` (L or RGB) if given. A size is one number of pixels for both sides, or height and
+    width.
+    """
 
     sources: tuple[bytes | Path, ...]
     size: Size | None = None
@@ -68,15 +88,28 @@ class Pictures(Sequence[Any]):
         source = self.sources[i]
         label = str(source) if isinstance(source, Path) else f"image {i}"
         try:
-            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as opened:
+            with Image.open(
+                io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS
+            ) as opened:
                 if opened.width * opened.height > MAX_PIXELS:
                     raise _too_large(label, f"{opened.width} x {opened.height}")
-                image: Image.Image = opened if self.nearest else opened.convert("L" if opened.mode in ("1", "L", "LA", "I;16") else "RGB")
+                image: Image.Image = (
+                    opened
+                    if self.nearest
+                    else opened.convert("L" if opened.mode in ("1", "L", "LA", "I;16") else "RGB")
+                )
                 if self.colour is not None and image.mode != self.colour:
                     image = image.convert(self.colour)
-                height, width = (self.size, self.size) if isinstance(self.size, int) else self.size or (image.height, image.width)
+                height, width = (
+                    (self.size, self.size)
+                    if isinstance(self.size, int)
+                    else self.size or (image.height, image.width)
+                )
                 if image.size != (width, height):
-                    image = image.resize((width, height), Image.Resampling.NEAREST if self.nearest else Image.Resampling.BILINEAR)
+                    image = image.resize(
+                        (width, height),
+                        Image.Resampling.NEAREST if self.nearest else Image.Resampling.BILINEAR,
+                    )
                 return np.asarray(image)
         except RegaugeError:
             raise
@@ -85,28 +118,42 @@ class Pictures(Sequence[Any]):
             raise _too_large(label, f"{int(digits[0]):,} pixels" if digits else "more") from error
         except Exception as error:  # decoders raise errors of many kinds for damaged files
             first = (str(error) or type(error).__name__).splitlines()[0]
-            raise DataError(f"{label} cannot be read as an image: {first}", hint="mend it, or leave it out") from error
+            raise DataError(
+                f"{label} cannot be read as an image: {first}", hint="mend it, or leave it out"
+            ) from error
 
     def array(self, rows: Sequence[int] | None = None) -> Any:
-        """Those rows, or all, as one array [n, height, width(, channels)]. Grey ones among others are given three channels."""
+        """Those rows, or all, as one array [n, height, width(, channels)]. Grey ones among others
+        are given three channels.
+        """
         found = [self[i] for i in (range(len(self)) if rows is None else rows)]
         if len({f.ndim for f in found}) > 1:
             found = [f if f.ndim == 3 else np.repeat(f[..., None], 3, -1) for f in found]
         sizes = sorted({f.shape[:2] for f in found})
         if len(sizes) > 1:
             told = " and ".join(f"{h} x {w}" for h, w in (sizes[0], sizes[-1]))
-            raise DataError(f"the images have different sizes, {told} among them", hint="make them one size, or give open_data a size")
+            raise DataError(
+                f"the images have different sizes, {told} among them",
+                hint="make them one size, or give open_data a size",
+            )
         return np.stack(found)
 
     @cached_property
     def sizes(self) -> frozenset[tuple[int, int]]:
-        """Every (height, width) that the files have, by their headers. What cannot be read is no matter here: looking at it says so."""
+        """Every (height, width) that the files have, by their headers. What cannot be read is no
+        matter here: looking at it says so.
+        """
         need("PIL", "data")
         from PIL import Image
 
         found = set()
         for source in self.sources:
-            with contextlib.suppress(Exception), Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS) as opened:
+            with (
+                contextlib.suppress(Exception),
+                Image.open(
+                    io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS
+                ) as opened,
+            ):
                 found.add((opened.height, opened.width))
         return frozenset(found)
 
@@ -133,7 +180,8 @@ class Data:
         if field not in self.fields:
             raise DataError(
                 f'{self.name} has no field "{field}"',
-                hint=f"it has {', '.join(map(repr, self.fields))}; name one with --field NAME=THEIRS, or fields={{...}}",
+                hint=f"it has {', '.join(map(repr, self.fields))}; name one with --field "
+                f"NAME=THEIRS, or fields={{...}}",
             )
         return self.fields[field]
 
@@ -144,14 +192,29 @@ class Data:
         """The first n rows, or n drawn by a seed; all of them for None."""
         if n is None or n >= len(self):
             return self
-        rows = np.arange(n) if seed is None else np.sort(np.random.default_rng(seed).permutation(len(self))[:n])
-        return Data(self.name, {k: _rows(v, rows) for k, v in self.fields.items()}, _digest(self.digest.encode(), f"take {n} {seed}".encode()))
+        rows = (
+            np.arange(n)
+            if seed is None
+            else np.sort(np.random.default_rng(seed).permutation(len(self))[:n])
+        )
+        return Data(
+            self.name,
+            {k: _rows(v, rows) for k, v in self.fields.items()},
+            _digest(self.digest.encode(), f"take {n} {seed}".encode()),
+        )
 
 
 def open_data(
-    uri: str | Path, *, fields: Mapping[str, str] | None = None, split: str = "train", config: str | None = None, size: Size | None = None
+    uri: str | Path,
+    *,
+    fields: Mapping[str, str] | None = None,
+    split: str = "train",
+    config: str | None = None,
+    size: Size | None = None,
 ) -> Data:
-    """The data at a path, or of the hub (`owner/name`, with its `config` and `split`). `size` is for images of different sizes."""
+    """The data at a path, or of the hub (`owner/name`, with its `config` and `split`). `size` is
+    for images of different sizes.
+    """
     path = Path(uri).expanduser()
     if str(uri) == "digits":
         found, digest = _digits(split)
@@ -163,19 +226,33 @@ def open_data(
     elif str(uri).count("/") == 1 and not path.suffix and not str(uri).startswith((".", "/", "~")):
         found, digest = _hub(str(uri), config, split, size)
     else:
-        raise DataError(f"there is no {uri}", hint=f"give a file ({', '.join(READERS)}), a folder of images, a hub id (owner/name), or digits")
+        raise DataError(
+            f"there is no {uri}",
+            hint=f"give a file ({', '.join(READERS)}), a folder of images, a hub id "
+            "(owner/name), or digits",
+        )
     if fields is not None:
         whole = Data(str(uri), found, "")
         named = {name: whole[source] for name, source in fields.items()}
         count = len(next(iter(named.values()), ()))
-        own = [name for name in USUAL if name in found and name not in named and name not in fields.values() and len(found[name]) == count]
+        own = [
+            name
+            for name in USUAL
+            if name in found
+            and name not in named
+            and name not in fields.values()
+            and len(found[name]) == count
+        ]
         found = named | {name: found[name] for name in own}
     lengths = {name: len(values) for name, values in found.items()}
     if not lengths or not all(lengths.values()):
         raise DataError(f"{uri} is empty", hint="is it the right file, and the right split?")
     if len(set(lengths.values())) > 1:
         told = ", ".join(f'"{name}" has {n}' for name, n in lengths.items())
-        raise DataError(f"the fields of {uri} have different lengths: {told}", hint="choose those that belong together with --field, or fields={...}")
+        raise DataError(
+            f"the fields of {uri} have different lengths: {told}",
+            hint="choose those that belong together with --field, or fields={...}",
+        )
     return Data(path.name, found, _digest(digest.encode(), json.dumps([fields, size]).encode()))
 
 
@@ -199,12 +276,16 @@ def read_arrays(raw: bytes, label: str) -> dict[str, Any]:
         label: The name of the file in errors.
 
     Raises:
-        DataError: The archive is damaged, or inflates beyond `MAX_RATIO` times its size plus `SPARE`.
+        DataError: The archive is damaged, or inflates beyond `MAX_RATIO` times its size plus
+        `SPARE`.
         ValueError: An array is damaged.
     """
     try:
         archive = open_archive(io.BytesIO(raw), label, max_ratio=MAX_RATIO, spare=SPARE)
-        return {name.removesuffix(".npy"): _npy(archive.read(record, record.size), name) for name, record in archive.records.items()}
+        return {
+            name.removesuffix(".npy"): _npy(archive.read(record, record.size), name)
+            for name, record in archive.records.items()
+        }
     except CheckpointError as error:
         raise DataError(str(error), hint=error.hint) from error
 
@@ -214,12 +295,19 @@ def _npy(raw: bytes, name: str) -> Any:
 
     file = io.BytesIO(raw)
     version = npy.read_magic(file)
-    shape, _, dtype = npy.read_array_header_1_0(file) if version == (1, 0) else npy.read_array_header_2_0(file)
+    shape, _, dtype = (
+        npy.read_array_header_1_0(file) if version == (1, 0) else npy.read_array_header_2_0(file)
+    )
     if dtype.hasobject:
-        raise ValueError(f'array "{name}" holds Python objects, which can run code when they are read')
+        raise ValueError(
+            f'array "{name}" holds Python objects, which can run code when they are read'
+        )
     needed, found = prod(shape) * dtype.itemsize, len(raw) - file.tell()
     if min(shape, default=0) < 0 or needed != found:
-        raise ValueError(f'array "{name}" of shape {list(shape)} and dtype {dtype} must have {needed} bytes, got {found}')
+        raise ValueError(
+            f'array "{name}" of shape {list(shape)} and dtype {dtype} must have {needed} bytes, '
+            f"got {found}"
+        )
     file.seek(0)
     return npy.read_array(file, allow_pickle=False)
 
@@ -230,12 +318,19 @@ def _parquet(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
 
     chunks = read_chunks(raw)
     _require_bounded(chunks, path, raw)
-    table = pq.read_table(io.BytesIO(raw), read_dictionary=sorted({c.path for c in chunks if c.is_bytes}))
-    return {name: _column([v for chunk in table[name].chunks for v in _values(chunk)], size) for name in table.column_names}
+    table = pq.read_table(
+        io.BytesIO(raw), read_dictionary=sorted({c.path for c in chunks if c.is_bytes})
+    )
+    return {
+        name: _column([v for chunk in table[name].chunks for v in _values(chunk)], size)
+        for name in table.column_names
+    }
 
 
 def _values(array: Any) -> list[Any]:
-    """The values of an Arrow array. Those that the file stores once and refers to often are one object."""
+    """The values of an Arrow array. Those that the file stores once and refers to often are one
+    object.
+    """
     import pyarrow as pa
 
     if pa.types.is_dictionary(array.type):
@@ -243,31 +338,56 @@ def _values(array: Any) -> list[Any]:
         return [None if i is None else stored[i] for i in array.indices.to_pylist()]
     if pa.types.is_struct(array.type):
         columns = {field.name: _values(array.field(i)) for i, field in enumerate(array.type)}
-        return [{name: column[i] for name, column in columns.items()} if valid else None for i, valid in enumerate(array.is_valid().to_pylist())]
+        return [
+            {name: column[i] for name, column in columns.items()} if valid else None
+            for i, valid in enumerate(array.is_valid().to_pylist())
+        ]
     if pa.types.is_list(array.type):
         items, ends = _values(array.values), array.offsets.to_pylist()
-        return [items[ends[i] : ends[i + 1]] if valid else None for i, valid in enumerate(array.is_valid().to_pylist())]
+        return [
+            items[ends[i] : ends[i + 1]] if valid else None
+            for i, valid in enumerate(array.is_valid().to_pylist())
+        ]
     return list(array.to_pylist())
 
 
 def _require_bounded(chunks: Sequence[Chunk], path: Path, raw: bytes) -> None:
-    """Bound the values of a parquet file, and their bytes when decompressed, by what its pages declare."""
-    values, inflated, size, hint = 0, 0, len(raw), "if you trust the file, split it into smaller ones"
+    """Bound the values of a parquet file, and their bytes when decompressed, by what its pages
+    declare.
+    """
+    values, inflated, size, hint = (
+        0,
+        0,
+        len(raw),
+        "if you trust the file, split it into smaller ones",
+    )
     for chunk in chunks:
         found, uncompressed = count_pages(raw, chunk)
         values += max(found, chunk.values, chunk.rows) * chunk.width // 8
         inflated += uncompressed
     if inflated > MAX_RATIO * size + SPARE:
-        limit = f"{amount(MAX_RATIO * size + SPARE)} ({MAX_RATIO} times its size plus {amount(SPARE)})"
-        raise DataError(f"{path} must decompress to at most {limit}, got {amount(inflated)}", hint=hint)
+        limit = (
+            f"{amount(MAX_RATIO * size + SPARE)} ({MAX_RATIO} times its size plus {amount(SPARE)})"
+        )
+        raise DataError(
+            f"{path} must decompress to at most {limit}, got {amount(inflated)}", hint=hint
+        )
     if values > max(size, MAX_VALUES):
-        raise DataError(f"{path} must have at most {max(size, MAX_VALUES):,} values for its {amount(size)}, got {values:,}", hint=hint)
+        raise DataError(
+            f"{path} must have at most {max(size, MAX_VALUES):,} values for its {amount(size)}, "
+            f"got {values:,}",
+            hint=hint,
+        )
 
 
 def _table(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     """With a line of names first. Tabs need no quotes, so that quotes in a .tsv are text."""
     lines = io.StringIO(raw.decode("utf-8-sig"), newline="")
-    reader = csv.reader(lines) if path.suffix == ".csv" else csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    reader = (
+        csv.reader(lines)
+        if path.suffix == ".csv"
+        else csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
+    )
     names, *rows = list(reader) or [[]]
     for number, row in enumerate(rows, 2):
         if len(row) != len(names):
@@ -276,7 +396,9 @@ def _table(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
 
 
 def _jsonl(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
-    rows = [json.loads(line) for line in raw.decode("utf-8-sig").split("\n") if line.strip()]  # splitlines also cuts at U+2028, inside of a text
+    rows = [
+        json.loads(line) for line in raw.decode("utf-8-sig").split("\n") if line.strip()
+    ]  # splitlines also cuts at U+2028, inside of a text
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or row.keys() != rows[0].keys():
             raise ValueError(f"object {number} has other fields than the first")
@@ -300,33 +422,51 @@ READERS: dict[str, Callable[[bytes, Path, Size | None], dict[str, Any]]] = {
 def _reader(path: Path) -> Callable[[bytes, Path, Size | None], dict[str, Any]]:
     read = READERS.get(path.suffix)
     if read is None:
-        raise DataError(f"{path} has an ending that is not known here", hint=f"known are {', '.join(READERS)}, and folders of images")
+        raise DataError(
+            f"{path} has an ending that is not known here",
+            hint=f"known are {', '.join(READERS)}, and folders of images",
+        )
 
     def named(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
         try:
             return read(raw, path, size)
         except RegaugeError:
             raise
-        except Exception as error:  # numpy, pyarrow and zipfile raise errors of many kinds for files that are none of theirs
+        # numpy, pyarrow and zipfile raise errors of many kinds for files that are none of theirs
+        except Exception as error:
             first = (str(error) or type(error).__name__).splitlines()[0]
             raise DataError(
-                f"{path} cannot be read as {path.suffix}: {first}", hint="the ending says how a file is read; is it the right one?"
+                f"{path} cannot be read as {path.suffix}: {first}",
+                hint="the ending says how a file is read; is it the right one?",
             ) from error
 
     return named
 
 
 def _folder(path: Path, size: Size | None) -> tuple[dict[str, Any], str]:
-    """A folder per class, or images alone (then their names are a field, by which label maps find their images)."""
-    classes = sorted(p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and _images(p))  # .ipynb_checkpoints is no class
-    found = [(p, i) for i, folder in enumerate(classes) for p in _images(folder)] or [(p, 0) for p in _images(path)]
+    """A folder per class, or images alone (then their names are a field, by which label maps find
+    their images).
+    """
+    classes = sorted(
+        p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and _images(p)
+    )  # .ipynb_checkpoints is no class
+    found = [(p, i) for i, folder in enumerate(classes) for p in _images(folder)] or [
+        (p, 0) for p in _images(path)
+    ]
     if not found:
-        raise DataError(f"{path} holds no images", hint=f"a folder per class, or images alone; known endings are {', '.join(IMAGES)}")
+        raise DataError(
+            f"{path} holds no images",
+            hint=f"a folder per class, or images alone; known endings are {', '.join(IMAGES)}",
+        )
     digest = hashlib.sha256()
     for p, _ in found:
         digest.update(_digest(str(p.relative_to(path)).encode(), _bytes_of(p)).encode())
     pictures = Pictures(tuple(p for p, _ in found), size)
-    labels = {"label": np.array([i for _, i in found]), "class": [classes[i].name for _, i in found]} if classes else {}
+    labels = (
+        {"label": np.array([i for _, i in found]), "class": [classes[i].name for _, i in found]}
+        if classes
+        else {}
+    )
     return {"image": pictures, "name": [p.stem for p, _ in found], **labels}, digest.hexdigest()
 
 
@@ -335,41 +475,63 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _digits(split: str) -> tuple[dict[str, Any], str]:
-    """scikit-learn's digits come in the order of their writers: the last fifth, other hands, is the test."""
+    """scikit-learn's digits come in the order of their writers: the last fifth, other hands, is the
+    test.
+    """
     if split not in ("train", "test"):
         raise DataError(f'digits has no split "{split}"', hint="train or test")
     need("sklearn", "experiments")
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    images, labels = np.round(bunch.images * (255 / 16)).astype(np.uint8), bunch.target.astype(np.int64)
+    images, labels = (
+        np.round(bunch.images * (255 / 16)).astype(np.uint8),
+        bunch.target.astype(np.int64),
+    )
     part = slice(0, 1440) if split == "train" else slice(1440, None)
     images, labels = images[part], labels[part]
     return {"image": images, "label": labels}, _digest(images.tobytes(), labels.tobytes())
 
 
 def _hub(uri: str, config: str | None, split: str, size: Size | None) -> tuple[dict[str, Any], str]:
-    """The hub keeps every public data set as parquet too, in its own branch: `config/split/0000.parquet`, and so on."""
+    """The hub keeps every public data set as parquet too, in its own branch:
+    `config/split/0000.parquet`, and so on.
+    """
     need("huggingface_hub", "hub")
     import huggingface_hub as hub
 
     branch = "refs/convert/parquet"
     try:
-        files = sorted(f for f in hub.list_repo_files(uri, repo_type="dataset", revision=branch) if f.endswith(".parquet"))
+        files = sorted(
+            f
+            for f in hub.list_repo_files(uri, repo_type="dataset", revision=branch)
+            if f.endswith(".parquet")
+        )
         configs = sorted({f.split("/")[0] for f in files})
         if config is None and len(configs) > 1:
-            raise DataError(f"the data set {uri} has several configs: {', '.join(configs)}", hint="give open_data a config")
+            raise DataError(
+                f"the data set {uri} has several configs: {', '.join(configs)}",
+                hint="give open_data a config",
+            )
         chosen = [f for f in files if f.startswith(f"{config or ''.join(configs)}/{split}/")]
         if not chosen:
             known = ", ".join(sorted({"/".join(f.split("/")[:2]) for f in files})) or "none"
-            raise DataError(f'the data set {uri} has no split "{split}"' + (f" of {config}" if config else ""), hint=f"config/split: {known}")
-        paths = [Path(hub.hf_hub_download(uri, f, repo_type="dataset", revision=branch)) for f in chosen]
+            raise DataError(
+                f'the data set {uri} has no split "{split}"' + (f" of {config}" if config else ""),
+                hint=f"config/split: {known}",
+            )
+        paths = [
+            Path(hub.hf_hub_download(uri, f, repo_type="dataset", revision=branch)) for f in chosen
+        ]
     except RegaugeError:
         raise
-    except Exception as error:  # no network, no such data set, no rights: the hub's library has an error for each
+    except (
+        Exception
+    ) as error:  # no network, no such data set, no rights: the hub's library has an error for each
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"there is no {uri} on the disk, and the hub did not give it: {first}", hint="give a path, or connect; HF_TOKEN opens gated data"
+            f"there is no {uri} on the disk, and the hub did not give it: {first}",
+            hint="give a path, or connect; HF_TOKEN opens gated data",
         ) from error
     raws = [_bytes_of(p) for p in paths]
     parts = [_reader(p)(raw, p, size) for p, raw in zip(paths, raws, strict=True)]
@@ -378,13 +540,24 @@ def _hub(uri: str, config: str | None, split: str, size: Size | None) -> tuple[d
 
 def _column(values: list[Any], size: Size | None) -> Any:
     """A column as what it is: numbers, encoded images, or texts."""
-    if values and all(isinstance(v, Mapping) and isinstance(v.get("bytes"), bytes) for v in values):  # how the hub stores images
+    if values and all(
+        isinstance(v, Mapping) and isinstance(v.get("bytes"), bytes) for v in values
+    ):  # how the hub stores images
         values = [v["bytes"] for v in values]
     if values and all(isinstance(v, bytes) for v in values):
         return Pictures(tuple(values), size)
     if values and all(isinstance(v, int | float) for v in values):
         return np.array(values)
-    return [v if isinstance(v, str) else json.dumps(v) if isinstance(v, list | dict) else "" if v is None else str(v) for v in values]
+    return [
+        v
+        if isinstance(v, str)
+        else json.dumps(v)
+        if isinstance(v, list | dict)
+        else ""
+        if v is None
+        else str(v)
+        for v in values
+    ]
 
 
 def _typed(texts: list[str]) -> Any:
@@ -400,7 +573,11 @@ def _typed(texts: list[str]) -> Any:
 def _joined(parts: list[Any]) -> Any:
     if isinstance(parts[0], Pictures):
         return replace(parts[0], sources=tuple(s for p in parts for s in p.sources))
-    return np.concatenate(parts) if isinstance(parts[0], np.ndarray) else [v for part in parts for v in part]
+    return (
+        np.concatenate(parts)
+        if isinstance(parts[0], np.ndarray)
+        else [v for part in parts for v in part]
+    )
 
 
 def _rows(values: Any, rows: Any) -> Any:

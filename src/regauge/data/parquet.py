@@ -1,8 +1,9 @@
-"""Footers and page headers of parquet files: how many values and bytes a file becomes, by its pages.
+"""Footers and page headers of parquet files: how many values and bytes a file becomes, by its
+pages.
 
 Arrow allocates what a page's header declares, and reads a page whole. The sums in the file's footer
-may be smaller, so that a file of 535 bytes takes gigabytes: the headers have to be counted first. The
-footer is parsed here too, since pyarrow's view of a damaged one can abort the process.
+may be smaller, so that a file of 535 bytes takes gigabytes: the headers have to be counted first.
+The footer is parsed here too, since pyarrow's view of a damaged one can abort the process.
 
 References:
     - Apache Parquet, parquet.thrift: FileMetaData, ColumnMetaData, PageHeader.
@@ -22,7 +23,9 @@ _BYTE_ARRAY = 6  # the physical type of texts and images
 
 @dataclass(frozen=True)
 class Chunk:
-    """A column of one row group, by the footer: its path, physical type, bytes per value of fixed length, and pages."""
+    """A column of one row group, by the footer: its path, physical type, bytes per value of fixed
+    length, and pages.
+    """
 
     path: str
     is_bytes: bool
@@ -45,7 +48,9 @@ def read_chunks(raw: bytes) -> list[Chunk]:
     if length > len(raw) - 12:
         raise ValueError(f"its footer must have at most {len(raw) - 12} bytes, got {length}")
     footer = _Compact(raw, len(raw) - 8 - length, len(raw) - 8).struct(0)
-    leaves = [_numbers(element, 2)[0] for element in _structs(footer, 2) if not element.get(5)]  # those without children
+    leaves = [
+        _numbers(element, 2)[0] for element in _structs(footer, 2) if not element.get(5)
+    ]  # those without children
     return [chunk for group in _structs(footer, 4) for chunk in _group(group, leaves)]
 
 
@@ -57,11 +62,20 @@ def _group(group: dict[int, Any], leaves: list[int]) -> Iterator[Chunk]:
         kind, values, stored, data, dictionary = _numbers(column, 1, 5, 7, 9, 11)
         start = min(data, dictionary or data)
         path = b".".join(name for name in column.get(3, ()) if isinstance(name, bytes)).decode()
-        yield Chunk(path, kind == _BYTE_ARRAY, max(8, width), _numbers(group, 3)[0], values, start, start + stored)
+        yield Chunk(
+            path,
+            kind == _BYTE_ARRAY,
+            max(8, width),
+            _numbers(group, 3)[0],
+            values,
+            start,
+            start + stored,
+        )
 
 
 def count_pages(raw: bytes, chunk: Chunk) -> tuple[int, int]:
-    """Count the values of the data pages that a reader of a chunk decodes, and the bytes of all its pages when decompressed.
+    """Count the values of the data pages that a reader of a chunk decodes, and the bytes of all its
+    pages when decompressed.
 
     Raises:
         ValueError: A page is damaged, or lies outside of the chunk.
@@ -69,13 +83,17 @@ def count_pages(raw: bytes, chunk: Chunk) -> tuple[int, int]:
     found, size, at = 0, 0, chunk.start
     if not 0 <= chunk.start <= chunk.stop <= len(raw):
         raise ValueError("a column lies outside of the file")
-    while found < chunk.values and at < chunk.stop:  # a reader stops at the page that reaches the footer's number
+    while (
+        found < chunk.values and at < chunk.stop
+    ):  # a reader stops at the page that reaches the footer's number
         reader = _Compact(raw, at, min(chunk.stop, at + _MAX_HEADER))
         header = reader.struct(0)
         inflated, stored = _numbers(header, 2, 3)
         if stored > chunk.stop - reader.at:
             raise ValueError(f"the page at byte {at} lies outside of its column")
-        count = _numbers(_struct(header, 5), 1)[0] + _numbers(_struct(header, 8), 1)[0]  # data of version 1 or 2
+        count = (
+            _numbers(_struct(header, 5), 1)[0] + _numbers(_struct(header, 8), 1)[0]
+        )  # data of version 1 or 2
         found, size, at = found + count, size + inflated, reader.at + stored
     return found, size
 
@@ -150,7 +168,10 @@ class _Compact:
                 return self.take(self.varint())
             case 9 | 10:
                 head = self.take(1)[0]
-                return [self.value(head & 15, depth + 1) for _ in range(head >> 4 if head >> 4 < 15 else self.varint())]
+                return [
+                    self.value(head & 15, depth + 1)
+                    for _ in range(head >> 4 if head >> 4 < 15 else self.varint())
+                ]
             case 12:
                 return self.struct(depth + 1)
         raise ValueError(f"its metadata have a field of type {kind}")

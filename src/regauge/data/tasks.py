@@ -1,7 +1,8 @@
-"""Tasks: from data to batches, and from logits to numbers. Everything here is a function of a task's parameters and its data.
+"""Tasks: from data to batches, and from logits to numbers. Everything here is a function of a
+task's parameters and its data.
 
-A task's parameters are plain JSON: {"kind": "images", ...}. `prepare` makes examples of them; a batch is what a model's forward is given, and the
-labels of its logits.
+A task's parameters are plain JSON: {"kind": "images", ...}. `prepare` makes examples of them; a
+batch is what a model's forward is given, and the labels of its logits.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ Parameters = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Examples by number: `batch(rows)` is (arguments of forward by name, labels). `classes` is how many a label can be.
-    Logits have one row for each example, or are `dense` (classes come second), `causal` (a token predicts the next), or of `tokens` (each its own).
-    With `multi` a label is several answers, yes or no each (`classes` of them), and accuracy is their mean.
+    """Examples by number: `batch(rows)` is (arguments of forward by name, labels). `classes` is how
+    many a label can be. Logits have one row for each example, or are `dense` (classes come second),
+    `causal` (a token predicts the next), or of `tokens` (each its own). With `multi` a label is
+    several answers, yes or no each (`classes` of them), and accuracy is their mean.
     """
 
     count: int
@@ -52,7 +54,9 @@ class Examples:
 
 
 def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -> Examples:
-    """Examples of a task. Texts need a tokenizer: a tokenizer.json, or what transformers' AutoTokenizer knows."""
+    """Examples of a task. Texts need a tokenizer: a tokenizer.json, or what transformers'
+    AutoTokenizer knows.
+    """
     match task["kind"]:
         case "images":
             return _images(task, data)
@@ -66,12 +70,15 @@ def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -
             return _text(task, data, tokenizer)
         case "masked":
             return _masked(task, data, tokenizer)
-    raise DataError(f'there is no task "{task["kind"]}"', hint="images, scenes, maps, reviews, text or masked")
+    raise DataError(
+        f'there is no task "{task["kind"]}"', hint="images, scenes, maps, reviews, text or masked"
+    )
 
 
 def fitted(task: Parameters, data: Data) -> Data:
-    """The data with images of one colour, where the task has a mean for each of three, and of one size, where the task has one and they differ:
-    they are still decoded when they are looked at."""
+    """The data with images of one colour, where the task has a mean for each of three, and of one
+    size, where the task has one and they differ: they are still decoded when they are looked at.
+    """
     held = data["image"]
     if not isinstance(held, Pictures):
         return data
@@ -83,23 +90,31 @@ def fitted(task: Parameters, data: Data) -> Data:
 
 
 def coloured(module: torch.nn.Module, data: Data) -> Data:
-    """The data with images of as many channels as the model reads, if it says so: grey ones as RGB, and RGB as grey."""
+    """The data with images of as many channels as the model reads, if it says so: grey ones as RGB,
+    and RGB as grey.
+    """
     held, channels = data.fields.get("image"), channels_of(module)
     if held is None or channels not in (1, 3):
         return data
     if isinstance(held, Pictures):
         held = replace(held, colour="L" if channels == 1 else "RGB")
     elif isinstance(held, np.ndarray) and held.ndim == 3 and channels == 3:
-        held = np.broadcast_to(held[..., None], (*held.shape, 3))  # a view: nothing is copied before it is looked at
+        held = np.broadcast_to(
+            held[..., None], (*held.shape, 3)
+        )  # a view: nothing is copied before it is looked at
     elif isinstance(held, np.ndarray) and held.ndim == 4 and held.shape[-1] == 3 and channels == 1:
-        held = np.round(held @ np.array([0.299, 0.587, 0.114], np.float32)).astype(np.uint8)  # ITU-R 601, as PIL has it
+        held = np.round(held @ np.array([0.299, 0.587, 0.114], np.float32)).astype(
+            np.uint8
+        )  # ITU-R 601, as PIL has it
     return replace(data, fields={**data.fields, "image": held})
 
 
 def _images(task: Parameters, data: Data) -> Examples:
-    """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` (one number, or height and width) makes every image that
-    large. Labels that are words are numbered by their place in `names`. `attributes` are fields that say yes or no (1, or 0 or -1): each image then
-    has all of them for a label, as it has where the labels are rows of such numbers."""
+    """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` (one
+    number, or height and width) makes every image that large. Labels that are words are numbered by
+    their place in `names`. `attributes` are fields that say yes or no (1, or 0 or -1): each image
+    then has all of them for a label, as it has where the labels are rows of such numbers.
+    """
     pictures = fitted(task, data)["image"]
     found = _labels(task, data) if task.get("labelled", True) else np.zeros(len(data), np.int64)
     multi = found.ndim == 2
@@ -123,13 +138,18 @@ def _labels(task: Parameters, data: Data) -> Any:
         unknown = sorted(set(given.tolist()) - number.keys())
         if unknown:
             known = ", ".join(number) or "none"
-            raise DataError(f'{data.name} has the label "{unknown[0]}", which the model does not know', hint=f"its classes by name: {known}")
+            raise DataError(
+                f'{data.name} has the label "{unknown[0]}", which the model does not know',
+                hint=f"its classes by name: {known}",
+            )
         return np.array([number[name] for name in given.tolist()], np.int64)
     return given.astype(np.int64)
 
 
 def _part(task: Parameters, n: int) -> Any:
-    """The rows of a task's `part` = [from, to], as shares of the rows in an order drawn once and for all; without one, all rows."""
+    """The rows of a task's `part` = [from, to], as shares of the rows in an order drawn once and
+    for all; without one, all rows.
+    """
     if "part" not in task:
         return np.arange(n)
     begin, end = (round(share * n) for share in task["part"])
@@ -144,18 +164,25 @@ def _normal(pixels: Any, task: Parameters) -> Tensor:
     mean, std = (torch.tensor(task[name]).view(1, -1, 1, 1) for name in ("mean", "std"))
     x = (x - mean) / std
     size = x.shape[-2:] if task.get("size") is None else pair_of(task["size"])
-    return x if size == x.shape[-2:] else F.interpolate(x, size, mode="bilinear", align_corners=False)
+    return (
+        x if size == x.shape[-2:] else F.interpolate(x, size, mode="bilinear", align_corners=False)
+    )
 
 
 def _scenes(task: Parameters, data: Data) -> Examples:
-    """Pixel labels from labelled images: each scene is a board of tiles, some of which hold one image, `piece` pixels wide and at a place of its own.
-    A pixel's class is that of the image it belongs to (+1), where that is brighter than a quarter; all else is background, 0."""
+    """Pixel labels from labelled images: each scene is a board of tiles, some of which hold one
+    image, `piece` pixels wide and at a place of its own. A pixel's class is that of the image it
+    belongs to (+1), where that is brighter than a quarter; all else is background, 0.
+    """
     tiles, side, piece, count = task["tiles"], task["side"], task["piece"], task["count"]
     pictures = torch.from_numpy(np.asarray(data["image"])).float()[:, None] / 255
     small = F.interpolate(pictures, (piece, piece), mode="area")[:, 0].numpy()
     draw = np.random.default_rng(task["seed"])
     span, height = side // tiles, piece
-    scenes, maps = np.zeros((count, side, side), np.float32), np.zeros((count, side, side), np.int64)
+    scenes, maps = (
+        np.zeros((count, side, side), np.float32),
+        np.zeros((count, side, side), np.int64),
+    )
     for scene, truth in zip(scenes, maps, strict=True):
         for row in range(tiles):
             for column in range(tiles):
@@ -167,36 +194,60 @@ def _scenes(task: Parameters, data: Data) -> Examples:
                     column * span + draw.integers(span - height + 1),
                 )
                 here = np.s_[top : top + height, left : left + height]
-                scene[here], truth[here] = small[i], np.where(small[i] > 0.25, int(data["label"][i]) + 1, 0)
-    pixels, labels = (torch.from_numpy(scenes)[:, None] - task["mean"][0]) / task["std"][0], torch.from_numpy(maps)
-    return Examples(count, int(task["classes"]), lambda rows: ({"pixel_values": pixels[rows]}, labels[rows]), dense=True)
+                scene[here], truth[here] = (
+                    small[i],
+                    np.where(small[i] > 0.25, int(data["label"][i]) + 1, 0),
+                )
+    pixels, labels = (
+        (torch.from_numpy(scenes)[:, None] - task["mean"][0]) / task["std"][0],
+        torch.from_numpy(maps),
+    )
+    return Examples(
+        count,
+        int(task["classes"]),
+        lambda rows: ({"pixel_values": pixels[rows]}, labels[rows]),
+        dense=True,
+    )
 
 
 def _maps(task: Parameters, data: Data) -> Examples:
-    """Images and label maps of the same size (ADE20k): fields "image" and "map"; the map's 0 is no class and counts nowhere."""
+    """Images and label maps of the same size (ADE20k): fields "image" and "map"; the map's 0 is no
+    class and counts nowhere.
+    """
     pictures, maps = fitted(task, data)["image"], data["map"]
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
         labels = torch.from_numpy(maps.array(rows).astype(np.int64)) - 1
-        return {"pixel_values": _normal(pictures.array(rows), task)}, torch.where(labels < 0, -100, labels)
+        return {"pixel_values": _normal(pictures.array(rows), task)}, torch.where(
+            labels < 0, -100, labels
+        )
 
     return Examples(len(data), int(task["classes"]), batch, dense=True)
 
 
 def _reviews(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
-    """Texts and one label each, padded to the longest of the batch. `first` is a token put in front (BERT reads its place), `pad` fills up. Two
-    texts (`premise` and `hypothesis`) follow each other with `pad` between; with `special` the tokenizer puts its own marks, and what is cut to
-    `length` keeps that of the end (BART reads its answer there). Rows whose label is negative are left out, as SNLI's own page asks. Where the task
-    is not `labelled`, labels are not read."""
+    """Texts and one label each, padded to the longest of the batch. `first` is a token put in front
+    (BERT reads its place), `pad` fills up. Two texts (`premise` and `hypothesis`) follow each other
+    with `pad` between; with `special` the tokenizer puts its own marks, and what is cut to `length`
+    keeps that of the end (BART reads its answer there). Rows whose label is negative are left out,
+    as SNLI's own page asks. Where the task is not `labelled`, labels are not read.
+    """
     given = data["label"] if task.get("labelled", True) else [0] * len(data)
     keep = [i for i in _part(task, len(data)) if int(given[i]) >= 0]
     texts = [data["text"]] if "text" in data.fields else [data["premise"], data["hypothesis"]]
-    parts = [encode(tokenizer, [field[i] for i in keep], special=bool(task.get("special"))) for field in texts]
+    parts = [
+        encode(tokenizer, [field[i] for i in keep], special=bool(task.get("special")))
+        for field in texts
+    ]
     first = [] if task.get("first") is None else [task["first"]]
     pad, length = task["pad"], task["length"]
     ids = [first + _with(pad, row) for row in zip(*parts, strict=True)]
     long = next((i for i, row in enumerate(ids) if len(row) > length), None)
-    end = around(tokenizer, texts[-1][keep[long]])[1] if task.get("special") and long is not None else []
+    end = (
+        around(tokenizer, texts[-1][keep[long]])[1]
+        if task.get("special") and long is not None
+        else []
+    )
     ids = [row if len(row) <= length else row[: max(length - len(end), 0)] + end for row in ids]
     labels = torch.tensor([int(given[i]) for i in keep])
 
@@ -218,24 +269,46 @@ def _with(between: int, rows: tuple[list[int], ...]) -> list[int]:
 
 
 def _text(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
-    """One running text in windows of `length` tokens, one every `stride` (by default side by side); `part` = [from, to] as shares of its characters.
-    All but a window's first are predicted."""
+    """One running text in windows of `length` tokens, one every `stride` (by default side by side);
+    `part` = [from, to] as shares of its characters. All but a window's first are predicted.
+    """
     windows = _windows(task, data, tokenizer, task["length"])
-    return Examples(len(windows), int(task["classes"]), lambda rows: ({"input_ids": windows[rows]}, windows[rows]), causal=True)
+    return Examples(
+        len(windows),
+        int(task["classes"]),
+        lambda rows: ({"input_ids": windows[rows]}, windows[rows]),
+        causal=True,
+    )
 
 
 def _masked(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
-    """One running text in windows, each between the tokenizer's own marks; of every window a `share` of tokens (0.15), drawn once and for all, is
-    replaced by the mask, and these are predicted."""
+    """One running text in windows, each between the tokenizer's own marks; of every window a
+    `share` of tokens (0.15), drawn once and for all, is replaced by the mask, and these are
+    predicted.
+    """
     before, after, mask = marks(tokenizer)
     inner = _windows(task, data, tokenizer, task["length"] - len(before) - len(after))
     draw = torch.Generator().manual_seed(int(task.get("seed", 0)))
     hidden = torch.rand(inner.shape, generator=draw) < task.get("share", 0.15)
     hidden[~hidden.any(1), 0] = True  # at least one of each
-    ends = [torch.tensor(marks, dtype=torch.long).expand(len(inner), -1) for marks in (before, after)]
+    ends = [
+        torch.tensor(marks, dtype=torch.long).expand(len(inner), -1) for marks in (before, after)
+    ]
     ids = torch.cat([ends[0], inner.masked_fill(hidden, mask), ends[1]], 1)
-    labels = torch.cat([torch.full_like(ends[0], -100), inner.masked_fill(~hidden, -100), torch.full_like(ends[1], -100)], 1)
-    return Examples(len(ids), int(task["classes"]), lambda rows: ({"input_ids": ids[rows]}, labels[rows]), tokens=True)
+    labels = torch.cat(
+        [
+            torch.full_like(ends[0], -100),
+            inner.masked_fill(~hidden, -100),
+            torch.full_like(ends[1], -100),
+        ],
+        1,
+    )
+    return Examples(
+        len(ids),
+        int(task["classes"]),
+        lambda rows: ({"input_ids": ids[rows]}, labels[rows]),
+        tokens=True,
+    )
 
 
 def _windows(task: Parameters, data: Data, tokenizer: Path | str | None, length: int) -> Tensor:
@@ -244,9 +317,15 @@ def _windows(task: Parameters, data: Data, tokenizer: Path | str | None, length:
     begin, end = (round(share * len(whole)) for share in task.get("part", (0, 1)))
     ids = encode(tokenizer, [whole[begin:end]])[0][: task.get("tokens")]
     if len(ids) < length:
-        raise DataError(f"{data.name} has {len(ids)} tokens, fewer than one window of {length}", hint="give more text, or a smaller length")
+        raise DataError(
+            f"{data.name} has {len(ids)} tokens, fewer than one window of {length}",
+            hint="give more text, or a smaller length",
+        )
     if max(ids) >= task["classes"]:
-        raise DataError(f"the tokenizer gives the token {max(ids)}, and the model knows {task['classes']}", hint="is it this model's tokenizer?")
+        raise DataError(
+            f"the tokenizer gives the token {max(ids)}, and the model knows {task['classes']}",
+            hint="is it this model's tokenizer?",
+        )
     return torch.tensor(ids).unfold(0, length, task.get("stride", length))
 
 
@@ -256,7 +335,9 @@ def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def answer_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-    """The logits, and what a model that is wrapped for its training adds to the loss, if it adds anything."""
+    """The logits, and what a model that is wrapped for its training adds to the loss, if it adds
+    anything.
+    """
     out = model(inputs["pixel_values"]) if "pixel_values" in inputs else model(**inputs)
     return (out, None) if isinstance(out, Tensor) else (out.logits, getattr(out, "extra", None))
 
@@ -273,7 +354,9 @@ def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def measures(examples: Examples, confusion: Tensor, nats: float) -> dict[str, float]:
-    """What a table reports, from the confusion matrix [truth, guess] of all examples or pixels, or from the mean nats of a next token."""
+    """What a table reports, from the confusion matrix [truth, guess] of all examples or pixels, or
+    from the mean nats of a next token.
+    """
     if examples.causal:
         return {"perplexity": float(np.exp(min(nats, 700.0))), "nats": nats}
     table = confusion.double()
@@ -290,7 +373,9 @@ def measures(examples: Examples, confusion: Tensor, nats: float) -> dict[str, fl
 
 
 def chances(examples: Examples, confusion: Tensor) -> dict[str, float]:
-    """What a guess without looking gets: the commonest class for pixels, any class for examples, every token alike for texts."""
+    """What a guess without looking gets: the commonest class for pixels, any class for examples,
+    every token alike for texts.
+    """
     if examples.causal:
         return {"perplexity": float(examples.classes)}
     if not examples.dense:
@@ -312,25 +397,42 @@ def task_of(
     labelled: bool = True,
     attributes: Sequence[str] = (),
 ) -> tuple[dict[str, Any], Path | str | None]:
-    """What a model does with data, read off its class and config: the task's parameters, and the tokenizer for texts.
+    """What a model does with data, read off its class and config: the task's parameters, and the
+    tokenizer for texts.
 
-    A language model reads texts; a classifier of texts needs texts and labels, one of images needs images and labels. Where no loss is wanted,
-    nothing need be `labelled`, and any model will do. `beside` is the folder that the model came from: its tokenizer and its
-    preprocessor_config.json are used where nothing else is given. `length` is in tokens. `attributes` are fields with several answers to each image.
+    A language model reads texts; a classifier of texts needs texts and labels, one of images needs
+    images and labels. Where no loss is wanted, nothing need be `labelled`, and any model will do.
+    `beside` is the folder that the model came from: its tokenizer and its preprocessor_config.json
+    are used where nothing else is given. `length` is in tokens. `attributes` are fields with
+    several answers to each image.
     """
     config, name = getattr(module, "config", None), type(module).__name__
     if reads_images(module):
         classes = getattr(module, "num_classes", None) if config is None else config.num_labels
-        if labelled and (not classes or (config is not None and not name.endswith("ForImageClassification"))):
-            raise DataError(f"{name} gives no classes of images, so that there is no loss to measure", hint="give a model ...ForImageClassification")
+        if labelled and (
+            not classes or (config is not None and not name.endswith("ForImageClassification"))
+        ):
+            raise DataError(
+                f"{name} gives no classes of images, so that there is no loss to measure",
+                hint="give a model ...ForImageClassification",
+            )
         _require(data, name, "image", *(attributes or ["label"] if labelled else []))
         mean, std = _normalisation(beside, mean, std, module)
         size = size_of(module) or _size_beside(beside, data)
         side = size if size is None else size[0] if size[0] == size[1] else list(size)
-        task = {"kind": "images", "classes": int(classes or 0), "mean": list(mean), "std": list(std), "size": side}
+        task = {
+            "kind": "images",
+            "classes": int(classes or 0),
+            "mean": list(mean),
+            "std": list(std),
+            "size": side,
+        }
         if labelled and attributes:
             if len(attributes) != classes:
-                raise DataError(f"{len(attributes)} attributes are named, and the model answers {classes}", hint="is it this model's data?")
+                raise DataError(
+                    f"{len(attributes)} attributes are named, and the model answers {classes}",
+                    hint="is it this model's data?",
+                )
             return task | {"attributes": list(attributes)}, None
         if labelled and np.asarray(data["label"]).dtype.kind in "US":
             named = getattr(config, "id2label", None) or {}
@@ -340,10 +442,17 @@ def task_of(
             _require_all_labels(data)
         return task | ({} if labelled else {"labelled": False}), None
     if tokenizer is None:
-        found = [] if beside is None else [beside / "tokenizer.json", beside / "tokenizer_config.json"]
-        tokenizer = next((p if p.name == "tokenizer.json" else p.parent for p in found if p.exists()), None)
+        found = (
+            [] if beside is None else [beside / "tokenizer.json", beside / "tokenizer_config.json"]
+        )
+        tokenizer = next(
+            (p if p.name == "tokenizer.json" else p.parent for p in found if p.exists()), None
+        )
     if tokenizer is None:
-        raise DataError(f"{name} reads tokens, and there is no tokenizer beside it", hint="--tokenizer FILE (a tokenizer.json), a folder or a hub id")
+        raise DataError(
+            f"{name} reads tokens, and there is no tokenizer beside it",
+            hint="--tokenizer FILE (a tokenizer.json), a folder or a hub id",
+        )
     assert config is not None
     length = min(length or 256, _places(config))
     if name.endswith(("ForCausalLM", "LMHeadModel")):
@@ -357,32 +466,64 @@ def task_of(
         if labelled:
             _require_labels(data, int(config.num_labels))
         pad = config.pad_token_id if config.pad_token_id is not None else 0
-        reads = {"kind": "reviews", "classes": int(config.num_labels), "length": length, "pad": int(pad), "special": True}
+        reads = {
+            "kind": "reviews",
+            "classes": int(config.num_labels),
+            "length": length,
+            "pad": int(pad),
+            "special": True,
+        }
         return reads | ({} if labelled else {"labelled": False}), tokenizer
-    raise DataError(f"there is no loss for a {name} here", hint="known are language models, and classifiers of texts and of images")
+    raise DataError(
+        f"there is no loss for a {name} here",
+        hint="known are language models, and classifiers of texts and of images",
+    )
 
 
-# Kinds of models that count places from behind the padding token's: that many rows of their tables are no places.
+# Kinds of models that count places from behind the padding token's: that many rows of their tables
+# are no places.
 _BEHIND_PADDING = frozenset(
-    ("camembert", "data2vec-text", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod")
+    (
+        "camembert",
+        "data2vec-text",
+        "ibert",
+        "longformer",
+        "luke",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    )
 )
 
 
 def _places(config: Any) -> int:
     """How many tokens a model has places for."""
     rows = int(getattr(config, "max_position_embeddings", None) or 512)
-    return rows - (config.pad_token_id or 0) - 1 if getattr(config, "model_type", None) in _BEHIND_PADDING else rows
+    return (
+        rows - (config.pad_token_id or 0) - 1
+        if getattr(config, "model_type", None) in _BEHIND_PADDING
+        else rows
+    )
 
 
-def read_examples(module: torch.nn.Module, data: Data, **how: Any) -> tuple[Examples, dict[str, Any]]:
-    """Data as a model reads them, and its task: `task_of`, which says what may be given, and `prepare`."""
+def read_examples(
+    module: torch.nn.Module, data: Data, **how: Any
+) -> tuple[Examples, dict[str, Any]]:
+    """Data as a model reads them, and its task: `task_of`, which says what may be given, and
+    `prepare`.
+    """
     if reads_images(module):
         data = coloured(module, data)
     task, reader = task_of(module, data, **how)
     return prepare(task, data, reader), task
 
 
-def batches_of(examples: Examples, count: int, seed: int, batch: int = 16) -> list[tuple[dict[str, Tensor], Tensor]]:
+def batches_of(
+    examples: Examples, count: int, seed: int, batch: int = 16
+) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Some of the examples, drawn by a seed, in batches of inputs and labels."""
     rows = np.sort(np.random.default_rng(seed).permutation(len(examples))[:count])
     return [examples.batch(rows[i : i + batch]) for i in range(0, len(rows), batch)]
@@ -392,8 +533,10 @@ def _require(data: Data, name: str, *fields: str) -> None:
     missing = [f for f in fields if f not in data.fields]
     if missing:
         raise DataError(
-            f"a {name} needs the field{'s' * (len(missing) > 1)} {' and '.join(repr(f) for f in missing)}, which {data.name} has not",
-            hint=f"it has {', '.join(map(repr, data.fields))}; name yours with --field {missing[0]}=NAME",
+            f"a {name} needs the field{'s' * (len(missing) > 1)} "
+            f"{' and '.join(repr(f) for f in missing)}, which {data.name} has not",
+            hint=f"it has {', '.join(map(repr, data.fields))}; name yours with --field "
+            f"{missing[0]}=NAME",
         )
 
 
@@ -402,65 +545,96 @@ def _require_labels(data: Data, classes: int) -> None:
         labels = np.asarray(data["label"]).astype(np.int64)
     except ValueError as error:
         raise DataError(
-            f'the field "label" of {data.name} holds no numbers', hint="labels are 0, 1, ... in the order of the model's classes"
+            f'the field "label" of {data.name} holds no numbers',
+            hint="labels are 0, 1, ... in the order of the model's classes",
         ) from error
     if labels.ndim == 2 and labels.shape[1] != classes:
-        raise DataError(f"{data.name} has {labels.shape[1]} answers to each example, and the model {classes}", hint="is it this model's data?")
+        raise DataError(
+            f"{data.name} has {labels.shape[1]} answers to each example, and the model {classes}",
+            hint="is it this model's data?",
+        )
     if labels.size and ((labels.ndim == 1 and labels.max() >= classes) or labels.min() < -1):
         raise DataError(
-            f"{data.name} has the labels {labels.min()} to {labels.max()}, and the model {classes} classes", hint="is it this model's data?"
+            f"{data.name} has the labels {labels.min()} to {labels.max()}, and the model "
+            f"{classes} classes",
+            hint="is it this model's data?",
         )
 
 
 def _require_all_labels(data: Data) -> None:
-    """No -1, by which data sets mark what has no label. Of texts such rows are left out (`_reviews`); in rows of answers it says no."""
+    """No -1, by which data sets mark what has no label. Of texts such rows are left out
+    (`_reviews`); in rows of answers it says no.
+    """
     labels = np.asarray(data["label"]).astype(np.int64)
     without = np.flatnonzero(labels == -1) if labels.ndim == 1 else labels[:0]
     if len(without):
         raise DataError(
-            f"{len(without)} of {len(labels)} rows of {data.name} have the label -1, row {without[0]} the first, and there is no such class",
+            f"{len(without)} of {len(labels)} rows of {data.name} have the label -1, row "
+            f"{without[0]} the first, and there is no such class",
             hint="leave these rows out",
         )
 
 
-def _normalisation(beside: Path | None, mean: Any, std: Any, module: torch.nn.Module) -> list[list[float]]:
-    """Mean and std as given; what is not, from the file beside the model, or from timm's pretrained_cfg."""
+def _normalisation(
+    beside: Path | None, mean: Any, std: Any, module: torch.nn.Module
+) -> list[list[float]]:
+    """Mean and std as given; what is not, from the file beside the model, or from timm's
+    pretrained_cfg.
+    """
     timm = getattr(module, "pretrained_cfg", None)
     found, where = dict(timm) if timm else {}, "the {} in the model's pretrained_cfg"
     path = None if beside is None else beside / "preprocessor_config.json"
     if path is not None and path.exists() and not (mean and std):
         try:
             about = load_json(path.read_text())
-            found = {"mean": about["image_mean"], "std": about["image_std"]} if about.get("do_normalize", True) else {"mean": [0.0], "std": [1.0]}
+            found = (
+                {"mean": about["image_mean"], "std": about["image_std"]}
+                if about.get("do_normalize", True)
+                else {"mean": [0.0], "std": [1.0]}
+            )
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} does not say how images are normalised: {error!r}", hint="--mean and --std say it") from error
+            raise DataError(
+                f"{path} does not say how images are normalised: {error!r}",
+                hint="--mean and --std say it",
+            ) from error
         where = f"the image_{{}} of {path}"
     names = ["--mean" if mean else where.format("mean"), "--std" if std else where.format("std")]
     mean, std = (given or found.get(name) for given, name in ((mean, "mean"), (std, "std")))
     if mean is None or std is None:
         raise DataError(
-            "nothing says how the model's images are normalised", hint="--mean 0.5 --std 0.5, say; or put preprocessor_config.json beside it"
+            "nothing says how the model's images are normalised",
+            hint="--mean 0.5 --std 0.5, say; or put preprocessor_config.json beside it",
         )
     mean, std = ([x] if isinstance(x, int | float) else list(x) for x in (mean, std))
     channels = channels_of(module)
     for name, numbers in zip(names, (mean, std), strict=True):
         if channels is not None and len(numbers) not in (1, channels):
             raise DataError(
-                f"{name} has {len(numbers)} numbers, and the model reads {channels} channel{'s' * (channels > 1)}",
+                f"{name} has {len(numbers)} numbers, and the model reads {channels} "
+                f"channel{'s' * (channels > 1)}",
                 hint="--mean and --std take one number, or one for each channel",
             )
         if not np.isfinite(numbers).all():
-            raise DataError(f"{name} is {', '.join(map(str, numbers))}, which is not finite", hint="pixels are 0 to 1: --mean 0.5 --std 0.5, say")
+            raise DataError(
+                f"{name} is {', '.join(map(str, numbers))}, which is not finite",
+                hint="pixels are 0 to 1: --mean 0.5 --std 0.5, say",
+            )
     if min(std) <= 0:
-        raise DataError(f"{names[1]} is {', '.join(map(str, std))}, and pixels are divided by it", hint="give numbers above 0: --std 0.5, say")
+        raise DataError(
+            f"{names[1]} is {', '.join(map(str, std))}, and pixels are divided by it",
+            hint="give numbers above 0: --std 0.5, say",
+        )
     longest = max(len(mean), len(std))
     return [x * longest if len(x) == 1 and longest > 1 else x for x in (mean, std)]
 
 
 def size_of(module: torch.nn.Module) -> tuple[int, int] | None:
-    """Height and width of the images that a model reads, if it says so. timm's pretrained_cfg tells of the weights that it once loaded: what the
-    model itself was made for goes before."""
-    said = getattr(getattr(module, "config", None), "image_size", None) or getattr(getattr(module, "patch_embed", None), "img_size", None)
+    """Height and width of the images that a model reads, if it says so. timm's pretrained_cfg tells
+    of the weights that it once loaded: what the model itself was made for goes before.
+    """
+    said = getattr(getattr(module, "config", None), "image_size", None) or getattr(
+        getattr(module, "patch_embed", None), "img_size", None
+    )
     size = said or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
     return pair_of(size) if size else None
 
@@ -472,7 +646,9 @@ def pair_of(size: int | Sequence[int]) -> tuple[int, int]:
 
 
 def _size_beside(beside: Path | None, data: Data) -> tuple[int, int] | None:
-    """What preprocessor_config.json makes of images of different sizes, for a model that takes any; None where they have one."""
+    """What preprocessor_config.json makes of images of different sizes, for a model that takes any;
+    None where they have one.
+    """
     held = data["image"]
     if not isinstance(held, Pictures) or held.size is not None or len(held.sizes) < 2:
         return None
@@ -480,22 +656,31 @@ def _size_beside(beside: Path | None, data: Data) -> tuple[int, int] | None:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         about = load_json(path.read_text()) if path is not None else {}
         size: Any = about.get("crop_size") or about.get("size")
-        return pair_of((size["height"], size["width"]) if "height" in size else size["shortest_edge"]) if isinstance(size, dict) else pair_of(size)
+        return (
+            pair_of((size["height"], size["width"]) if "height" in size else size["shortest_edge"])
+            if isinstance(size, dict)
+            else pair_of(size)
+        )
     told = " and ".join(f"{h} x {w}" for h, w in (min(held.sizes), max(held.sizes)))
     raise DataError(
-        f"the images of {data.name} have different sizes ({told}), and the model does not say which it reads",
+        f"the images of {data.name} have different sizes ({told}), and the model does not say "
+        "which it reads",
         hint='make them one size, or put preprocessor_config.json with "size" beside the model',
     )
 
 
 def reads_images(module: torch.nn.Module) -> bool:
     """Whether a model reads images: timm's, which have no config, all do."""
-    return getattr(module, "config", None) is None or "pixel_values" in inspect.signature(module.forward).parameters
+    return (
+        getattr(module, "config", None) is None
+        or "pixel_values" in inspect.signature(module.forward).parameters
+    )
 
 
 def channels_of(module: torch.nn.Module) -> int | None:
-    """How many channels the images have that a model reads, if it says so: its config, or the first convolution, unless that reads more than images
-    have (TResNet's reads whole blocks of pixels)."""
+    """How many channels the images have that a model reads, if it says so: its config, or the first
+    convolution, unless that reads more than images have (TResNet's reads whole blocks of pixels).
+    """
     said = getattr(getattr(module, "config", None), "num_channels", None)
     if said:
         return int(said)

@@ -1,4 +1,6 @@
-"""Texts into tokens and back: a tokenizer is a tokenizer.json, or what transformers' AutoTokenizer knows (a folder, a hub id)."""
+"""Texts into tokens and back: a tokenizer is a tokenizer.json, or what transformers' AutoTokenizer
+knows (a folder, a hub id).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def encode(tokenizer: Source | None, texts: list[str], special: bool = False) ->
         with _running(tokenizer):
             return [e.ids for e in known.encode_batch(texts, add_special_tokens=special)]
     found = open_tokenizer(tokenizer)
-    return [list(found(text, add_special_tokens=special, verbose=False)["input_ids"]) for text in texts]
+    return [
+        list(found(text, add_special_tokens=special, verbose=False)["input_ids"]) for text in texts
+    ]
 
 
 def decode(tokenizer: Source, ids: list[int]) -> str:
@@ -35,7 +39,9 @@ def decode(tokenizer: Source, ids: list[int]) -> str:
     known = open_tokenizer(tokenizer)
     from tokenizers import decoders
 
-    known.decoder = known.decoder or decoders.ByteLevel()  # some files leave out how bytes become text again
+    known.decoder = (
+        known.decoder or decoders.ByteLevel()
+    )  # some files leave out how bytes become text again
     with _running(tokenizer):
         return str(known.decode(ids, skip_special_tokens=False))
 
@@ -54,17 +60,29 @@ def marks(tokenizer: Source | None) -> tuple[list[int], list[int], int]:
     if _is_file(tokenizer):
         found = parse_json(read_document(Path(tokenizer), VOCABULARY_BYTES), tokenizer, DataError)
         with _running(tokenizer):
-            mask = next((int(t["id"]) for t in found.get("added_tokens") or [] if t["content"].strip("[]<>").lower() == "mask"), None)
+            mask = next(
+                (
+                    int(t["id"])
+                    for t in found.get("added_tokens") or []
+                    if t["content"].strip("[]<>").lower() == "mask"
+                ),
+                None,
+            )
     else:
         mask = open_tokenizer(tokenizer).mask_token_id
     if mask is None:
-        raise DataError(f"{tokenizer} has no mask, so that nothing can be hidden", hint="give the tokenizer that the masked model was trained with")
+        raise DataError(
+            f"{tokenizer} has no mask, so that nothing can be hidden",
+            hint="give the tokenizer that the masked model was trained with",
+        )
     return before, after, mask
 
 
 def _required(tokenizer: Source | None) -> Source:
     if tokenizer is None:
-        raise DataError("texts need a tokenizer", hint="name one: a tokenizer.json, a folder or a hub id")
+        raise DataError(
+            "texts need a tokenizer", hint="name one: a tokenizer.json, a folder or a hub id"
+        )
     return tokenizer
 
 
@@ -73,7 +91,8 @@ def _is_file(tokenizer: Source) -> bool:
 
 
 def open_tokenizer(source: Source) -> Any:
-    """Open a tokenizer: of the tokenizers library for a .json file, of the transformers library for a folder or a hub id.
+    """Open a tokenizer: of the tokenizers library for a .json file, of the transformers library for
+    a folder or a hub id.
 
     No code of a checkpoint is run.
 
@@ -86,13 +105,19 @@ def open_tokenizer(source: Source) -> Any:
 
 @contextlib.contextmanager
 def _running(tokenizer: Source) -> Iterator[None]:
-    """Turn whatever the tokenizers library runs into, which raises plain Exceptions and panics, into one error."""
+    """Turn whatever the tokenizers library runs into, which raises plain Exceptions and panics,
+    into one error.
+    """
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's, which is no Exception
+        if (
+            not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+        ):  # Rust's, which is no Exception
             raise
-        raise DataError(f"{tokenizer} is no tokenizer: {error}", hint="give a tokenizer.json") from error
+        raise DataError(
+            f"{tokenizer} is no tokenizer: {error}", hint="give a tokenizer.json"
+        ) from error
 
 
 def _from_file(tokenizer: Source) -> Any:
@@ -114,7 +139,11 @@ def _from_library(tokenizer: Source) -> Any:
         if "trust_remote_code" in str(error):
             raise CustomCodeError(
                 f"the tokenizer {tokenizer} needs custom code, which regauge never runs",
-                hint="give a tokenizer.json; or load it in Python, after reading its code, and pass it or its token ids",
+                hint="give a tokenizer.json; or load it in Python, after reading its code, and "
+                "pass it or its token ids",
             ) from error
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"there is no tokenizer {tokenizer} here: {first}", hint="give a folder, or connect to the hub") from error
+        raise DataError(
+            f"there is no tokenizer {tokenizer} here: {first}",
+            hint="give a folder, or connect to the hub",
+        ) from error

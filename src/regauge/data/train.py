@@ -1,7 +1,9 @@
-"""The training loop: seeded batches, a warm-up and cosine schedule, augmentation, saved state and exact resumption.
+"""The training loop: seeded batches, a warm-up and cosine schedule, augmentation, saved state and
+exact resumption.
 
-Training is a function of its parameters alone: batches, learning rates, augmentation and dropout depend on the seed and the step. An interrupted run
-resumes as if it had not stopped, and two runs with one seed see the same batches in the same order.
+Training is a function of its parameters alone: batches, learning rates, augmentation and dropout
+depend on the seed and the step. An interrupted run resumes as if it had not stopped, and two runs
+with one seed see the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def descend(
     """Train a model in place by a recipe.
 
     Args:
-        recipe: `optimizer` with its `rate` (and `more` arguments), `batch`, `epochs` or `steps`, `dtype`; optionally `warmup` (share of the steps),
+        recipe: `optimizer` with its `rate` (and `more` arguments), `batch`, `epochs` or `steps`,
+        `dtype`; optionally `warmup` (share of the steps),
             `clip` (largest norm of a gradient), `augment` (see `regauge.data.augment`) and `looks`.
         work: where the state of an interrupted run is saved and found.
         look: evaluated before the first step and `looks` times after it.
@@ -51,11 +54,17 @@ def descend(
     """
     model.train()
     dtype = getattr(torch, recipe["dtype"])
-    optimizer = OPTIMIZERS[recipe["optimizer"]](model.parameters(), lr=recipe["rate"], **recipe.get("more", {}))
+    optimizer = OPTIMIZERS[recipe["optimizer"]](
+        model.parameters(), lr=recipe["rate"], **recipe.get("more", {})
+    )
     batch = int(recipe["batch"])
     per_epoch = max(1, len(examples) // batch)
     total = steps_of(recipe, len(examples))
-    due = {round(i * total / recipe.get("looks", 1)) for i in range(recipe.get("looks", 1) + 1)} if look else set()
+    due = (
+        {round(i * total / recipe.get("looks", 1)) for i in range(recipe.get("looks", 1) + 1)}
+        if look
+        else set()
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         step, losses, seen = _resume(model, optimizer, work)
@@ -69,9 +78,13 @@ def descend(
             if step >= total:
                 return losses, seen
             epoch, place = divmod(step, per_epoch)
-            rows = np.random.default_rng([seed, epoch]).permutation(len(examples))[place * batch : (place + 1) * batch]
+            rows = np.random.default_rng([seed, epoch]).permutation(len(examples))[
+                place * batch : (place + 1) * batch
+            ]
             change = recipe.get("augment", {})
-            rows = np.resize(rows[: -(-batch // change.get("repeat", 1))], len(rows))  # the same images several times, each changed in its own way
+            rows = np.resize(
+                rows[: -(-batch // change.get("repeat", 1))], len(rows)
+            )  # the same images several times, each changed in its own way
             for group in optimizer.param_groups:
                 group["lr"] = recipe["rate"] * schedule(step, total, recipe.get("warmup", 0.1))
             inputs, labels = move_batch(examples.batch(rows), work.device, dtype)
@@ -79,7 +92,9 @@ def descend(
                 draw = np.random.default_rng([seed, step, 1])
                 inputs["pixel_values"] = augmented(inputs["pixel_values"], change, draw)
                 if {"mixup", "cutmix", "smooth"} & change.keys():
-                    inputs["pixel_values"], labels = mixed(inputs["pixel_values"], labels, examples.classes, change, draw)
+                    inputs["pixel_values"], labels = mixed(
+                        inputs["pixel_values"], labels, examples.classes, change, draw
+                    )
             with exact_arithmetic(dtype):
                 logits, extra = answer_of(model, inputs)
                 loss = loss_of(examples, logits, labels) + (0.0 if extra is None else extra)
@@ -99,29 +114,49 @@ def descend(
 
 def steps_of(recipe: Parameters, examples: int) -> int:
     """How many steps a recipe has: `steps`, or `epochs` over the examples."""
-    return int(recipe["steps"]) if "steps" in recipe else max(1, examples // int(recipe["batch"])) * int(recipe["epochs"])
+    return (
+        int(recipe["steps"])
+        if "steps" in recipe
+        else max(1, examples // int(recipe["batch"])) * int(recipe["epochs"])
+    )
 
 
 def schedule(step: int, total: int, warmup: float) -> float:
     """A linear rise and a cosine down to nothing, as a share of the rate."""
     rise = max(1, round(warmup * total))
-    return (step + 1) / rise if step < rise else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, total - rise)))
+    return (
+        (step + 1) / rise
+        if step < rise
+        else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, total - rise)))
+    )
 
 
-OPTIMIZERS: dict[str, Any] = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+OPTIMIZERS: dict[str, Any] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+}
 
 
 def exact_arithmetic(dtype: torch.dtype) -> Any:
-    """In float64 nothing on the way may be rounded to less; in other dtypes the model computes as ever."""
+    """In float64 nothing on the way may be rounded to less; in other dtypes the model computes as
+    ever.
+    """
     return strict_float64() if dtype == torch.float64 else contextlib.nullcontext()
 
 
-def move_batch(batch: tuple[dict[str, Tensor], Tensor], device: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+def move_batch(
+    batch: tuple[dict[str, Tensor], Tensor], device: str, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], Tensor]:
     inputs, labels = batch
-    return {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()}, labels.to(device)
+    return {
+        k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()
+    }, labels.to(device)
 
 
-def loss_on(model: torch.nn.Module, examples: Examples, batch: int, dtype: torch.dtype, device: str) -> float:
+def loss_on(
+    model: torch.nn.Module, examples: Examples, batch: int, dtype: torch.dtype, device: str
+) -> float:
     """The mean loss over examples, in evaluation mode."""
     model.eval()
     found = 0.0
@@ -133,28 +168,54 @@ def loss_on(model: torch.nn.Module, examples: Examples, batch: int, dtype: torch
     return found / len(examples)
 
 
-def _keep(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, history: Mapping[str, Any], work: Work) -> None:
-    tensors = {f"model/{name}": t.clone() for name, t in model.state_dict().items()} | {"random": torch.get_rng_state()}
+def _keep(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    history: Mapping[str, Any],
+    work: Work,
+) -> None:
+    tensors = {f"model/{name}": t.clone() for name, t in model.state_dict().items()} | {
+        "random": torch.get_rng_state()
+    }
     if work.device.startswith("cuda"):
         tensors["random/cuda"] = torch.cuda.get_rng_state()
     for i, entries in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer/{i}/{name}": torch.as_tensor(value) for name, value in entries.items()}
+        tensors |= {
+            f"optimizer/{i}/{name}": torch.as_tensor(value) for name, value in entries.items()
+        }
     work.save({"step": step, **history}, tensors)
 
 
-def _resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> tuple[int, list[float], list[list[float]]]:
-    """Go on where an interrupted run stood: weights, the optimizer's moments, the random state, the number of the step."""
+def _resume(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Work
+) -> tuple[int, list[float], list[list[float]]]:
+    """Go on where an interrupted run stood: weights, the optimizer's moments, the random state, the
+    number of the step.
+    """
     found = work.load()
     if found is None:
         return 0, [], []
-    model.load_state_dict({name.removeprefix("model/"): t for name, t in found.tensors.items() if name.startswith("model/")})
+    model.load_state_dict(
+        {
+            name.removeprefix("model/"): t
+            for name, t in found.tensors.items()
+            if name.startswith("model/")
+        }
+    )
     state: dict[int, dict[str, Any]] = {}
     for name, tensor in found.tensors.items():
         if name.startswith("optimizer/"):
             _, i, key = name.split("/")
             state.setdefault(int(i), {})[key] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
     torch.set_rng_state(found.tensors["random"])
     if "random/cuda" in found.tensors:
         torch.cuda.set_rng_state(found.tensors["random/cuda"])
-    return int(found.values["step"]), list(found.values["losses"]), list(found.values.get("seen", []))
+    return (
+        int(found.values["step"]),
+        list(found.values["losses"]),
+        list(found.values.get("seen", [])),
+    )

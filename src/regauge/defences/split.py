@@ -7,12 +7,15 @@ They compose in one order, whatever order they are named in:
     clip                     on the stream, each sample's to a norm
     noise, private           on the stream (and with `private` on the gradients that are sent, too)
     round                    on the stream: few bits of each number
-    batch-shuffle            tokens change places between the samples of a batch, and go back when they return
+    batch-shuffle            tokens change places between the samples of a batch, and go back when
+    they return
     rows                     tokens change places within a sample, and go back
     (columns)                the element of the lock, last
 
-Each takes a crossing on its way out and says what is done to the stream on its way back. What is drawn is a function of a secret and of the number of
-the request, so that a run that is repeated after a crash sends the same bytes. None of them is encryption: `regauge audit split` says what they buy.
+Each takes a crossing on its way out and says what is done to the stream on its way back. What is
+drawn is a function of a secret and of the number of the request, so that a run that is repeated
+after a crash sends the same bytes. None of them is encryption: `regauge audit split` says what they
+buy.
 """
 
 from __future__ import annotations
@@ -53,14 +56,22 @@ class Draw:
         return Stream(self.secret, f"{what}/{self.label}")
 
     def normal(self, what: str, like: Tensor) -> Tensor:
-        """Standard normal numbers of a tensor's shape, dtype and device. From torch's generator on the CPU, seeded by 64 bits of the stream."""
+        """Standard normal numbers of a tensor's shape, dtype and device. From torch's generator on
+        the CPU, seeded by 64 bits of the stream.
+        """
         seed = int(self.stream(what).words(1)[0]) & 0x7FFF_FFFF_FFFF_FFFF
-        drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64 if like.dtype == torch.float64 else None)
+        drawn = torch.randn(
+            like.shape,
+            generator=torch.Generator().manual_seed(seed),
+            dtype=torch.float64 if like.dtype == torch.float64 else None,
+        )
         return drawn.to(like)
 
 
 class Defence(Protocol):
-    """`stage` is its place in the order. `enter` is given the images, `leave` a crossing; most have one of the two."""
+    """`stage` is its place in the order. `enter` is given the images, `leave` a crossing; most have
+    one of the two.
+    """
 
     @property
     def stage(self) -> int: ...
@@ -98,12 +109,18 @@ def require(holds: bool, message: str, hint: str) -> None:
 
 @dataclass(frozen=True)
 class PixelNoise(_OnImages):
-    """Gaussian noise on the images as the model is given them (000's code has it there). `scale` is its standard deviation, in the model's units."""
+    """Gaussian noise on the images as the model is given them (000's code has it there). `scale` is
+    its standard deviation, in the model's units.
+    """
 
     scale: float
 
     def __post_init__(self) -> None:
-        require(0 < self.scale < math.inf, f"noise of {self.scale} is none", "give a positive standard deviation")
+        require(
+            0 < self.scale < math.inf,
+            f"noise of {self.scale} is none",
+            "give a positive standard deviation",
+        )
 
     def enter(self, images: Tensor, draw: Draw) -> Tensor:
         return images + self.scale * draw.normal("pixel-noise", images)
@@ -111,20 +128,32 @@ class PixelNoise(_OnImages):
 
 @dataclass(frozen=True)
 class LowPass(_OnImages):
-    """Nothing of the images but their low frequencies, up to `radius` of the side: in a square, as 000's code has it, or in a disc."""
+    """Nothing of the images but their low frequencies, up to `radius` of the side: in a square, as
+    000's code has it, or in a disc.
+    """
 
     radius: float
     shape: Literal["square", "disc"] = "square"
 
     def __post_init__(self) -> None:
-        require(0 < self.radius <= 0.5, f"a radius of {self.radius} is not in (0, 0.5]", "0.05 is the paper's; 0.5 keeps all")
-        require(self.shape in ("square", "disc"), f"a filter is no {self.shape!r}", "choose square or disc")
+        require(
+            0 < self.radius <= 0.5,
+            f"a radius of {self.radius} is not in (0, 0.5]",
+            "0.05 is the paper's; 0.5 keeps all",
+        )
+        require(
+            self.shape in ("square", "disc"),
+            f"a filter is no {self.shape!r}",
+            "choose square or disc",
+        )
 
     def enter(self, images: Tensor, draw: Draw) -> Tensor:
         height, width = images.shape[-2:]
         y, x = (torch.fft.fftfreq(n, 1 / n, device=images.device).abs() for n in (height, width))
         if self.shape == "square":
-            kept = (y[:, None] <= max(int(self.radius * height), 0)) & (x[None, :] <= max(int(self.radius * width), 0))
+            kept = (y[:, None] <= max(int(self.radius * height), 0)) & (
+                x[None, :] <= max(int(self.radius * width), 0)
+            )
         else:
             kept = (y[:, None] / height) ** 2 + (x[None, :] / width) ** 2 <= self.radius**2
         work = images if images.dtype in (torch.float32, torch.float64) else images.float()
@@ -134,18 +163,28 @@ class LowPass(_OnImages):
 
 @dataclass(frozen=True)
 class Bottleneck(_OnStream):
-    """Nothing of the stream but its first `channels`: a token leaves as that many numbers, the others are zero. Training puts into them what the task
-    needs, so that this is for embeddings that are trained with it."""
+    """Nothing of the stream but its first `channels`: a token leaves as that many numbers, the
+    others are zero. Training puts into them what the task needs, so that this is for embeddings
+    that are trained with it.
+    """
 
     channels: float
     stage = 1
 
     def __post_init__(self) -> None:
-        require(is_whole(self.channels, 1), f"{self.channels} channels are no bottleneck", "give a whole number: 4 keeps four channels of each token")
+        require(
+            is_whole(self.channels, 1),
+            f"{self.channels} channels are no bottleneck",
+            "give a whole number: 4 keeps four channels of each token",
+        )
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
-        require(self.channels < z.shape[-1], f"the stream has {z.shape[-1]} channels: {self.channels:g} are all of it", "keep fewer")
+        require(
+            self.channels < z.shape[-1],
+            f"the stream has {z.shape[-1]} channels: {self.channels:g} are all of it",
+            "keep fewer",
+        )
         kept = torch.arange(z.shape[-1], device=z.device) < self.channels
         return _with(crossing, torch.where(kept, z, torch.zeros_like(z))), _same
 
@@ -158,7 +197,11 @@ class Clip(_OnStream):
     stage = 2
 
     def __post_init__(self) -> None:
-        require(0 < self.norm < math.inf, f"a norm of {self.norm} clips all or nothing", "give a positive number")
+        require(
+            0 < self.norm < math.inf,
+            f"a norm of {self.norm} clips all or nothing",
+            "give a positive number",
+        )
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         return _with(crossing, clipped(crossing.stream, self.norm)), _same
@@ -172,14 +215,20 @@ def clipped(x: Tensor, norm: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise(_OnStream):
-    """Gaussian noise on the stream (000's text has it there). `scale` is its standard deviation in units of the stream's own over the batch. What is
-    exactly zero, as a bottleneck leaves it, stays."""
+    """Gaussian noise on the stream (000's text has it there). `scale` is its standard deviation in
+    units of the stream's own over the batch. What is exactly zero, as a bottleneck leaves it,
+    stays.
+    """
 
     scale: float
     stage = 3
 
     def __post_init__(self) -> None:
-        require(0 < self.scale < math.inf, f"noise of {self.scale} is none", "give a positive number: 0.5 is half of the stream's own deviation")
+        require(
+            0 < self.scale < math.inf,
+            f"noise of {self.scale} is none",
+            "give a positive number: 0.5 is half of the stream's own deviation",
+        )
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
@@ -190,22 +239,38 @@ class Noise(_OnStream):
 
 @dataclass(frozen=True)
 class Round(_OnStream):
-    """Every number of the stream is one of 2 ** `bits`: with 1 its sign is left. The same input is rounded the same way in every pass with the same
-    weights, so that, other than noise, it is not averaged away; while the embedding is trained, passes differ and add up. Zeros stay (of
-    `bottleneck`); gradients pass as if nothing had been rounded."""
+    """Every number of the stream is one of 2 ** `bits`: with 1 its sign is left. The same input is
+    rounded the same way in every pass with the same weights, so that, other than noise, it is not
+    averaged away; while the embedding is trained, passes differ and add up. Zeros stay (of
+    `bottleneck`); gradients pass as if nothing had been rounded.
+    """
 
     bits: float
     stage = 4
 
     def __post_init__(self) -> None:
-        require(is_whole(self.bits, 1, 8), f"{self.bits} bits cannot be", "give a whole number from 1 to 8")
+        require(
+            is_whole(self.bits, 1, 8),
+            f"{self.bits} bits cannot be",
+            "give a whole number from 1 to 8",
+        )
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
         levels = 2 ** int(self.bits)
         with torch.no_grad():
-            size = z.float().square().sum().div((z != 0).sum().clamp(min=1)).sqrt().to(z.dtype).clamp(min=1e-12)
-            step = (2 if levels == 2 else 4) * size / levels  # two deviations each way: of a Gaussian hardly any is beyond
+            size = (
+                z.float()
+                .square()
+                .sum()
+                .div((z != 0).sum().clamp(min=1))
+                .sqrt()
+                .to(z.dtype)
+                .clamp(min=1e-12)
+            )
+            step = (
+                (2 if levels == 2 else 4) * size / levels
+            )  # two deviations each way: of a Gaussian hardly any is beyond
             near = ((z / step).floor() + 0.5).clamp(0.5 - levels / 2, levels / 2 - 0.5) * step
             near = torch.where(z == 0, torch.zeros_like(z), near)
         return _with(crossing, z + (near - z).detach()), _same
@@ -213,8 +278,10 @@ class Round(_OnStream):
 
 @dataclass(frozen=True)
 class Private(_OnStream):
-    """Differentially private features, and gradients: each sample's is clipped to `norm` and gets Gaussian noise of `multiplier` times 2 `norm` (the
-    most by which one sample's can differ from another's). `epsilon` says what that is worth."""
+    """Differentially private features, and gradients: each sample's is clipped to `norm` and gets
+    Gaussian noise of `multiplier` times 2 `norm` (the most by which one sample's can differ from
+    another's). `epsilon` says what that is worth.
+    """
 
     multiplier: float
     norm: float = 1.0
@@ -222,7 +289,11 @@ class Private(_OnStream):
 
     def __post_init__(self) -> None:
         for value in (self.multiplier, self.norm):
-            require(0 < value < math.inf, f"{value} is no noise multiplier or norm", "both are positive numbers")
+            require(
+                0 < value < math.inf,
+                f"{value} is no noise multiplier or norm",
+                "both are positive numbers",
+            )
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         def back(z: Tensor) -> Tensor:
@@ -236,17 +307,23 @@ class Private(_OnStream):
         return clipped(x, self.norm) + self.multiplier * 2 * self.norm * draw.normal(what, x)
 
     def epsilon(self, passes: int, *, backward: bool = True, delta: float = 1e-5) -> float:
-        """What is spent on a sample that took part in so many passes: each releases its features, and in training its gradient too.
+        """What is spent on a sample that took part in so many passes: each releases its features,
+        and in training its gradient too.
 
-        For whoever sees all that is sent, of any two samples (local differential privacy; no batch hides a sample). By dp-accounting's Renyi
-        accountant. The gradient is counted as a second release of the same sample; labels are in it, and are so covered.
+        For whoever sees all that is sent, of any two samples (local differential privacy; no batch
+        hides a sample). By dp-accounting's Renyi accountant. The gradient is counted as a second
+        release of the same sample; labels are in it, and are so covered.
         """
         require(passes >= 0, f"{passes} passes cannot be", "count them from 0")
-        return gaussian_epsilon(self.multiplier, passes * (2 if backward else 1), delta, "REPLACE_ONE")
+        return gaussian_epsilon(
+            self.multiplier, passes * (2 if backward else 1), delta, "REPLACE_ONE"
+        )
 
 
 def gaussian_epsilon(multiplier: float, releases: int, delta: float, neighbours: str) -> float:
-    """The epsilon of so many Gaussian releases, by dp-accounting's Renyi accountant. `neighbours` is its relation: REPLACE_ONE, ADD_OR_REMOVE_ONE."""
+    """The epsilon of so many Gaussian releases, by dp-accounting's Renyi accountant. `neighbours`
+    is its relation: REPLACE_ONE, ADD_OR_REMOVE_ONE.
+    """
     need("dp_accounting", "privacy")
     from dp_accounting import GaussianDpEvent, NeighboringRelation, SelfComposedDpEvent
     from dp_accounting.rdp import RdpAccountant
@@ -260,10 +337,11 @@ def gaussian_epsilon(multiplier: float, releases: int, delta: float, neighbours:
 
 @dataclass(frozen=True)
 class BatchShuffle(_OnStream):
-    """Tokens of all samples of a batch change places, and go back when they return. The backbone mixes samples, so that this costs accuracy.
+    """Tokens of all samples of a batch change places, and go back when they return. The backbone
+    mixes samples, so that this costs accuracy.
 
-    `share` of the tokens take part, drawn afresh; with `keep_cls` the first of each sample does not. For models of images: masks and positions of
-    texts would have to follow.
+    `share` of the tokens take part, drawn afresh; with `keep_cls` the first of each sample does
+    not. For models of images: masks and positions of texts would have to follow.
     """
 
     share: float = 1.0
@@ -271,19 +349,37 @@ class BatchShuffle(_OnStream):
     stage = 5
 
     def __post_init__(self) -> None:
-        require(0 < self.share <= 1, f"a share of {self.share} is not in (0, 1]", "1 shuffles all tokens")
+        require(
+            0 < self.share <= 1,
+            f"a share of {self.share} is not in (0, 1]",
+            "1 shuffles all tokens",
+        )
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         z = crossing.stream
-        require(z.shape[0] > 1, "tokens of a batch of one sample have nobody to change places with", "use larger batches, or rows")
+        require(
+            z.shape[0] > 1,
+            "tokens of a batch of one sample have nobody to change places with",
+            "use larger batches, or rows",
+        )
         others = [
-            k for k, v in crossing.tensors.items() if k.partition("@")[0] != crossing.boundary.stream and ax.spaces(crossing.axes(k) or "") & ROWS
+            k
+            for k, v in crossing.tensors.items()
+            if k.partition("@")[0] != crossing.boundary.stream
+            and ax.spaces(crossing.axes(k) or "") & ROWS
         ]
-        require(not others, f'"{min(others, default="")}" belongs to each token of its sample, so that tokens cannot leave it', "use rows")
+        require(
+            not others,
+            f'"{min(others, default="")}" belongs to each token of its sample, so that tokens '
+            "cannot leave it",
+            "use rows",
+        )
         tokens = torch.arange(z.shape[0] * z.shape[1]).view(z.shape[0], -1)
         movable = tokens[:, 1:].reshape(-1) if self.keep_cls else tokens.reshape(-1)
         stream = draw.stream("batch-shuffle")
-        chosen = movable[torch.from_numpy(stream.permutation(len(movable)))][: max(2, round(self.share * len(movable)))]
+        chosen = movable[torch.from_numpy(stream.permutation(len(movable)))][
+            : max(2, round(self.share * len(movable)))
+        ]
         order = tokens.reshape(-1).clone()
         order[chosen] = chosen[torch.from_numpy(stream.permutation(len(chosen)))]
         order = order.to(z.device)
@@ -297,36 +393,58 @@ class BatchShuffle(_OnStream):
 
 @dataclass(frozen=True)
 class Rows(_OnStream):
-    """Tokens change places within a sample, by one permutation for a batch or one for each sample; masks and positions follow. With `keep_cls` the
-    first stays. Nothing is lost by it: the backbone commutes with it."""
+    """Tokens change places within a sample, by one permutation for a batch or one for each sample;
+    masks and positions follow. With `keep_cls` the first stays. Nothing is lost by it: the backbone
+    commutes with it.
+    """
 
     each: Literal["batch", "sample"] = "batch"
     keep_cls: bool = False
     stage = 6
 
     def __post_init__(self) -> None:
-        require(self.each in ("batch", "sample"), f'rows are shuffled by "batch" or by "sample", not by {self.each!r}', "choose one of the two")
+        require(
+            self.each in ("batch", "sample"),
+            f'rows are shuffled by "batch" or by "sample", not by {self.each!r}',
+            "choose one of the two",
+        )
 
     def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
         batch, n = crossing.stream.shape[:2]
         stream = draw.stream(f"rows/{crossing.boundary.name}")
-        elements = [_rows(stream, n, self.keep_cls) for _ in range(batch if self.each == "sample" else 1)]
+        elements = [
+            _rows(stream, n, self.keep_cls) for _ in range(batch if self.each == "sample" else 1)
+        ]
         if len(elements) == 1:
             return crossing.moved(elements[0]), lambda z: crossing.restored(elements[0], z)
         parts = [
-            crossing.replaced(**{k: _slice(crossing, k, v, i, batch) for k, v in crossing.inputs.items()}).moved(g) for i, g in enumerate(elements)
+            crossing.replaced(
+                **{k: _slice(crossing, k, v, i, batch) for k, v in crossing.inputs.items()}
+            ).moved(g)
+            for i, g in enumerate(elements)
         ]
-        there = parts[0].replaced(**{k: _joined(crossing, k, [p.inputs[k] for p in parts]) for k in parts[0].inputs})
-        return there, lambda z: torch.cat([crossing.restored(g, z[i : i + 1]) for i, g in enumerate(elements)])
+        there = parts[0].replaced(
+            **{k: _joined(crossing, k, [p.inputs[k] for p in parts]) for k in parts[0].inputs}
+        )
+        return there, lambda z: torch.cat(
+            [crossing.restored(g, z[i : i + 1]) for i, g in enumerate(elements)]
+        )
 
 
 def _with(crossing: Crossing, stream: Tensor) -> Crossing:
-    return crossing.replaced(**{key: stream for key in crossing.inputs if key == crossing.boundary.stream})
+    return crossing.replaced(
+        **{key: stream for key in crossing.inputs if key == crossing.boundary.stream}
+    )
 
 
 def _rows(stream: Stream, n: int, keep_cls: bool) -> Element:
-    index = np.concatenate([[0], 1 + stream.permutation(n - 1)]) if keep_cls else stream.permutation(n)
-    return Element(Spec("rows", {"token": Space(n, Permutation())}, {}), {"token": Monomial(index.astype(np.int64)[None], None)})
+    index = (
+        np.concatenate([[0], 1 + stream.permutation(n - 1)]) if keep_cls else stream.permutation(n)
+    )
+    return Element(
+        Spec("rows", {"token": Space(n, Permutation())}, {}),
+        {"token": Monomial(index.astype(np.int64)[None], None)},
+    )
 
 
 def _has_rows(crossing: Crossing, key: str) -> bool:
@@ -364,7 +482,9 @@ DEFENCES: Mapping[str, type] = {
 
 
 def read_defence(text: str) -> Defence:
-    """A defence as the command line names it: "noise=0.5", "low-pass=0.05,disc", "rows=sample,keep_cls", "private=1.0,norm=8"."""
+    """A defence as the command line names it: "noise=0.5", "low-pass=0.05,disc",
+    "rows=sample,keep_cls", "private=1.0,norm=8".
+    """
     made: Defence = read_named(text, DEFENCES)
     return made
 
@@ -388,8 +508,14 @@ def read_named(text: str, known: Mapping[str, type]) -> Any:
         return known[name](*given, **named)
     except TypeError as error:
         word = next((v for v in (*given, *named.values()) if isinstance(v, str)), None)
-        why = f'"{word}" is no number' if word is not None and "not supported between" in str(error) else error
-        raise DefenceError(f'"{text}" cannot be read: {why}', hint=_first_sentence(known[name])) from error
+        why = (
+            f'"{word}" is no number'
+            if word is not None and "not supported between" in str(error)
+            else error
+        )
+        raise DefenceError(
+            f'"{text}" cannot be read: {why}', hint=_first_sentence(known[name])
+        ) from error
 
 
 def parts_of(combination: str) -> list[str]:
@@ -411,13 +537,20 @@ def _value(text: str) -> Any:
 
 
 def ordered(defences: Sequence[Defence | str]) -> tuple[Defence, ...]:
-    """Defences in the order in which they act; a text may be several, "noise=0.5+rows". None of a kind is there twice."""
-    made = [[read_defence(part) for part in parts_of(d)] if isinstance(d, str) else [d] for d in defences]
+    """Defences in the order in which they act; a text may be several, "noise=0.5+rows". None of a
+    kind is there twice.
+    """
+    made = [
+        [read_defence(part) for part in parts_of(d)] if isinstance(d, str) else [d]
+        for d in defences
+    ]
     return in_turn([d for some in made for d in some])
 
 
 def in_turn(made: Sequence[Any], often: type | None = None) -> tuple[Any, ...]:
-    """Defences of any table in the order of their stages; none of a kind twice, but those that may be there `often`."""
+    """Defences of any table in the order of their stages; none of a kind twice, but those that may
+    be there `often`.
+    """
     kinds = [type(d) for d in made]
     twice = next((k.__name__ for k in kinds if kinds.count(k) > 1 and k is not often), None)
     require(twice is None, f"{twice} is there twice", "name each defence once")

@@ -1,6 +1,8 @@
-"""A demonstration on what is made on the spot: models, training, checks, and one page that shows it all. Nothing is downloaded.
+"""A demonstration on what is made on the spot: models, training, checks, and one page that shows it
+all. Nothing is downloaded.
 
-Each chapter is a function that says a few lines and returns its results; together they are the page.
+Each chapter is a function that says a few lines and returns its results; together they are the
+page.
 """
 
 from __future__ import annotations
@@ -22,10 +24,26 @@ from regauge.results.findings import Results
 
 Chapter = Callable[[Stage], Results]
 
-CHAPTERS: tuple[Chapter, ...] = (symmetry, moving, digits, averaging, locked, apart, watched, given, puzzled)
+CHAPTERS: tuple[Chapter, ...] = (
+    symmetry,
+    moving,
+    digits,
+    averaging,
+    locked,
+    apart,
+    watched,
+    given,
+    puzzled,
+)
 
 
-def run(say: Callable[[str], None], bar: Bar, out: Path | None = None, seed: int = 0, chapters: Sequence[Chapter] = CHAPTERS) -> Results:
+def run(
+    say: Callable[[str], None],
+    bar: Bar,
+    out: Path | None = None,
+    seed: int = 0,
+    chapters: Sequence[Chapter] = CHAPTERS,
+) -> Results:
     """Play the chapters. With `out` the models are kept there."""
     import torch
 

@@ -1,4 +1,6 @@
-"""A chapter on a model that learns: a small ViT reads scikit-learn's digits, plainly and under Algorithm 1, and is then verified."""
+"""A chapter on a model that learns: a small ViT reads scikit-learn's digits, plainly and under
+Algorithm 1, and is then verified.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ FIRST, TOLERANCE = 100, 1e-9  # steps that are compared: training amplifies roun
 
 
 def digits(stage: Stage) -> Results:
-    """A ViT that learns to read digits, the same learning under a shuffle, and the theorems on what it learned."""
+    """A ViT that learns to read digits, the same learning under a shuffle, and the theorems on what
+    it learned.
+    """
     need("transformers", "experiments")
     need("sklearn", "experiments")
     import torch
@@ -48,19 +52,33 @@ def digits(stage: Stage) -> Results:
         "the same, put back": accuracy(copy.deepcopy(permuted).unwrap(), test, answers),
         "before training": accuracy(start, test, answers),
     }
-    rows = [("digits", "accuracy"), *((name, f"{100 * value:.1f} %") for name, value in accuracies.items())]
+    rows = [
+        ("digits", "accuracy"),
+        *((name, f"{100 * value:.1f} %") for name, value in accuracies.items()),
+    ]
     stage.say(columns(rows, right=(1,)))
     with stage.bar("verify") as tick:
-        checked = verify(copy.deepcopy(plain).float(), {"pixel_values": test[:8].float()}, seed=stage.seed, progress=tick)
+        checked = verify(
+            copy.deepcopy(plain).float(),
+            {"pixel_values": test[:8].float()},
+            seed=stage.seed,
+            progress=tick,
+        )
     found = with_general(checked, torch.float32, stage.seed, optimizers=True)
-    held, told = sum(f.holds is True for f in found.findings), sum(f.holds is not None for f in found.findings)
+    held, told = (
+        sum(f.holds is True for f in found.findings),
+        sum(f.holds is not None for f in found.findings),
+    )
     stage.say(f"\n{held} of {told} checks hold on it")
     good, chance, lost = (
         accuracies["tested plainly"],
         max(float((answers == k).float().mean()) for k in range(10)),
         accuracies["moved, but given plain features"],
     )
-    apart = [abs(a - b) / losses["plain"][0] for a, b in zip(losses["plain"], losses["permuted"], strict=True)]
+    apart = [
+        abs(a - b) / losses["plain"][0]
+        for a, b in zip(losses["plain"], losses["permuted"], strict=True)
+    ]
     first = max(apart[:FIRST])
     findings = (
         Finding(
@@ -70,18 +88,21 @@ def digits(stage: Stage) -> Results:
             lost,
             chance,
             good,
-            f"{100 * lost:.1f} % right, where the most frequent digit alone gives {100 * chance:.1f} % and the key {100 * good:.1f} %",
+            f"{100 * lost:.1f} % right, where the most frequent digit alone gives "
+            f"{100 * chance:.1f} % and the key {100 * good:.1f} %",
             "000 sec. 5.2",
             measure="accuracy",
         ),
         Finding(
             "digits/trained",
-            f"AdamW under Algorithm 1 follows the plain loss step by step, for the first {FIRST} steps in float64.",
+            "AdamW under Algorithm 1 follows the plain loss step by step, for the first "
+            f"{FIRST} steps in float64.",
             first <= TOLERANCE,
             first,
             TOLERANCE,
             1.0,
-            f"off by {first:.0e} of the first loss; after {len(apart)} steps by {apart[-1]:.0e}, since training amplifies rounding",
+            f"off by {first:.0e} of the first loss; after {len(apart)} steps by "
+            f"{apart[-1]:.0e}, since training amplifies rounding",
             "000 Alg. 1",
         ),
     )
@@ -96,7 +117,11 @@ def digits(stage: Stage) -> Results:
         findings + found.findings,
         (table, *found.tables),
         (_curves(losses, apart), _pictures(test[:6], stage.seed), *found.figures),
-        {"model": "a ViT with 4 layers, 4 heads and width 48, trained here", "dtype": "float32", "epochs": EPOCHS},
+        {
+            "model": "a ViT with 4 layers, 4 heads and width 48, trained here",
+            "dtype": "float32",
+            "epochs": EPOCHS,
+        },
         found.unchecked,
     )
 
@@ -131,10 +156,19 @@ def vit(seed: int) -> Any:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return transformers.ViTForImageClassification(config).double()  # so that training can be compared over hundreds of steps
+        return transformers.ViTForImageClassification(
+            config
+        ).double()  # so that training can be compared over hundreds of steps
 
 
-def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, seed: int, tick: Any, epochs: int | None = None) -> list[float]:
+def train(
+    model: torch.nn.Module,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    seed: int,
+    tick: Any,
+    epochs: int | None = None,
+) -> list[float]:
     """Train, in an order that depends on the seed alone; the loss of every step."""
     import torch
 
@@ -146,7 +180,9 @@ def train(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor, se
     for epoch in range(epochs):
         for batch in torch.randperm(len(images), generator=draw).split(BATCH):  # type: ignore[no-untyped-call]
             out = model(pixel_values=images[batch])
-            loss = torch.nn.functional.cross_entropy(out.logits, labels[batch]) + (getattr(out, "extra", None) or 0.0)  # of a wrapped model
+            loss = torch.nn.functional.cross_entropy(out.logits, labels[batch]) + (
+                getattr(out, "extra", None) or 0.0
+            )  # of a wrapped model
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -169,9 +205,15 @@ def _curves(losses: dict[str, list[float]], apart: list[float]) -> Figure:
     y = {**losses, "difference, relative to the first loss": [a or None for a in apart]}
     data = {"x": list(range(len(apart))), "y": y, "xlabel": "step", "ylabel": "loss", "log": True}
     caption = (
-        "One loss lies on the other. Their difference starts at the rounding error of float64 and grows with every step: two runs that differ in the"
+        "One loss lies on the other. Their difference starts at the rounding error of "
+        "float64 and grows with every step: two runs that differ in the"
     )
-    return Figure("Learning, plainly and under Algorithm 1", "lines", data, f"{caption} last digit end at different, equally good models.")
+    return Figure(
+        "Learning, plainly and under Algorithm 1",
+        "lines",
+        data,
+        f"{caption} last digit end at different, equally good models.",
+    )
 
 
 def _pictures(images: torch.Tensor, seed: int) -> Figure:
@@ -181,10 +223,27 @@ def _pictures(images: torch.Tensor, seed: int) -> Figure:
     index = rows((8 // PATCH) ** 2, seed).members["token"].index[0]  # type: ignore[union-attr]
     made = []
     for image in images:
-        patches = image[0].unfold(0, PATCH, PATCH).unfold(1, PATCH, PATCH).reshape(-1, PATCH, PATCH)[index]
-        shuffled = patches.view(8 // PATCH, 8 // PATCH, PATCH, PATCH).permute(0, 2, 1, 3).reshape(8, 8)
+        patches = (
+            image[0]
+            .unfold(0, PATCH, PATCH)
+            .unfold(1, PATCH, PATCH)
+            .reshape(-1, PATCH, PATCH)[index]
+        )
+        shuffled = (
+            patches.view(8 // PATCH, 8 // PATCH, PATCH, PATCH).permute(0, 2, 1, 3).reshape(8, 8)
+        )
         made.append([((x + 1) / 2).tolist() for x in (image[0], shuffled)])
     labels = ("as it is", "as the rows of the backbone are ordered")
-    table = [{"label": label, "images": [pair[i] for pair in made]} for i, label in enumerate(labels)]
-    caption = "A shuffle hides the order of the patches, not the patches: who can put them together again sees the picture. This is no encryption."
-    return Figure("What a shuffle of rows does", "images", {"columns": ["" for _ in made], "rows": table}, caption)
+    table = [
+        {"label": label, "images": [pair[i] for pair in made]} for i, label in enumerate(labels)
+    ]
+    caption = (
+        "A shuffle hides the order of the patches, not the patches: who can put them "
+        "together again sees the picture. This is no encryption."
+    )
+    return Figure(
+        "What a shuffle of rows does",
+        "images",
+        {"columns": ["" for _ in made], "rows": table},
+        caption,
+    )

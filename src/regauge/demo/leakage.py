@@ -1,4 +1,6 @@
-"""A chapter on the server's side of split learning: what it makes of the features of digits that it was sent, shuffled and not."""
+"""A chapter on the server's side of split learning: what it makes of the features of digits that it
+was sent, shuffled and not.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,14 @@ SAME = 0.02  # of SSIM: what shuffles do not change
 
 
 def watched(stage: Stage) -> Results:
-    """What the server of the last chapter sees: the digits themselves. What shuffled rows buy, and what they do not."""
-    for library, extra in (("transformers", "experiments"), ("sklearn", "experiments"), ("torchmetrics", "audit")):
+    """What the server of the last chapter sees: the digits themselves. What shuffled rows buy, and
+    what they do not.
+    """
+    for library, extra in (
+        ("transformers", "experiments"),
+        ("sklearn", "experiments"),
+        ("torchmetrics", "audit"),
+    ):
         need(library, extra)
     from regauge.audit.split import SplitCase, audit_split
     from regauge.audit.split.attempts import Budget, named
@@ -33,7 +41,11 @@ def watched(stage: Stage) -> Results:
     images = images.float()
 
     def part(first: int, last: int) -> Examples:
-        return Examples(last - first, 10, lambda i: ({"pixel_values": images[first:last][i]}, labels[first:last][i]))
+        return Examples(
+            last - first,
+            10,
+            lambda i: ({"pixel_values": images[first:last][i]}, labels[first:last][i]),
+        )
 
     steps = EPOCHS * TRAIN // BATCH
     case = SplitCase(
@@ -50,18 +62,33 @@ def watched(stage: Stage) -> Results:
     )
     budget = Budget(hidden=48, depth=1, epochs=ROUNDS, patience=4, rate=3e-3, batch=50)
     with stage.bar("train split, and attack") as tick:
-        found = audit_split(case, COMBINATIONS, attacks=named(ATTACKS), budget=budget, progress=tick)
+        found = audit_split(
+            case, COMBINATIONS, attacks=named(ATTACKS), budget=budget, progress=tick
+        )
     table = found.tables[0]
     rows = [table.columns]
-    rows += [tuple("" if c is None else c if isinstance(c, str) else f"{c:.2f}" for c in row) for row in table.rows]
+    rows += [
+        tuple("" if c is None else c if isinstance(c, str) else f"{c:.2f}" for c in row)
+        for row in table.rows
+    ]
     stage.say(columns(rows, right=tuple(range(1, len(rows[0])))) + "\n")
     stage.say("\n".join(found.facts["verdict"]))
-    results = replace(found, findings=(*_claims(found), *found.findings), facts={"what the server learns": found.facts["verdict"]})
-    return replace(results, figures=tuple(f for f in found.figures if f.kind != "lines"), tables=found.tables[:2])
+    results = replace(
+        found,
+        findings=(*_claims(found), *found.findings),
+        facts={"what the server learns": found.facts["verdict"]},
+    )
+    return replace(
+        results,
+        figures=tuple(f for f in found.figures if f.kind != "lines"),
+        tables=found.tables[:2],
+    )
 
 
 def _vit(seed: int) -> Any:
-    """The ViT of the other chapters with half of its layers, and weights to begin with that learn in a few epochs."""
+    """The ViT of the other chapters with half of its layers, and weights to begin with that learn
+    in a few epochs.
+    """
     from regauge.models.load import reinitialize
 
     model = vit(seed).float()
@@ -79,18 +106,21 @@ def _claims(found: Results) -> tuple[Finding, ...]:
     return (
         Finding(
             "watched/decoder",
-            "What shuffled rows take from a decoder that expects tokens in order, once it is trained.",
+            "What shuffled rows take from a decoder that expects tokens in order, once it is "
+            "trained.",
             None,
             weak[1],
             floor,
             weak[0],
-            f"SSIM {weak[0]:.2f} without, {weak[1]:.2f} with: it learns to sort tokens by the positions that are in them",
+            f"SSIM {weak[0]:.2f} without, {weak[1]:.2f} with: it learns to sort tokens by the "
+            "positions that are in them",
             "000 Tab. 6",
             "SSIM",
         ),
         Finding(
             "watched/adaptive",
-            "They are nothing to an attacker who expects them and knows the embedding: positions are in the tokens.",
+            "They are nothing to an attacker who expects them and knows the embedding: "
+            "positions are in the tokens.",
             abs(strong[1] - strong[0]) <= SAME and strong[1] > 0.95,
             strong[1],
             floor,
@@ -105,7 +135,8 @@ def _claims(found: Results) -> tuple[Finding, ...]:
             best[NOISY],
             floor,
             best[SHUFFLED],
-            f"the best attack: SSIM {best[SHUFFLED]:.2f} with rows alone, {best[NOISY]:.2f} with noise as large as the stream",
+            f"the best attack: SSIM {best[SHUFFLED]:.2f} with rows alone, {best[NOISY]:.2f} "
+            "with noise as large as the stream",
             measure="SSIM",
         ),
     )

@@ -1,4 +1,6 @@
-"""A chapter on two models that learned the same apart: their average is worthless, until one of them is written in the basis of the other."""
+"""A chapter on two models that learned the same apart: their average is worthless, until one of
+them is written in the basis of the other.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ STEPS, GRID = 100, 9
 
 
 def averaging(stage: Stage) -> Results:
-    """Two ViTs that learned the digits from different seeds, averaged: as they stand, and after a match."""
+    """Two ViTs that learned the digits from different seeds, averaged: as they stand, and after a
+    match.
+    """
     need("transformers", "experiments")
     need("sklearn", "experiments")
     import torch
@@ -52,7 +56,17 @@ def averaging(stage: Stage) -> Results:
     with stage.bar("refine") as tick:
         unlabelled = [{"pixel_values": part} for part in torch.split(images[:SPLIT], 50)]
         told = partial(_told, tick)
-        refined = refine(folded, one, other, found.element, models[0], unlabelled, steps=STEPS, progress=told, seed=stage.seed).g
+        refined = refine(
+            folded,
+            one,
+            other,
+            found.element,
+            models[0],
+            unlabelled,
+            steps=STEPS,
+            progress=told,
+            seed=stage.seed,
+        ).g
     mixed = vit(stage.seed).float()
     accuracies = {"A": accuracy(models[0], test, answers), "B": accuracy(models[1], test, answers)}
     pairs = {
@@ -63,20 +77,34 @@ def averaging(stage: Stage) -> Results:
     for name, pair in pairs.items():
         mixed.load_state_dict(merge(pair, "linear"))
         accuracies[name] = accuracy(mixed, test, answers)
-    rows = [("digits", "accuracy"), *((name, f"{100 * value:.1f} %") for name, value in accuracies.items())]
+    rows = [
+        ("digits", "accuracy"),
+        *((name, f"{100 * value:.1f} %") for name, value in accuracies.items()),
+    ]
     stage.say(columns(rows, right=(1,)))
     examples = Examples(len(test), 10, lambda i: ({"pixel_values": test[i]}, answers[i]))
     with stage.bar("barrier") as tick:
-        paths = connect(models[0], models[1], examples, mover=lambda *_: refined, moved="refined", grid=GRID, batch=len(test), progress=tick)
+        paths = connect(
+            models[0],
+            models[1],
+            examples,
+            mover=lambda *_: refined,
+            moved="refined",
+            grid=GRID,
+            batch=len(test),
+            progress=tick,
+        )
     plain, matched, learned = list(accuracies.values())[2:]
     better = Finding(
         "averaging/matched",
-        "After a match the average of two models reads far better than the average of the two as they stand.",
+        "After a match the average of two models reads far better than the average of the two "
+        "as they stand.",
         matched > plain + 0.2,
         matched,
         plain,
         min(accuracies["A"], accuracies["B"]),
-        f"{100 * matched:.1f} % right, {100 * learned:.1f} % after learned steps, {100 * plain:.1f} % without a match; A and B themselves "
+        f"{100 * matched:.1f} % right, {100 * learned:.1f} % after learned steps, "
+        f"{100 * plain:.1f} % without a match; A and B themselves "
         f"{100 * accuracies['A']:.1f} and {100 * accuracies['B']:.1f} %",
         "003",
         measure="accuracy",
@@ -85,10 +113,19 @@ def averaging(stage: Stage) -> Results:
         "Two ViTs that learned apart, and their average",
         ("", "accuracy"),
         tuple(accuracies.items()),
-        f"{EPOCHS} epochs each, one pair; matched by weights alone, with folded norms: distance {found.distance_before:.1f} before, "
-        f"{found.distance:.1f} after; refined by {STEPS} steps on the training images without their labels, which move only the element",
+        f"{EPOCHS} epochs each, one pair; matched by weights alone, with folded norms: distance "
+        f"{found.distance_before:.1f} before, "
+        f"{found.distance:.1f} after; refined by {STEPS} steps on the training images without "
+        "their labels, which move only the element",
     )
-    return Results("averaging", (better, *paths.findings), (table, *paths.tables), (paths.figures[0], paths.figures[-1]), {}, paths.unchecked)
+    return Results(
+        "averaging",
+        (better, *paths.findings),
+        (table, *paths.tables),
+        (paths.figures[0], paths.figures[-1]),
+        {},
+        paths.unchecked,
+    )
 
 
 def _told(tick: Callable[[int, int, str], None], mark: Mark) -> None:

@@ -1,6 +1,8 @@
-"""Two chapters on checkpoints made on the spot: what a model's symmetry is, and what a right and a wrong element do.
+"""Two chapters on checkpoints made on the spot: what a model's symmetry is, and what a right and a
+wrong element do.
 
-The checkpoints (Llama- and GPT-2-shaped, random weights, norm gains and biases too) are written to a folder as any other would be.
+The checkpoints (Llama- and GPT-2-shaped, random weights, norm gains and biases too) are written to
+a folder as any other would be.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ TOLERANCE = 1e-4  # of float32 logits, relative to the largest
 
 
 def make(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
-    """A checkpoint of random weights for a config, written through regauge's own writer. A folder that is there already is kept."""
+    """A checkpoint of random weights for a config, written through regauge's own writer. A folder
+    that is there already is kept.
+    """
     import torch
 
     from regauge.checkpoints.plan import File, Plan
@@ -66,9 +70,15 @@ def make(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
         values = 1 + 0.2 * values if _is_gain(name) else 0.2 * values
         return torch.from_numpy(values.astype(np.float32))
 
-    file = File("model.safetensors", tuple((name, "F32", shape) for name, shape in shapes.items()), {"format": "pt"})
+    file = File(
+        "model.safetensors",
+        tuple((name, "F32", shape) for name, shape in shapes.items()),
+        {"format": "pt"},
+    )
     thunks = {name: (lambda name=name: draw(name)) for name in shapes}
-    write_plan(folder, Plan((file,), {"config.json": json.dumps(dict(config), indent=2).encode()}), thunks)
+    write_plan(
+        folder, Plan((file,), {"config.json": json.dumps(dict(config), indent=2).encode()}), thunks
+    )
     return folder
 
 
@@ -79,19 +89,38 @@ def _is_gain(name: str) -> bool:
 def _shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     out: dict[str, tuple[int, ...]] = {}
     if c["model_type"] == "llama":
-        d, ffn, kv = c["hidden_size"], c["intermediate_size"], c["hidden_size"] * c["num_key_value_heads"] // c["num_attention_heads"]
+        d, ffn, kv = (
+            c["hidden_size"],
+            c["intermediate_size"],
+            c["hidden_size"] * c["num_key_value_heads"] // c["num_attention_heads"],
+        )
         out["model.embed_tokens.weight"] = (c["vocab_size"], d)
         for i in range(c["num_hidden_layers"]):
             at = f"model.layers.{i}."
             out |= {f"{at}self_attn.{x}_proj.weight": (kv if x in "kv" else d, d) for x in "qkvo"}
-            out |= {f"{at}mlp.gate_proj.weight": (ffn, d), f"{at}mlp.up_proj.weight": (ffn, d), f"{at}mlp.down_proj.weight": (d, ffn)}
-            out |= {f"{at}input_layernorm.weight": (d,), f"{at}post_attention_layernorm.weight": (d,)}
+            out |= {
+                f"{at}mlp.gate_proj.weight": (ffn, d),
+                f"{at}mlp.up_proj.weight": (ffn, d),
+                f"{at}mlp.down_proj.weight": (d, ffn),
+            }
+            out |= {
+                f"{at}input_layernorm.weight": (d,),
+                f"{at}post_attention_layernorm.weight": (d,),
+            }
         return out | {"model.norm.weight": (d,), "lm_head.weight": (c["vocab_size"], d)}
     d, ffn = c["n_embd"], c["n_inner"]
-    out |= {"transformer.wte.weight": (c["vocab_size"], d), "transformer.wpe.weight": (c["n_positions"], d)}
+    out |= {
+        "transformer.wte.weight": (c["vocab_size"], d),
+        "transformer.wpe.weight": (c["n_positions"], d),
+    }
     for i in range(c["n_layer"]):
         at = f"transformer.h.{i}."
-        layers = {"attn.c_attn": (d, 3 * d), "attn.c_proj": (d, d), "mlp.c_fc": (d, ffn), "mlp.c_proj": (ffn, d)}
+        layers = {
+            "attn.c_attn": (d, 3 * d),
+            "attn.c_proj": (d, d),
+            "mlp.c_fc": (d, ffn),
+            "mlp.c_proj": (ffn, d),
+        }
         for name, (into, width) in layers.items():
             out |= {f"{at}{name}.weight": (into, width), f"{at}{name}.bias": (width,)}
         out |= {f"{at}{norm}.{x}": (d,) for norm in ("ln_1", "ln_2") for x in ("weight", "bias")}
@@ -108,8 +137,21 @@ def symmetry(stage: Stage) -> Results:
     facts = facts_of(checkpoint, spec_from(LLAMA, checkpoint.names))
     stage.say(text_of(facts, []))
     rows = tuple((s["name"], s["size"], s["group"], s["why"]) for s in facts["spaces"])
-    note = f"about 10^{facts['bits'] * np.log10(2):.0f} descriptions of one function, and {facts['dimensions']} continuous directions"
-    return Results("symmetry", tables=(Table("The spaces of a small Llama", ("space", "size", "group", "why not more"), rows, note),))
+    note = (
+        f"about 10^{facts['bits'] * np.log10(2):.0f} descriptions of one function, and "
+        f"{facts['dimensions']} continuous directions"
+    )
+    return Results(
+        "symmetry",
+        tables=(
+            Table(
+                "The spaces of a small Llama",
+                ("space", "size", "group", "why not more"),
+                rows,
+                note,
+            ),
+        ),
+    )
 
 
 def moving(stage: Stage) -> Results:
@@ -127,13 +169,21 @@ def moving(stage: Stage) -> Results:
             rows.append((name, one["element"], f"{100 * one['moved']:.0f} %", back, logits))
         for one in found[:-1]:
             holds = None if one["logits"] is None else one["logits"] <= TOLERANCE < wrong
-            sentence = f"{100 * one['moved']:.0f} % of the weights changed; moved back {'bit for bit' if one['back'] == 0 else 'to rounding'}"
+            sentence = (
+                f"{100 * one['moved']:.0f} % of the weights changed; moved back "
+                f"{'bit for bit' if one['back'] == 0 else 'to rounding'}"
+            )
             statement = f"A small {name} moved by {one['element']}: other weights, the same logits."
             key = f"moving/{name}/{one['element'].split(',')[0]}"
-            findings.append(Finding(key, statement, holds, one["logits"], TOLERANCE, wrong, sentence, "THEORY 1"))
+            findings.append(
+                Finding(
+                    key, statement, holds, one["logits"], TOLERANCE, wrong, sentence, "THEORY 1"
+                )
+            )
     stage.say(columns(rows, right=(2,)))
     stage.say(
-        "\nDifferences are the largest one, relative to the largest logit. The wrong element rotates the stream under norms that were not folded:"
+        "\nDifferences are the largest one, relative to the largest logit. The wrong element "
+        "rotates the stream under norms that were not folded:"
     )
     stage.say("regauge refuses it, and here it is forced.")
     return Results("moving", tuple(findings))
@@ -154,12 +204,26 @@ def _moves(stage: Stage, folder: Path) -> list[dict[str, Any]]:
     assert checkpoint.config is not None
     spec = spec_from(checkpoint.config, checkpoint.names)
     folded_spec, folded = fold_norms(spec, state)
-    free = replace(spec, spaces={**spec.spaces, "stream": replace(spec.spaces["stream"], group=Orthogonal())})
+    free = replace(
+        spec, spaces={**spec.spaces, "stream": replace(spec.spaces["stream"], group=Orthogonal())}
+    )
     cases = [
         ("permutation", spec, state, element(spec, stage.seed, within="permutation"), False),
         ("full", spec, state, element(spec, stage.seed), False),
-        ("rotation, norms folded", folded_spec, folded, element(folded_spec, stage.seed, within="orthogonal"), False),
-        ("wrong, forced", spec, state, Element(spec, element(free, stage.seed, spaces=["stream"]).members), True),
+        (
+            "rotation, norms folded",
+            folded_spec,
+            folded,
+            element(folded_spec, stage.seed, within="orthogonal"),
+            False,
+        ),
+        (
+            "wrong, forced",
+            spec,
+            state,
+            Element(spec, element(free, stage.seed, spaces=["stream"]).members),
+            True,
+        ),
     ]
     out = []
     for label, described, before, g, force in cases:
@@ -180,14 +244,26 @@ def _moves(stage: Stage, folder: Path) -> list[dict[str, Any]]:
 
 
 def _lift_bars(spec: Any) -> Any:
-    """The spec with norm gains left out of the action: what someone who forgets them would write."""
+    """The spec with norm gains left out of the action: what someone who forgets them would
+    write.
+    """
     from dataclasses import replace
 
-    return replace(spec, tensors={name: "_" if text == "|stream|" else text for name, text in spec.tensors.items()})
+    return replace(
+        spec,
+        tensors={name: "_" if text == "|stream|" else text for name, text in spec.tensors.items()},
+    )
 
 
-def _logits_differ(config: Mapping[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], changes: Mapping[str, Any]) -> float | None:
-    """How far apart two states' logits are through the transformers library, or None where it is not installed."""
+def _logits_differ(
+    config: Mapping[str, Any],
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    changes: Mapping[str, Any],
+) -> float | None:
+    """How far apart two states' logits are through the transformers library, or None where it is
+    not installed.
+    """
     import torch
 
     try:

@@ -1,4 +1,6 @@
-"""What the demo leaves behind with `--output`: its models and images, by the names that the README's commands use, so that each runs as it stands."""
+"""What the demo leaves behind with `--output`: its models and images, by the names that the
+README's commands use, so that each runs as it stands.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,16 @@ from typing import Any
 
 from regauge.demo.digits import load
 
-IMAGES = 300  # of the digits that no model of the demo has learned from: those after the first 1,500, less a few
+# of the digits that no model of the demo has learned from: those after the first 1,500, less a few
+IMAGES = 300
 
 
 def keep_model(folder: Path, model: Any) -> None:
     """A model of digits as a checkpoint, with how its pixels are normalised."""
     model.save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5], "image_std": [0.5]}))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": [0.5], "image_std": [0.5]})
+    )
 
 
 def keep_pickled(folder: Path, model: Any) -> None:
@@ -31,7 +36,11 @@ def keep_digits(folder: Path, first: int) -> None:
     from PIL import Image
 
     images, labels = load()
-    for number, (image, label) in enumerate(zip(images[first : first + IMAGES], labels[first : first + IMAGES], strict=True)):
+    for number, (image, label) in enumerate(
+        zip(images[first : first + IMAGES], labels[first : first + IMAGES], strict=True)
+    ):
         place = folder / str(int(label))
         place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(((image[0] + 1) * 127.5).round().byte().numpy()).save(place / f"{number:03}.png")
+        Image.fromarray(((image[0] + 1) * 127.5).round().byte().numpy()).save(
+            place / f"{number:03}.png"
+        )

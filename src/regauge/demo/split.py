@@ -1,4 +1,6 @@
-"""A chapter on split learning: the backbone on a server, the digits, their labels, the embedding and the head with a client."""
+"""A chapter on split learning: the backbone on a server, the digits, their labels, the embedding
+and the head with a client.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ EPOCHS, TOLERANCE = 2, 1e-9
 
 
 def apart(stage: Stage) -> Results:
-    """A ViT whose backbone is on a server: it learns from digits that never leave their owner, as it would in one place."""
+    """A ViT whose backbone is on a server: it learns from digits that never leave their owner, as
+    it would in one place.
+    """
     need("transformers", "experiments")
     need("sklearn", "experiments")
     from regauge import apply, element, spec_of
@@ -33,25 +37,44 @@ def apart(stage: Stage) -> Results:
     g = element(spec_of(plain), stage.seed + 31, within="permutation")
     theirs.load_state_dict(apply(g, plain.state_dict(), part="backbone"))
     with stage.bar("train, in one place") as tick:
-        expected = train(plain, images[:SPLIT], labels[:SPLIT], stage.seed + 32, tick, epochs=EPOCHS)
+        expected = train(
+            plain, images[:SPLIT], labels[:SPLIT], stage.seed + 32, tick, epochs=EPOCHS
+        )
     host = Host(theirs, OptimizerConfig("adamw", RATE, decay=0.01))
     with _served(host, stage) as network, connect(mine, network, element=g, rows="batch"):
         with stage.bar("train, with the backbone on a server") as tick:
-            losses = train(mine, images[:SPLIT], labels[:SPLIT], stage.seed + 32, tick, epochs=EPOCHS)
-        found = {"trained in one place": accuracy(plain, test, answers), "trained split, used split": accuracy(mine, test, answers)}
+            losses = train(
+                mine, images[:SPLIT], labels[:SPLIT], stage.seed + 32, tick, epochs=EPOCHS
+            )
+        found = {
+            "trained in one place": accuracy(plain, test, answers),
+            "trained split, used split": accuracy(mine, test, answers),
+        }
     state: dict[str, Any] = {**mine.state_dict(), **host.backbone()}
     joined = copy.deepcopy(plain)
     joined.load_state_dict(state)
     found["both parts, without the key"] = accuracy(joined, test, answers)
     joined.load_state_dict(apply(~g, state, part="backbone"))
     found["both parts, put back by the key"] = accuracy(joined, test, answers)
-    stage.say(columns([("digits", "accuracy"), *((name, f"{100 * value:.1f} %") for name, value in found.items())], right=(1,)))
+    stage.say(
+        columns(
+            [
+                ("digits", "accuracy"),
+                *((name, f"{100 * value:.1f} %") for name, value in found.items()),
+            ],
+            right=(1,),
+        )
+    )
     off = max(abs(a - b) / expected[0] for a, b in zip(losses, expected, strict=True))
-    stage.say(f"\n{host.step} steps with columns locked and rows shuffled; the losses are off by {off:.0e} of the first")
+    stage.say(
+        f"\n{host.step} steps with columns locked and rows shuffled; the losses are off by "
+        f"{off:.0e} of the first"
+    )
     findings = (
         Finding(
             "split/trained",
-            "Split training, with columns locked and rows shuffled, follows the losses of a training in one place.",
+            "Split training, with columns locked and rows shuffled, follows the losses of a "
+            "training in one place.",
             off <= TOLERANCE and host.step == len(expected),
             off,
             TOLERANCE,
@@ -61,7 +84,8 @@ def apart(stage: Stage) -> Results:
         ),
         Finding(
             "split/joined",
-            "Put together and put back by the key, the two parts read as the model that was trained in one place.",
+            "Put together and put back by the key, the two parts read as the model that was "
+            "trained in one place.",
             found["both parts, put back by the key"] == found["trained in one place"],
             found["both parts, put back by the key"],
             found["both parts, without the key"],
@@ -71,13 +95,29 @@ def apart(stage: Stage) -> Results:
             measure="accuracy",
         ),
     )
-    note = f"{len(expected)} steps of {BATCH} digits. What crosses is obfuscated, not encrypted: see the threat model."
-    return Results("split", findings, (Table("A ViT whose backbone is on a server", ("", "accuracy"), tuple(found.items()), note),), (), {}, ())
+    note = (
+        f"{len(expected)} steps of {BATCH} digits. What crosses is obfuscated, not "
+        "encrypted: see the threat model."
+    )
+    return Results(
+        "split",
+        findings,
+        (
+            Table(
+                "A ViT whose backbone is on a server", ("", "accuracy"), tuple(found.items()), note
+            ),
+        ),
+        (),
+        {},
+        (),
+    )
 
 
 @contextmanager
 def _served(host: Any, stage: Stage) -> Iterator[Any]:
-    """A way to the host: over loopback, with certificates on both sides, where gRPC is installed; otherwise the same bytes in one process."""
+    """A way to the host: over loopback, with certificates on both sides, where gRPC is installed;
+    otherwise the same bytes in one process.
+    """
     if find_spec("grpc") is None:
         from regauge.split import InProcess
 
@@ -89,6 +129,12 @@ def _served(host: Any, stage: Stage) -> Iterator[Any]:
 
     with tempfile.TemporaryDirectory(prefix="regauge-certs-") as folder:
         tls = make_certificates(folder, clients=("ann",))
-        with Server(host, tls=tls["server"], clients=["ann"]) as server, Grpc(f"localhost:{server.port}", tls=tls["ann"]) as network:
+        with (
+            Server(host, tls=tls["server"], clients=["ann"]) as server,
+            Grpc(f"localhost:{server.port}", tls=tls["ann"]) as network,
+        ):
             yield network
-            stage.say(f"over mutual TLS on loopback: {server.received / 1e6:.0f} MB to the server, {server.sent / 1e6:.0f} MB back\n")
+            stage.say(
+                f"over mutual TLS on loopback: {server.received / 1e6:.0f} MB to the server, "
+                f"{server.sent / 1e6:.0f} MB back\n"
+            )

@@ -1,11 +1,12 @@
-"""Federated learning: clients train on data that stay with them, a server averages what they send. The core knows no engine.
+"""Federated learning: clients train on data that stay with them, a server averages what they send.
+The core knows no engine.
 
     settings = Settings(clients=4, rounds=10)
     model = prepared(load_model("MODEL"), settings)
     kept = run(InProcess(model, parts_of(examples, settings), settings), state_of(model), settings)
 
-`settings`, `partitions`, `states`, `clients`, `aggregating`, `rounds` and `keeping` are functions and frozen data; `flower` is the one module that
-knows Flower, and nothing here imports it.
+`settings`, `partitions`, `states`, `clients`, `aggregating`, `rounds` and `keeping` are functions
+and frozen data; `flower` is the one module that knows Flower, and nothing here imports it.
 """
 
 from regauge.federated.aggregation import aggregate as aggregate

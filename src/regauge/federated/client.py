@@ -1,7 +1,8 @@
-"""The client's side of a round: from the server's state and one's own examples to a contribution. A function of its arguments alone.
+"""The client's side of a round: from the server's state and one's own examples to a contribution. A
+function of its arguments alone.
 
-Examples, dropout and puzzles are drawn from the run's seed, the round, the client and the step, so that a round that is repeated, on this engine or
-another, sends the same numbers.
+Examples, dropout and puzzles are drawn from the run's seed, the round, the client and the step, so
+that a round that is repeated, on this engine or another, sends the same numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ def prepared(model: Model, settings: Settings) -> Model:
 def takes_images(model: Model) -> bool:
     import inspect
 
-    return getattr(model, "config", None) is None or "pixel_values" in inspect.signature(model.forward).parameters
+    return (
+        getattr(model, "config", None) is None
+        or "pixel_values" in inspect.signature(model.forward).parameters
+    )
 
 
 def plain(model: Model) -> Model:
@@ -51,28 +55,46 @@ def contribute(
     still: Set[str] = frozenset(),
     own: State | None = None,
 ) -> Contribution:
-    """One client's part of a round, on a model that is used up by it: its weights are set, trained, and left as they are.
+    """One client's part of a round, on a model that is used up by it: its weights are set, trained,
+    and left as they are.
 
-    `still` are parameters that are not trained; `own` are the client's in place of the server's. An empty part is refused by name, as is a state of
-    another model.
+    `still` are parameters that are not trained; `own` are the client's in place of the server's. An
+    empty part is refused by name, as is a state of another model.
     """
     load_state(model, {**state, **(own or {})})
     if not len(examples):
-        raise FederatedError(f"client {client} has no examples: its part is empty", hint="it takes no part; use a larger alpha, or fewer clients")
+        raise FederatedError(
+            f"client {client} has no examples: its part is empty",
+            hint="it takes no part; use a larger alpha, or fewer clients",
+        )
     whole = settings.independent and number == 0
     if whole:
         _begin_apart(model, [settings.seed, client])
     before = state_of(model)
     losses, rows = _descend(model, examples, settings, number, client, still)
     after = state_of(model)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad and name not in still} | (
-        after.keys() - dict(model.named_parameters()).keys()
-    )
-    tensors = {name: after[name] if whole else after[name] - before[name] for name in sorted(trained)}
+    trained = {
+        name for name, p in model.named_parameters() if p.requires_grad and name not in still
+    } | (after.keys() - dict(model.named_parameters()).keys())
+    tensors = {
+        name: after[name] if whole else after[name] - before[name] for name in sorted(trained)
+    }
     loss = float(np.mean(losses))
     layout, kind = digest_of(layout_of(before)), "weights" if whole else "change"
     batch = min(settings.batch, len(examples))
-    return Contribution(client, number, layout, tensors, len(examples), len(losses), batch, settings.rate, loss, kind, rows)  # type: ignore[arg-type]
+    return Contribution(
+        client,
+        number,
+        layout,
+        tensors,
+        len(examples),
+        len(losses),
+        batch,
+        settings.rate,
+        loss,
+        kind,  # type: ignore[arg-type]
+        rows,
+    )
 
 
 def steps_at_most(count: int, settings: Settings) -> int:
@@ -84,18 +106,25 @@ def steps_of(count: int, settings: Settings, number: int, client: int) -> int:
     """How many local steps a client with so many examples takes."""
     steps = steps_at_most(count, settings)
     if settings.uneven:
-        share = 1 - settings.uneven * np.random.default_rng([settings.seed, 103, number, client]).random()
+        share = (
+            1
+            - settings.uneven * np.random.default_rng([settings.seed, 103, number, client]).random()
+        )
         steps = max(1, round(share * steps))
     return steps
 
 
-def rows_of(count: int, settings: Settings, number: int, client: int) -> tuple[tuple[int, ...], ...]:
+def rows_of(
+    count: int, settings: Settings, number: int, client: int
+) -> tuple[tuple[int, ...], ...]:
     """The examples of every local step, by their numbers in the client's part."""
     each = math.ceil(count / settings.batch)
     out = []
     for step in range(steps_of(count, settings, number, client)):
         epoch, place = divmod(step, each)
-        order = np.random.default_rng([settings.seed, 104, number, client, epoch]).permutation(count)
+        order = np.random.default_rng([settings.seed, 104, number, client, epoch]).permutation(
+            count
+        )
         out.append(tuple(int(i) for i in order[place * settings.batch :][: settings.batch]))
     return tuple(out)
 
@@ -103,9 +132,13 @@ def rows_of(count: int, settings: Settings, number: int, client: int) -> tuple[t
 def _descend(
     model: Model, examples: Examples, settings: Settings, number: int, client: int, still: Set[str]
 ) -> tuple[list[float], tuple[tuple[int, ...], ...]]:
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in still}
+    trained = {
+        name: p for name, p in model.named_parameters() if p.requires_grad and name not in still
+    }
     if not trained:
-        raise FederatedError("all of the model is frozen, so that there is nothing to train", hint="freeze less")
+        raise FederatedError(
+            "all of the model is frozen, so that there is nothing to train", hint="freeze less"
+        )
     like = next(p for p in trained.values() if p.is_floating_point())
     optimizer = settings.training.build(trained.values())
     start = {name: p.detach().clone() for name, p in trained.items()} if settings.proximal else {}
@@ -115,7 +148,9 @@ def _descend(
     model.train()
     for step, chosen in enumerate(rows):
         inputs, labels = examples.batch(np.asarray(chosen))
-        moved = {k: v.to(like) if v.is_floating_point() else v.to(like.device) for k, v in inputs.items()}
+        moved = {
+            k: v.to(like) if v.is_floating_point() else v.to(like.device) for k, v in inputs.items()
+        }
         optimizer.zero_grad(set_to_none=True)
         with drawing(settings.seed, ((number * settings.clients + client) << 24) + step):
             logits, extra = answer_of(model, moved)
@@ -137,7 +172,10 @@ def _descend(
 def aim(model: Model, settings: Settings, number: int, client: int) -> None:
     """Set a wrapped model to the puzzles of one client's part of a round."""
     if isinstance(model, MaskedJigsaw | TextJigsaw):
-        model.seed, model.passes = int(np.random.default_rng([settings.seed, 105, client]).integers(1 << 31)), number << 20
+        model.seed, model.passes = (
+            int(np.random.default_rng([settings.seed, 105, client]).integers(1 << 31)),
+            number << 20,
+        )
 
 
 def _begin_apart(model: Model, seeds: list[int]) -> None:
@@ -145,7 +183,10 @@ def _begin_apart(model: Model, seeds: list[int]) -> None:
     inner = plain(model)
     config = getattr(inner, "config", None)
     if config is None:
-        raise FederatedError(f"{type(inner).__name__} has no config to draw weights of its own from", hint="use a model of transformers")
+        raise FederatedError(
+            f"{type(inner).__name__} has no config to draw weights of its own from",
+            hint="use a model of transformers",
+        )
     with torch.random.fork_rng():
         torch.manual_seed(int(np.random.default_rng([*seeds, 106]).integers(1 << 31)))
         fresh = type(inner)(config)

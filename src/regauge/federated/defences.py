@@ -1,14 +1,17 @@
-"""What a client does to its contribution before it leaves. The classes are those that `regauge audit gradients` audits, and the names are the same.
+"""What a client does to its contribution before it leaves. The classes are those that `regauge
+audit gradients` audits, and the names are the same.
 
-    freeze, withhold    parts that nobody trains, or that are each client's own: trained, kept and not sent (embedding, positions, patches, first,
+    freeze, withhold    parts that nobody trains, or that are each client's own: trained, kept and
+    not sent (embedding, positions, patches, first,
                         head); `withholding` keeps them
     clip                the whole change has at most this norm
-    private             the whole change is clipped and gets Gaussian noise: a client's part in a round, with an epsilon
+    private             the whole change is clipped and gets Gaussian noise: a client's part in a
+    round, with an epsilon
     noise               noise of a tensor's own size, without an epsilon
     prune, round        few of its numbers, or few bits of each: compression
 
-They act in this order. Noise is drawn from a secret: on a real node from the system's randomness, and in a run on one machine from the seed, so that
-it can be repeated.
+They act in this order. Noise is drawn from a secret: on a real node from the system's randomness,
+and in a run on one machine from the seed, so that it can be repeated.
 """
 
 from __future__ import annotations
@@ -20,8 +23,24 @@ from typing import Any, ClassVar
 
 import torch
 
-from regauge.defences.gradients import Clip, Freeze, Noise, Prune, Round, Withhold, clipped, names_of
-from regauge.defences.split import DefenceError, Draw, gaussian_epsilon, in_turn, parts_of, read_named
+from regauge.defences.gradients import (
+    Clip,
+    Freeze,
+    Noise,
+    Prune,
+    Round,
+    Withhold,
+    clipped,
+    names_of,
+)
+from regauge.defences.split import (
+    DefenceError,
+    Draw,
+    gaussian_epsilon,
+    in_turn,
+    parts_of,
+    read_named,
+)
 from regauge.federated.settings import FederatedError
 from regauge.federated.states import Contribution
 
@@ -31,8 +50,11 @@ DELTA = 1e-5
 
 @dataclass(frozen=True)
 class Private:
-    """Differential privacy of a client: its change is clipped to `norm` and gets Gaussian noise of `multiplier` times `norm`, before it leaves. The
-    guarantee is for all of a client's examples together, against whoever sees every one of its contributions; no sampling is assumed to hide it."""
+    """Differential privacy of a client: its change is clipped to `norm` and gets Gaussian noise of
+    `multiplier` times `norm`, before it leaves. The guarantee is for all of a client's examples
+    together, against whoever sees every one of its contributions; no sampling is assumed to hide
+    it.
+    """
 
     multiplier: float
     norm: float = 1.0
@@ -41,11 +63,18 @@ class Private:
     def __post_init__(self) -> None:
         for value in (self.multiplier, self.norm):
             if not 0 < value < math.inf:
-                raise DefenceError(f"{value} is no noise multiplier or norm", hint="both are positive numbers")
+                raise DefenceError(
+                    f"{value} is no noise multiplier or norm", hint="both are positive numbers"
+                )
 
-    def leave(self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw) -> dict[str, Tensor]:
+    def leave(
+        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw
+    ) -> dict[str, Tensor]:
         size = self.multiplier * self.norm
-        return {name: t + size * draw.normal(f"private/{name}", t) for name, t in clipped(tensors, self.norm).items()}
+        return {
+            name: t + size * draw.normal(f"private/{name}", t)
+            for name, t in clipped(tensors, self.norm).items()
+        }
 
     def epsilon(self, rounds: int, delta: float = DELTA) -> float:
         """Of a client that contributed to so many rounds, next to a run without it."""
@@ -64,24 +93,39 @@ DEFENCES: Mapping[str, type] = {
 
 
 def read_defences(texts: Sequence[str]) -> tuple[Any, ...]:
-    """Defences as the command line names them, in the order in which they act; none of a kind twice."""
+    """Defences as the command line names them, in the order in which they act; none of a kind
+    twice.
+    """
     made = in_turn([read_named(part, DEFENCES) for text in texts for part in parts_of(text)])
     if {Clip, Private} <= {type(d) for d in made}:
-        raise DefenceError("private clips by itself", hint="leave out clip; private=1.0,norm=0.5 says the norm")
+        raise DefenceError(
+            "private clips by itself", hint="leave out clip; private=1.0,norm=0.5 says the norm"
+        )
     return made
 
 
 def frozen(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
     """The parameters that are not trained."""
-    return {name for d in defences if isinstance(d, Freeze) for part in d.what for name in names_of(model, part)}
+    return {
+        name
+        for d in defences
+        if isinstance(d, Freeze)
+        for part in d.what
+        for name in names_of(model, part)
+    }
 
 
-def defended(sent: Contribution, model: torch.nn.Module, defences: Sequence[Any], secret: bytes) -> Contribution:
+def defended(
+    sent: Contribution, model: torch.nn.Module, defences: Sequence[Any], secret: bytes
+) -> Contribution:
     """A contribution as it leaves."""
     if not defences:
         return sent
     if sent.kind == "weights":
-        raise FederatedError("whole weights of a client that begins apart cannot be defended", hint="leave out the defences, or --independent")
+        raise FederatedError(
+            "whole weights of a client that begins apart cannot be defended",
+            hint="leave out the defences, or --independent",
+        )
     tensors = sent.tensors
     draw = Draw(secret, f"federated/{sent.round}/{sent.client}")
     for defence in defences:

@@ -1,7 +1,9 @@
-"""Flower's real engine: a SuperLink, SuperNodes that may be anywhere, and a bundle that is submitted to them.
+"""Flower's real engine: a SuperLink, SuperNodes that may be anywhere, and a bundle that is
+submitted to them.
 
-Commands are made here as lists of words, so that the documentation, the example and the tests run the same ones. All of them are Flower's own; none
-sends telemetry or installs anything at run time, and all connections are TLS with an authority of one's own. Nodes prove who they are by a key that
+Commands are made here as lists of words, so that the documentation, the example and the tests run
+the same ones. All of them are Flower's own; none sends telemetry or installs anything at run time,
+and all connections are TLS with an authority of one's own. Nodes prove who they are by a key that
 was registered beforehand; a SuperLink with `--enable-supernode-auth` lets in no other.
 """
 
@@ -25,7 +27,11 @@ from regauge.errors import need
 from regauge.federated.settings import FederatedError, Settings
 from regauge.split.protocol.certificates import make_certificates
 
-QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 NAME = "regauge"  # of the connection in Flower's configuration
 MODULE = '''"""What SuperLink and SuperNodes run: regauge's apps. Everything else is in their own configuration."""
 
@@ -36,13 +42,30 @@ server = server_app()
 '''
 
 
-def write_bundle(folder: Path, source: Mapping[str, Any], settings: Settings, out: Path, *, wait: float, gather: float, spy: bool = False) -> None:
-    """The folder that `flwr run` submits. `out` is the run's folder on the SuperLink's machine, `source` where the server finds model and tests."""
+def write_bundle(
+    folder: Path,
+    source: Mapping[str, Any],
+    settings: Settings,
+    out: Path,
+    *,
+    wait: float,
+    gather: float,
+    spy: bool = False,
+) -> None:
+    """The folder that `flwr run` submits. `out` is the run's folder on the SuperLink's machine,
+    `source` where the server finds model and tests.
+    """
     from regauge import __version__
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"settings": json.dumps(settings.told()), "source": json.dumps(dict(source)), "folder": str(out.absolute())}
-    lines = [f"{name} = {json.dumps(value)}" for name, value in config.items()]  # a JSON string is a TOML string
+    config = {
+        "settings": json.dumps(settings.told()),
+        "source": json.dumps(dict(source)),
+        "folder": str(out.absolute()),
+    }
+    lines = [
+        f"{name} = {json.dumps(value)}" for name, value in config.items()
+    ]  # a JSON string is a TOML string
     text = f"""[project]
 name = "regauge-federated"
 version = "{__version__}"
@@ -68,14 +91,28 @@ spy = {str(spy).lower()}
 
 
 def make_node_key(path: Path) -> Path:
-    """A node's key (P-384, OpenSSH's form) in a new file for its owner only; its public half is beside it. Returns the public one."""
+    """A node's key (P-384, OpenSSH's form) in a new file for its owner only; its public half is
+    beside it. Returns the public one.
+    """
     from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        PublicFormat,
+    )
 
     key = ec.generate_private_key(ec.SECP384R1())
-    write_bytes(path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()), mode=0o600, new=True)
+    write_bytes(
+        path,
+        key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()),
+        mode=0o600,
+        new=True,
+    )
     public = path.with_name(f"{path.name}.pub")
-    write_bytes(public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH), new=True)
+    write_bytes(
+        public, key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH), new=True
+    )
     return public
 
 
@@ -83,7 +120,8 @@ def write_connection(home: Path, address: str, authority: Path) -> None:
     """Flower's configuration with one SuperLink in it, in a home of its own (FLWR_HOME)."""
     home.mkdir(parents=True, exist_ok=True)
     text = (
-        f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = "{address}"\nroot-certificates = {json.dumps(str(authority.absolute()))}\n'
+        f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = '
+        f'"{address}"\nroot-certificates = {json.dumps(str(authority.absolute()))}\n'
     )
     write_bytes(home / "config.toml", text.encode())
 
@@ -92,7 +130,9 @@ def program(name: str) -> str:
     """One of Flower's programs, beside this Python or on the path."""
     import shutil
 
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+    found = shutil.which(
+        name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    )
     if found is None:
         need("flwr", "federated")
         raise FederatedError(f"{name} is not on the path", hint="pip install 'regauge[federated]'")
@@ -107,12 +147,21 @@ def environment(home: Path, **more: str) -> dict[str, str]:
 
 def superlink(certificates: Path, port: int, database: Path, host: str = "127.0.0.1") -> list[str]:
     given = {"certfile": "server.pem", "keyfile": "server.key", "ca-certfile": "authority.pem"}
-    tls = [word for name, file in given.items() for word in (f"--ssl-{name}", str(certificates / file))]
-    more = ["--enable-supernode-auth", "--disable-runtime-dependency-installation", "--database", str(database)]
+    tls = [
+        word for name, file in given.items() for word in (f"--ssl-{name}", str(certificates / file))
+    ]
+    more = [
+        "--enable-supernode-auth",
+        "--disable-runtime-dependency-installation",
+        "--database",
+        str(database),
+    ]
     return [program("flower-superlink"), "--host", host, "--port", str(port), *tls, *more]
 
 
-def supernode(address: str, certificates: Path, key: Path, port: int, config: Mapping[str, str | int]) -> list[str]:
+def supernode(
+    address: str, certificates: Path, key: Path, port: int, config: Mapping[str, str | int]
+) -> list[str]:
     """`port` is for the node's own processes on its own machine."""
     told = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
     tls = ["--root-certificates", str(certificates / "authority.pem")]
@@ -121,7 +170,15 @@ def supernode(address: str, certificates: Path, key: Path, port: int, config: Ma
 
 
 def register(public: Path, client: int) -> list[str]:
-    return [program("flwr"), "supernode", "register", str(public), NAME, "--name", f"client-{client}"]
+    return [
+        program("flwr"),
+        "supernode",
+        "register",
+        str(public),
+        NAME,
+        "--name",
+        f"client-{client}",
+    ]
 
 
 def submit(bundle: Path) -> list[str]:
@@ -130,7 +187,9 @@ def submit(bundle: Path) -> list[str]:
 
 @dataclass
 class Loopback:
-    """A SuperLink and its SuperNodes on this machine, each a process of its own with a log in `folder`."""
+    """A SuperLink and its SuperNodes on this machine, each a process of its own with a log in
+    `folder`.
+    """
 
     folder: Path
     port: int
@@ -143,15 +202,23 @@ class Loopback:
         return f"127.0.0.1:{self.port}"
 
     def start_link(self) -> None:
-        self._start("superlink", superlink(self.folder / "certificates", self.port, self.folder / "superlink.db"))
+        self._start(
+            "superlink",
+            superlink(self.folder / "certificates", self.port, self.folder / "superlink.db"),
+        )
         self._await_port()
 
     def start_node(self, i: int) -> None:
         key, config = self.folder / f"node-{i}", self.node_configs[i]
-        self._start(f"node-{i}", supernode(self.address, self.folder / "certificates", key, free_port(), config))
+        self._start(
+            f"node-{i}",
+            supernode(self.address, self.folder / "certificates", key, free_port(), config),
+        )
 
     def kill(self, name: str) -> None:
-        """End a process and all that it has started, at once. Flower's children have sessions of their own and would stay."""
+        """End a process and all that it has started, at once. Flower's children have sessions of
+        their own and would stay.
+        """
         process = self.processes.pop(name)
         for pid in (process.pid, *descendants(process.pid)):
             with contextlib.suppress(ProcessLookupError):
@@ -164,21 +231,39 @@ class Loopback:
 
     def do(self, command: Sequence[str]) -> str:
         """A short command of Flower's; what it said."""
-        done = subprocess.run(list(command), env=self._environment(), capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            list(command),
+            env=self._environment(),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         if done.returncode:
-            raise FederatedError(f"{Path(command[0]).name} {command[1]} failed: {(done.stderr or done.stdout).strip()[-500:]}")
+            raise FederatedError(
+                f"{Path(command[0]).name} {command[1]} failed: "
+                f"{(done.stderr or done.stdout).strip()[-500:]}"
+            )
         return done.stdout
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def _environment(self) -> dict[str, str]:
-        return environment(self.homes, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))  # nodes share the machine
+        return environment(
+            self.homes, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")
+        )  # nodes share the machine
 
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         log: IO[bytes] = (self.folder / f"{name}.log").open("ab")
         with log:
-            made = subprocess.Popen(list(command), env=self._environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            made = subprocess.Popen(
+                list(command),
+                env=self._environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         self.processes[name] = made
         return made
 
@@ -187,7 +272,10 @@ class Loopback:
         while time.monotonic() < until:
             if self.processes["superlink"].poll() is not None:
                 break
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.port), 1),
+            ):
                 return
             time.sleep(0.2)
         raise FederatedError(f"the SuperLink did not come up:\n{self.log('superlink')[-1500:]}")
@@ -195,7 +283,9 @@ class Loopback:
 
 @contextlib.contextmanager
 def loopback(folder: Path, node_configs: Sequence[Mapping[str, str | int]]) -> Iterator[Loopback]:
-    """Certificates, keys, a SuperLink with TLS and node authentication, and registered nodes; all of it ends with the block."""
+    """Certificates, keys, a SuperLink with TLS and node authentication, and registered nodes; all
+    of it ends with the block.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     certificates = folder / "certificates"
     made = Loopback(folder, free_port(), folder / "flower-home", node_configs)
@@ -214,8 +304,12 @@ def loopback(folder: Path, node_configs: Sequence[Mapping[str, str | int]]) -> I
 
 def descendants(pid: int) -> list[int]:
     """The processes that a process has started, and those that they have."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    parents = {int(child): int(parent) for child, parent in (line.split() for line in listed.splitlines())}
+    listed = subprocess.run(
+        ["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True
+    ).stdout
+    parents = {
+        int(child): int(parent) for child, parent in (line.split() for line in listed.splitlines())
+    }
     found, front = [], [pid]
     while front:
         front = [child for child, parent in parents.items() if parent in front]

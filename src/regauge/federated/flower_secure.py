@@ -1,9 +1,12 @@
-"""Flower's secure aggregation (SecAgg+) under our rounds: the server learns the mean of the contributions and no single one.
+"""Flower's secure aggregation (SecAgg+) under our rounds: the server learns the mean of the
+contributions and no single one.
 
-SecAgg+ of Flower 1.41 speaks its older interface (FitIns, a LegacyContext); it is translated here, on both sides, and nothing else knows of it.
-Changes are quantised to 22 bits between -1 and 1, so that the mean is exact to about 1e-6; a client whose change is not finite, or larger, drops out.
-Whoever drops out after keys were shared is recovered from, as long as two thirds answer. Since no contribution can be looked at, none can be refused
-for what is in it: one client can spoil a mean. What each client is told to have sent is the mean, here and in what the spy keeps.
+SecAgg+ of Flower 1.41 speaks its older interface (FitIns, a LegacyContext); it is translated here,
+on both sides, and nothing else knows of it. Changes are quantised to 22 bits between -1 and 1, so
+that the mean is exact to about 1e-6; a client whose change is not finite, or larger, drops out.
+Whoever drops out after keys were shared is recovered from, as long as two thirds answer. Since no
+contribution can be looked at, none can be refused for what is in it: one client can spoil a mean.
+What each client is told to have sent is the mean, here and in what the spy keeps.
 """
 
 from __future__ import annotations
@@ -28,63 +31,123 @@ from flwr.server.workflow.constant import Key as WorkflowKey
 from regauge.federated.settings import VERSION
 from regauge.federated.states import Absence, Contribution, State
 
-RANGE, SHARE, HEAVIEST = 1.0, 2 / 3, 4096  # of a change; of clients that must answer; examples that a client can weigh
+RANGE, SHARE, HEAVIEST = (
+    1.0,
+    2 / 3,
+    4096,
+)  # of a change; of clients that must answer; examples that a client can weigh
 FEWEST = 3  # a sum of two tells each of them the other's
 Next = Callable[[Message, Context], Message]
 
 
 class _Caught:
-    """A strategy of Flower's older kind, for one round: it asks who it is told to, and keeps what comes."""
+    """A strategy of Flower's older kind, for one round: it asks who it is told to, and keeps what
+    comes.
+    """
 
     def __init__(self, nodes: Sequence[int], ins: FitIns) -> None:
         self.nodes, self.ins, self.results = nodes, ins, []  # type: Sequence[int], FitIns, list[tuple[Any, FitRes]]
 
-    def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> list[tuple[Any, FitIns]]:
+    def configure_fit(
+        self, server_round: int, parameters: Any, client_manager: Any
+    ) -> list[tuple[Any, FitIns]]:
         return [(SimpleNamespace(node_id=node), self.ins) for node in self.nodes]
 
-    def aggregate_fit(self, server_round: int, results: list[tuple[Any, FitRes]], failures: Any) -> tuple[None, dict[str, Any]]:
+    def aggregate_fit(
+        self, server_round: int, results: list[tuple[Any, FitRes]], failures: Any
+    ) -> tuple[None, dict[str, Any]]:
         self.results = results
         return None, {}
 
 
 def ask_securely(
-    grid: Any, settings: Any, wait: float, number: int, nodes: dict[int, int], state: State, name: str = ""
+    grid: Any,
+    settings: Any,
+    wait: float,
+    number: int,
+    nodes: dict[int, int],
+    state: State,
+    name: str = "",
 ) -> Iterable[Contribution | Absence]:
-    """One round of SecAgg+ with the nodes of these clients: every client that took part is given the mean for its contribution."""
+    """One round of SecAgg+ with the nodes of these clients: every client that took part is given
+    the mean for its contribution.
+    """
     if len(nodes) < FEWEST:
-        yield from (Absence(c, f"only {len(nodes)} are there, and a secure sum needs {FEWEST}") for c in nodes)
+        yield from (
+            Absence(c, f"only {len(nodes)} are there, and a secure sum needs {FEWEST}")
+            for c in nodes
+        )
         return
     names = sorted(state)
     parameters = ndarrays_to_parameters([state[n].detach().cpu().numpy() for n in names])
-    config = {"regauge": VERSION, "run": name, "round": number, "settings": json.dumps(settings.told()), "names": json.dumps(names)}
+    config = {
+        "regauge": VERSION,
+        "run": name,
+        "round": number,
+        "settings": json.dumps(settings.told()),
+        "names": json.dumps(names),
+    }
     caught = _Caught(sorted(nodes.values()), FitIns(parameters, config))
-    context = LegacyContext(Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}), strategy=caught)
-    context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord({WorkflowKey.CURRENT_ROUND: number})
-    context.state.array_records[MAIN_PARAMS_RECORD] = compat.parameters_to_arrayrecord(parameters, True)
+    context = LegacyContext(
+        Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}),
+        strategy=caught,
+    )
+    context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord(
+        {WorkflowKey.CURRENT_ROUND: number}
+    )
+    context.state.array_records[MAIN_PARAMS_RECORD] = compat.parameters_to_arrayrecord(
+        parameters, True
+    )
     weight = 1.0 if settings.weigh == "clients" else float(HEAVIEST)
-    SecAggPlusWorkflow(1.0, SHARE, max_weight=weight, clipping_range=RANGE, timeout=wait)(grid, context)
+    SecAggPlusWorkflow(1.0, SHARE, max_weight=weight, clipping_range=RANGE, timeout=wait)(
+        grid, context
+    )
     who = {node: client for client, node in nodes.items()}
     for proxy, result in caught.results:
         yield _contribution(who[proxy.node_id], names, result, state)
     answered = {who[proxy.node_id] for proxy, _ in caught.results}
-    yield from (Absence(c, "it dropped out of the secure sum, or the sum failed") for c in nodes if c not in answered)
+    yield from (
+        Absence(c, "it dropped out of the secure sum, or the sum failed")
+        for c in nodes
+        if c not in answered
+    )
 
 
-def _contribution(client: int, names: Sequence[str], result: FitRes, state: State) -> Contribution | Absence:
+def _contribution(
+    client: int, names: Sequence[str], result: FitRes, state: State
+) -> Contribution | Absence:
     try:
-        told = {k: result.metrics[k] for k in ("round", "layout", "examples", "steps", "batch", "rate", "loss")}
+        told = {
+            k: result.metrics[k]
+            for k in ("round", "layout", "examples", "steps", "batch", "rate", "loss")
+        }
         arrays = parameters_to_ndarrays(result.parameters)
-        tensors = {n: torch.from_numpy(np.asarray(a)).to(state[n].dtype).reshape(state[n].shape) for n, a in zip(names, arrays, strict=True)}
+        tensors = {
+            n: torch.from_numpy(np.asarray(a)).to(state[n].dtype).reshape(state[n].shape)
+            for n, a in zip(names, arrays, strict=True)
+        }
         examples, steps, batch = (int(told[k]) for k in ("examples", "steps", "batch"))
         return Contribution(
-            client, int(told["round"]), str(told["layout"]), tensors, examples, steps, batch, float(told["rate"]), float(told["loss"])
+            client,
+            int(told["round"]),
+            str(told["layout"]),
+            tensors,
+            examples,
+            steps,
+            batch,
+            float(told["rate"]),
+            float(told["loss"]),
         )
     except Exception as error:  # it came from outside
-        return Absence(client, f"its answer cannot be read: {type(error).__name__}: {str(error)[:200]}")
+        return Absence(
+            client, f"its answer cannot be read: {type(error).__name__}: {str(error)[:200]}"
+        )
 
 
 def securing(message: Message, context: Context, call_next: Next) -> Message:
-    """The client's mod. A node with `secure=true` in its configuration answers nothing but secure sums."""
+    """The client's mod. A node with `secure=true` in its configuration answers nothing but secure
+    sums.
+    """
     if message.metadata.message_type != "train":
         return call_next(message, context)
     if RECORD_KEY_CONFIGS in message.content.config_records:
@@ -109,13 +172,17 @@ def _translated(message: Message, context: Context, call_next: Next) -> Message:
     sent = {str(n): a.numpy() for n, a in reply.content["arrays"].items()}
     changes = [sent.get(n, np.zeros_like(a)) for n, a in zip(names, before, strict=True)]
     if not all(np.isfinite(a).all() and (np.abs(a) <= RANGE).all() for a in changes):
-        raise RuntimeError(f"a change is not finite, or larger than {RANGE}: it cannot be in a secure sum")
+        raise RuntimeError(
+            f"a change is not finite, or larger than {RANGE}: it cannot be in a secure sum"
+        )
     metrics = reply.content["metrics"]
     weigh = json.loads(str(config["settings"]))["weigh"]
     told = {"round": about["round"], "layout": about["layout"], "examples": metrics["num-examples"]}
     told |= {k: metrics[k] for k in ("steps", "batch", "rate", "loss")}
     count = 1 if weigh == "clients" else int(metrics["num-examples"])
     if count > HEAVIEST:
-        raise RuntimeError(f"{count} examples weigh more than a secure sum can count: set --weigh clients")
+        raise RuntimeError(
+            f"{count} examples weigh more than a secure sum can count: set --weigh clients"
+        )
     result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(changes), count, told)
     return Message(compat.fitres_to_recorddict(result, False), reply_to=message)

@@ -1,9 +1,12 @@
-"""What a client withholds stays with it: those tensors are its own, trained from round to round and sent to nobody.
+"""What a client withholds stays with it: those tensors are its own, trained from round to round and
+sent to nobody.
 
-    RUN/own/client-00002/round-00003.safetensors      on a node: KEEP/RUN/client-00002/..., where KEEP is in its configuration
+    RUN/own/client-00002/round-00003.safetensors      on a node: KEEP/RUN/client-00002/..., where
+    KEEP is in its configuration
 
-A round begins with what the client had after the last earlier round in which it trained, and with the server's where there was none. What it had
-before a round is kept beside what it has after it, so that a round that is asked again begins as it did.
+A round begins with what the client had after the last earlier round in which it trained, and with
+the server's where there was none. What it had before a round is kept beside what it has after it,
+so that a round that is asked again begins as it did.
 """
 
 from __future__ import annotations
@@ -46,7 +49,11 @@ class LocalState:
         if self.folder is None:
             self.memory.setdefault(client, {})[number] = dict(tensors)
         else:
-            write_tensors(self._path(client, number), tensors, {"regauge": "federated own", "version": str(VERSION)})
+            write_tensors(
+                self._path(client, number),
+                tensors,
+                {"regauge": "federated own", "version": str(VERSION)},
+            )
         for n in self._rounds(client):
             if n in (number, earlier):
                 continue
@@ -64,7 +71,10 @@ class LocalState:
     def _rounds(self, client: int) -> list[int]:
         if self.folder is None:
             return list(self.memory.get(client, {}))
-        return [int(p.stem.partition("-")[2]) for p in self._path(client, 0).parent.glob("round-*.safetensors")]
+        return [
+            int(p.stem.partition("-")[2])
+            for p in self._path(client, 0).parent.glob("round-*.safetensors")
+        ]
 
     def _path(self, client: int, number: int) -> Path:
         assert self.folder is not None
@@ -73,7 +83,13 @@ class LocalState:
 
 def withheld(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
     """The parameters that are trained and not sent."""
-    return {name for d in defences if type(d) is Withhold for part in d.what for name in names_of(model, part)}
+    return {
+        name
+        for d in defences
+        if type(d) is Withhold
+        for part in d.what
+        for name in names_of(model, part)
+    }
 
 
 def after(made: Contribution, state: State, own: State, names: set[str]) -> dict[str, torch.Tensor]:

@@ -1,10 +1,13 @@
 """The spy: what a server sees of a run, kept on request, so that it can be attacked as it was sent.
 
     RUN/seen/round-00003/before.safetensors      the state that clients were given
-    RUN/seen/round-00003/client-00002.safetensors  what one sent back; in its metadata kind, steps, rate, batch, examples
-    RUN/kept/round-00003/client-00002.json       what the client kept, for scoring: the rows of its part, step by step
+    RUN/seen/round-00003/client-00002.safetensors  what one sent back; in its metadata kind, steps,
+    rate, batch, examples
+    RUN/kept/round-00003/client-00002.json       what the client kept, for scoring: the rows of its
+    part, step by step
 
-Under `seen` is nothing that the server was not sent. `kept` is numbers only: whoever scores an attack needs the data too.
+Under `seen` is nothing that the server was not sent. `kept` is numbers only: whoever scores an
+attack needs the data too.
 """
 
 from __future__ import annotations
@@ -43,13 +46,33 @@ def spy_on(folder: Path, settings: Settings) -> Spy:
 
     def spy(number: int, state: State, sent: Sequence[Contribution]) -> None:
         seen, kept = (folder / name / f"round-{number:05}" for name in ("seen", "kept"))
-        write_tensors(seen / "before.safetensors", state, {"regauge": "federated seen", "version": str(VERSION), "round": str(number)})
+        write_tensors(
+            seen / "before.safetensors",
+            state,
+            {"regauge": "federated seen", "version": str(VERSION), "round": str(number)},
+        )
         kept.mkdir(parents=True, exist_ok=True)
         for c in sent:
-            about = {"client": c.client, "round": c.round, "kind": c.kind, "steps": c.steps, "rate": c.rate, "batch": c.batch, "examples": c.examples}
-            metadata = {"regauge": "federated update", "version": str(VERSION), "about": json.dumps(about)}
+            about = {
+                "client": c.client,
+                "round": c.round,
+                "kind": c.kind,
+                "steps": c.steps,
+                "rate": c.rate,
+                "batch": c.batch,
+                "examples": c.examples,
+            }
+            metadata = {
+                "regauge": "federated update",
+                "version": str(VERSION),
+                "about": json.dumps(about),
+            }
             write_tensors(seen / f"client-{c.client:05}.safetensors", c.tensors, metadata)
-            truth = {"regauge": "federated kept", "version": VERSION, "rows": rows_of(c.examples, settings, number, c.client)}
+            truth = {
+                "regauge": "federated kept",
+                "version": VERSION,
+                "rows": rows_of(c.examples, settings, number, c.client),
+            }
             write_bytes(kept / f"client-{c.client:05}.json", json.dumps(truth).encode())
 
     return spy
@@ -59,24 +82,49 @@ def recorded_rounds(folder: Path) -> dict[int, list[int]]:
     """The rounds that were recorded, and of which clients."""
     out = {}
     for path in sorted((folder / "seen").glob("round-*")):
-        out[int(path.name.partition("-")[2])] = [int(p.stem.partition("-")[2]) for p in sorted(path.glob("client-*.safetensors"))]
+        out[int(path.name.partition("-")[2])] = [
+            int(p.stem.partition("-")[2]) for p in sorted(path.glob("client-*.safetensors"))
+        ]
     if not out:
-        raise FederatedError(f"{folder} has nothing that the server saw", hint="record a run with regauge federate --record")
+        raise FederatedError(
+            f"{folder} has nothing that the server saw",
+            hint="record a run with regauge federate --record",
+        )
     return out
 
 
 def load_update(folder: Path, number: int, client: int) -> RecordedUpdate:
-    """One contribution, as it was sent. Its changes are those of local steps of SGD; whole weights are no update."""
+    """One contribution, as it was sent. Its changes are those of local steps of SGD; whole weights
+    are no update.
+    """
     there = folder / "seen" / f"round-{number:05}"
     state, _ = read_tensors(there / "before.safetensors", "federated seen", VERSION)
-    tensors, metadata = read_tensors(there / f"client-{client:05}.safetensors", "federated update", VERSION)
+    tensors, metadata = read_tensors(
+        there / f"client-{client:05}.safetensors", "federated update", VERSION
+    )
     try:
         about: dict[str, Any] = load_json(metadata["about"])
         if about["kind"] != "change":
-            raise FederatedError(f"client {client} sent whole weights in round {number + 1}: there is no update in them", hint="choose a later round")
-        return RecordedUpdate(number, client, state, tensors, int(about["steps"]), float(about["rate"]), int(about["batch"]), int(about["examples"]))
+            raise FederatedError(
+                f"client {client} sent whole weights in round {number + 1}: there is no update "
+                "in them",
+                hint="choose a later round",
+            )
+        return RecordedUpdate(
+            number,
+            client,
+            state,
+            tensors,
+            int(about["steps"]),
+            float(about["rate"]),
+            int(about["batch"]),
+            int(about["examples"]),
+        )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise FederatedError(f"the record of client {client} in {there} is damaged: {error!r}", hint="restore it from a copy") from error
+        raise FederatedError(
+            f"the record of client {client} in {there} is damaged: {error!r}",
+            hint="restore it from a copy",
+        ) from error
 
 
 def load_rows(folder: Path, number: int, client: int) -> tuple[tuple[int, ...], ...]:
@@ -86,4 +134,7 @@ def load_rows(folder: Path, number: int, client: int) -> tuple[tuple[int, ...], 
         found = load_json(path.read_text())
         return tuple(tuple(int(i) for i in rows) for rows in found["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FederatedError(f"{path} does not say what the client kept: {error}", hint="without it attacks cannot be scored") from error
+        raise FederatedError(
+            f"{path} does not say what the client kept: {error}",
+            hint="without it attacks cannot be scored",
+        ) from error

@@ -1,8 +1,10 @@
 """The rounds of a run, on any engine: ask, check, aggregate, measure, keep.
 
-An engine is one method, `ask`: a state and the clients that are to train it go in, contributions and absences come out, in any order. What is sent
-is checked (`validation`); a contribution that fails is rejected and the round goes on without it. A round with fewer than `least` contributions, or
-whose result is not finite, is void: it changes nothing, and is tried again under its own number, `PATIENCE` times.
+An engine is one method, `ask`: a state and the clients that are to train it go in, contributions
+and absences come out, in any order. What is sent is checked (`validation`); a contribution that
+fails is rejected and the round goes on without it. A round with fewer than `least` contributions,
+or whose result is not finite, is void: it changes nothing, and is tried again under its own number,
+`PATIENCE` times.
 """
 
 from __future__ import annotations
@@ -30,31 +32,52 @@ from regauge.federated.validation import Call, Limits, collect
 PATIENCE = 3  # void rounds in a row, after which a run stops; it can go on from its folder
 Measure = Callable[[State], Mapping[str, float]]
 Tell = Callable[[Round], None]
-Spy = Callable[[int, State, Sequence[Contribution]], None]  # the round, what the server sent out, what came back and was not refused
+Spy = Callable[
+    [int, State, Sequence[Contribution]], None
+]  # the round, what the server sent out, what came back and was not refused
 
 
 class Engine(Protocol):
-    def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
-        """Have clients train a state. Whoever cannot is an absence, with the reason; an engine raises only where nothing can go on."""
+    def ask(
+        self, number: int, clients: Sequence[int], state: State
+    ) -> Iterable[Contribution | Absence]:
+        """Have clients train a state. Whoever cannot is an absence, with the reason; an engine
+        raises only where nothing can go on.
+        """
         ...
 
 
 class InProcess:
-    """Clients in this process, one after the other, on one model. `settings.drop` of the contributions are lost on purpose, by the seed, from which
-    the noise of defences is drawn too. What clients withhold is kept in `own`."""
+    """Clients in this process, one after the other, on one model. `settings.drop` of the
+    contributions are lost on purpose, by the seed, from which the noise of defences is drawn too.
+    What clients withhold is kept in `own`.
+    """
 
-    def __init__(self, model: torch.nn.Module, parts: Sequence[Examples], settings: Settings, own: LocalState | None = None) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parts: Sequence[Examples],
+        settings: Settings,
+        own: LocalState | None = None,
+    ) -> None:
         if len(parts) != settings.clients:
-            raise FederatedError(f"there are {len(parts)} parts of data for {settings.clients} clients")
+            raise FederatedError(
+                f"there are {len(parts)} parts of data for {settings.clients} clients"
+            )
         if settings.secure:
-            raise FederatedError("secure sums are Flower's, between processes", hint="--engine simulation or deployment")
+            raise FederatedError(
+                "secure sums are Flower's, between processes",
+                hint="--engine simulation or deployment",
+            )
         self.model, self.parts, self.settings = model, parts, settings
         self.defences = read_defences(settings.defences)
         self.still, self.hidden = frozen(model, self.defences), withheld(model, self.defences)
         self.own = own or LocalState()
         self.tries: dict[int, int] = {}
 
-    def ask(self, number: int, clients: Sequence[int], state: State) -> Iterable[Contribution | Absence]:
+    def ask(
+        self, number: int, clients: Sequence[int], state: State
+    ) -> Iterable[Contribution | Absence]:
         tried = self.tries[number] = self.tries.get(number, -1) + 1
         for client in clients:
             if is_dropped(self.settings, number, client, tried):
@@ -62,7 +85,16 @@ class InProcess:
                 continue
             try:
                 own = self.own.before(client, number) if self.hidden else {}
-                sent = contribute(self.model, state, self.parts[client], self.settings, number, client, still=self.still, own=own)
+                sent = contribute(
+                    self.model,
+                    state,
+                    self.parts[client],
+                    self.settings,
+                    number,
+                    client,
+                    still=self.still,
+                    own=own,
+                )
                 if self.hidden:
                     self.own.keep(client, number, after(sent, state, own, self.hidden))
                 yield defended(sent, self.model, self.defences, seed_key(self.settings.seed))
@@ -71,13 +103,19 @@ class InProcess:
 
 
 def is_dropped(settings: Settings, number: int, client: int, tried: int) -> bool:
-    return bool(settings.drop and np.random.default_rng([settings.seed, 107, number, client, tried]).random() < settings.drop)
+    return bool(
+        settings.drop
+        and np.random.default_rng([settings.seed, 107, number, client, tried]).random()
+        < settings.drop
+    )
 
 
 def asked(settings: Settings, number: int) -> tuple[int, ...]:
     """The clients of a round, drawn by the seed."""
     count = max(settings.least, round(settings.asked * settings.clients))
-    drawn = np.random.default_rng([settings.seed, 108, number]).permutation(settings.clients)[:count]
+    drawn = np.random.default_rng([settings.seed, 108, number]).permutation(settings.clients)[
+        :count
+    ]
     return tuple(sorted(int(i) for i in drawn))
 
 
@@ -94,18 +132,27 @@ def run(
     stop: Callable[[], bool] | None = None,
     limits: Limits | None = None,
 ) -> Kept:
-    """All rounds, or those that are missing in `folder`, which `keeping.begin` has made. `stop` is asked before each; `tell` is told of each;
-    `fuse` averages weights that clients began apart; `limits` bound what clients may claim and send."""
+    """All rounds, or those that are missing in `folder`, which `keeping.begin` has made. `stop` is
+    asked before each; `tell` is told of each; `fuse` averages weights that clients began apart;
+    `limits` bound what clients may claim and send.
+    """
     kept = None if folder is None else state_store.load(folder)
     kept = kept or Kept(dict(state), Memory(), ())
     digest = digest_of(layout_of(state))
     if digest_of(layout_of(kept.state)) != digest:
-        raise FederatedError(f"{folder} holds another model's run", hint="go on with the same MODEL, or name a new folder")
+        raise FederatedError(
+            f"{folder} holds another model's run",
+            hint="go on with the same MODEL, or name a new folder",
+        )
     voids = 0
     while (number := len(done(kept.history))) < settings.rounds and not (stop and stop()):
         started = time.monotonic()
         selected = asked(settings, number)
-        got = collect(engine.ask(number, selected, kept.state), Call(number, selected, kept.state, digest, limits or Limits()), settings)
+        got = collect(
+            engine.ask(number, selected, kept.state),
+            Call(number, selected, kept.state, digest, limits or Limits()),
+            settings,
+        )
         made, fault = None, ""
         if len(got.sent) >= settings.least:
             if spy is not None:
@@ -117,7 +164,15 @@ def run(
         contributed = tuple(c.client for c in got.sent)
         if made is None:
             seconds = round(time.monotonic() - started, 3)
-            void = Round(number, contributed, got.absent, seconds=seconds, void=True, rejected=got.rejected, fault=fault)
+            void = Round(
+                number,
+                contributed,
+                got.absent,
+                seconds=seconds,
+                void=True,
+                rejected=got.rejected,
+                fault=fault,
+            )
             kept = Kept(kept.state, kept.memory, (*kept.history, void))
             voids += 1
         else:
@@ -126,7 +181,9 @@ def run(
             loss = sum(c.loss * c.examples for c in got.sent) / examples
             measures = dict(measure(averaged)) if measure else {}
             seconds = round(time.monotonic() - started, 3)
-            told = Round(number, contributed, got.absent, loss, measures, seconds, rejected=got.rejected)
+            told = Round(
+                number, contributed, got.absent, loss, measures, seconds, rejected=got.rejected
+            )
             kept = Kept(averaged, memory, (*kept.history, told))
             voids = 0
         if folder is not None:
@@ -136,7 +193,9 @@ def run(
         if voids >= PATIENCE:
             raise FederatedError(
                 f"round {number + 1} {why_void(kept.history[-1], settings.least)}",
-                hint="nothing is lost: the same command goes on from the last round" if folder else "fewer may be enough: --min-clients",
+                hint="nothing is lost: the same command goes on from the last round"
+                if folder
+                else "fewer may be enough: --min-clients",
             )
     return kept
 
@@ -150,5 +209,8 @@ def why_void(last: Round, least: int) -> str:
     """Return why a run stops at a round that was void `PATIENCE` times."""
     if last.fault:
         return f"failed {PATIENCE} times: {last.fault}"
-    reasons = "; ".join(f"client {c}: {why}" for c, why in list(last.absent.items())[:3]) or "no client is there"
+    reasons = (
+        "; ".join(f"client {c}: {why}" for c, why in list(last.absent.items())[:3])
+        or "no client is there"
+    )
     return f"had too few contributions {PATIENCE} times ({least} are needed): {reasons}"

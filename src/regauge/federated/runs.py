@@ -1,4 +1,6 @@
-"""A run from its source: model and data by name in, a folder with the trained model and its history out."""
+"""A run from its source: model and data by name in, a folder with the trained model and its history
+out.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from regauge.checkpoints.files import OWNER, copy_file, make_folder, staged_folder, write_bytes, writing
+from regauge.checkpoints.files import (
+    OWNER,
+    copy_file,
+    make_folder,
+    staged_folder,
+    write_bytes,
+    writing,
+)
 from regauge.checkpoints.plan import model_mode, named_files
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.data.datasets import open_data
@@ -39,12 +48,21 @@ from regauge.split.client.train import measure
 OF_CLIENTS = "accuracy of clients"  # the mean of theirs, where they have parts of their own
 OWN = "own"  # the folder in a run's
 HELD = 0.1  # of the data, where no test data are given: no client has it
-COPIED = ("config.json", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt", "special_tokens_map.json")
+COPIED = (
+    "config.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "special_tokens_map.json",
+)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where model and data come from, and how the model reads the data. Every side of a run reads its own: only weights travel."""
+    """Where model and data come from, and how the model reads the data. Every side of a run reads
+    its own: only weights travel.
+    """
 
     model: str
     data: str
@@ -68,14 +86,19 @@ class Source:
         if self.fresh:
             config = getattr(model, "config", None)
             if config is None:
-                raise FederatedError(f"{type(model).__name__} has no config to be made anew from", hint="leave out --fresh")
+                raise FederatedError(
+                    f"{type(model).__name__} has no config to be made anew from",
+                    hint="leave out --fresh",
+                )
             with torch.random.fork_rng():
                 torch.manual_seed(settings.seed)
                 model = type(model)(config)
         return prepared(model, settings).to(self.device)
 
     def read(self, model: torch.nn.Module) -> tuple[Examples, Examples, dict[str, Any]]:
-        """What clients share, what the server measures on, and the task of both: how the model reads them."""
+        """What clients share, what the server measures on, and the task of both: how the model
+        reads them.
+        """
         whole, task = self._examples(model, self.data, self.split)
         if self.test is not None:
             return whole, self._examples(model, self.test, self.test_split)[0], task
@@ -83,10 +106,18 @@ class Source:
         held = max(1, round(HELD * len(whole)))
         return whole.only(np.sort(order[held:])), whole.only(np.sort(order[:held])), task
 
-    def _examples(self, model: torch.nn.Module, uri: str, split: str) -> tuple[Examples, dict[str, Any]]:
+    def _examples(
+        self, model: torch.nn.Module, uri: str, split: str
+    ) -> tuple[Examples, dict[str, Any]]:
         checkpoint = open_checkpoint(self.model)
         beside = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
-        how: dict[str, Any] = {"beside": beside, "tokenizer": self.tokenizer, "length": self.length, "mean": self.mean, "std": self.std}
+        how: dict[str, Any] = {
+            "beside": beside,
+            "tokenizer": self.tokenizer,
+            "length": self.length,
+            "mean": self.mean,
+            "std": self.std,
+        }
         return read_examples(plain(model), open_data(uri, fields=self.fields, split=split), **how)
 
 
@@ -112,29 +143,52 @@ def federated(
     spy: bool = False,
     about: Mapping[str, Any] | None = None,
 ) -> Found:
-    """Train on an engine, or in this process. A folder that holds this run goes on where it stood; with `spy` it keeps what the server sees."""
-    epsilon(read_defences(settings.defences), 0)  # what was spent is told at the end: the accountant is asked for now
+    """Train on an engine, or in this process. A folder that holds this run goes on where it stood;
+    with `spy` it keeps what the server sees.
+    """
+    epsilon(
+        read_defences(settings.defences), 0
+    )  # what was spent is told at the end: the accountant is asked for now
     model = source.live(settings)
     shared, test, _ = source.read(model)
     test, inputs = fusion.parted(test) if settings.independent else (test, ())
     own = LocalState(folder / OWN)
-    here = None if engine else InProcess(model, parts_of(shared, settings), settings, own)  # what cannot be is refused before a folder is made
+    here = (
+        None if engine else InProcess(model, parts_of(shared, settings), settings, own)
+    )  # what cannot be is refused before a folder is made
     limits, state = limits_of(model, shared, settings), state_of(model)
     with writing(folder):
         make_folder(folder, model_mode(Path(source.model)))
     with state_store.owning(folder):
-        name = state_store.begin(folder, settings, digest_of(layout_of(state)), {**(about or {}), "source": source.told()})
+        name = state_store.begin(
+            folder,
+            settings,
+            digest_of(layout_of(state)),
+            {**(about or {}), "source": source.told()},
+        )
         chosen = here or cast(EngineOf, engine)(name)
         watch = spy_on(folder, settings) if spy else None
         judge = measuring(model, test, own=own)
         fuse = partial(fusion.average, model, inputs=inputs)
-        kept = run(chosen, state, settings, folder=folder, measure=judge, tell=tell, spy=watch, fuse=fuse, limits=limits)
+        kept = run(
+            chosen,
+            state,
+            settings,
+            folder=folder,
+            measure=judge,
+            tell=tell,
+            spy=watch,
+            fuse=fuse,
+            limits=limits,
+        )
         return finish(source, settings, folder, model, kept)
 
 
 def limits_of(model: torch.nn.Module, shared: Examples, settings: Settings) -> Limits:
-    """Return what clients may claim and send: as many examples as the largest part of the server's data, and tensors that the run neither freezes nor
-    withholds. A secure sum has all tensors, zero where a client sends none."""
+    """Return what clients may claim and send: as many examples as the largest part of the server's
+    data, and tensors that the run neither freezes nor withholds. A secure sum has all tensors, zero
+    where a client sends none.
+    """
     if settings.max_examples:
         largest = settings.max_examples
     elif settings.partition == "iid":
@@ -143,12 +197,18 @@ def limits_of(model: torch.nn.Module, shared: Examples, settings: Settings) -> L
         largest = max(len(part) for part in parts_of(shared, settings))
     defences = read_defences(settings.defences)
     closed = frozen(model, defences) | withheld(model, defences)
-    return Limits(max(1, largest), None if settings.secure or not closed else state_of(model).keys() - closed)
+    return Limits(
+        max(1, largest), None if settings.secure or not closed else state_of(model).keys() - closed
+    )
 
 
-def measuring(model: torch.nn.Module, test: Examples, batch: int = 256, own: LocalState | None = None) -> Any:
-    """A function of a state: its loss and accuracy on the server's own examples. Where clients of this machine have parts of their `own`, their mean
-    accuracy with them too: the server's part beside theirs has not been trained."""
+def measuring(
+    model: torch.nn.Module, test: Examples, batch: int = 256, own: LocalState | None = None
+) -> Any:
+    """A function of a state: its loss and accuracy on the server's own examples. Where clients of
+    this machine have parts of their `own`, their mean accuracy with them too: the server's part
+    beside theirs has not been trained.
+    """
 
     def measured(state: State) -> dict[str, float]:
         load_state(model, state)
@@ -163,32 +223,56 @@ def measuring(model: torch.nn.Module, test: Examples, batch: int = 256, own: Loc
     return measured
 
 
-def finish(source: Source, settings: Settings, folder: Path, model: torch.nn.Module, kept: Kept) -> Found:
+def finish(
+    source: Source, settings: Settings, folder: Path, model: torch.nn.Module, kept: Kept
+) -> Found:
     """Write the trained model and the results beside the run."""
     load_state(model, kept.state)
     save_model(model, folder / "model", Path(source.model))
     results = results_of(settings, kept, source)
     write_bytes(folder / "results.json", to_json(results).encode())
     last = done(kept.history)[-1]
-    measures = ", ".join(f"{name} {value:.4f}" for name, value in last.measures.items() if name != "examples")
+    measures = ", ".join(
+        f"{name} {value:.4f}" for name, value in last.measures.items() if name != "examples"
+    )
     voids = sum(r.void for r in kept.history)
     lost = sum(len(r.absent) for r in kept.history)
     rejected = rejected_of(kept)
-    first = f"{folder / 'model'}: {len(done(kept.history))} rounds of {settings.clients} clients, {settings.strategy}; {measures}"
+    first = (
+        f"{folder / 'model'}: {len(done(kept.history))} rounds of {settings.clients} "
+        f"clients, {settings.strategy}; {measures}"
+    )
     spent = epsilon_of(settings, kept)
     if spent is not None:
         first += f"; epsilon {spent:.2f} at delta 1e-5 for a client that was in all of its rounds"
-    more = [f"{lost} contributions were absent or refused, {voids} rounds were void: {folder / 'results.json'} says which"] if lost or voids else []
-    reasons = [f"client {c}: " + ", ".join(f"{reason} {n}" for reason, n in by.items()) for c, by in rejected.items()]
+    more = (
+        [
+            (
+                f"{lost} contributions were absent or refused, {voids} rounds were void: "
+                f"{folder / 'results.json'} says which"
+            )
+        ]
+        if lost or voids
+        else []
+    )
+    reasons = [
+        f"client {c}: " + ", ".join(f"{reason} {n}" for reason, n in by.items())
+        for c, by in rejected.items()
+    ]
     more += [f"rejected contributions: {'; '.join(reasons)}"] if reasons else []
     return Found(kept, results, (first, *more))
 
 
 def rejected_of(kept: Kept) -> dict[str, dict[str, int]]:
     """Count the rejected contributions of a run by client and reason."""
-    counts = Counter((client, reason) for r in kept.history for client, reason in r.rejected.items())
+    counts = Counter(
+        (client, reason) for r in kept.history for client, reason in r.rejected.items()
+    )
     clients = sorted({client for client, _ in counts}, key=lambda c: (len(c), c))
-    return {c: {reason: n for (client, reason), n in sorted(counts.items()) if client == c} for c in clients}
+    return {
+        c: {reason: n for (client, reason), n in sorted(counts.items()) if client == c}
+        for c in clients
+    }
 
 
 def epsilon_of(settings: Settings, kept: Kept) -> float | None:
@@ -198,12 +282,16 @@ def epsilon_of(settings: Settings, kept: Kept) -> float | None:
 
 
 def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
-    """Write the plain model, in place of an older one of this run. What puzzles have learned lies beside it, as `regauge jigsaw train` writes it."""
+    """Write the plain model, in place of an older one of this run. What puzzles have learned lies
+    beside it, as `regauge jigsaw train` writes it.
+    """
     from safetensors.torch import save_file
 
     inner = plain(model)
     copied = named_files(source, COPIED)
-    for left in out.parent.glob(f".{out.name}.partial-*"):  # by a kill: the run's folder is held by one process
+    for left in out.parent.glob(
+        f".{out.name}.partial-*"
+    ):  # by a kill: the run's folder is held by one process
         shutil.rmtree(left, ignore_errors=True)
     with staged_folder(out, model_mode(source, copied), replace=True) as partial_:
         if isinstance(model, MaskedJigsaw):
@@ -214,7 +302,10 @@ def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
             with quiet():
                 inner.save_pretrained(partial_)  # type: ignore[operator]
         else:
-            save_file({k: v.detach().cpu().contiguous() for k, v in inner.state_dict().items()}, partial_ / "model.safetensors")
+            save_file(
+                {k: v.detach().cpu().contiguous() for k, v in inner.state_dict().items()},
+                partial_ / "model.safetensors",
+            )
         for path in copied:
             if not (partial_ / path.name).exists():
                 copy_file(path, partial_ / path.name, OWNER)
@@ -234,12 +325,22 @@ def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
         )
         for r in kept.history
     ]
-    columns = ["round", "contributed", "absent", "loss of clients", "accuracy", "seconds", "why absent"]
+    columns = [
+        "round",
+        "contributed",
+        "absent",
+        "loss of clients",
+        "accuracy",
+        "seconds",
+        "why absent",
+    ]
     good = done(kept.history)
     curves = {"accuracy": [r.measures.get("accuracy") for r in good]}
     if any(OF_CLIENTS in r.measures for r in good):
         columns.append(OF_CLIENTS)
-        rows = [(*row, r.measures.get(OF_CLIENTS)) for row, r in zip(rows, kept.history, strict=True)]
+        rows = [
+            (*row, r.measures.get(OF_CLIENTS)) for row, r in zip(rows, kept.history, strict=True)
+        ]
         curves[OF_CLIENTS] = [r.measures.get(OF_CLIENTS) for r in good]
     table = Table("Rounds", tuple(columns), tuple(rows))
     lines = {
@@ -249,11 +350,21 @@ def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
         "ylabel": "accuracy",
     }
     figure = Figure("Accuracy over rounds", "lines", {**lines, "log": False})
-    facts: dict[str, Any] = {"settings": settings.told(), "source": json.loads(json.dumps(source.told())), "rounds": len(good)}
+    facts: dict[str, Any] = {
+        "settings": settings.told(),
+        "source": json.loads(json.dumps(source.told())),
+        "rounds": len(good),
+    }
     rejected = rejected_of(kept)
     facts["rejected"] = rejected
-    counts = tuple((client, reason, n) for client, by in rejected.items() for reason, n in by.items())
-    tables = (table, Table("Rejected contributions", ("client", "reason", "rounds"), counts)) if counts else (table,)
+    counts = tuple(
+        (client, reason, n) for client, by in rejected.items() for reason, n in by.items()
+    )
+    tables = (
+        (table, Table("Rejected contributions", ("client", "reason", "rounds"), counts))
+        if counts
+        else (table,)
+    )
     spent = epsilon_of(settings, kept)
     facts |= {} if spent is None else {"epsilon": spent, "delta": DELTA}
     return Results("A federated run", (), tables, (figure,) if good else (), facts)

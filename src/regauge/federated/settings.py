@@ -1,6 +1,8 @@
-"""What a run of federated learning is a function of, beside its model, its data and what breaks on the way.
+"""What a run of federated learning is a function of, beside its model, its data and what breaks on
+the way.
 
-    settings = Settings(clients=4, rounds=10, strategy="fedadam", partition="dirichlet", alpha=0.5, steps=5)
+    settings = Settings(clients=4, rounds=10, strategy="fedadam", partition="dirichlet", alpha=0.5,
+    steps=5)
 
 Settings are plain JSON on their way to the nodes and in a run's folder: `told` and `read_settings`.
 """
@@ -34,24 +36,32 @@ class FederatedError(RegaugeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """Clients and rounds, how they are aggregated, what data each client has, and what a client does in a round.
+    """Clients and rounds, how they are aggregated, what data each client has, and what a client
+    does in a round.
 
-    `asked` is the share of clients that a round asks, `least` how many must answer for it to count. A client takes `steps` local steps, or goes
-    `epochs` times through its data where steps is 0; with `uneven` it takes fewer, by up to that share, drawn every round. `proximal` is FedProx's
-    mu. `server_rate` is the server's step; by default 1, and 0.01 for fedadam. `jigsaw` is the ratio of masked jigsaw puzzles on the clients, 0 for
-    none. With `independent` every client draws its own weights for its first round, and sends them whole. `drop` is the share of contributions that
-    a run in one process loses on purpose. With `secure` the server sees their mean only (Flower's SecAgg+). `weigh` counts "examples" or "clients" in
-    the mean.
+    `asked` is the share of clients that a round asks, `least` how many must answer for it to count.
+    A client takes `steps` local steps, or goes `epochs` times through its data where steps is 0;
+    with `uneven` it takes fewer, by up to that share, drawn every round. `proximal` is FedProx's
+    mu. `server_rate` is the server's step; by default 1, and 0.01 for fedadam. `jigsaw` is the
+    ratio of masked jigsaw puzzles on the clients, 0 for none. With `independent` every client draws
+    its own weights for its first round, and sends them whole. `drop` is the share of contributions
+    that a run in one process loses on purpose. With `secure` the server sees their mean only
+    (Flower's SecAgg+). `weigh` counts "examples" or "clients" in the mean.
 
     The server's checks and its rule of aggregation (`validation`, `aggregating`):
 
     Args:
-        aggregation: "mean"; "median" or "trimmed-mean" by coordinate, in which every client counts once; or "clipped-mean".
-        trim: share of the values of a coordinate that trimmed-mean drops at each end; at least one of three or more.
-        clipping_norm: norm that clipped-mean scales larger contributions down to; 0 takes the median norm of the round.
-        max_examples: largest count of examples that a client may claim; 0 takes the largest part of the server's data.
+        aggregation: "mean"; "median" or "trimmed-mean" by coordinate, in which every client counts
+        once; or "clipped-mean".
+        trim: share of the values of a coordinate that trimmed-mean drops at each end; at least one
+        of three or more.
+        clipping_norm: norm that clipped-mean scales larger contributions down to; 0 takes the
+        median norm of the round.
+        max_examples: largest count of examples that a client may claim; 0 takes the largest part of
+        the server's data.
         max_norm: largest norm of a contribution; 0 sets no absolute limit.
-        norm_factor: largest norm of a contribution as a multiple of the round's median, from three contributions on; 0 switches it off.
+        norm_factor: largest norm of a contribution as a multiple of the round's median, from three
+        contributions on; 0 switches it off.
     """
 
     clients: int
@@ -91,62 +101,118 @@ class Settings:
         faults = [text for wrong, text in self._faults() if wrong]
         if not faults:
             try:
-                self.training.build([torch.nn.Parameter(torch.zeros(1))])  # its rules are its own: it is asked before a run's folder is made
+                self.training.build(
+                    [torch.nn.Parameter(torch.zeros(1))]
+                )  # its rules are its own: it is asked before a run's folder is made
             except (ValueError, TrainingError) as error:
                 faults.append(str(error))
         if faults:
-            raise FederatedError("these settings cannot be:\n" + "\n".join(f"  {text}" for text in faults), hint="regauge federate --help")
+            raise FederatedError(
+                "these settings cannot be:\n" + "\n".join(f"  {text}" for text in faults),
+                hint="regauge federate --help",
+            )
 
     def _faults(self) -> list[tuple[bool, str]]:
         return [
             (self.clients < 1, f"{self.clients} clients are none"),
             (self.rounds < 1, f"{self.rounds} rounds are none"),
-            (self.strategy not in STRATEGIES, f'there is no strategy "{self.strategy}": {", ".join(STRATEGIES)}'),
-            (self.partition not in PARTITIONS, f'there is no partition "{self.partition}": {", ".join(PARTITIONS)}'),
-            (self.weigh not in WEIGHTS, f'a mean does not weigh "{self.weigh}": {" or ".join(WEIGHTS)}'),
-            (not 0 < self.alpha < math.inf, f"an alpha of {self.alpha:g} is no Dirichlet distribution's"),
+            (
+                self.strategy not in STRATEGIES,
+                f'there is no strategy "{self.strategy}": {", ".join(STRATEGIES)}',
+            ),
+            (
+                self.partition not in PARTITIONS,
+                f'there is no partition "{self.partition}": {", ".join(PARTITIONS)}',
+            ),
+            (
+                self.weigh not in WEIGHTS,
+                f'a mean does not weigh "{self.weigh}": {" or ".join(WEIGHTS)}',
+            ),
+            (
+                not 0 < self.alpha < math.inf,
+                f"an alpha of {self.alpha:g} is no Dirichlet distribution's",
+            ),
             (not 0 < self.asked <= 1, f"a share of {self.asked:g} of the clients is not in (0, 1]"),
-            (not 1 <= self.least <= max(self.clients, 1), f"{self.least} of {self.clients} clients cannot be the least"),
+            (
+                not 1 <= self.least <= max(self.clients, 1),
+                f"{self.least} of {self.clients} clients cannot be the least",
+            ),
             (self.epochs < 1 and self.steps < 1, "a client takes no step: give epochs or steps"),
             (self.steps < 0, f"{self.steps} steps are none"),
             (self.batch < 1, f"a batch of {self.batch} is none"),
             (not 0 < self.rate < math.inf, f"{self.rate:g} is no rate"),
-            (self.server_rate is not None and not 0 < self.server_rate < math.inf, f"{self.server_rate} is no rate of a server"),
+            (
+                self.server_rate is not None and not 0 < self.server_rate < math.inf,
+                f"{self.server_rate} is no rate of a server",
+            ),
             (not 0 <= self.proximal < math.inf, f"a mu of {self.proximal:g} is none"),
-            (self.strategy == "fedprox" and self.proximal == 0, "fedprox without a mu is fedavg: give proximal, as 0.01"),
+            (
+                self.strategy == "fedprox" and self.proximal == 0,
+                "fedprox without a mu is fedavg: give proximal, as 0.01",
+            ),
             (not 0 <= self.uneven < 1, f"uneven {self.uneven:g} is not in [0, 1)"),
             (not 0 <= self.drop < 1, f"a share of {self.drop:g} dropped is not in [0, 1)"),
             (not 0 <= self.jigsaw < 1, f"a ratio of {self.jigsaw:g} is not in [0, 1)"),
-            (not 0 <= self.probability <= 1, f"a probability of {self.probability:g} is not in [0, 1]"),
-            (self.secure and self.clients < 3, f"a secure sum of {self.clients} hides nothing: it takes 3"),
-            (self.secure and self.independent, "weights of clients that begin apart must be seen one by one: leave out secure"),
-            (self.strategy == "matched" and not self.independent, "matched is for clients that begin apart: set independent"),
+            (
+                not 0 <= self.probability <= 1,
+                f"a probability of {self.probability:g} is not in [0, 1]",
+            ),
+            (
+                self.secure and self.clients < 3,
+                f"a secure sum of {self.clients} hides nothing: it takes 3",
+            ),
+            (
+                self.secure and self.independent,
+                "weights of clients that begin apart must be seen one by one: leave out secure",
+            ),
+            (
+                self.strategy == "matched" and not self.independent,
+                "matched is for clients that begin apart: set independent",
+            ),
             *self._faults_of_checks(),
         ]
 
     def _faults_of_checks(self) -> list[tuple[bool, str]]:
         robust = self.aggregation != "mean"
         return [
-            (self.aggregation not in AGGREGATIONS, f'aggregation must be one of {", ".join(AGGREGATIONS)}, got "{self.aggregation}"'),
+            (
+                self.aggregation not in AGGREGATIONS,
+                f'aggregation must be one of {", ".join(AGGREGATIONS)}, got "{self.aggregation}"',
+            ),
             (not 0 < self.trim < 0.5, f"trim must be in (0, 0.5), got {self.trim:g}"),
-            (not 0 <= self.clipping_norm < math.inf, f"clipping_norm must be >= 0 and finite, got {self.clipping_norm:g}"),
+            (
+                not 0 <= self.clipping_norm < math.inf,
+                f"clipping_norm must be >= 0 and finite, got {self.clipping_norm:g}",
+            ),
             (self.max_examples < 0, f"max_examples must be >= 0, got {self.max_examples}"),
-            (not 0 <= self.max_norm < math.inf, f"max_norm must be >= 0 and finite, got {self.max_norm:g}"),
+            (
+                not 0 <= self.max_norm < math.inf,
+                f"max_norm must be >= 0 and finite, got {self.max_norm:g}",
+            ),
             (
                 self.norm_factor != 0 and not 1 < self.norm_factor < math.inf,
                 f"norm_factor must be 0 or > 1 and finite, got {self.norm_factor:g}",
             ),
             (
                 self.secure and robust,
-                f'aggregation must be "mean" with secure sums, got "{self.aggregation}": the server sees only their sum, not single contributions',
+                (
+                    f'aggregation must be "mean" with secure sums, got "{self.aggregation}": the '
+                    "server sees only their sum, not single contributions"
+                ),
             ),
             (
                 self.secure and self.max_norm > 0,
-                f"max_norm must be 0 with secure sums, got {self.max_norm:g}: the server sees only their sum, not single contributions",
+                (
+                    f"max_norm must be 0 with secure sums, got {self.max_norm:g}: the server sees "
+                    "only their sum, not single contributions"
+                ),
             ),
             (
                 self.independent and robust,
-                f'aggregation must be "mean" with independent, got "{self.aggregation}": whole weights are aligned with a running mean',
+                (
+                    f'aggregation must be "mean" with independent, got "{self.aggregation}": whole '
+                    "weights are aligned with a running mean"
+                ),
             ),
         ]
 
@@ -161,10 +227,16 @@ class Settings:
 
     @property
     def digest(self) -> str:
-        """Of all but the number of rounds and the limits: a run may be made longer, or go on with others. Rules at their defaults are left out, so
-        that runs from before there were any go on too."""
-        left = {"rounds", *LIMITS} | {f.name for f in fields(self) if f.name in RULES and getattr(self, f.name) == f.default}
-        return hashlib.sha256(canonical({k: v for k, v in self.told().items() if k not in left})).hexdigest()
+        """Of all but the number of rounds and the limits: a run may be made longer, or go on with
+        others. Rules at their defaults are left out, so that runs from before there were any go on
+        too.
+        """
+        left = {"rounds", *LIMITS} | {
+            f.name for f in fields(self) if f.name in RULES and getattr(self, f.name) == f.default
+        }
+        return hashlib.sha256(
+            canonical({k: v for k, v in self.told().items() if k not in left})
+        ).hexdigest()
 
 
 def read_settings(given: Mapping[str, Any]) -> Settings:
@@ -173,15 +245,31 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
         raise FederatedError(f"settings must be an object, got {given!r:.80}")
     unknown = sorted(given.keys() - {f.name for f in fields(Settings)})
     if unknown:
-        raise FederatedError(f'there is no setting "{unknown[0]}" here', hint="is the other side's regauge newer?")
-    kinds: dict[str, Any] = {"int": int, "float": float | int, "float | None": float | int | None, "str": str, "bool": bool}
+        raise FederatedError(
+            f'there is no setting "{unknown[0]}" here', hint="is the other side's regauge newer?"
+        )
+    kinds: dict[str, Any] = {
+        "int": int,
+        "float": float | int,
+        "float | None": float | int | None,
+        "str": str,
+        "bool": bool,
+    }
     for f in fields(Settings):
         value = given.get(f.name, f.default)
         wanted = kinds.get(str(f.type))  # of defences there is none
-        if f.name in given and wanted and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool)):
-            raise FederatedError(f'the setting "{f.name}" must be of the type {f.type}, got {type(value).__name__}')
+        if (
+            f.name in given
+            and wanted
+            and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool))
+        ):
+            raise FederatedError(
+                f'the setting "{f.name}" must be of the type {f.type}, got {type(value).__name__}'
+            )
     defences = given.get("defences", ())
-    if not isinstance(defences, list | tuple) or not all(isinstance(text, str) for text in defences):
+    if not isinstance(defences, list | tuple) or not all(
+        isinstance(text, str) for text in defences
+    ):
         raise FederatedError('the setting "defences" must be a list of texts')
     try:
         return Settings(**{**given, "defences": tuple(defences)})

@@ -1,13 +1,16 @@
 """The folder of a run, from which it goes on after whatever ended it.
 
-    RUN/run.json                  version, settings, the model's layout and where it came from: written once
-    RUN/global.safetensors        the state after the last round that counts, the strategy's memory, the history of all rounds
+    RUN/run.json                  version, settings, the model's layout and where it came from:
+    written once
+    RUN/global.safetensors        the state after the last round that counts, the strategy's memory,
+    the history of all rounds
     RUN/model/                    the trained model, when the last round is done: a plain checkpoint
     RUN/results.json              accuracy over rounds
     RUN/seen/, RUN/kept/          on request: what the server saw, and what clients kept (`spying`)
     RUN/own/                      of clients on this machine: what they withhold (`withholding`)
 
-State and history are one file that is replaced at once: a round is in both or in neither, so that none is counted twice.
+State and history are one file that is replaced at once: a round is in both or in neither, so that
+none is counted twice.
 """
 
 from __future__ import annotations
@@ -35,9 +38,11 @@ FILE, ABOUT = "global.safetensors", "run.json"
 
 @dataclass(frozen=True)
 class Round:
-    """What became of a round. `contributed` are clients; `absent` are those that were asked in vain, with the reason; `seconds` are of the clock.
-    A round that is `void` had too few contributions, or a result that is not finite (`fault`), and changed nothing. `rejected` has the reason of each
-    client whose contribution failed a check (`validation.REASONS`)."""
+    """What became of a round. `contributed` are clients; `absent` are those that were asked in
+    vain, with the reason; `seconds` are of the clock. A round that is `void` had too few
+    contributions, or a result that is not finite (`fault`), and changed nothing. `rejected` has the
+    reason of each client whose contribution failed a check (`validation.REASONS`).
+    """
 
     number: int
     contributed: tuple[int, ...]
@@ -61,16 +66,24 @@ class Kept:
 
 @contextlib.contextmanager
 def owning(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, which is made if need be: two servers of one run would count rounds twice. It is free when its holder is gone."""
+    """Hold a run's folder, which is made if need be: two servers of one run would count rounds
+    twice. It is free when its holder is gone.
+    """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with exclusive_lock(folder, f"another process is at work on the run in {folder}", "wait for it, or end it: the same command then goes on"):
+    with exclusive_lock(
+        folder,
+        f"another process is at work on the run in {folder}",
+        "wait for it, or end it: the same command then goes on",
+    ):
         yield
 
 
 def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any]) -> str:
-    """Make a run's folder, or find that it is this run's. Another's is refused; one that is to be longer is told its new end. Returns the run's name,
-    a random one, by which clients know it again."""
+    """Make a run's folder, or find that it is this run's. Another's is refused; one that is to be
+    longer is told its new end. Returns the run's name, a random one, by which clients know it
+    again.
+    """
     path = folder / ABOUT
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,10 +93,20 @@ def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any
         found = about_of(folder)
         name = str(found.get("name", name))
         if read_settings(found["settings"]).digest != settings.digest or found["layout"] != layout:
-            raise FederatedError(f"{folder} holds a run with other settings or another model", hint="go on with the same ones, or name a new folder")
+            raise FederatedError(
+                f"{folder} holds a run with other settings or another model",
+                hint="go on with the same ones, or name a new folder",
+            )
     elif any(folder.iterdir()):
         raise FederatedError(f"{folder} holds something else than a run", hint="name a new folder")
-    document = {"regauge": "federated run", "version": VERSION, "name": name, "settings": settings.told(), "layout": layout, "about": dict(about)}
+    document = {
+        "regauge": "federated run",
+        "version": VERSION,
+        "name": name,
+        "settings": settings.told(),
+        "layout": layout,
+        "about": dict(about),
+    }
     write_bytes(path, json.dumps(document, indent=1).encode())
     return name
 
@@ -94,57 +117,95 @@ def about_of(folder: Path) -> dict[str, Any]:
     try:
         data = read_document(path, CONFIG_BYTES, FederatedError)
     except CheckpointError as error:
-        raise FederatedError(f"{folder} is no run: {error}", hint="give the folder that regauge federate -o made") from error
+        raise FederatedError(
+            f"{folder} is no run: {error}", hint="give the folder that regauge federate -o made"
+        ) from error
     found = parse_json(data, path, FederatedError, "restore it from a copy")
     if not isinstance(found, dict) or found.get("regauge") != "federated run":
         raise FederatedError(f"{path} describes no run of federated learning")
     if found.get("version") != VERSION:
-        raise FederatedError(f"{path} has version {found.get('version')}; this regauge reads {VERSION}", hint="install a newer regauge")
+        raise FederatedError(
+            f"{path} has version {found.get('version')}; this regauge reads {VERSION}",
+            hint="install a newer regauge",
+        )
     if not isinstance(found.get("settings"), dict) or not isinstance(found.get("layout"), str):
-        raise FederatedError(f"{path} must have settings and a layout", hint="restore it from a copy")
+        raise FederatedError(
+            f"{path} must have settings and a layout", hint="restore it from a copy"
+        )
     return found
 
 
 def save(folder: Path, kept: Kept) -> None:
-    tensors = {f"state/{n}": t for n, t in kept.state.items()} | {f"memory/{n}": t for n, t in kept.memory.tensors.items()}
+    tensors = {f"state/{n}": t for n, t in kept.state.items()} | {
+        f"memory/{n}": t for n, t in kept.memory.tensors.items()
+    }
     history = [asdict(r) for r in kept.history]
-    metadata = {"regauge": "federated state", "version": str(VERSION), "rounds": str(kept.memory.rounds), "history": json.dumps(history)}
+    metadata = {
+        "regauge": "federated state",
+        "version": str(VERSION),
+        "rounds": str(kept.memory.rounds),
+        "history": json.dumps(history),
+    }
     write_tensors(folder / FILE, tensors, metadata)
 
 
 def load(folder: Path) -> Kept | None:
-    """What was kept, or None before the first round is done. It changes nothing there: the run may be at work."""
+    """What was kept, or None before the first round is done. It changes nothing there: the run may
+    be at work.
+    """
     path = folder / FILE
     if not path.exists():
         return None
     tensors, metadata = read_tensors(path, "federated state", VERSION)
     groups: dict[str, dict[str, Tensor]] = {"state": {}, "memory": {}}
     try:
-        history, rounds = tuple(read_round(r) for r in load_json(metadata["history"])), int(metadata["rounds"])
+        history, rounds = (
+            tuple(read_round(r) for r in load_json(metadata["history"])),
+            int(metadata["rounds"]),
+        )
         for key, t in tensors.items():
             kind, _, name = key.partition("/")
             groups[kind][name] = t
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path} must hold the state of a run, got {type(error).__name__}: {error}", hint="restore it from a copy") from error
+        raise CheckpointError(
+            f"{path} must hold the state of a run, got {type(error).__name__}: {error}",
+            hint="restore it from a copy",
+        ) from error
     numbers = [r.number for r in history if not r.void]
     if numbers != list(range(len(numbers))) or rounds != len(numbers):
-        raise CheckpointError(f"{path} must hold every round once, got {len(numbers)} rounds and a memory of {rounds}", hint="restore it from a copy")
+        raise CheckpointError(
+            f"{path} must hold every round once, got {len(numbers)} rounds and a memory of "
+            f"{rounds}",
+            hint="restore it from a copy",
+        )
     bad = next((key for key, t in tensors.items() if not bool(torch.isfinite(t).all())), None)
     if bad is not None:
-        raise CheckpointError(f'{path} must be finite, got NaN or Inf in "{bad}"', hint="restore it from a copy")
+        raise CheckpointError(
+            f'{path} must be finite, got NaN or Inf in "{bad}"', hint="restore it from a copy"
+        )
     for name, t in groups["memory"].items():
         own = groups["state"].get(name.partition("/")[2])
         if own is None or own.shape != t.shape or own.dtype != t.dtype:
-            raise CheckpointError(f'{path} must have an optimizer state like its tensors, got "{name}"', hint="restore it from a copy")
+            raise CheckpointError(
+                f'{path} must have an optimizer state like its tensors, got "{name}"',
+                hint="restore it from a copy",
+            )
     return Kept(groups["state"], Memory(groups["memory"], rounds), history)
 
 
 def read_round(found: Mapping[str, Any]) -> Round:
-    """Return a round from JSON, as `save` writes it; raise KeyError, TypeError or ValueError for anything else."""
+    """Return a round from JSON, as `save` writes it; raise KeyError, TypeError or ValueError for
+    anything else.
+    """
     made = Round(**{**found, "contributed": tuple(found["contributed"])})
     texts = [x for one in (made.absent, made.rejected) for pair in one.items() for x in pair]
-    counts, reals = [made.number, *made.contributed], [made.seconds, *made.measures.values(), *([] if made.loss is None else [made.loss])]
-    if not all(isinstance(x, int) and x >= 0 for x in counts) or not all(isinstance(x, float | int) for x in reals):
+    counts, reals = (
+        [made.number, *made.contributed],
+        [made.seconds, *made.measures.values(), *([] if made.loss is None else [made.loss])],
+    )
+    if not all(isinstance(x, int) and x >= 0 for x in counts) or not all(
+        isinstance(x, float | int) for x in reals
+    ):
         raise ValueError("the numbers of a round must be numbers")
     if not all(isinstance(x, str) for x in [*texts, made.fault]) or not isinstance(made.void, bool):
         raise ValueError("the reasons of a round must be texts")

@@ -1,7 +1,8 @@
 """The weights that travel, and what a client sends back.
 
-A state is every parameter and every floating buffer by name. Its layout (names, shapes, dtypes) has a digest: who has another model is told which
-tensor differs before anything is computed or averaged.
+A state is every parameter and every floating buffer by name. Its layout (names, shapes, dtypes) has
+a digest: who has another model is told which tensor differs before anything is computed or
+averaged.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ Layout = dict[str, list[str | int]]
 
 @dataclass(frozen=True, eq=False)
 class Contribution:
-    """What a client sends after its part of a round: the change of its weights or, where it began from its own, the weights. It took `steps` local
-    steps at `rate`, each of `batch` examples; `loss` is their mean. What is withheld is not in `tensors`."""
+    """What a client sends after its part of a round: the change of its weights or, where it began
+    from its own, the weights. It took `steps` local steps at `rate`, each of `batch` examples;
+    `loss` is their mean. What is withheld is not in `tensors`.
+    """
 
     client: int
     round: int
@@ -37,7 +40,9 @@ class Contribution:
     rate: float
     loss: float
     kind: Literal["change", "weights"] = "change"
-    rows: tuple[tuple[int, ...], ...] = field(default=(), repr=False)  # of the client's own data, step by step: it stays there, for scoring
+    rows: tuple[tuple[int, ...], ...] = field(
+        default=(), repr=False
+    )  # of the client's own data, step by step: it stays there, for scoring
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,18 @@ def require_layout(own: Layout, other: Layout, here: str, there: str) -> None:
     """Refuse another model's layout: the first tensors that differ are named."""
     faults = [f'"{n}" is in {here} and not in {there}' for n in own.keys() - other.keys()]
     faults += [f'"{n}" is in {there} and not in {here}' for n in other.keys() - own.keys()]
-    faults += [f'"{n}" is {_told(own[n])} in {here} and {_told(other[n])} in {there}' for n in own.keys() & other.keys() if own[n] != other[n]]
+    faults += [
+        f'"{n}" is {_told(own[n])} in {here} and {_told(other[n])} in {there}'
+        for n in own.keys() & other.keys()
+        if own[n] != other[n]
+    ]
     if faults:
         shown = sorted(faults)[:5]
         more = f"\n  and {len(faults) - 5} more" if len(faults) > 5 else ""
-        raise FederatedError("two versions of a model meet:\n" + "\n".join(f"  {f}" for f in shown) + more, hint="give all sides the same MODEL")
+        raise FederatedError(
+            "two versions of a model meet:\n" + "\n".join(f"  {f}" for f in shown) + more,
+            hint="give all sides the same MODEL",
+        )
 
 
 def _told(one: list[str | int]) -> str:
@@ -92,5 +104,7 @@ def norm_of(tensors: State) -> float:
 
 def _travelling(model: torch.nn.Module) -> dict[str, Tensor]:
     kept = model.state_dict()
-    buffers = {name: b for name, b in model.named_buffers() if name in kept and b.is_floating_point()}
+    buffers = {
+        name: b for name, b in model.named_buffers() if name in kept and b.is_floating_point()
+    }
     return {**dict(model.named_parameters()), **buffers}

@@ -1,10 +1,13 @@
-"""Checks on contributions before they count: form, names, dtypes, shapes, values, claimed counts and norms.
+"""Checks on contributions before they count: form, names, dtypes, shapes, values, claimed counts
+and norms.
 
-A contribution comes from outside. `collect` sorts a round's answers into those that are aggregated and those that are rejected, each with a reason
-(one of `REASONS`) and a text. Nothing that a client sends raises here. Two things are claims that a server cannot verify, so they are bounded:
+A contribution comes from outside. `collect` sorts a round's answers into those that are aggregated
+and those that are rejected, each with a reason (one of `REASONS`) and a text. Nothing that a client
+sends raises here. Two things are claims that a server cannot verify, so they are bounded:
 
     examples    at most `Limits.max_examples`: a count is a weight in the mean
-    norm        at most `norm_factor` times the median of the round. A client may take more local steps than another, so the limit grows with
+    norm        at most `norm_factor` times the median of the round. A client may take more local
+    steps than another, so the limit grows with
                 the steps that its count of examples allows
 """
 
@@ -23,9 +26,27 @@ from regauge.federated.client import steps_at_most
 from regauge.federated.settings import Settings
 from regauge.federated.states import Absence, Contribution, State, norm_of
 
-REASONS = ("type", "client", "duplicate", "round", "layout", "kind", "names", "dtype", "shape", "values", "examples", "metrics", "norm")
-MAX_EXAMPLES = 10_000_000  # a backstop where neither the settings nor the server's data state a maximum
-MAX_NORM = math.sqrt(torch.finfo(torch.float32).max)  # beyond it the second moment of FedAdam overflows
+REASONS = (
+    "type",
+    "client",
+    "duplicate",
+    "round",
+    "layout",
+    "kind",
+    "names",
+    "dtype",
+    "shape",
+    "values",
+    "examples",
+    "metrics",
+    "norm",
+)
+MAX_EXAMPLES = (
+    10_000_000  # a backstop where neither the settings nor the server's data state a maximum
+)
+MAX_NORM = math.sqrt(
+    torch.finfo(torch.float32).max
+)  # beyond it the second moment of FedAdam overflows
 QUORUM = 3  # contributions without which a median says nothing: of two, either may be the outlier
 TEXT = 1000  # characters of a reason that are recorded
 UNKNOWN = "?"  # the client of an answer that names none
@@ -35,7 +56,9 @@ _log = logging.getLogger("regauge.federated")
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds that the server knows from its own data and model. `names` are the tensors that clients may send; None: all of the state's."""
+    """Bounds that the server knows from its own data and model. `names` are the tensors that
+    clients may send; None: all of the state's.
+    """
 
     max_examples: int = MAX_EXAMPLES
     names: Set[str] | None = None
@@ -43,7 +66,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Call:
-    """A round as the server calls it: its number, the clients it selected, the state it sent out and that state's layout digest."""
+    """A round as the server calls it: its number, the clients it selected, the state it sent out
+    and that state's layout digest.
+    """
 
     number: int
     clients: Sequence[int]
@@ -59,7 +84,9 @@ class Fault(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """The answers of a round: contributions that count, sorted by client; why other clients have none; and the reasons of rejections by client."""
+    """The answers of a round: contributions that count, sorted by client; why other clients have
+    none; and the reasons of rejections by client.
+    """
 
     sent: tuple[Contribution, ...]
     absent: Mapping[str, str]
@@ -67,7 +94,9 @@ class Collected:
 
 
 def collect(answers: Iterable[Any], call: Call, settings: Settings) -> Collected:
-    """Sort the answers of a round. A client's first valid contribution counts; a client without an answer is absent."""
+    """Sort the answers of a round. A client's first valid contribution counts; a client without an
+    answer is absent.
+    """
     sent: dict[int, Contribution] = {}
     absent: dict[str, str] = {}
     rejected: dict[str, str] = {}
@@ -75,7 +104,9 @@ def collect(answers: Iterable[Any], call: Call, settings: Settings) -> Collected
     def reject(client: Any, fault: Fault) -> None:
         key = shown(client) if is_count(client) else UNKNOWN
         absent[key], rejected[key] = printable(fault.text), fault.reason
-        _log.info("round %d: rejected client %s (%s): %s", call.number + 1, key, fault.reason, absent[key])
+        _log.info(
+            "round %d: rejected client %s (%s): %s", call.number + 1, key, fault.reason, absent[key]
+        )
 
     for answer in answers:
         if isinstance(answer, Absence):
@@ -83,7 +114,10 @@ def collect(answers: Iterable[Any], call: Call, settings: Settings) -> Collected
             continue
         fault = fault_of(answer, call, settings)
         if fault is None and answer.client in sent:
-            fault = Fault("duplicate", "contributions must be one a client and round, got a second: the first counts")
+            fault = Fault(
+                "duplicate",
+                "contributions must be one a client and round, got a second: the first counts",
+            )
         if fault is None:
             sent[answer.client] = answer
         else:
@@ -102,34 +136,61 @@ def fault_of(sent: Any, call: Call, settings: Settings) -> Fault | None:
     if not isinstance(sent, Contribution):
         return Fault("type", f"an answer must be a contribution, got {type(sent).__name__}")
     if not is_count(sent.client) or sent.client not in call.clients:
-        return Fault("client", "a contribution must come from a client that was selected for the round")
+        return Fault(
+            "client", "a contribution must come from a client that was selected for the round"
+        )
     if not is_count(sent.round) or sent.round != call.number:
-        return Fault("round", f"the round must be {call.number + 1}, got {shown(sent.round + 1 if is_count(sent.round) else sent.round)}")
+        return Fault(
+            "round",
+            f"the round must be {call.number + 1}, got "
+            f"{shown(sent.round + 1 if is_count(sent.round) else sent.round)}",
+        )
     if not isinstance(sent.layout, str) or sent.layout != call.layout:
-        return Fault("layout", "the layout must be that of the server's state: it trained another version of the model")
+        return Fault(
+            "layout",
+            "the layout must be that of the server's state: it trained another version of the "
+            "model",
+        )
     kind = "weights" if settings.independent and call.number == 0 else "change"
     if not isinstance(sent.kind, str) or sent.kind != kind:
-        return Fault("kind", f"a contribution to this round must be of the kind {kind}, got {shown(sent.kind)}")
-    return _fault_of_numbers(sent, call.limits, settings) or _fault_of_tensors(sent.tensors, kind, call)
+        return Fault(
+            "kind",
+            f"a contribution to this round must be of the kind {kind}, got {shown(sent.kind)}",
+        )
+    return _fault_of_numbers(sent, call.limits, settings) or _fault_of_tensors(
+        sent.tensors, kind, call
+    )
 
 
 def _fault_of_numbers(sent: Contribution, limits: Limits, settings: Settings) -> Fault | None:
     most = settings.max_examples or limits.max_examples
     if not is_count(sent.examples) or not 1 <= sent.examples <= most:
-        return Fault("examples", f"examples must be between 1 and {most}, got {shown(sent.examples)}; the maximum is --max-examples")
+        return Fault(
+            "examples",
+            f"examples must be between 1 and {most}, got {shown(sent.examples)}; the maximum is "
+            "--max-examples",
+        )
     steps = steps_at_most(sent.examples, settings)
     if not is_count(sent.steps) or not 1 <= sent.steps <= steps:
         return Fault("metrics", f"steps must be between 1 and {steps}, got {shown(sent.steps)}")
     if not is_count(sent.batch) or not 1 <= sent.batch <= settings.batch:
-        return Fault("metrics", f"batch must be between 1 and {settings.batch}, got {shown(sent.batch)}")
+        return Fault(
+            "metrics", f"batch must be between 1 and {settings.batch}, got {shown(sent.batch)}"
+        )
     for name, value in (("loss", sent.loss), ("rate", sent.rate)):
-        if not isinstance(value, float | int) or isinstance(value, bool) or not abs(value) <= torch.finfo(torch.float32).max:
+        if (
+            not isinstance(value, float | int)
+            or isinstance(value, bool)
+            or not abs(value) <= torch.finfo(torch.float32).max
+        ):
             return Fault("metrics", f"{name} must be a finite float32 number, got {shown(value)}")
     return None
 
 
 def _fault_of_tensors(tensors: Any, kind: str, call: Call) -> Fault | None:
-    if not isinstance(tensors, Mapping) or not all(isinstance(t, torch.Tensor) for t in tensors.values()):
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(t, torch.Tensor) for t in tensors.values()
+    ):
         return Fault("type", "tensors must be a mapping from names to tensors")
     if not tensors:
         return Fault("names", "tensors must not be empty")
@@ -141,9 +202,16 @@ def _fault_of_tensors(tensors: Any, kind: str, call: Call) -> Fault | None:
         own = call.state[name]
         if t.dtype != own.dtype or t.layout != torch.strided or t.is_meta:
             form = "meta tensor" if t.is_meta else str(t.layout).removeprefix("torch.")
-            return Fault("dtype", f'"{name}" must be a dense {own.dtype} tensor, got {t.dtype} ({form})'.replace("torch.", ""))
+            return Fault(
+                "dtype",
+                f'"{name}" must be a dense {own.dtype} tensor, got {t.dtype} ({form})'.replace(
+                    "torch.", ""
+                ),
+            )
         if t.shape != own.shape:
-            return Fault("shape", f'"{name}" must have the shape {list(own.shape)}, got {list(t.shape)}')
+            return Fault(
+                "shape", f'"{name}" must have the shape {list(own.shape)}, got {list(t.shape)}'
+            )
         if not bool(torch.isfinite(t).all()):
             return Fault("values", f'"{name}" must be finite, got NaN or Inf')
     missing = sorted(call.state.keys() - tensors.keys()) if kind == "weights" else ()
@@ -160,18 +228,25 @@ def outliers(sent: Sequence[Contribution], settings: Settings) -> dict[int, Faul
         most = min(MAX_NORM, settings.max_norm or MAX_NORM)
         if not norm <= most:
             hint = "the limit is --max-norm" if most < MAX_NORM else "its square overflows float32"
-            out[client] = Fault("norm", f"the norm must be at most {most:.4g}, got {norm:.4g}; {hint}")
+            out[client] = Fault(
+                "norm", f"the norm must be at most {most:.4g}, got {norm:.4g}; {hint}"
+            )
     rest = [c for c in sent if c.client not in out]
     for client, usual in usual_norms(rest).items() if settings.norm_factor else ():
         if norms[client] > settings.norm_factor * usual:
-            text = f"the norm must be at most {settings.norm_factor:g} x {usual:.4g}, the median of the round, got {norms[client]:.4g}"
+            text = (
+                f"the norm must be at most {settings.norm_factor:g} x {usual:.4g}, the "
+                f"median of the round, got {norms[client]:.4g}"
+            )
             out[client] = Fault("norm", f"{text}; the factor is --norm-factor")
     return out
 
 
 def usual_norms(sent: Sequence[Contribution]) -> dict[int, float]:
-    """Return the norm that each client is compared with: the median of the round, or that of norms per local step times the client's steps, if it is
-    larger. Empty where a median says nothing: with fewer contributions than `QUORUM`, or if most are zero."""
+    """Return the norm that each client is compared with: the median of the round, or that of norms
+    per local step times the client's steps, if it is larger. Empty where a median says nothing:
+    with fewer contributions than `QUORUM`, or if most are zero.
+    """
     norms = {c.client: norm_of(c.tensors) for c in sent}
     middle = median(norms.values()) if len(sent) >= QUORUM else 0.0
     if middle == 0:
@@ -189,12 +264,21 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python converts
-        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+        text = (
+            f"a number of {value.bit_length()} bits"
+            if isinstance(value, int)
+            else type(value).__name__
+        )
     return text if len(text) <= 80 else f"{text[:80]} ..."
 
 
 def printable(text: Any) -> str:
-    """Return a text from outside as one line of printable characters, of bounded length: it is recorded, printed and saved."""
+    """Return a text from outside as one line of printable characters, of bounded length: it is
+    recorded, printed and saved.
+    """
     line = " ".join(str(text)[: 2 * TEXT].split())
-    safe = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in line)
+    safe = "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in line
+    )
     return safe if len(safe) <= TEXT else f"{safe[:TEXT]} ..."

@@ -1,4 +1,6 @@
-"""Masked Jigsaw Puzzle training (paper 002) for the models of images that people use, its variants, measures and studies."""
+"""Masked Jigsaw Puzzle training (paper 002) for the models of images that people use, its variants,
+measures and studies.
+"""
 
 from regauge.jigsaw.masks import JigsawError as JigsawError
 from regauge.jigsaw.masks import Puzzle as Puzzle

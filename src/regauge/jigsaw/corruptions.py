@@ -1,8 +1,10 @@
 """The fifteen corruptions of ImageNet-C, for images of any size.
 
-Severities 1 to 5 have the benchmark's published strengths, which are for 224 pixels; whatever is a length (radii, shifts, waves) scales with the
-shorter side. Noise strengths and shares do not. Frost and snow are made here, from fractal noise and streaks, where the benchmark pastes photographs
-and calls an external tool: these two are of the same kind, and their numbers are not comparable with published ones.
+Severities 1 to 5 have the benchmark's published strengths, which are for 224 pixels; whatever is a
+length (radii, shifts, waves) scales with the shorter side. Noise strengths and shares do not. Frost
+and snow are made here, from fractal noise and streaks, where the benchmark pastes photographs and
+calls an external tool: these two are of the same kind, and their numbers are not comparable with
+published ones.
 
     corrupt(images, "fog", 3, seed=0)        # uint8 [n, height, width, channels] in and out
 """
@@ -25,13 +27,18 @@ SIDE = 224
 
 
 def corrupt(images: Any, name: str, severity: int, *, seed: int = 0) -> Any:
-    """Corrupted copies. Every image has its own draw, from the seed, its number, the corruption and the severity."""
+    """Corrupted copies. Every image has its own draw, from the seed, its number, the corruption and
+    the severity.
+    """
     if name not in CORRUPTIONS:
         raise JigsawError(f'there is no corruption "{name}"', hint=", ".join(CORRUPTIONS))
     if severity not in SEVERITIES:
         raise JigsawError(f"there is no severity {severity}", hint="1 to 5")
     if images.dtype != np.uint8 or images.ndim != 4:
-        raise JigsawError("images are bytes [n, height, width, channels]", hint=f"these are {images.dtype} of {images.ndim} axes")
+        raise JigsawError(
+            "images are bytes [n, height, width, channels]",
+            hint=f"these are {images.dtype} of {images.ndim} axes",
+        )
     number = list(CORRUPTIONS).index(name)
     out = np.empty_like(images)
     for i, image in enumerate(images):
@@ -61,7 +68,9 @@ def impulse_noise(x: Any, s: int, draw: Draw) -> Any:
 
 
 def defocus_blur(x: Any, s: int, draw: Draw) -> Any:
-    radius = float(np.sqrt(((3, 4, 6, 8, 10)[s] * _scale(x)) ** 2 + 1 / np.pi))  # a pixel is a disc of its own
+    radius = float(
+        np.sqrt(((3, 4, 6, 8, 10)[s] * _scale(x)) ** 2 + 1 / np.pi)
+    )  # a pixel is a disc of its own
     half = int(np.ceil(radius))
     fine = 5  # parts of a pixel, so that small discs are round too
     grid = (np.arange((2 * half + 1) * fine) + 0.5) / fine - half - 0.5
@@ -83,7 +92,12 @@ def glass_blur(x: Any, s: int, draw: Draw) -> Any:
 def motion_blur(x: Any, s: int, draw: Draw) -> Any:
     radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[s]
     scale = _scale(x)
-    return _streaked(x, max(1.0, radius * scale), max(0.5, sigma * scale), float(draw.uniform(-np.pi / 4, np.pi / 4)))
+    return _streaked(
+        x,
+        max(1.0, radius * scale),
+        max(0.5, sigma * scale),
+        float(draw.uniform(-np.pi / 4, np.pi / 4)),
+    )
 
 
 def zoom_blur(x: Any, s: int, draw: Draw) -> Any:
@@ -92,24 +106,39 @@ def zoom_blur(x: Any, s: int, draw: Draw) -> Any:
 
 
 def snow(x: Any, s: int, draw: Draw) -> Any:
-    mean, spread, length, white = ((0.1, 0.3, 10, 0.8), (0.2, 0.3, 12, 0.7), (0.55, 0.3, 12, 0.7), (0.55, 0.3, 12, 0.65), (0.55, 0.3, 14, 0.55))[s]
+    mean, spread, length, white = (
+        (0.1, 0.3, 10, 0.8),
+        (0.2, 0.3, 12, 0.7),
+        (0.55, 0.3, 12, 0.7),
+        (0.55, 0.3, 12, 0.65),
+        (0.55, 0.3, 14, 0.55),
+    )[s]
     flakes = draw.normal(size=x.shape[:2], loc=mean, scale=spread)
     flakes = np.where(flakes < (0.5, 0.5, 0.9, 0.85, 0.8)[s], 0.0, np.clip(flakes, 0, 1))[..., None]
-    flakes = _streaked(flakes, max(1.0, length * _scale(x)), max(0.5, 4 * _scale(x)), float(draw.uniform(np.pi / 4, 3 * np.pi / 4)))
+    flakes = _streaked(
+        flakes,
+        max(1.0, length * _scale(x)),
+        max(0.5, 4 * _scale(x)),
+        float(draw.uniform(np.pi / 4, 3 * np.pi / 4)),
+    )
     grey = x.mean(-1, keepdims=True)
     return white * x + (1 - white) * np.maximum(x, 1.5 * grey + 0.5) + flakes + flakes[::-1, ::-1]
 
 
 def frost(x: Any, s: int, draw: Draw) -> Any:
     image, ice = ((1.0, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))[s]
-    needles = np.abs(_clouds(x.shape[:2], draw, 1.3) - 0.5) * 2  # ridges of a fractal: sharp lines, as ice has them
+    needles = (
+        np.abs(_clouds(x.shape[:2], draw, 1.3) - 0.5) * 2
+    )  # ridges of a fractal: sharp lines, as ice has them
     return image * x + ice * np.clip(1 - 3 * needles, 0, 1)[..., None]
 
 
 def fog(x: Any, s: int, draw: Draw) -> Any:
     strength, roughness = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))[s]
     high = x.max()
-    return (x + strength * _clouds(x.shape[:2], draw, roughness)[..., None]) * high / (high + strength)
+    return (
+        (x + strength * _clouds(x.shape[:2], draw, roughness)[..., None]) * high / (high + strength)
+    )
 
 
 def brightness(x: Any, s: int, draw: Draw) -> Any:
@@ -125,22 +154,40 @@ def contrast(x: Any, s: int, draw: Draw) -> Any:
 
 
 def elastic_transform(x: Any, s: int, draw: Draw) -> Any:
-    far, smooth, bend = ((2.0, 0.7, 0.1), (2.0, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02))[s]
+    far, smooth, bend = (
+        (2.0, 0.7, 0.1),
+        (2.0, 0.08, 0.2),
+        (0.05, 0.01, 0.02),
+        (0.07, 0.01, 0.02),
+        (0.12, 0.01, 0.02),
+    )[s]
     h, w = x.shape[:2]
     side = min(h, w)
-    corners = np.array([[0, 0, 1], [h - 1, 0, 1], [0, w - 1, 1]], float)  # three points move, and all else with them
+    corners = np.array(
+        [[0, 0, 1], [h - 1, 0, 1], [0, w - 1, 1]], float
+    )  # three points move, and all else with them
     moved = corners[:, :2] + draw.uniform(-bend * side, bend * side, (3, 2))
     affine = np.linalg.solve(corners, moved).T
-    waves = [_blurred(draw.uniform(-1, 1, (h, w, 1)), max(smooth * side, 0.5))[..., 0] * far * side for _ in range(2)]
+    waves = [
+        _blurred(draw.uniform(-1, 1, (h, w, 1)), max(smooth * side, 0.5))[..., 0] * far * side
+        for _ in range(2)
+    ]
     rows, columns = np.meshgrid(np.arange(h), np.arange(w), indexing="ij")
     ones = np.ones_like(rows)
-    at = np.einsum("ij,jhw->ihw", affine, np.stack([rows, columns, ones]).astype(float)) + np.stack(waves)
+    at = np.einsum("ij,jhw->ihw", affine, np.stack([rows, columns, ones]).astype(float)) + np.stack(
+        waves
+    )
     return _sampled(x, at)
 
 
 def pixelate(x: Any, s: int, draw: Draw) -> Any:
     share = (0.6, 0.5, 0.4, 0.3, 0.25)[s]
-    return _via_pil(x, lambda image, pil: image.resize([max(1, int(n * share)) for n in image.size], pil.BOX).resize(image.size, pil.NEAREST))
+    return _via_pil(
+        x,
+        lambda image, pil: image.resize(
+            [max(1, int(n * share)) for n in image.size], pil.BOX
+        ).resize(image.size, pil.NEAREST),
+    )
 
 
 def jpeg_compression(x: Any, s: int, draw: Draw) -> Any:
@@ -185,20 +232,33 @@ def _streaked(x: Any, length: float, sigma: float, angle: float) -> Any:
     """A blur along a line: a mean of shifted copies, weighted as half a bell."""
     steps = np.arange(0, length + 1e-9, max(0.5, length / 20))
     weights = np.exp(-0.5 * (steps / sigma) ** 2)
-    copies = [ndimage.shift(x, (t * np.sin(angle), t * np.cos(angle), 0), order=1, mode="nearest") for t in steps]
+    copies = [
+        ndimage.shift(x, (t * np.sin(angle), t * np.cos(angle), 0), order=1, mode="nearest")
+        for t in steps
+    ]
     return np.tensordot(weights / weights.sum(), np.stack(copies), 1)
 
 
 def _zoomed(x: Any, factor: float) -> Any:
     """The middle, enlarged to the whole."""
     h, w = x.shape[:2]
-    at = np.stack(np.meshgrid(*(((np.arange(n) - (n - 1) / 2) / factor + (n - 1) / 2) for n in (h, w)), indexing="ij"))
+    at = np.stack(
+        np.meshgrid(
+            *(((np.arange(n) - (n - 1) / 2) / factor + (n - 1) / 2) for n in (h, w)), indexing="ij"
+        )
+    )
     return _sampled(x, at)
 
 
 def _sampled(x: Any, at: Any) -> Any:
     """What lies at these places [2, height, width]; beyond the edge its mirror image."""
-    return np.stack([ndimage.map_coordinates(x[..., c], at, order=1, mode="reflect") for c in range(x.shape[2])], -1)
+    return np.stack(
+        [
+            ndimage.map_coordinates(x[..., c], at, order=1, mode="reflect")
+            for c in range(x.shape[2])
+        ],
+        -1,
+    )
 
 
 def _clouds(size: tuple[int, int], draw: Draw, roughness: float) -> Any:

@@ -1,4 +1,6 @@
-"""Where a model of images has the layers that closed forms read: its patch embedding, its table of positions, the first block's readers, its head."""
+"""Where a model of images has the layers that closed forms read: its patch embedding, its table of
+positions, the first block's readers, its head.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """Names of parameters in the model as it is given (a wrapper puts `model.` before them). `positions` is None where there is no table of absolute
-    positions; `unknown` is MJP's shared embedding. `prefix` counts the tokens before the patches. `stretched` is the table's own place where a model
-    stretches it over these inputs (DINOv2)."""
+    """Names of parameters in the model as it is given (a wrapper puts `model.` before them).
+    `positions` is None where there is no table of absolute positions; `unknown` is MJP's shared
+    embedding. `prefix` counts the tokens before the patches. `stretched` is the table's own place
+    where a model stretches it over these inputs (DINOv2).
+    """
 
     inner: torch.nn.Module
     weight: str
@@ -37,17 +41,23 @@ class Layers:
         return self.grid[0] * self.grid[1]
 
     def as_used(self, table: Tensor) -> Tensor:
-        """The positions of the patches [cells, width], as the model adds them, of its table [1, prefix + ..., width]."""
+        """The positions of the patches [cells, width], as the model adds them, of its table [1,
+        prefix + ..., width].
+        """
         found = table if self.stretched is None else stretched(table, self.stretched, self.grid)
         return found[0, self.prefix :]
 
     def slopes_as_used(self, slopes: Tensor) -> Tensor:
-        """The gradients by these [cells, width], of those by the table: a table that is stretched is a linear map of itself, which is undone."""
+        """The gradients by these [cells, width], of those by the table: a table that is stretched
+        is a linear map of itself, which is undone.
+        """
         own = slopes[0, self.prefix :]
         if self.stretched is None:
             return own
         count = len(own)
-        basis = torch.cat([torch.zeros(self.prefix, count, dtype=own.dtype), torch.eye(count, dtype=own.dtype)])[None]
+        basis = torch.cat(
+            [torch.zeros(self.prefix, count, dtype=own.dtype), torch.eye(count, dtype=own.dtype)]
+        )[None]
         stretch = self.as_used(basis)  # [cells, cells of the table]
         found: Tensor = torch.linalg.lstsq(stretch.T, own.cpu()).solution
         return found
@@ -59,7 +69,9 @@ def inner_of(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
 
 
 def patch_embedding(model: torch.nn.Module) -> str | None:
-    """The name of the convolution that makes patches: the first whose stride is its kernel. One over single pixels makes none."""
+    """The name of the convolution that makes patches: the first whose stride is its kernel. One
+    over single pixels makes none.
+    """
     found = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Conv2d))
     return next((n for n, m in found if m.kernel_size == m.stride and max(m.stride) > 1), None)
 
@@ -69,19 +81,26 @@ def layers_of(model: torch.nn.Module, shape: tuple[int, ...]) -> Layers:
     inner, lead = inner_of(model)
     name = patch_embedding(inner)
     if name is None:
-        raise UpdateError(f"{type(inner).__name__} has no patch embedding (a convolution whose stride is its kernel)", hint="ViT, DeiT and the like")
+        raise UpdateError(
+            f"{type(inner).__name__} has no patch embedding (a convolution whose stride is its "
+            "kernel)",
+            hint="ViT, DeiT and the like",
+        )
     layer: Any = inner.get_submodule(name)
     try:
         place = place_of(inner)
     except JigsawError as error:
-        raise UpdateError(f"no table of positions can be read off {type(inner).__name__}: {error}") from error
+        raise UpdateError(
+            f"no table of positions can be read off {type(inner).__name__}: {error}"
+        ) from error
     patch = (int(layer.kernel_size[0]), int(layer.kernel_size[1]))
     grid = (shape[-2] // patch[0], shape[-1] // patch[1])
     stretches = place.grid is not None and place.grid != grid
     if stretches and (not place.stretches or isinstance(model, MaskedJigsaw)):
         assert place.grid is not None
         raise UpdateError(
-            f"inputs of {shape[-2]} x {shape[-1]} have {grid[0]} x {grid[1]} patches, the positions are of {place.grid[0]} x {place.grid[1]}"
+            f"inputs of {shape[-2]} x {shape[-1]} have {grid[0]} x {grid[1]} patches, the "
+            f"positions are of {place.grid[0]} x {place.grid[1]}"
         )
     has_unknown = isinstance(model, MaskedJigsaw) and model.unknown is not None
     return Layers(
@@ -100,8 +119,9 @@ def layers_of(model: torch.nn.Module, shape: tuple[int, ...]) -> Layers:
 
 @dataclass(frozen=True, eq=False)
 class Readers:
-    """The first block's query, key and value weights: `names` (torch layout [out, in] unless `is_conv1d`), and the norm before them, or None where
-    they read the stream itself (post-norm)."""
+    """The first block's query, key and value weights: `names` (torch layout [out, in] unless
+    `is_conv1d`), and the norm before them, or None where they read the stream itself (post-norm).
+    """
 
     names: tuple[str, ...]
     norm: torch.nn.Module | None
@@ -109,28 +129,49 @@ class Readers:
 
 
 def readers_of(model: torch.nn.Module, block: int = 0) -> Readers:
-    """The readers of a block's attention, by the family's spec: whatever the norm before the block's attention is read by."""
+    """The readers of a block's attention, by the family's spec: whatever the norm before the
+    block's attention is read by.
+    """
     from regauge.models.resolve import spec_of
 
     inner, lead = inner_of(model)
     try:
         norms = spec_of(inner).norms
     except RegaugeError as error:
-        raise UpdateError(f"no family says which weights of {type(inner).__name__} read its first norm", hint=str(error)) from error
-    firsts = [n for n in norms if len(n.readers) in (1, 3) and any(w in n.readers[0][0] for w in ("attn", "attention"))]
+        raise UpdateError(
+            f"no family says which weights of {type(inner).__name__} read its first norm",
+            hint=str(error),
+        ) from error
+    firsts = [
+        n
+        for n in norms
+        if len(n.readers) in (1, 3) and any(w in n.readers[0][0] for w in ("attn", "attention"))
+    ]
     if len(firsts) <= block:
-        raise UpdateError(f"{type(inner).__name__} has no attention that reads a norm", hint="spans are read off pre-norm models: ViT, DeiT, GPT-2")
+        raise UpdateError(
+            f"{type(inner).__name__} has no attention that reads a norm",
+            hint="spans are read off pre-norm models: ViT, DeiT, GPT-2",
+        )
     norm = firsts[block]
     names = tuple(lead + weight for weight, _ in norm.readers)
     owner = inner.get_submodule(norm.readers[0][0].rpartition(".")[0])
-    return Readers(names, inner.get_submodule(norm.gain.rpartition(".")[0]), type(owner).__name__ == "Conv1D")
+    return Readers(
+        names, inner.get_submodule(norm.gain.rpartition(".")[0]), type(owner).__name__ == "Conv1D"
+    )
 
 
 def head_of(model: torch.nn.Module, classes: int | None = None) -> tuple[str, str | None]:
     """The last linear layer: its weight, and its bias if it has one."""
     model, lead = inner_of(model)
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and (classes is None or m.out_features == classes)]
+    found = [
+        (n, m)
+        for n, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear) and (classes is None or m.out_features == classes)
+    ]
     if not found:
-        raise UpdateError(f"{type(model).__name__} has no linear head", hint="labels are read off the last linear layer's gradient")
+        raise UpdateError(
+            f"{type(model).__name__} has no linear head",
+            hint="labels are read off the last linear layer's gradient",
+        )
     name, layer = found[-1]
     return f"{lead}{name}.weight", f"{lead}{name}.bias" if layer.bias is not None else None

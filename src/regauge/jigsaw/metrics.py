@@ -1,7 +1,9 @@
-"""How sensitive a model is to the places of patches: what a puzzle does to its answers and to the features that they are read from.
+"""How sensitive a model is to the places of patches: what a puzzle does to its answers and to the
+features that they are read from.
 
-Training ratio and inference ratio are two things: here it is that of inference, 0.5 in the paper's tables. Every image has a puzzle of its own, from
-the seed and the image's number alone, so that all models and all batch sizes get the same.
+Training ratio and inference ratio are two things: here it is that of inference, 0.5 in the paper's
+tables. Every image has a puzzle of its own, from the seed and the image's number alone, so that all
+models and all batch sizes get the same.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ CHUNK = 1000  # puzzles drawn together; their seed has the chunk's number
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What puzzles of one ratio do, over `count` images. `norm` is the mean L2 norm of the difference of features, as the reference's code has it;
-    `squared` the mean of its square, as the paper's text has it."""
+    """What puzzles of one ratio do, over `count` images. `norm` is the mean L2 norm of the
+    difference of features, as the reference's code has it; `squared` the mean of its square, as the
+    paper's text has it.
+    """
 
     ratio: float
     accuracy: float
@@ -50,7 +54,10 @@ class Evaluation:
     def at_half(self) -> Sensitivity:
         found = next((s for s in self.shuffled if s.ratio == RATIO), None)
         if found is None:
-            raise JigsawError(f"puzzles of ratio {RATIO:g} were not measured", hint=f"evaluate with {RATIO:g} among the ratios")
+            raise JigsawError(
+                f"puzzles of ratio {RATIO:g} were not measured",
+                hint=f"evaluate with {RATIO:g} among the ratios",
+            )
         return found
 
 
@@ -64,7 +71,9 @@ def evaluate(
     device: str = "cpu",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Evaluation:
-    """Top-1, and for each ratio top-1, consistency and the norm of the difference. The model is left in evaluation mode."""
+    """Top-1, and for each ratio top-1, consistency and the norm of the difference. The model is
+    left in evaluation mode.
+    """
     wrapped.eval()
     if not len(examples):
         raise JigsawError("there are no images to measure on", hint="give some")
@@ -78,19 +87,31 @@ def evaluate(
             answers = wrapped(pixels).logits
             if not bool(answers.isfinite().all()):
                 raise JigsawError(
-                    "the model's answers are not finite, so that nothing can be said of them", hint="are its weights, --mean and --std?"
+                    "the model's answers are not finite, so that nothing can be said of them",
+                    hint="are its weights, --mean and --std?",
                 )
             plain = answers.argmax(-1)
             seen = features()
             right += int((plain == labels).sum())
             for i, ratio in enumerate(ratios):
-                found = wrapped(pixels, puzzle=puzzles_of(rows, wrapped, pixels, ratio, seed)).logits.argmax(-1)
+                found = wrapped(
+                    pixels, puzzle=puzzles_of(rows, wrapped, pixels, ratio, seed)
+                ).logits.argmax(-1)
                 apart = (features() - seen).flatten(1).double().norm(dim=1)
-                sums[i] += [int((found == labels).sum()), int((found == plain).sum()), float(apart.sum()), float(apart.square().sum())]
+                sums[i] += [
+                    int((found == labels).sum()),
+                    int((found == plain).sum()),
+                    float(apart.sum()),
+                    float(apart.square().sum()),
+                ]
             if progress is not None:
-                progress(start // batch, -(-len(examples) // batch), f"{start + len(rows):,} images")
+                progress(
+                    start // batch, -(-len(examples) // batch), f"{start + len(rows):,} images"
+                )
     n = len(examples)
-    return Evaluation(right / n, tuple(_mean(ratio, row, n) for ratio, row in zip(ratios, sums, strict=True)))
+    return Evaluation(
+        right / n, tuple(_mean(ratio, row, n) for ratio, row in zip(ratios, sums, strict=True))
+    )
 
 
 def _mean(ratio: float, sums: Any, n: int) -> Sensitivity:
@@ -104,11 +125,22 @@ def puzzles_of(rows: Any, wrapped: MaskedJigsaw, pixels: Tensor, ratio: float, s
     parts = []
     for chunk in range(int(rows[0]) // CHUNK, int(rows[-1]) // CHUNK + 1):
         whole = _drawn(grid, ratio, seed, chunk)
-        parts.append([t[[r - chunk * CHUNK for r in rows if r // CHUNK == chunk]] for t in (whole.mask, whole.order)])
-    return Puzzle(torch.cat([mask for mask, _ in parts]), torch.cat([order for _, order in parts]), grid)
+        parts.append(
+            [
+                t[[r - chunk * CHUNK for r in rows if r // CHUNK == chunk]]
+                for t in (whole.mask, whole.order)
+            ]
+        )
+    return Puzzle(
+        torch.cat([mask for mask, _ in parts]), torch.cat([order for _, order in parts]), grid
+    )
 
 
-_LAST: dict[Any, Puzzle] = {}  # the chunks of the ratios at hand: drawing 1,000 for every batch of 100 would be ten times the work
+_LAST: dict[
+    Any, Puzzle
+    # the chunks of the ratios at hand: drawing 1,000 for every batch of 100 would be ten times the
+    # work
+] = {}
 
 
 def _drawn(grid: Grid, ratio: float, seed: int, chunk: int) -> Puzzle:
@@ -122,13 +154,17 @@ def _drawn(grid: Grid, ratio: float, seed: int, chunk: int) -> Puzzle:
 
 @contextmanager
 def features_of(model: torch.nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """A function that gives what the last linear layer was given in the last pass: the CLS embedding of a ViT, the pooled features of others."""
+    """A function that gives what the last linear layer was given in the last pass: the CLS
+    embedding of a ViT, the pooled features of others.
+    """
     seen: list[Tensor] = []
 
     def keep(module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
         seen[:] = [given[0]]
 
-    hooks = [m.register_forward_pre_hook(keep) for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    hooks = [
+        m.register_forward_pre_hook(keep) for m in model.modules() if isinstance(m, torch.nn.Linear)
+    ]
     try:
         yield lambda: seen[0].detach().clone()
     finally:

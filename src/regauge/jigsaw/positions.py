@@ -1,4 +1,6 @@
-"""Where a model of images adds its absolute positions: the name of the table, its patches, their grid, and how many tokens come before them."""
+"""Where a model of images adds its absolute positions: the name of the table, its patches, their
+grid, and how many tokens come before them.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ PREFIXES = (1, 0, 2)  # tokens before the patches, where nothing says how many
 
 @dataclass(frozen=True)
 class Place:
-    """`table` is a parameter [1, prefix + cells, width], or None where positions are not absolute. `stretches`: the model stretches it over images of
-    other sizes, by itself. `assumed`: nothing says how large a patch is, so that any other will do."""
+    """`table` is a parameter [1, prefix + cells, width], or None where positions are not absolute.
+    `stretches`: the model stretches it over images of other sizes, by itself. `assumed`: nothing
+    says how large a patch is, so that any other will do.
+    """
 
     table: str | None
     patch: Grid
@@ -31,30 +35,45 @@ class Place:
 
 
 def place_of(
-    model: torch.nn.Module, *, table: str | None = None, patch: int | Sequence[int] | None = None, grid: Sequence[int] | None = None
+    model: torch.nn.Module,
+    *,
+    table: str | None = None,
+    patch: int | Sequence[int] | None = None,
+    grid: Sequence[int] | None = None,
 ) -> Place:
-    """Read off the model's parameters and config (of the transformers library), or its patch embedding (timm); what is given goes first."""
+    """Read off the model's parameters and config (of the transformers library), or its patch
+    embedding (timm); what is given goes first.
+    """
     name = _table(model, table)
     size = _pair(patch) or _patch(model)
     if name is None:
         note = (
-            f"{type(model).__name__} has no absolute position embedding{_unknown(model)}: of MJP the shuffle of patches is left (variant E); "
+            f"{type(model).__name__} has no absolute position embedding{_unknown(model)}: of "
+            "MJP the shuffle of patches is left (variant E); "
             "the unknown embedding and the regression of positions have nothing to act on"
         )
         return Place(None, size or (PATCH, PATCH), None, 0, note, assumed=size is None)
     if size is None:
-        raise JigsawError(f"nothing in {type(model).__name__} says how large its patches are", hint="give patch=16, say")
+        raise JigsawError(
+            f"nothing in {type(model).__name__} says how large its patches are",
+            hint="give patch=16, say",
+        )
     own = _patch(model)
     if own is not None and own != size:
         raise JigsawError(
-            f"patches of {size[0]} x {size[1]} pixels are not the model's, {own[0]} x {own[1]}, and its positions are of its own",
+            f"patches of {size[0]} x {size[1]} pixels are not the model's, {own[0]} x {own[1]}, "
+            "and its positions are of its own",
             hint="leave out patch=",
         )
     rows = model.get_parameter(name).shape[1]
     cells = _pair(grid) or _grid(model, size, rows)
     prefix = rows - cells[0] * cells[1]
     if prefix < 0 or prefix > rows // 2 + 2:
-        raise JigsawError(f'"{name}" has {rows} rows, which are no {cells[0]} x {cells[1]} patches and a few tokens before them', hint="give grid=")
+        raise JigsawError(
+            f'"{name}" has {rows} rows, which are no {cells[0]} x {cells[1]} patches and a few '
+            "tokens before them",
+            hint="give grid=",
+        )
     stretches = getattr(getattr(model, "config", None), "model_type", "").startswith("dinov2")
     return Place(name, size, cells, prefix, stretches=stretches)
 
@@ -73,23 +92,47 @@ def _table(model: torch.nn.Module, given: str | None) -> str | None:
     parameters = dict(model.named_parameters())
     if given is not None:
         if given not in parameters or parameters[given].dim() != 3:
-            raise JigsawError(f'{type(model).__name__} has no parameter "{given}" of [1, tokens, width]', hint="model.named_parameters() names them")
+            raise JigsawError(
+                f'{type(model).__name__} has no parameter "{given}" of [1, tokens, width]',
+                hint="model.named_parameters() names them",
+            )
         return given
-    found = [name for name, p in parameters.items() if name.rpartition(".")[2] in TABLES and p.dim() == 3 and p.shape[0] == 1]
+    found = [
+        name
+        for name, p in parameters.items()
+        if name.rpartition(".")[2] in TABLES and p.dim() == 3 and p.shape[0] == 1
+    ]
     if len(found) > 1:
-        raise JigsawError(f"{type(model).__name__} has several tables of positions: {', '.join(found)}", hint="give table=")
+        raise JigsawError(
+            f"{type(model).__name__} has several tables of positions: {', '.join(found)}",
+            hint="give table=",
+        )
     return found[0] if found else None
 
 
 def _unknown(model: torch.nn.Module) -> str:
-    """What is said of positions that are looked up by number (CLIP, SigLIP): they are there, but are no parameter of [1, tokens, width]."""
-    kept = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Embedding) and n.rpartition(".")[2].startswith("position_embedding")]
-    return f" that is known here (it looks them up in {', '.join(kept)}, and known are parameters of [1, tokens, width])" if kept else ""
+    """What is said of positions that are looked up by number (CLIP, SigLIP): they are there, but
+    are no parameter of [1, tokens, width].
+    """
+    kept = [
+        n
+        for n, m in model.named_modules()
+        if isinstance(m, torch.nn.Embedding)
+        and n.rpartition(".")[2].startswith("position_embedding")
+    ]
+    return (
+        f" that is known here (it looks them up in {', '.join(kept)}, and known are parameters "
+        "of [1, tokens, width])"
+        if kept
+        else ""
+    )
 
 
 def _patch(model: torch.nn.Module) -> Grid | None:
     config = getattr(model, "config", None)
-    found = _pair(getattr(config, "patch_size", None)) or _pair(getattr(getattr(model, "patch_embed", None), "patch_size", None))
+    found = _pair(getattr(config, "patch_size", None)) or _pair(
+        getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    )
     if found is not None:
         return found
     first = next((m for m in model.modules() if isinstance(m, torch.nn.Conv2d)), None)
@@ -106,7 +149,10 @@ def _grid(model: torch.nn.Module, patch: Grid, rows: int) -> Grid:
         return image[0] // patch[0], image[1] // patch[1]
     side = next((isqrt(rows - p) for p in PREFIXES if isqrt(rows - p) ** 2 == rows - p), None)
     if side is None:
-        raise JigsawError(f"{rows} positions are no square of patches and a token or two before it", hint="give grid=(rows, columns)")
+        raise JigsawError(
+            f"{rows} positions are no square of patches and a token or two before it",
+            hint="give grid=(rows, columns)",
+        )
     return side, side
 
 

@@ -1,4 +1,6 @@
-"""Numbers of robustness: corruption errors relative to a reference model, and those of ImageNet-A and ImageNet-O."""
+"""Numbers of robustness: corruption errors relative to a reference model, and those of ImageNet-A
+and ImageNet-O.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,22 @@ Errors = Mapping[str, Sequence[float]]  # corruption -> the error at each severi
 
 
 def corruption_errors(errors: Errors, reference: Errors) -> dict[str, float]:
-    """The CE of each corruption: the sum of errors over severities, over that of the reference model."""
+    """The CE of each corruption: the sum of errors over severities, over that of the reference
+    model.
+    """
     missing = [name for name in errors if name not in reference]
     if missing:
         raise JigsawError(f"the reference model has no errors for {', '.join(missing)}")
     faultless = [name for name in errors if np.sum(reference[name]) == 0]
     if faultless:
         raise JigsawError(
-            f"the reference model makes no error under {', '.join(faultless)}: nothing is relative to that",
+            f"the reference model makes no error under {', '.join(faultless)}: nothing is "
+            "relative to that",
             hint="take more images, or a weaker model as the reference",
         )
-    return {name: float(np.sum(values) / np.sum(reference[name])) for name, values in errors.items()}
+    return {
+        name: float(np.sum(values) / np.sum(reference[name])) for name, values in errors.items()
+    }
 
 
 def mean_corruption_error(errors: Errors, reference: Errors) -> float:
@@ -37,24 +44,32 @@ def mean_corruption_error(errors: Errors, reference: Errors) -> float:
 
 
 def mean_error(errors: Errors) -> float:
-    """The mean error over corruptions and severities, without a reference: what the paper's Table 9 prints for each corruption."""
+    """The mean error over corruptions and severities, without a reference: what the paper's Table 9
+    prints for each corruption.
+    """
     return float(np.mean([np.mean(values) for values in errors.values()]))
 
 
 def aurra(confidence: Any, correct: Any) -> float:
-    """The area under the response rate accuracy curve: the accuracy over the surest answers, averaged over how many one responds to."""
+    """The area under the response rate accuracy curve: the accuracy over the surest answers,
+    averaged over how many one responds to.
+    """
     order = np.argsort(-np.asarray(confidence, float), kind="stable")
     right = np.asarray(correct, float)[order]
     return float((np.cumsum(right) / np.arange(1, len(right) + 1)).mean())
 
 
 def aupr(inside: Any, outside: Any) -> float:
-    """The area under precision and recall for finding what is of no known class, by its low confidence."""
+    """The area under precision and recall for finding what is of no known class, by its low
+    confidence.
+    """
     need("sklearn", "studies")
     from sklearn.metrics import average_precision_score
 
     scores = -np.concatenate([np.asarray(inside, float), np.asarray(outside, float)])
-    return float(average_precision_score(np.r_[np.zeros(len(inside)), np.ones(len(outside))], scores))
+    return float(
+        average_precision_score(np.r_[np.zeros(len(inside)), np.ones(len(outside))], scores)
+    )
 
 
 def errors_of(
@@ -66,9 +81,13 @@ def errors_of(
     device: str = "cpu",
     progress: Callable[[int, int, str], None] | None = None,
 ) -> dict[str, list[float]]:
-    """A model's error under every corruption at severities 1 to 5, on images and labels of a task."""
+    """A model's error under every corruption at severities 1 to 5, on images and labels of a
+    task.
+    """
     data = fitted(task, data)
-    pixels = data["image"].array() if isinstance(data["image"], Pictures) else np.asarray(data["image"])
+    pixels = (
+        data["image"].array() if isinstance(data["image"], Pictures) else np.asarray(data["image"])
+    )
     pixels = pixels if pixels.ndim == 4 else pixels[..., None]
     errors: dict[str, list[float]] = {}
     for number, name in enumerate(CORRUPTIONS):
@@ -77,16 +96,31 @@ def errors_of(
         errors[name] = []
         for severity in SEVERITIES:
             made = corrupt(pixels, name, severity)
-            fields = {"image": made if made.shape[-1] == 3 else made[..., 0], "label": data["label"]}
-            errors[name].append(float(1 - answers(model, prepare(task, Data(data.name, fields, "")), batch, device)[1].mean()))
+            fields = {
+                "image": made if made.shape[-1] == 3 else made[..., 0],
+                "label": data["label"],
+            }
+            errors[name].append(
+                float(
+                    1
+                    - answers(model, prepare(task, Data(data.name, fields, "")), batch, device)[
+                        1
+                    ].mean()
+                )
+            )
     return errors
 
 
-def answers(model: torch.nn.Module, examples: Examples, batch: int = 100, device: str = "cpu") -> tuple[Any, Any]:
+def answers(
+    model: torch.nn.Module, examples: Examples, batch: int = 100, device: str = "cpu"
+) -> tuple[Any, Any]:
     """The largest probability of each example, and whether it is that of its label."""
     if examples.multi or len(examples) == 0:
         fault = "have several labels each" if examples.multi else "are none"
-        raise JigsawError(f"the images {fault}: there is no answer to be right or wrong", hint="give images with one label each")
+        raise JigsawError(
+            f"the images {fault}: there is no answer to be right or wrong",
+            hint="give images with one label each",
+        )
     sure, right = [], []
     model.eval()
     with torch.no_grad():
@@ -94,8 +128,13 @@ def answers(model: torch.nn.Module, examples: Examples, batch: int = 100, device
             inputs, labels = examples.batch(np.arange(start, min(start + batch, len(examples))))
             try:
                 logits = logits_of(model, {k: v.to(device) for k, v in inputs.items()})
-            except AttributeError as error:  # the output of a model without a classifier has no logits
-                raise JigsawError(f"{type(model).__name__} gives no classes of images", hint="give a model ...ForImageClassification") from error
+            except (
+                AttributeError
+            ) as error:  # the output of a model without a classifier has no logits
+                raise JigsawError(
+                    f"{type(model).__name__} gives no classes of images",
+                    hint="give a model ...ForImageClassification",
+                ) from error
             top = logits.softmax(-1).max(-1)
             sure.append(top.values.double().cpu().numpy())
             right.append((top.indices.cpu() == labels).double().numpy())

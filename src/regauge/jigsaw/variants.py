@@ -13,8 +13,11 @@ Shuffle = Literal["patches", "pixels"]
 
 @dataclass(frozen=True)
 class Variant:
-    """What is done to a model in training. `positions` are its own; `unknown` takes their place where patches were shuffled; `index` is a second
-    table by place that no shuffle takes away; `localize` regresses positions. `shuffle` is of masked patches, or of all patches and their pixels."""
+    """What is done to a model in training. `positions` are its own; `unknown` takes their place
+    where patches were shuffled; `index` is a second table by place that no shuffle takes away;
+    `localize` regresses positions. `shuffle` is of masked patches, or of all patches and their
+    pixels.
+    """
 
     name: str
     positions: bool = True
@@ -42,5 +45,8 @@ def variant_of(given: str | Variant) -> Variant:
     if isinstance(given, Variant):
         return given
     if given not in VARIANTS:
-        raise JigsawError(f'there is no variant "{given}"', hint=", ".join(f"{letter}: {v.name}" for letter, v in VARIANTS.items()))
+        raise JigsawError(
+            f'there is no variant "{given}"',
+            hint=", ".join(f"{letter}: {v.name}" for letter, v in VARIANTS.items()),
+        )
     return VARIANTS[given]

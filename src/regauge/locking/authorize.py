@@ -1,15 +1,19 @@
-"""The edge of a locked model: with its element it computes the plain function while the weights of its backbone stay locked.
+"""The edge of a locked model: with its element it computes the plain function while the weights of
+its backbone stay locked.
 
-A lock moves the backbone alone, so that embedding and head no longer fit it. `authorized(model, g)` puts hooks on the first and the last block of
-every boundary: the stream is moved by g where it enters, and by ~g where it leaves. Whatever else the blocks read from outside (the encoder's states,
+A lock moves the backbone alone, so that embedding and head no longer fit it. `authorized(model, g)`
+puts hooks on the first and the last block of every boundary: the stream is moved by g where it
+enters, and by ~g where it leaves. Whatever else the blocks read from outside (the encoder's states,
 DeBERTa's table of relative positions) is moved on its way in.
 
-    model = authorize(model, key)      # or authorized(model, g): the same module: same class, same state dict, still locked
+    model = authorize(model, key)      # or authorized(model, g): the same module: same class, same
+    state dict, still locked
     model.generate(**inputs)           # what the plain model says
     deauthorize(model)                 # locked again
 
-The model stays an ordinary module: hooks are what torch, torch.compile, gradient checkpointing and DDP expect. A deepcopy is authorised like its
-original. What is written to disk never holds the element: a pickled copy refuses to run until it is authorised again.
+The model stays an ordinary module: hooks are what torch, torch.compile, gradient checkpointing and
+DDP expect. A deepcopy is authorised like its original. What is written to disk never holds the
+element: a pickled copy refuses to run until it is authorised again.
 
 Optimizers whose steps would part from the plain model's are refused (`guarding`).
 """
@@ -47,12 +51,16 @@ _MARK = "_regauge_edge"
 
 
 class Along:
-    """What one member does along one axis of activations: a gather, with signs or scales, or a matrix. Ready on whatever device it is given."""
+    """What one member does along one axis of activations: a gather, with signs or scales, or a
+    matrix. Ready on whatever device it is given.
+    """
 
     def __init__(self, space: str, member: Member, dim: int) -> None:
         self.space, self.size, self.dim = space, member.size, dim
         self.ready: dict[tuple[str, torch.dtype], _Ready] = {}
-        with torch.inference_mode(False):  # whoever authorises a model to look at it may train it later
+        with torch.inference_mode(
+            False
+        ):  # whoever authorises a model to look at it may train it later
             self._take(member)
         for dtype in (torch.float32, torch.float64):
             self._on(torch.device("cpu"), dtype)
@@ -63,7 +71,11 @@ class Along:
             self.index = torch.from_numpy(np.ascontiguousarray(member.index[0]))
             self.inverse = torch.argsort(self.index)
             scale = member.scale
-            self.factor = None if scale is None else torch.from_numpy(np.ascontiguousarray(scale[0], np.float64))
+            self.factor = (
+                None
+                if scale is None
+                else torch.from_numpy(np.ascontiguousarray(scale[0], np.float64))
+            )
         else:
             self.factor = torch.from_numpy(np.ascontiguousarray(member.matrix()[0], np.float64))
 
@@ -71,19 +83,28 @@ class Along:
         if x.shape[self.dim] != self.size:
             if x.shape[self.dim] == 1:  # broadcast: the same for every place
                 return x
-            raise EdgeError(f'an axis of size {x.shape[self.dim]} enters where the space "{self.space}" has {self.size}')
+            raise EdgeError(
+                f'an axis of size {x.shape[self.dim]} enters where the space "{self.space}" has '
+                f"{self.size}"
+            )
         dtype = x.dtype if x.dtype.itemsize >= 4 else torch.float32
         index, inverse, factor = self._on(x.device, dtype)
         if index is not None and inverse is not None:
             # A compiler fuses a plain gather; a Function of our own would only be in its way.
-            x = x.index_select(self.dim, index) if torch.compiler.is_compiling() else permute(x, index, self.dim, inverse)
+            x = (
+                x.index_select(self.dim, index)
+                if torch.compiler.is_compiling()
+                else permute(x, index, self.dim, inverse)
+            )
             if factor is None:
                 return x
             shape = [1] * x.dim()
             shape[self.dim] = self.size
             return x * factor.view(shape).to(x.dtype)
         assert factor is not None
-        with torch.autocast(x.device.type, enabled=False):  # the stream is kept in full precision, and so is what turns it
+        with torch.autocast(
+            x.device.type, enabled=False
+        ):  # the stream is kept in full precision, and so is what turns it
             return (x.to(dtype).movedim(self.dim, -1) @ factor.T).movedim(-1, self.dim).to(x.dtype)
 
     def _on(self, device: torch.device, dtype: torch.dtype) -> _Ready:
@@ -92,7 +113,9 @@ class Along:
             return self.ready[key]
         if torch.compiler.is_compiling():
             return self._made(device, dtype)
-        with torch.inference_mode(False):  # what is made here is kept, and may be needed for training later
+        with torch.inference_mode(
+            False
+        ):  # what is made here is kept, and may be needed for training later
             self.ready[key] = self._made(device, dtype)
         return self.ready[key]
 
@@ -103,7 +126,9 @@ class Along:
 
 
 class _Hook:
-    """A hook that never leaves the process: copies in memory share it, and a pickled one is closed."""
+    """A hook that never leaves the process: copies in memory share it, and a pickled one is
+    closed.
+    """
 
     def __deepcopy__(self, memo: object) -> _Hook:
         return self
@@ -118,7 +143,8 @@ class _Closed(_Hook):
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise EdgeError(
             "this model was saved while it was authorised, and the key was not saved with it",
-            hint="authorize it again, or call regauge.locking.authorize.deauthorize(model) to have the locked model that it is",
+            hint="authorize it again, or call regauge.locking.authorize.deauthorize(model) to "
+            "have the locked model that it is",
         )
 
 
@@ -128,7 +154,9 @@ class _Enter(_Hook):
 
     arguments: tuple[tuple[str, int, Along], ...]
 
-    def __call__(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(
+        self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for name, place, along in self.arguments:
             if place < len(args):
                 if args[place] is not None:
@@ -145,15 +173,21 @@ class _Leave(_Hook):
     along: Along
 
     def __call__(self, module: Module, args: Any, output: Any) -> Any:
-        return (self.along(output[0]), *output[1:]) if isinstance(output, tuple) else self.along(output)
+        return (
+            (self.along(output[0]), *output[1:])
+            if isinstance(output, tuple)
+            else self.along(output)
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class _States(_Hook):
-    """After the whole stack has run: the streams between its blocks, where the caller asked for them, are moved back.
+    """After the whole stack has run: the streams between its blocks, where the caller asked for
+    them, are moved back.
 
-    `first` is the number of the first one that is moved; the last has left the backbone and is plain. With a list of layers in place of
-    True there is none for the input. None in place of what moves back: the blocks have streams of their own, and nothing is said of them.
+    `first` is the number of the first one that is moved; the last has left the backbone and is
+    plain. With a list of layers in place of True there is none for the input. None in place of what
+    moves back: the blocks have streams of their own, and nothing is said of them.
     """
 
     along: Along | None
@@ -169,28 +203,43 @@ class _States(_Hook):
         return output
 
     def _is_states(self, value: Any) -> bool:
-        """Of a tuple's places: one stream per block, or one more, and perhaps not all of them. (Attentions have an axis more.)"""
-        if not isinstance(value, tuple) or len(value) - self.blocks not in (0, 1) or all(v is None for v in value):
+        """Of a tuple's places: one stream per block, or one more, and perhaps not all of them.
+        (Attentions have an axis more.)
+        """
+        if (
+            not isinstance(value, tuple)
+            or len(value) - self.blocks not in (0, 1)
+            or all(v is None for v in value)
+        ):
             return False
         return all(v is None or (isinstance(v, torch.Tensor) and v.dim() == 3) for v in value)
 
     def _restored(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.along is None:
-            raise EdgeError("the streams between the blocks of this model are not put back", hint="unlock the model to look at its hidden states")
+            raise EdgeError(
+                "the streams between the blocks of this model are not put back",
+                hint="unlock the model to look at its hidden states",
+            )
         moved = range(self.first if len(states) > self.blocks else 0, len(states) - 1)
-        return tuple(self.along(s) if i in moved and s is not None else s for i, s in enumerate(states))
+        return tuple(
+            self.along(s) if i in moved and s is not None else s for i, s in enumerate(states)
+        )
 
 
 def authorize(model: Module, key: Key, *, files: Path | str | None = None, **more: Any) -> Module:
-    """Make a locked model compute the plain function while its backbone stays locked; only the edges apply the key. In place, and returned.
+    """Make a locked model compute the plain function while its backbone stays locked; only the
+    edges apply the key. In place, and returned.
 
-    The model is one that was loaded from a locked folder: its config carries the lock's record. The key, the record and the spaces are checked, the
-    numbers are not: in memory they may be of another dtype, or trained. With `files`, the folder that it was loaded from, those are checked as
-    `unlock` checks them, the list of files too, and the numbers in memory must be those of the files.
-    A model that was loaded together with an adapter is refused: an `adapter_model.safetensors` in the folder is loaded without being asked for.
+    The model is one that was loaded from a locked folder: its config carries the lock's record. The
+    key, the record and the spaces are checked, the numbers are not: in memory they may be of
+    another dtype, or trained. With `files`, the folder that it was loaded from, those are checked
+    as `unlock` checks them, the list of files too, and the numbers in memory must be those of the
+    files. A model that was loaded together with an adapter is refused: an
+    `adapter_model.safetensors` in the folder is loaded without being asked for.
 
-    What this protects: weights on disk, and whatever is saved from here. Not this process, which has the key and the locked weights at once: for
-    that the two must be on different machines (split).
+    What this protects: weights on disk, and whatever is saved from here. Not this process, which
+    has the key and the locked weights at once: for that the two must be on different machines
+    (split).
     """
     from regauge.locking.lock import locked_element, require_locked
     from regauge.models.resolve import spec_of
@@ -198,8 +247,10 @@ def authorize(model: Module, key: Key, *, files: Path | str | None = None, **mor
     record = require_locked(model, f"this {type(model).__name__}")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise EdgeError(
-            f"this {type(model).__name__} was loaded with an adapter, which its lock does not cover",
-            hint="remove adapter_config.json from the folder if it is not yours; put adapters on after authorize",
+            f"this {type(model).__name__} was loaded with an adapter, which its lock does not "
+            "cover",
+            hint="remove adapter_config.json from the folder if it is not yours; put adapters "
+            "on after authorize",
         )
     element = locked_element(spec_of(model), record, key)
     if files is not None:
@@ -208,19 +259,26 @@ def authorize(model: Module, key: Key, *, files: Path | str | None = None, **mor
 
         checkpoint = open_checkpoint(files)
         if require_locked(checkpoint, files) != record:
-            raise EdgeError(f"this {type(model).__name__} has another lock record than {files}", hint="name the folder that it was loaded from")
+            raise EdgeError(
+                f"this {type(model).__name__} has another lock record than {files}",
+                hint="name the folder that it was loaded from",
+            )
         verify_loaded(model, checkpoint, spec_of(checkpoint), key)
     return authorized(model, element, **more)
 
 
 def save_trained(model: Module, folder: Path | str, key: Key) -> None:
-    """Save a locked model that was trained, and renew its commitment, so that it is told from one that was tampered with."""
+    """Save a locked model that was trained, and renew its commitment, so that it is told from one
+    that was tampered with.
+    """
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.locking.lock import locked_element, require_locked
     from regauge.locking.lock_files import reseal
     from regauge.models.resolve import spec_of
 
-    locked_element(spec_of(model), require_locked(model, f"this {type(model).__name__}"), key)  # a wrong key is found before anything is written
+    locked_element(
+        spec_of(model), require_locked(model, f"this {type(model).__name__}"), key
+    )  # a wrong key is found before anything is written
     model.save_pretrained(folder)  # type: ignore[operator]
     checkpoint = open_checkpoint(folder)
     reseal(checkpoint, spec_of(checkpoint), key)
@@ -234,20 +292,32 @@ def authorized(
     boundaries: Sequence[Boundary] | None = None,
     any_optimizer: bool = False,
 ) -> Module:
-    """Make a model whose backbone was moved by this element compute the plain function. It is changed in place, and returned.
+    """Make a model whose backbone was moved by this element compute the plain function. It is
+    changed in place, and returned.
 
-    The weights stay as they are. `config` and `boundaries` are for models that do not say themselves where they are cut (see `cut`). An optimizer
-    whose steps would part from those on the plain model is refused at its first step; `any_optimizer` lets it pass.
+    The weights stay as they are. `config` and `boundaries` are for models that do not say
+    themselves where they are cut (see `cut`). An optimizer whose steps would part from those on the
+    plain model is refused at its first step; `any_optimizer` lets it pass.
 
-    Attentions, router logits and caches that a caller asks for are those of the locked blocks: their heads and experts are in the locked order.
+    Attentions, router logits and caches that a caller asks for are those of the locked blocks:
+    their heads and experts are in the locked order.
     """
     if is_authorized(model):
-        raise EdgeError(f"this {type(model).__name__} is authorised already", hint="call regauge.locking.authorize.deauthorize(model) first")
+        raise EdgeError(
+            f"this {type(model).__name__} is authorised already",
+            hint="call regauge.locking.authorize.deauthorize(model) first",
+        )
     if getattr(model, PERMUTED, False):
-        raise EdgeError(f"the backbone of this {type(model).__name__} is permuted by a wrapper", hint="unwrap it first")
+        raise EdgeError(
+            f"the backbone of this {type(model).__name__} is permuted by a wrapper",
+            hint="unwrap it first",
+        )
     drops = next((name for name, m in model.named_modules() if getattr(m, "layerdrop", 0)), None)
     if drops is not None:
-        raise EdgeError(f'layer dropping may skip the blocks at the edges of "{drops}"', hint=f"set {drops or 'model'}.layerdrop to 0")
+        raise EdgeError(
+            f'layer dropping may skip the blocks at the edges of "{drops}"',
+            hint=f"set {drops or 'model'}.layerdrop to 0",
+        )
     element.require()
     where = cut(model, config, boundaries=boundaries)
     require(
@@ -260,15 +330,23 @@ def authorized(
     for module, kind, hook in hooks:
         if kind == "enter":
             module.register_forward_pre_hook(hook, with_kwargs=True)
-        else:  # before hooks that look at the output: those of transformers that collect hidden states
+        # before hooks that look at the output: those of transformers that collect hidden states
+        else:
             module.register_forward_hook(hook, prepend=kind == "leave")
-    entry = frozenset().union(*(ax.spaces(b.enter[b.stream]) | ax.spaces(b.leave) for b in where.boundaries)) - ROWS
+    entry = (
+        frozenset().union(
+            *(ax.spaces(b.enter[b.stream]) | ax.spaces(b.leave) for b in where.boundaries)
+        )
+        - ROWS
+    )
     setattr(model, _MARK, Edge(model, element, any_optimizer=any_optimizer, entry=entry))
     return model
 
 
 def deauthorize(model: Module) -> None:
-    """Take the authorisation off: the model is the locked one again, which fits neither its embedding nor its head."""
+    """Take the authorisation off: the model is the locked one again, which fits neither its
+    embedding nor its head.
+    """
     _sweep(model)
     for module in model.modules():
         edge = module.__dict__.pop(_MARK, None)
@@ -279,14 +357,19 @@ def deauthorize(model: Module) -> None:
 def is_authorized(model: Module) -> bool:
     """Does this model, or one that it wraps, have its edges moved?"""
     return any(
-        module.__dict__.get(_MARK) is not None or any(isinstance(hook, _Hook) and not isinstance(hook, _Closed) for hook in _hooks_of(module))
+        module.__dict__.get(_MARK) is not None
+        or any(
+            isinstance(hook, _Hook) and not isinstance(hook, _Closed) for hook in _hooks_of(module)
+        )
         for module in model.modules()
     )
 
 
 def edge_of(model: Module) -> Edge | None:
     """The record of the model's authorisation, or of the model's that it wraps."""
-    return next((m.__dict__[_MARK] for m in model.modules() if m.__dict__.get(_MARK) is not None), None)
+    return next(
+        (m.__dict__[_MARK] for m in model.modules() if m.__dict__.get(_MARK) is not None), None
+    )
 
 
 def _hooks_of(module: Module) -> Iterator[Any]:
@@ -298,7 +381,10 @@ def _sweep(model: Module) -> None:
     for module in model.modules():
         for hooks, options in (
             (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
-            (module._forward_hooks, [module._forward_hooks_with_kwargs, module._forward_hooks_always_called]),
+            (
+                module._forward_hooks,
+                [module._forward_hooks_with_kwargs, module._forward_hooks_always_called],
+            ),
         ):
             for key in [k for k, hook in hooks.items() if isinstance(hook, _Hook)]:
                 del hooks[key]
@@ -306,20 +392,34 @@ def _sweep(model: Module) -> None:
                     option.pop(key, None)
 
 
-def _hooks(where: Cut, g: Element) -> Iterator[tuple[Module, Literal["enter", "leave", "states"], Any]]:
-    """Which module takes which hook. Everything that can be wrong is found before the first one is put on."""
+def _hooks(
+    where: Cut, g: Element
+) -> Iterator[tuple[Module, Literal["enter", "leave", "states"], Any]]:
+    """Which module takes which hook. Everything that can be wrong is found before the first one is
+    put on.
+    """
     back = ~g
     for boundary in where.boundaries:
         _require_known(boundary, g)
         found = where.model.get_submodule(boundary.blocks)
-        blocks = list(found) if isinstance(found, torch.nn.ModuleList | torch.nn.Sequential) else [found]
+        blocks = (
+            list(found) if isinstance(found, torch.nn.ModuleList | torch.nn.Sequential) else [found]
+        )
         if len({id(b) for b in blocks}) < len(blocks):
-            raise CutError(f'one block stands twice in "{boundary.blocks}"', hint="the edges need blocks of their own; copy the shared one")
+            raise CutError(
+                f'one block stands twice in "{boundary.blocks}"',
+                hint="the edges need blocks of their own; copy the shared one",
+            )
         owner = where.model.get_submodule(boundary.blocks.rpartition(".")[0])
         alongs = {name: along for name, axes in boundary.enter.items() for along in _along(g, axes)}
-        # What one block hands to the next is moved once, where it enters; what all of them are given, once by their owner if it only passes it on.
+        # What one block hands to the next is moved once, where it enters; what all of them are
+        # given, once by their owner if it only passes it on.
         once = {n: a for n, a in alongs.items() if n == boundary.stream or n in boundary.returns}
-        above = {n: a for n, a in alongs.items() if n not in once and n in inspect.signature(owner.forward).parameters}
+        above = {
+            n: a
+            for n, a in alongs.items()
+            if n not in once and n in inspect.signature(owner.forward).parameters
+        }
         each = {n: a for n, a in alongs.items() if n not in once and n not in above}
         if above:
             yield owner, "enter", _enter(owner, above)
@@ -336,10 +436,15 @@ def _hooks(where: Cut, g: Element) -> Iterator[tuple[Module, Literal["enter", "l
 
 
 def _require_known(boundary: Boundary, g: Element) -> None:
-    strange = frozenset().union(*(ax.spaces(axes) for axes in (*boundary.enter.values(), boundary.leave))) - g.spec.sizes.keys() - ROWS
+    strange = (
+        frozenset().union(*(ax.spaces(axes) for axes in (*boundary.enter.values(), boundary.leave)))
+        - g.spec.sizes.keys()
+        - ROWS
+    )
     if strange:
         raise CutError(
-            f'the boundary speaks of "{min(strange)}", which the element\'s model does not have', hint="draw the element from this model's spec"
+            f'the boundary speaks of "{min(strange)}", which the element\'s model does not have',
+            hint="draw the element from this model's spec",
         )
 
 
@@ -350,7 +455,11 @@ def _spaces(axes: str) -> frozenset[str]:
 def _along(g: Element, axes: str) -> list[Along]:
     """What an element does to a tensor that crosses: nothing, or something along one axis."""
     terms = ax.parse(axes).terms
-    moved = [(dim, t) for dim, t in enumerate(terms) if any(leaf.space in g.members for leaf in ax.leaves(t))]
+    moved = [
+        (dim, t)
+        for dim, t in enumerate(terms)
+        if any(leaf.space in g.members for leaf in ax.leaves(t))
+    ]
     if not moved:
         return []
     ((dim, term),) = moved  # a boundary's tensors have one axis of the model's spaces
@@ -362,13 +471,17 @@ def _along(g: Element, axes: str) -> list[Along]:
 
 def _enter(module: Module, alongs: Mapping[str, Along]) -> _Enter:
     places = {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}
-    return _Enter(tuple((name, places[name], along) for name, along in alongs.items() if name in places))
+    return _Enter(
+        tuple((name, places[name], along) for name, along in alongs.items() if name in places)
+    )
 
 
 def _collector(model: Module, blocks: str) -> tuple[Module | None, int]:
-    """The module that gathers hidden states, the one nearest to the blocks, and the first state that is in the locked basis.
+    """The module that gathers hidden states, the one nearest to the blocks, and the first state
+    that is in the locked basis.
 
-    transformers has hooks of its own on the blocks for it, which see the first block's input as it was moved; older models gather in their loop.
+    transformers has hooks of its own on the blocks for it, which see the first block's input as it
+    was moved; older models gather in their loop.
     """
     path = blocks
     while path:

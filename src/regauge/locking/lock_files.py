@@ -1,13 +1,16 @@
-"""Locks on checkpoints: lock, unlock, rekey and reseal, streamed through the one engine that writes (`regauge.checkpoints.writer`).
+"""Locks on checkpoints: lock, unlock, rekey and reseal, streamed through the one engine that writes
+(`regauge.checkpoints.writer`).
 
-A `Job` is a plan that was checked against the key and the file's tags: nothing is written before that, and the output appears whole or not at all.
-The record of the lock is the last thing that is made, out of the digests of all that was written.
+A `Job` is a plan that was checked against the key and the file's tags: nothing is written before
+that, and the output appears whole or not at all. The record of the lock is the last thing that is
+made, out of the digests of all that was written.
 
-The bytes that are checked are the bytes that are used, even if a file is rewritten in the meantime. Where the plain weights are known bit for bit,
-what `unlock` has written is compared with their digest before it appears; otherwise each tensor is copied, hashed and compared when it is read.
+The bytes that are checked are the bytes that are used, even if a file is rewritten in the meantime.
+Where the plain weights are known bit for bit, what `unlock` has written is compared with their
+digest before it appears; otherwise each tensor is copied, hashed and compared when it is read.
 
-The record binds the other files of the folder: none may be changed, removed or added since. Hidden files and those that nothing loads (`is_free`)
-are not bound.
+The record binds the other files of the folder: none may be changed, removed or added since. Hidden
+files and those that nothing loads (`is_free`) are not bound.
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ _ADDED = "remove it, or bind it with regauge lock --reseal if you have put it th
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written, by which element, and the record that it will have (its tags still to come), or that it had."""
+    """What is to be written, by which element, and the record that it will have (its tags still to
+    come), or that it had.
+    """
 
     out: Path
     plan: Plan
@@ -71,8 +76,16 @@ class Job:
     record: Record
     cast: str | None = None  # the dtype it was locked in, where training has changed that
 
-    def write(self, *, progress: Callable[[int, int], None] | None = None, resume: bool = False, threads: int | None = None) -> Written:
-        return write_plan(self.out, self.plan, self.thunks, progress=progress, resume=resume, threads=threads)
+    def write(
+        self,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        resume: bool = False,
+        threads: int | None = None,
+    ) -> Written:
+        return write_plan(
+            self.out, self.plan, self.thunks, progress=progress, resume=resume, threads=threads
+        )
 
 
 def plan_lock(
@@ -92,21 +105,37 @@ def plan_lock(
     _require_fit(checkpoint, spec)
     draft(spec, key, "0" * 64, group, spaces)  # what can be refused is refused before all is read
     digests = digests_of(checkpoint.bits, threads)
-    described, record = draft(spec, key, model_digest(header_of(checkpoint), digests), group, spaces)
+    described, record = draft(
+        spec, key, model_digest(header_of(checkpoint), digests), group, spaces
+    )
     g = locked_element(described, record, key, tags=False)
     source = moving(_Verified(checkpoint, digests), spec, record.folded)
     return _job(out, source, g, record, key, {} if record.folded else digests)
 
 
-def plan_unlock(checkpoint: Checkpoint, spec: Spec, out: Path, key: Key, *, retrained: bool = False, threads: int | None = None) -> Job:
-    """Plan to write the plain checkpoint. The key and the file's tags are checked here: all of it is read, unless it was `retrained`."""
+def plan_unlock(
+    checkpoint: Checkpoint,
+    spec: Spec,
+    out: Path,
+    key: Key,
+    *,
+    retrained: bool = False,
+    threads: int | None = None,
+) -> Job:
+    """Plan to write the plain checkpoint. The key and the file's tags are checked here: all of it
+    is read, unless it was `retrained`.
+    """
     key.require("lock")
     check_target(out, checkpoint.path)
     record, g, digests, cast = _opened(checkpoint, spec, key, retrained, threads)
-    compared = not retrained and record.plain != UNKNOWN  # what is written is compared; otherwise what is read
+    compared = (
+        not retrained and record.plain != UNKNOWN
+    )  # what is written is compared; otherwise what is read
     source = _source(checkpoint, spec, g, {} if compared else digests)
     job = _job(out, source, ~g, record, None, {})
-    header = {name: (dtype, shape) for file in job.plan.files for name, dtype, shape in file.tensors}
+    header = {
+        name: (dtype, shape) for file in job.plan.files for name, dtype, shape in file.tensors
+    }
 
     def finish(written: Mapping[str, bytes], copied: Mapping[str, bytes]) -> dict[str, bytes]:
         if compared and model_digest(header, written) != record.plain:
@@ -119,50 +148,116 @@ def plan_unlock(checkpoint: Checkpoint, spec: Spec, out: Path, key: Key, *, retr
     return replace(job, plan=replace(job.plan, finish=finish, known=known), cast=cast)
 
 
-def plan_rekey(checkpoint: Checkpoint, spec: Spec, out: Path, old: Key, new: Key, *, retrained: bool = False, threads: int | None = None) -> Job:
-    """Plan to write the checkpoint locked by another key, in one move from one locked form to the other: the plain model is never written."""
+def plan_rekey(
+    checkpoint: Checkpoint,
+    spec: Spec,
+    out: Path,
+    old: Key,
+    new: Key,
+    *,
+    retrained: bool = False,
+    threads: int | None = None,
+) -> Job:
+    """Plan to write the checkpoint locked by another key, in one move from one locked form to the
+    other: the plain model is never written.
+    """
     new.require("lock")
     check_target(out, checkpoint.path)
     record, g, digests, cast = _opened(checkpoint, spec, old, retrained, threads)
     if new == old:
-        raise LockError(f"the model is locked by the key {new.id} already", hint="make another one with regauge keygen")
-    changed = replace(record, key=new.id, version=VERSION, plain=UNKNOWN if retrained else record.plain)
+        raise LockError(
+            f"the model is locked by the key {new.id} already",
+            hint="make another one with regauge keygen",
+        )
+    changed = replace(
+        record, key=new.id, version=VERSION, plain=UNKNOWN if retrained else record.plain
+    )
     to = locked_element(spec, changed, new, tags=False) @ ~g
     job = _job(
-        out, _source(checkpoint, spec, g, digests), to, changed, new, digests, None if retrained else partial(_require_copied, checkpoint, record)
+        out,
+        _source(checkpoint, spec, g, digests),
+        to,
+        changed,
+        new,
+        digests,
+        None if retrained else partial(_require_copied, checkpoint, record),
     )
     return replace(job, cast=cast)
 
 
-def plan_reseal(checkpoint: Checkpoint, spec: Spec, out: Path, key: Key, *, threads: int | None = None) -> Job:
-    """Plan to write the same locked checkpoint, trained since it was locked, with tags that fit its data."""
+def plan_reseal(
+    checkpoint: Checkpoint, spec: Spec, out: Path, key: Key, *, threads: int | None = None
+) -> Job:
+    """Plan to write the same locked checkpoint, trained since it was locked, with tags that fit its
+    data.
+    """
     check_target(out, checkpoint.path)
     record, g, _, cast = _opened(checkpoint, spec, key, True, threads)
-    job = _job(out, _source(checkpoint, spec, g, {}), identity(g.spec), record, key, {}, tag=partial(renewed, record))
+    job = _job(
+        out,
+        _source(checkpoint, spec, g, {}),
+        identity(g.spec),
+        record,
+        key,
+        {},
+        tag=partial(renewed, record),
+    )
     return replace(job, cast=cast)
 
 
-def reseal(checkpoint: Checkpoint, spec: Spec, key: Key, *, threads: int | None = None, dry_run: bool = False) -> Record:
-    """Renew the tags of a locked folder that was trained, in place: its config.json is replaced, whole or not at all. A dry run only checks."""
+def reseal(
+    checkpoint: Checkpoint,
+    spec: Spec,
+    key: Key,
+    *,
+    threads: int | None = None,
+    dry_run: bool = False,
+) -> Record:
+    """Renew the tags of a locked folder that was trained, in place: its config.json is replaced,
+    whole or not at all. A dry run only checks.
+    """
     record, g, _, _ = _opened(checkpoint, spec, key, True, threads)
-    if checkpoint.config is None or checkpoint.config_path is None or FIELD not in checkpoint.config:
-        raise LockError(f"{checkpoint.path} keeps its lock record in the weights' file, which is not rewritten in place", hint="give -o OUT")
+    if (
+        checkpoint.config is None
+        or checkpoint.config_path is None
+        or FIELD not in checkpoint.config
+    ):
+        raise LockError(
+            f"{checkpoint.path} keeps its lock record in the weights' file, which is not "
+            "rewritten in place",
+            hint="give -o OUT",
+        )
     bound = replace(record, version=VERSION, files=bound_files(checkpoint))
-    sealed = renewed(record, bound, key, g.spec, header_of(checkpoint), digests_of(checkpoint.bits, threads))
+    sealed = renewed(
+        record, bound, key, g.spec, header_of(checkpoint), digests_of(checkpoint.bits, threads)
+    )
     if not dry_run:
         write_bytes(checkpoint.config_path, _text({**checkpoint.config, FIELD: sealed.to_json()}))
     return sealed
 
 
-def verify_files(checkpoint: Checkpoint, spec: Spec, key: Key, *, threads: int | None = None) -> Record:
-    """Refuse a locked checkpoint that is not, in every number and file, as it was locked (or resealed) by this key. Nothing is written."""
+def verify_files(
+    checkpoint: Checkpoint, spec: Spec, key: Key, *, threads: int | None = None
+) -> Record:
+    """Refuse a locked checkpoint that is not, in every number and file, as it was locked (or
+    resealed) by this key. Nothing is written.
+    """
     return _opened(checkpoint, spec, key, False, threads)[0]
 
 
-def verify_loaded(model: torch.nn.Module, checkpoint: Checkpoint, spec: Spec, key: Key, *, threads: int | None = None) -> Record:
-    """Check the files of a locked model (`verify_files`), and that the model in memory has their numbers, rounded to its own dtype.
+def verify_loaded(
+    model: torch.nn.Module,
+    checkpoint: Checkpoint,
+    spec: Spec,
+    key: Key,
+    *,
+    threads: int | None = None,
+) -> Record:
+    """Check the files of a locked model (`verify_files`), and that the model in memory has their
+    numbers, rounded to its own dtype.
 
-    A file may have been rewritten after it was loaded, or before it was checked. Tensors that the files do not have (another head) are not compared.
+    A file may have been rewritten after it was loaded, or before it was checked. Tensors that the
+    files do not have (another head) are not compared.
     """
     import torch
 
@@ -172,28 +267,39 @@ def verify_loaded(model: torch.nn.Module, checkpoint: Checkpoint, spec: Spec, ke
     prefix = f"{getattr(model, 'base_model_prefix', '') or ''}."
     compared = 0
     for name in stored:
-        found = next((live[n] for n in (name, prefix + name, name.removeprefix(prefix)) if n in live), None)
+        found = next(
+            (live[n] for n in (name, prefix + name, name.removeprefix(prefix)) if n in live), None
+        )
         if found is None or found.is_meta:
             continue
         compared += 1
         expected = stored[name].to(found.dtype)
-        if expected.shape != found.shape or not torch.equal(_bits(expected), _bits(found.detach().cpu().contiguous())):
+        if expected.shape != found.shape or not torch.equal(
+            _bits(expected), _bits(found.detach().cpu().contiguous())
+        ):
             raise TamperedModelError(
                 f'"{name}" in memory is not what {checkpoint.path} holds',
                 hint="load the model again; leave out files= for one that was trained since",
             )
     if not compared:
-        raise TamperedModelError(f"no tensor in memory has a name of {checkpoint.path}", hint="name the folder that the model was loaded from")
+        raise TamperedModelError(
+            f"no tensor in memory has a name of {checkpoint.path}",
+            hint="name the folder that the model was loaded from",
+        )
     return record
 
 
-def check_files(checkpoint: Checkpoint, record: Record | None = None, *, retrained: bool = True) -> None:
+def check_files(
+    checkpoint: Checkpoint, record: Record | None = None, *, retrained: bool = True
+) -> None:
     """Refuse a locked folder whose files beside the weights are not those that its record lists.
 
     Args:
         checkpoint: The locked model.
-        record: Its record, if the caller has checked that it is genuine. Default: as it is stored, which finds additions but no forgery.
-        retrained: Whether the model may have been saved again since, with other files. Then only new files are refused that change what is loaded:
+        record: Its record, if the caller has checked that it is genuine. Default: as it is stored,
+        which finds additions but no forgery.
+        retrained: Whether the model may have been saved again since, with other files. Then only
+        new files are refused that change what is loaded:
             adapters and code.
     """
     record = record or record_of(checkpoint)
@@ -202,8 +308,18 @@ def check_files(checkpoint: Checkpoint, record: Record | None = None, *, retrain
     found = bound_files(checkpoint)
     added = [name for name in found if name not in record.files]
     if retrained:
-        added = [name for name in added if "/" not in name and (name.startswith("adapter_") or name.endswith(".py"))]
-    changed = [] if retrained else [name for name, digest in record.files.items() if name in found and found[name] != digest]
+        added = [
+            name
+            for name in added
+            if "/" not in name and (name.startswith("adapter_") or name.endswith(".py"))
+        ]
+    changed = (
+        []
+        if retrained
+        else [
+            name for name, digest in record.files.items() if name in found and found[name] != digest
+        ]
+    )
     missing = [] if retrained else [name for name in record.files if name not in found]
     for names, what, hint in (
         (added, "was added to the folder since", _ADDED),
@@ -212,11 +328,15 @@ def check_files(checkpoint: Checkpoint, record: Record | None = None, *, retrain
     ):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise TamperedModelError(f"the model is not as it was locked: {names[0]}{more} {what}", hint=hint)
+            raise TamperedModelError(
+                f"the model is not as it was locked: {names[0]}{more} {what}", hint=hint
+            )
 
 
 def bound_files(checkpoint: Checkpoint) -> dict[str, str]:
-    """The SHA-256 of every file of a locked model that its record binds, by name; of config and index, that of their contents as canonical JSON."""
+    """The SHA-256 of every file of a locked model that its record binds, by name; of config and
+    index, that of their contents as canonical JSON.
+    """
     out = {} if checkpoint.config is None else {CONFIG: _json_digest(checkpoint.config)}
     if checkpoint.index is not None:
         out[INDEX] = _json_digest(checkpoint.index)
@@ -229,24 +349,36 @@ def bound_files(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def is_free(name: str) -> bool:
-    """May this file be added to a locked folder, or changed? Nothing loads it: a page about the model, a licence, a picture."""
+    """May this file be added to a locked folder, or changed? Nothing loads it: a page about the
+    model, a licence, a picture.
+    """
     path = PurePosixPath(name.lower())
-    return path.suffix in _FREE_SUFFIXES or (path.stem in _FREE_STEMS and path.suffix in ("", ".txt"))
+    return path.suffix in _FREE_SUFFIXES or (
+        path.stem in _FREE_STEMS and path.suffix in ("", ".txt")
+    )
 
 
 def _json_digest(value: Mapping[str, Any]) -> str:
-    """Of a config or an index without the lock's record. (Not `canonical`, since configs may hold NaN and Infinity.)"""
+    """Of a config or an index without the lock's record. (Not `canonical`, since configs may hold
+    NaN and Infinity.)
+    """
     plain = {name: field for name, field in value.items() if name != FIELD}
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 class _Verified(Checkpoint):
-    """A checkpoint whose tensors are copied, hashed and compared with known digests each time they are read."""
+    """A checkpoint whose tensors are copied, hashed and compared with known digests each time they
+    are read.
+    """
 
     as_stored = False
 
     def __init__(self, source: Checkpoint, digests: Mapping[str, bytes]) -> None:
-        super().__init__(source.path, source.files.values(), source.config, source.config_path, source.index)
+        super().__init__(
+            source.path, source.files.values(), source.config, source.config_path, source.index
+        )
         self.digests = digests
 
     def _read_bits(self, name: str) -> Any:
@@ -265,13 +397,16 @@ class _Verified(Checkpoint):
         if not entry.nbytes:
             return super().__getitem__(name)
         flat = self._read_bits(name).reshape(-1).view(np.uint8)
-        return torch.frombuffer(flat, dtype=getattr(torch, DTYPES[entry.dtype][0])).view(entry.shape)
+        return torch.frombuffer(flat, dtype=getattr(torch, DTYPES[entry.dtype][0])).view(
+            entry.shape
+        )
 
 
 def _changed(checkpoint: Checkpoint, name: str = "") -> TamperedModelError:
     what = f'"{name}" of {checkpoint.path}' if name else str(checkpoint.path)
     return TamperedModelError(
-        f"{what} changed while it was read, after it was checked; nothing was written", hint="keep others from writing there, and start again"
+        f"{what} changed while it was read, after it was checked; nothing was written",
+        hint="keep others from writing there, and start again",
     )
 
 
@@ -302,7 +437,9 @@ def _source(checkpoint: Checkpoint, spec: Spec, g: Element, digests: Mapping[str
 def _opened(
     checkpoint: Checkpoint, spec: Spec, key: Key, retrained: bool, threads: int | None
 ) -> tuple[Record, Element, dict[str, bytes], str | None]:
-    """The record of a locked checkpoint, its element and its digests (none if retrained), after every check."""
+    """The record of a locked checkpoint, its element and its digests (none if retrained), after
+    every check.
+    """
     record = require_locked(checkpoint, checkpoint.path)
     g = locked_element(spec, record, key)
     digests = {} if retrained else digests_of(checkpoint.bits, threads)
@@ -314,7 +451,11 @@ def _opened(
 
 def _require_fit(checkpoint: Checkpoint, spec: Spec) -> None:
     faults = check(spec, checkpoint if spec.fixed else checkpoint.entries)
-    require(faults, f'{checkpoint.path} does not fit the spec "{spec.family}"', hint="regauge inspect shows what does not fit")
+    require(
+        faults,
+        f'{checkpoint.path} does not fit the spec "{spec.family}"',
+        hint="regauge inspect shows what does not fit",
+    )
 
 
 Check = Callable[[Mapping[str, bytes]], None]  # of the digests of copied files
@@ -330,19 +471,44 @@ def _job(
     copied: Check | None = None,
     tag: Callable[[Record, Key, Spec, Mapping[str, Any], Mapping[str, bytes]], Record] = tagged,
 ) -> Job:
-    """The plan of a move of the backbone; locked by `key` afterwards, or plain if there is none. `copied` checks the files that were copied."""
+    """The plan of a move of the backbone; locked by `key` afterwards, or plain if there is none.
+    `copied` checks the files that were copied.
+    """
     thunks = source.thunks(g, "backbone")
-    plan = source.plan(out, g, thunks, "backbone", OWNER)  # a key is for its owner only, and so is what is made with it
+    plan = source.plan(
+        out, g, thunks, "backbone", OWNER
+    )  # a key is for its owner only, and so is what is made with it
     moved = {m.name for m in moves(g, "backbone")}
-    plan = replace(plan, known={name: digest for name, digest in digests.items() if name not in moved})
-    config = None if source.checkpoint.config is None else {**source.checkpoint.config, **source.described.config}
-    return Job(out, _recorded(out, plan, config, record, source.described, key, copied, tag), thunks, g, record)
+    plan = replace(
+        plan, known={name: digest for name, digest in digests.items() if name not in moved}
+    )
+    config = (
+        None
+        if source.checkpoint.config is None
+        else {**source.checkpoint.config, **source.described.config}
+    )
+    return Job(
+        out,
+        _recorded(out, plan, config, record, source.described, key, copied, tag),
+        thunks,
+        g,
+        record,
+    )
 
 
 def _recorded(
-    out: Path, plan: Plan, config: dict[str, Any] | None, record: Record, spec: Spec, key: Key | None, check_copied: Check | None, tag: Any
+    out: Path,
+    plan: Plan,
+    config: dict[str, Any] | None,
+    record: Record,
+    spec: Spec,
+    key: Key | None,
+    check_copied: Check | None,
+    tag: Any,
 ) -> Plan:
-    """The plan with the lock's record in its place, or in none. Its tags are made last, and the list of files out of what was copied."""
+    """The plan with the lock's record in its place, or in none. Its tags are made last, and the
+    list of files out of what was copied.
+    """
     files = tuple(replace(f, metadata=_without(f.metadata)) for f in plan.files)
     name = f"{out.stem}.{CONFIG}" if is_file_name(out) else CONFIG
     small = dict(plan.small)
@@ -353,23 +519,36 @@ def _recorded(
         return replace(plan, files=files, small=small)
     header = {n: (dtype, shape) for f in files for n, dtype, shape in f.tensors}
     inside = config is not None and not is_file_name(out)
-    made = {n: hashlib.sha256(data).hexdigest() for n, data in small.items() if n not in (name, INDEX) and not is_free(n)}
+    made = {
+        n: hashlib.sha256(data).hexdigest()
+        for n, data in small.items()
+        if n not in (name, INDEX) and not is_free(n)
+    }
     made |= {} if config is None else {CONFIG: _json_digest(config)}
     made |= {} if INDEX not in small else {INDEX: _json_digest(json.loads(small[INDEX]))}
 
     def bound(copied: Mapping[str, str]) -> Record:
-        return replace(record, files={**made, **{n: digest for n, digest in copied.items() if not is_free(n)}}, version=VERSION)
+        return replace(
+            record,
+            files={**made, **{n: digest for n, digest in copied.items() if not is_free(n)}},
+            version=VERSION,
+        )
 
     def text(final: Record) -> bytes:
         return _text({**(config or {}), FIELD: final.to_json()})
 
     def first(final: Record) -> File:
-        return replace(files[0], metadata={**(files[0].metadata or {}), FIELD: canonical(final.to_json()).decode()})
+        return replace(
+            files[0],
+            metadata={**(files[0].metadata or {}), FIELD: canonical(final.to_json()).decode()},
+        )
 
     def finish(digests: Mapping[str, bytes], copied: Mapping[str, bytes]) -> dict[str, bytes]:
         if check_copied is not None:
             check_copied(copied)
-        final = tag(bound({n: digest.hex() for n, digest in copied.items()}), key, spec, header, digests)
+        final = tag(
+            bound({n: digest.hex() for n, digest in copied.items()}), key, spec, header, digests
+        )
         return {name: text(final)} if inside else {files[0].name: first(final).header()}
 
     draft = bound(dict.fromkeys(plan.copies, UNKNOWN))  # as long as what takes its place
@@ -379,7 +558,11 @@ def _recorded(
 
 
 def _without(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
-    return None if metadata is None else {name: value for name, value in metadata.items() if name != FIELD}
+    return (
+        None
+        if metadata is None
+        else {name: value for name, value in metadata.items() if name != FIELD}
+    )
 
 
 def _text(config: Mapping[str, Any]) -> bytes:

@@ -1,7 +1,9 @@
-"""Training a locked model: which optimizers take the steps that they would take on the plain one. The others are refused at their first step.
+"""Training a locked model: which optimizers take the steps that they would take on the plain one.
+The others are refused at their first step.
 
-Gradients of a locked weight follow the dual action; an optimizer keeps that for signed permutations if it works element by element, and for rotations
-if it is plain gradient descent. A step that would part from the plain model's is refused with the reason (`Edge.faults`).
+Gradients of a locked weight follow the dual action; an optimizer keeps that for signed permutations
+if it works element by element, and for rotations if it is plain gradient descent. A step that would
+part from the plain model's is refused with the reason (`Edge.faults`).
 """
 
 from __future__ import annotations
@@ -27,15 +29,30 @@ PERMUTED = "_regauge_permuted"  # the attribute of a model whose backbone a wrap
 
 
 class Edge:
-    """The record of an authorisation, kept on the model: the element, and what it means for optimizers. Never pickled.
+    """The record of an authorisation, kept on the model: the element, and what it means for
+    optimizers. Never pickled.
 
     `any_optimizer` lets steps pass that part from the plain model's.
     """
 
-    def __init__(self, model: Module, element: Element, *, any_optimizer: bool = False, entry: frozenset[str] = frozenset()) -> None:
-        self.model, self.element, self.any_optimizer, self.entry = weakref.ref(model), element, any_optimizer, entry
+    def __init__(
+        self,
+        model: Module,
+        element: Element,
+        *,
+        any_optimizer: bool = False,
+        entry: frozenset[str] = frozenset(),
+    ) -> None:
+        self.model, self.element, self.any_optimizer, self.entry = (
+            weakref.ref(model),
+            element,
+            any_optimizer,
+            entry,
+        )
         self.kinds = {name: member_kind(member) for name, member in element.members.items()}
-        self.passed: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self.passed: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
         if not any_optimizer and any(kind != "signed" for kind in self.kinds.values()):
             _guard(self)
 
@@ -43,28 +60,53 @@ class Edge:
         return f"Edge({self.element!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Edge | None:
-        # torch makes the module before it copies its attributes, so the copy of the model is known by now.
+        # torch makes the module before it copies its attributes, so the copy of the model is known
+        # by now.
         copy = memo.get(id(self.model()))
-        return None if copy is None else Edge(copy, self.element, any_optimizer=self.any_optimizer, entry=self.entry)
+        return (
+            None
+            if copy is None
+            else Edge(copy, self.element, any_optimizer=self.any_optimizer, entry=self.entry)
+        )
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()
 
     def faults(self, optimizer: torch.optim.Optimizer) -> list[Fault]:
-        """Every trained parameter that this optimizer would take elsewhere than the plain model's, and why."""
+        """Every trained parameter that this optimizer would take elsewhere than the plain model's,
+        and why.
+        """
         model = self.model()
         if model is None:
             return []
-        held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        held = {
+            id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad
+        }
         mine = {name: p for name, p in model.named_parameters() if id(p) in held}
         turned = any(self.kinds.get(space, "signed") != "signed" for space in self.entry)
         spec, entries = self.element.spec, stored(self.element.spec)
-        gains = {*spec.fixed, *(n.gain for n in spec.norms), *(s.gain for s in spec.scales)} if turned else set()
-        inside = {name: entries[name] for name in mine if name in entries and spec.parts.get(entries[name].pattern) == "backbone"}
+        gains = (
+            {*spec.fixed, *(n.gain for n in spec.norms), *(s.gain for s in spec.scales)}
+            if turned
+            else set()
+        )
+        inside = {
+            name: entries[name]
+            for name in mine
+            if name in entries and spec.parts.get(entries[name].pattern) == "backbone"
+        }
         out: list[Fault] = []
         for name, entry in inside.items():
             if name in gains:
-                out.append((name, "the stream is rotated, and a gain that is trained is not diagonal in the rotated basis: freeze it at one"))
+                out.append(
+                    (
+                        name,
+                        (
+                            "the stream is rotated, and a gain that is trained is not diagonal in "
+                            "the rotated basis: freeze it at one"
+                        ),
+                    )
+                )
                 continue
             for space in sorted(ax.spaces(entry.axes) & self.kinds.keys()):
                 reason = _reason(self.kinds[space], optimizer)
@@ -73,8 +115,24 @@ class Edge:
                     break
         if out or not turned or not inside:
             return out
-        dropping = [n for n, m in model.named_modules() if m.training and isinstance(m, torch.nn.Dropout) and m.p > 0 and self._is_inside(n)]
-        return [(dropping[0], "dropout zeroes channels of the rotated stream, which are not the plain model's: set it to zero")] if dropping else []
+        dropping = [
+            n
+            for n, m in model.named_modules()
+            if m.training and isinstance(m, torch.nn.Dropout) and m.p > 0 and self._is_inside(n)
+        ]
+        return (
+            [
+                (
+                    dropping[0],
+                    (
+                        "dropout zeroes channels of the rotated stream, which are not the plain "
+                        "model's: set it to zero"
+                    ),
+                )
+            ]
+            if dropping
+            else []
+        )
 
     def _is_inside(self, name: str) -> bool:
         """Does a module of this name hold to the backbone: is there a tensor of it beside?"""
@@ -99,7 +157,8 @@ def member_kind(member: Member) -> MemberKind:
     return "orthogonal" if near else "linear"
 
 
-# Which optimizers keep rotations is measured in verification/optimizers.py; of those that keep them all, torch has one.
+# Which optimizers keep rotations is measured in verification/optimizers.py; of those that keep them
+# all, torch has one.
 _ROTATING = (torch.optim.SGD,)
 
 
@@ -121,14 +180,18 @@ def release(edge: Edge) -> None:
 
 
 def _guard(edge: Edge) -> None:
-    """Look at every optimizer's first step from now on, and at the next one after it was given more to train."""
+    """Look at every optimizer's first step from now on, and at the next one after it was given more
+    to train.
+    """
     _GUARDED.add(edge)
     if not _HANDLES:
         _HANDLES.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    count = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"])  # layers may be added, or unfrozen, later
+    count = sum(
+        p.requires_grad for group in optimizer.param_groups for p in group["params"]
+    )  # layers may be added, or unfrozen, later
     for edge in list(_GUARDED):
         if edge.passed.get(optimizer) == count:
             continue
@@ -137,8 +200,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             model = edge.model()
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             raise EdgeError(
-                f'{type(optimizer).__name__} would not train this {type(model).__name__} as it trains the plain one: "{faults[0][0]}": '
+                f"{type(optimizer).__name__} would not train this {type(model).__name__} as it "
+                f'trains the plain one: "{faults[0][0]}": '
                 f"{faults[0][1]}{more}",
-                hint="lock by (signed) permutations to train with any optimizer; by rotations, with torch.optim.SGD and frozen unit gains",
+                hint="lock by (signed) permutations to train with any optimizer; by rotations, "
+                "with torch.optim.SGD and frozen unit gains",
             )
         edge.passed[optimizer] = count

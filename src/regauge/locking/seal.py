@@ -1,11 +1,15 @@
-"""Sealed files: authenticated encryption of files and folders at rest. (A lock is obfuscation; this is encryption.)
+"""Sealed files: authenticated encryption of files and folders at rest. (A lock is obfuscation; this
+is encryption.)
 
-    "regauge sealed 1\\n"  ·  4 bytes: the header's length, little-endian  ·  the header, JSON  ·  32 bytes: HMAC-SHA256 of all before  ·  chunks
+    "regauge sealed 1\\n"  ·  4 bytes: the header's length, little-endian  ·  the header, JSON  ·
+    32 bytes: HMAC-SHA256 of all before  ·  chunks
 
-The header names the key's id, whether a file or a folder is inside, and 32 random bytes, which are the salt of the two keys that are derived from the
-key: one for the HMAC, one for the chunks. A chunk is 256 KiB of plaintext (the last one less, or as much) under ChaCha20-Poly1305 with the nonce
-(11 bytes: the chunk's number, big-endian; 1 byte: 1 for the last chunk, 0 for others) and the HMAC as associated data: STREAM (Hoang et al. 2015). So
-a change anywhere, a chunk left out or in another place, an end cut off or appended to are all found. `docs/formats.md` says what the plaintext is.
+The header names the key's id, whether a file or a folder is inside, and 32 random bytes, which are
+the salt of the two keys that are derived from the key: one for the HMAC, one for the chunks. A
+chunk is 256 KiB of plaintext (the last one less, or as much) under ChaCha20-Poly1305 with the nonce
+(11 bytes: the chunk's number, big-endian; 1 byte: 1 for the last chunk, 0 for others) and the HMAC
+as associated data: STREAM (Hoang et al. 2015). So a change anywhere, a chunk left out or in another
+place, an end cut off or appended to are all found. `docs/formats.md` says what the plaintext is.
 
 What is opened is written beside its place and renamed when the last chunk is authenticated.
 """
@@ -22,7 +26,15 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from regauge.checkpoints.files import OWNER, file_mode, fsync_folder, reading, require_inside, temp_sibling, writing
+from regauge.checkpoints.files import (
+    OWNER,
+    file_mode,
+    fsync_folder,
+    reading,
+    require_inside,
+    temp_sibling,
+    writing,
+)
 from regauge.core.canonical import canonical
 from regauge.errors import CheckpointError, LockError, TamperedFileError, WrongKeyError
 from regauge.locking.keys import Key
@@ -35,14 +47,18 @@ _LONGEST_HEADER, _LONGEST_ENTRY = 1 << 12, 1 << 16
 
 
 def seal(source: Path | str, key: Key, out: Path | str) -> int:
-    """Encrypt a file, or a folder with all that is in it, into one new file. Returns its size. Links within it are sealed as files."""
+    """Encrypt a file, or a folder with all that is in it, into one new file. Returns its size.
+    Links within it are sealed as files.
+    """
     source, out = Path(source), Path(out)
     key.require("seal")
     _require_new(out)
     kind, entries = _entries(source)
     here, there = out.absolute().parent.resolve() / out.name, source.resolve()
     if here == there or here.is_relative_to(there):
-        raise LockError(f"the output {out} lies inside {source}", hint="name a file beside it with -o")
+        raise LockError(
+            f"the output {out} lies inside {source}", hint="name a file beside it with -o"
+        )
     salt = os.urandom(32)
     header = canonical({"version": VERSION, "key": key.id, "kind": kind, "salt": salt.hex()})
     start = MAGIC + b"%d\n" % VERSION + len(header).to_bytes(4, "little") + header
@@ -51,7 +67,9 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
     with writing(out):
         try:
             # for its owner only, as the key is
-            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, file_mode(OWNER))) as file:
+            with open(
+                partial, "xb", opener=lambda name, flags: os.open(name, flags, file_mode(OWNER))
+            ) as file:
                 file.write(start + tag)
                 chunks = _Sealer(file, key.derive("seal/chunks", salt), tag)
                 for path, name in entries:
@@ -69,7 +87,8 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
 
 
 def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
-    """Decrypt a sealed file to a new file or folder, which appears when all of it has been authenticated. Returns the names of the files.
+    """Decrypt a sealed file to a new file or folder, which appears when all of it has been
+    authenticated. Returns the names of the files.
 
     All of it is for its owner only, as the key is.
     """
@@ -98,7 +117,9 @@ def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
 
 
 class _Sealer:
-    """Chunks on their way to a file. A full chunk waits until more comes, since the last one has another nonce."""
+    """Chunks on their way to a file. A full chunk waits until more comes, since the last one has
+    another nonce.
+    """
 
     def __init__(self, file: IO[bytes], key: bytes, bound: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -121,7 +142,9 @@ class _Sealer:
 
 
 class _Opener:
-    """The plaintext of a file's chunks. A chunk is handed out once it is authenticated, and never before."""
+    """The plaintext of a file's chunks. A chunk is handed out once it is authenticated, and never
+    before.
+    """
 
     def __init__(self, path: Path, file: IO[bytes], key: bytes, bound: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
@@ -165,7 +188,10 @@ def _header_tag(key: Key, salt: bytes, start: bytes) -> bytes:
 
 
 def _damaged(path: Path) -> TamperedFileError:
-    return TamperedFileError(f"{path} is not as it was sealed: it was changed or cut short; nothing was kept", hint="restore it from a copy")
+    return TamperedFileError(
+        f"{path} is not as it was sealed: it was changed or cut short; nothing was kept",
+        hint="restore it from a copy",
+    )
 
 
 @contextlib.contextmanager
@@ -173,17 +199,24 @@ def _opened(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
     """What a sealed file holds, and its chunks, after its header has been checked."""
     with reading(path):
         if path.exists() and not path.is_file():
-            raise CheckpointError(f"{path} is no regular file", hint="name a sealed file on the disk")
+            raise CheckpointError(
+                f"{path} is no regular file", hint="name a sealed file on the disk"
+            )
         file = path.open("rb")
     with file:
         with reading(path):
             start = file.read(len(MAGIC) + 16)
             line, newline, _ = start.partition(b"\n")
             if not line.startswith(MAGIC) or not newline or not line[len(MAGIC) :].isdigit():
-                raise LockError(f"{path} is not a sealed file", hint="regauge seal PATH -k KEY -o OUT makes one")
+                raise LockError(
+                    f"{path} is not a sealed file", hint="regauge seal PATH -k KEY -o OUT makes one"
+                )
             version = int(line[len(MAGIC) :])
             if version > VERSION:
-                raise LockError(f"{path} has format version {version}; this regauge reads up to {VERSION}", hint="upgrade regauge")
+                raise LockError(
+                    f"{path} has format version {version}; this regauge reads up to {VERSION}",
+                    hint="upgrade regauge",
+                )
             file.seek(len(line) + 1)
             length = file.read(4)
             size = int.from_bytes(length, "little")
@@ -192,14 +225,27 @@ def _opened(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
             raw, tag = file.read(size), file.read(32)
         try:
             header = json.loads(raw.decode("ascii"))
-            fields = {"version": VERSION, "key": str(header["key"]), "kind": header["kind"], "salt": header["salt"]}
+            fields = {
+                "version": VERSION,
+                "key": str(header["key"]),
+                "kind": header["kind"],
+                "salt": header["salt"],
+            }
             salt = bytes.fromhex(header["salt"])
-            if canonical(fields) != raw or len(salt) != 32 or len(tag) != 32 or header["kind"] not in ("file", "folder"):
+            if (
+                canonical(fields) != raw
+                or len(salt) != 32
+                or len(tag) != 32
+                or header["kind"] not in ("file", "folder")
+            ):
                 raise ValueError
         except (ValueError, TypeError, KeyError, RecursionError):
             raise _damaged(path) from None
         if not hmac.compare_digest(key.id.encode(), fields["key"].encode()):
-            raise WrongKeyError(f"{path} was sealed by the key {fields['key'][:16]}, and this is {key.id}", hint="give the key that sealed it")
+            raise WrongKeyError(
+                f"{path} was sealed by the key {fields['key'][:16]}, and this is {key.id}",
+                hint="give the key that sealed it",
+            )
         if not hmac.compare_digest(_header_tag(key, salt, line + b"\n" + length + raw), tag):
             raise _damaged(path)
         yield header["kind"], _Opener(path, file, key.derive("seal/chunks", salt), tag)
@@ -208,13 +254,20 @@ def _opened(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
 def _require_new(out: Path) -> None:
     with writing(out):
         if out.name in ("", "..") or os.path.lexists(out):
-            raise LockError(f"the output {out} exists already", hint="name a new one, or remove this one first")
+            raise LockError(
+                f"the output {out} exists already", hint="name a new one, or remove this one first"
+            )
         if not out.absolute().parent.is_dir():
-            raise LockError(f"the folder {out.absolute().parent} for the output does not exist", hint="make it first")
+            raise LockError(
+                f"the folder {out.absolute().parent} for the output does not exist",
+                hint="make it first",
+            )
 
 
 def _entries(source: Path) -> tuple[str, list[tuple[Path, str]]]:
-    """What is to be sealed: files and folders by their names inside, a folder before what is in it."""
+    """What is to be sealed: files and folders by their names inside, a folder before what is in
+    it.
+    """
     with reading(source):
         if source.is_file():
             return "file", [(source, "data")]
@@ -224,20 +277,28 @@ def _entries(source: Path) -> tuple[str, list[tuple[Path, str]]]:
     found: list[tuple[Path, str]] = []
     for path in sorted(_below(source)):
         if not path.is_file() and (path.is_symlink() or not path.is_dir()):
-            raise CheckpointError(f"{path} is neither a file nor a folder, and cannot be sealed", hint="remove it first")
+            raise CheckpointError(
+                f"{path} is neither a file nor a folder, and cannot be sealed",
+                hint="remove it first",
+            )
         if path.is_symlink():
             require_inside(path, source)
         name = path.relative_to(source).as_posix()
         try:
             _inside(name)
         except ValueError:
-            raise CheckpointError(f"{path} has a name that could not be opened again, and cannot be sealed", hint="rename it first") from None
+            raise CheckpointError(
+                f"{path} has a name that could not be opened again, and cannot be sealed",
+                hint="rename it first",
+            ) from None
         found.append((path, name))
     return "folder", found
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """All that is in a folder. One that cannot be read is an error (`rglob` would pass over it, and what is in it would be missing)."""
+    """All that is in a folder. One that cannot be read is an error (`rglob` would pass over it, and
+    what is in it would be missing).
+    """
     with reading(folder):
         inside = sorted(folder.iterdir())
     for path in inside:
@@ -256,7 +317,9 @@ def _put(chunks: _Sealer, path: Path, name: str) -> None:
         file = path.open("rb")
     with file:
         found = os.fstat(file.fileno())
-        head = canonical({"name": name, "size": found.st_size, "mode": stat.S_IMODE(found.st_mode) & 0o777})
+        head = canonical(
+            {"name": name, "size": found.st_size, "mode": stat.S_IMODE(found.st_mode) & 0o777}
+        )
         chunks.write(len(head).to_bytes(4, "little") + head)
         left = found.st_size
         while left:
@@ -285,7 +348,11 @@ def _take_all(source: Path, chunks: _Opener, folder: Path) -> Iterator[str]:
             size, mode = int(head["size"]), int(head["mode"])
         except (ValueError, TypeError, KeyError, RecursionError):
             raise _damaged(source) from None
-        with open(path, "xb", opener=lambda p, flags, mode=mode: os.open(p, flags, (mode & OWNER) | file_mode(OWNER))) as file:  # type: ignore[misc]
+        with open(
+            path,
+            "xb",
+            opener=lambda p, flags, mode=mode: os.open(p, flags, (mode & OWNER) | file_mode(OWNER)),  # type: ignore[misc]
+        ) as file:
             while size:
                 data = chunks.read(min(size, CHUNK))
                 file.write(data)
@@ -298,6 +365,14 @@ def _take_all(source: Path, chunks: _Opener, folder: Path) -> Iterator[str]:
 def _inside(name: Any) -> PurePosixPath:
     """A name that stays in its folder. Who sealed it had the key; a name is still looked at."""
     path = PurePosixPath(name)
-    if not isinstance(name, str) or not name or path.is_absolute() or ".." in path.parts or "\\" in name or str(path) != name or name == ".":
+    if (
+        not isinstance(name, str)
+        or not name
+        or path.is_absolute()
+        or ".." in path.parts
+        or "\\" in name
+        or str(path) != name
+        or name == "."
+    ):
         raise ValueError(name)
     return path

@@ -3,9 +3,10 @@
     found = match(spec, a, b)            # the element that moves a next to b
     moved = apply(found.element, a)      # the same function as a, in b's basis
 
-One algorithm over the spec serves every family: `blocks` cuts tensors by their axes, `costs` says what is compared, `finding` searches, and each
-group's own `fit` solves the part that is closed-form. `forms` holds what is beyond one group: gauge-free scores of heads, two-level assignment, and
-the formulas of paper 003.
+One algorithm over the spec serves every family: `blocks` cuts tensors by their axes, `costs` says
+what is compared, `finding` searches, and each group's own `fit` solves the part that is
+closed-form. `forms` holds what is beyond one group: gauge-free scores of heads, two-level
+assignment, and the formulas of paper 003.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the search: what was fitted, the squared distance after it, and how long it took."""
+    """One step of the search: what was fitted, the squared distance after it, and how long it
+    took.
+    """
 
     name: str
     squared: float
@@ -49,7 +52,9 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Match:
-    """What matching found. `before` and `after` are squared distances by tensor, `size` the squared norms of b; `steps` the search in its order."""
+    """What matching found. `before` and `after` are squared distances by tensor, `size` the squared
+    norms of b; `steps` the search in its order.
+    """
 
     element: Element
     before: Mapping[str, float]
@@ -112,20 +117,25 @@ def match(
 ) -> Match:
     """The element that moves a nearest to b, both states of this spec.
 
-    `spaces` take part ("qk", "head.3", ...; all by default), of these `layers` only; `within` restricts every group to a kind ("orthogonal": the
-    paper's rotations). `weights` of the tensors in what is minimised, by name (* for anything) or as a function of name and value. `rows`: the
-    rows that two tables have in common, where vocabularies differ. `seen`: what the two models were seen to do on the same inputs
-    (`recording.record`): in the first pass the stream is then matched by that, and heads by what they do to it. `anchors`: the tensors by which a
-    space is found at first, where it has some of these (names, with * for anything: "*wte.weight"); later sweeps use all. `start` is an element
-    to go on from, which skips the first pass. `sweeps` fit every space again, by weights; without `nearest` they leave one that tables determine,
-    as the stream of a language model, where the first pass has put it, by these or by what was seen: that is further in weights, and the loss
-    between may be lower or higher. `rescale`: with rotations alone, one factor per head besides (the paper's optional rescaling). `whole`: key
-    biases are compared as they are stored, as paper 003 does, although no function sees them. To fix gauges first, give states that `fold_norms`
-    or `gauges.fix_gauges` returned.
+    `spaces` take part ("qk", "head.3", ...; all by default), of these `layers` only; `within`
+    restricts every group to a kind ("orthogonal": the paper's rotations). `weights` of the tensors
+    in what is minimised, by name (* for anything) or as a function of name and value. `rows`: the
+    rows that two tables have in common, where vocabularies differ. `seen`: what the two models were
+    seen to do on the same inputs (`recording.record`): in the first pass the stream is then matched
+    by that, and heads by what they do to it. `anchors`: the tensors by which a space is found at
+    first, where it has some of these (names, with * for anything: "*wte.weight"); later sweeps use
+    all. `start` is an element to go on from, which skips the first pass. `sweeps` fit every space
+    again, by weights; without `nearest` they leave one that tables determine, as the stream of a
+    language model, where the first pass has put it, by these or by what was seen: that is further
+    in weights, and the loss between may be lower or higher. `rescale`: with rotations alone, one
+    factor per head besides (the paper's optional rescaling). `whole`: key biases are compared as
+    they are stored, as paper 003 does, although no function sees them. To fix gauges first, give
+    states that `fold_norms` or `gauges.fix_gauges` returned.
 
-    `workers`: layers are independent once the stream is known, and are searched in so many processes. `saved` is told the element and the spaces
-    known so far after each of them; `start` and `known` go on from there. Nothing is held in memory but one tensor of each model at a time, and
-    what a fit needs of its own layer.
+    `workers`: layers are independent once the stream is known, and are searched in so many
+    processes. `saved` is told the element and the spaces known so far after each of them; `start`
+    and `known` go on from there. Nothing is held in memory but one tensor of each model at a time,
+    and what a fit needs of its own layer.
     """
     started = time.monotonic()
     _require_pair(spec, a, b, rows or {})
@@ -135,12 +145,21 @@ def match(
     first = costs.distances(none)
     before, size = ({n: d[i] for n, d in first.items()} for i in (0, 1))
     if not any(before.values()):
-        return Match(none, before, before, size, notes=("the two are equal",), seconds=time.monotonic() - started)
+        return Match(
+            none,
+            before,
+            before,
+            size,
+            notes=("the two are equal",),
+            seconds=time.monotonic() - started,
+        )
     search = Search(costs, groups, start or none, rescale=rescale, nearest=nearest)
     if start is not None and known is None:
         search.known |= set(search.groups)
     search.known |= set(known or ())
-    search.saved = None if saved is None else lambda now: saved(now.g, sorted(now.known & now.groups.keys()))
+    search.saved = (
+        None if saved is None else lambda now: saved(now.g, sorted(now.known & now.groups.keys()))
+    )
     steps: list[Step] = []
     tell = progress or (lambda done, total, now: None)
 
@@ -156,7 +175,9 @@ def match(
         best, after = search.g, took("first pass")
         left = steps[-1].squared
         if seen is not None:  # what the two do has shown the way; from there on by weights
-            search.costs = Costs(spec, a, b, weights=weights, rows=rows, whole=whole, anchors=anchors)
+            search.costs = Costs(
+                spec, a, b, weights=weights, rows=rows, whole=whole, anchors=anchors
+            )
         for i in range(sweeps):
             if left <= EXACT * sum(size.values()):
                 break
@@ -183,7 +204,9 @@ def _workers(count: int) -> Iterator[Executor | None]:
         return
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))  # read by the libraries of each process when it starts
+    os.environ.update(
+        dict.fromkeys(names, "1")
+    )  # read by the libraries of each process when it starts
     try:
         with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
             yield pool
@@ -192,20 +215,31 @@ def _workers(count: int) -> Iterator[Executor | None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-def chosen_groups(spec: Spec, spaces: Iterable[str] | None, layers: Iterable[int] | None, within: Kind) -> dict[str, Group]:
+def chosen_groups(
+    spec: Spec, spaces: Iterable[str] | None, layers: Iterable[int] | None, within: Kind
+) -> dict[str, Group]:
     """The spaces that take part, and the group that each may move in."""
-    names = set(spec.spaces) if spaces is None else match_spaces(spec, [spaces] if isinstance(spaces, str) else spaces)
+    names = (
+        set(spec.spaces)
+        if spaces is None
+        else match_spaces(spec, [spaces] if isinstance(spaces, str) else spaces)
+    )
     if layers is not None:
         of, wanted = layers_of(spec), set(layers)
         absent = wanted - set(of.values())
         if absent:
-            raise MatchError(f"there is no layer {min(absent)}", hint=f"layers are counted from 0 to {max(of.values(), default=-1)}")
+            raise MatchError(
+                f"there is no layer {min(absent)}",
+                hint=f"layers are counted from 0 to {max(of.values(), default=-1)}",
+            )
         names = {n for n in names if n not in of or of[n] in wanted}
     return {n: space.group.within(within) for n, space in spec.spaces.items() if n in names}
 
 
 def layers_of(spec: Spec) -> dict[str, int]:
-    """The layer of every space that belongs to one. Layers are counted through the whole model, in the order of the spec."""
+    """The layer of every space that belongs to one. Layers are counted through the whole model, in
+    the order of the spec.
+    """
     labels: dict[str, int] = {}
     out: dict[str, int] = {}
     for name in spec.spaces:
@@ -218,8 +252,15 @@ def layers_of(spec: Spec) -> dict[str, int]:
 def _require_pair(spec: Spec, a: State, b: State, rows: Mapping[str, Shared]) -> None:
     for name, state in (("the model that moves", a), ("the model that stays", b)):
         faults = [f for f in check(spec, state) if f.name not in rows]
-        require(faults, f'{name} does not fit the spec "{spec.family}"', hint="both must be models of one architecture and size")
+        require(
+            faults,
+            f'{name} does not fit the spec "{spec.family}"',
+            hint="both must be models of one architecture and size",
+        )
         for tensor in state:
             value = state[tensor]
             if value.dtype.is_floating_point and not bool(value.isfinite().all()):
-                raise MatchError(f'"{tensor}" of {name} has values that are not finite', hint="matching would find nothing but NaN")
+                raise MatchError(
+                    f'"{tensor}" of {name} has values that are not finite',
+                    hint="matching would find nothing but NaN",
+                )

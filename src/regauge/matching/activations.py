@@ -1,9 +1,12 @@
-"""What two models are seen to do on the same inputs, for matching by function instead of by weights.
+"""What two models are seen to do on the same inputs, for matching by function instead of by
+weights.
 
-Recorded are the residual stream where it enters each block and leaves the last, and the second moments of what attention reads. The stream is then
-matched by its own values (covariance Procrustes, or assignment by correlation), and heads are compared by what they do to inputs that occur:
-|(W - W') S^1/2| in place of |W - W'|. The inputs may be a user's data, without labels; or, for language models, text that the two write themselves
-(`written`), which needs no data at all; or noise of the kind that a model reads (`drawn`).
+Recorded are the residual stream where it enters each block and leaves the last, and the second
+moments of what attention reads. The stream is then matched by its own values (covariance
+Procrustes, or assignment by correlation), and heads are compared by what they do to inputs that
+occur: |(W - W') S^1/2| in place of |W - W'|. The inputs may be a user's data, without labels; or,
+for language models, text that the two write themselves (`written`), which needs no data at all; or
+noise of the kind that a model reads (`drawn`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from regauge.models.cut import cut
 from regauge.models.families import Boundary
 
 Tensor = torch.Tensor
-ROWS = 16_384  # rows of the stream that are kept at each place: far more than a stream has coordinates
+ROWS = (
+    16_384  # rows of the stream that are kept at each place: far more than a stream has coordinates
+)
 
 
 class RecordError(RegaugeError):
@@ -33,15 +38,26 @@ class RecordError(RegaugeError):
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What one model was seen to do: the stream by place, with the axes of each, and second moments by the tensor that reads."""
+    """What one model was seen to do: the stream by place, with the axes of each, and second moments
+    by the tensor that reads.
+    """
 
     streams: Mapping[str, Tensor]
     axes: Mapping[str, str]
     moments: Mapping[str, Tensor]
 
 
-def record(model: torch.nn.Module, state: State | None, spec: Spec, batches: Iterable[Mapping[str, Tensor]], *, rows: int = ROWS) -> Seen:
-    """Run a model, with this state in place of its own weights if one is given, and keep what it shows."""
+def record(
+    model: torch.nn.Module,
+    state: State | None,
+    spec: Spec,
+    batches: Iterable[Mapping[str, Tensor]],
+    *,
+    rows: int = ROWS,
+) -> Seen:
+    """Run a model, with this state in place of its own weights if one is given, and keep what it
+    shows.
+    """
     streams: dict[str, list[Tensor]] = {}
     moments: dict[str, Tensor] = {}
     axes: dict[str, str] = {}
@@ -66,7 +82,10 @@ def record(model: torch.nn.Module, state: State | None, spec: Spec, batches: Ite
             else:
                 functional_call(model, dict(state), (), dict(batch), tie_weights=False)
     if not streams:
-        raise RecordError(f"the blocks of this {type(model).__name__} were not seen at work", hint="give at least one batch of inputs")
+        raise RecordError(
+            f"the blocks of this {type(model).__name__} were not seen at work",
+            hint="give at least one batch of inputs",
+        )
     return Seen({n: torch.cat(parts) for n, parts in streams.items()}, axes, moments)
 
 
@@ -88,15 +107,24 @@ def _watched(model: torch.nn.Module, spec: Spec, stream: Any, moment: Any) -> It
 
 def _watch_blocks(model: torch.nn.Module, boundary: Boundary, spec: Spec, stream: Any) -> list[Any]:
     found = model.get_submodule(boundary.blocks)
-    blocks: Sequence[torch.nn.Module] = list(found) if isinstance(found, torch.nn.ModuleList | torch.nn.Sequential) else [found]
+    blocks: Sequence[torch.nn.Module] = (
+        list(found) if isinstance(found, torch.nn.ModuleList | torch.nn.Sequential) else [found]
+    )
     enter, leave = (text.split()[-1] for text in (boundary.enter[boundary.stream], boundary.leave))
     if not {enter, leave} <= spec.spaces.keys():
         return []
     handles = []
     for i, block in enumerate(blocks):
         if i == 0 or enter == leave:
-            handles.append(block.register_forward_pre_hook(_entering(f"seen.{boundary.name}.{i}", enter, boundary.stream, stream), with_kwargs=True))
-    handles.append(blocks[-1].register_forward_hook(_leaving(f"seen.{boundary.name}.last", leave, stream)))
+            handles.append(
+                block.register_forward_pre_hook(
+                    _entering(f"seen.{boundary.name}.{i}", enter, boundary.stream, stream),
+                    with_kwargs=True,
+                )
+            )
+    handles.append(
+        blocks[-1].register_forward_hook(_leaving(f"seen.{boundary.name}.last", leave, stream))
+    )
     return handles
 
 
@@ -125,7 +153,13 @@ def _reading(name: str, moment: Any) -> Any:
 def _reader(model: torch.nn.Module, spec: Spec, pattern: str, text: str) -> torch.nn.Module | None:
     """The module of a weight by which heads read a space that is nobody's child."""
     leaves = [leaf for term in ax.parse(text).terms for leaf in ax.leaves(term)]
-    reads = {leaf.space for leaf in leaves if leaf.star and spec.spaces[leaf.space].over is None and spec.spaces[leaf.space].group.is_orthogonal}
+    reads = {
+        leaf.space
+        for leaf in leaves
+        if leaf.star
+        and spec.spaces[leaf.space].over is None
+        and spec.spaces[leaf.space].group.is_orthogonal
+    }
     inside = any(spec.spaces[leaf.space].over is not None and not leaf.star for leaf in leaves)
     if not pattern.endswith(".weight") or "{" in pattern or len(reads) != 1 or not inside:
         return None
@@ -135,14 +169,26 @@ def _reader(model: torch.nn.Module, spec: Spec, pattern: str, text: str) -> torc
         return None
 
 
-def written(models: Sequence[torch.nn.Module], *, count: int = 64, length: int = 128, seed: int = 0, batch: int = 32) -> list[dict[str, Tensor]]:
-    """Text that language models write themselves, by sampling from a random first token: as many sequences of each, as batches of input ids."""
+def written(
+    models: Sequence[torch.nn.Module],
+    *,
+    count: int = 64,
+    length: int = 128,
+    seed: int = 0,
+    batch: int = 32,
+) -> list[dict[str, Tensor]]:
+    """Text that language models write themselves, by sampling from a random first token: as many
+    sequences of each, as batches of input ids.
+    """
     out: list[dict[str, Tensor]] = []
     share = max(1, count // len(models))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for model in models:
-            if not hasattr(model, "generate") or not getattr(model, "can_generate", lambda: False)():
+            if (
+                not hasattr(model, "generate")
+                or not getattr(model, "can_generate", lambda: False)()
+            ):
                 raise RecordError(f"a {type(model).__name__} writes no text", hint="give data")
             config: Any = model.config
             limit = getattr(config, "max_position_embeddings", None) or length
@@ -165,11 +211,14 @@ def written(models: Sequence[torch.nn.Module], *, count: int = 64, length: int =
     return out
 
 
-def drawn(model: torch.nn.Module, *, count: int = 256, length: int = 64, seed: int = 0, batch: int = 32) -> list[dict[str, Tensor]]:
+def drawn(
+    model: torch.nn.Module, *, count: int = 256, length: int = 64, seed: int = 0, batch: int = 32
+) -> list[dict[str, Tensor]]:
     """Noise of the kind that a model reads, for models that write nothing: no data at all.
 
-    Images whose amplitudes fall with the frequency, as those of photographs do, with much in common between channels; each with the brightness and
-    contrast of standardised data. Or token ids, each as likely as any other.
+    Images whose amplitudes fall with the frequency, as those of photographs do, with much in common
+    between channels; each with the brightness and contrast of standardised data. Or token ids, each
+    as likely as any other.
     """
     random = torch.Generator().manual_seed(seed)
     config: Any = getattr(model, "config", None)
@@ -183,16 +232,25 @@ def drawn(model: torch.nn.Module, *, count: int = 256, length: int = 64, seed: i
         ids = torch.randint(0, int(config.vocab_size), (count, length), generator=random)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     else:
-        raise RecordError(f"regauge does not know what a {type(model).__name__} reads", hint="give data")
-    return [{name: x[start : start + batch] for name, x in inputs.items()} for start in range(0, count, batch)]
+        raise RecordError(
+            f"regauge does not know what a {type(model).__name__} reads", hint="give data"
+        )
+    return [
+        {name: x[start : start + batch] for name, x in inputs.items()}
+        for start in range(0, count, batch)
+    ]
 
 
 def _clouds(shape: tuple[int, int, int, int], random: torch.Generator) -> Tensor:
-    """Noise with a 1/f spectrum [count, channels, height, width], of mean 0 and variance 1 over all images."""
+    """Noise with a 1/f spectrum [count, channels, height, width], of mean 0 and variance 1 over all
+    images.
+    """
     count, channels, height, width = shape
     across, down = torch.fft.rfftfreq(width), torch.fft.fftfreq(height)
     fall = 1 / (across[None] ** 2 + down[:, None] ** 2).sqrt().clamp(min=1 / max(height, width))
     common, own = (torch.randn(count, n, height, width, generator=random) for n in (1, channels))
-    white = 0.9**0.5 * common + 0.1**0.5 * own  # nine tenths of the variance of a photograph are brightness
+    white = (
+        0.9**0.5 * common + 0.1**0.5 * own
+    )  # nine tenths of the variance of a photograph are brightness
     field = torch.fft.irfft2(torch.fft.rfft2(white) * fall, s=(height, width))
     return torch.div(field - field.mean(), field.std())

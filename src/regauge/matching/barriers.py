@@ -1,12 +1,17 @@
-"""Barriers: what the loss does on the straight line between two models, and on the plane through three.
+"""Barriers: what the loss does on the straight line between two models, and on the plane through
+three.
 
-Convention. theta_t = (1 - t) A + t B, computed in float32 or better; t = 0 is A. One definition of a barrier: **the largest excess of the loss over
-the straight line between the two ends' losses, at the points inside the path**, with its sign: where the path lies below that line all along, the
-barrier is negative. Of accuracy it is the largest shortfall. Paper 003 has two other wordings: the largest increase from an end (`rise`) and the
-range of the losses (`span`); both stand beside it. A mixture of two models is often unsure rather than wrong, so that the same is also measured after
-each point's logits were divided by a temperature of its own, fitted on examples that the losses are not measured on (`calibrated`).
+Convention. theta_t = (1 - t) A + t B, computed in float32 or better; t = 0 is A. One definition of
+a barrier: **the largest excess of the loss over the straight line between the two ends' losses, at
+the points inside the path**, with its sign: where the path lies below that line all along, the
+barrier is negative. Of accuracy it is the largest shortfall. Paper 003 has two other wordings: the
+largest increase from an end (`rise`) and the range of the losses (`span`); both stand beside it. A
+mixture of two models is often unsure rather than wrong, so that the same is also measured after
+each point's logits were divided by a temperature of its own, fitted on examples that the losses are
+not measured on (`calibrated`).
 
-    path = along(module, a, b, examples, calibration=others)     # a, b: states of the module's class
+    path = along(module, a, b, examples, calibration=others)     # a, b: states of the module's
+    class
     path.barrier, path.midpoint, path.of_accuracy, path.calibrated.barrier
 """
 
@@ -38,7 +43,9 @@ class PathError(RegaugeError):
 
 @dataclass(frozen=True)
 class Score:
-    """One model on a data set: the mean loss in nats, the share that is right, and the loss at the temperature that was fitted elsewhere."""
+    """One model on a data set: the mean loss in nats, the share that is right, and the loss at the
+    temperature that was fitted elsewhere.
+    """
 
     loss: float
     accuracy: float
@@ -48,7 +55,9 @@ class Score:
 
 @dataclass(frozen=True)
 class Curve:
-    """A loss along a path. The properties are what is known as its barrier; the module's docstring says which."""
+    """A loss along a path. The properties are what is known as its barrier; the module's docstring
+    says which.
+    """
 
     ts: tuple[float, ...]
     losses: tuple[float, ...]
@@ -57,7 +66,10 @@ class Curve:
     def excesses(self) -> tuple[float, ...]:
         """The loss over the straight line between the ends' losses, point by point."""
         first, last = self.losses[0], self.losses[-1]
-        return tuple(loss - ((1 - t) * first + t * last) for t, loss in zip(self.ts, self.losses, strict=True))
+        return tuple(
+            loss - ((1 - t) * first + t * last)
+            for t, loss in zip(self.ts, self.losses, strict=True)
+        )
 
     @property
     def barrier(self) -> float:
@@ -68,7 +80,12 @@ class Curve:
     def at(self) -> float:
         """Where that is."""
         inside = self.excesses[1:-1]
-        return self.ts[1 + max(range(len(inside)), key=lambda i: inside[i] if inside[i] == inside[i] else math.inf)]
+        return self.ts[
+            1
+            + max(
+                range(len(inside)), key=lambda i: inside[i] if inside[i] == inside[i] else math.inf
+            )
+        ]
 
     @property
     def rise(self) -> float:
@@ -82,13 +99,17 @@ class Curve:
 
     @property
     def midpoint(self) -> float:
-        """The loss of the average of the two models, over that of the better end: below zero, averaging pays."""
+        """The loss of the average of the two models, over that of the better end: below zero,
+        averaging pays.
+        """
         return self.losses[self.ts.index(0.5)] - min(self.losses[0], self.losses[-1])
 
 
 @dataclass(frozen=True)
 class Path(Curve):
-    """A path that was walked: also the accuracies, and what a temperature of its own does for each point."""
+    """A path that was walked: also the accuracies, and what a temperature of its own does for each
+    point.
+    """
 
     accuracies: tuple[float, ...] = ()
     calibrated: Curve | None = None
@@ -96,14 +117,17 @@ class Path(Curve):
 
     @property
     def of_accuracy(self) -> float:
-        """The largest shortfall of the accuracy under the straight line between the ends' accuracies, inside the path."""
+        """The largest shortfall of the accuracy under the straight line between the ends'
+        accuracies, inside the path.
+        """
         return Curve(self.ts, tuple(-a for a in self.accuracies)).barrier
 
 
 @dataclass(frozen=True)
 class Plane:
-    """Losses on the plane through three models: `losses[j][i]` is at (xs[i], ys[j]). `points` are the models' own places; lengths are those of the
-    space of weights."""
+    """Losses on the plane through three models: `losses[j][i]` is at (xs[i], ys[j]). `points` are
+    the models' own places; lengths are those of the space of weights.
+    """
 
     xs: tuple[float, ...]
     ys: tuple[float, ...]
@@ -112,7 +136,8 @@ class Plane:
 
 
 def interpolate(a: State, b: State, t: float) -> dict[str, Tensor]:
-    """(1 - t) a + t b, tensor by tensor, in float32 or better. What is no number of the model (an index, a mask) is the same in both and kept.
+    """(1 - t) a + t b, tensor by tensor, in float32 or better. What is no number of the model (an
+    index, a mask) is the same in both and kept.
 
     >>> # middle = interpolate(a, b, 0.5); interpolate(a, b, 0) has the values of a
     """
@@ -120,28 +145,49 @@ def interpolate(a: State, b: State, t: float) -> dict[str, Tensor]:
     return _mixed(((1 - t, a), (t, b)))
 
 
-def require_joined(a: State, b: State, names: tuple[str, str] = ("the first model", "the second model")) -> None:
-    """Refuse two states between which there is no straight line: other tensors, other shapes, or values that are no numbers."""
+def require_joined(
+    a: State, b: State, names: tuple[str, str] = ("the first model", "the second model")
+) -> None:
+    """Refuse two states between which there is no straight line: other tensors, other shapes, or
+    values that are no numbers.
+    """
     first, second = names
     faults = [f'"{n}" is in {first} and not in {second}' for n in a if n not in b]
     faults += [f'"{n}" is in {second} and not in {first}' for n in b if n not in a]
     shared = [n for n in a if n in b]
-    faults += [f'"{n}" is {_shape(a[n])} in {first} and {_shape(b[n])} in {second}' for n in shared if a[n].shape != b[n].shape]
+    faults += [
+        f'"{n}" is {_shape(a[n])} in {first} and {_shape(b[n])} in {second}'
+        for n in shared
+        if a[n].shape != b[n].shape
+    ]
     if faults:
-        told = "\n".join(f"  {fault}" for fault in faults[:8]) + (f"\n  and {len(faults) - 8} more" if len(faults) > 8 else "")
+        told = "\n".join(f"  {fault}" for fault in faults[:8]) + (
+            f"\n  and {len(faults) - 8} more" if len(faults) > 8 else ""
+        )
         raise PathError(
-            f"{first} and {second} are of different architectures, and no straight line joins them\n{told}",
+            f"{first} and {second} are of different architectures, and no straight line joins "
+            f"them\n{told}",
             hint="compare two models of one class and one config; regauge inspect shows each",
         )
     for n in shared:
         same = a[n].is_floating_point() == b[n].is_floating_point()
         if not same or (not a[n].is_floating_point() and not torch.equal(a[n], b[n])):
-            raise PathError(f'"{n}" holds no weights, and differs between {first} and {second}', hint="it cannot be mixed; use models of one config")
+            raise PathError(
+                f'"{n}" holds no weights, and differs between {first} and {second}',
+                hint="it cannot be mixed; use models of one config",
+            )
     for name, state in zip(names, (a, b), strict=True):
-        bad = [n for n, x in state.items() if x.is_floating_point() and not bool(torch.isfinite(x).all())]
+        bad = [
+            n
+            for n, x in state.items()
+            if x.is_floating_point() and not bool(torch.isfinite(x).all())
+        ]
         if bad:
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-            raise PathError(f'"{bad[0]}"{more} of {name} holds values that are no numbers (nan or inf)', hint="a training that diverged leaves such")
+            raise PathError(
+                f'"{bad[0]}"{more} of {name} holds values that are no numbers (nan or inf)',
+                hint="a training that diverged leaves such",
+            )
 
 
 def _mixed(parts: Sequence[tuple[float, State]]) -> dict[str, Tensor]:
@@ -150,17 +196,29 @@ def _mixed(parts: Sequence[tuple[float, State]]) -> dict[str, Tensor]:
         if not first.is_floating_point():
             out[name] = first
             continue
-        dtype = torch.promote_types(torch.promote_types(first.dtype, parts[-1][1][name].dtype), torch.float32)
-        out[name] = sum((weight * state[name].to(dtype) for weight, state in parts if weight), torch.zeros((), dtype=dtype, device=first.device))
+        dtype = torch.promote_types(
+            torch.promote_types(first.dtype, parts[-1][1][name].dtype), torch.float32
+        )
+        out[name] = sum(
+            (weight * state[name].to(dtype) for weight, state in parts if weight),
+            torch.zeros((), dtype=dtype, device=first.device),
+        )
         out[name] = out[name].expand(first.shape)
     return out
 
 
 def score(
-    module: torch.nn.Module, state: State, examples: Examples, *, calibration: Examples | None = None, batch: int = 16, device: str = "cpu"
+    module: torch.nn.Module,
+    state: State,
+    examples: Examples,
+    *,
+    calibration: Examples | None = None,
+    batch: int = 16,
+    device: str = "cpu",
 ) -> Score:
-    """The module with these weights on all of the examples. The module's own weights are neither used nor changed, and ties are not enforced: a state
-    with an untied head is used as it is."""
+    """The module with these weights on all of the examples. The module's own weights are neither
+    used nor changed, and ties are not enforced: a state with an untied head is used as it is.
+    """
     state = {name: x.to(device) for name, x in state.items()}
     temperature = None
     if calibration is not None:
@@ -174,7 +232,9 @@ def score(
             cool += float(F.cross_entropy(logits / temperature, labels, reduction="sum"))
     if not count:
         raise PathError("there is no example to measure a loss on", hint="give more data")
-    return Score(loss / count, right / count, None if temperature is None else cool / count, temperature)
+    return Score(
+        loss / count, right / count, None if temperature is None else cool / count, temperature
+    )
 
 
 def along(
@@ -201,11 +261,26 @@ def along(
     for i, t in enumerate(ts):
         if progress:
             progress(i, len(ts), f"t = {t:.2g}")
-        found.append(score(module, _mixed(((1 - t, a), (t, b))), examples, calibration=calibration, batch=batch, device=device))
+        found.append(
+            score(
+                module,
+                _mixed(((1 - t, a), (t, b))),
+                examples,
+                calibration=calibration,
+                batch=batch,
+                device=device,
+            )
+        )
     cool = [s.calibrated for s in found if s.calibrated is not None]
     calibrated = Curve(tuple(ts), tuple(cool)) if len(cool) == len(ts) else None
     temperatures = tuple(s.temperature for s in found if s.temperature is not None)
-    return Path(tuple(ts), tuple(s.loss for s in found), tuple(s.accuracy for s in found), calibrated, temperatures)
+    return Path(
+        tuple(ts),
+        tuple(s.loss for s in found),
+        tuple(s.accuracy for s in found),
+        calibrated,
+        temperatures,
+    )
 
 
 def plane(
@@ -219,9 +294,11 @@ def plane(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Plane:
-    """The losses on the plane through three models, on a grid that reaches beyond them by a `margin` of its width (Figure 5 of 003).
+    """The losses on the plane through three models, on a grid that reaches beyond them by a
+    `margin` of its width (Figure 5 of 003).
 
-    The second corner (B, say) is the origin, the first (A) lies on the axis to the right, the third (A moved) above it.
+    The second corner (B, say) is the origin, the first (A) lies on the axis to the right, the third
+    (A moved) above it.
     """
     if len(corners) != 3:
         raise PathError(f"a plane goes through 3 models, and not {len(corners)}")
@@ -233,7 +310,10 @@ def plane(
     width = math.sqrt(uu)
     height = math.sqrt(max(vv - uv**2 / uu, 0.0)) if uu > 0 else 0.0
     if width == 0 or height <= 1e-6 * width:
-        raise PathError("the three models lie on one line", hint="a plane needs a moved model that is neither A nor B, nor between them")
+        raise PathError(
+            "the three models lie on one line",
+            hint="a plane needs a moved model that is neither A nor B, nor between them",
+        )
     across = uv / width
     places = {names[0]: (width, 0.0), names[1]: (0.0, 0.0), names[2]: (across, height)}
     xs, ys = (_grid([p[i] for p in places.values()], points, margin) for i in (0, 1))
@@ -257,7 +337,11 @@ def _gram(one: State, other: State, origin: State) -> tuple[float, float, float]
     for name, zero in origin.items():
         if zero.is_floating_point():
             u, v = (x[name].double() - zero.double() for x in (one, other))
-            uu, uv, vv = uu + float((u * u).sum()), uv + float((u * v).sum()), vv + float((v * v).sum())
+            uu, uv, vv = (
+                uu + float((u * u).sum()),
+                uv + float((u * v).sum()),
+                vv + float((v * v).sum()),
+            )
     return uu, uv, vv
 
 
@@ -267,15 +351,24 @@ def _grid(values: Sequence[float], points: int, margin: float) -> tuple[float, .
     return tuple(np.linspace(low - reach, high + reach, points).tolist())
 
 
-def _rows(module: torch.nn.Module, state: State, examples: Examples, batch: int, device: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits [rows, classes] and labels, batch by batch: a row for each example, pixel or next token that counts."""
+def _rows(
+    module: torch.nn.Module, state: State, examples: Examples, batch: int, device: str
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits [rows, classes] and labels, batch by batch: a row for each example, pixel or next
+    token that counts.
+    """
     if examples.multi:
-        raise PathError("the examples have several answers each, and losses on a path are of one answer", hint="give data with one label each")
+        raise PathError(
+            "the examples have several answers each, and losses on a path are of one answer",
+            hint="give data with one label each",
+        )
     dtype = next(x.dtype for x in state.values() if x.is_floating_point())
     whole = _With(module, state)
     for start in range(0, len(examples), batch):
         inputs, labels = examples.batch(np.arange(start, min(start + batch, len(examples))))
-        moved = {k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()}
+        moved = {
+            k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()
+        }
         with torch.no_grad():
             logits = logits_of(whole, moved)
         labels = labels.to(device)
@@ -293,13 +386,18 @@ class _With(torch.nn.Module):
 
     def __init__(self, module: torch.nn.Module, state: State) -> None:
         super().__init__()
-        self.inner, self.state = [module.eval()], dict(state)  # in a list: its parameters are not ours
+        self.inner, self.state = (
+            [module.eval()],
+            dict(state),
+        )  # in a list: its parameters are not ours
 
     def forward(self, *given: Any, **named: Any) -> Any:
         return functional_call(self.inner[0], self.state, given, named, tie_weights=False)
 
 
-def _sample(module: torch.nn.Module, state: State, examples: Examples, batch: int, device: str) -> list[tuple[Tensor, Tensor]]:
+def _sample(
+    module: torch.nn.Module, state: State, examples: Examples, batch: int, device: str
+) -> list[tuple[Tensor, Tensor]]:
     """Logits and labels for a temperature, as many as there is room for."""
     kept, room = [], LOGITS
     for logits, labels in _rows(module, state, examples, batch, device):
@@ -309,12 +407,17 @@ def _sample(module: torch.nn.Module, state: State, examples: Examples, batch: in
         if rows < len(labels):
             break
     if not kept or not len(kept[0][1]):
-        raise PathError("there is no example to fit a temperature on", hint="give more data, or leave the temperature out")
+        raise PathError(
+            "there is no example to fit a temperature on",
+            hint="give more data, or leave the temperature out",
+        )
     return kept
 
 
 def _temperature(sample: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """The temperature T that makes the loss of logits / T least. In 1/T the loss is convex: Newton's steps, inside a bracket."""
+    """The temperature T that makes the loss of logits / T least. In 1/T the loss is convex:
+    Newton's steps, inside a bracket.
+    """
     low, high, at = 1 / HOTTEST, 1 / COLDEST, 1.0
     count = sum(len(labels) for _, labels in sample)
     for _ in range(40):

@@ -1,7 +1,8 @@
-"""Tensors as blocks: pieces in which every axis is one space, or a plain axis. All that matching knows of a model's layout is here.
+"""Tensors as blocks: pieces in which every axis is one space, or a plain axis. All that matching
+knows of a model's layout is here.
 
-A fused qkv weight "(head.0 qk.0)+(head.0 qk.0*)+(head.0 vo.0) stream*" has three blocks: [head.0, qk.0, stream*], [head.0, qk.0*, stream*] and
-[head.0, vo.0, stream*].
+A fused qkv weight "(head.0 qk.0)+(head.0 qk.0*)+(head.0 vo.0) stream*" has three blocks: [head.0,
+qk.0, stream*], [head.0, qk.0*, stream*] and [head.0, vo.0, stream*].
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ Dims = tuple[ax.Leaf | None, ...]
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One piece of a tensor. `dims` names the space of each axis of `values`, or None where nothing acts."""
+    """One piece of a tensor. `dims` names the space of each axis of `values`, or None where nothing
+    acts.
+    """
 
     dims: Dims
     values: Values
@@ -49,8 +52,14 @@ def blocks(spec: Spec, axes: str, values: Values) -> list[Block]:
     """A tensor with these axes, cut into blocks."""
     terms = ax.parse(axes).terms
     if len(terms) != values.ndim:
-        raise SpecError(f"a tensor of shape {list(values.shape)} has {values.ndim} axes, but {axes!r} has {len(terms)}")
-    return [Block(dims, piece) for piece, dims in _expanded(values, 0, [(t, False) for t in terms], spec.sizes)]
+        raise SpecError(
+            f"a tensor of shape {list(values.shape)} has {values.ndim} axes, but {axes!r} has "
+            f"{len(terms)}"
+        )
+    return [
+        Block(dims, piece)
+        for piece, dims in _expanded(values, 0, [(t, False) for t in terms], spec.sizes)
+    ]
 
 
 def layout(spec: Spec, axes: str, shape: Sequence[int]) -> list[Block]:
@@ -58,7 +67,9 @@ def layout(spec: Spec, axes: str, shape: Sequence[int]) -> list[Block]:
     return blocks(spec, axes, np.broadcast_to(np.zeros(()), tuple(shape)))
 
 
-def _expanded(values: Values, dim: int, terms: Sequence[tuple[ax.Term, bool]], sizes: Any) -> list[tuple[Values, Dims]]:
+def _expanded(
+    values: Values, dim: int, terms: Sequence[tuple[ax.Term, bool]], sizes: Any
+) -> list[tuple[Values, Dims]]:
     """Cut the axes from `dim` on, one term each."""
     if not terms:
         return [(values, ())]
@@ -72,17 +83,24 @@ def _expanded(values: Values, dim: int, terms: Sequence[tuple[ax.Term, bool]], s
             out = [(v, (leaf, *dims)) for v, dims in _expanded(values, dim + 1, rest, sizes)]
         case ax.Sum():
             parts = _parts(term.terms, sizes, values.shape[dim], product=False)
-            for piece, one in zip(np.split(values, np.cumsum(parts)[:-1], axis=dim), term.terms, strict=True):
+            for piece, one in zip(
+                np.split(values, np.cumsum(parts)[:-1], axis=dim), term.terms, strict=True
+            ):
                 out += _expanded(piece, dim, [(one, star), *rest], sizes)
         case ax.Product():
             parts = _parts(term.factors, sizes, values.shape[dim], product=True)
             opened = values.reshape(*values.shape[:dim], *parts, *values.shape[dim + 1 :])
-            out = _expanded(opened, dim, [*((f, star != term.star) for f in term.factors), *rest], sizes)
+            out = _expanded(
+                opened, dim, [*((f, star != term.star) for f in term.factors), *rest], sizes
+            )
     return out
 
 
 def _parts(terms: tuple[ax.Term, ...], sizes: Any, n: int, *, product: bool) -> list[int]:
     parts = ax.block_sizes(terms, sizes, n, product=product)
     if parts is None:
-        raise SpecError(f"an axis of size {n} is not {' '.join(map(str, terms)) if product else '+'.join(map(str, terms))}")
+        raise SpecError(
+            f"an axis of size {n} is not "
+            f"{' '.join(map(str, terms)) if product else '+'.join(map(str, terms))}"
+        )
     return parts

@@ -1,7 +1,9 @@
-"""The basis test: do two models share a basis, as they stand or after a match? To be asked before any merge.
+"""The basis test: do two models share a basis, as they stand or after a match? To be asked before
+any merge.
 
-Alike is measured by the cosine between matrices (gains and biases point one way in every model, and would flatter). What matching makes of models
-that have nothing in common is the control: the same search on a copy whose values are shuffled within each tensor.
+Alike is measured by the cosine between matrices (gains and biases point one way in every model, and
+would flatter). What matching makes of models that have nothing in common is the control: the same
+search on a copy whose values are shuffled within each tensor.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ from regauge.matching import Match, Progress, Shared, layers_of, match
 from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, invariants
 
-SAME = 1e-3  # a relative distance below which two descriptions are one: the rounding of half precision
+SAME = (
+    1e-3  # a relative distance below which two descriptions are one: the rounding of half precision
+)
 ALIKE = 0.5  # a cosine above which two models are of one descent
 STILL = 0.98  # a share of the matched cosine that models in one basis have as they stand
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison found. `alike` are cosines of the matrices: as they stand, after the match, and what chance makes of the match."""
+    """What a comparison found. `alike` are cosines of the matrices: as they stand, after the match,
+    and what chance makes of the match.
+    """
 
     verdict: str
     words: str
@@ -43,7 +49,14 @@ class Comparison:
 
 
 def compare(
-    spec: Spec, a: State, b: State, *, seed: int = 0, rows: Mapping[str, Shared] | None = None, progress: Progress | None = None, **options: Any
+    spec: Spec,
+    a: State,
+    b: State,
+    *,
+    seed: int = 0,
+    rows: Mapping[str, Shared] | None = None,
+    progress: Progress | None = None,
+    **options: Any,
 ) -> Comparison:
     """Compare two states of one spec. `options` are those of `match`."""
     found = match(spec, a, b, rows=rows, progress=progress, **options)
@@ -54,11 +67,21 @@ def compare(
     chance = _total(_alike(Costs(spec, shuffled, b, rows=rows), chance_found.element))
     alike = (_total(stand), _total(moved), chance)
     verdict, words = _verdict(found, alike)
-    return Comparison(verdict, words, alike, found, _layers(spec, found, stand, moved), _invariant(spec, a, b, rows), stays(found.element))
+    return Comparison(
+        verdict,
+        words,
+        alike,
+        found,
+        _layers(spec, found, stand, moved),
+        _invariant(spec, a, b, rows),
+        stays(found.element),
+    )
 
 
 class Shuffled(Mapping[str, Any]):
-    """A state whose values are shuffled within each tensor: the same numbers, and no model. Made anew each time, so that it takes no memory."""
+    """A state whose values are shuffled within each tensor: the same numbers, and no model. Made
+    anew each time, so that it takes no memory.
+    """
 
     def __init__(self, state: State, seed: int) -> None:
         self.state, self.seed = state, seed
@@ -70,11 +93,16 @@ class Shuffled(Mapping[str, Any]):
 
         value = self.state[name]
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ self.seed)
-        # Rows, then columns, each in its own order, and turned along the diagonals: no axis keeps its meaning, at the cost of two gathers.
+        # Rows, then columns, each in its own order, and turned along the diagonals: no axis keeps
+        # its meaning, at the cost of two gathers.
         flat = value.reshape(len(value) if value.dim() else 1, -1)
-        flat = flat[torch.randperm(flat.shape[0], generator=random)][:, torch.randperm(flat.shape[1], generator=random)]
+        flat = flat[torch.randperm(flat.shape[0], generator=random)][
+            :, torch.randperm(flat.shape[1], generator=random)
+        ]
         turn = torch.randint(flat.shape[1], (flat.shape[0], 1), generator=random)
-        return flat.gather(1, (torch.arange(flat.shape[1]) + turn) % flat.shape[1]).view(value.shape)
+        return flat.gather(1, (torch.arange(flat.shape[1]) + turn) % flat.shape[1]).view(
+            value.shape
+        )
 
     def __contains__(self, name: object) -> bool:
         return name in self.state
@@ -87,7 +115,9 @@ class Shuffled(Mapping[str, Any]):
 
 
 def stays(g: Element) -> dict[str, float]:
-    """For each space that moves: the share of it that stays where it is. Of a permutation its fixed places, of a matrix the mean of its diagonal."""
+    """For each space that moves: the share of it that stays where it is. Of a permutation its fixed
+    places, of a matrix the mean of its diagonal.
+    """
     import numpy as np
 
     out = {}
@@ -116,20 +146,32 @@ def _total(parts: Mapping[str, tuple[float, float, float]]) -> float:
     return inner / math.sqrt(max(y * x, 1e-300))
 
 
-def _layers(spec: Spec, found: Match, stand: Mapping[str, Any], moved: Mapping[str, Any]) -> dict[str, tuple[float, float, float, float]]:
-    """For each layer, and for what belongs to none: cosines as they stand and matched, and distances as they stand and matched."""
+def _layers(
+    spec: Spec, found: Match, stand: Mapping[str, Any], moved: Mapping[str, Any]
+) -> dict[str, tuple[float, float, float, float]]:
+    """For each layer, and for what belongs to none: cosines as they stand and matched, and
+    distances as they stand and matched.
+    """
     of = layers_of(spec)
     names: dict[str, list[str]] = {}
     for pattern, text in spec.tensors.items():
         layers = {of[s] for s in ax.spaces(text) if s in of}
         if pattern in found.before and ax.spaces(text):
-            names.setdefault(f"layer {min(layers)}" if layers else "edges and norms", []).append(pattern)
+            names.setdefault(f"layer {min(layers)}" if layers else "edges and norms", []).append(
+                pattern
+            )
     out = {}
     for label, patterns in sorted(
-        names.items(), key=lambda item: (item[0] == "edges and norms", int(item[0].split()[-1]) if item[0][-1].isdigit() else 0)
+        names.items(),
+        key=lambda item: (
+            item[0] == "edges and norms",
+            int(item[0].split()[-1]) if item[0][-1].isdigit() else 0,
+        ),
     ):
         cosines = [_total({p: part[p] for p in patterns if p in part}) for part in (stand, moved)]
-        distances = [math.sqrt(sum(part[p] for p in patterns)) for part in (found.before, found.after)]
+        distances = [
+            math.sqrt(sum(part[p] for p in patterns)) for part in (found.before, found.after)
+        ]
         out[label] = (cosines[0], cosines[1], distances[0], distances[1])
     return out
 
@@ -147,18 +189,28 @@ def _verdict(found: Match, alike: tuple[float, float, float]) -> tuple[str, str]
     if found.distance_before == 0:
         return "equal", "The two are equal, number for number."
     if found.distance_before / size < SAME:
-        return "same basis", "The two are one model up to rounding. They share a basis as they stand."
+        return (
+            "same basis",
+            "The two are one model up to rounding. They share a basis as they stand.",
+        )
     if found.relative < SAME:
         return "another description", (
-            "The two are one model in two descriptions: moved by the element that was found, the one is the other. Match before merging."
+            "The two are one model in two descriptions: moved by the element that was found, "
+            "the one is the other. Match before merging."
         )
     if stand >= ALIKE and stand >= STILL * moved:
-        return "same basis", (f"The two share a basis as they stand (cosine {stand:.3f}; matching finds {moved:.3f}). They merge without matching.")
+        return "same basis", (
+            f"The two share a basis as they stand (cosine {stand:.3f}; matching finds "
+            f"{moved:.3f}). They merge without matching."
+        )
     if moved >= ALIKE:
         return "related", (
-            f"The two are of one descent, but in different bases: cosine {stand:.3f} as they stand, {moved:.3f} after matching. Match before merging."
+            f"The two are of one descent, but in different bases: cosine {stand:.3f} as they "
+            f"stand, {moved:.3f} after matching. Match before merging."
         )
     return "unrelated", (
-        f"The two do not share a basis, and matching does not find one: cosine {stand:.3f} as they stand, {moved:.3f} after matching, where chance "
-        f"gives {chance:.3f}. They were trained independently. A plain average will not work; match first, and measure the barrier (regauge barrier)."
+        f"The two do not share a basis, and matching does not find one: cosine {stand:.3f} as "
+        f"they stand, {moved:.3f} after matching, where chance "
+        f"gives {chance:.3f}. They were trained independently. A plain average will not work; "
+        "match first, and measure the barrier (regauge barrier)."
     )

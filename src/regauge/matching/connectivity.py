@@ -1,6 +1,8 @@
-"""Are two models connected? The paths between them as findings: as they stand, folded, and with A moved next to B; and the plane through all three.
+"""Are two models connected? The paths between them as findings: as they stand, folded, and with A
+moved next to B; and the plane through all three.
 
-The baseline without alignment is always there, for a small barrier means nothing beside one that was small before.
+The baseline without alignment is always there, for a small barrier means nothing beside one that
+was small before.
 """
 
 from __future__ import annotations
@@ -25,9 +27,14 @@ from regauge.results.findings import Figure, Finding, Results, Table
 Tensor = torch.Tensor
 Mover = Callable[[Spec, State, State], Element]
 STAND, FOLDED = "as they stand", "folded, not moved"
-SAME = 1e-3  # nats by which moving A may change its loss: rounding in float32 stays far below, a wrong element far above
+# nats by which moving A may change its loss: rounding in float32 stays far below, a wrong element
+# far above
+SAME = 1e-3
 LEFT = 5  # one example in five is for the temperatures
-DEFINITION = "the largest excess of the loss, inside the path, over the straight line between the losses of the two ends"
+DEFINITION = (
+    "the largest excess of the loss, inside the path, over the straight line between "
+    "the losses of the two ends"
+)
 
 
 def matcher(spec: Spec, a: State, b: State) -> Element:
@@ -37,14 +44,18 @@ def matcher(spec: Spec, a: State, b: State) -> Element:
     return match(spec, a, b).element
 
 
-def watcher(first: torch.nn.Module, second: torch.nn.Module, batches: Sequence[Mapping[str, Tensor]]) -> Mover:
+def watcher(
+    first: torch.nn.Module, second: torch.nn.Module, batches: Sequence[Mapping[str, Tensor]]
+) -> Mover:
     """A mover that matches by what the two do on these inputs."""
 
     def move(spec: Spec, a: State, b: State) -> Element:
         from regauge.matching import match
         from regauge.matching.activations import record
 
-        return match(spec, a, b, seen=(record(first, a, spec, batches), record(second, b, spec, batches))).element
+        return match(
+            spec, a, b, seen=(record(first, a, spec, batches), record(second, b, spec, batches))
+        ).element
 
     return move
 
@@ -66,9 +77,11 @@ def connect(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Results:
-    """Loss and accuracy on the straight lines between two live models of one class, before and after A is moved by what `mover` finds (None: only as
-    they stand). With `fold` the norms of both ends are folded first, which unties heads and keeps the function; `grid` points on a side for the plane
-    through A, B and the moved A. `samples` examples are drawn by the seed; one in five is for the temperatures and for nothing else.
+    """Loss and accuracy on the straight lines between two live models of one class, before and
+    after A is moved by what `mover` finds (None: only as they stand). With `fold` the norms of both
+    ends are folded first, which unties heads and keeps the function; `grid` points on a side for
+    the plane through A, B and the moved A. `samples` examples are drawn by the seed; one in five is
+    for the temperatures and for nothing else.
 
     >>> # results = connect(a, b, prepare(task, data)); results.tables[0].rows
     """
@@ -86,7 +99,11 @@ def connect(
             if folded is not spec and (spec.norms or spec.scales):
                 states[FOLDED] = (a, b)
                 untied = spec.ties.keys() - folded.ties.keys()
-                what = f"norms are folded, and {', '.join(sorted(untied))} untied," if untied else "norms are folded"
+                what = (
+                    f"norms are folded, and {', '.join(sorted(untied))} untied,"
+                    if untied
+                    else "norms are folded"
+                )
                 notes.append(f"{what} in what is moved: the same function")
             spec = folded
         states[moved] = (apply(mover(spec, a, b), a), b)
@@ -95,7 +112,9 @@ def connect(
     total = count * len(states) + (grid**2 if len(states) > 1 else 0)
     paths: dict[str, Path] = {}
     for i, (name, (one, two)) in enumerate(states.items()):
-        paths[name] = walk(one, two, measured, progress=_from(tell, i * count, total, f"path {name}: "))
+        paths[name] = walk(
+            one, two, measured, progress=_from(tell, i * count, total, f"path {name}: ")
+        )
     landscape, unchecked = None, []
     if mover is None:
         unchecked.append("a path after matching: only the models as they stand were measured")
@@ -103,11 +122,15 @@ def connect(
         corners = {"A": a, "B": b, f"A, {moved}": states[moved][0]}
         told = _from(tell, count * len(states), total, "plane: ")
         try:
-            landscape = plane(first, corners, measured, points=grid, batch=batch, device=device, progress=told)
+            landscape = plane(
+                first, corners, measured, points=grid, batch=batch, device=device, progress=told
+            )
         except PathError as error:  # A was moved onto B, or not at all
             unchecked.append(f"the plane through A, B and the moved A: {error}")
     tell(total, total, "")
-    figures = (_curves(paths, "losses", "nats"), _curves(paths, "accuracies", "accuracy")) + ((_landscape(landscape),) if landscape else ())
+    figures = (_curves(paths, "losses", "nats"), _curves(paths, "accuracies", "accuracy")) + (
+        (_landscape(landscape),) if landscape else ()
+    )
     facts = {
         "class": type(first).__name__,
         "parameters": sum(p.numel() for p in first.parameters()),
@@ -118,10 +141,19 @@ def connect(
         "notes": notes,
         "paths": {name: _numbers(path) for name, path in paths.items()},
     }
-    return Results("The path between two models", tuple(_findings(paths, moved, notes)), (_table(paths),), figures, facts, tuple(unchecked))
+    return Results(
+        "The path between two models",
+        tuple(_findings(paths, moved, notes)),
+        (_table(paths),),
+        figures,
+        facts,
+        tuple(unchecked),
+    )
 
 
-def _split(examples: Examples, samples: int | None, seed: int, calibrate: bool) -> tuple[Examples, Examples | None]:
+def _split(
+    examples: Examples, samples: int | None, seed: int, calibrate: bool
+) -> tuple[Examples, Examples | None]:
     rows = np.arange(len(examples))
     if samples is not None and samples < len(rows):
         rows = np.sort(np.random.default_rng(seed).permutation(len(rows))[:samples])
@@ -129,7 +161,10 @@ def _split(examples: Examples, samples: int | None, seed: int, calibrate: bool) 
         return examples.only(rows), None
     kept = np.arange(len(rows)) % LEFT == LEFT - 1
     if not kept.any():
-        raise RegaugeError(f"of {len(rows)} examples none is left to fit a temperature on", hint=f"give at least {LEFT}, or --no-calibrate")
+        raise RegaugeError(
+            f"of {len(rows)} examples none is left to fit a temperature on",
+            hint=f"give at least {LEFT}, or --no-calibrate",
+        )
     return examples.only(rows[~kept]), examples.only(rows[kept])
 
 
@@ -147,11 +182,26 @@ def _findings(paths: Mapping[str, Path], moved: str, notes: Sequence[str]) -> li
             sentence = (
                 ". ".join(notes)
                 if change <= SAME
-                else "The loss of an end changed: what moved it is no symmetry of the model, or was lost to rounding."
+                else "The loss of an end changed: what moved it is no symmetry of the model, or "
+                "was lost to rounding."
             )
-            out.append(Finding(f"ends/{_slug(name)}", said, change <= SAME, change, SAME, sentence=sentence, measure="change of the loss, in nats"))
+            out.append(
+                Finding(
+                    f"ends/{_slug(name)}",
+                    said,
+                    change <= SAME,
+                    change,
+                    SAME,
+                    sentence=sentence,
+                    measure="change of the loss, in nats",
+                )
+            )
     for name, path in paths.items():
-        share = f"; {path.barrier / plain.barrier:.3g} of what it is as they stand" if name != STAND and plain.barrier > 0 else ""
+        share = (
+            f"; {path.barrier / plain.barrier:.3g} of what it is as they stand"
+            if name != STAND and plain.barrier > 0
+            else ""
+        )
         for kind, value, ceiling, unit in (
             ("loss", path.barrier, plain.barrier, "nats"),
             ("accuracy", path.of_accuracy, plain.of_accuracy, "accuracy"),
@@ -167,7 +217,16 @@ def _findings(paths: Mapping[str, Path], moved: str, notes: Sequence[str]) -> li
                 "midpoint": f"The midpoint {name} over the better end",
             }[kind]
             out.append(
-                Finding(f"{kind}/{_slug(name)}", said, None, value, 0.0, ceiling if name != STAND else None, "A number, no verdict.", measure=unit)
+                Finding(
+                    f"{kind}/{_slug(name)}",
+                    said,
+                    None,
+                    value,
+                    0.0,
+                    ceiling if name != STAND else None,
+                    "A number, no verdict.",
+                    measure=unit,
+                )
             )
     return out
 
@@ -177,11 +236,46 @@ def _table(paths: Mapping[str, Path]) -> Table:
     rows = []
     for name, p in paths.items():
         share = p.barrier / plain if plain > 0 else None
-        rows.append((name, p.barrier, share, p.at, _cool(p), p.rise, p.span, p.midpoint, p.of_accuracy, p.losses[0], p.losses[-1]))
-    heads = ("path", "barrier", "of as they stand", "at t", "calibrated", "003: rise", "003: range", "midpoint", "accuracy", "loss of A", "loss of B")
-    note = f"Barrier: {DEFINITION}, in nats; negative where the path lies below that line. Calibrated: the same with a temperature for each point, "
-    note += "fitted on other examples. Rise and range: 003's two wordings, the largest loss over the better end's, and over the least on the path. "
-    note += "Midpoint: its loss over the better end's. Accuracy: its largest shortfall under the line between the ends."
+        rows.append(
+            (
+                name,
+                p.barrier,
+                share,
+                p.at,
+                _cool(p),
+                p.rise,
+                p.span,
+                p.midpoint,
+                p.of_accuracy,
+                p.losses[0],
+                p.losses[-1],
+            )
+        )
+    heads = (
+        "path",
+        "barrier",
+        "of as they stand",
+        "at t",
+        "calibrated",
+        "003: rise",
+        "003: range",
+        "midpoint",
+        "accuracy",
+        "loss of A",
+        "loss of B",
+    )
+    note = (
+        f"Barrier: {DEFINITION}, in nats; negative where the path lies below that line. "
+        "Calibrated: the same with a temperature for each point, "
+    )
+    note += (
+        "fitted on other examples. Rise and range: 003's two wordings, the largest loss "
+        "over the better end's, and over the least on the path. "
+    )
+    note += (
+        "Midpoint: its loss over the better end's. Accuracy: its largest shortfall under "
+        "the line between the ends."
+    )
     return Table("Barriers", heads, tuple(rows), note)
 
 
@@ -190,7 +284,11 @@ def _cool(path: Path) -> float | None:
 
 
 def _numbers(path: Path) -> dict[str, Any]:
-    out: dict[str, Any] = {"t": list(path.ts), "loss": list(path.losses), "accuracy": list(path.accuracies)}
+    out: dict[str, Any] = {
+        "t": list(path.ts),
+        "loss": list(path.losses),
+        "accuracy": list(path.accuracies),
+    }
     if path.calibrated is not None:
         out |= {"calibrated": list(path.calibrated.losses), "temperature": list(path.temperatures)}
     return out
@@ -200,9 +298,20 @@ def _curves(paths: Mapping[str, Path], what: str, unit: str) -> Figure:
     ts = next(iter(paths.values())).ts
     y = {name: list(getattr(path, what)) for name, path in paths.items()}
     if what == "losses":
-        y |= {f"{name}, calibrated": list(p.calibrated.losses) for name, p in paths.items() if p.calibrated is not None and name != FOLDED}
-    title = {"losses": "The loss on the way from A to B", "accuracies": "The accuracy on the way from A to B"}[what]
-    return Figure(title, "lines", {"x": list(ts), "y": y, "xlabel": "t (0 is A, 1 is B)", "ylabel": unit, "log": False})
+        y |= {
+            f"{name}, calibrated": list(p.calibrated.losses)
+            for name, p in paths.items()
+            if p.calibrated is not None and name != FOLDED
+        }
+    title = {
+        "losses": "The loss on the way from A to B",
+        "accuracies": "The accuracy on the way from A to B",
+    }[what]
+    return Figure(
+        title,
+        "lines",
+        {"x": list(ts), "y": y, "xlabel": "t (0 is A, 1 is B)", "ylabel": unit, "log": False},
+    )
 
 
 def _landscape(found: Plane) -> Figure:
@@ -219,7 +328,12 @@ def _landscape(found: Plane) -> Figure:
         "ylabel": "across it",
         "unit": "nats",
     }
-    return Figure("The loss on the plane through A, B and the moved A", "plane", data, "B is the origin. Lines join what is walked between.")
+    return Figure(
+        "The loss on the plane through A, B and the moved A",
+        "plane",
+        data,
+        "B is the origin. Lines join what is walked between.",
+    )
 
 
 def _slug(name: str) -> str:

@@ -1,7 +1,9 @@
-"""What matching compares: the tensors of two models as blocks, each weighted, with the directions left out that no function sees.
+"""What matching compares: the tensors of two models as blocks, each weighted, with the directions
+left out that no function sees.
 
-A key bias without rotary positions shifts all scores of a query alike, and softmax does not see it: it takes no part. That concerns what is
-compared, and nothing else: what moves in the end is the whole model, as it is.
+A key bias without rotary positions shifts all scores of a query alike, and softmax does not see it:
+it takes no part. That concerns what is compared, and nothing else: what moves in the end is the
+whole model, as it is.
 """
 
 from __future__ import annotations
@@ -34,14 +36,18 @@ class MatchError(RegaugeError):
 
 @dataclass(frozen=True)
 class Shared:
-    """Which rows of a table two models have in common, where their vocabularies differ: rows `a` of the one are rows `b` of the other."""
+    """Which rows of a table two models have in common, where their vocabularies differ: rows `a` of
+    the one are rows `b` of the other.
+    """
 
     a: tuple[int, ...]
     b: tuple[int, ...]
 
 
 class Costs:
-    """Two states under one spec, tensor by tensor. Nothing is held: values are read, and moved, each time they are asked for."""
+    """Two states under one spec, tensor by tensor. Nothing is held: values are read, and moved,
+    each time they are asked for.
+    """
 
     def __init__(
         self,
@@ -68,13 +74,22 @@ class Costs:
         self.anchors = frozenset(_named(self.patterns, anchors or ()))
         self._weights: Weights | None = weights
         if isinstance(weights, Mapping):
-            self._weights = {pattern: w for name, w in weights.items() for pattern in _named(self.patterns, [name])}
+            self._weights = {
+                pattern: w
+                for name, w in weights.items()
+                for pattern in _named(self.patterns, [name])
+            }
 
     def _take(self, a: Seen, b: Seen) -> None:
-        """What the models were seen to do counts like tensors; each place is centred and has the same weight."""
+        """What the models were seen to do counts like tensors; each place is centred and has the
+        same weight.
+        """
         for name in a.streams.keys() & b.streams.keys():
             if a.streams[name].shape != b.streams[name].shape:
-                raise MatchError("the two were seen at work on different inputs", hint="record both on the same batches")
+                raise MatchError(
+                    "the two were seen at work on different inputs",
+                    hint="record both on the same batches",
+                )
             x, y = (s.streams[name] - s.streams[name].mean(0) for s in (a, b))
             self.seen[name] = (x / x.norm(), y / y.norm())
             self.axes[name] = b.axes[name]
@@ -101,11 +116,15 @@ class Costs:
         return out
 
     def __getstate__(self) -> dict[str, Any]:
-        """Layouts have shapes and no values, but numpy would send every one of these to another process."""
+        """Layouts have shapes and no values, but numpy would send every one of these to another
+        process.
+        """
         return {name: value for name, value in self.__dict__.items() if name != "layouts"}
 
     def where(self, space: str, first: bool = False) -> list[str]:
-        """The tensors that live in a space; of these, for the first time that it is looked for, the anchors, if some are."""
+        """The tensors that live in a space; of these, for the first time that it is looked for, the
+        anchors, if some are.
+        """
         found = self._where.get(space, [])
         return ([p for p in found if p in self.anchors] if first else []) or found
 
@@ -122,17 +141,28 @@ class Costs:
     def weight(self, pattern: str, value: torch.Tensor) -> float:
         if self._weights is None:
             return 1.0
-        return float(self._weights.get(pattern, 1.0) if isinstance(self._weights, Mapping) else self._weights(pattern, value))
+        return float(
+            self._weights.get(pattern, 1.0)
+            if isinstance(self._weights, Mapping)
+            else self._weights(pattern, value)
+        )
 
     def pairs(self, pattern: str, g: Element) -> list[tuple[Block, Block]]:
-        """The blocks of one tensor: those of b, and those of a as g moves them. Weighted by the root of the tensor's weight."""
+        """The blocks of one tensor: those of b, and those of a as g moves them. Weighted by the
+        root of the tensor's weight.
+        """
         import torch
 
         axes = self.axes[pattern]
         y, x = self.paired(pattern, g)
         if pattern in self._metrics:
             dim = _reading_axis(self.spec, axes, self._metrics[pattern].shape[0])
-            y, x = (torch.tensordot(v, self._metrics[pattern].to(v.dtype), ([dim], [0])).movedim(-1, dim) for v in (y, x))
+            y, x = (
+                torch.tensordot(v, self._metrics[pattern].to(v.dtype), ([dim], [0])).movedim(
+                    -1, dim
+                )
+                for v in (y, x)
+            )
         root = self.weight(pattern, y) ** 0.5
         found = (blocks(self.spec, axes, (v * root if root != 1 else v).numpy()) for v in (y, x))
         return [(one, other) for one, other in zip(*found, strict=True) if not self._unseen(one)]
@@ -141,9 +171,19 @@ class Costs:
         """A key bias that no softmax sees."""
         if self.whole or len(block.dims) != 2:
             return False
-        inner = [d for d in block.dims if d is not None and self.spec.spaces[d.space].over is not None]
-        outer = [d for d in block.dims if d is not None and inner and d.space == self.spec.spaces[inner[0].space].over]
-        return len(inner) == len(outer) == 1 and inner[0].star and self.spec.spaces[inner[0].space].constant == "unseen"
+        inner = [
+            d for d in block.dims if d is not None and self.spec.spaces[d.space].over is not None
+        ]
+        outer = [
+            d
+            for d in block.dims
+            if d is not None and inner and d.space == self.spec.spaces[inner[0].space].over
+        ]
+        return (
+            len(inner) == len(outer) == 1
+            and inner[0].star
+            and self.spec.spaces[inner[0].space].constant == "unseen"
+        )
 
     def own(self, pattern: str) -> list[Block]:
         """The blocks of one tensor of b."""
@@ -182,10 +222,16 @@ class Costs:
         if pattern not in self.rows:
             return y, x
         dim, shared = _free_axis(axes), self.rows[pattern]
-        return y.index_select(dim, torch.tensor(shared.b)), x.index_select(dim, torch.tensor(shared.a))
+        return y.index_select(dim, torch.tensor(shared.b)), x.index_select(
+            dim, torch.tensor(shared.a)
+        )
 
-    def each(self, space: str, g: Element, usable: Callable[[Block], bool], first: bool = False) -> Iterator[tuple[Block, Block]]:
-        """The pairs of blocks that live in a space and are usable, judged by their layout before anything is read."""
+    def each(
+        self, space: str, g: Element, usable: Callable[[Block], bool], first: bool = False
+    ) -> Iterator[tuple[Block, Block]]:
+        """The pairs of blocks that live in a space and are usable, judged by their layout before
+        anything is read.
+        """
         for pattern in self.where(space, first):
             chosen = [space in blk.spaces and usable(blk) for blk in self.layouts[pattern]]
             if any(chosen):
@@ -200,7 +246,10 @@ def _named(patterns: list[str], wanted: Iterable[str]) -> list[str]:
     for name in wanted:
         found = [p for p in patterns if fnmatchcase(p, name)]
         if not found:
-            raise MatchError(f'no tensor that anything acts on is called "{name}"', hint=f"{patterns[0]}, say; * stands for anything")
+            raise MatchError(
+                f'no tensor that anything acts on is called "{name}"',
+                hint=f"{patterns[0]}, say; * stands for anything",
+            )
         out += found
     return out
 
@@ -208,7 +257,12 @@ def _named(patterns: list[str], wanted: Iterable[str]) -> list[str]:
 def _reading_axis(spec: Spec, axes: str, size: int) -> int:
     """The axis by which a tensor reads a space of this size that is nobody's child."""
     for dim, term in enumerate(ax.parse(axes).terms):
-        if isinstance(term, ax.Leaf) and term.star and spec.spaces[term.space].size == size and spec.spaces[term.space].over is None:
+        if (
+            isinstance(term, ax.Leaf)
+            and term.star
+            and spec.spaces[term.space].size == size
+            and spec.spaces[term.space].over is None
+        ):
             return dim
     raise MatchError(f"a tensor with axes {axes} reads no space of size {size}")
 

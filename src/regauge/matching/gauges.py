@@ -1,13 +1,18 @@
 """Fixing gauges: the same function, written so that what nobody sees is the same in every model.
 
-Some directions of the weights are seen by no function and are none of the group's: training leaves noise in them, and distances count it.
+Some directions of the weights are seen by no function and are none of the group's: training leaves
+noise in them, and distances count it.
 
     keys      a key bias adds the same to all scores of a query, and softmax does not see it: zero
-    values    the weights of an attention sum to one, so a value bias b arrives as W_O b: it goes into the output's bias, and is zero
-    balance   an element: every head's query and key side, and its value and output side, get the same Gram matrix, (BQ)(BQ)^T = (B^-T K)(B^-T K)^T,
-              the point of least norm on the orbit; a rotary plane, and a neuron that may be scaled, the same norm on both sides
+    values    the weights of an attention sum to one, so a value bias b arrives as W_O b: it goes
+    into the output's bias, and is zero
+    balance   an element: every head's query and key side, and its value and output side, get the
+    same Gram matrix, (BQ)(BQ)^T = (B^-T K)(B^-T K)^T,
+              the point of least norm on the orbit; a rotary plane, and a neuron that may be scaled,
+              the same norm on both sides
 
-`fold_norms` does the like for norms. Which biases are so is a fact about the model: `Space.constant`, in the family's file.
+`fold_norms` does the like for norms. Which biases are so is a fact about the model:
+`Space.constant`, in the family's file.
 """
 
 from __future__ import annotations
@@ -42,13 +47,17 @@ FIXES = ("keys", "values", "balance")
 
 
 def fix_gauges(spec: Spec, state: State, what: Iterable[str] = FIXES) -> dict[str, Tensor]:
-    """The state with these gauges fixed: the same function, of the same spec. Computed in float64 (float32 for half precision), rounded once."""
+    """The state with these gauges fixed: the same function, of the same spec. Computed in float64
+    (float32 for half precision), rounded once.
+    """
     made = fix_lazily(spec, state, what)
     return {name: made[name]().to(state[name].dtype) for name in made}
 
 
 def fix_lazily(spec: Spec, state: State, what: Iterable[str] = FIXES) -> Thunks:
-    """What `fix_gauges` does, one thunk per tensor, not rounded. For a balance every head is read once, at once."""
+    """What `fix_gauges` does, one thunk per tensor, not rounded. For a balance every head is read
+    once, at once.
+    """
     what = list(what)
     unknown = next((w for w in what if w not in FIXES), None)
     if unknown is not None:
@@ -58,7 +67,11 @@ def fix_lazily(spec: Spec, state: State, what: Iterable[str] = FIXES) -> Thunks:
         made = _values_passed(spec, state, made)
     if "keys" in what:
         unseen = _places(spec, "unseen", star=True)
-        made |= {name: partial(_without, spec, name, made[name], unseen) for name in made if _has(spec, name, unseen)}
+        made |= {
+            name: partial(_without, spec, name, made[name], unseen)
+            for name in made
+            if _has(spec, name, unseen)
+        }
     if "balance" in what:
         now = Lazy.of(dict(made))
         made = apply_lazily(balance(spec, now), now)
@@ -80,7 +93,9 @@ def balance(spec: Spec, state: State) -> Element:
                     outer = block.places(space.over)[0] if space.over is not None else None
                     sides[leaf.star].append(block.unfolded(outer, place).astype(np.float64))
         if sides[False] and sides[True]:
-            members[name] = _member(space.group, *(_joined(side, spec.count(name)) for side in sides.values()))
+            members[name] = _member(
+                space.group, *(_joined(side, spec.count(name)) for side in sides.values())
+            )
     return Element(spec, members)
 
 
@@ -93,7 +108,12 @@ def _member(group: Group, plain: Floats, dual: Floats) -> Member:
         return Dense(balancing(plain, dual))
     norms = [np.square(side).sum(2) for side in (plain, dual)]
     if isinstance(group, Rotary):
-        halves = [n.reshape(len(n), 2, -1) if group.layout == "half" else n.reshape(len(n), -1, 2).swapaxes(1, 2) for n in norms]
+        halves = [
+            n.reshape(len(n), 2, -1)
+            if group.layout == "half"
+            else n.reshape(len(n), -1, 2).swapaxes(1, 2)
+            for n in norms
+        ]
         norms = [h.sum(1) for h in halves]
     with np.errstate(divide="ignore", invalid="ignore"):
         factor = (norms[1] / norms[0]) ** 0.25
@@ -117,15 +137,25 @@ def _is_bias(block: Block) -> bool:
 
 
 def _at(spec: Spec, block: Block, places: set[tuple[str, bool]]) -> bool:
-    """Does this piece of a bias lie in one of these spaces, and in nothing else but their parents?"""
+    """Does this piece of a bias lie in one of these spaces, and in nothing else but their
+    parents?
+    """
     inner = [d for d in block.dims if d is not None and (d.space, d.star) in places]
     outer = {spec.spaces[d.space].over for d in inner}
-    return len(inner) == 1 and _is_bias(block) and all(d in inner or (d is not None and d.space in outer) for d in block.dims)
+    return (
+        len(inner) == 1
+        and _is_bias(block)
+        and all(d in inner or (d is not None and d.space in outer) for d in block.dims)
+    )
 
 
 def _has(spec: Spec, name: str, places: set[tuple[str, bool]]) -> bool:
     text = spec.tensors.get(name)
-    if text is None or len(ax.parse(text).terms) != 1 or not ax.spaces(text) & {s for s, _ in places}:
+    if (
+        text is None
+        or len(ax.parse(text).terms) != 1
+        or not ax.spaces(text) & {s for s, _ in places}
+    ):
         return False
     return any(_at(spec, block, places) for block in layout(spec, text, _shape(spec, text)))
 
@@ -134,7 +164,9 @@ def _shape(spec: Spec, text: str) -> tuple[int, ...]:
     return tuple(ax.size(term, spec.sizes) or 0 for term in ax.parse(text).terms)
 
 
-def _without(spec: Spec, name: str, make: Callable[[], Tensor], places: set[tuple[str, bool]]) -> Tensor:
+def _without(
+    spec: Spec, name: str, make: Callable[[], Tensor], places: set[tuple[str, bool]]
+) -> Tensor:
     """A bias with nothing in these places."""
     import torch
 
@@ -149,7 +181,11 @@ def _values_passed(spec: Spec, state: State, made: Thunks) -> Thunks:
     out = dict(made)
     for space in [s for s, about in spec.spaces.items() if about.constant == "passed"]:
         biases = [n for n in state if _has(spec, n, {(space, False)})]
-        readers = [n for n, text in spec.tensors.items() if n in state and len(ax.parse(text).terms) > 1 and space in _read(text)]
+        readers = [
+            n
+            for n, text in spec.tensors.items()
+            if n in state and len(ax.parse(text).terms) > 1 and space in _read(text)
+        ]
         takers = {n: _bias_of(n) for n in readers}
         if not biases or not all(taker in state for taker in takers.values()):
             continue  # nothing to move, or nowhere to
@@ -170,7 +206,9 @@ def _bias_of(weight: str) -> str:
     return f"{weight.removesuffix('weight')}bias"
 
 
-def _taken(spec: Spec, state: State, make: Callable[[], Tensor], reader: str, biases: list[str], space: str) -> Tensor:
+def _taken(
+    spec: Spec, state: State, make: Callable[[], Tensor], reader: str, biases: list[str], space: str
+) -> Tensor:
     """The reader's bias, with what the value biases come to."""
     import torch
 
@@ -183,7 +221,11 @@ def _taken(spec: Spec, state: State, make: Callable[[], Tensor], reader: str, bi
         for name in biases:
             for bias in blocks(spec, spec.tensors[name], in_work(state[name]).cpu().numpy()):
                 if _at(spec, bias, {(space, False)}):
-                    own = "".join(letters[weight.places(d.space)[0]] for d in bias.dims if d is not None)
-                    come = np.einsum(f"{''.join(letters.values())},{own}->{written}", weight.values, bias.values)
+                    own = "".join(
+                        letters[weight.places(d.space)[0]] for d in bias.dims if d is not None
+                    )
+                    come = np.einsum(
+                        f"{''.join(letters.values())},{own}->{written}", weight.values, bias.values
+                    )
                     total += come.reshape(total.shape).astype(total.dtype)
     return torch.from_numpy(total)

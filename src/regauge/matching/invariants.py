@@ -1,9 +1,11 @@
-"""What no choice of description changes: numbers of a model that every element of its group leaves alone.
+"""What no choice of description changes: numbers of a model that every element of its group leaves
+alone.
 
-A tensor on whose axes orthogonal members act keeps its singular values. A general linear member acts on two sides at once, so that the product of
-the two is kept: of each head the singular values of Q^T K and of O V, in any order of heads. A scaled neuron keeps the product of the norms of its
-two sides; a gain keeps its values, in any order. For orthogonal groups the distance of singular values is a bound: no description of one model is
-nearer to the other than that (Mirsky).
+A tensor on whose axes orthogonal members act keeps its singular values. A general linear member
+acts on two sides at once, so that the product of the two is kept: of each head the singular values
+of Q^T K and of O V, in any order of heads. A scaled neuron keeps the product of the norms of its
+two sides; a gain keeps its values, in any order. For orthogonal groups the distance of singular
+values is a bound: no description of one model is nearer to the other than that (Mirsky).
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from regauge.matching.costs import Costs
 
 
 def invariants(spec: Spec, state: State) -> dict[str, Floats]:
-    """By a tensor's name (and which of its blocks), or by the name of a space: numbers in an order that does not depend on the description."""
+    """By a tensor's name (and which of its blocks), or by the name of a space: numbers in an order
+    that does not depend on the description.
+    """
     costs = Costs(spec, state, state)
     out: dict[str, Floats] = {}
     sides: dict[str, tuple[list[Floats], list[Floats]]] = {}
@@ -29,15 +33,21 @@ def invariants(spec: Spec, state: State) -> dict[str, Floats]:
         for i, block in enumerate(costs.own(pattern)):
             mixed = [s for s in block.spaces if not _is_orthogonal(spec, s)]
             if not mixed:
-                out[f"{pattern}#{i}" if len(costs.layouts[pattern]) > 1 else pattern] = _spectrum(spec, block)
+                out[f"{pattern}#{i}" if len(costs.layouts[pattern]) > 1 else pattern] = _spectrum(
+                    spec, block
+                )
                 continue
-            for space in mixed if len(mixed) == 1 else ():  # beside another such space nothing is kept
+            for space in (
+                mixed if len(mixed) == 1 else ()
+            ):  # beside another such space nothing is kept
                 place, over = block.places(space)[0], spec.spaces[space].over
                 outer = block.places(over)[0] if over is not None else None
                 leaf = block.dims[place]
                 assert leaf is not None
                 if not leaf.bar:
-                    sides.setdefault(space, ([], []))[leaf.star].append(block.unfolded(outer, place))
+                    sides.setdefault(space, ([], []))[leaf.star].append(
+                        block.unfolded(outer, place)
+                    )
     for space, (plain, dual) in sides.items():
         if plain and dual:
             q, k = np.concatenate(plain, axis=2), np.concatenate(dual, axis=2)
@@ -47,12 +57,27 @@ def invariants(spec: Spec, state: State) -> dict[str, Floats]:
 
 def nonfinite(state: State) -> str | None:
     """The name of a tensor with NaN or Inf, which has no singular values, if there is one."""
-    return next((name for name, t in state.items() if t.is_floating_point() and not bool(t.isfinite().all())), None)
+    return next(
+        (
+            name
+            for name, t in state.items()
+            if t.is_floating_point() and not bool(t.isfinite().all())
+        ),
+        None,
+    )
 
 
-def invariant_distance(one: Mapping[str, Floats], other: Mapping[str, Floats]) -> dict[str, tuple[float, float]]:
-    """For each invariant that both have: the squared distance, and the squared norm of the other."""
-    return {n: (float(((one[n] - other[n]) ** 2).sum()), float((other[n] ** 2).sum())) for n in other if n in one and one[n].shape == other[n].shape}
+def invariant_distance(
+    one: Mapping[str, Floats], other: Mapping[str, Floats]
+) -> dict[str, tuple[float, float]]:
+    """For each invariant that both have: the squared distance, and the squared norm of the
+    other.
+    """
+    return {
+        n: (float(((one[n] - other[n]) ** 2).sum()), float((other[n] ** 2).sum()))
+        for n in other
+        if n in one and one[n].shape == other[n].shape
+    }
 
 
 def _is_orthogonal(spec: Spec, space: str) -> bool:
@@ -60,8 +85,12 @@ def _is_orthogonal(spec: Spec, space: str) -> bool:
 
 
 def _spectrum(spec: Spec, block: Block) -> Floats:
-    """Sorted values of gains and vectors; otherwise singular values, with a space and those that lie over it, or beside it, as one axis."""
-    orders = all(isinstance(spec.spaces[s].group, Permutation) for s in block.spaces)  # with signs, or without
+    """Sorted values of gains and vectors; otherwise singular values, with a space and those that
+    lie over it, or beside it, as one axis.
+    """
+    orders = all(
+        isinstance(spec.spaces[s].group, Permutation) for s in block.spaces
+    )  # with signs, or without
     if (block.values.ndim == 1 and orders) or any(d is not None and d.bar for d in block.dims):
         return np.sort(np.abs(np.asarray(block.values, np.float64)).reshape(-1))
     roots = [None if d is None else spec.spaces[d.space].over or d.space for d in block.dims]
@@ -70,7 +99,9 @@ def _spectrum(spec: Spec, block: Block) -> Floats:
     values = block.unfolded(*rows)
     matrix = np.asarray(values.reshape(-1, values.shape[-1]), np.float64)
     long = matrix.T if matrix.shape[0] < matrix.shape[1] else matrix
-    return np.asarray(np.linalg.svd(_r(long.T) if long.shape[0] > 2 * long.shape[1] else long, compute_uv=False))
+    return np.asarray(
+        np.linalg.svd(_r(long.T) if long.shape[0] > 2 * long.shape[1] else long, compute_uv=False)
+    )
 
 
 def _of_products(q: Floats, k: Floats, spec: Spec, space: str) -> Floats:
@@ -79,7 +110,10 @@ def _of_products(q: Floats, k: Floats, spec: Spec, space: str) -> Floats:
     if isinstance(group, GeneralLinear):
         each = [np.linalg.svd(_r(a) @ _r(b).T, compute_uv=False) for a, b in zip(q, k, strict=True)]
     elif isinstance(group, Scaling):
-        each = [np.sort(np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))[::-1] for a, b in zip(q, k, strict=True)]
+        each = [
+            np.sort(np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))[::-1]
+            for a, b in zip(q, k, strict=True)
+        ]
     else:
         assert isinstance(group, Rotary)
         from regauge.core.members import planes

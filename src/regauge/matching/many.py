@@ -1,7 +1,8 @@
 """More than two models: all of them next to one, or next to what they have in common.
 
-Paper 003's code takes the model nearest to the mean of the weights as the anchor, and matches every other to it. A common mean goes on from there:
-the mean of all, each in its place, is what the next round matches to.
+Paper 003's code takes the model nearest to the mean of the weights as the anchor, and matches every
+other to it. A common mean goes on from there: the mean of all, each in its place, is what the next
+round matches to.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Many:
-    """The element of each model, in their order. `anchor` is the one that stayed, or that the first round matched to; `spread` is the root of the
-    mean squared distance to the mean, before, and after each round."""
+    """The element of each model, in their order. `anchor` is the one that stayed, or that the first
+    round matched to; `spread` is the root of the mean squared distance to the mean, before, and
+    after each round.
+    """
 
     elements: tuple[Element, ...]
     anchor: int
@@ -32,17 +35,33 @@ class Many:
     spread: tuple[float, ...]
 
 
-def match_many(spec: Spec, states: Sequence[State], *, to: int | Literal["nearest", "mean"] = "nearest", rounds: int = 3, **options: Any) -> Many:
-    """Match k models: to one of them by its number, to the one nearest the mean, or to a common mean in some rounds. `options` are `match`'s."""
+def match_many(
+    spec: Spec,
+    states: Sequence[State],
+    *,
+    to: int | Literal["nearest", "mean"] = "nearest",
+    rounds: int = 3,
+    **options: Any,
+) -> Many:
+    """Match k models: to one of them by its number, to the one nearest the mean, or to a common
+    mean in some rounds. `options` are `match`'s.
+    """
     if len(states) < 2:
-        raise MatchError(f"matching needs at least two models, and here {'is one' if states else 'are none'}")
+        raise MatchError(
+            f"matching needs at least two models, and here {'is one' if states else 'are none'}"
+        )
     if not isinstance(to, int) and to not in ("nearest", "mean"):
-        raise MatchError(f'there is no "{to}" to match to', hint='give the number of a model, "nearest" or "mean"')
+        raise MatchError(
+            f'there is no "{to}" to match to',
+            hint='give the number of a model, "nearest" or "mean"',
+        )
     for i, state in enumerate(states[1:], 1):
         _require_alike(states[0], state, i)
     anchor = to if isinstance(to, int) else nearest_to_mean(states)
     if not 0 <= anchor < len(states):
-        raise MatchError(f"there is no model {anchor}", hint=f"models are counted from 0 to {len(states) - 1}")
+        raise MatchError(
+            f"there is no model {anchor}", hint=f"models are counted from 0 to {len(states) - 1}"
+        )
     elements = [identity(spec) for _ in states]
     spreads = [_spread(states)]
     matches: list[Match | None] = [None] * len(states)
@@ -65,7 +84,9 @@ def match_many(spec: Spec, states: Sequence[State], *, to: int | Literal["neares
 
 
 def nearest_to_mean(states: Sequence[State]) -> int:
-    """The model whose tensors lie nearest to their mean, by the sum of their distances (as paper 003's code has it)."""
+    """The model whose tensors lie nearest to their mean, by the sum of their distances (as paper
+    003's code has it).
+    """
     middle = mean(states)
     away = [0.0] * len(states)
     for name in _floating(states[0]):
@@ -101,10 +122,16 @@ def _mean_of(states: Sequence[State], name: str) -> torch.Tensor:
 def _require_alike(first: State, other: State, number: int) -> None:
     for name in first:
         if name not in other:
-            raise MatchError(f'model {number} has no "{name}", which model 0 has', hint="give models of one class and one config")
+            raise MatchError(
+                f'model {number} has no "{name}", which model 0 has',
+                hint="give models of one class and one config",
+            )
         here, there = (list(state[name].shape) for state in (first, other))
         if here != there:
-            raise MatchError(f'"{name}" is {here} in model 0 and {there} in model {number}', hint="give models of one class and one config")
+            raise MatchError(
+                f'"{name}" is {here} in model 0 and {there} in model {number}',
+                hint="give models of one class and one config",
+            )
 
 
 def _floating(state: State) -> list[str]:
@@ -115,5 +142,7 @@ def _spread(states: Sequence[State]) -> float:
     middle, total = mean(states), 0.0
     for name in _floating(states[0]):
         there = middle[name]
-        total += sum(float((state[name].to(there.dtype) - there).square().sum()) for state in states)
+        total += sum(
+            float((state[name].to(there.dtype) - there).square().sum()) for state in states
+        )
     return float((total / len(states)) ** 0.5)

@@ -1,17 +1,22 @@
-"""Refinement: a few learned steps that move an element, and nothing else, towards a path without a barrier.
+"""Refinement: a few learned steps that move an element, and nothing else, towards a path without a
+barrier.
 
-The closed forms bring weights together; what is wanted is a low loss between the models. So the mean loss of
+The closed forms bring weights together; what is wanted is a low loss between the models. So the
+mean loss of
 
     theta_t = (1 - t) (g . A) + t (h . B)
 
-over mini-batches and over t is made smaller in g (and in h, with `both`), by Adam in the tangent space of the group (tangents.py). g and h stay
-elements of the spec's groups at every step: each end keeps its architecture and its function.
+over mini-batches and over t is made smaller in g (and in h, with `both`), by Adam in the tangent
+space of the group (tangents.py). g and h stay elements of the spec's groups at every step: each end
+keeps its architecture and its function.
 
-What is learnt from is the caller's choice: a loss with labels; without one, the divergence from the ends' own predictions, mixed as the weights are
-(no labels); on text that the two models write themselves (`recording.written`) not even data.
+What is learnt from is the caller's choice: a loss with labels; without one, the divergence from the
+ends' own predictions, mixed as the weights are (no labels); on text that the two models write
+themselves (`recording.written`) not even data.
 
-On moving both ends. The action is linear, so h^-1 takes the path from g.A to h.B to the path from (h^-1 g).A to B, point by point, and the function
-is the same all along: moving both reaches no path that moving one does not. It is there for those who want the ends to meet halfway.
+On moving both ends. The action is linear, so h^-1 takes the path from g.A to h.B to the path from
+(h^-1 g).A to B, point by point, and the function is the same all along: moving both reaches no path
+that moving one does not. It is there for those who want the ends to meet halfway.
 """
 
 from __future__ import annotations
@@ -48,7 +53,9 @@ Loss = Callable[[Run, Batch], Tensor]
 
 @dataclass(frozen=True)
 class Rates:
-    """The size of a step in each kind of group: radians, logarithms of scales, and votes for a new assignment (0 keeps what it was)."""
+    """The size of a step in each kind of group: radians, logarithms of scales, and votes for a new
+    assignment (0 keeps what it was).
+    """
 
     rotation: float = 3e-3
     linear: float = 1e-2
@@ -70,7 +77,9 @@ class Rates:
 
 @dataclass(frozen=True)
 class Mark:
-    """One look at the held-out part: after how many steps, the mean training loss since the last look, and the loss there."""
+    """One look at the held-out part: after how many steps, the mean training loss since the last
+    look, and the loss there.
+    """
 
     step: int
     trained: float
@@ -79,7 +88,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class Refined:
-    """The elements of both ends (h is the identity unless both move), and the losses on the held-out part. `loss` is never above `start`."""
+    """The elements of both ends (h is the identity unless both move), and the losses on the
+    held-out part. `loss` is never above `start`.
+    """
 
     g: Element
     h: Element
@@ -114,12 +125,15 @@ def refine(
     seed: int = 0,
     progress: Callable[[Mark], None] | None = None,
 ) -> Refined:
-    """Improve the element g that moves A next to B (and h, that moves B, with `both`) by `steps` steps of learning.
+    """Improve the element g that moves A next to B (and h, that moves B, with `both`) by `steps`
+    steps of learning.
 
-    `model` is a live module of the family: only its forward pass is used, with weights of the path; it is not changed. `loss(run, batch)` calls
-    `run` as it would call the model. Without a loss the ends teach: the divergence of the mixed model's predictions from theirs. `between` is
-    where t is drawn from. `held` is a share of the batches (spread over them) or other batches: there the loss is looked at every `every` steps, and
-    the best element is what comes back, the start if nothing was better. `spaces` restricts what moves. The same seed gives the same result.
+    `model` is a live module of the family: only its forward pass is used, with weights of the path;
+    it is not changed. `loss(run, batch)` calls `run` as it would call the model. Without a loss the
+    ends teach: the divergence of the mixed model's predictions from theirs. `between` is where t is
+    drawn from. `held` is a share of the batches (spread over them) or other batches: there the loss
+    is looked at every `every` steps, and the best element is what comes back, the start if nothing
+    was better. `spaces` restricts what moves. The same seed gives the same result.
     """
     began = time.perf_counter()
     h = identity(spec) if h is None else h
@@ -130,12 +144,18 @@ def refine(
     g, h = g.to(spec), h.to(spec)  # the spec of a file may name tensors otherwise
     chosen = set(spec.spaces) if spaces is None else match_spaces(spec, spaces)
     rates = rates or Rates()
-    ends = [_End(spec, g, path.a, chosen, rates), _End(spec, h, path.b, chosen if both else set(), rates)]
+    ends = [
+        _End(spec, g, path.a, chosen, rates),
+        _End(spec, h, path.b, chosen if both else set(), rates),
+    ]
     rng = np.random.default_rng(seed)
     with _still(model):
         best = path.held(ends, test)
         if not np.isfinite(best):
-            raise MatchError("the loss between the models is not finite at the start", hint="look at the batches and at both models' own losses")
+            raise MatchError(
+                "the loss between the models is not finite at the start",
+                hint="look at the batches and at both models' own losses",
+            )
         marks, kept, reached = [Mark(0, best, best)], (g, h), 0
         order = _order(rng, len(train))
         since: list[float] = []
@@ -158,11 +178,15 @@ def refine(
                     best, kept, reached = mark.held, (ends[0].element, ends[1].element), step
     for one in kept:
         one.require()
-    return Refined(kept[0], kept[1], marks[0].held, best, reached, tuple(marks), time.perf_counter() - began)
+    return Refined(
+        kept[0], kept[1], marks[0].held, best, reached, tuple(marks), time.perf_counter() - began
+    )
 
 
 def at(model: torch.nn.Module, state: Mapping[str, Tensor]) -> Run:
-    """The model with other weights, to be called as the model is. Weights that it ties are taken as they are given, each under its own name."""
+    """The model with other weights, to be called as the model is. Weights that it ties are taken as
+    they are given, each under its own name.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return torch.func.functional_call(model, dict(state), args, kwargs, tie_weights=False)
@@ -173,53 +197,89 @@ def at(model: torch.nn.Module, state: Mapping[str, Tensor]) -> Run:
 class _Path:
     """The straight line between two moved models, and the loss on it."""
 
-    def __init__(self, spec: Spec, a: State, b: State, model: torch.nn.Module, loss: Loss | None, between: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        a: State,
+        b: State,
+        model: torch.nn.Module,
+        loss: Loss | None,
+        between: tuple[float, float],
+    ) -> None:
         low, high = between
         if not 0 <= low <= high <= 1:
-            raise MatchError(f"t cannot be drawn between {low} and {high}", hint="0 <= low <= high <= 1")
+            raise MatchError(
+                f"t cannot be drawn between {low} and {high}", hint="0 <= low <= high <= 1"
+            )
         self.spec, self.model, self.loss = spec, model, loss
-        self.taught: dict[int, list[dict[str, Tensor]]] = {}  # by the identity of batches, which the caller's list keeps alive
+        self.taught: dict[
+            int, list[dict[str, Tensor]]
+        ] = {}  # by the identity of batches, which the caller's list keeps alive
         self.room = ROOM
-        self.points = (0.5 * (low + high),) if high - low <= 0.25 else tuple(low + (high - low) * f for f in (0.25, 0.5, 0.75))
-        self.a, self.b = (_floats(spec, state, model, which) for state, which in ((a, "A"), (b, "B")))
-        known = {*dict(model.named_parameters(remove_duplicate=False)), *dict(model.named_buffers(remove_duplicate=False))}
+        self.points = (
+            (0.5 * (low + high),)
+            if high - low <= 0.25
+            else tuple(low + (high - low) * f for f in (0.25, 0.5, 0.75))
+        )
+        self.a, self.b = (
+            _floats(spec, state, model, which) for state, which in ((a, "A"), (b, "B"))
+        )
+        known = {
+            *dict(model.named_parameters(remove_duplicate=False)),
+            *dict(model.named_buffers(remove_duplicate=False)),
+        }
         missing = next((n for n in self.a if n not in known), None)
         if missing is not None:
             raise SpecError(
-                f'the module has no "{missing}", which the spec "{spec.family}" speaks of', hint="give a module of the class that the spec is of"
+                f'the module has no "{missing}", which the spec "{spec.family}" speaks of',
+                hint="give a module of the class that the spec is of",
             )
         if loss is None and spec.visible:
             raise SpecError(
-                f"the outputs of this {spec.family} live in {', '.join(sorted(spec.visible))}, which moves: the ends cannot be averaged as teachers",
+                f"the outputs of this {spec.family} live in {', '.join(sorted(spec.visible))}, "
+                "which moves: the ends cannot be averaged as teachers",
                 hint="give a loss of your own",
             )
 
     def value(self, batch: Batch, t: float, mixed: Mapping[str, Tensor]) -> Tensor:
         if self.loss is not None:
             return self.loss(at(self.model, mixed), batch)
-        return _divergence(_predictions(self.spec, at(self.model, mixed), batch), self._teachers(batch), t, batch)
+        return _divergence(
+            _predictions(self.spec, at(self.model, mixed), batch), self._teachers(batch), t, batch
+        )
 
     def _teachers(self, batch: Batch) -> list[dict[str, Tensor]]:
-        """What the ends say of a batch. They keep their functions, so this is computed once, as long as there is room to keep it."""
+        """What the ends say of a batch. They keep their functions, so this is computed once, as
+        long as there is room to keep it.
+        """
         if id(batch) in self.taught:
             return self.taught[id(batch)]
         with torch.no_grad():
-            found = [_predictions(self.spec, at(self.model, state), batch) for state in (self.a, self.b)]
+            found = [
+                _predictions(self.spec, at(self.model, state), batch) for state in (self.a, self.b)
+            ]
         size = sum(v.numel() * v.element_size() for one in found for v in one.values())
         if size <= self.room:
             self.room -= size
             self.taught[id(batch)] = found
         return found
 
-    def gradient(self, ends: Sequence[_End], batch: Batch, t: float) -> tuple[float, dict[str, Tensor]]:
+    def gradient(
+        self, ends: Sequence[_End], batch: Batch, t: float
+    ) -> tuple[float, dict[str, Tensor]]:
         """The loss of one batch at t, and its gradient with respect to theta_t."""
         first, second = ends[0].moved, ends[1].moved
-        mixed = {n: torch.lerp(w, second[n], t).requires_grad_(w.is_floating_point()) for n, w in first.items()}
+        mixed = {
+            n: torch.lerp(w, second[n], t).requires_grad_(w.is_floating_point())
+            for n, w in first.items()
+        }
         with torch.enable_grad():
             value = self.value(batch, t, mixed)
         names = list(mixed)
         grads = torch.autograd.grad(value, [mixed[n] for n in names], allow_unused=True)
-        return float(value.detach()), {n: grad for n, grad in zip(names, grads, strict=True) if grad is not None}
+        return float(value.detach()), {
+            n: grad for n, grad in zip(names, grads, strict=True) if grad is not None
+        }
 
     def held(self, ends: Sequence[_End], batches: Sequence[Batch]) -> float:
         first, second = ends[0].moved, ends[1].moved
@@ -232,11 +292,19 @@ class _Path:
 
 
 class _End:
-    """One end of the path: its state, the element that moves it, and what the optimizer remembers."""
+    """One end of the path: its state, the element that moves it, and what the optimizer
+    remembers.
+    """
 
-    def __init__(self, spec: Spec, element: Element, state: dict[str, Tensor], spaces: set[str], rates: Rates) -> None:
+    def __init__(
+        self, spec: Spec, element: Element, state: dict[str, Tensor], spaces: set[str], rates: Rates
+    ) -> None:
         self.spec, self.element, self.state, self.rates = spec, element, state, rates
-        self.spaces = {n for n in spaces if spec.spaces[n].size > 1 or isinstance(spec.spaces[n].group, Scaling | GeneralLinear)}
+        self.spaces = {
+            n
+            for n in spaces
+            if spec.spaces[n].size > 1 or isinstance(spec.spaces[n].group, Scaling | GeneralLinear)
+        }
         self.adam: dict[str, _Adam] = {n: _Adam() for n in self.spaces}
         self.ballots = {n: _Ballot(spec.spaces[n].group) for n in self.spaces}
         self.moved = self._move()
@@ -249,7 +317,9 @@ class _End:
         return out
 
     def learn(self, grads: Mapping[str, Tensor], share: float, slowing: float) -> None:
-        """One step down the slope, in every space at once. `share` is that of this end in the mixture that the gradients are of."""
+        """One step down the slope, in every space at once. `share` is that of this end in the
+        mixture that the gradients are of.
+        """
         if not self.spaces:
             return
         found = tangents.sides(self.spec, self.moved, grads, self.spaces)
@@ -260,7 +330,12 @@ class _End:
                 if member is not None:
                     members[name] = member
         after = Element(self.spec, members) @ self.element
-        strained = {n for n in members if not (group := self.spec.spaces[n].group).is_orthogonal and group.fault(after.members[n])}
+        strained = {
+            n
+            for n in members
+            if not (group := self.spec.spaces[n].group).is_orthogonal
+            and group.fault(after.members[n])
+        }
         if strained:  # at the limit of what a member may stretch: these stay where they are
             members = {n: m for n, m in members.items() if n not in strained}
             after = Element(self.spec, members) @ self.element
@@ -278,10 +353,16 @@ class _End:
         slope = tangents.slope(group, side)
         member: Member | None = None
         if slope is not None:
-            x = -slowing * self.rates.of(group) * tangents.within(group, self.adam[name].direction(share * slope))
+            x = (
+                -slowing
+                * self.rates.of(group)
+                * tangents.within(group, self.adam[name].direction(share * slope))
+            )
             member = tangents.small(group, x)
         if self.rates.assignment:
-            elected = self.ballots[name].vote(tangents.votes(group, side), slowing * self.rates.assignment)
+            elected = self.ballots[name].vote(
+                tangents.votes(group, side), slowing * self.rates.assignment
+            )
             if elected is not None:
                 member = elected if member is None else elected.after(member)
         return member
@@ -298,7 +379,9 @@ class _Adam:
     def direction(self, slope: Array) -> Array:
         (b1, b2), self.steps = self.betas, self.steps + 1
         self.mean = (1 - b1) * slope + (0 if self.mean is None else b1 * self.mean)
-        self.square = (1 - b2) * np.abs(slope) ** 2 + (0 if self.square is None else b2 * self.square)
+        self.square = (1 - b2) * np.abs(slope) ** 2 + (
+            0 if self.square is None else b2 * self.square
+        )
         size = np.sqrt(self.square / (1 - b2**self.steps))
         return np.asarray(self.mean / (1 - b1**self.steps) / (size + 1e-8 * size.max() + 1e-30))
 
@@ -309,10 +392,12 @@ class _Adam:
 
 
 class _Ballot:
-    """A straight-through assignment: a score for everyone at every place, of which the best assignment is what is used.
+    """A straight-through assignment: a score for everyone at every place, of which the best
+    assignment is what is used.
 
-    At first the scores say how alike those who stand there are to each other, so that all stay. The slope of the loss is then taken off at every
-    step, as if the weights that are wanted at a place could be learnt freely; whoever is most like them gets it.
+    At first the scores say how alike those who stand there are to each other, so that all stay. The
+    slope of the loss is then taken off at every step, as if the weights that are wanted at a place
+    could be learnt freely; whoever is most like them gets it.
     """
 
     def __init__(self, group: Group) -> None:
@@ -327,7 +412,11 @@ class _Ballot:
         if isinstance(self.group, PlaneSigns):
             signs = np.where(scores < 0, -1.0, 1.0)
             self.scores = np.abs(scores)
-            return None if (signs > 0).all() else Planes(signs.astype(np.complex128), self.group.layout)
+            return (
+                None
+                if (signs > 0).all()
+                else Planes(signs.astype(np.complex128), self.group.layout)
+            )
         height = np.abs(scores) if self.signs else scores
         self.scores = scores
         if (np.einsum("kii->ki", scores) >= height.max(2)).all():
@@ -348,19 +437,26 @@ class _Ballot:
 
 def _require_element(g: Element, spec: Spec) -> None:
     if g.spec.spaces.keys() != spec.spaces.keys() or g.spec.sizes != spec.sizes:
-        raise ElementError("the element to start from belongs to another model", hint="match the two models with this spec first")
+        raise ElementError(
+            "the element to start from belongs to another model",
+            hint="match the two models with this spec first",
+        )
     Element(spec, g.members).require()
 
 
 def _floats(spec: Spec, state: State, model: torch.nn.Module, which: str) -> dict[str, Tensor]:
-    """A state as the path needs it: every tensor of the spec, tied ones under both names, in float32 or better; finite."""
+    """A state as the path needs it: every tensor of the spec, tied ones under both names, in
+    float32 or better; finite.
+    """
     full = dict(state)
     for alias, target in spec.ties.items():
         if alias in full or target in full:
             full.setdefault(alias, full.get(target))  # type: ignore[arg-type]
             full.setdefault(target, full[alias])
     require(
-        check(spec, full), f'model {which} does not fit the spec "{spec.family}"', hint="both models must be of the spec's class, folded if it is"
+        check(spec, full),
+        f'model {which} does not fit the spec "{spec.family}"',
+        hint="both models must be of the spec's class, folded if it is",
     )
     wide = next((p.dtype for p in model.parameters() if p.dtype == torch.float64), torch.float32)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -368,24 +464,36 @@ def _floats(spec: Spec, state: State, model: torch.nn.Module, which: str) -> dic
     broken = [n for n, w in out.items() if not bool(torch.isfinite(w).all())]
     if broken:
         raise MatchError(
-            f'model {which} has numbers that are not finite in "{broken[0]}" ({len(broken)} such tensors)', hint="restore the checkpoint"
+            f'model {which} has numbers that are not finite in "{broken[0]}" ({len(broken)} '
+            "such tensors)",
+            hint="restore the checkpoint",
         )
     return out
 
 
-def _parted(batches: Sequence[Batch], held: float | Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
+def _parted(
+    batches: Sequence[Batch], held: float | Sequence[Batch]
+) -> tuple[list[Batch], list[Batch]]:
     """What is learnt from, and what is looked at. A single batch must do for both."""
     train = list(batches)
     if not train:
-        raise MatchError("there are no batches to refine on", hint="give some, or recording.written(...): text that the models write themselves")
+        raise MatchError(
+            "there are no batches to refine on",
+            hint="give some, or recording.written(...): text that the models write themselves",
+        )
     if not isinstance(held, int | float):
         return train, list(held) or train
     if not 0 <= held < 1:
-        raise MatchError(f"a share of {held} of the batches cannot be held out", hint="0 <= held < 1, or other batches")
+        raise MatchError(
+            f"a share of {held} of the batches cannot be held out",
+            hint="0 <= held < 1, or other batches",
+        )
     n = max(1, round(held * len(train))) if held else 0
     if not 0 < n < len(train):
         return train, train
-    apart = set(np.linspace(0, len(train) - 1, n + 2).round().astype(int)[1:-1].tolist())  # spread: each model may have written its own half
+    apart = set(
+        np.linspace(0, len(train) - 1, n + 2).round().astype(int)[1:-1].tolist()
+    )  # spread: each model may have written its own half
     return [b for i, b in enumerate(train) if i not in apart], [train[i] for i in sorted(apart)]
 
 
@@ -396,7 +504,9 @@ def _order(rng: np.random.Generator, n: int) -> Iterator[int]:
 
 @contextmanager
 def _still(model: torch.nn.Module) -> Iterator[None]:
-    """The model without dropout, for as long as it is used; its parameters take no part in any gradient."""
+    """The model without dropout, for as long as it is used; its parameters take no part in any
+    gradient.
+    """
     training = {m: m.training for m in model.modules()}
     model.eval()
     try:
@@ -413,12 +523,18 @@ def _predictions(spec: Spec, run: Run, batch: Batch) -> dict[str, Tensor]:
     found = {n: v for n, v in named.items() if n in spec.outputs} if spec.outputs else named
     found = {n: v for n, v in found.items() if isinstance(v, Tensor) and v.is_floating_point()}
     if not found:
-        raise SpecError(f"the model returns none of {', '.join(spec.outputs)}", hint="give a loss of your own")
+        raise SpecError(
+            f"the model returns none of {', '.join(spec.outputs)}", hint="give a loss of your own"
+        )
     return found
 
 
-def _divergence(student: Mapping[str, Tensor], teachers: Sequence[Mapping[str, Tensor]], t: float, batch: Batch) -> Tensor:
-    """Of scores (logits): the mean divergence of the student's distribution from the teachers', mixed by t. Of anything else: the mean square."""
+def _divergence(
+    student: Mapping[str, Tensor], teachers: Sequence[Mapping[str, Tensor]], t: float, batch: Batch
+) -> Tensor:
+    """Of scores (logits): the mean divergence of the student's distribution from the teachers',
+    mixed by t. Of anything else: the mean square.
+    """
     total = torch.zeros(())
     for name, out in student.items():
         first, second = (teacher[name] for teacher in teachers)

@@ -1,9 +1,11 @@
 """The search: one member after the other, over the spec, from what is known to what is not.
 
-A space can be fitted once everything else on some of its tensors is known. The residual stream begins (embedding, positions and head have axes on
-which nothing acts), heads follow by what is free of the basis inside them, then the insides of heads and the neurons. Which space comes next is not
-written down for any family: it is the one with the most evidence, and evidence is counted from the axes strings. After that first pass every space
-is fitted again from all of its tensors, in turn, as long as it helps.
+A space can be fitted once everything else on some of its tensors is known. The residual stream
+begins (embedding, positions and head have axes on which nothing acts), heads follow by what is free
+of the basis inside them, then the insides of heads and the neurons. Which space comes next is not
+written down for any family: it is the one with the most evidence, and evidence is counted from the
+axes strings. After that first pass every space is fitted again from all of its tensors, in turn, as
+long as it helps.
 """
 
 from __future__ import annotations
@@ -28,12 +30,16 @@ from regauge.matching.blocks import Block
 from regauge.matching.closed_forms import overlap, plane_overlap, rescaling, rows_overlap, two_level
 from regauge.matching.costs import Costs, MatchError
 
-ENOUGH = 2  # rows of tables for each coordinate of a space, from which on they alone say where it is
+ENOUGH = (
+    2  # rows of tables for each coordinate of a space, from which on they alone say where it is
+)
 
 
 @dataclass
 class Search:
-    """Members found so far, as an element that moves a next to b. `groups` are the spaces that take part, and how far each may go."""
+    """Members found so far, as an element that moves a next to b. `groups` are the spaces that take
+    part, and how far each may go.
+    """
 
     costs: Costs
     groups: Mapping[str, Group]
@@ -47,11 +53,15 @@ class Search:
 
     def __post_init__(self) -> None:
         self.spec = self.costs.spec
-        self.groups = {s: group for s, group in self.groups.items() if not isinstance(group, Trivial)}
+        self.groups = {
+            s: group for s, group in self.groups.items() if not isinstance(group, Trivial)
+        }
         self.known |= {s for s in self.spec.spaces if s not in self.groups}
 
     def first_pass(self, wanted: Iterable[str] | None = None) -> list[str]:
-        """Find every wanted space from the evidence there is, best first; the order in which they were found."""
+        """Find every wanted space from the evidence there is, best first; the order in which they
+        were found.
+        """
         open_ = [s for s in (self.groups if wanted is None else wanted) if s not in self.known]
         order: list[str] = []
         while open_:
@@ -70,17 +80,30 @@ class Search:
         return order
 
     def sweep(self, order: Iterable[str]) -> None:
-        """Fit every space once more, each from all of its tensors; unless `nearest`, what tables determine stays."""
+        """Fit every space once more, each from all of its tensors; unless `nearest`, what tables
+        determine stays.
+        """
         order = list(order)
         inside = {s for unit in self.units for s in unit}
-        self._fit_again([s for s in order if s not in inside and (self.nearest or not self.is_anchored(s))])
+        self._fit_again(
+            [s for s in order if s not in inside and (self.nearest or not self.is_anchored(s))]
+        )
         if self.units:
-            self._each_unit([(self, [s for s in order if s in unit], False) for unit in map(set, self.units)])
+            self._each_unit(
+                [(self, [s for s in order if s in unit], False) for unit in map(set, self.units)]
+            )
 
     def is_anchored(self, space: str) -> bool:
-        """Is a space more than determined by tables: tensors on which nothing else acts, with twice as many rows as it has coordinates?"""
+        """Is a space more than determined by tables: tensors on which nothing else acts, with twice
+        as many rows as it has coordinates?
+        """
         size = self.spec.spaces[space].size
-        alone = (b for p in self.costs.where(space) for b in self.costs.layouts[p] if b.spaces == {space} and len(b.places(space)) == 1)
+        alone = (
+            b
+            for p in self.costs.where(space)
+            for b in self.costs.layouts[p]
+            if b.spaces == {space} and len(b.places(space)) == 1
+        )
         return sum(b.values.size // size for b in alone) >= ENOUGH * size
 
     def _fit_again(self, spaces: Iterable[str]) -> None:
@@ -90,7 +113,9 @@ class Search:
                 done.update(self.resolve(space, everything=True))
 
     def _each_unit(self, tasks: list[tuple[Search, list[str], bool]]) -> list[str]:
-        """Units have no tensor in common but through what is known: each is searched on its own, in another process if there are some."""
+        """Units have no tensor in common but through what is known: each is searched on its own, in
+        another process if there are some.
+        """
         order: list[str] = []
         try:
             for found, members in self.pool.map(_solve, tasks) if self.pool else map(_solve, tasks):
@@ -101,7 +126,8 @@ class Search:
                     self.saved(self)
         except BrokenProcessPool as error:
             raise MatchError(
-                "a worker was ended from outside, most likely because memory ran out", hint="use fewer workers; --resume keeps what was found"
+                "a worker was ended from outside, most likely because memory ran out",
+                hint="use fewer workers; --resume keeps what was found",
             ) from error
         return order
 
@@ -132,8 +158,10 @@ class Search:
         return {**self.__dict__, "pool": None, "saved": None}
 
     def evidence(self, space: str) -> float:
-        """How well a space could be found now. For permutations n ln-independent features N count as N / ln n: the square of the noise that an
-        assignment bears. A dense member needs as many features as coordinates."""
+        """How well a space could be found now. For permutations n ln-independent features N count
+        as N / ln n: the square of the noise that an assignment bears. A dense member needs as many
+        features as coordinates.
+        """
         size, over = self.spec.spaces[space].size, self.spec.spaces[space].over
         if over is not None and over not in self.known:
             return 0.0
@@ -145,7 +173,9 @@ class Search:
                 if space not in block.spaces or not self._usable(block, space):
                     continue
                 inside = self._contracted(block, space)
-                features = block.values.size / (size * math.prod(self.spec.spaces[c].size for c in inside))
+                features = block.values.size / (
+                    size * math.prod(self.spec.spaces[c].size for c in inside)
+                )
                 if not inside:
                     direct += features / (self.spec.count(space))
                 for child in inside:
@@ -153,18 +183,40 @@ class Search:
                     star = any(d is not None and d.space == child and d.star for d in block.dims)
                     sides[child] = (plain, dual + features) if star else (plain + features, dual)
         total = direct + sum(p * d for p, d in sides.values())
-        return total / size if isinstance(self.groups[space], Orthogonal) else total / math.log(size + 1)
+        return (
+            total / size
+            if isinstance(self.groups[space], Orthogonal)
+            else total / math.log(size + 1)
+        )
 
     def _fit_factors(self, unknown: Iterable[str]) -> list[str]:
-        """Of two orders that only occur together (groups of channels, and the channels of every group), the one that is assigned with the best of the
-        other for each pair of its places: the other has evidence then."""
-        alone = [s for s in unknown if self.spec.spaces[s].over is None and isinstance(self.groups[s], Permutation) and not self.spec.children(s)]
+        """Of two orders that only occur together (groups of channels, and the channels of every
+        group), the one that is assigned with the best of the other for each pair of its places: the
+        other has evidence then.
+        """
+        alone = [
+            s
+            for s in unknown
+            if self.spec.spaces[s].over is None
+            and isinstance(self.groups[s], Permutation)
+            and not self.spec.children(s)
+        ]
         for outer, inner in permutations(alone, 2):
             scores: list[Floats] = []
-            for y, x in self.costs.each(outer, self.g, partial(self._holds_just, {outer, inner}), True):
+            for y, x in self.costs.each(
+                outer, self.g, partial(self._holds_just, {outer, inner}), True
+            ):
                 if len(y.places(outer)) == len(y.places(inner)) == 1:
                     at = y.places(outer)[0], y.places(inner)[0]
-                    scores.append(np.einsum("abf,cdf->abcd", y.unfolded(*at), x.unfolded(*at), dtype=np.float64, optimize=True))
+                    scores.append(
+                        np.einsum(
+                            "abf,cdf->abcd",
+                            y.unfolded(*at),
+                            x.unfolded(*at),
+                            dtype=np.float64,
+                            optimize=True,
+                        )
+                    )
             if scores:
                 index, _ = two_level(np.sum(scores, 0))
                 self.g = Element(self.spec, {outer: Monomial(index[None])}) @ self.g
@@ -175,11 +227,21 @@ class Search:
         return block.spaces - self.known == unknown
 
     def resolve(self, space: str, *, everything: bool = False) -> list[str]:
-        """Fit one space (and what is assigned together with it) and go on from there; the spaces that were fitted."""
-        found = self._fit_parent(space, everything) if self.spec.children(space) else self._fit(space, everything)
+        """Fit one space (and what is assigned together with it) and go on from there; the spaces
+        that were fitted.
+        """
+        found = (
+            self._fit_parent(space, everything)
+            if self.spec.children(space)
+            else self._fit(space, everything)
+        )
         if found:
             self.g = Element(self.spec, found) @ self.g
-        if self.rescale and isinstance(self.spec.spaces[space].group, GeneralLinear) and isinstance(self.groups[space], Orthogonal):
+        if (
+            self.rescale
+            and isinstance(self.spec.spaces[space].group, GeneralLinear)
+            and isinstance(self.groups[space], Orthogonal)
+        ):
             self.rescaled(space)
         return [space, *(s for s in found if s != space)]
 
@@ -192,15 +254,25 @@ class Search:
 
     def _contracted(self, block: Block, space: str) -> list[str]:
         """The children of a space on a block whose own basis is not known and must not matter."""
-        return [c for c in self.spec.children(space) if c in block.spaces and c in self.groups and not self._is_inner(c)]
+        return [
+            c
+            for c in self.spec.children(space)
+            if c in block.spaces and c in self.groups and not self._is_inner(c)
+        ]
 
     def _is_inner(self, space: str) -> bool:
-        """Is this space an index inside another one's members (the queries of a key-value head), to be assigned together with them?"""
+        """Is this space an index inside another one's members (the queries of a key-value head), to
+        be assigned together with them?
+        """
         over = self.spec.spaces[space].over
         if over is None or not isinstance(self.spec.spaces[space].group, Permutation | Trivial):
             return False
         siblings = [s for s in self.spec.children(over) if s != space]
-        return any(space in b.spaces and any(s in b.spaces for s in siblings) for p in self.costs.where(space) for b in self.costs.layouts[p])
+        return any(
+            space in b.spaces and any(s in b.spaces for s in siblings)
+            for p in self.costs.where(space)
+            for b in self.costs.layouts[p]
+        )
 
     def _fit(self, space: str, everything: bool) -> dict[str, Member]:
         group, over = self.groups[space], self.spec.spaces[space].over
@@ -208,47 +280,62 @@ class Search:
             return self._fit_parent(over, everything, fixed=True) if over is not None else {}
         sides: dict[str, list[Pair]] = {}
         totals: dict[str, Floats] = {}
-        for y, x in self.costs.each(space, self.g, lambda b: self._usable(b, space, everything), not everything):
+        for y, x in self.costs.each(
+            space, self.g, lambda b: self._usable(b, space, everything), not everything
+        ):
             for place in y.places(space):
                 leaf = y.dims[place]
                 assert leaf is not None
                 outer = y.places(over)[0] if over is not None else None
                 pair = (y.unfolded(outer, place), x.unfolded(outer, place))
                 side = "bar" if leaf.bar else "dual" if leaf.star else "plain"
-                if group.is_orthogonal:  # only the sum of y x^T counts, and the star changes nothing: no need to keep the whole model
+                # only the sum of y x^T counts, and the star changes nothing: no need to keep the
+                # whole model
+                if group.is_orthogonal:
                     side = "plain" if side == "dual" else side
                     totals[side] = correlation(pair, total=totals.get(side))
                 else:
-                    sides.setdefault(side, []).append((pair[0].astype(np.float64), pair[1].astype(np.float64)))
+                    sides.setdefault(side, []).append(
+                        (pair[0].astype(np.float64), pair[1].astype(np.float64))
+                    )
         joined = {side: _joined(pairs) for side, pairs in sides.items()}
         joined |= {side: summed(total) for side, total in totals.items()}
         return {space: group.fit(**joined)} if joined else {}
 
     def rescaled(self, space: str) -> None:
-        """One factor for each rotation of a general linear space, after it was found (paper 003)."""
+        """One factor for each rotation of a general linear space, after it was found (paper
+        003).
+        """
         over = self.spec.spaces[space].over
         sides: dict[bool, list[Pair]] = {False: [], True: []}
         for y, x in self.costs.each(space, self.g, lambda b: self._usable(b, space)):
             place = y.places(space)[0]
             outer = y.places(over)[0] if over is not None else None
             leaf = y.dims[place]
-            sides[leaf is not None and leaf.star].append((y.unfolded(outer, place), x.unfolded(outer, place)))
+            sides[leaf is not None and leaf.star].append(
+                (y.unfolded(outer, place), x.unfolded(outer, place))
+            )
         if sides[False] and sides[True]:
             (q1, q2), (k1, k2) = _joined(sides[False]), _joined(sides[True])
             factors = np.array([rescaling(*one) for one in zip(q1, k1, q2, k2, strict=True)])
             size = self.spec.spaces[space].size
-            member = Monomial(np.tile(np.arange(size), (len(factors), 1)), np.repeat(factors[:, None], size, 1))
+            member = Monomial(
+                np.tile(np.arange(size), (len(factors), 1)), np.repeat(factors[:, None], size, 1)
+            )
             self.g = Element(self.spec, {space: member}) @ self.g
 
     def _fit_parent(self, parent: str, everything: bool, fixed: bool = False) -> dict[str, Member]:
-        """Heads, key-value heads with their queries, experts: assigned by what does not depend on the basis inside them.
+        """Heads, key-value heads with their queries, experts: assigned by what does not depend on
+        the basis inside them.
 
         `fixed`: the parent itself stays in its place, and only what is inside is assigned.
         """
         inner = [s for s in self.spec.children(parent) if self._is_inner(s) and s in self.groups]
         stacks: dict[tuple[str, str], list[tuple[Floats, Floats]]] = {}
         scores: list[Floats] = []
-        for y, x in self.costs.each(parent, self.g, lambda b: self._usable(b, parent, everything), not everything):
+        for y, x in self.costs.each(
+            parent, self.g, lambda b: self._usable(b, parent, everything), not everything
+        ):
             inside = self._contracted(y, parent)
             at = y.places(parent)[0]
             if not inside:
@@ -258,7 +345,14 @@ class Search:
             leaf = y.dims[y.places(child)[0]]
             assert leaf is not None
             side = "bar" if leaf.bar else "dual" if leaf.star else "plain"
-            within = next((y.places(s)[0] for s in self.spec.children(parent) if self._is_inner(s) and s in y.spaces), None)
+            within = next(
+                (
+                    y.places(s)[0]
+                    for s in self.spec.children(parent)
+                    if self._is_inner(s) and s in y.spaces
+                ),
+                None,
+            )
             where = (at, within, y.places(child)[0])
             stacks.setdefault((child, side), []).append((y.unfolded(*where), x.unfolded(*where)))
         for (child, side), pairs in stacks.items():
@@ -271,7 +365,11 @@ class Search:
                 other = stacks.get((child, "dual"))
                 k1, k2 = _joined(other) if other else (q1, q2)
                 group = self.spec.spaces[child].group
-                scores.append(plane_overlap((q1, k1), (q2, k2), group) if isinstance(group, Rotary) else overlap((q1, k1), (q2, k2)))
+                scores.append(
+                    plane_overlap((q1, k1), (q2, k2), group)
+                    if isinstance(group, Rotary)
+                    else overlap((q1, k1), (q2, k2))
+                )
         if not scores:
             return {}
         shape = np.broadcast_shapes(*(s.shape for s in scores))
@@ -280,9 +378,13 @@ class Search:
             n = shape[0]
             total = total - 1e9 * (1 - np.eye(n))[:, None, :, None]
         outer, inside_index = two_level(total)
-        found: dict[str, Member] = {} if fixed or parent not in self.groups else {parent: Monomial(outer[None])}
+        found: dict[str, Member] = (
+            {} if fixed or parent not in self.groups else {parent: Monomial(outer[None])}
+        )
         for space in inner:
-            found[space] = Monomial(inside_index).take(np.argsort(outer))  # members go by the place that they come from
+            found[space] = Monomial(inside_index).take(
+                np.argsort(outer)
+            )  # members go by the place that they come from
         return found
 
 
@@ -302,5 +404,8 @@ def _joined(pairs: list[Pair]) -> Pair:
     if len(pairs) == 1:
         return pairs[0]
     count = [max(p[0].shape[i] for p in pairs) for i in range(pairs[0][0].ndim - 1)]
-    y, x = (np.concatenate([np.broadcast_to(p[i], (*count, p[i].shape[-1])) for p in pairs], axis=-1) for i in (0, 1))
+    y, x = (
+        np.concatenate([np.broadcast_to(p[i], (*count, p[i].shape[-1])) for p in pairs], axis=-1)
+        for i in (0, 1)
+    )
     return y, x

@@ -1,14 +1,19 @@
-"""The tangent space of the group: how a loss changes when an element is followed by a small one, and the small one itself.
+"""The tangent space of the group: how a loss changes when an element is followed by a small one,
+and the small one itself.
 
-The neighbours of an element g are d @ g with d = I + X near the identity. A moved weight w then changes by X w along an axis of the space, and by
--X^T w along a dual axis. With G the gradient of a loss with respect to w, read along the same axis, the loss changes by <G w^T, X> or -<w G^T, X>.
-So the slope of a loss on the group is made of sums of G w^T over the axes of a space: the sums that matching takes of the weights of two models,
-taken of a weight and its gradient. No gradient runs through the action, and any spec will do.
+The neighbours of an element g are d @ g with d = I + X near the identity. A moved weight w then
+changes by X w along an axis of the space, and by -X^T w along a dual axis. With G the gradient of a
+loss with respect to w, read along the same axis, the loss changes by <G w^T, X> or -<w G^T, X>. So
+the slope of a loss on the group is made of sums of G w^T over the axes of a space: the sums that
+matching takes of the weights of two models, taken of a weight and its gradient. No gradient runs
+through the action, and any spec will do.
 
-What X is in each group (`slope` gives the gradient in these coordinates, `small` the member of one such X, by a map that stays in the group):
+What X is in each group (`slope` gives the gradient in these coordinates, `small` the member of one
+such X, by a map that stays in the group):
 
     orthogonal             a skew matrix; d = (I - X/2)^-1 (I + X/2), Cayley's map
-    orthogonal-ones        a skew matrix whose rows sum to zero: Cayley's map then keeps the ones vector
+    orthogonal-ones        a skew matrix whose rows sum to zero: Cayley's map then keeps the ones
+    vector
     linear                 any matrix; the same map
     monomial, monomial+    a number for each coordinate; d = exp(X)
     rotary, turns          a complex number for each plane; d = exp(X). Turns: an imaginary one
@@ -27,7 +32,17 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.core import axes as ax
-from regauge.core.groups import GeneralLinear, Group, Orthogonal, OrthogonalFixingOnes, Permutation, PlaneSigns, Rotary, Scaling, SignedPermutation
+from regauge.core.groups import (
+    GeneralLinear,
+    Group,
+    Orthogonal,
+    OrthogonalFixingOnes,
+    Permutation,
+    PlaneSigns,
+    Rotary,
+    Scaling,
+    SignedPermutation,
+)
 from regauge.core.members import Complexes, Dense, Layout, Member, Monomial, Planes, planes
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
@@ -44,15 +59,21 @@ Pair = tuple[Array, Array]
 
 @dataclass
 class Sides:
-    """The weights of one space with their gradients, as pairs (gradient, weight) of stacks [count, size, features]: plain, dual and barred axes."""
+    """The weights of one space with their gradients, as pairs (gradient, weight) of stacks [count,
+    size, features]: plain, dual and barred axes.
+    """
 
     plain: list[Pair] = field(default_factory=list)
     dual: list[Pair] = field(default_factory=list)
     bar: list[Pair] = field(default_factory=list)
 
 
-def sides(spec: Spec, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], spaces: set[str]) -> dict[str, Sides]:
-    """For each of these spaces, the (moved) weights that live in it and their gradients. What `grads` lacks takes no part."""
+def sides(
+    spec: Spec, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], spaces: set[str]
+) -> dict[str, Sides]:
+    """For each of these spaces, the (moved) weights that live in it and their gradients. What
+    `grads` lacks takes no part.
+    """
     found = {name: Sides() for name in spaces}
     for pattern, text in spec.tensors.items():
         if not ax.spaces(text) & spaces:
@@ -73,29 +94,47 @@ def sides(spec: Spec, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]
 
 
 def _whole(spec: Spec, pattern: str, state: Mapping[str, Tensor]) -> Values | None:
-    """A tensor of the spec, or the stack of those that a checkpoint stores one by one; None if the state lacks it."""
+    """A tensor of the spec, or the stack of those that a checkpoint stores one by one; None if the
+    state lacks it.
+    """
     stacked = re.search(r"\{([^{}]+)\}", pattern)
     if not stacked:
         return state[pattern].detach().cpu().numpy() if pattern in state else None
-    names = [pattern.replace(stacked.group(), str(i)) for i in range(spec.spaces[stacked.group(1)].size)]
-    return np.stack([state[n].detach().cpu().numpy() for n in names]) if all(n in state for n in names) else None
+    names = [
+        pattern.replace(stacked.group(), str(i)) for i in range(spec.spaces[stacked.group(1)].size)
+    ]
+    return (
+        np.stack([state[n].detach().cpu().numpy() for n in names])
+        if all(n in state for n in names)
+        else None
+    )
 
 
 def slope(group: Group, side: Sides) -> Array | None:
-    """The gradient with respect to X, one for each member of the stack; None where the group has no continuous part."""
+    """The gradient with respect to X, one for each member of the stack; None where the group has no
+    continuous part.
+    """
     match group:
         case Orthogonal():
             c = _outer([*side.plain, *side.dual])
             skew = (c - c.swapaxes(1, 2)) / 2
             return _centred(skew) if isinstance(group, OrthogonalFixingOnes) else skew
         case GeneralLinear():
-            return np.asarray(_outer(side.plain, like=side.dual) - _outer(side.dual, like=side.plain).swapaxes(1, 2))
+            return np.asarray(
+                _outer(side.plain, like=side.dual)
+                - _outer(side.dual, like=side.plain).swapaxes(1, 2)
+            )
         case Scaling():
-            return np.asarray(_inner(side.plain, like=side.dual) - _inner(side.dual, like=side.plain))
+            return np.asarray(
+                _inner(side.plain, like=side.dual) - _inner(side.dual, like=side.plain)
+            )
         case PlaneSigns():
             return None
         case Rotary():
-            z, z_dual = _turned(side.plain, group.layout, like=side.dual), _turned(side.dual, group.layout, like=side.plain)
+            z, z_dual = (
+                _turned(side.plain, group.layout, like=side.dual),
+                _turned(side.dual, group.layout, like=side.plain),
+            )
             total = z - z_dual.conj()
             return np.asarray(1j * total.imag if group.unit else total)
         case _:
@@ -103,7 +142,9 @@ def slope(group: Group, side: Sides) -> Array | None:
 
 
 def within(group: Group, x: Array) -> Array:
-    """X brought back to the group's tangent space, where an optimizer that treats its entries one by one has left it."""
+    """X brought back to the group's tangent space, where an optimizer that treats its entries one
+    by one has left it.
+    """
     match group:
         case OrthogonalFixingOnes():
             return _centred((x - x.swapaxes(1, 2)) / 2)
@@ -130,10 +171,12 @@ def small(group: Group, x: Array) -> Member:
 
 
 def votes(group: Group, side: Sides) -> tuple[Floats, Floats] | None:
-    """For a straight-through assignment: how alike those who stand here are, and the slope of the loss, both in units of order one.
+    """For a straight-through assignment: how alike those who stand here are, and the slope of the
+    loss, both in units of order one.
 
-    Both are matrices [place, who], of inner products with the weights of each who might stand at a place: of the weights that stand there now, and
-    of their gradient. The one, less a share of the other, scores how well each would do for what the loss wants at that place. For QK-norm: a
+    Both are matrices [place, who], of inner products with the weights of each who might stand at a
+    place: of the weights that stand there now, and of their gradient. The one, less a share of the
+    other, scores how well each would do for what the loss wants at that place. For QK-norm: a
     number for each plane, whose sign is asked for. None where nothing discrete is learnt.
     """
     pairs = [*side.plain, *side.dual, *side.bar]
@@ -152,7 +195,9 @@ def votes(group: Group, side: Sides) -> tuple[Floats, Floats] | None:
 
 def has_signs(group: Group) -> bool:
     """May the members of a group of permutations flip coordinates?"""
-    return isinstance(group, SignedPermutation) or (isinstance(group, Scaling) and not group.positive)
+    return isinstance(group, SignedPermutation) or (
+        isinstance(group, Scaling) and not group.positive
+    )
 
 
 def _outer(pairs: list[Pair], like: list[Pair] | None = None) -> Floats:
@@ -163,7 +208,12 @@ def _outer(pairs: list[Pair], like: list[Pair] | None = None) -> Floats:
 
 def _inner(pairs: list[Pair], like: list[Pair]) -> Floats:
     """The sum of <G, w> for each coordinate."""
-    return np.asarray(sum((np.einsum("knf,knf->kn", g, w) for g, w in pairs), np.zeros((pairs or like)[0][0].shape[:2])))
+    return np.asarray(
+        sum(
+            (np.einsum("knf,knf->kn", g, w) for g, w in pairs),
+            np.zeros((pairs or like)[0][0].shape[:2]),
+        )
+    )
 
 
 def _turned(pairs: list[Pair], layout: Layout, like: list[Pair] | None = None) -> Complexes:

@@ -1,12 +1,17 @@
 """Merging: several models of one architecture into one.
 
-    merge(states, "ties", base=root, weight=[0.5, 0.5], density=0.4)     # state dicts in, a new state dict out
-    merge(states, "regmean", statistics=[grams(module, state, batches) for state in states], alpha=0.9)
-    merge(states, "ot_acts", spec=spec, statistics=[activations(module, state, batches) for state in states])
+    merge(states, "ties", base=root, weight=[0.5, 0.5], density=0.4)     # state dicts in, a new
+    state dict out
+    merge(states, "regmean", statistics=[grams(module, state, batches) for state in states],
+    alpha=0.9)
+    merge(states, "ot_acts", spec=spec, statistics=[activations(module, state, batches) for state in
+    states])
 
-`methods` has what is done to the tensors of one place, `recipes` what a merge is and `reading` mergekit's YAML for it, `layout` says which tensors
-stand in one place, and `engine` streams checkpoints through all of it. `statistics` has what methods learn from data, `transport` the plans of
-optimal transport. Before anything is merged, `basis` asks whether the models share a basis at all.
+`methods` has what is done to the tensors of one place, `recipes` what a merge is and `reading`
+mergekit's YAML for it, `layout` says which tensors stand in one place, and `engine` streams
+checkpoints through all of it. `statistics` has what methods learn from data, `transport` the plans
+of optimal transport. Before anything is merged, `basis` asks whether the models share a basis at
+all.
 """
 
 from __future__ import annotations
@@ -34,12 +39,14 @@ def merge(
     spec: Spec | None = None,
     **parameters: Any,
 ) -> dict[str, torch.Tensor]:
-    """Merge state dicts that share names, shapes and basis, tensor by tensor. What is no floating-point number is taken from the base, or the first.
+    """Merge state dicts that share names, shapes and basis, tensor by tensor. What is no
+    floating-point number is taken from the base, or the first.
 
-    `parameters` are the method's: a number, or for those of each model a list with a number for each state; without weights all count alike.
-    `statistics` is what methods that need data know of each state as it is given here: what `regauge.merging.statistics` has computed of *it*, not
-    of the same model before it was moved.
-    Methods of transport move all states next to the first, and need the `spec`.
+    `parameters` are the method's: a number, or for those of each model a list with a number for
+    each state; without weights all count alike. `statistics` is what methods that need data know of
+    each state as it is given here: what `regauge.merging.statistics` has computed of *it*, not of
+    the same model before it was moved. Methods of transport move all states next to the first, and
+    need the `spec`.
     """
     from regauge.merging.methods import METHODS, MergeError
 
@@ -48,7 +55,8 @@ def merge(
     how = METHODS.get(method)
     if how is not None and how.statistic and (statistics is None or len(statistics) != len(states)):
         raise MergeError(
-            f"{method} needs to know what data say about each model ({how.statistic}), and {len(statistics or ())} of {len(states)} are given",
+            f"{method} needs to know what data say about each model ({how.statistic}), and "
+            f"{len(statistics or ())} of {len(states)} are given",
             hint="give statistics= with one mapping for each state, by regauge.merging.statistics",
         )
     if how is not None and how.transport:
@@ -58,38 +66,65 @@ def merge(
     for i, state in enumerate(states):
         extra = next((name for name in state if name not in root), None)
         if extra is not None:
-            raise MergeError(f'state {i} has "{extra}", and {called} has not', hint="states that are merged have the same names")
+            raise MergeError(
+                f'state {i} has "{extra}", and {called} has not',
+                hint="states that are merged have the same names",
+            )
     out = {}
     for name, value in root.items():
         absent = next((i for i, state in enumerate(states) if name not in state), None)
         if absent is not None:
-            raise MergeError(f'state {absent} has no "{name}"', hint="states that are merged have the same names")
+            raise MergeError(
+                f'state {absent} has no "{name}"', hint="states that are merged have the same names"
+            )
         if not value.is_floating_point():
             out[name] = value.clone()
             continue
         tensors = [state[name] for state in states]
         known = None if statistics is None else [s.get(name) for s in statistics]
-        out[name] = merge_tensors(method, tensors, base=None if base is None else base[name], name=name, seed=seed, statistics=known, **parameters)
+        out[name] = merge_tensors(
+            method,
+            tensors,
+            base=None if base is None else base[name],
+            name=name,
+            seed=seed,
+            statistics=known,
+            **parameters,
+        )
     return out
 
 
 def _transported(
-    method: str, states: Sequence[State], spec: Spec | None, seen: Sequence[Mapping[str, Any]] | None, parameters: dict[str, Any]
+    method: str,
+    states: Sequence[State],
+    spec: Spec | None,
+    seen: Sequence[Mapping[str, Any]] | None,
+    parameters: dict[str, Any],
 ) -> Any:
-    """The states as transport moves them next to the first, and the parameters of the weighted mean that is left to be made of them."""
+    """The states as transport moves them next to the first, and the parameters of the weighted mean
+    that is left to be made of them.
+    """
     from regauge.core.action import apply
     from regauge.merging.methods import METHODS, MergeError
     from regauge.merging.transport import transported
 
     if spec is None:
-        raise MergeError(f"{method} needs the spec of the models", hint="give spec=regauge.spec_of(model)")
+        raise MergeError(
+            f"{method} needs the spec of the models", hint="give spec=regauge.spec_of(model)"
+        )
     how = METHODS[method]
     given = {"weight": how.each["weight"], **parameters}
-    soft = given.pop("regularization", how.shared["regularization"]) if "regularization" in how.shared else None
+    soft = (
+        given.pop("regularization", how.shared["regularization"])
+        if "regularization" in how.shared
+        else None
+    )
     moved = [states[0]]
     for i, state in enumerate(states[1:], 1):
         pair = (seen[i], seen[0]) if seen is not None and how.statistic else None
-        moved.append(apply(transported(spec, state, states[0], soft=soft, seen=pair), state, force=True))
+        moved.append(
+            apply(transported(spec, state, states[0], soft=soft, seen=pair), state, force=True)
+        )
     return moved, given
 
 
@@ -104,8 +139,10 @@ def merge_tensors(
     statistics: Sequence[Any] | None = None,
     **parameters: Any,
 ) -> torch.Tensor:
-    """Merge the tensors of one place. `lambda` may be given as `lambda_`; the result has the dtype of the base, or of the first, unless given.
-    `statistics` has what is known of each tensor, for methods that need it: its Fisher (a tensor like it), or its Gram."""
+    """Merge the tensors of one place. `lambda` may be given as `lambda_`; the result has the dtype
+    of the base, or of the first, unless given. `statistics` has what is known of each tensor, for
+    methods that need it: its Fisher (a tensor like it), or its Gram.
+    """
     from regauge.checkpoints.blocks import whole
     from regauge.merging.methods import METHODS, NEEDED, Given, MergeError
 
@@ -113,30 +150,55 @@ def merge_tensors(
         raise MergeError(f'there is no method "{method}"', hint=f"choose from {', '.join(METHODS)}")
     how = METHODS[method]
     if how.transport:
-        raise MergeError(f"{method} moves whole models, and not the tensors of one place", hint="give whole states and their spec to regauge.merge")
+        raise MergeError(
+            f"{method} moves whole models, and not the tensors of one place",
+            hint="give whole states and their spec to regauge.merge",
+        )
     given = {key.rstrip("_"): value for key, value in parameters.items()}
     for key in given:
         if key not in how.shared and key not in how.each:
-            raise MergeError(f'{method} has no parameter "{key}"', hint=f"it has {', '.join((*how.shared, *how.each)) or 'none'}")
+            raise MergeError(
+                f'{method} has no parameter "{key}"',
+                hint=f"it has {', '.join((*how.shared, *how.each)) or 'none'}",
+            )
     if how.base and base is None:
         raise MergeError(f"{method} needs a base", hint="give base=")
     if not how.base and base is not None:
-        raise MergeError(f"{method} knows no base", hint="give the base as one of the models, or leave it out")
+        raise MergeError(
+            f"{method} knows no base", hint="give the base as one of the models, or leave it out"
+        )
     together = [*tensors] if base is None else [base, *tensors]
     shapes = {tuple(t.shape) for t in together}
     if len(shapes) > 1:
-        raise MergeError(f'"{name}" has different shapes: {", ".join(str(list(s)) for s in sorted(shapes))}', hint="models of one size are merged")
+        raise MergeError(
+            f'"{name}" has different shapes: {", ".join(str(list(s)) for s in sorted(shapes))}',
+            hint="models of one size are merged",
+        )
     shared = {key: given.get(key, default) for key, default in how.shared.items()}
     each: list[dict[str, Any]] = [{} for _ in tensors]
     for key, default in how.each.items():
-        value = given.get(key, 1.0 if key == "weight" else default)  # a recipe must say it; here all count alike
+        value = given.get(
+            key, 1.0 if key == "weight" else default
+        )  # a recipe must say it; here all count alike
         values = list(value) if isinstance(value, list | tuple) else [value] * len(tensors)
         if len(values) != len(tensors):
-            raise MergeError(f'"{key}" has {len(values)} values for {len(tensors)} models', hint="give one number, or one for each model")
+            raise MergeError(
+                f'"{key}" has {len(values)} values for {len(tensors)} models',
+                hint="give one number, or one for each model",
+            )
         for place, one in zip(each, values, strict=True):
             place[key] = one
-    missing = next((k for k, v in [*shared.items(), *(item for e in each for item in e.items())] if v is NEEDED), None)
+    missing = next(
+        (
+            k
+            for k, v in [*shared.items(), *(item for e in each for item in e.items())]
+            if v is NEEDED
+        ),
+        None,
+    )
     if missing is not None:
         raise MergeError(f'{method} needs the parameter "{missing}"', hint=f"give {missing}=")
     every, at = ([*each], None) if base is None else ([{}, *each], 0)
-    return whole(how.merge(Given(together, shared, every, at, dtype, None, name, seed, statistics or ())))
+    return whole(
+        how.merge(Given(together, shared, every, at, dtype, None, name, seed, statistics or ()))
+    )

@@ -1,8 +1,10 @@
-"""Before a merge: do the models share a basis? And if they are to be aligned, the same models next to one of them.
+"""Before a merge: do the models share a basis? And if they are to be aligned, the same models next
+to one of them.
 
-A sample of rows of every matrix settles it in most cases, at the price of reading a few rows: in another basis hardly anything of a matrix points the
-way that the other's does, while fine-tuned models of one ancestor do so row by row and column by column. What is in between is for
-`regauge compare`, whose verdict is asked for then.
+A sample of rows of every matrix settles it in most cases, at the price of reading a few rows: in
+another basis hardly anything of a matrix points the way that the other's does, while fine-tuned
+models of one ancestor do so row by row and column by column. What is in between is for `regauge
+compare`, whose verdict is asked for then.
 """
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ from regauge.merging.state_store import Unfinished
 
 ROWS = 48  # rows of a matrix that are looked at
 NOTHING = 0.1  # a cosine of a matrix that says that the two have nothing in common there
-FAR = 1.0  # a distance after matching, as a share of the norm, at which models have little in common: a cosine of a half
+# a distance after matching, as a share of the norm, at which models have little in common: a cosine
+# of a half
+FAR = 1.0
 MOST = 0.9  # the share of the rows, and of the columns, that must be alike
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found about a model and the one that it is held against. `shared` is None where it could not be told; `element` is
-    what a comparison found, for a match to go on from."""
+    """What was found about a model and the one that it is held against. `shared` is None where it
+    could not be told; `element` is what a comparison found, for a match to go on from.
+    """
 
     model: str
     anchor: str
@@ -55,11 +60,18 @@ class Verdict:
         return {key: value for key, value in self.__dict__.items() if key != "element"}
 
 
-def ask(model: Model, anchor: Model, *, closer: bool = True, progress: Progress | None = None) -> Verdict:
-    """Do the two share a basis as they stand? By a sample, and where that does not settle it, and a `closer` look is wanted, by a comparison."""
+def ask(
+    model: Model, anchor: Model, *, closer: bool = True, progress: Progress | None = None
+) -> Verdict:
+    """Do the two share a basis as they stand? By a sample, and where that does not settle it, and a
+    `closer` look is wanted, by a comparison.
+    """
     found = _sample(model, anchor)
     told = partial(Verdict, model.key, anchor.key, cosine=found.cosine, seen="a sample")
-    words = f"as they stand (cosine {found.cosine:.3f}; the least, {found.least:.3f}, is that of {found.where})"
+    words = (
+        f"as they stand (cosine {found.cosine:.3f}; the least, {found.least:.3f}, is that "
+        f"of {found.where})"
+    )
     if not found.where:
         return told(None, "not told", "cannot be told: they have no matrix in common")
     if found.least >= ALIKE and found.alike:
@@ -69,17 +81,33 @@ def ask(model: Model, anchor: Model, *, closer: bool = True, progress: Progress 
     if model.spec is None or anchor.spec is None or not closer:
         return told(None, "not told", f"may or may not share a basis {words}")
     try:
-        compared = compare(anchor.spec, model.state, anchor.state, sweeps=1, rows=shared_rows(model, anchor), progress=progress)
+        compared = compare(
+            anchor.spec,
+            model.state,
+            anchor.state,
+            sweeps=1,
+            rows=shared_rows(model, anchor),
+            progress=progress,
+        )
     except RegaugeError as error:
         return told(None, "not told", f"cannot be told: {str(error).splitlines()[0]}")
     return Verdict(
-        model.key, anchor.key, compared.basis, compared.verdict, compared.words, compared.alike[0], "a comparison", element=compared.found.element
+        model.key,
+        anchor.key,
+        compared.basis,
+        compared.verdict,
+        compared.words,
+        compared.alike[0],
+        "a comparison",
+        element=compared.found.element,
     )
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """The cosine of all matrices, the least of one and which, and whether in every matrix most rows and most columns are alike."""
+    """The cosine of all matrices, the least of one and which, and whether in every matrix most rows
+    and most columns are alike.
+    """
 
     cosine: float
     least: float
@@ -90,7 +118,12 @@ class _Sample:
 def _sample(model: Model, anchor: Model) -> _Sample:
     totals, least, where, alike = np.zeros(3), 1.0, "", True
     for name, entry in anchor.checkpoint.entries.items():
-        if len(entry.shape) < 2 or entry.dtype not in FLOATS or not entry.numel or model.checkpoint.shapes.get(name) != entry.shape:
+        if (
+            len(entry.shape) < 2
+            or entry.dtype not in FLOATS
+            or not entry.numel
+            or model.checkpoint.shapes.get(name) != entry.shape
+        ):
             continue
         if _is_own(anchor, name):
             continue
@@ -103,10 +136,16 @@ def _sample(model: Model, anchor: Model) -> _Sample:
             continue
         totals += parts
         cosine = float(parts[0] / math.sqrt(max(parts[1] * parts[2], 1e-300)))
-        alike = alike and all(_most(sums, cosine / 2) for sums, n in ((by_column, x.shape[0]), (by_row, x.shape[1])) if n >= 16)
+        alike = alike and all(
+            _most(sums, cosine / 2)
+            for sums, n in ((by_column, x.shape[0]), (by_row, x.shape[1]))
+            if n >= 16
+        )
         if cosine < least or not where:
             least, where = cosine, name
-    return _Sample(float(totals[0] / math.sqrt(max(totals[1] * totals[2], 1e-300))), least, where, alike)
+    return _Sample(
+        float(totals[0] / math.sqrt(max(totals[1] * totals[2], 1e-300))), least, where, alike
+    )
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -114,7 +153,9 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _most(sums: Sequence[torch.Tensor], least: float) -> bool:
-    """Are most cosines at least this? `sums` are of products and of both squares, by row or by column."""
+    """Are most cosines at least this? `sums` are of products and of both squares, by row or by
+    column.
+    """
     product, x, y = sums
     cosines = product / (x.sqrt() * y.sqrt()).clamp(min=1e-300)
     return float((cosines >= least).double().mean()) >= MOST
@@ -122,12 +163,18 @@ def _most(sums: Sequence[torch.Tensor], least: float) -> bool:
 
 def _is_own(model: Model, name: str) -> bool:
     """Is this a head that every fine-tuned model has of its own, as classifiers are?"""
-    return model.spec is not None and model.spec.parts.get(name) == "head" and name not in model.tables
+    return (
+        model.spec is not None and model.spec.parts.get(name) == "head" and name not in model.tables
+    )
 
 
 def shared_rows(model: Model, anchor: Model) -> dict[str, Shared]:
     """The rows that two models' tables have in common, where their vocabularies differ."""
-    tables = [n for n in anchor.tables if n in model.shapes and n in anchor.shapes and model.shapes[n] != anchor.shapes[n]]
+    tables = [
+        n
+        for n in anchor.tables
+        if n in model.shapes and n in anchor.shapes and model.shapes[n] != anchor.shapes[n]
+    ]
     if not tables:
         return {}
     here, there = vocabulary(model.checkpoint.path), vocabulary(anchor.checkpoint.path)
@@ -142,10 +189,13 @@ def require_shared(verdicts: Mapping[str, Verdict]) -> None:
     if away:
         one = away[0]
         more = f" (and {len(away) - 1} more models)" if len(away) > 1 else ""
-        what = "does not share a basis with" if one.shared is False else "may not share a basis with"
+        what = (
+            "does not share a basis with" if one.shared is False else "may not share a basis with"
+        )
         raise MergeError(
             f"{one.model} {what} {one.anchor}{more}, and merging would give noise\n  {one.words}",
-            hint="--align (align: true) moves it into the other's basis first, --force merges it as it is; regauge compare says more",
+            hint="--align (align: true) moves it into the other's basis first, --force merges "
+            "it as it is; regauge compare says more",
         )
 
 
@@ -157,10 +207,16 @@ def aligned(
     kept: Unfinished | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Model], dict[str, Verdict]]:
-    """Every model next to the anchor, and what became of the verdicts. Models that share the anchor's basis stay as they are, unless norms are
-    folded, which all of them are then. What is moved is moved as it is read, in float32."""
+    """Every model next to the anchor, and what became of the verdicts. Models that share the
+    anchor's basis stay as they are, unless norms are folded, which all of them are then. What is
+    moved is moved as it is read, in float32.
+    """
     if anchor.spec is None:
-        raise MatchError(f"{anchor.key} is of no family that regauge describes, so that nothing can be aligned to it", hint="merge with --force")
+        raise MatchError(
+            f"{anchor.key} is of no family that regauge describes, so that nothing can be "
+            "aligned to it",
+            hint="merge with --force",
+        )
     out, told = {}, dict(verdicts)
     fixed = _prepared(anchor, how.fold)
     for key, model in models.items():
@@ -175,10 +231,27 @@ def aligned(
         if g is None:
             start = None if how.fold or how.options else told[key].element
             options = {"sweeps": 10, **how.options}
-            found = match(fixed.described, ready.state, fixed.state, rows=shared_rows(model, anchor), start=start, progress=progress, **options)
-            g, note = found.element, f"moved next to {anchor.key}: distance {found.distance_before:.4g} before, {found.distance:.4g} after"
+            found = match(
+                fixed.described,
+                ready.state,
+                fixed.state,
+                rows=shared_rows(model, anchor),
+                start=start,
+                progress=progress,
+                **options,
+            )
+            g, note = (
+                found.element,
+                (
+                    f"moved next to {anchor.key}: distance {found.distance_before:.4g} before, "
+                    f"{found.distance:.4g} after"
+                ),
+            )
             if found.relative > FAR:
-                note += ", which is still far: the two were trained independently, or their norms hide a rotation (align: {fold: true})"
+                note += (
+                    ", which is still far: the two were trained independently, or their "
+                    "norms hide a rotation (align: {fold: true})"
+                )
             if kept:
                 kept.save(key, g, note)
         else:
@@ -200,7 +273,10 @@ class _Ready:
 
 def _prepared(model: Model, fold: bool) -> _Ready:
     if model.spec is None:
-        raise MatchError(f"{model.key} is of no family that regauge describes, so that it cannot be aligned", hint="merge with --force")
+        raise MatchError(
+            f"{model.key} is of no family that regauge describes, so that it cannot be aligned",
+            hint="merge with --force",
+        )
     source = moving(model.checkpoint, model.spec, fold)
     return _Ready(model, source.described, source.state, source.prepared)
 
@@ -214,10 +290,19 @@ def _moved(ready: _Ready, g: Element | None) -> Model:
 
     g = identity(ready.described) if g is None else g
     thunks = apply_lazily(g, Lazy(list(ready.state), partial(floats_of, ready.state)))
-    shapes = {n: model.shapes[n] if n in model.shapes else tuple(ready.state[n].shape) for n in thunks}
+    shapes = {
+        n: model.shapes[n] if n in model.shapes else tuple(ready.state[n].shape) for n in thunks
+    }
     spec = replace(ready.described, config={})
     digest = recipe_of(g, ready.described, ready.prepared, None)
-    return replace(model, spec=spec, state=Lazy.of(thunks), shapes=shapes, config=dict(ready.described.config), element=digest)
+    return replace(
+        model,
+        spec=spec,
+        state=Lazy.of(thunks),
+        shapes=shapes,
+        config=dict(ready.described.config),
+        element=digest,
+    )
 
 
 def floats_of(state: Mapping[str, Any], name: str) -> Any:

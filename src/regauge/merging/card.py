@@ -1,4 +1,6 @@
-"""The model card of a merge: what was merged, by which recipe and versions, and what the basis test said."""
+"""The model card of a merge: what was merged, by which recipe and versions, and what the basis test
+said.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,35 @@ def model_card(merge: Merge, name: str) -> str:
     from regauge import __version__
 
     recipe = merge.recipe
-    head = ["---", "library_name: transformers", "tags:", "- merge", "- regauge", "---", "", f"# {name}", ""]
+    head = [
+        "---",
+        "library_name: transformers",
+        "tags:",
+        "- merge",
+        "- regauge",
+        "---",
+        "",
+        f"# {name}",
+        "",
+    ]
     about = METHODS[recipe.method].about
     body = [f"A merge by `{recipe.method}` ({about}), made with regauge.", "", "## Models", ""]
     for key in merge.models:
-        marks = [word for word, holds in (("base", key == recipe.base), ("config, tokenizer", key == merge.donor.key)) if holds]
+        marks = [
+            word
+            for word, holds in (
+                ("base", key == recipe.base),
+                ("config, tokenizer", key == merge.donor.key),
+            )
+            if holds
+        ]
         body.append(f"- {key}" + (f" ({', '.join(marks)})" if marks else ""))
     body += ["", "## Do they share a basis?", ""]
     for verdict in merge.verdicts.values():
-        body.append(f"- {verdict.model} and {verdict.anchor}, by {verdict.seen}: *{verdict.verdict}*. {verdict.words}")
+        body.append(
+            f"- {verdict.model} and {verdict.anchor}, by {verdict.seen}: *{verdict.verdict}*. "
+            f"{verdict.words}"
+        )
         if verdict.moved:
             body.append(f"  It was {verdict.moved}.")
         elif not verdict.shared:
@@ -39,7 +61,13 @@ def model_card(merge: Merge, name: str) -> str:
         for key in merge.models:
             data = recipe.data_of(key)
             if data is not None:
-                body.append(f"- {key} was looked at on {data.samples} examples of {data.uri}{', with their labels' if data.labels else ''}")
-    versions = f"regauge {__version__}, torch {torch.__version__}, numpy {numpy.__version__}, python {platform.python_version()}; seed {merge.seed}"
+                body.append(
+                    f"- {key} was looked at on {data.samples} examples of "
+                    f"{data.uri}{', with their labels' if data.labels else ''}"
+                )
+    versions = (
+        f"regauge {__version__}, torch {torch.__version__}, numpy {numpy.__version__}, "
+        f"python {platform.python_version()}; seed {merge.seed}"
+    )
     tail = ["", "## Recipe", "", "```yaml", recipe.text.rstrip(), "```", "", versions, ""]
     return "\n".join([*head, *body, *tail])

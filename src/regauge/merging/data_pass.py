@@ -1,7 +1,9 @@
-"""Models of a merge, looked at on data before the first tensor is merged: as they will be merged, moved into the basis of the merge or as they are.
+"""Models of a merge, looked at on data before the first tensor is merged: as they will be merged,
+moved into the basis of the merge or as they are.
 
-Each is loaded on its own, with the weights that the merge will read, and what it shows is kept in a file beside the output until that is written: one
-model's statistics are in memory at a time, and a merge that was killed looks at no model twice.
+Each is loaded on its own, with the weights that the merge will read, and what it shows is kept in a
+file beside the output until that is written: one model's statistics are in memory at a time, and a
+merge that was killed looks at no model twice.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ def open_samples(merge: Merge) -> Opened:
         return {}
     if merge.tables is not None and METHODS[merge.recipe.method].transport:
         raise MergeError(
-            f"{merge.recipe.method} compares what models do on the same tokens, and their vocabularies differ", hint="ot_wts compares weights"
+            f"{merge.recipe.method} compares what models do on the same tokens, and their "
+            "vocabularies differ",
+            hint="ot_wts compares weights",
         )
     out: dict[str, tuple[Sampled, Data]] = {}
     known: dict[Any, Data] = {}
@@ -56,7 +60,11 @@ def open_samples(merge: Merge) -> Opened:
         if how is None:
             continue
         if METHODS[merge.recipe.method].transport and out and how != next(iter(out.values()))[0]:
-            raise MergeError(f"{merge.recipe.method} compares what models do on the same data, and {key} has its own", hint="write one data: for all")
+            raise MergeError(
+                f"{merge.recipe.method} compares what models do on the same data, and {key} has "
+                "its own",
+                hint="write one data: for all",
+            )
         place = (how.uri, how.fields, how.split)
         if place not in known:
             known[place] = open_data(how.uri, fields=dict(how.fields) or None, split=how.split)
@@ -64,8 +72,12 @@ def open_samples(merge: Merge) -> Opened:
     return out
 
 
-def look(merge: Merge, opened: Opened, out: Path, kept: Unfinished, progress: Progress | None = None) -> Merge:
-    """The merge with what its method needs to know of each model; and for methods of transport, with its models transported."""
+def look(
+    merge: Merge, opened: Opened, out: Path, kept: Unfinished, progress: Progress | None = None
+) -> Merge:
+    """The merge with what its method needs to know of each model; and for methods of transport,
+    with its models transported.
+    """
     method = METHODS[merge.recipe.method]
     found: dict[str, Mapping[str, Any]] = {}
     notes: list[str] = []
@@ -83,17 +95,29 @@ def look(merge: Merge, opened: Opened, out: Path, kept: Unfinished, progress: Pr
         if not method.transport:
             blank = [n for n in model.state if n not in found[key] and not model.is_buffer(n)]
             if method.statistic == "fisher" and blank:
-                notes.append(f'nothing is known of {len(blank)} tensors of {key}, which are averaged: "{blank[0]}", ...')
+                notes.append(
+                    f"nothing is known of {len(blank)} tensors of {key}, which are averaged: "
+                    f'"{blank[0]}", ...'
+                )
     merge = replace(merge, notes=(*merge.notes, *notes))
     return _transported(merge, found) if method.transport else replace(merge, statistics=found)
 
 
-def _statistics(merge: Merge, model: Model, opened: tuple[Sampled, Data], out: Path) -> dict[str, Any]:
+def _statistics(
+    merge: Merge, model: Model, opened: tuple[Sampled, Data], out: Path
+) -> dict[str, Any]:
     how, data = opened
     with _alive(model, model.state, out) as module:
-        folder = model.checkpoint.path if model.checkpoint.is_folder else model.checkpoint.path.parent
+        folder = (
+            model.checkpoint.path if model.checkpoint.is_folder else model.checkpoint.path.parent
+        )
         anchor = merge.anchor.checkpoint.path
-        beside = folder if (folder / "tokenizer.json").exists() or (folder / "preprocessor_config.json").exists() else anchor
+        beside = (
+            folder
+            if (folder / "tokenizer.json").exists()
+            or (folder / "preprocessor_config.json").exists()
+            else anchor
+        )
         labelled = how.labels and METHODS[merge.recipe.method].statistic == "fisher"
         examples, _ = read_examples(
             module,
@@ -105,15 +129,31 @@ def _statistics(merge: Merge, model: Model, opened: tuple[Sampled, Data], out: P
             std=list(how.std) or None,
             labelled=labelled,
         )
-        found = computed(METHODS[merge.recipe.method].statistic, module, examples, how.samples, seed=merge.seed, labelled=labelled)
+        found = computed(
+            METHODS[merge.recipe.method].statistic,
+            module,
+            examples,
+            how.samples,
+            seed=merge.seed,
+            labelled=labelled,
+        )
         names = _names(module, model, out)
     return {names[n]: value for n, value in found.items() if n in names}
 
 
 def computed(
-    statistic: str, module: torch.nn.Module, examples: Examples, count: int, *, state: Any = None, seed: int = 0, labelled: bool = False
+    statistic: str,
+    module: torch.nn.Module,
+    examples: Examples,
+    count: int,
+    *,
+    state: Any = None,
+    seed: int = 0,
+    labelled: bool = False,
 ) -> Any:
-    """One statistic of a model, on so many of the examples, drawn by the seed: the same ones for every model."""
+    """One statistic of a model, on so many of the examples, drawn by the seed: the same ones for
+    every model.
+    """
     batches = batches_of(examples, count, seed, BATCH)
     inputs = [x for x, _ in batches]
     match statistic:
@@ -129,32 +169,50 @@ def computed(
 
 @contextmanager
 def _alive(model: Model, state: Mapping[str, Any], out: Path) -> Iterator[torch.nn.Module]:
-    """The model, loaded with this state: the library reads it from a folder beside the output, as it would from the checkpoint."""
+    """The model, loaded with this state: the library reads it from a folder beside the output, as
+    it would from the checkpoint.
+    """
     if state is model.checkpoint and model.checkpoint.as_stored:
         yield load_model(model.checkpoint, "float32")
         return
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.live-", dir=out.absolute().parent) as temporary:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{out.name}.live-", dir=out.absolute().parent
+    ) as temporary:
         folder = Path(temporary)
-        save_file({n: state[n].contiguous().clone() for n in state}, folder / "model.safetensors", {"format": "pt"})
-        (folder / "config.json").write_text(json.dumps({**(model.checkpoint.config or {}), **model.config}))
+        save_file(
+            {n: state[n].contiguous().clone() for n in state},
+            folder / "model.safetensors",
+            {"format": "pt"},
+        )
+        (folder / "config.json").write_text(
+            json.dumps({**(model.checkpoint.config or {}), **model.config})
+        )
         yield load_model(folder, "float32")
 
 
 def _names(module: torch.nn.Module, model: Model, out: Path) -> dict[str, str]:
-    """For each parameter of the live model the stored tensor that it is. Where the library has other names than the file, a copy is loaded in which
-    every tensor is filled with its own number, and shows where it went. What the library puts together from several tensors is left out."""
+    """For each parameter of the live model the stored tensor that it is. Where the library has
+    other names than the file, a copy is loaded in which every tensor is filled with its own number,
+    and shows where it went. What the library puts together from several tensors is left out.
+    """
     live = [name for name, _ in module.named_parameters()]
     if all(model.stored(name) is not None for name in live):
         return {name: str(model.stored(name)) for name in live}
     stored = list(model.state)
     marked = Lazy(stored, lambda name: torch.full(model.shapes[name], float(stored.index(name))))
     with _alive(model, marked, out) as shown:
-        values = {name: (float(p.detach().min()), float(p.detach().max())) for name, p in shown.named_parameters() if p.numel()}
+        values = {
+            name: (float(p.detach().min()), float(p.detach().max()))
+            for name, p in shown.named_parameters()
+            if p.numel()
+        }
     return {name: stored[int(low)] for name, (low, high) in values.items() if low == high}
 
 
 def _transported(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Merge:
-    """The merge with every model but the anchor transported next to it. Nothing is computed but the plans: tensors are moved as they are read."""
+    """The merge with every model but the anchor transported next to it. Nothing is computed but the
+    plans: tensors are moved as they are read.
+    """
     from regauge.core.action import apply_lazily
     from regauge.merging.transport import transported
 
@@ -162,30 +220,58 @@ def _transported(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Merge:
     models, verdicts = dict(merge.models), dict(merge.verdicts)
     soft = None
     if "regularization" in method.shared:
-        soft = float(recipe.parameter("regularization", recipe.slices[0], None, "", 0.0, method.shared["regularization"]))
+        soft = float(
+            recipe.parameter(
+                "regularization", recipe.slices[0], None, "", 0.0, method.shared["regularization"]
+            )
+        )
     for key, model in merge.models.items():
         if key == anchor.key:
             continue
         if model.spec is None or anchor.spec is None:
             raise MergeError(
-                f"{(model if model.spec is None else anchor).key} is of no family that regauge describes, so that nothing can be transported",
+                f"{(model if model.spec is None else anchor).key} is of no family that regauge "
+                "describes, so that nothing can be transported",
                 hint="linear merges it as it is",
             )
         pair = (seen[key], seen[anchor.key]) if method.statistic else None
-        g = transported(model.spec, model.state, anchor.state, soft=soft, seen=pair, rows=shared_rows(model, anchor))
-        thunks = apply_lazily(g, Lazy(list(model.state), partial(floats_of, model.state)), force=True)
+        g = transported(
+            model.spec,
+            model.state,
+            anchor.state,
+            soft=soft,
+            seen=pair,
+            rows=shared_rows(model, anchor),
+        )
+        thunks = apply_lazily(
+            g, Lazy(list(model.state), partial(floats_of, model.state)), force=True
+        )
         digest = recipe_of(g, model.spec, (model.element.hex(),), None)
         models[key] = replace(model, state=Lazy.of(thunks), element=digest)
         by = "activations" if method.statistic else "weights"
-        mixes = any(isinstance(m, Soft) for m in g.members.values())  # the stream's map is a mean, and soft even if its plans are exact
-        note = f"transported next to {anchor.key} by {by}, {'softly' if soft else 'exactly'}{', which makes it another function' if mixes else ''}"
-        verdicts[key] = replace(verdicts[key], moved="; then ".join(t for t in (verdicts[key].moved, note) if t))
+        mixes = any(
+            isinstance(m, Soft) for m in g.members.values()
+        )  # the stream's map is a mean, and soft even if its plans are exact
+        note = (
+            f"transported next to {anchor.key} by {by}, "
+            f"{'softly' if soft else 'exactly'}{', which makes it another function' if mixes else ''}"
+        )
+        verdicts[key] = replace(
+            verdicts[key], moved="; then ".join(t for t in (verdicts[key].moved, note) if t)
+        )
     return replace(merge, models=models, donor=models[merge.donor.key], verdicts=verdicts)
 
 
 def _save(found: Mapping[str, Any], path: Path) -> None:
     """Whole or not at all. A Gram matrix has the number of its axis before its name."""
-    write_tensors(path, {f"{v.dim} {n}" if isinstance(v, Gram) else n: v.values if isinstance(v, Gram) else v for n, v in found.items()}, {})
+    write_tensors(
+        path,
+        {
+            f"{v.dim} {n}" if isinstance(v, Gram) else n: v.values if isinstance(v, Gram) else v
+            for n, v in found.items()
+        },
+        {},
+    )
 
 
 def _load(path: Path) -> Mapping[str, Any]:

@@ -1,7 +1,9 @@
-"""A merge of checkpoints, from a recipe to a folder: opened, laid out, tested, aligned, and streamed tensor by tensor through the writer.
+"""A merge of checkpoints, from a recipe to a folder: opened, laid out, tested, aligned, and
+streamed tensor by tensor through the writer.
 
-Nothing is held but the tensors in flight. What can be refused is refused before the first byte; what is written is there whole or not at all, and a
-merge that was killed goes on where its last whole shard ends.
+Nothing is held but the tensors in flight. What can be refused is refused before the first byte;
+what is written is there whole or not at all, and a merge that was killed goes on where its last
+whole shard ends.
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ import torch
 from regauge.checkpoints.adapted import open_adapted
 from regauge.checkpoints.files import strictest_mode
 from regauge.checkpoints.headers import DTYPE_NAMES, DTYPES
-from regauge.checkpoints.plan import File, Plan, check_target, index_of, is_file_name, nbytes, other_files
+from regauge.checkpoints.plan import (
+    File,
+    Plan,
+    check_target,
+    index_of,
+    is_file_name,
+    nbytes,
+    other_files,
+)
 from regauge.checkpoints.reader import INDEX, WEIGHTS
 from regauge.core.spec import check
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
@@ -34,12 +44,19 @@ from regauge.models.resolve import spec_of
 
 SHARD = 2_000_000_000  # bytes in a file of the output, at most: what a kill may cost
 RECIPE = "recipe.yaml"
-_STALE = ("README.md", RECIPE, "mergekit_config.yml", "match.json")  # of the donor's files: these speak of the donor alone
+_STALE = (
+    "README.md",
+    RECIPE,
+    "mergekit_config.yml",
+    "match.json",
+)  # of the donor's files: these speak of the donor alone
 
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """A recipe with its models opened and its tensors laid out. The donor gives config, tokenizer and order: it is the base, or the first model."""
+    """A recipe with its models opened and its tensors laid out. The donor gives config, tokenizer
+    and order: it is the base, or the first model.
+    """
 
     recipe: Recipe
     models: Mapping[str, Model]
@@ -65,7 +82,10 @@ def open_merge(recipe: Recipe, *, seed: int = 0, force: bool = False) -> Merge:
     models = {key: _open(key) for key in recipe.models}
     to = recipe.align.to if recipe.align else None
     if to is not None and to not in models:
-        raise MergeError(f"align asks for {to}, which is no model of the recipe", hint=f"choose from {', '.join(models)}")
+        raise MergeError(
+            f"align asks for {to}, which is no model of the recipe",
+            hint=f"choose from {', '.join(models)}",
+        )
     donor = models[recipe.base or recipe.slices[0].sources[0].model]
     places = lay_out(recipe, models, donor, force=force)
     merge = Merge(recipe, models, donor, places, tables_of(recipe, models, donor), seed, force, {})
@@ -84,17 +104,29 @@ def _open(key: str) -> Model:
     return Model(key, checkpoint, spec if fits else None, checkpoint, checkpoint.shapes)
 
 
-def require_basis(merge: Merge, kept: Unfinished | None = None, progress: Progress | None = None) -> Merge:
-    """The merge with its verdicts. Models that share no basis are refused, unless they are to be aligned, or by force."""
+def require_basis(
+    merge: Merge, kept: Unfinished | None = None, progress: Progress | None = None
+) -> Merge:
+    """The merge with its verdicts. Models that share no basis are refused, unless they are to be
+    aligned, or by force.
+    """
     verdicts = {}
     for key, model in merge.models.items():
         if key == merge.anchor.key:
             continue
         known = kept.verdict(key) if kept else None
-        verdicts[key] = Verdict(**known) if known else ask(model, merge.anchor, closer=not merge.force, progress=progress)
+        verdicts[key] = (
+            Verdict(**known)
+            if known
+            else ask(model, merge.anchor, closer=not merge.force, progress=progress)
+        )
         if kept and known is None and merge.recipe.align is not None:
             kept.told(key, verdicts[key].as_dict())
-    if merge.recipe.align is None and not merge.force and not METHODS[merge.recipe.method].transport:
+    if (
+        merge.recipe.align is None
+        and not merge.force
+        and not METHODS[merge.recipe.method].transport
+    ):
         require_shared(verdicts)
     return replace(merge, verdicts=verdicts)
 
@@ -106,24 +138,50 @@ def align(merge: Merge, kept: Unfinished | None = None, progress: Progress | Non
         return merge
     models, verdicts = aligned(merge.models, merge.anchor, how, merge.verdicts, kept, progress)
     donor = models[merge.donor.key]
-    return replace(merge, models=models, donor=donor, verdicts=verdicts, places=lay_out(merge.recipe, models, donor, force=merge.force))
+    return replace(
+        merge,
+        models=models,
+        donor=donor,
+        verdicts=verdicts,
+        places=lay_out(merge.recipe, models, donor, force=merge.force),
+    )
 
 
 def stamps(merge: Merge) -> bytes:
-    """What determines the result: the version, the recipe, the seed, the files, and the elements that move them."""
+    """What determines the result: the version, the recipe, the seed, the files, and the elements
+    that move them.
+    """
     from regauge import __version__
 
     r = merge.recipe
-    files = {key: [(n, s.size, s.path.stat().st_mtime_ns) for n, s in m.checkpoint.files.items()] for key, m in merge.models.items()}
+    files = {
+        key: [(n, s.size, s.path.stat().st_mtime_ns) for n, s in m.checkpoint.files.items()]
+        for key, m in merge.models.items()
+    }
     elements = {key: m.element.hex() for key, m in merge.models.items()}
-    said = [__version__, r.method, repr(r.slices), r.base, repr(r.parameters), r.dtype, r.out_dtype, repr(r.tokens), repr(r.align)]
+    said = [
+        __version__,
+        r.method,
+        repr(r.slices),
+        r.base,
+        repr(r.parameters),
+        r.dtype,
+        r.out_dtype,
+        repr(r.tokens),
+        repr(r.align),
+    ]
     return json.dumps([said, merge.seed, files, elements, repr(r.data), merge.digests]).encode()
 
 
-def plan_merge(merge: Merge, out: Path, *, shard: int = SHARD) -> tuple[Plan, dict[str, Callable[[], Made]]]:
+def plan_merge(
+    merge: Merge, out: Path, *, shard: int = SHARD
+) -> tuple[Plan, dict[str, Callable[[], Made]]]:
     """The files of the output and what makes each tensor."""
     if is_file_name(out):
-        raise MergeError(f"the output {out} is named like a file", hint="a merge is written as a folder: name one with -o")
+        raise MergeError(
+            f"the output {out} is named like a file",
+            hint="a merge is written as a folder: name one with -o",
+        )
     for model in merge.models.values():
         for path in model.checkpoint.sources:
             check_target(out, path)
@@ -140,51 +198,92 @@ def plan_merge(merge: Merge, out: Path, *, shard: int = SHARD) -> tuple[Plan, di
         written = {*small, *(f.name for f in files), *merge.donor.checkpoint.files, *_STALE}
         copies, left = other_files(merge.donor.checkpoint.path, written)
     if merge.tables is not None:
-        copies = {name: path for name, path in copies.items() if name not in FILES} | dict(merge.tables.copies)
+        copies = {name: path for name, path in copies.items() if name not in FILES} | dict(
+            merge.tables.copies
+        )
         small |= merge.tables.small
-    thunks: dict[str, Callable[[], Made]] = {place.name: partial(_make, merge, place) for place in merge.places}
+    thunks: dict[str, Callable[[], Made]] = {
+        place.name: partial(_make, merge, place) for place in merge.places
+    }
     places = {place.name: place for place in merge.places}
     mode = strictest_mode([where] if (where := Path(merge.recipe.where)).is_file() else [])
     for model in merge.models.values():
         mode &= model.checkpoint.mode
-    plan = Plan(tuple(files), small, copies, left, stamps(merge), lambda name: _were_finite(merge, places[name]), mode=mode)
+    plan = Plan(
+        tuple(files),
+        small,
+        copies,
+        left,
+        stamps(merge),
+        lambda name: _were_finite(merge, places[name]),
+        mode=mode,
+    )
     return plan, thunks
 
 
 def _given(merge: Merge, place: Place) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The parameters of one place: those of the merge, and those of each model. The base needs none of its own."""
+    """The parameters of one place: those of the merge, and those of each model. The base needs none
+    of its own.
+    """
     recipe, method = merge.recipe, METHODS[merge.recipe.method]
     if place.copied:
         return {}, []
-    shared = {name: recipe.parameter(name, place.slice, None, place.name, place.t, default) for name, default in method.shared.items()}
+    shared = {
+        name: recipe.parameter(name, place.slice, None, place.name, place.t, default)
+        for name, default in method.shared.items()
+    }
     each = []
     for i, (source, name) in enumerate(place.parts):
         own = method.base and i == place.base
-        each.append({p: None if own else recipe.parameter(p, place.slice, source, name, place.t, default) for p, default in method.each.items()})
+        each.append(
+            {
+                p: None if own else recipe.parameter(p, place.slice, source, name, place.t, default)
+                for p, default in method.each.items()
+            }
+        )
     return shared, each
 
 
 def _make(merge: Merge, place: Place) -> Made:
     states = [merge.models[source.model].state for source, _ in place.parts]
-    tensors: list[torch.Tensor] = [state[name] for state, (_, name) in zip(states, place.parts, strict=True)]
+    tensors: list[torch.Tensor] = [
+        state[name] for state, (_, name) in zip(states, place.parts, strict=True)
+    ]
     if place.copied:
         return tensors[0]
     dtype = getattr(torch, DTYPES[_dtype(merge, place)][0])
-    kind = getattr(torch, merge.recipe.dtype) if merge.recipe.dtype else getattr(torch, DTYPES[_stored(merge, place)][0])
+    kind = (
+        getattr(torch, merge.recipe.dtype)
+        if merge.recipe.dtype
+        else getattr(torch, DTYPES[_stored(merge, place)][0])
+    )
     if merge.tables is not None and place.table:
         tensors = merge.tables.written([source.model for source, _ in place.parts], tensors)
     shared, each = _given(merge, place)
     base = place.base if METHODS[merge.recipe.method].base else None
-    rewritten = merge.tables is not None and place.table  # rows that were put elsewhere are not those that were looked at
-    known = [None if rewritten else merge.statistics[source.model].get(name) for source, name in place.parts] if merge.statistics else ()
+    rewritten = (
+        merge.tables is not None and place.table
+    )  # rows that were put elsewhere are not those that were looked at
+    known = (
+        [
+            None if rewritten else merge.statistics[source.model].get(name)
+            for source, name in place.parts
+        ]
+        if merge.statistics
+        else ()
+    )
     try:
-        return METHODS[merge.recipe.method].merge(Given(tensors, shared, each, base, dtype, kind, place.name, merge.seed, known))
+        return METHODS[merge.recipe.method].merge(
+            Given(tensors, shared, each, base, dtype, kind, place.name, merge.seed, known)
+        )
     except RegaugeError as error:
         raise MergeError(f'"{place.name}": {error}', hint=error.hint) from error
 
 
 def _stored(merge: Merge, place: Place) -> str:
-    """The dtype in which the base, or the first model, stores a tensor. One that folding has made is as its neighbours are."""
+    """The dtype in which the base, or the first model, stores a tensor. One that folding has made
+    is as its neighbours are.
+    """
     source, name = place.parts[place.base or 0]
     entries = merge.models[source.model].checkpoint.entries
     return entries[name].dtype if name in entries else next(iter(entries.values())).dtype
@@ -196,7 +295,11 @@ def _dtype(merge: Merge, place: Place) -> str:
 
 
 def _shape(merge: Merge, place: Place) -> tuple[int, ...]:
-    return (merge.tables.rows, *place.shape[1:]) if merge.tables is not None and place.table else place.shape
+    return (
+        (merge.tables.rows, *place.shape[1:])
+        if merge.tables is not None and place.table
+        else place.shape
+    )
 
 
 def _packed(tensors: Sequence[tuple[str, str, tuple[int, ...]]], shard: int) -> list[File]:
@@ -211,7 +314,10 @@ def _packed(tensors: Sequence[tuple[str, str, tuple[int, ...]]], shard: int) -> 
         held += size
     if len(groups) == 1:
         return [File(WEIGHTS, tuple(groups[0]), {"format": "pt"})]
-    return [File(f"model-{i + 1:05}-of-{len(groups):05}.safetensors", tuple(group), {"format": "pt"}) for i, group in enumerate(groups)]
+    return [
+        File(f"model-{i + 1:05}-of-{len(groups):05}.safetensors", tuple(group), {"format": "pt"})
+        for i, group in enumerate(groups)
+    ]
 
 
 def _config(merge: Merge) -> bytes:
@@ -219,18 +325,30 @@ def _config(merge: Merge) -> bytes:
     config, changes = dict(merge.donor.checkpoint.config or {}), dict(merge.donor.config)
     asked = merge.recipe.out_dtype or merge.recipe.dtype
     if asked is not None:
-        changes |= {key: asked for key in ("dtype", "torch_dtype") if key in config} or {"torch_dtype": asked}
-    changes |= sliced_config(merge.recipe, merge.donor, max(stacks(merge.donor.state).values(), default=0))
+        changes |= {key: asked for key in ("dtype", "torch_dtype") if key in config} or {
+            "torch_dtype": asked
+        }
+    changes |= sliced_config(
+        merge.recipe, merge.donor, max(stacks(merge.donor.state).values(), default=0)
+    )
     if merge.tables is not None and "vocab_size" in config:
         changes["vocab_size"] = merge.tables.rows
     names = {place.name for place in merge.places}
     ties = merge.donor.spec.ties if merge.donor.spec else {}
-    if any(alias in names and target in names for alias, target in ties.items()):  # another model's head is its own
-        changes |= {"tie_word_embeddings": False, **(merge.donor.spec.untied_config if merge.donor.spec else {})}
+    if any(
+        alias in names and target in names for alias, target in ties.items()
+    ):  # another model's head is its own
+        changes |= {
+            "tie_word_embeddings": False,
+            **(merge.donor.spec.untied_config if merge.donor.spec else {}),
+        }
     if not changes and merge.donor.checkpoint.config_path is not None:
         return merge.donor.checkpoint.config_path.read_bytes()
     return (json.dumps({**config, **changes}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _were_finite(merge: Merge, place: Place) -> bool:
-    return all(bool(merge.models[source.model].state[name].isfinite().all()) for source, name in place.parts)
+    return all(
+        bool(merge.models[source.model].state[name].isfinite().all())
+        for source, name in place.parts
+    )

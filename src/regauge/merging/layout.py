@@ -1,7 +1,9 @@
-"""Which tensors of which models stand in one place of the output, and how far along the layers that place is.
+"""Which tensors of which models stand in one place of the output, and how far along the layers that
+place is.
 
-Layers are told by names alone: the first number in "model.layers.7.mlp.up_proj.weight" is the layer, what stands before it is the stack. That is all
-that gradients and slices need, so that no architecture has to be described for them.
+Layers are told by names alone: the first number in "model.layers.7.mlp.up_proj.weight" is the
+layer, what stands before it is the stack. That is all that gradients and slices need, so that no
+architecture has to be described for them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model of the recipe: its files, its spec where a family describes it, and its tensors as they are merged: as stored, or moved."""
+    """A model of the recipe: its files, its spec where a family describes it, and its tensors as
+    they are merged: as stored, or moved.
+    """
 
     key: str
     checkpoint: Checkpoint
@@ -42,11 +46,20 @@ class Model:
             return name
         ties = self.spec.ties if self.spec else {}
         target = ties.get(name, name)
-        return next((n for n in (target, *(a for a, to in ties.items() if to == target)) if n in self.state), None)
+        return next(
+            (
+                n
+                for n in (target, *(a for a, to in ties.items() if to == target))
+                if n in self.state
+            ),
+            None,
+        )
 
     def is_buffer(self, name: str) -> bool:
         entry: Entry | None = self.checkpoint.entries.get(name)
-        return (self.spec is not None and self.spec.is_buffer(name)) or (entry is not None and entry.dtype not in FLOATS)
+        return (self.spec is not None and self.spec.is_buffer(name)) or (
+            entry is not None and entry.dtype not in FLOATS
+        )
 
     @cached_property
     def tables(self) -> frozenset[str]:
@@ -56,12 +69,18 @@ class Model:
             return frozenset()
         axes = {name: place.axes for name, place in stored(self.spec).items()}
         places = ("wpe", "position")
-        return frozenset(n for n, text in axes.items() if text.split(" ")[0] == f"_{size}" and not any(p in n for p in places))
+        return frozenset(
+            n
+            for n, text in axes.items()
+            if text.split(" ")[0] == f"_{size}" and not any(p in n for p in places)
+        )
 
 
 @dataclass(frozen=True)
 class Place:
-    """One tensor of the output: what it is made of, each as (source, the name of its tensor), and where it stands."""
+    """One tensor of the output: what it is made of, each as (source, the name of its tensor), and
+    where it stands.
+    """
 
     name: str
     parts: tuple[tuple[Source, str], ...]
@@ -80,10 +99,16 @@ def stacks(names: Iterable[str]) -> dict[str, int]:
         match = _LAYER.fullmatch(name)
         if match:
             found.setdefault(match[1], Counter())[int(match[2])] += 1
-    return {at: len(counts) for at, counts in found.items() if set(counts) == set(range(len(counts))) and min(counts.values()) >= _BLOCK}
+    return {
+        at: len(counts)
+        for at, counts in found.items()
+        if set(counts) == set(range(len(counts))) and min(counts.values()) >= _BLOCK
+    }
 
 
-def lay_out(recipe: Recipe, models: Mapping[str, Model], donor: Model, *, force: bool = False) -> list[Place]:
+def lay_out(
+    recipe: Recipe, models: Mapping[str, Model], donor: Model, *, force: bool = False
+) -> list[Place]:
     """Every tensor of the output, in the donor's order. What does not fit is refused by name."""
     _require_alike(models, donor, force)
     places = _sliced(recipe, models) if recipe.sliced else _whole(recipe, models, donor)
@@ -100,14 +125,22 @@ def _require_alike(models: Mapping[str, Model], donor: Model, force: bool) -> No
     for model in models.values():
         if not force and kind(model) != kind(donor):
             raise MergeError(
-                f"{donor.key} is a {kind(donor)} and {model.key} a {kind(model)}", hint="models of one architecture are merged; --force tries anyway"
+                f"{donor.key} is a {kind(donor)} and {model.key} a {kind(model)}",
+                hint="models of one architecture are merged; --force tries anyway",
             )
 
 
 def _sources(recipe: Recipe, part: Slice) -> tuple[tuple[Source, ...], int | None]:
-    """The sources of a slice, the base among them where it was only named as such, and the base's place."""
+    """The sources of a slice, the base among them where it was only named as such, and the base's
+    place.
+    """
     base, sources = part.base or recipe.base, part.sources
-    if base is not None and not recipe.sliced and recipe.method != "passthrough" and base not in [s.model for s in sources]:
+    if (
+        base is not None
+        and not recipe.sliced
+        and recipe.method != "passthrough"
+        and base not in [s.model for s in sources]
+    ):
         sources = (*sources, Source(base, None, {}, part.line))
     return sources, next((i for i, s in enumerate(sources) if s.model == base), None)
 
@@ -120,14 +153,20 @@ def _whole(recipe: Recipe, models: Mapping[str, Model], donor: Model) -> list[Pl
     depths = stacks(names)
     out = []
     for name in names:
-        if all(name in (m.spec.ties if m.spec else {}) and m.spec and m.spec.ties[name] in names for m in used):
+        if all(
+            name in (m.spec.ties if m.spec else {}) and m.spec and m.spec.ties[name] in names
+            for m in used
+        ):
             continue  # tied in all of them: written once
         found = _LAYER.fullmatch(name)
         depth = depths.get(found[1], 0) if found else 0
         t = (int(found[2]) / (depth - 1) if depth > 1 else 1.0) if found and depth else 0.0
         if donor.is_buffer(name) or any(m.is_buffer(name) for m in used):
             holder = donor if name in donor.state else next(m for m in used if name in m.state)
-            one = next((s for s in sources if s.model == holder.key), Source(holder.key, None, {}, part.line))
+            one = next(
+                (s for s in sources if s.model == holder.key),
+                Source(holder.key, None, {}, part.line),
+            )
             out.append(Place(name, ((one, name),), part, None, t, holder.shapes[name], copied=True))
             continue
         out.append(_place(recipe, models, name, [(s, name) for s in sources], part, base, t))
@@ -138,8 +177,15 @@ def _sliced(recipe: Recipe, models: Mapping[str, Model]) -> list[Place]:
     first = models[recipe.slices[0].sources[0].model]
     depths = stacks(first.state)
     if len(depths) != 1 or first.spec is None:
-        why = "is of no family that regauge describes" if first.spec is None else f"has {len(depths)} stacks of layers"
-        raise MergeError(f"{first.key} {why}, so that its layers cannot be sliced", hint="merge whole models: models: in place of slices:")
+        why = (
+            "is of no family that regauge describes"
+            if first.spec is None
+            else f"has {len(depths)} stacks of layers"
+        )
+        raise MergeError(
+            f"{first.key} {why}, so that its layers cannot be sliced",
+            hint="merge whole models: models: in place of slices:",
+        )
     (stack,) = depths
     for part in recipe.slices:
         for source in part.sources:
@@ -147,14 +193,20 @@ def _sliced(recipe: Recipe, models: Mapping[str, Model]) -> list[Place]:
             assert source.layers is not None, "the sources of slices have layers"
             if source.layers[1] > depth:
                 raise MergeError(
-                    f"{recipe.where}, line {source.line}: {source.model} has {depth} layers, and layer_range asks for {source.layers[1]}",
-                    hint=f"layers are counted from 0, and the last number is not included: at most [0, {depth}]",
+                    f"{recipe.where}, line {source.line}: {source.model} has {depth} layers, "
+                    f"and layer_range asks for {source.layers[1]}",
+                    hint="layers are counted from 0, and the last number is not included: at "
+                    f"most [0, {depth}]",
                 )
-    parts = {name: first.spec.parts.get(place.pattern) for name, place in stored(first.spec).items()}
+    parts = {
+        name: first.spec.parts.get(place.pattern) for name, place in stored(first.spec).items()
+    }
     outside = [n for n in first.state if not _in_stack(n, stack)]
     ties = first.spec.ties
     before = [n for n in outside if parts.get(n) == "embed"]
-    after = [n for n in outside if parts.get(n) != "embed" and not (n in ties and ties[n] in outside)]
+    after = [
+        n for n in outside if parts.get(n) != "embed" and not (n in ties and ties[n] in outside)
+    ]
     out = [_edge(recipe, models, name, recipe.slices[0]) for name in before]
     layer = 0
     for part in recipe.slices:
@@ -168,9 +220,22 @@ def _sliced(recipe: Recipe, models: Mapping[str, Model]) -> list[Place]:
                 rest = name[len(prefix) :]
                 if models[sources[0].model].is_buffer(name):
                     shape = models[sources[0].model].shapes[name]
-                    out.append(Place(f"{stack}{layer}.{rest}", ((sources[0], name),), part, None, t, shape, copied=True))
+                    out.append(
+                        Place(
+                            f"{stack}{layer}.{rest}",
+                            ((sources[0], name),),
+                            part,
+                            None,
+                            t,
+                            shape,
+                            copied=True,
+                        )
+                    )
                     continue
-                named = [(s, f"{stack}{start + i}.{rest}") for s, start in zip(sources, starts, strict=True)]
+                named = [
+                    (s, f"{stack}{start + i}.{rest}")
+                    for s, start in zip(sources, starts, strict=True)
+                ]
                 out.append(_place(recipe, models, f"{stack}{layer}.{rest}", named, part, base, t))
             layer += 1
     return out + [_edge(recipe, models, name, recipe.slices[-1]) for name in after]
@@ -182,45 +247,68 @@ def _in_stack(name: str, stack: str) -> bool:
 
 
 def _edge(recipe: Recipe, models: Mapping[str, Model], name: str, part: Slice) -> Place:
-    """A tensor outside of the layers: of the first slice's models if it comes before them, of the last one's if after."""
+    """A tensor outside of the layers: of the first slice's models if it comes before them, of the
+    last one's if after.
+    """
     sources, base = _sources(recipe, part)
     return _place(recipe, models, name, [(s, name) for s in sources], part, base, 0.0)
 
 
 def _place(
-    recipe: Recipe, models: Mapping[str, Model], name: str, named: Sequence[tuple[Source, str]], part: Slice, base: int | None, t: float
+    recipe: Recipe,
+    models: Mapping[str, Model],
+    name: str,
+    named: Sequence[tuple[Source, str]],
+    part: Slice,
+    base: int | None,
+    t: float,
 ) -> Place:
     parts = []
     for source, wanted in named:
         found = models[source.model].stored(wanted)
         if found is None:
             holder = next(s.model for s, n in named if models[s.model].stored(n) is not None)
-            raise MergeError(f'{source.model} has no "{wanted}", which {holder} has', hint="models of one architecture and one depth are merged")
+            raise MergeError(
+                f'{source.model} has no "{wanted}", which {holder} has',
+                hint="models of one architecture and one depth are merged",
+            )
         parts.append((source, found))
     shapes = [models[s.model].shapes[n] for s, n in parts]
     table = any(n in models[s.model].tables for s, n in parts)
-    if len(set(shapes)) > 1 and not (table and recipe.tokens is not None and len({s[1:] for s in shapes}) == 1):
+    if len(set(shapes)) > 1 and not (
+        table and recipe.tokens is not None and len({s[1:] for s in shapes}) == 1
+    ):
         i = next(i for i, shape in enumerate(shapes) if shape != shapes[0])
         here, there = parts[0][0].model, parts[i][0].model
         if table and shapes[0][1:] == shapes[i][1:]:
             raise MergeError(
-                f'the vocabularies differ: "{name}" has {shapes[0][0]} rows in {here} and {shapes[i][0]} in {there}',
-                hint="write tokenizer_source: union (or base) into the recipe; on the command line --tokenizer union",
+                f'the vocabularies differ: "{name}" has {shapes[0][0]} rows in {here} and '
+                f"{shapes[i][0]} in {there}",
+                hint="write tokenizer_source: union (or base) into the recipe; on the command "
+                "line --tokenizer union",
             )
         raise MergeError(
-            f'"{name}" is {list(shapes[0])} in {here} and {list(shapes[i])} in {there}', hint="models of one architecture and one width are merged"
+            f'"{name}" is {list(shapes[0])} in {here} and {list(shapes[i])} in {there}',
+            hint="models of one architecture and one width are merged",
         )
     return Place(name, tuple(parts), part, base, t, shapes[0], table=table)
 
 
 def sliced_config(recipe: Recipe, donor: Model, depth: int) -> dict[str, Any]:
-    """What config.json says of layers that were sliced: their number, and every list with a value for each."""
+    """What config.json says of layers that were sliced: their number, and every list with a value
+    for each.
+    """
     if not recipe.sliced:
         return {}
     config = donor.checkpoint.config or {}
     layers = [i for part in recipe.slices for i in range(*(part.sources[0].layers or (0, 0)))]
     out: dict[str, Any] = {key: len(layers) for key in _DEPTH_KEYS if key in config}
     for key, value in config.items():
-        if isinstance(value, list) and len(value) == depth and depth > 1 and all(i < depth for i in layers):
+        if (
+            isinstance(value, list)
+            and len(value) == depth
+            and depth > 1
+            and all(i < depth for i in layers)
+        ):
             out[key] = [value[i] for i in layers]
     return out

@@ -1,9 +1,12 @@
-"""The methods: each a pure function of the tensors that stand in one place of several models, and of what data said about each where it needs that.
+"""The methods: each a pure function of the tensors that stand in one place of several models, and
+of what data said about each where it needs that.
 
-All arithmetic is in float32 (float64 where an input is), block by block, and the result is rounded once, to the dtype that is asked for. Formulas,
-defaults and edge cases are mergekit's, so that its recipes mean the same here. Where a method looks at angles and lengths alone (slerp, Karcher
-mean, model stock) the result is a combination of its inputs, and the coefficients follow from their inner products: two passes, whatever the method
-iterates. Methods of transport are the weighted mean of models that `transport` has moved before.
+All arithmetic is in float32 (float64 where an input is), block by block, and the result is rounded
+once, to the dtype that is asked for. Formulas, defaults and edge cases are mergekit's, so that its
+recipes mean the same here. Where a method looks at angles and lengths alone (slerp, Karcher mean,
+model stock) the result is a combination of its inputs, and the coefficients follow from their inner
+products: two passes, whatever the method iterates. Methods of transport are the weighted mean of
+models that `transport` has moved before.
 """
 
 from __future__ import annotations
@@ -42,10 +45,12 @@ NEEDED = Needed()
 
 @dataclass(frozen=True)
 class Given:
-    """What a method is given: the tensors in the recipe's order, which of them is the base model's, and the parameters, of all and of each.
+    """What a method is given: the tensors in the recipe's order, which of them is the base model's,
+    and the parameters, of all and of each.
 
-    `dtype` is that of the result, `kind` the one in which mergekit would have computed: what is selected or voted on is compared in it. `name` and
-    `seed` determine what is drawn. `statistics` has one of each model, or None where nothing is known of a tensor.
+    `dtype` is that of the result, `kind` the one in which mergekit would have computed: what is
+    selected or voted on is compared in it. `name` and `seed` determine what is drawn. `statistics`
+    has one of each model, or None where nothing is known of a tensor.
     """
 
     tensors: Sequence[Tensor]
@@ -74,10 +79,12 @@ class Given:
 
 @dataclass(frozen=True)
 class Method:
-    """A method, whether it needs a base model, and its parameters with their defaults: those of the whole merge, and those of each model.
+    """A method, whether it needs a base model, and its parameters with their defaults: those of the
+    whole merge, and those of each model.
 
-    `statistic` is what it needs to know from data of every model ("fisher", "gram" or "activations"); `transport` says that the models are moved
-    next to the first (or the base) before, by what is known or else by their weights.
+    `statistic` is what it needs to know from data of every model ("fisher", "gram" or
+    "activations"); `transport` says that the models are moved next to the first (or the base)
+    before, by what is known or else by their weights.
     """
 
     merge: Callable[[Given], Made]
@@ -89,8 +96,12 @@ class Method:
     transport: bool = False
 
 
-def blockwise(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[[Sequence[Tensor], slice], Tensor]) -> Blocks:
-    """A tensor of this shape and dtype whose blocks are made of the blocks of others, in the working precision: copies, which may be used up."""
+def blockwise(
+    tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[[Sequence[Tensor], slice], Tensor]
+) -> Blocks:
+    """A tensor of this shape and dtype whose blocks are made of the blocks of others, in the
+    working precision: copies, which may be used up.
+    """
 
     def blocks() -> Iterator[Any]:
         out, at = torch.empty(min(STEP, tensors[0].numel()), dtype=dtype), 0
@@ -106,10 +117,15 @@ def blockwise(tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[[Seq
 
 
 def _parts(tensors: Sequence[Tensor], work: torch.dtype) -> Iterator[list[Tensor]]:
-    """The blocks of tensors, all at once, in the working precision. The next blocks take the place of the last."""
+    """The blocks of tensors, all at once, in the working precision. The next blocks take the place
+    of the last.
+    """
     held = [torch.empty(min(STEP, t.numel()), dtype=work) for t in tensors]
     for parts in zip(*(torch.split(t.reshape(-1), STEP) for t in tensors), strict=True):
-        yield [(h if h.numel() == p.numel() else h[: p.numel()]).copy_(p) for h, p in zip(held, parts, strict=True)]
+        yield [
+            (h if h.numel() == p.numel() else h[: p.numel()]).copy_(p)
+            for h, p in zip(held, parts, strict=True)
+        ]
 
 
 def working(tensors: Sequence[Tensor]) -> torch.dtype:
@@ -128,7 +144,9 @@ def combined(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.d
     return blockwise(tensors, dtype, block)
 
 
-def products(tensors: Sequence[Tensor], work: torch.dtype, minus: Tensor | None = None) -> np.ndarray[Any, np.dtype[np.float64]]:
+def products(
+    tensors: Sequence[Tensor], work: torch.dtype, minus: Tensor | None = None
+) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The inner products of tensors with each other, all less another one if that is given."""
     n = len(tensors)
     out = np.zeros((n, n))
@@ -142,33 +160,51 @@ def products(tensors: Sequence[Tensor], work: torch.dtype, minus: Tensor | None 
 
 
 def linear(g: Given) -> Made:
-    """The weighted mean, or with normalize off the weighted sum. A weighted mean of equal weights is a model soup."""
+    """The weighted mean, or with normalize off the weighted sum. A weighted mean of equal weights
+    is a model soup.
+    """
     weights = [float(p["weight"]) for p in g.each]
-    total = float(torch.tensor(weights, dtype=working(g.tensors)).sum()) if g.shared.get("normalize", True) else None
+    total = (
+        float(torch.tensor(weights, dtype=working(g.tensors)).sum())
+        if g.shared.get("normalize", True)
+        else None
+    )
     if total == 0:
         raise MergeError(
-            f'the weights of "{g.name}" add up to 0, and normalize would divide by that', hint="change a weight, or set normalize: false"
+            f'the weights of "{g.name}" add up to 0, and normalize would divide by that',
+            hint="change a weight, or set normalize: false",
         )
 
-    def block(parts: Sequence[Tensor], _: slice) -> Tensor:  # rounded where mergekit rounds: a value that is almost 0 depends on it
+    def block(
+        parts: Sequence[Tensor], _: slice
+    ) -> Tensor:  # rounded where mergekit rounds: a value that is almost 0 depends on it
         added = parts[0].mul_(weights[0])
         for part, weight in zip(parts[1:], weights[1:], strict=True):
-            added.addcmul_(part, torch.tensor(weight, dtype=part.dtype))  # one rounding where the processor fuses the two, two where it does not
+            added.addcmul_(
+                part, torch.tensor(weight, dtype=part.dtype)
+            )  # one rounding where the processor fuses the two, two where it does not
         return added if total is None else added.div_(total)
 
     return blockwise(g.tensors, g.out, block)
 
 
 def fisher(g: Given) -> Made:
-    """The mean of every value, weighted by what the diagonal Fisher says that it matters: sum w F x / sum w F (Matena and Raffel 2022). No Fisher
-    counts as less than `floor` times the mean over the tensor and the models, so that what matters nowhere is averaged."""
+    """The mean of every value, weighted by what the diagonal Fisher says that it matters: sum w F x
+    / sum w F (Matena and Raffel 2022). No Fisher counts as less than `floor` times the mean over
+    the tensor and the models, so that what matters nowhere is averaged.
+    """
     known = _known(g)
     if known is None:
         return linear(g)
     weights = _positive(g)
-    mean = sum(float(f.double().mean()) for f in known) / len(known) if g.tensors[0].numel() else 0.0
+    mean = (
+        sum(float(f.double().mean()) for f in known) / len(known) if g.tensors[0].numel() else 0.0
+    )
     if not math.isfinite(mean):
-        raise MergeError(f'a Fisher information of "{g.name}" is not finite', hint="is a model broken, or the data not its own?")
+        raise MergeError(
+            f'a Fisher information of "{g.name}" is not finite',
+            hint="is a model broken, or the data not its own?",
+        )
     n, floor = len(known), float(g.shared["floor"]) if mean else 1.0
 
     def block(parts: Sequence[Tensor], _: slice) -> Tensor:
@@ -183,11 +219,13 @@ def fisher(g: Given) -> Made:
 
 
 def regmean(g: Given) -> Made:
-    """The weight whose layer does what each model's layer did to its own inputs, as nearly as can be in squares (Jin et al. 2023):
+    """The weight whose layer does what each model's layer did to its own inputs, as nearly as can
+    be in squares (Jin et al. 2023):
 
         W = (sum w G)^-1 sum w G W_i,     G = X^T X with its off-diagonal multiplied by `alpha`
 
-    In float64. Of what the inputs do not determine, W is what the weighted mean is. Tensors without a Gram (tables, norms, biases) are averaged.
+    In float64. Of what the inputs do not determine, W is what the weighted mean is. Tensors without
+    a Gram (tables, norms, biases) are averaged.
     """
     known = _known(g)
     if known is None:
@@ -196,10 +234,21 @@ def regmean(g: Given) -> Made:
     matrices = [_shrunk(k.values, alpha) for k in known]
     rows = [k.rows(t).double() for k, t in zip(known, g.tensors, strict=True)]
     if not all(bool(m.isfinite().all()) for m in matrices):
-        raise MergeError(f'the inputs of "{g.name}" are not finite', hint="is a model broken, or the data not its own?")
-    total = sum((w * m for w, m in zip(weights, matrices, strict=True)), torch.zeros_like(matrices[0]))
-    mean = sum((w / sum(weights) * x for w, x in zip(weights, rows, strict=True)), torch.zeros_like(rows[0]))
-    left = sum((w * (m @ (x - mean)) for w, m, x in zip(weights, matrices, rows, strict=True)), torch.zeros_like(mean))
+        raise MergeError(
+            f'the inputs of "{g.name}" are not finite',
+            hint="is a model broken, or the data not its own?",
+        )
+    total = sum(
+        (w * m for w, m in zip(weights, matrices, strict=True)), torch.zeros_like(matrices[0])
+    )
+    mean = sum(
+        (w / sum(weights) * x for w, x in zip(weights, rows, strict=True)),
+        torch.zeros_like(rows[0]),
+    )
+    left = sum(
+        (w * (m @ (x - mean)) for w, m, x in zip(weights, matrices, rows, strict=True)),
+        torch.zeros_like(mean),
+    )
     found: Tensor = known[0].like(mean + _solved(total, left), g.tensors[0])
     return found.to(g.out)
 
@@ -210,7 +259,9 @@ def _shrunk(gram: Tensor, alpha: float) -> Tensor:
 
 
 def _solved(matrix: Tensor, right: Tensor) -> Tensor:
-    """The least solution of a positive semi-definite system: by Cholesky, or where that is not safe, on the span of its eigenvectors."""
+    """The least solution of a positive semi-definite system: by Cholesky, or where that is not
+    safe, on the span of its eigenvectors.
+    """
     factor, failed = torch.linalg.cholesky_ex(matrix)
     pivots = factor.diagonal().square()
     if not int(failed) and float(pivots.min()) > 1e-12 * float(pivots.max()):
@@ -226,7 +277,8 @@ def _known(g: Given) -> Sequence[Any] | None:
     """What is known of each of the tensors; None where nothing is, or not of all."""
     if len(g.statistics) != len(g.tensors):
         raise MergeError(
-            f'there are {len(g.statistics)} statistics for the {len(g.tensors)} models of "{g.name}"',
+            f"there are {len(g.statistics)} statistics for the {len(g.tensors)} models of "
+            f'"{g.name}"',
             hint="give statistics= with one mapping for each model, by regauge.merging.statistics",
         )
     return None if any(s is None for s in g.statistics) else g.statistics
@@ -235,12 +287,17 @@ def _known(g: Given) -> Sequence[Any] | None:
 def _positive(g: Given) -> list[float]:
     weights = [float(p["weight"]) for p in g.each]
     if min(weights) < 0 or not sum(weights):
-        raise MergeError(f'the weights of "{g.name}" are {weights}', hint="this method divides by them: none may be negative, nor all 0")
+        raise MergeError(
+            f'the weights of "{g.name}" are {weights}',
+            hint="this method divides by them: none may be negative, nor all 0",
+        )
     return weights
 
 
 def slerp(g: Given) -> Made:
-    """Along the great circle from the base to the other model. Where the two point almost one way (or opposite ways), along the line."""
+    """Along the great circle from the base to the other model. Where the two point almost one way
+    (or opposite ways), along the line.
+    """
     t = float(g.shared["t"])
     if len(g.tensors) == 1:
         return g.tensors[0].to(g.out)
@@ -251,12 +308,17 @@ def slerp(g: Given) -> Made:
     if abs(dot) > 0.9995:
         return combined(pair, (1 - t, t), g.out)
     angle = math.acos(dot)
-    return combined(pair, (math.sin(angle * (1 - t)) / math.sin(angle), math.sin(angle * t) / math.sin(angle)), g.out)
+    return combined(
+        pair,
+        (math.sin(angle * (1 - t)) / math.sin(angle), math.sin(angle * t) / math.sin(angle)),
+        g.out,
+    )
 
 
 def karcher(g: Given) -> Made:
-    """The mean on the sphere of the directions, with the mean of the lengths. The mean direction lies in the span of the inputs, so that it is
-    sought among their coefficients."""
+    """The mean on the sphere of the directions, with the mean of the lengths. The mean direction
+    lies in the span of the inputs, so that it is sought among their coefficients.
+    """
     tol, count = float(g.shared["tol"]), len(g.tensors)
     if count == 1:
         return g.tensors[0].to(g.out)
@@ -291,14 +353,21 @@ def karcher(g: Given) -> Made:
 
 
 def model_stock(g: Given) -> Made:
-    """Between the base and the mean of the others, nearer to the mean the smaller the angles between what they learned."""
+    """Between the base and the mean of the others, nearer to the mean the smaller the angles
+    between what they learned.
+    """
     others = [g.tensors[i] for i in g.others]
     if not others:
         return g.root.to(g.out)
     if len(others) < 2:
-        raise MergeError("model_stock needs two models besides the base", hint="add a model, or use linear")
+        raise MergeError(
+            "model_stock needs two models besides the base", hint="add a model, or use linear"
+        )
     if g.shared["filter_wise"]:
-        rows = [t.reshape(t.shape[0], -1) if t.dim() > 1 else t.reshape(1, -1) for t in (g.root, *others)]
+        rows = [
+            t.reshape(t.shape[0], -1) if t.dim() > 1 else t.reshape(1, -1)
+            for t in (g.root, *others)
+        ]
         made = [_stock([r[i] for r in rows], g.out).tensor() for i in range(rows[0].shape[0])]
         return torch.stack(made).view(g.root.shape)
     return _stock([g.root, *others], g.out)
@@ -309,7 +378,9 @@ def _stock(tensors: Sequence[Tensor], dtype: torch.dtype) -> Blocks:
     inner, n = products(others, working(tensors), minus=root), len(others)
     norms = np.sqrt(np.diag(inner))
     pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
-    cosine = sum(min(max(float(inner[i, j] / max(norms[i] * norms[j], 1e-6)), -1.0), 1.0) for i, j in pairs) / len(pairs)
+    cosine = sum(
+        min(max(float(inner[i, j] / max(norms[i] * norms[j], 1e-6)), -1.0), 1.0) for i, j in pairs
+    ) / len(pairs)
     t = n * cosine / (1 + (n - 1) * cosine) if 1 + (n - 1) * cosine else math.nan
     return combined(tensors, (1 - t, *[t / n] * n), dtype)
 
@@ -318,25 +389,34 @@ def passthrough(g: Given) -> Made:
     """The tensor as it is, or scaled."""
     if len(g.tensors) != 1:
         raise MergeError(
-            f"passthrough takes one model in each place, and here are {len(g.tensors)}", hint="give each slice one source, or use linear"
+            f"passthrough takes one model in each place, and here are {len(g.tensors)}",
+            hint="give each slice one source, or use linear",
         )
     scale = g.each[0]["scale"]
     return g.tensors[0].to(g.out) if scale is None else combined(g.tensors, [float(scale)], g.out)
 
 
 def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Made:
-    """The base plus what the others learned (their differences from it), weighted: all of it, or what `sparse` keeps; all of it, or with a `vote`
-    only what has the sign of the weighted sum."""
+    """The base plus what the others learned (their differences from it), weighted: all of it, or
+    what `sparse` keeps; all of it, or with a `vote` only what has the sign of the weighted sum.
+    """
     root, others = g.root, g.others
     if not others:
         return root.to(g.out)
     work, kind = working(g.tensors), (g.kind or root.dtype)
-    # What is selected or voted on is compared as mergekit stores it: else equal values of a half precision would not be equal here.
-    rounding = kind if (sparse is not whole or vote) and kind in (torch.float16, torch.bfloat16) else None
+    # What is selected or voted on is compared as mergekit stores it: else equal values of a half
+    # precision would not be equal here.
+    rounding = (
+        kind if (sparse is not whole or vote) and kind in (torch.float16, torch.bfloat16) else None
+    )
     kept: list[Kept] = []
-    for place, i in enumerate(others):  # what is drawn for a model does not depend on where the base is listed
+    for place, i in enumerate(
+        others
+    ):  # what is drawn for a model does not depend on where the base is listed
         deltas = Deltas(g.tensors[i], root, work, rounding, STEP)
-        kept.append(sparse(deltas, g.each[i], bool(g.shared["rescale"]), f"{g.name}/{place}", g.seed))
+        kept.append(
+            sparse(deltas, g.each[i], bool(g.shared["rescale"]), f"{g.name}/{place}", g.seed)
+        )
     weights = [float(g.each[i]["weight"]) for i in others]
     factors = [w * k.scale for w, k in zip(weights, kept, strict=True)]
     total, normalize, amount = sum(weights), bool(g.shared["normalize"]), float(g.shared["lambda"])
@@ -364,8 +444,9 @@ def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Made:
 
 
 def _voted(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
-    """The sum of what has the sign of the sum of all, 0 counting as positive; with normalize, divided by the weights of what was added up. The deltas
-    are used up."""
+    """The sum of what has the sign of the sum of all, 0 counting as positive; with normalize,
+    divided by the weights of what was added up. The deltas are used up.
+    """
     total = deltas[0] + 0.0  # a copy, in which -0 has become 0
     for delta in deltas[1:]:
         total += delta
@@ -384,13 +465,23 @@ def _voted(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool) 
     return mixed
 
 
-def _task(sparse: Sparse, vote: bool, normalize: bool, rescale: bool, about: str, **each: Any) -> Method:
+def _task(
+    sparse: Sparse, vote: bool, normalize: bool, rescale: bool, about: str, **each: Any
+) -> Method:
     shared = {"normalize": normalize, "rescale": rescale, "lambda": 1.0, "int8_mask": False}
-    return Method(partial(task_vectors, sparse=sparse, vote=vote), True, shared, {"weight": NEEDED, "density": 1.0, **each}, about)
+    return Method(
+        partial(task_vectors, sparse=sparse, vote=vote),
+        True,
+        shared,
+        {"weight": NEEDED, "density": 1.0, **each},
+        about,
+    )
 
 
 def _transport(about: str, statistic: str = "", **shared: Any) -> Method:
-    return Method(linear, False, {"normalize": True, **shared}, {"weight": 1.0}, about, statistic, True)
+    return Method(
+        linear, False, {"normalize": True, **shared}, {"weight": 1.0}, about, statistic, True
+    )
 
 
 # int8_mask is how mergekit stores its masks: it changes no result there, and none here.
@@ -398,23 +489,69 @@ METHODS: dict[str, Method] = {
     "linear": Method(linear, False, {"normalize": True}, {"weight": NEEDED}, "the weighted mean"),
     "slerp": Method(slerp, True, {"t": NEEDED}, about="along the great circle between two models"),
     "task_arithmetic": _task(whole, False, False, False, "the base plus weighted task vectors"),
-    "ties": _task(by_magnitude, True, True, False, "task vectors, trimmed by magnitude, with elected signs"),
-    "dare_linear": _task(by_chance, False, False, True, "task vectors, dropped at random and rescaled"),
+    "ties": _task(
+        by_magnitude, True, True, False, "task vectors, trimmed by magnitude, with elected signs"
+    ),
+    "dare_linear": _task(
+        by_chance, False, False, True, "task vectors, dropped at random and rescaled"
+    ),
     "dare_ties": _task(by_chance, True, False, True, "the same, with elected signs"),
-    "della_linear": _task(by_rank, False, False, True, "task vectors, dropped at random by rank of magnitude and rescaled", epsilon=0.15),
+    "della_linear": _task(
+        by_rank,
+        False,
+        False,
+        True,
+        "task vectors, dropped at random by rank of magnitude and rescaled",
+        epsilon=0.15,
+    ),
     "della": _task(by_rank, True, True, True, "the same, with elected signs", epsilon=0.15),
-    "model_stock": Method(model_stock, True, {"filter_wise": False}, about="between the base and the mean, by the angles of the task vectors"),
-    "karcher": Method(karcher, False, {"max_iter": 10, "tol": 1e-5}, about="the Riemannian mean on the sphere"),
-    "fisher": Method(fisher, False, {"floor": 1e-6}, {"weight": 1.0}, "the mean, weighted by the diagonal Fisher", "fisher"),
-    "regmean": Method(regmean, False, {"alpha": 0.9}, {"weight": 1.0}, "the least-squares fit to what each layer does to its inputs", "gram"),
+    "model_stock": Method(
+        model_stock,
+        True,
+        {"filter_wise": False},
+        about="between the base and the mean, by the angles of the task vectors",
+    ),
+    "karcher": Method(
+        karcher, False, {"max_iter": 10, "tol": 1e-5}, about="the Riemannian mean on the sphere"
+    ),
+    "fisher": Method(
+        fisher,
+        False,
+        {"floor": 1e-6},
+        {"weight": 1.0},
+        "the mean, weighted by the diagonal Fisher",
+        "fisher",
+    ),
+    "regmean": Method(
+        regmean,
+        False,
+        {"alpha": 0.9},
+        {"weight": 1.0},
+        "the least-squares fit to what each layer does to its inputs",
+        "gram",
+    ),
     "ot_wts": _transport("transported softly by weights, then averaged", regularization=0.05),
-    "ot_acts": _transport("transported softly by activations, then averaged", "activations", regularization=0.05),
+    "ot_acts": _transport(
+        "transported softly by activations, then averaged", "activations", regularization=0.05
+    ),
     "ot_acts_emd": _transport("transported exactly by activations, then averaged", "activations"),
-    "passthrough": Method(passthrough, False, {}, {"scale": None}, "layers as they are, for slices"),
+    "passthrough": Method(
+        passthrough, False, {}, {"scale": None}, "layers as they are, for slices"
+    ),
 }
 
 # Methods of mergekit that are not here yet, to be refused by name and not as a typo.
-ELSEWHERE = ("nuslerp", "multislerp", "breadcrumbs", "breadcrumbs_ties", "sce", "nearswap", "arcee_fusion", "ram", "ramplus_tl")
+ELSEWHERE = (
+    "nuslerp",
+    "multislerp",
+    "breadcrumbs",
+    "breadcrumbs_ties",
+    "sce",
+    "nearswap",
+    "arcee_fusion",
+    "ram",
+    "ramplus_tl",
+)
 
 
 def parameter_names() -> frozenset[str]:

@@ -1,16 +1,17 @@
-"""Recipes: mergekit's YAML, and `align:` and `data:`. What is not understood is refused by name and line, never ignored.
+"""Recipes: mergekit's YAML, and `align:` and `data:`. What is not understood is refused by name and
+line, never ignored.
 
 merge_method: ties
 base_model: base
 models:
   - model: one
-    parameters: {weight: [0, 0.5, 1], density: 0.5}                        # from the first layer to the last
+    parameters: {weight: [0, 0.5, 1], density: 0.5}                        # from the first layer to
+    the last
   - model: other
-    parameters: {weight: [{filter: mlp, value: 0.5}, {value: 0}]}          # the first filter that is in the tensor's name
-dtype: float32
-out_dtype: bfloat16
-align: true
-data: {uri: dev.tsv, samples: 256}                                         # for fisher, regmean and ot_acts; a model may have its own
+    parameters: {weight: [{filter: mlp, value: 0.5}, {value: 0}]}          # the first filter that
+    is in the tensor's name
+dtype: float32 out_dtype: bfloat16 align: true data: {uri: dev.tsv, samples: 256}
+# for fisher, regmean and ot_acts; a model may have its own
 """
 
 from __future__ import annotations
@@ -26,10 +27,33 @@ import yaml
 from regauge.checkpoints.documents import RECIPE_BYTES, read_document
 from regauge.core.groups import Kind
 from regauge.merging.methods import ELSEWHERE, METHODS, parameter_names
-from regauge.merging.recipes import Align, Condition, Recipe, RecipeError, Sampled, Setting, Settings, Slice, Source, Tokens
+from regauge.merging.recipes import (
+    Align,
+    Condition,
+    Recipe,
+    RecipeError,
+    Sampled,
+    Setting,
+    Settings,
+    Slice,
+    Source,
+    Tokens,
+)
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-_WHOLE = ("merge_method", "models", "slices", "base_model", "parameters", "dtype", "out_dtype", "tokenizer_source", "tokenizer", "align", "data")
+_WHOLE = (
+    "merge_method",
+    "models",
+    "slices",
+    "base_model",
+    "parameters",
+    "dtype",
+    "out_dtype",
+    "tokenizer_source",
+    "tokenizer",
+    "align",
+    "data",
+)
 _UNSUPPORTED = {
     "modules": "merge the modules of a model one by one",
     "chat_template": "write the template into the output's tokenizer_config.json",
@@ -48,21 +72,31 @@ def read_recipe(path: Path) -> Recipe:
     try:
         return parse_recipe(read_document(path, RECIPE_BYTES, RecipeError).decode(), str(path))
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} is no text: {error}", hint="a recipe is YAML in UTF-8") from error
+        raise RecipeError(
+            f"{path} is no text: {error}", hint="a recipe is YAML in UTF-8"
+        ) from error
 
 
 def parse_recipe(text: str, where: str = "the recipe") -> Recipe:
     """The recipe in a text."""
     if len(text) > RECIPE_BYTES:
-        raise RecipeError(f"{where} must have at most {RECIPE_BYTES:,} characters, got {len(text):,}", hint="is it the right file?")
+        raise RecipeError(
+            f"{where} must have at most {RECIPE_BYTES:,} characters, got {len(text):,}",
+            hint="is it the right file?",
+        )
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise RecipeError(f"{where}{line}: this is no YAML: {error.problem}", hint="check indentation, colons and quotes there") from error
+        raise RecipeError(
+            f"{where}{line}: this is no YAML: {error.problem}",
+            hint="check indentation, colons and quotes there",
+        ) from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise RecipeError(
-            f"{where} is no YAML: {str(error).splitlines()[0] if str(error) else type(error).__name__}", hint="a recipe is YAML in UTF-8"
+            f"{where} is no YAML: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            hint="a recipe is YAML in UTF-8",
         ) from error
     if node is None:
         raise RecipeError(f"{where} is empty", hint="a recipe has merge_method: and models:")
@@ -81,7 +115,11 @@ class _Reader:
         """Count a node: aliases within aliases repeat a short text a billion times."""
         self.left -= 1
         if self.left < 0:
-            raise self.refuse(node, f"a recipe must have at most {_MAX_NODES:,} values", "write out what its aliases (*name) repeat")
+            raise self.refuse(
+                node,
+                f"a recipe must have at most {_MAX_NODES:,} values",
+                "write out what its aliases (*name) repeat",
+            )
 
     def refuse(self, node: Any, what: str, hint: str | None = None) -> RecipeError:
         return RecipeError(f"{self.where}, line {_line(node)}: {what}", hint=hint)
@@ -89,20 +127,37 @@ class _Reader:
     def recipe(self, node: Any) -> Recipe:
         top = self.mapping(node, _WHOLE, "a recipe")
         if "merge_method" not in top:
-            raise self.refuse(node, "there is no merge_method:", f"choose from {', '.join(METHODS)}")
+            raise self.refuse(
+                node, "there is no merge_method:", f"choose from {', '.join(METHODS)}"
+            )
         self.method = self.known_method(top["merge_method"])
         if ("models" in top) == ("slices" in top):
             raise self.refuse(node, "a recipe has either models: or slices:")
         parameters = self.settings(top.get("parameters"))
-        base = self.model(top["base_model"]) if "base_model" in top and not _is_null(top["base_model"]) else None
+        base = (
+            self.model(top["base_model"])
+            if "base_model" in top and not _is_null(top["base_model"])
+            else None
+        )
         if "slices" in top:
             slices = tuple(self.slice(n) for n in self.sequence(top["slices"], "slices"))
         else:
             entries = self.sequence(top["models"], "models")
-            slices = (Slice(tuple(self.source(n, sliced=False) for n in entries), None, {}, _line(top["models"])),)
+            slices = (
+                Slice(
+                    tuple(self.source(n, sliced=False) for n in entries),
+                    None,
+                    {},
+                    _line(top["models"]),
+                ),
+            )
         data = self.data(top.get("data"))
         if not slices or not all(part.sources for part in slices):
-            raise self.refuse(node, "there is no model to merge", "list at least one under models:, or under the sources: of each slice")
+            raise self.refuse(
+                node,
+                "there is no model to merge",
+                "list at least one under models:, or under the sources: of each slice",
+            )
         out = Recipe(
             self.method,
             slices,
@@ -130,80 +185,135 @@ class _Reader:
             twice = next((s for s in part.sources if first[s.model] is not s), None)
             if twice is not None:
                 raise RecipeError(
-                    f"{self.where}, line {twice.line}: {twice.model} is listed twice", hint="list each model once, with the sum of its weights"
+                    f"{self.where}, line {twice.line}: {twice.model} is listed twice",
+                    hint="list each model once, with the sum of its weights",
                 )
             if METHODS[recipe.method].base and base is None:
-                raise self.refuse(node, f"{recipe.method} needs a base model", "write base_model: MODEL (on the command line: --base)")
+                raise self.refuse(
+                    node,
+                    f"{recipe.method} needs a base model",
+                    "write base_model: MODEL (on the command line: --base)",
+                )
             if METHODS[recipe.method].base and recipe.sliced and base not in names:
                 raise RecipeError(
-                    f"{self.where}, line {part.line}: no source of this slice is of the base {base}", hint="list the base's layers among its sources"
+                    f"{self.where}, line {part.line}: no source of this slice is of the base "
+                    f"{base}",
+                    hint="list the base's layers among its sources",
                 )
             if recipe.method == "passthrough" and len(names) > 1:
                 raise RecipeError(
-                    f"{self.where}, line {part.line}: passthrough takes one model in each place, and here are {len(names)}",
+                    f"{self.where}, line {part.line}: passthrough takes one model in each "
+                    f"place, and here are {len(names)}",
                     hint="give each slice one source, or use linear",
                 )
             others = len(set(names) - {base})
             if recipe.method == "slerp" and others != 1:
                 raise self.refuse(
                     node,
-                    f"slerp is between the base and one other model, and here {others} others are listed",
+                    f"slerp is between the base and one other model, and here {others} others "
+                    "are listed",
                     "list the base and one more under models:",
                 )
             method = METHODS[recipe.method]
-            if not method.base and "weight" in method.each and base is not None and base not in names and not recipe.sliced:
+            if (
+                not method.base
+                and "weight" in method.each
+                and base is not None
+                and base not in names
+                and not recipe.sliced
+            ):
                 raise self.refuse(
-                    node, f"the base {base} has no weight in a {recipe.method} merge", "list it under models:, or leave base_model: out"
+                    node,
+                    f"the base {base} has no weight in a {recipe.method} merge",
+                    "list it under models:, or leave base_model: out",
                 )
             if method.transport and recipe.sliced:
                 raise RecipeError(
-                    f"{self.where}, line {part.line}: {recipe.method} transports whole models, and no slices of them",
+                    f"{self.where}, line {part.line}: {recipe.method} transports whole models, "
+                    "and no slices of them",
                     hint="list the models under models:",
                 )
-            blind = next((s for s in part.sources if method.statistic and recipe.data_of(s.model) is None), None)
+            blind = next(
+                (s for s in part.sources if method.statistic and recipe.data_of(s.model) is None),
+                None,
+            )
             if blind is not None:
                 raise RecipeError(
-                    f"{self.where}, line {blind.line}: {recipe.method} looks at what {blind.model} does on data, and there are none",
-                    hint="write data: FILE into the recipe (on the command line: --data FILE), or take a method without data",
+                    f"{self.where}, line {blind.line}: {recipe.method} looks at what "
+                    f"{blind.model} does on data, and there are none",
+                    hint="write data: FILE into the recipe (on the command line: --data FILE), "
+                    "or take a method without data",
                 )
 
     def known_method(self, node: Any) -> str:
         name = str(self.scalar(node, "merge_method"))
         if name in ELSEWHERE:
-            raise self.refuse(node, f'the method "{name}" of mergekit is not supported', f"choose from {', '.join(METHODS)}")
+            raise self.refuse(
+                node,
+                f'the method "{name}" of mergekit is not supported',
+                f"choose from {', '.join(METHODS)}",
+            )
         if name not in METHODS:
-            raise self.refuse(node, f'there is no method "{name}"', _near(name, METHODS) or f"choose from {', '.join(METHODS)}")
+            raise self.refuse(
+                node,
+                f'there is no method "{name}"',
+                _near(name, METHODS) or f"choose from {', '.join(METHODS)}",
+            )
         return name
 
     def slice(self, node: Any) -> Slice:
         top = self.mapping(node, ("sources", "base_model", "parameters"), "a slice")
         if "sources" not in top:
             raise self.refuse(node, "a slice has sources:")
-        sources = tuple(self.source(n, sliced=True) for n in self.sequence(top["sources"], "sources"))
+        sources = tuple(
+            self.source(n, sliced=True) for n in self.sequence(top["sources"], "sources")
+        )
         lengths = {b - a for a, b in (s.layers for s in sources if s.layers)}
         if len(lengths) > 1:
-            raise self.refuse(node, "the sources of one slice have different numbers of layers", "give each the same length in layer_range")
+            raise self.refuse(
+                node,
+                "the sources of one slice have different numbers of layers",
+                "give each the same length in layer_range",
+            )
         base = self.model(top["base_model"]) if "base_model" in top else None
         return Slice(sources, base, self.settings(top.get("parameters")), _line(node))
 
     def source(self, node: Any, *, sliced: bool) -> Source:
-        known = ("model", "layer_range", "parameters", "data") if sliced else ("model", "parameters", "data")
+        known = (
+            ("model", "layer_range", "parameters", "data")
+            if sliced
+            else ("model", "parameters", "data")
+        )
         top = self.mapping(node, known, "a model")
         if "model" not in top:
             raise self.refuse(node, "model: is missing here")
         layers = None
         if sliced:
             if "layer_range" not in top:
-                raise self.refuse(node, "layer_range: is missing here", "write layer_range: [first, last + 1]")
+                raise self.refuse(
+                    node, "layer_range: is missing here", "write layer_range: [first, last + 1]"
+                )
             found = [self.number(n) for n in self.sequence(top["layer_range"], "layer_range")]
             if len(found) != 2 or any(n != int(n) for n in found) or not 0 <= found[0] < found[1]:
-                raise self.refuse(top["layer_range"], "layer_range is [first, last + 1], two whole numbers", "as in layer_range: [0, 16]")
+                raise self.refuse(
+                    top["layer_range"],
+                    "layer_range is [first, last + 1], two whole numbers",
+                    "as in layer_range: [0, 16]",
+                )
             layers = (int(found[0]), int(found[1]))
-        return Source(self.model(top["model"]), layers, self.settings(top.get("parameters")), _line(node), self.data(top.get("data")))
+        return Source(
+            self.model(top["model"]),
+            layers,
+            self.settings(top.get("parameters")),
+            _line(node),
+            self.data(top.get("data")),
+        )
 
     def model(self, node: Any) -> str:
         if isinstance(node, yaml.MappingNode):
-            raise self.refuse(node, "a model is a path or a hub id", "with an adapter: model+adapter")
+            raise self.refuse(
+                node, "a model is a path or a hub id", "with an adapter: model+adapter"
+            )
         return str(self.scalar(node, "a model"))
 
     def settings(self, node: Any) -> Settings:
@@ -214,7 +324,10 @@ class _Reader:
         for name, value in top.items():
             method = METHODS[self.method]
             if name not in method.shared and name not in method.each:
-                self.notes.append(f'line {_line(value)}: {self.method} has no parameter "{name}", which changes nothing')
+                self.notes.append(
+                    f'line {_line(value)}: {self.method} has no parameter "{name}", which '
+                    "changes nothing"
+                )
             out[name] = Setting(self.setting(name, value), _line(value))
         return out
 
@@ -237,7 +350,11 @@ class _Reader:
         values = value.value if isinstance(value, yaml.SequenceNode) else [value]
         if any(not isinstance(n, yaml.ScalarNode) for n in values):
             raise self.refuse(value, f'the value of "{name}" is a number, or a list of numbers')
-        asked = None if "filter" not in top or _is_null(top["filter"]) else str(self.scalar(top["filter"], "filter"))
+        asked = (
+            None
+            if "filter" not in top or _is_null(top["filter"])
+            else str(self.scalar(top["filter"], "filter"))
+        )
         return Condition(None if asked == "*" else asked, self.setting(name, value))
 
     def value(self, name: str, node: Any) -> Any:
@@ -275,12 +392,16 @@ class _Reader:
             return None
         name = str(self.scalar(node, "dtype")).removeprefix("torch.")
         if name not in DTYPES:
-            raise self.refuse(node, f'there is no dtype "{name}" here', f"choose from {', '.join(DTYPES)}")
+            raise self.refuse(
+                node, f'there is no dtype "{name}" here', f"choose from {', '.join(DTYPES)}"
+            )
         return name
 
     def tokens(self, top: Mapping[str, Any]) -> Tokens | None:
         if "tokenizer_source" in top and "tokenizer" in top:
-            raise self.refuse(top["tokenizer"], "a recipe has either tokenizer: or tokenizer_source:")
+            raise self.refuse(
+                top["tokenizer"], "a recipe has either tokenizer: or tokenizer_source:"
+            )
         if "tokenizer_source" in top:
             node = top["tokenizer_source"]
             return None if _is_null(node) else Tokens(self.model(node), None, _line(node))
@@ -291,7 +412,9 @@ class _Reader:
         multiple = None
         if "pad_to_multiple_of" in inner and not _is_null(inner["pad_to_multiple_of"]):
             multiple = self.whole(inner["pad_to_multiple_of"], "pad_to_multiple_of", 1)
-        return Tokens(self.model(inner["source"]) if "source" in inner else "union", multiple, _line(node))
+        return Tokens(
+            self.model(inner["source"]) if "source" in inner else "union", multiple, _line(node)
+        )
 
     def align(self, node: Any) -> Align | None:
         if node is None or _is_null(node):
@@ -299,44 +422,77 @@ class _Reader:
         if not isinstance(node, yaml.MappingNode):
             found = self.scalar(node, "align")
             if not isinstance(found, bool):
-                raise self.refuse(node, f"align is true, false or a mapping, not {found!r}", f"it may hold {', '.join(_ALIGN)}")
+                raise self.refuse(
+                    node,
+                    f"align is true, false or a mapping, not {found!r}",
+                    f"it may hold {', '.join(_ALIGN)}",
+                )
             return Align() if found else None
         top = self.mapping(node, _ALIGN, "align")
         options: dict[str, Any] = {}
         if "spaces" in top:
-            options["spaces"] = [str(self.scalar(n, "a space")) for n in self.sequence(top["spaces"], "spaces")]
+            options["spaces"] = [
+                str(self.scalar(n, "a space")) for n in self.sequence(top["spaces"], "spaces")
+            ]
         if "layers" in top:
-            options["layers"] = [self.whole(n, "a layer", 0) for n in self.sequence(top["layers"], "layers")]
+            options["layers"] = [
+                self.whole(n, "a layer", 0) for n in self.sequence(top["layers"], "layers")
+            ]
         if "group" in top:
             options["within"] = str(self.scalar(top["group"], "group"))
             if options["within"] not in get_args(Kind):
-                raise self.refuse(top["group"], f'there is no group "{options["within"]}"', f"choose from {', '.join(get_args(Kind))}")
+                raise self.refuse(
+                    top["group"],
+                    f'there is no group "{options["within"]}"',
+                    f"choose from {', '.join(get_args(Kind))}",
+                )
         if "sweeps" in top:
             options["sweeps"] = self.whole(top["sweeps"], "sweeps", 0)
         if "nearest" in top:
             options["nearest"] = self.switch(top["nearest"], "nearest")
-        return Align(self.model(top["to"]) if "to" in top else None, "fold" in top and self.switch(top["fold"], "fold"), options)
+        return Align(
+            self.model(top["to"]) if "to" in top else None,
+            "fold" in top and self.switch(top["fold"], "fold"),
+            options,
+        )
 
     def data(self, node: Any) -> Sampled | None:
         if node is None or _is_null(node):
             return None
         if not METHODS[self.method].statistic:
-            self.notes.append(f"line {_line(node)}: {self.method} looks at no data, so that data: changes nothing")
+            self.notes.append(
+                f"line {_line(node)}: {self.method} looks at no data, so that data: changes nothing"
+            )
         if isinstance(node, yaml.ScalarNode):
             return Sampled(str(self.scalar(node, "data")))
         top = self.mapping(node, _DATA, "data")
         if "uri" not in top:
-            raise self.refuse(node, "data: has no uri:", "write data: FILE, or data: {uri: FILE, samples: 256}")
-        given: dict[str, Any] = {name: str(self.scalar(top[name], name)) for name in ("uri", "split", "tokenizer") if name in top}
-        given |= {name: self.whole(top[name], name, 1) for name in ("samples", "length") if name in top}
+            raise self.refuse(
+                node, "data: has no uri:", "write data: FILE, or data: {uri: FILE, samples: 256}"
+            )
+        given: dict[str, Any] = {
+            name: str(self.scalar(top[name], name))
+            for name in ("uri", "split", "tokenizer")
+            if name in top
+        }
+        given |= {
+            name: self.whole(top[name], name, 1) for name in ("samples", "length") if name in top
+        }
         for name in ("mean", "std"):
             if name in top:
-                values = top[name].value if isinstance(top[name], yaml.SequenceNode) else [top[name]]
+                values = (
+                    top[name].value if isinstance(top[name], yaml.SequenceNode) else [top[name]]
+                )
                 given[name] = tuple(self.number(n) for n in values)
         if "fields" in top:
             if not isinstance(top["fields"], yaml.MappingNode):
-                raise self.refuse(top["fields"], "fields is a mapping of text, image or label to their names in the data")
-            given["fields"] = tuple((str(k.value), str(self.scalar(v, "a field"))) for k, v in top["fields"].value)
+                raise self.refuse(
+                    top["fields"],
+                    "fields is a mapping of text, image or label to their names in the data",
+                )
+            given["fields"] = tuple(
+                (str(k.value), str(self.scalar(v, "a field"))) for k, v in top["fields"].value
+            )
         if "labels" in top:
             given["labels"] = self.switch(top["labels"], "labels")
         return Sampled(**given)
@@ -352,7 +508,11 @@ class _Reader:
             if name in _UNSUPPORTED and name not in keys:
                 raise self.refuse(key, f'"{name}" is not supported', _UNSUPPORTED[name])
             if name not in keys:
-                raise self.refuse(key, f'{what} has no "{name}"', _near(name, keys) or f"known here: {', '.join(keys)}")
+                raise self.refuse(
+                    key,
+                    f'{what} has no "{name}"',
+                    _near(name, keys) or f"known here: {', '.join(keys)}",
+                )
             if name in out:
                 raise self.refuse(key, f'"{name}" is there twice')
             out[name] = value
@@ -368,7 +528,9 @@ class _Reader:
         if not isinstance(node, yaml.ScalarNode):
             raise self.refuse(node, f"{what} is one value, not a list or a mapping")
         if len(node.value) > _LONGEST:
-            raise self.refuse(node, f"{what} must have at most {_LONGEST:,} characters, got {len(node.value):,}")
+            raise self.refuse(
+                node, f"{what} must have at most {_LONGEST:,} characters, got {len(node.value):,}"
+            )
         self.spend(node)
         loader = yaml.SafeLoader("")
         try:

@@ -1,4 +1,6 @@
-"""Recipes: what is merged, how, and what a parameter is for each tensor. `regauge.merging.recipe_yaml` reads them."""
+"""Recipes: what is merged, how, and what a parameter is for each tensor.
+`regauge.merging.recipe_yaml` reads them.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ class Condition:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a recipe says a parameter is: a number, a tuple of numbers along the layers, or conditions of which the first that fits counts."""
+    """What a recipe says a parameter is: a number, a tuple of numbers along the layers, or
+    conditions of which the first that fits counts.
+    """
 
     value: Any
     line: int
 
     def at(self, name: str, t: float) -> Any:
-        """The value for a tensor of this name, t of the way from the first layer (0) to the last (1); None if no condition fits."""
+        """The value for a tensor of this name, t of the way from the first layer (0) to the last
+        (1); None if no condition fits.
+        """
         return _evaluate(self.value, name, t)
 
 
@@ -39,8 +45,10 @@ Settings = Mapping[str, Setting]
 
 @dataclass(frozen=True)
 class Sampled:
-    """The data that models are looked at on: where they come from, how many examples, and how a model reads them. With `labels` a Fisher information
-    is the empirical one, of the data's own labels."""
+    """The data that models are looked at on: where they come from, how many examples, and how a
+    model reads them. With `labels` a Fisher information is the empirical one, of the data's own
+    labels.
+    """
 
     uri: str
     samples: int = 256
@@ -55,7 +63,9 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Source:
-    """One model of a slice, with its layers (from, to, the last one not included; None: all of them), and the data that are its own."""
+    """One model of a slice, with its layers (from, to, the last one not included; None: all of
+    them), and the data that are its own.
+    """
 
     model: str
     layers: tuple[int, int] | None
@@ -74,7 +84,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Which tokens the output has: those of the base, of a model, or the union of all; and what its tables are padded to."""
+    """Which tokens the output has: those of the base, of a model, or the union of all; and what its
+    tables are padded to.
+    """
 
     source: str
     multiple: int | None
@@ -83,7 +95,9 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Align:
-    """How models are moved next to the base, or to the model `to`, before they are merged: the options of the matcher."""
+    """How models are moved next to the base, or to the model `to`, before they are merged: the
+    options of the matcher.
+    """
 
     to: str | None = None
     fold: bool = False
@@ -92,7 +106,9 @@ class Align:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A merge. With `models:` there is one slice of whole models; `text` is the recipe as it was written."""
+    """A merge. With `models:` there is one slice of whole models; `text` is the recipe as it was
+    written.
+    """
 
     method: str
     slices: tuple[Slice, ...]
@@ -110,25 +126,44 @@ class Recipe:
 
     def data_of(self, model: str) -> Sampled | None:
         """The data that a model is looked at on: its own, or those of all."""
-        own = next((s.data for part in self.slices for s in part.sources if s.model == model and s.data), None)
+        own = next(
+            (s.data for part in self.slices for s in part.sources if s.model == model and s.data),
+            None,
+        )
         return own or self.data
 
     @property
     def models(self) -> tuple[str, ...]:
         """Every model, each once, the base first if there is one."""
         named = [s.model for part in self.slices for s in part.sources]
-        return tuple(dict.fromkeys([*([self.base] if self.base else []), *(p.base for p in self.slices if p.base), *named]))
+        return tuple(
+            dict.fromkeys(
+                [
+                    *([self.base] if self.base else []),
+                    *(p.base for p in self.slices if p.base),
+                    *named,
+                ]
+            )
+        )
 
-    def parameter(self, name: str, part: Slice, source: Source | None, tensor: str, t: float, default: Any) -> Any:
-        """A parameter's value: the source's own, else the slice's, else the recipe's, else the default. Needed ones are refused by name."""
-        for settings in ([source.parameters] if source else []) + [part.parameters, self.parameters]:
+    def parameter(
+        self, name: str, part: Slice, source: Source | None, tensor: str, t: float, default: Any
+    ) -> Any:
+        """A parameter's value: the source's own, else the slice's, else the recipe's, else the
+        default. Needed ones are refused by name.
+        """
+        for settings in ([source.parameters] if source else []) + [
+            part.parameters,
+            self.parameters,
+        ]:
             found = settings[name].at(tensor, t) if name in settings else None
             if found is not None:
                 return found
         if default is NEEDED:
             of = f"the model {source.model}" if source else "the merge"
             raise RecipeError(
-                f'{self.where}, line {(source or part).line}: {self.method} needs the parameter "{name}" of {of}, for "{tensor}"',
+                f"{self.where}, line {(source or part).line}: {self.method} needs the parameter "
+                f'"{name}" of {of}, for "{tensor}"',
                 hint=f"write {name}: under parameters:",
             )
         return default

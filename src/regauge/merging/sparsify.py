@@ -1,7 +1,9 @@
-"""What is kept of a task vector: all of it, the largest values, or values drawn at random, evenly or by their rank.
+"""What is kept of a task vector: all of it, the largest values, or values drawn at random, evenly
+or by their rank.
 
-Each function returns what is kept and the factor that gives it the length, in the sum of magnitudes, of the whole. Draws come from a specified stream
-under the tensor's name and the model's number, so that a merge gives the same model on every machine and in every order.
+Each function returns what is kept and the factor that gives it the length, in the sum of
+magnitudes, of the whole. Draws come from a specified stream under the tensor's name and the model's
+number, so that a merge gives the same model on every machine and in every order.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from regauge.errors import RegaugeError
 
 Tensor = torch.Tensor
 _SAMPLED = 1 << 18  # a tensor with more values is sampled before it is selected from
-_STRIDE = 61  # one value in so many is sampled: no width of a matrix is a multiple, so that all columns are seen
+# one value in so many is sampled: no width of a matrix is a multiple, so that all columns are seen
+_STRIDE = 61
 
 
 class DensityError(RegaugeError):
@@ -28,8 +31,9 @@ class DensityError(RegaugeError):
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept, times `scale`: everything, or where the `mask` is true, or what is larger than `least` in magnitude, and what equals it up to the
-    place `end`."""
+    """What is kept, times `scale`: everything, or where the `mask` is true, or what is larger than
+    `least` in magnitude, and what equals it up to the place `end`.
+    """
 
     mask: Tensor | None = None
     scale: float = 1.0
@@ -45,7 +49,9 @@ class Kept:
             middle = min(max(self.end - part.start, 0), delta.numel())
             for piece, edge in ((delta[:middle], below), (delta[middle:], self.least)):
                 if piece.numel() and edge >= 0:
-                    torch.hardshrink(piece, edge, out=piece)  # 0 where the magnitude is at most the edge
+                    torch.hardshrink(
+                        piece, edge, out=piece
+                    )  # 0 where the magnitude is at most the edge
         return delta
 
 
@@ -54,8 +60,9 @@ _KINDS = {torch.float32: np.float32, torch.float64: np.float64}
 
 @dataclass(frozen=True)
 class Deltas:
-    """A task vector, made block by block: what a model's tensor has over the base's, in the working precision, rounded to `rounding` if that is
-    given."""
+    """A task vector, made block by block: what a model's tensor has over the base's, in the working
+    precision, rounded to `rounding` if that is given.
+    """
 
     tensor: Tensor
     base: Tensor
@@ -75,7 +82,9 @@ class Deltas:
 
     def some(self, stride: int) -> Tensor:
         """One value in so many."""
-        delta = self.tensor.reshape(-1)[::stride].to(self.work) - self.base.reshape(-1)[::stride].to(self.work)
+        delta = self.tensor.reshape(-1)[::stride].to(self.work) - self.base.reshape(-1)[
+            ::stride
+        ].to(self.work)
         return delta if self.rounding is None else delta.to(self.rounding).to(self.work)
 
 
@@ -88,7 +97,9 @@ def whole(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, se
     return Kept()
 
 
-def by_magnitude(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, seed: int) -> Kept:
+def by_magnitude(
+    deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, seed: int
+) -> Kept:
     """The share `density` of the values that is largest in magnitude; of equal ones, the first."""
     density, n = float(given["density"]), deltas.tensor.numel()
     if density >= 1:
@@ -118,7 +129,9 @@ def _ratio(before: float, after: float) -> float:
     return 1.0 if before < 1e-7 or after < 1e-7 else before / after
 
 
-def by_chance(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, seed: int) -> Kept:
+def by_chance(
+    deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, seed: int
+) -> Kept:
     """Each value with the chance `density`."""
     density, n = float(given["density"]), deltas.tensor.numel()
     if density >= 1:
@@ -131,7 +144,9 @@ def by_chance(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str
 
 
 def by_rank(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, seed: int) -> Kept:
-    """Each value with a chance from density - epsilon to density + epsilon, by the rank of its magnitude in its row."""
+    """Each value with a chance from density - epsilon to density + epsilon, by the rank of its
+    magnitude in its row.
+    """
     density, epsilon, n = float(given["density"]), float(given["epsilon"]), deltas.tensor.numel()
     if density >= 1:
         return Kept()
@@ -139,21 +154,27 @@ def by_rank(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, 
         return Kept(torch.zeros(n, dtype=torch.bool))
     if density + epsilon >= 1 or density - epsilon <= 0:
         raise DensityError(
-            f"a density of {density:g} and an epsilon of {epsilon:g} make chances outside of 0 to 1", hint="choose a smaller epsilon for this density"
+            f"a density of {density:g} and an epsilon of {epsilon:g} make chances outside of 0 "
+            "to 1",
+            hint="choose a smaller epsilon for this density",
         )
     width = n // deltas.tensor.shape[0] if deltas.tensor.dim() > 1 else n
     stream, mask = Stream(seed_key(seed), f"merge/{name}"), torch.empty(n, dtype=torch.bool)
     for part, delta in deltas.blocks(max(deltas.step // max(width, 1), 1) * width if width else 1):
         rows = delta.abs().view(-1, width)
         order = rows.argsort(dim=1, stable=True)
-        rank = torch.empty_like(rows).scatter_(1, order, torch.arange(width, dtype=rows.dtype).expand_as(rows).contiguous())
+        rank = torch.empty_like(rows).scatter_(
+            1, order, torch.arange(width, dtype=rows.dtype).expand_as(rows).contiguous()
+        )
         chance = (density - epsilon) + rank.view(-1).numpy() / max(width - 1, 1) * (2 * epsilon)
         mask[part] = torch.from_numpy(_draws(stream, part) < chance)
     return Kept(mask, _scale(deltas, Kept(mask)) if rescale else 1.0)
 
 
 def _draws(stream: Stream, part: slice) -> Any:
-    """Uniform numbers from 0 to 1, one for each value of a block: 32-bit words of the stream over 2^32."""
+    """Uniform numbers from 0 to 1, one for each value of a block: 32-bit words of the stream over
+    2^32.
+    """
     count = part.stop - part.start
     return np.frombuffer(stream.bytes(4 * count), "<u4") * np.float64(2**-32)
 
@@ -169,10 +190,12 @@ def _scale(deltas: Deltas, kept: Kept) -> float:
 
 
 def _least(deltas: Deltas, count: int) -> tuple[float, int | None]:
-    """The smallest of the `count` largest magnitudes, and how many of the values that equal it are among them; None if all of them are.
+    """The smallest of the `count` largest magnitudes, and how many of the values that equal it are
+    among them; None if all of them are.
 
-    A sample tells between which two magnitudes it lies, almost surely; one pass then counts what is above and keeps the few that are between. Nothing
-    is sorted, and nothing as large as the tensor is made.
+    A sample tells between which two magnitudes it lies, almost surely; one pass then counts what is
+    above and keeps the few that are between. Nothing is sorted, and nothing as large as the tensor
+    is made.
     """
     n, kind = deltas.tensor.numel(), _KINDS[deltas.work]
     low, high = _bounds(deltas, count) if n > _SAMPLED else (-math.inf, math.inf)
@@ -206,16 +229,22 @@ def _unless_all(equal: int, found: int) -> int | None:
 
 
 def _bounds(deltas: Deltas, count: int) -> tuple[float, float]:
-    """Two magnitudes of a sample, ten standard deviations of a rank apart, around the one that is sought."""
+    """Two magnitudes of a sample, ten standard deviations of a rank apart, around the one that is
+    sought.
+    """
     sample = np.sort(deltas.some(_STRIDE).abs_().numpy())
     share = 1 - count / deltas.tensor.numel()
     middle, far = share * sample.size, 5 * math.sqrt(share * (1 - share) * sample.size) + 2
     low, high = int(middle - far), int(middle + far)
-    return float(sample[low]) if low >= 0 else -math.inf, float(sample[high]) if high < sample.size else math.inf
+    return float(sample[low]) if low >= 0 else -math.inf, float(
+        sample[high]
+    ) if high < sample.size else math.inf
 
 
 def _counted(deltas: Deltas, count: int) -> tuple[float, int | None]:
-    """The same, counted digit by digit, 16 bits at a time from the top: as many passes as the dtype has digits, whatever the values are."""
+    """The same, counted digit by digit, 16 bits at a time from the top: as many passes as the dtype
+    has digits, whatever the values are.
+    """
     bits, kind = (32, np.float32) if deltas.work == torch.float32 else (64, np.float64)
     whole = np.dtype(f"i{bits // 8}")
     prefix, left, found = 0, count, np.zeros(1 << 16, np.int64)

@@ -18,15 +18,18 @@ from regauge.errors import RegaugeError
 
 
 class Unfinished:
-    """What a merge has found about its models, verdicts and elements, kept beside its output until that is written: a merge that was killed does not
-    search again."""
+    """What a merge has found about its models, verdicts and elements, kept beside its output until
+    that is written: a merge that was killed does not search again.
+    """
 
     def __init__(self, out: Path, wishes: bytes) -> None:
         self.of, self.out = hashlib.sha256(wishes).hexdigest(), out
         self.about = out.with_name(f".{out.name}.align.json")
 
     def _path(self, key: str) -> Path:
-        return self.out.with_name(f".{self.out.name}.align-{hashlib.sha256(key.encode()).hexdigest()[:12]}")
+        return self.out.with_name(
+            f".{self.out.name}.align-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+        )
 
     def _known(self) -> dict[str, Any]:
         try:
@@ -73,7 +76,11 @@ class Unfinished:
 
     def forget(self) -> None:
         name = glob.escape(self.out.name)
-        for pattern in (f".{name}.align-*", f"..{name}.align*.partial-*", f".{name}.live-*"):  # and what a kill left half-written
+        for pattern in (
+            f".{name}.align-*",
+            f"..{name}.align*.partial-*",
+            f".{name}.live-*",
+        ):  # and what a kill left half-written
             for path in self.out.absolute().parent.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         self.about.unlink(missing_ok=True)

@@ -1,8 +1,11 @@
-"""What data say about a model's weights: the diagonal Fisher, the Gram matrices of what its layers read, and what its layers write.
+"""What data say about a model's weights: the diagonal Fisher, the Gram matrices of what its layers
+read, and what its layers write.
 
-Each is a pure function of a module, a state in place of the module's own weights, and batches (arguments of forward by name). A statistic belongs to
-the description that it was computed in: that of a model which is moved afterwards must be computed of the moved state, or be moved by the same
-element. In a merge the states come first, in the basis of the merge, so that there is no wrong order.
+Each is a pure function of a module, a state in place of the module's own weights, and batches
+(arguments of forward by name). A statistic belongs to the description that it was computed in: that
+of a model which is moved afterwards must be computed of the moved state, or be moved by the same
+element. In a merge the states come first, in the basis of the merge, so that there is no wrong
+order.
 
     f = [fisher(module, state, batches) for state in states]       # Matena and Raffel 2022
     g = [grams(module, state, batches) for state in states]        # Jin et al. 2023
@@ -37,7 +40,9 @@ class StatisticsError(RegaugeError):
 
 @dataclass(frozen=True, eq=False)
 class Gram:
-    """X^T X of what one layer reads, in float64. The inputs run along the axes of its weight from `dim` = 1 on, or along the first one (0)."""
+    """X^T X of what one layer reads, in float64. The inputs run along the axes of its weight from
+    `dim` = 1 on, or along the first one (0).
+    """
 
     values: Tensor
     dim: int
@@ -53,7 +58,9 @@ class Gram:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that multiplies: the name of its weight, and which of its axes are contracted with what it reads (as in `Gram`)."""
+    """A layer that multiplies: the name of its weight, and which of its axes are contracted with
+    what it reads (as in `Gram`).
+    """
 
     name: str
     module: torch.nn.Module
@@ -61,14 +68,23 @@ class Layer:
 
 
 def layers(module: torch.nn.Module) -> Iterator[Layer]:
-    """The linear layers of a model: nn.Linear, Conv1D of the transformers library, and convolutions of patches that do not overlap."""
+    """The linear layers of a model: nn.Linear, Conv1D of the transformers library, and convolutions
+    of patches that do not overlap.
+    """
     for name, layer in module.named_modules():
         weight = f"{name}.weight" if name else "weight"
         if isinstance(layer, torch.nn.Linear):
             yield Layer(weight, layer, 1)
-        elif type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith("transformers."):
+        elif type(layer).__name__ == "Conv1D" and type(layer).__module__.startswith(
+            "transformers."
+        ):
             yield Layer(weight, layer, 0)
-        elif isinstance(layer, torch.nn.Conv2d) and layer.kernel_size == layer.stride and layer.groups == 1 and not any(layer.padding):
+        elif (
+            isinstance(layer, torch.nn.Conv2d)
+            and layer.kernel_size == layer.stride
+            and layer.groups == 1
+            and not any(layer.padding)
+        ):
             yield Layer(weight, layer, 1)
 
 
@@ -81,14 +97,16 @@ def fisher(
     causal: bool = False,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """The diagonal of the Fisher information of every parameter (Matena and Raffel 2022, "Merging Models with Fisher-Weighted Averaging"):
+    """The diagonal of the Fisher information of every parameter (Matena and Raffel 2022, "Merging
+    Models with Fisher-Weighted Averaging"):
 
         F = mean over examples x of E_{y ~ p(y|x)} [ (d log p(y|x) / d theta)^2 ]
 
-    The expectation is over the model's own predictions: exact for up to `MANY` classes of an example, else by one draw from `seed`. A text has a
-    label for each token, drawn on its own: the gradients of different tokens are then uncorrelated, so that the square of their sum estimates the sum
-    of their squares. With `labels` it is the *empirical* Fisher instead, of the labels that are given, -100 where there is none; with `causal` a
-    token's logits are those of the next one.
+    The expectation is over the model's own predictions: exact for up to `MANY` classes of an
+    example, else by one draw from `seed`. A text has a label for each token, drawn on its own: the
+    gradients of different tokens are then uncorrelated, so that the square of their sum estimates
+    the sum of their squares. With `labels` it is the *empirical* Fisher instead, of the labels that
+    are given, -100 where there is none; with `causal` a token's logits are those of the next one.
     """
     parameters = _parameters(module, state)
     leaves: dict[int, str] = {}
@@ -101,27 +119,41 @@ def fisher(
         truth = next(given) if given is not None else None
         for i in range(_length(batch)):
             one = {name: x[i : i + 1] for name, x in batch.items()}
-            for weight, loss, more in _likelihoods(module, parameters, one, None if truth is None else truth[i : i + 1], causal, draw):
-                found = torch.autograd.grad(loss, [parameters[n] for n in total], retain_graph=more, allow_unused=True)
+            for weight, loss, more in _likelihoods(
+                module, parameters, one, None if truth is None else truth[i : i + 1], causal, draw
+            ):
+                found = torch.autograd.grad(
+                    loss, [parameters[n] for n in total], retain_graph=more, allow_unused=True
+                )
                 for name, gradient in zip(total, found, strict=True):
                     if gradient is not None:
                         total[name].addcmul_(gradient, gradient, value=weight)
             count += 1
     if not count:
-        raise StatisticsError("there is no example to compute a Fisher information from", hint="give at least one")
+        raise StatisticsError(
+            "there is no example to compute a Fisher information from", hint="give at least one"
+        )
     return {name: t.div_(count) for name, t in total.items()}
 
 
 def _likelihoods(
-    module: torch.nn.Module, parameters: State, one: Batch, truth: Tensor | None, causal: bool, draw: torch.Generator
+    module: torch.nn.Module,
+    parameters: State,
+    one: Batch,
+    truth: Tensor | None,
+    causal: bool,
+    draw: torch.Generator,
 ) -> Iterator[tuple[float, Tensor, bool]]:
-    """The log-likelihoods of labels of one example, each with its weight and whether another one follows."""
+    """The log-likelihoods of labels of one example, each with its weight and whether another one
+    follows.
+    """
     out = _forward(module, parameters, one)
     logits = out if isinstance(out, Tensor) else getattr(out, "logits", None)
     if not isinstance(logits, Tensor) or logits.shape[-1] < 2:
         what = "has a single output" if isinstance(logits, Tensor) else "gives no logits"
         raise StatisticsError(
-            f"a {type(module).__name__} {what}: there is no prediction to take a Fisher information of",
+            f"a {type(module).__name__} {what}: there is no prediction to take a Fisher "
+            "information of",
             hint="merge models with a head, or by regmean",
         )
     if logits.dim() == 4:  # of pixels: classes come second
@@ -131,7 +163,11 @@ def _likelihoods(
         wanted = truth[:, 1:] if causal else truth
         if causal:
             scores = logits[:, :-1].flatten(0, -2).log_softmax(-1)
-        yield 1.0, -F.nll_loss(scores, wanted.reshape(-1), ignore_index=-100, reduction="sum"), False
+        yield (
+            1.0,
+            -F.nll_loss(scores, wanted.reshape(-1), ignore_index=-100, reduction="sum"),
+            False,
+        )
         return
     mask = one.get("attention_mask")
     if mask is not None and logits.dim() == 3 and mask.shape == logits.shape[:2]:
@@ -145,27 +181,44 @@ def _likelihoods(
     yield 1.0, scores.gather(1, drawn).sum(), False
 
 
-def grams(module: torch.nn.Module, state: State | None, batches: Iterable[Batch]) -> dict[str, Gram]:
-    """X^T X of what each linear layer reads, by the name of its weight (Jin et al. 2023, "Dataless Knowledge Fusion by Merging Weights of Language
-    Models"). A layer that was never reached has none."""
+def grams(
+    module: torch.nn.Module, state: State | None, batches: Iterable[Batch]
+) -> dict[str, Gram]:
+    """X^T X of what each linear layer reads, by the name of its weight (Jin et al. 2023, "Dataless
+    Knowledge Fusion by Merging Weights of Language Models"). A layer that was never reached has
+    none.
+    """
     out: dict[str, Gram] = {}
 
     def see(layer: Layer, batch: Batch, x: Tensor, y: Tensor) -> None:
         rows = _rows(layer, x, batch).double()
         product = (rows.T @ rows).cpu()
-        out[layer.name] = Gram(out[layer.name].values + product if layer.name in out else product, layer.dim)
+        out[layer.name] = Gram(
+            out[layer.name].values + product if layer.name in out else product, layer.dim
+        )
 
     _watch(module, state, batches, list(layers(module)), see)
     if not out:
-        raise StatisticsError(f"no layer of this {type(module).__name__} was seen at work", hint="give at least one batch of inputs")
+        raise StatisticsError(
+            f"no layer of this {type(module).__name__} was seen at work",
+            hint="give at least one batch of inputs",
+        )
     return out
 
 
-def activations(module: torch.nn.Module, state: State | None, batches: Iterable[Batch], *, rows: int = ROWS) -> dict[str, Tensor]:
-    """What each layer writes, [rows, outputs], by the name of its weight: linear layers, convolutions of patches and tables. The rows are those of
-    the first tokens, the same for every model that is given the same batches."""
+def activations(
+    module: torch.nn.Module, state: State | None, batches: Iterable[Batch], *, rows: int = ROWS
+) -> dict[str, Tensor]:
+    """What each layer writes, [rows, outputs], by the name of its weight: linear layers,
+    convolutions of patches and tables. The rows are those of the first tokens, the same for every
+    model that is given the same batches.
+    """
     found: dict[str, list[Tensor]] = {}
-    tables = [Layer(f"{n}.weight", m, 1) for n, m in module.named_modules() if isinstance(m, torch.nn.Embedding)]
+    tables = [
+        Layer(f"{n}.weight", m, 1)
+        for n, m in module.named_modules()
+        if isinstance(m, torch.nn.Embedding)
+    ]
 
     def see(layer: Layer, batch: Batch, x: Tensor, y: Tensor) -> None:
         kept = found.setdefault(layer.name, [])
@@ -174,12 +227,19 @@ def activations(module: torch.nn.Module, state: State | None, batches: Iterable[
 
     _watch(module, state, batches, [*layers(module), *tables], see)
     if not found:
-        raise StatisticsError(f"no layer of this {type(module).__name__} was seen at work", hint="give at least one batch of inputs")
+        raise StatisticsError(
+            f"no layer of this {type(module).__name__} was seen at work",
+            hint="give at least one batch of inputs",
+        )
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def _watch(
-    module: torch.nn.Module, state: State | None, batches: Iterable[Batch], watched: list[Layer], see: Callable[[Layer, Batch, Tensor, Tensor], None]
+    module: torch.nn.Module,
+    state: State | None,
+    batches: Iterable[Batch],
+    watched: list[Layer],
+    see: Callable[[Layer, Batch, Tensor, Tensor], None],
 ) -> None:
     """Run a model, and show what each of these layers reads and writes."""
     parameters = _parameters(module, state)
@@ -191,9 +251,13 @@ def _watch(
 
 
 @contextmanager
-def _hooked(watched: list[Layer], now: list[Batch], see: Callable[[Layer, Batch, Tensor, Tensor], None]) -> Iterator[None]:
+def _hooked(
+    watched: list[Layer], now: list[Batch], see: Callable[[Layer, Batch, Tensor, Tensor], None]
+) -> Iterator[None]:
     def hook(layer: Layer) -> Any:
-        return lambda module, args, output: see(layer, now[0], args[0].detach(), output.detach()) if args else None
+        return lambda module, args, output: (
+            see(layer, now[0], args[0].detach(), output.detach()) if args else None
+        )
 
     handles = [layer.module.register_forward_hook(hook(layer)) for layer in watched]
     try:
@@ -206,7 +270,11 @@ def _hooked(watched: list[Layer], now: list[Batch], see: Callable[[Layer, Batch,
 def _rows(layer: Layer, x: Tensor, batch: Batch) -> Tensor:
     if isinstance(layer.module, torch.nn.Conv2d):
         kernel, step = layer.module.kernel_size, layer.module.stride
-        return F.unfold(x, (kernel[0], kernel[1]), stride=(step[0], step[1])).transpose(1, 2).flatten(0, 1)
+        return (
+            F.unfold(x, (kernel[0], kernel[1]), stride=(step[0], step[1]))
+            .transpose(1, 2)
+            .flatten(0, 1)
+        )
     return _counted(x, batch)
 
 
@@ -218,15 +286,21 @@ def _counted(x: Tensor, batch: Batch) -> Tensor:
         if (
             mask is not None
             and mask.dim() == 2
-            and (tuple(x.shape[:2]) == tuple(mask.shape) if x.dim() > 2 else len(rows) == mask.numel() > len(mask))
+            and (
+                tuple(x.shape[:2]) == tuple(mask.shape)
+                if x.dim() > 2
+                else len(rows) == mask.numel() > len(mask)
+            )
         ):
             return rows[mask.reshape(-1).bool().to(rows.device)]
     return rows
 
 
 def _parameters(module: torch.nn.Module, state: State | None) -> dict[str, Tensor]:
-    """The module's parameters with the values of a state: in float32 at least, and on their own in the graph. Tied names share one tensor, unless the
-    state has different values for them, as folded ones have."""
+    """The module's parameters with the values of a state: in float32 at least, and on their own in
+    the graph. Tied names share one tensor, unless the state has different values for them, as
+    folded ones have.
+    """
     module.eval()
     tied: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -237,7 +311,10 @@ def _parameters(module: torch.nn.Module, state: State | None) -> dict[str, Tenso
     for names in tied.values():
         held = [n for n in names if n in given]
         if not held:
-            raise StatisticsError(f'the state has no "{names[0]}", which the {type(module).__name__} has', hint="give a state of this module")
+            raise StatisticsError(
+                f'the state has no "{names[0]}", which the {type(module).__name__} has',
+                hint="give a state of this module",
+            )
         for name in names:
             value = given[name if name in given else held[0]].detach()
             value = value.to(torch.float64 if value.dtype == torch.float64 else torch.float32)
@@ -250,7 +327,9 @@ def _forward(module: torch.nn.Module, parameters: State, batch: Batch) -> Any:
     dtype = next(iter(parameters.values())).dtype
     inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
     if "pixel_values" in inputs and getattr(module, "config", None) is None:  # timm calls them x
-        return functional_call(module, dict(parameters), (inputs["pixel_values"],), tie_weights=False)
+        return functional_call(
+            module, dict(parameters), (inputs["pixel_values"],), tie_weights=False
+        )
     return functional_call(module, dict(parameters), (), inputs, tie_weights=False)
 
 

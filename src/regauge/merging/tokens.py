@@ -1,7 +1,9 @@
-"""Tables with a row for each token, where models have different tokens: every table is written in the rows of the output first.
+"""Tables with a row for each token, where models have different tokens: every table is written in
+the rows of the output first.
 
-As in mergekit: a token that a model lacks takes the row of the base, if the base has it, else of the one model that has it, else the mean of those
-that do. The tokenizer of a union is the base's, with what the others have added to it.
+As in mergekit: a token that a model lacks takes the row of the base, if the base has it, else of
+the one model that has it, else the mean of those that do. The tokenizer of a union is the base's,
+with what the others have added to it.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ _HINT = "leave tokenizer_source: out, where all models have the tokens of the ba
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """The rows of the output: `rows` of them, of which `used` have a token. `places` says for each model where its row for each is, -1 if nowhere."""
+    """The rows of the output: `rows` of them, of which `used` have a token. `places` says for each
+    model where its row for each is, -1 if nowhere.
+    """
 
     rows: int
     used: int
@@ -50,7 +54,9 @@ class Tables:
 
     def written(self, keys: Sequence[str], tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """These models' tables in the rows of the output, in float32."""
-        return [torch.from_numpy(t) for t in self._written(keys, [t.float().numpy() for t in tables])]
+        return [
+            torch.from_numpy(t) for t in self._written(keys, [t.float().numpy() for t in tables])
+        ]
 
     def _written(self, keys: Sequence[str], tables: Sequence[Any]) -> list[Any]:
         shape = (self.rows, *tables[0].shape[1:])
@@ -81,7 +87,10 @@ def tables_of(recipe: Recipe, models: Mapping[str, Model], donor: Model) -> Tabl
         return None
     found = {key: vocabulary(model.checkpoint.path, _HINT) for key, model in models.items()}
     sizes = {key: _rows(model) for key, model in models.items()}
-    found = {key: {token: row for token, row in tokens.items() if row < sizes[key]} for key, tokens in found.items()}
+    found = {
+        key: {token: row for token, row in tokens.items() if row < sizes[key]}
+        for key, tokens in found.items()
+    }
     small: dict[str, bytes] = {}
     folder = donor.checkpoint.path
     if asked.source == "union":
@@ -89,7 +98,11 @@ def tables_of(recipe: Recipe, models: Mapping[str, Model], donor: Model) -> Tabl
     elif asked.source == "base":
         tokens = found[donor.key]
     else:
-        folder = models[asked.source].checkpoint.path if asked.source in models else Path(asked.source).expanduser()
+        folder = (
+            models[asked.source].checkpoint.path
+            if asked.source in models
+            else Path(asked.source).expanduser()
+        )
         tokens = found.get(asked.source) or vocabulary(folder, _HINT)
     used = max(tokens.values()) + 1
     rows = -(-used // asked.multiple) * asked.multiple if asked.multiple else used
@@ -110,22 +123,49 @@ def _rows(model: Model) -> int:
     return min(model.shapes[name][0] for name in tables)
 
 
-def _union(found: Mapping[str, Mapping[str, int]], models: Mapping[str, Model], donor: Model) -> tuple[dict[str, int], dict[str, bytes]]:
-    """The base's tokens, then what the others have besides, in their order; and the tokenizer.json that says so."""
+def _union(
+    found: Mapping[str, Mapping[str, int]], models: Mapping[str, Model], donor: Model
+) -> tuple[dict[str, int], dict[str, bytes]]:
+    """The base's tokens, then what the others have besides, in their order; and the tokenizer.json
+    that says so.
+    """
     tokens = dict(found[donor.key])
-    new = [t for key in found for t in sorted(found[key], key=found[key].__getitem__) if t not in tokens]
+    new = [
+        t
+        for key in found
+        for t in sorted(found[key], key=found[key].__getitem__)
+        if t not in tokens
+    ]
     added = {token: max(tokens.values()) + 1 + i for i, token in enumerate(dict.fromkeys(new))}
     if not added:
         return tokens, {}
     path = donor.checkpoint.path / "tokenizer.json"
     if not path.is_file():
-        raise MergeError(f"{donor.key} has no tokenizer.json, which the {len(added)} tokens of the others would be added to", hint=_HINT)
+        raise MergeError(
+            f"{donor.key} has no tokenizer.json, which the {len(added)} tokens of the others "
+            "would be added to",
+            hint=_HINT,
+        )
     whole = read_json(path)
     known: dict[str, Any] = {}  # how the others treat the tokens that were added to them
     for model in models.values():
         theirs = model.checkpoint.path / "tokenizer.json"
-        known |= {e["content"]: e for e in (read_json(theirs).get("added_tokens") or [] if theirs.is_file() else [])}
-    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False}
-    entries = [{**plain, **known.get(token, {}), "id": row, "content": token} for token, row in added.items()]
+        known |= {
+            e["content"]: e
+            for e in (read_json(theirs).get("added_tokens") or [] if theirs.is_file() else [])
+        }
+    plain = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": True,
+        "special": False,
+    }
+    entries = [
+        {**plain, **known.get(token, {}), "id": row, "content": token}
+        for token, row in added.items()
+    ]
     whole["added_tokens"] = [*(whole.get("added_tokens") or []), *entries]
-    return tokens | added, {"tokenizer.json": (json.dumps(whole, indent=2, ensure_ascii=False) + "\n").encode()}
+    return tokens | added, {
+        "tokenizer.json": (json.dumps(whole, indent=2, ensure_ascii=False) + "\n").encode()
+    }

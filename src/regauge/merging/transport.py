@@ -1,15 +1,19 @@
-"""Optimal transport between two models: OT-Fusion (Singh and Jaggi 2020), for Transformers as Imfeld et al. 2024 have it ("Transformer Fusion with
-Optimal Transport"): OT-WTS, OT-ACTS, OT-ACTS-EMD.
+"""Optimal transport between two models: OT-Fusion (Singh and Jaggi 2020), for Transformers as
+Imfeld et al. 2024 have it ("Transformer Fusion with Optimal Transport"): OT-WTS, OT-ACTS,
+OT-ACTS-EMD.
 
-Coordinates of a space are compared by what writes them: the rows of the weights and biases, or the activations on data. The plan between those of b
-and those of a, with uniform marginals, times their number is a map that moves a next to b. Exact transport (`soft` = None) ends in a vertex, which is
-a permutation, and so a true element. Sinkhorn's plan, at `soft` times the mean cost, mixes coordinates: it is *no element*, and the moved model is
-another function.
+Coordinates of a space are compared by what writes them: the rows of the weights and biases, or the
+activations on data. The plan between those of b and those of a, with uniform marginals, times their
+number is a map that moves a next to b. Exact transport (`soft` = None) ends in a vertex, which is a
+permutation, and so a true element. Sinkhorn's plan, at `soft` times the mean cost, mixes
+coordinates: it is *no element*, and the moved model is another function.
 
-A space that runs through layers, the residual stream, has one plan for each layer that writes it; they are averaged, Imfeld's policy for residuals.
-There the maps of successive layers differ; here the stream is one space with one map, the mean of all. Such a mean is soft, even if its plans are
-exact, unless they agree. Heads (and experts) change places as wholes, by exact transport of exact transports, and channels are transported within
-them; Imfeld et al. mix channels across heads, which keeps no function even if it is exact.
+A space that runs through layers, the residual stream, has one plan for each layer that writes it;
+they are averaged, Imfeld's policy for residuals. There the maps of successive layers differ; here
+the stream is one space with one map, the mean of all. Such a mean is soft, even if its plans are
+exact, unless they agree. Heads (and experts) change places as wholes, by exact transport of exact
+transports, and channels are transported within them; Imfeld et al. mix channels across heads, which
+keeps no function even if it is exact.
 """
 
 from __future__ import annotations
@@ -45,7 +49,9 @@ class TransportError(RegaugeError):
 
 
 def plan(y: Floats, x: Floats, soft: float | None = None) -> Floats:
-    """The map [n, n] that brings the rows of x next to those of y: n times the transport plan between them, by their Euclidean distances."""
+    """The map [n, n] that brings the rows of x next to those of y: n times the transport plan
+    between them, by their Euclidean distances.
+    """
     need("ot", "transport")
     import ot
 
@@ -56,8 +62,13 @@ def plan(y: Floats, x: Floats, soft: float | None = None) -> Floats:
     amount = soft * float(cost.mean())
     if amount == 0:
         return np.eye(n)  # all rows are one
-    method = "sinkhorn" if float(cost.max()) < 200 * amount else "sinkhorn_log"  # else the kernel underflows
-    return np.asarray(n * ot.sinkhorn(uniform, uniform, cost, amount, method=method, numItermax=5000, warn=False), np.float64)
+    method = (
+        "sinkhorn" if float(cost.max()) < 200 * amount else "sinkhorn_log"
+    )  # else the kernel underflows
+    return np.asarray(
+        n * ot.sinkhorn(uniform, uniform, cost, amount, method=method, numItermax=5000, warn=False),
+        np.float64,
+    )
 
 
 def transported(
@@ -69,28 +80,43 @@ def transported(
     seen: tuple[Seen, Seen] | None = None,
     rows: Mapping[str, Shared] | None = None,
 ) -> Element:
-    """The map that brings a next to b, on every space that allows permutations: by weights, or by what the layers of both write on the same inputs
-    (`activations` of a and of b). To be applied by `apply(g, a, force=True)`: where it is soft it is no element.
+    """The map that brings a next to b, on every space that allows permutations: by weights, or by
+    what the layers of both write on the same inputs (`activations` of a and of b). To be applied by
+    `apply(g, a, force=True)`: where it is soft it is no element.
 
-    By weights, a layer's rows are compared after what it reads has been moved: first the spaces that stand next to what both models share (tokens,
-    pixels), then those behind them; then all again, with everything else in its place.
+    By weights, a layer's rows are compared after what it reads has been moved: first the spaces
+    that stand next to what both models share (tokens, pixels), then those behind them; then all
+    again, with everything else in its place.
     """
     sides = _Sides(spec, a, b, seen, rows)
-    order = [s for s, space in spec.spaces.items() if space.size > 1 and isinstance(space.group.within("permutation"), Permutation)]
+    order = [
+        s
+        for s, space in spec.spaces.items()
+        if space.size > 1 and isinstance(space.group.within("permutation"), Permutation)
+    ]
     members: dict[str, Member] = {}
     for _ in range(1 if seen else 2):
         for space in order:
             children = [s for s in spec.children(space) if s in order]
             for name in (space, *children):
                 members.pop(name, None)
-            found = _fit(sides, space, Element(spec, members), [s for s in order if s not in members], children, soft)
+            found = _fit(
+                sides,
+                space,
+                Element(spec, members),
+                [s for s in order if s not in members],
+                children,
+                soft,
+            )
             if found is not None:
                 members[space] = found
     return Element(spec, members)
 
 
 class _Sides:
-    """What is compared: for a space, the pieces of the tensors (or activations) of b and of a that write it, by layer."""
+    """What is compared: for a space, the pieces of the tensors (or activations) of b and of a that
+    write it, by layer.
+    """
 
     def __init__(
         self,
@@ -103,23 +129,38 @@ class _Sides:
         self.spec, self.seen, self.costs = spec, seen, Costs(spec, a, b, rows=rows, whole=True)
         self.axes = dict(spec.tensors)
         if seen is not None:
-            self.axes = {n: f"_ {written}" for n in seen[1] if n in spec.tensors and (written := _written(spec.tensors[n]))}
-            missing = next((n for n in self.axes if n not in seen[0] or seen[0][n].shape != seen[1][n].shape), None)
+            self.axes = {
+                n: f"_ {written}"
+                for n in seen[1]
+                if n in spec.tensors and (written := _written(spec.tensors[n]))
+            }
+            missing = next(
+                (n for n in self.axes if n not in seen[0] or seen[0][n].shape != seen[1][n].shape),
+                None,
+            )
             if missing is not None or not self.axes:
                 raise TransportError(
-                    f'the two were not seen at work on the same inputs: "{missing}"' if missing else "no layer was seen at work",
+                    f'the two were not seen at work on the same inputs: "{missing}"'
+                    if missing
+                    else "no layer was seen at work",
                     hint="record the activations of both on the same batches",
                 )
 
     def writing(self, space: str, g: Element) -> dict[str, list[Pair]]:
-        """The pieces that write a space, by the layer that they belong to. A layer with nothing but a bias or a gain there writes nothing."""
+        """The pieces that write a space, by the layer that they belong to. A layer with nothing but
+        a bias or a gain there writes nothing.
+        """
         out: dict[str, list[Pair]] = {}
         wide: set[str] = set()
         for pattern, text in self.axes.items():
             if space not in ax.spaces(text) or pattern in self.spec.ties:
                 continue
             layer = pattern.rpartition(".")[0]
-            found = [(y, x) for y, x in self._pairs(pattern, text, g) if _place(self.spec, y, space) is not None]
+            found = [
+                (y, x)
+                for y, x in self._pairs(pattern, text, g)
+                if _place(self.spec, y, space) is not None
+            ]
             if found:
                 out.setdefault(layer, []).extend(found)
                 wide |= {layer} if len(ax.parse(text).terms) > 1 else set()
@@ -134,11 +175,20 @@ class _Sides:
         yield from zip(*(blocks(self.spec, text, v.numpy()) for v in (y, x)), strict=True)
 
 
-def _fit(sides: _Sides, space: str, g: Element, unknown: list[str], children: list[str], soft: float | None) -> Member | None:
+def _fit(
+    sides: _Sides,
+    space: str,
+    g: Element,
+    unknown: list[str],
+    children: list[str],
+    soft: float | None,
+) -> Member | None:
     found = sides.writing(space, g)
     free = set(unknown) - {space, *children}
     ready = {
-        layer: kept for layer, pairs in found.items() if (kept := [(y, x) for y, x in pairs if not y.spaces & free and len(y.places(space)) == 1])
+        layer: kept
+        for layer, pairs in found.items()
+        if (kept := [(y, x) for y, x in pairs if not y.spaces & free and len(y.places(space)) == 1])
     }
     found = ready or found
     if not found:
@@ -166,12 +216,16 @@ def _plans(spec: Spec, space: str, pairs: list[Pair], soft: float | None) -> Flo
         outer = None if parent is None else y.places(parent)[0]
         ys.append(y.unfolded(outer, place))
         xs.append(x.unfolded(outer, place))
-    there, here = (np.concatenate([np.asarray(v, np.float64) for v in values], 2) for values in (ys, xs))
+    there, here = (
+        np.concatenate([np.asarray(v, np.float64) for v in values], 2) for values in (ys, xs)
+    )
     return np.stack([plan(y, x, soft) for y, x in zip(there, here, strict=True)])
 
 
 def _wholes(spec: Spec, space: str, pairs: list[Pair], children: list[str]) -> Monomial:
-    """The permutation of a parent: wholes are as far from each other as the exact transport between their parts."""
+    """The permutation of a parent: wholes are as far from each other as the exact transport between
+    their parts.
+    """
     from scipy.optimize import linear_sum_assignment
 
     size = spec.spaces[space].size
@@ -190,7 +244,9 @@ def _wholes(spec: Spec, space: str, pairs: list[Pair], children: list[str]) -> M
 
 
 def _place(spec: Spec, block: Block, space: str) -> int | None:
-    """The axis along which a piece writes a space: one without a star, or the inside of one (keys carry the dual of what queries do)."""
+    """The axis along which a piece writes a space: one without a star, or the inside of one (keys
+    carry the dual of what queries do).
+    """
     parent = spec.spaces[space].over
     for i in block.places(space):
         leaf = block.dims[i]

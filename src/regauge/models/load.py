@@ -1,4 +1,6 @@
-"""From a checkpoint to a live module: the class that its config names, of the transformers library or timm, with its weights in a chosen dtype."""
+"""From a checkpoint to a live module: the class that its config names, of the transformers library
+or timm, with its weights in a chosen dtype.
+"""
 
 from __future__ import annotations
 
@@ -24,46 +26,59 @@ if TYPE_CHECKING:
 
 _HINTS = {
     "mismatched_keys": "config.json contradicts the weights",
-    "missing_keys": 'fetch the weights again if some are lost, or name the class that they are of in config.json ("architectures")',
-    "unexpected_keys": 'name the class that has these weights in config.json ("architectures"), and check its number of layers',
+    "missing_keys": "fetch the weights again if some are lost, or name the class that they are "
+    'of in config.json ("architectures")',
+    "unexpected_keys": 'name the class that has these weights in config.json ("architectures"), '
+    "and check its number of layers",
 }
-_LAYERS = 500  # that a config may speak of where the checkpoint has fewer tensors: a part of a split model has no layers
+# that a config may speak of where the checkpoint has fewer tensors: a part of a split model has no
+# layers
+_LAYERS = 500
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 Part = Literal["edges", "backbone"]
 
 
 def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> torch.nn.Module:
-    """The model of a checkpoint (a folder, a .safetensors file with its config beside it, a hub id), in evaluation mode.
+    """The model of a checkpoint (a folder, a .safetensors file with its config beside it, a hub
+    id), in evaluation mode.
 
     `dtype` is that of the stored weights unless given. No code of the checkpoint is run.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    require_numel(load_empty(checkpoint), sum(e.numel for e in checkpoint.entries.values()), checkpoint.path)
+    require_numel(
+        load_empty(checkpoint), sum(e.numel for e in checkpoint.entries.values()), checkpoint.path
+    )
     model, report = _loaded(checkpoint, dtype)
     _require_whole(checkpoint, type(model).__name__, report)
     return model
 
 
 def require_numel(module: torch.nn.Module, stored: int, where: object) -> None:
-    """Raise if a module, as its config describes it, is much larger than the checkpoint it is for: its memory would be allocated first, and the
-    misfit be found afterwards. A checkpoint leaves out what is tied and what a task's head adds."""
+    """Raise if a module, as its config describes it, is much larger than the checkpoint it is for:
+    its memory would be allocated first, and the misfit be found afterwards. A checkpoint leaves out
+    what is tied and what a task's head adds.
+    """
     described = sum(p.numel() for p in module.parameters())
     if described > 4 * stored + 10_000_000:
         raise CheckpointError(
-            f"the config of {where} describes a {type(module).__name__} of {described:,} parameters, and the weights are {stored:,}",
+            f"the config of {where} describes a {type(module).__name__} of {described:,} "
+            f"parameters, and the weights are {stored:,}",
             hint="config.json contradicts the weights: is it theirs?",
         )
 
 
 def reinitialize(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Another model of this one's class and config, with weights drawn from a seed, as before any training. The process's own random numbers stay as
-    they are. For classes of the transformers library."""
+    """Another model of this one's class and config, with weights drawn from a seed, as before any
+    training. The process's own random numbers stay as they are. For classes of the transformers
+    library.
+    """
     import torch
 
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "post_init"):
         raise UnknownModelError(
-            f"{type(model).__name__} has no config to be made anew from", hint="draw its weights with the library that made it, and save them"
+            f"{type(model).__name__} has no config to be made anew from",
+            hint="draw its weights with the library that made it, and save them",
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -72,7 +87,9 @@ def reinitialize(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def load_empty(source: str | Path | Checkpoint) -> torch.nn.Module:
-    """The module of a checkpoint without its weights, on torch's meta device: enough to know what it reads, before anything large is loaded."""
+    """The module of a checkpoint without its weights, on torch's meta device: enough to know what
+    it reads, before anything large is loaded.
+    """
     import torch
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
@@ -83,20 +100,30 @@ def load_empty(source: str | Path | Checkpoint) -> torch.nn.Module:
             return _made_by_timm(checkpoint, config)
         kind = _class_of(checkpoint, config)
         with _loading(checkpoint, kind.__name__):
-            model: torch.nn.Module = kind(kind.config_class.from_dict(without_code(config, checkpoint.path)))
+            model: torch.nn.Module = kind(
+                kind.config_class.from_dict(without_code(config, checkpoint.path))
+            )
             return model.eval()
 
 
-def load_part(source: str | Path | Checkpoint, part: Part, dtype: str | None = None, device: str = "cpu") -> torch.nn.Module:
-    """A model of which only the edges (embedding and head) or only the backbone is there: the rest is on torch's meta device, and need not be in the
-    checkpoint. What is in it is read and let go at once."""
+def load_part(
+    source: str | Path | Checkpoint, part: Part, dtype: str | None = None, device: str = "cpu"
+) -> torch.nn.Module:
+    """A model of which only the edges (embedding and head) or only the backbone is there: the rest
+    is on torch's meta device, and need not be in the checkpoint. What is in it is read and let go
+    at once.
+    """
     from regauge.models.cut import cut
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     model, report = _loaded(checkpoint, dtype)
     where = cut(model, checkpoint.config)
     paths = tuple(f"{b.blocks}." for b in where.boundaries)
-    wanted = {name for name in report.get("missing_keys") or () if name.startswith(paths) == (part == "backbone")}
+    wanted = {
+        name
+        for name in report.get("missing_keys") or ()
+        if name.startswith(paths) == (part == "backbone")
+    }
     _require_whole(checkpoint, type(model).__name__, {**report, "missing_keys": wanted})
     blocks = [model.get_submodule(b.blocks) for b in where.boundaries]
     if part == "edges":
@@ -117,7 +144,11 @@ def _empty(module: torch.nn.Module, kept: set[int]) -> None:
         for name, t in held.items():
             if t is not None:
                 empty = t.detach().to("meta")
-                held[name] = torch.nn.Parameter(empty, t.requires_grad) if isinstance(t, torch.nn.Parameter) else empty
+                held[name] = (
+                    torch.nn.Parameter(empty, t.requires_grad)
+                    if isinstance(t, torch.nn.Parameter)
+                    else empty
+                )
     for child in module.children():
         if id(child) not in kept:
             _empty(child, kept)
@@ -136,7 +167,9 @@ def _loaded(checkpoint: Checkpoint, dtype: str | None) -> tuple[torch.nn.Module,
     config = _config_of(checkpoint)
     check_counts(config, max(_LAYERS, len(checkpoint)))
     if dtype is not None and dtype not in DTYPES:
-        raise CheckpointError(f'there is no dtype "{dtype}" here', hint=f"choose from {', '.join(DTYPES)}")
+        raise CheckpointError(
+            f'there is no dtype "{dtype}" here', hint=f"choose from {', '.join(DTYPES)}"
+        )
     return (_of_timm if _is_timm(config) else _of_transformers)(checkpoint, config, dtype)
 
 
@@ -144,7 +177,8 @@ def _config_of(checkpoint: Checkpoint) -> Any:
     if checkpoint.config is None:
         raise UnknownModelError(
             f"{checkpoint.path} has no config.json, so that no class can be built for it",
-            hint="put config.json beside it; for a module of your own use regauge.verify(module, spec=..., boundaries=...) in Python",
+            hint="put config.json beside it; for a module of your own use "
+            "regauge.verify(module, spec=..., boundaries=...) in Python",
         )
     return checkpoint.config
 
@@ -157,9 +191,12 @@ def _class_of(checkpoint: Checkpoint, config: Any) -> Any:
     """The class of the transformers library that a config names."""
     kind = library_class(config, checkpoint.path)
     expected, name = kind.config_class.model_type, kind.__name__
-    if expected != config.get("model_type"):  # built from a config that is not its own, a class takes sizes of its own
+    if expected != config.get(
+        "model_type"
+    ):  # built from a config that is not its own, a class takes sizes of its own
         raise UnknownModelError(
-            f'the config of {checkpoint.path} names the class {name} and the model_type "{config.get("model_type")}", which is not that of the class',
+            f"the config of {checkpoint.path} names the class {name} and the model_type "
+            f'"{config.get("model_type")}", which is not that of the class',
             hint=f'the model_type of a {name} is "{expected}"',
         )
     return kind
@@ -175,31 +212,48 @@ def _loading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
         raise
     except Exception as error:  # a class raises whatever its layers run into
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{checkpoint.path} cannot be loaded as a {name}: {first}", hint="regauge inspect shows what does not fit") from error
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be loaded as a {name}: {first}",
+            hint="regauge inspect shows what does not fit",
+        ) from error
 
 
-def _of_transformers(checkpoint: Checkpoint, config: Any, dtype: str | None) -> tuple[torch.nn.Module, Any]:
+def _of_transformers(
+    checkpoint: Checkpoint, config: Any, dtype: str | None
+) -> tuple[torch.nn.Module, Any]:
     import torch
 
     kind = _class_of(checkpoint, config)
     with _loading(checkpoint, kind.__name__), _folder(checkpoint, config) as folder:
         chosen = "auto" if dtype is None else getattr(torch, dtype)
-        how = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, "output_loading_info": True}
-        load = partial(kind.from_pretrained, folder, dtype=chosen, ignore_mismatched_sizes=True, **how)  # faults are reported by _require_whole
+        how = {
+            "local_files_only": True,
+            "use_safetensors": True,
+            "trust_remote_code": False,
+            "output_loading_info": True,
+        }
+        load = partial(
+            kind.from_pretrained, folder, dtype=chosen, ignore_mismatched_sizes=True, **how
+        )  # faults are reported by _require_whole
         model, report = load()
         for switch in _optional_parts(kind) if report["missing_keys"] else ():
             smaller, less = load(**{switch: False})
             absent = set(report["missing_keys"]) - set(less["missing_keys"])
             if absent and not less["unexpected_keys"]:
                 model, report = smaller, less
-                text = f'{checkpoint.path} has no "{min(absent)}"{_more(absent)}: the {kind.__name__} is built without this optional part'
+                text = (
+                    f'{checkpoint.path} has no "{min(absent)}"{_more(absent)}: the '
+                    f"{kind.__name__} is built without this optional part"
+                )
                 warnings.warn(f"{text} ({switch}=False)", RegaugeWarning, stacklevel=2)
     model.name_or_path = model.config.name_or_path = str(checkpoint.path)
     return model.eval(), report
 
 
 def _optional_parts(kind: Any) -> list[str]:
-    """Return the switches with which a class is built without a part, such as BertModel's `add_pooling_layer`: sentence encoders lack that one."""
+    """Return the switches with which a class is built without a part, such as BertModel's
+    `add_pooling_layer`: sentence encoders lack that one.
+    """
     parameters = inspect.signature(kind.__init__).parameters.values()
     return [p.name for p in parameters if p.name.startswith("add_") and p.default is True]
 
@@ -209,8 +263,14 @@ def _more(found: Collection[Any]) -> str:
 
 
 def _require_whole(checkpoint: Checkpoint, name: Any, report: Any) -> None:
-    """Weights that are missing would be drawn at random, and those left over be ignored: neither is the model that was given."""
-    for key, what in (("mismatched_keys", "has another size for"), ("missing_keys", "has no"), ("unexpected_keys", "has, and the class has not,")):
+    """Weights that are missing would be drawn at random, and those left over be ignored: neither is
+    the model that was given.
+    """
+    for key, what in (
+        ("mismatched_keys", "has another size for"),
+        ("missing_keys", "has no"),
+        ("unexpected_keys", "has, and the class has not,"),
+    ):
         found = sorted(report.get(key) or (), key=str)
         if not found:
             continue
@@ -218,12 +278,16 @@ def _require_whole(checkpoint: Checkpoint, name: Any, report: Any) -> None:
         if isinstance(first, tuple):  # a name, its size in the file, and that in the class
             first, has, wants = first
             more = f", {list(has)} and not {list(wants)}{more}"
-        raise CheckpointError(f'as a {name}, {checkpoint.path} {what} "{first}"{more}', hint=_HINTS[key])
+        raise CheckpointError(
+            f'as a {name}, {checkpoint.path} {what} "{first}"{more}', hint=_HINTS[key]
+        )
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the transformers library's own talk and bars: progress is told by whoever loads a model."""
+    """Without the transformers library's own talk and bars: progress is told by whoever loads a
+    model.
+    """
     from transformers.utils import logging as talk
 
     level, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
@@ -239,15 +303,21 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _folder(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Path]:
-    """Make the folder that the library loads from: links to the weights, the config without custom code, and nothing else that lies beside the
-    weights (Python files, adapters, pickles). Tensors that are not stored as they are read (a model with its adapter) are written there."""
+    """Make the folder that the library loads from: links to the weights, the config without custom
+    code, and nothing else that lies beside the weights (Python files, adapters, pickles). Tensors
+    that are not stored as they are read (a model with its adapter) are written there.
+    """
     with tempfile.TemporaryDirectory(prefix="regauge-") as temporary:
         folder = Path(temporary)
         (folder / "config.json").write_text(json.dumps(without_code(config, checkpoint.path)))
         if not checkpoint.as_stored:
             from safetensors.torch import save_file
 
-            save_file({name: checkpoint[name].contiguous().clone() for name in checkpoint}, folder / WEIGHTS, {"format": "pt"})
+            save_file(
+                {name: checkpoint[name].contiguous().clone() for name in checkpoint},
+                folder / WEIGHTS,
+                {"format": "pt"},
+            )
         elif checkpoint.index is None:
             (folder / WEIGHTS).symlink_to(next(iter(checkpoint.files.values())).path.resolve())
         else:
@@ -277,7 +347,9 @@ def _made_by_timm(checkpoint: Checkpoint, config: Any) -> torch.nn.Module:
 
 
 def build_timm(config: Mapping[str, Any], where: object = "the model") -> torch.nn.Module:
-    """The module of timm that a config describes, with weights of its own making. Whatever timm runs into is raised as it is."""
+    """The module of timm that a config describes, with weights of its own making. Whatever timm
+    runs into is raised as it is.
+    """
     need("timm", "timm")
     import timm
 
@@ -285,7 +357,9 @@ def build_timm(config: Mapping[str, Any], where: object = "the model") -> torch.
     arguments = dict(config.get("model_args") or {})
     if config.get("num_classes") is not None:
         arguments.setdefault("num_classes", config["num_classes"])
-    model: torch.nn.Module = timm.create_model(config["architecture"], pretrained=False, **arguments)
+    model: torch.nn.Module = timm.create_model(
+        config["architecture"], pretrained=False, **arguments
+    )
     return model.eval()
 
 
@@ -296,5 +370,7 @@ def _of_these_weights(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
     except (RuntimeError, TypeError, ValueError) as error:
         first = str(error).strip().splitlines()
         raise CheckpointError(
-            f"{checkpoint.path} cannot be loaded as a {config['architecture']}: {' '.join(first[:2])}", hint="is config.json of these weights?"
+            f"{checkpoint.path} cannot be loaded as a {config['architecture']}: "
+            f"{' '.join(first[:2])}",
+            hint="is config.json of these weights?",
         ) from error

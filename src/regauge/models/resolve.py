@@ -24,10 +24,12 @@ def spec_of(
     config: Mapping[str, Any] | None = None,
     discover: bool = True,
 ) -> Spec:
-    """The spec of a model: what its family says, or, if there is none, what can be read off its graph (unless not to `discover`).
+    """The spec of a model: what its family says, or, if there is none, what can be read off its
+    graph (unless not to `discover`).
 
-    `source` is a live module of the transformers library or timm; a checkpoint, by path or hub id or opened; or a config, as a dict or as the
-    library's own object (its class is then built without memory, for the names of its tensors). `config` stands in for a module's or a
+    `source` is a live module of the transformers library or timm; a checkpoint, by path or hub id
+    or opened; or a config, as a dict or as the library's own object (its class is then built
+    without memory, for the names of its tensors). `config` stands in for a module's or a
     checkpoint's own.
 
     >>> # spec = regauge.spec_of(model); spec = regauge.spec_of("path/to/checkpoint")
@@ -44,8 +46,12 @@ def spec_of(
         return discovered(source, unknown, config).spec
 
 
-def discovered(source: Any, unknown: UnknownModelError, config: Mapping[str, Any] | None = None) -> Discovery:
-    """The symmetry of a model that no family describes, read off its graph; `unknown` says so, and is raised where there is no graph to be had."""
+def discovered(
+    source: Any, unknown: UnknownModelError, config: Mapping[str, Any] | None = None
+) -> Discovery:
+    """The symmetry of a model that no family describes, read off its graph; `unknown` says so, and
+    is raised where there is no graph to be had.
+    """
     import torch
 
     from regauge.checkpoints.reader import Checkpoint
@@ -54,23 +60,34 @@ def discovered(source: Any, unknown: UnknownModelError, config: Mapping[str, Any
 
     try:
         if isinstance(source, torch.nn.Module):
-            if config is not None or (getattr(source, "config", None) is None and not getattr(source, "pretrained_cfg", None)):
+            if config is not None or (
+                getattr(source, "config", None) is None
+                and not getattr(source, "pretrained_cfg", None)
+            ):
                 raise unknown
             return discover_model(source)
-        said = (config or source.config or {}) if isinstance(source, Checkpoint) else _as_dict(source)
+        said = (
+            (config or source.config or {}) if isinstance(source, Checkpoint) else _as_dict(source)
+        )
         if not _names_class(said):
             raise unknown
         entries = source.entries if isinstance(source, Checkpoint) else {}
-        return discover_config(said, sum(e.numel for e in entries.values()), entries, cache=default_folder())
+        return discover_config(
+            said, sum(e.numel for e in entries.values()), entries, cache=default_folder()
+        )
     except UnknownModelError:
         raise
     except RegaugeError as error:
         hint = f"{error.hint}; or: {unknown.hint}" if error.hint else unknown.hint
-        raise UnknownModelError(f"{unknown}\n  and it could not be discovered: {error}", hint=hint) from error
+        raise UnknownModelError(
+            f"{unknown}\n  and it could not be discovered: {error}", hint=hint
+        ) from error
 
 
 def _names_class(config: Mapping[str, Any]) -> bool:
-    """Return whether a config names a class to build: of the transformers library in a list, or timm's by itself."""
+    """Return whether a config names a class to build: of the transformers library in a list, or
+    timm's by itself.
+    """
     names = config.get("architectures")
     if names:
         return isinstance(names, list) and isinstance(names[0], str)
@@ -88,7 +105,9 @@ def _spec_of_family(source: Any, config: Mapping[str, Any] | None) -> Spec:
         return _read(config or config_of(source), source.state_dict(), type(source).__name__)
     found = _as_dict(source)
     module = _empty_module(found)
-    return _read({**found, "architectures": [type(module).__name__]}, module.state_dict(), "the config")
+    return _read(
+        {**found, "architectures": [type(module).__name__]}, module.state_dict(), "the config"
+    )
 
 
 def config_of(module: torch.nn.Module) -> dict[str, Any]:
@@ -98,7 +117,9 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
         return {**_as_dict(config), "architectures": [type(module).__name__]}
     timm = getattr(module, "pretrained_cfg", None)
     if timm:
-        heads = [m.num_heads for m in module.modules() if isinstance(getattr(m, "num_heads", None), int)]
+        heads = [
+            m.num_heads for m in module.modules() if isinstance(getattr(m, "num_heads", None), int)
+        ]
         first: Any = next(iter(getattr(module, "blocks", [])), None)
         live = {
             "num_heads": heads[0] if heads else None,
@@ -113,13 +134,17 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
             "mlp_layer": _gate(first),
         }
     raise UnknownModelError(
-        f"{type(module).__name__} has neither a config nor a pretrained_cfg, so its family is not known",
-        hint="read its spec off its graph, regauge.discover(module, example_inputs), or write a spec file (docs/adding-a-model.md)",
+        f"{type(module).__name__} has neither a config nor a pretrained_cfg, so its family is "
+        "not known",
+        hint="read its spec off its graph, regauge.discover(module, example_inputs), or write a "
+        "spec file (docs/adding-a-model.md)",
     )
 
 
 def _gate(block: Any) -> str:
-    """The kind of a live timm block's FFN. One class has the gate first or last: as timm names it, the former is a SwiGLU."""
+    """The kind of a live timm block's FFN. One class has the gate first or last: as timm names it,
+    the former is a SwiGLU.
+    """
     mlp = getattr(block, "mlp", None)
     return "swiglu" if getattr(mlp, "gate_last", True) is False else type(mlp).__name__
 
@@ -129,19 +154,31 @@ def _spec_of_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any] | None
     if config is None:
         raise SpecError(
             f"{checkpoint.path} has no config.json, so its family is not known",
-            hint="put config.json beside it, or describe the model in a spec file and give it with --spec",
+            hint="put config.json beside it, or describe the model in a spec file and give it "
+            "with --spec",
         )
     return _read(config, checkpoint.entries, str(checkpoint.config_path or "the config"))
 
 
-def _read(config: Mapping[str, Any], tensors: Mapping[str, Shaped | Sequence[int]], where: str) -> Spec:
+def _read(
+    config: Mapping[str, Any], tensors: Mapping[str, Shaped | Sequence[int]], where: str
+) -> Spec:
     try:
         return spec_from(config, tensors)
     except RegaugeError:
         raise
-    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:  # a config whose values make no sense
+    except (
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+    ) as error:  # a config whose values make no sense
         kind = config.get("model_type") or config.get("architecture")
-        raise SpecError(f"{where} cannot be understood as a {kind}: {error}", hint="compare it with the model's original config.json") from error
+        raise SpecError(
+            f"{where} cannot be understood as a {kind}: {error}",
+            hint="compare it with the model's original config.json",
+        ) from error
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
@@ -151,17 +188,23 @@ def _as_dict(config: Any) -> dict[str, Any]:
         return dict(config.to_dict())
     raise UnknownModelError(
         f"a spec is not read from {config!r:.100}",
-        hint="give a module of transformers or timm, a checkpoint or its path, or a config as a dict or as the library's object",
+        hint="give a module of transformers or timm, a checkpoint or its path, or a config as a "
+        "dict or as the library's object",
     )
 
 
 def _empty_module(config: Mapping[str, Any]) -> torch.nn.Module:
-    """The module that a config describes, on the meta device: all its names and shapes, none of its weights."""
+    """The module that a config describes, on the meta device: all its names and shapes, none of its
+    weights.
+    """
     import torch
 
     check_counts(config)
     if family_of(config).architectures:
-        raise SpecError("timm's configs do not say what a model's tensors are", hint="give the live module, or the checkpoint")
+        raise SpecError(
+            "timm's configs do not say what a model's tensors are",
+            hint="give the live module, or the checkpoint",
+        )
     try:
         import transformers
 
@@ -178,6 +221,7 @@ def _empty_module(config: Mapping[str, Any]) -> torch.nn.Module:
     except Exception as error:  # transformers raises whatever its layers run into
         raise SpecError(
             f"transformers cannot build a {config['model_type']} from the config: {error}",
-            hint="compare it with the model's original config.json, or give the module or the checkpoint itself",
+            hint="compare it with the model's original config.json, or give the module or the "
+            "checkpoint itself",
         ) from error
     return module

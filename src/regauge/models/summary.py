@@ -26,7 +26,9 @@ class Run:
 
 
 def runs(spec: Spec) -> list[Run]:
-    """Spaces that say the same, joined over consecutive layers. A parent of the same layer counts as the same."""
+    """Spaces that say the same, joined over consecutive layers. A parent of the same layer counts
+    as the same.
+    """
     found: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
     for name, space in spec.spaces.items():
         match = re.fullmatch(r"(.*?)(\d+)", name)
@@ -34,7 +36,16 @@ def runs(spec: Spec) -> list[Run]:
         over = space.over
         if over is not None and match and over.endswith(match.group(2)):
             over = over[: -len(match.group(2))] + "#"
-        key = (prefix, space.size, str(space.group), over, str(space.folded), space.why, spec.count(name), name in spec.visible)
+        key = (
+            prefix,
+            space.size,
+            str(space.group),
+            over,
+            str(space.folded),
+            space.why,
+            spec.count(name),
+            name in spec.visible,
+        )
         found.setdefault(key, []).append((layer, name))
     out: list[Run] = []
     for (prefix, *_), entries in found.items():
@@ -46,7 +57,9 @@ def runs(spec: Spec) -> list[Run]:
         for i in range(1, len(entries) + 1):
             if i == len(entries) or entries[i][0] != entries[i - 1][0] + 1:
                 first, last = entries[start][0], entries[i - 1][0]
-                label += ("," if label else "") + (str(first) if first == last else f"{first}..{last}")
+                label += ("," if label else "") + (
+                    str(first) if first == last else f"{first}..{last}"
+                )
                 start = i
         out.append(Run(prefix + label, tuple(name for _, name in entries)))
     return out
@@ -83,14 +96,23 @@ def facts_of(checkpoint: Checkpoint, spec: Spec) -> dict[str, Any]:
         "visible": sorted(spec.visible),
         "outputs": dict(spec.outputs),
         "ties": dict(spec.ties),
-        "folds": {"norms": len(spec.norms), "scales": len(spec.scales), "done": _is_folded(checkpoint, folded)},
+        "folds": {
+            "norms": len(spec.norms),
+            "scales": len(spec.scales),
+            "done": _is_folded(checkpoint, folded),
+        },
         "notes": list(spec.notes),
     }
 
 
 def _is_folded(checkpoint: Checkpoint, folded: Spec) -> bool:
-    """Has every gain the value that folding gives it? Read off the bits: norms are small, and no torch is loaded."""
-    return bool(folded.fixed) and all(name in checkpoint and bool((_values(checkpoint, name) == value).all()) for name, value in folded.fixed.items())
+    """Has every gain the value that folding gives it? Read off the bits: norms are small, and no
+    torch is loaded.
+    """
+    return bool(folded.fixed) and all(
+        name in checkpoint and bool((_values(checkpoint, name) == value).all())
+        for name, value in folded.fixed.items()
+    )
 
 
 def _values(checkpoint: Checkpoint, name: str) -> Any:
@@ -109,8 +131,14 @@ def _space(spec: Spec, folded: Spec, run: Run) -> dict[str, Any]:
         "members": list(run.members),
         "size": space.size,
         "group": str(space.group),
-        "over": space.over if len(run.members) == 1 else None if space.over is None else re.sub(r"\d+$", "*", space.over),
-        "folded": None if folded.spaces[first].group == space.group else str(folded.spaces[first].group),
+        "over": space.over
+        if len(run.members) == 1
+        else None
+        if space.over is None
+        else re.sub(r"\d+$", "*", space.over),
+        "folded": None
+        if folded.spaces[first].group == space.group
+        else str(folded.spaces[first].group),
         "why": space.why,
         "visible": first in spec.visible,
         "copies": times,
@@ -123,31 +151,60 @@ def text_of(facts: dict[str, Any], tensors: list[tuple[str, ...]]) -> str:
     parameters = facts["parameters"]
     files = f"{facts['files']} file{'s' * (facts['files'] != 1)}, {amount(facts['bytes'])}"
     lines = [
-        f"{facts['path']}: {facts['family']}, {count(parameters['all'])} parameters, {', '.join(facts['dtypes'])}, {files}",
+        (
+            f"{facts['path']}: {facts['family']}, {count(parameters['all'])} parameters, "
+            f"{', '.join(facts['dtypes'])}, {files}"
+        ),
         "",
         columns(
-            [("part", "tensors", "parameters"), *((p, f"{v['tensors']}", f"{v['parameters']:,}") for p, v in facts["parts"].items())], right=(1, 2)
+            [
+                ("part", "tensors", "parameters"),
+                *(
+                    (p, f"{v['tensors']}", f"{v['parameters']:,}")
+                    for p, v in facts["parts"].items()
+                ),
+            ],
+            right=(1, 2),
         ),
         "",
     ]
     head = ("space", "size", "copies", "group", "bits", "dimensions", "why it is not larger")
     rows = [
-        (s["name"] + " (visible)" * s["visible"], f"{s['size']}", f"{s['copies']}", s["group"], f"{s['bits']:,.0f}", f"{s['dimensions']:,}", _why(s))
+        (
+            s["name"] + " (visible)" * s["visible"],
+            f"{s['size']}",
+            f"{s['copies']}",
+            s["group"],
+            f"{s['bits']:,.0f}",
+            f"{s['dimensions']:,}",
+            _why(s),
+        )
         for s in facts["spaces"]
     ]
     total = ("all", "", "", "", f"{facts['bits']:,.0f}", f"{facts['dimensions']:,}", "")
     lines += [columns([head, *rows, total], right=(1, 2, 4, 5)), ""]
     lines.append(
-        f"key space: 2^{facts['bits']:,.0f} discrete choices (10^{facts['bits'] * math.log10(2):,.0f}), {facts['dimensions']:,} continuous parameters"
+        f"key space: 2^{facts['bits']:,.0f} discrete choices "
+        f"(10^{facts['bits'] * math.log10(2):,.0f}), {facts['dimensions']:,} continuous parameters"
     )
     if facts["visible"]:
         shown = ", ".join(f"{name} [{text}]" for name, text in facts["outputs"].items())
-        lines.append(f"visible at the outputs: {', '.join(facts['visible'])} in {shown}; moving it moves what callers get")
+        lines.append(
+            f"visible at the outputs: {', '.join(facts['visible'])} in {shown}; moving it moves "
+            "what callers get"
+        )
     folds = facts["folds"]
     if folds["norms"] or folds["scales"]:
-        what, then = ("folded already", "is, with --fold,") if folds["done"] else ("folding", "would be")
-        larger = "; ".join(f"{s['name']} {then} {s['folded']}" for s in facts["spaces"] if s["folded"])
-        lines.append(f"{what} ({folds['norms']} norms, {folds['scales']} scales): {larger or 'gives no larger group'}")
+        what, then = (
+            ("folded already", "is, with --fold,") if folds["done"] else ("folding", "would be")
+        )
+        larger = "; ".join(
+            f"{s['name']} {then} {s['folded']}" for s in facts["spaces"] if s["folded"]
+        )
+        lines.append(
+            f"{what} ({folds['norms']} norms, {folds['scales']} scales): "
+            f"{larger or 'gives no larger group'}"
+        )
     for alias, target in facts["ties"].items():
         lines.append(f"tied: {alias} repeats {target}")
     lines += [f"note: {note}" for note in facts["notes"]]
@@ -179,10 +236,15 @@ def count(n: int) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows as aligned text; the columns in `right` are flush right, the last one is left as long as it is."""
+    """Rows as aligned text; the columns in `right` are flush right, the last one is left as long as
+    it is.
+    """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.rjust(w) if i in right else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)

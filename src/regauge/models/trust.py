@@ -1,8 +1,10 @@
-"""What a checkpoint's config may select: classes of the transformers library and timm, and no other code or file.
+"""What a checkpoint's config may select: classes of the transformers library and timm, and no other
+code or file.
 
-transformers runs Python code that lies beside the weights if the user agrees, and asks on standard input where
-`trust_remote_code` was not passed. regauge never agrees: `without_code` removes what selects code, `library_class` accepts only
-classes of the library, and `code_disabled` turns a question that is asked nevertheless into an error.
+transformers runs Python code that lies beside the weights if the user agrees, and asks on standard
+input where `trust_remote_code` was not passed. regauge never agrees: `without_code` removes what
+selects code, `library_class` accepts only classes of the library, and `code_disabled` turns a
+question that is asked nevertheless into an error.
 """
 
 from __future__ import annotations
@@ -15,14 +17,20 @@ from typing import Any
 
 from regauge.errors import CheckpointError, CustomCodeError, UnknownModelError, need
 
-# Each names code, or a file that is loaded in place of the weights. An attention or expert implementation with a slash is a
-# kernel that is fetched from the hub and run; which one computes is not a property of the weights.
+# Each names code, or a file that is loaded in place of the weights. An attention or expert
+# implementation with a slash is a kernel that is fetched from the hub and run; which one computes
+# is not a property of the weights.
 _SELECTORS = frozenset(
     {
         "auto_map",
         "custom_pipelines",
         "transformers_weights",
-        *(f"{start}{what}_implementation{end}" for what in ("attn", "experts") for start in ("", "_") for end in ("", "_internal")),
+        *(
+            f"{start}{what}_implementation{end}"
+            for what in ("attn", "experts")
+            for start in ("", "_")
+            for end in ("", "_internal")
+        ),
     }
 )
 _BUILT_IN = ("eager", "sdpa")
@@ -42,12 +50,19 @@ def without_code(config: Mapping[str, Any], where: object = "the model") -> dict
         where: the checkpoint, for error messages.
 
     Raises:
-        CheckpointError: a timm model is named that is not one of timm's own, or its arguments name a file.
+        CheckpointError: a timm model is named that is not one of timm's own, or its arguments name
+        a file.
     """
     try:
-        return {key: _without_code(key, value, where) for key, value in config.items() if not _selects_code(key, value)}
+        return {
+            key: _without_code(key, value, where)
+            for key, value in config.items()
+            if not _selects_code(key, value)
+        }
     except RecursionError:
-        raise CheckpointError(f"the config of {where} is nested too deeply", hint="fetch the file again") from None
+        raise CheckpointError(
+            f"the config of {where} is nested too deeply", hint="fetch the file again"
+        ) from None
 
 
 def _without_code(key: str, value: Any, where: object) -> Any:
@@ -65,16 +80,22 @@ def _selects_code(key: str, value: Any) -> bool:
 
 
 def _check_timm_name(key: str, value: Any, where: object) -> None:
-    """Raise for a name with which timm or a backbone would read another folder or the hub: "hf-hub:...", "local-dir:..."."""
+    """Raise for a name with which timm or a backbone would read another folder or the hub:
+    "hf-hub:...", "local-dir:...".
+    """
     if isinstance(value, str) and not _TIMM_NAME.fullmatch(value):
         raise CheckpointError(
-            f'"{key}" in the config of {where} must be the name of a model in the library, got {value[:80]!r}',
-            hint="a config may not name a folder or a repository; load such a model in Python and pass the module",
+            f'"{key}" in the config of {where} must be the name of a model in the library, got '
+            f"{value[:80]!r}",
+            hint="a config may not name a folder or a repository; load such a model in Python "
+            "and pass the module",
         )
 
 
 def _check_timm_arguments(key: str, value: Mapping[str, Any], where: object) -> None:
-    """Raise for arguments with which timm would load a file, pickles among them, or fetch weights."""
+    """Raise for arguments with which timm would load a file, pickles among them, or fetch
+    weights.
+    """
     named = sorted(str(k) for k in value if str(k).startswith("pretrained") or k in _TIMM_FILES)
     if named:
         raise CheckpointError(
@@ -86,8 +107,9 @@ def _check_timm_arguments(key: str, value: Mapping[str, Any], where: object) -> 
 def library_class(config: Mapping[str, Any], where: object) -> Any:
     """Return the model class of the transformers library that a config names in `architectures`.
 
-    A config with an `auto_map` is accepted if the library has the class itself, as many checkpoints do that were published
-    before their class was added: the library's class is used, and the code beside the weights is ignored.
+    A config with an `auto_map` is accepted if the library has the class itself, as many checkpoints
+    do that were published before their class was added: the library's class is used, and the code
+    beside the weights is ignored.
 
     Args:
         config: the contents of config.json.
@@ -115,8 +137,10 @@ def library_class(config: Mapping[str, Any], where: object) -> Any:
     if config.get("auto_map"):
         raise _custom_code(where, f"the transformers library has no class {name}")
     raise UnknownModelError(
-        f"the config of {where} names the class {name}, which the transformers library does not have",
-        hint="regauge loads classes of the transformers library and timm only; pass a module of your own in Python",
+        f"the config of {where} names the class {name}, which the transformers library does not "
+        "have",
+        hint="regauge loads classes of the transformers library and timm only; pass a module of "
+        "your own in Python",
     )
 
 
@@ -134,16 +158,19 @@ def _is_model_class(kind: Any) -> bool:
 def _custom_code(where: object, why: str) -> CustomCodeError:
     return CustomCodeError(
         f"{where} needs custom code, which regauge never runs: {why}",
-        hint="load it in Python, after reading its code, and pass the module to regauge (regauge.verify(module), ...)",
+        hint="load it in Python, after reading its code, and pass the module to regauge "
+        "(regauge.verify(module), ...)",
     )
 
 
 @contextmanager
 def code_disabled() -> Iterator[None]:
-    """Make the transformers library raise instead of asking on standard input whether custom code may run.
+    """Make the transformers library raise instead of asking on standard input whether custom code
+    may run.
 
-    `trust_remote_code=False` is not passed on by every class that loads another one (RagTokenizer, for example). The library
-    raises where its time for an answer is 0. Nested and concurrent uses are counted; the last one restores the value.
+    `trust_remote_code=False` is not passed on by every class that loads another one (RagTokenizer,
+    for example). The library raises where its time for an answer is 0. Nested and concurrent uses
+    are counted; the last one restores the value.
     """
     from transformers import dynamic_module_utils as dynamic
 

@@ -56,7 +56,9 @@ class Snapshot:
         """Write the saved values back into the tensors that they came from, if there are any."""
         if not self._saved:
             return
-        torch._foreach_copy_(list(self._saved.values()), [self._buffers[key] for key in self._saved])
+        torch._foreach_copy_(
+            list(self._saved.values()), [self._buffers[key] for key in self._saved]
+        )
 
     def release(self) -> None:
         """Forget the tensors, but not the memory of their copies."""
@@ -73,7 +75,10 @@ class MasterOptimizer:
         snapshot: Snapshot | None = None,
     ) -> None:
         self.training, self.parameters = training, dict(parameters)
-        self.masters = {n: torch.nn.Parameter(p.detach().float()) if p.dtype in HALF else p for n, p in self.parameters.items()}
+        self.masters = {
+            n: torch.nn.Parameter(p.detach().float()) if p.dtype in HALF else p
+            for n, p in self.parameters.items()
+        }
         self.optimizer = training.build(self.masters.values())
         self.snapshot = snapshot or Snapshot()
 
@@ -150,7 +155,9 @@ class MasterOptimizer:
 
     def _tensors(self) -> dict[str, Tensor]:
         out = {n: m.detach() for n, m in self.masters.items()}
-        return out | {f"{n}/{k}": t for n, entries in self.moments().items() for k, t in entries.items()}
+        return out | {
+            f"{n}/{k}": t for n, entries in self.moments().items() for k, t in entries.items()
+        }
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
@@ -177,7 +184,9 @@ def _are_bounded(tensors: Iterable[Tensor], limit: float) -> bool:
     """
     for group in _grouped(tensors).values():
         largest = float(torch.stack(torch._foreach_norm(group)).max())
-        if not (largest <= limit and math.isfinite(largest)) and not all(_is_bounded(t, limit) for t in group):
+        if not (largest <= limit and math.isfinite(largest)) and not all(
+            _is_bounded(t, limit) for t in group
+        ):
             return False
     return True
 

@@ -11,11 +11,28 @@ from regauge.verification.operators import operators as operator_findings
 from regauge.verification.optimizers import optimizer_matrix
 
 
-def with_general(results: Results, dtype: torch.dtype, seed: int, *, operators: bool = True, optimizers: bool = False) -> Results:
-    """The results, with Theorem 4.7 operator by operator, and with the matrix of optimizers if asked."""
+def with_general(
+    results: Results,
+    dtype: torch.dtype,
+    seed: int,
+    *,
+    operators: bool = True,
+    optimizers: bool = False,
+) -> Results:
+    """The results, with Theorem 4.7 operator by operator, and with the matrix of optimizers if
+    asked.
+    """
     if operators:
         results = replace(results, findings=(*results.findings, *operator_findings(dtype, seed)))
     if not optimizers:
-        return replace(results, unchecked=(*results.unchecked, "which optimizers keep which symmetry (--optimizers)"))
+        return replace(
+            results,
+            unchecked=(*results.unchecked, "which optimizers keep which symmetry (--optimizers)"),
+        )
     findings, table, figure = optimizer_matrix(seed)
-    return replace(results, findings=(*results.findings, *findings), tables=(*results.tables, table), figures=(*results.figures, figure))
+    return replace(
+        results,
+        findings=(*results.findings, *findings),
+        tables=(*results.tables, table),
+        figures=(*results.figures, figure),
+    )

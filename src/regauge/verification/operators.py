@@ -1,9 +1,12 @@
-"""Theorem 4.7, operator by operator: what commutes with permutations of rows (tokens) and columns (channels), forward and backward.
+"""Theorem 4.7, operator by operator: what commutes with permutations of rows (tokens) and columns
+(channels), forward and backward.
 
-An operator is data: the axes of its weights, of the features it reads, of what is given along (masks, running statistics) and of its output. One
-driver moves all of these by an element g and compares the output and every gradient with what g makes of the unmoved ones. The control is the same
-check with the features moved by another element than the rest. "Columns" are all channel spaces at once: the stream, and the heads, the channels
-inside each head and the hidden units where the operator has them.
+An operator is data: the axes of its weights, of the features it reads, of what is given along
+(masks, running statistics) and of its output. One driver moves all of these by an element g and
+compares the output and every gradient with what g makes of the unmoved ones. The control is the
+same check with the features moved by another element than the rest. "Columns" are all channel
+spaces at once: the stream, and the heads, the channels inside each head and the hidden units where
+the operator has them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
 
 TOLERANCE = 1e-9  # in float64
-MULTIPLE = 8.0  # elsewhere: of the rounding error of the operator itself, measured against the same computation in float64
+# elsewhere: of the rounding error of the operator itself, measured against the same computation in
+# float64
+MULTIPLE = 8.0
 DROPOUT, DRAWS = 0.25, 4000
 
 SPACES = {
@@ -37,8 +42,12 @@ SPACES = {
     "qk": Space(4, Permutation(), over="head"),
     "vo": Space(4, Permutation(), over="head"),
     "ffn": Space(20, Permutation()),
-    # Nothing acts on these: `place` and `channel` are the token and the stream axis before the permutation.
-    **{name: Space(size, Trivial()) for name, size in {"batch": 3, "vocabulary": 11, "seed": 2, "kernel": 3, "mode": 2}.items()},
+    # Nothing acts on these: `place` and `channel` are the token and the stream axis before the
+    # permutation.
+    **{
+        name: Space(size, Trivial())
+        for name, size in {"batch": 3, "vocabulary": 11, "seed": 2, "kernel": 3, "mode": 2}.items()
+    },
     "place": Space(9, Trivial()),
     "channel": Space(12, Trivial()),
 }
@@ -48,10 +57,11 @@ DIRECTIONS = {"rows": "tokens", "columns": "channels", "both": "tokens and chann
 
 @dataclass(frozen=True)
 class Operator:
-    """One row of the table: `run` gets weights, features and givens by name, and returns the output.
+    """One row of the table: `run` gets weights, features and givens by name, and returns the
+    output.
 
-    With a `front`, features are not drawn but computed from weights before they are moved (the embedding of Theorem 10.1). `breaks` are the
-    directions in which the operator does not commute.
+    With a `front`, features are not drawn but computed from weights before they are moved (the
+    embedding of Theorem 10.1). `breaks` are the directions in which the operator does not commute.
     """
 
     name: str
@@ -73,8 +83,15 @@ class Operator:
 
     @property
     def compared(self) -> dict[str, str]:
-        """What is measured and its axes: the output, and the gradient of every weight and feature."""
-        return {"output": self.output, **{f"gradient of {n}": ax.dual(a) for n, a in {**self.weights, **self.features}.items()}}
+        """What is measured and its axes: the output, and the gradient of every weight and
+        feature.
+        """
+        return {
+            "output": self.output,
+            **{
+                f"gradient of {n}": ax.dual(a) for n, a in {**self.weights, **self.features}.items()
+            },
+        }
 
 
 def linear(t: Tensors) -> Tensor:
@@ -96,7 +113,10 @@ def rms_norm(t: Tensors) -> Tensor:
 def batch_norm(t: Tensors) -> Tensor:
     """In training mode and in evaluation mode, one after the other."""
     z, mean, variance = t["z"].transpose(1, 2), t["mean"], t["log variance"].exp()
-    modes = [F.batch_norm(z, mean.clone(), variance.clone(), t["gain"], t["bias"], training=training) for training in (True, False)]
+    modes = [
+        F.batch_norm(z, mean.clone(), variance.clone(), t["gain"], t["bias"], training=training)
+        for training in (True, False)
+    ]
     return torch.stack(modes).transpose(2, 3)
 
 
@@ -105,7 +125,10 @@ def heads(x: Tensor) -> Tensor:
 
 
 def attend(t: Tensors, queries: Tensor, z: Tensor) -> Tensor:
-    q, k, v = (heads(F.linear(x, t[n], t.get(f"{n}.bias"))) for n, x in (("q", queries), ("k", z), ("v", z)))
+    q, k, v = (
+        heads(F.linear(x, t[n], t.get(f"{n}.bias")))
+        for n, x in (("q", queries), ("k", z), ("v", z))
+    )
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     mixed = (scores + t["mask"] if "mask" in t else scores).softmax(-1) @ v
     return F.linear(mixed.transpose(1, 2).flatten(2), t["o"], t["o.bias"])
@@ -139,12 +162,17 @@ def pma(t: Tensors) -> Tensor:
 
 
 def embed(t: Tensors) -> Tensors:
-    ids = torch.arange(SPACES["batch"].size * SPACES["place"].size).view(SPACES["batch"].size, -1) ** 2 % SPACES["vocabulary"].size
+    ids = (
+        torch.arange(SPACES["batch"].size * SPACES["place"].size).view(SPACES["batch"].size, -1)
+        ** 2
+        % SPACES["vocabulary"].size
+    )
     return {"z": F.embedding(ids, t["table"]) + t["positions"]}
 
 
 AFFINE = {"gain": "|stream|", "bias": "stream"}
-# Keys have no bias: softmax does not see it, and its gradient is zero up to rounding, which has no relative error.
+# Keys have no bias: softmax does not see it, and its gradient is zero up to rounding, which has no
+# relative error.
 ATTENTION = {
     "q": "(head qk) stream*",
     "q.bias": "(head qk)",
@@ -156,9 +184,28 @@ ATTENTION = {
 }
 
 OPERATORS: tuple[Operator, ...] = (
-    Operator("linear", "A linear layer", "Lemma 9.3", linear, {"weight": "stream stream*", "bias": "stream"}),
-    Operator("mlp", "An MLP with GELU", "Lemma 9.4", mlp, {"up": "ffn stream*", "up.bias": "ffn", "down": "stream ffn*", "down.bias": "stream"}),
-    Operator("layernorm", "LayerNorm", "Lemma 9.5", layer_norm, AFFINE, remark="The lemma's right-hand side lacks the permutations."),
+    Operator(
+        "linear",
+        "A linear layer",
+        "Lemma 9.3",
+        linear,
+        {"weight": "stream stream*", "bias": "stream"},
+    ),
+    Operator(
+        "mlp",
+        "An MLP with GELU",
+        "Lemma 9.4",
+        mlp,
+        {"up": "ffn stream*", "up.bias": "ffn", "down": "stream ffn*", "down.bias": "stream"},
+    ),
+    Operator(
+        "layernorm",
+        "LayerNorm",
+        "Lemma 9.5",
+        layer_norm,
+        AFFINE,
+        remark="The lemma's right-hand side lacks the permutations.",
+    ),
     Operator("rmsnorm", "RMSNorm", "Lemma 9.5", rms_norm, {"gain": "|stream|"}),
     Operator(
         "batchnorm",
@@ -178,7 +225,8 @@ OPERATORS: tuple[Operator, ...] = (
         attention,
         ATTENTION,
         given={"mask": "token token*"},
-        remark="The paper leaves rows out here (sec. 10.4); they pass, as long as the mask is permuted along.",
+        remark="The paper leaves rows out here (sec. 10.4); they pass, as long as the mask is "
+        "permuted along.",
     ),
     Operator(
         "masked-softmax",
@@ -198,7 +246,13 @@ OPERATORS: tuple[Operator, ...] = (
         element_wise,
         features={"a": "batch token stream", "b": "batch token stream"},
     ),
-    Operator("dropout", "Dropout whose mask is drawn once and permuted along", "Lemma 9.1", dropout, given={"kept": "batch token stream"}),
+    Operator(
+        "dropout",
+        "Dropout whose mask is drawn once and permuted along",
+        "Lemma 9.1",
+        dropout,
+        given={"kept": "batch token stream"},
+    ),
     Operator(
         "convolution",
         "A convolution",
@@ -215,7 +269,8 @@ OPERATORS: tuple[Operator, ...] = (
         pma,
         {"seeds": "seed stream", "rff": "stream stream*", "rff.bias": "stream", **ATTENTION},
         output="batch seed stream",
-        remark="The paper calls its gradients misaligned; they are not: those of features are permuted, those of weights equal.",
+        remark="The paper calls its gradients misaligned; they are not: those of features are "
+        "permuted, those of weights equal.",
     ),
     Operator(
         "embeddings",
@@ -225,35 +280,45 @@ OPERATORS: tuple[Operator, ...] = (
         {"table": "vocabulary channel", "positions": "place channel", **ATTENTION},
         front=embed,
         directions=("both",),
-        remark="What stands before the permutation, position embeddings included, gets the same gradients.",
+        remark="What stands before the permutation, position embeddings included, gets the same "
+        "gradients.",
     ),
 )
 
 
 def operators(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Finding]:
-    """One finding per operator and direction, and one on dropout without canonical masks. `holds` is measured against the operator's own rounding."""
+    """One finding per operator and direction, and one on dropout without canonical masks. `holds`
+    is measured against the operator's own rounding.
+    """
     found = [finding for op in OPERATORS for finding in check_operator(op, dtype, seed)]
     return [*found, dropout_in_law(dtype, seed)]
 
 
-def check_operator(op: Operator, dtype: torch.dtype = torch.float64, seed: int = 0) -> Iterator[Finding]:
+def check_operator(
+    op: Operator, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> Iterator[Finding]:
     """Does the operator commute, forward and backward, in each of its directions?"""
     spec, tensors = op.spec, {name: t.to(dtype) for name, t in draw(op, seed).items()}
     plain = run(op, identity(spec), identity(spec), tensors)
     floors = tolerances(op, plain, tensors)
     for direction in op.directions:
-        spaces = {"rows": ["token"], "columns": [s for s in SPACES if s != "token"], "both": None}[direction]
+        spaces = {"rows": ["token"], "columns": [s for s in SPACES if s != "token"], "both": None}[
+            direction
+        ]
         g, other = (element(spec, 2 * seed + i, spaces=spaces) for i in range(2))
         expected = {name: act(g, plain[name], axes) for name, axes in op.compared.items()}
         errors = {name: relative(x, expected[name]) for name, x in run(op, g, g, tensors).items()}
-        wrong = {name: relative(x, expected[name]) for name, x in run(op, g, other, tensors).items()}
+        wrong = {
+            name: relative(x, expected[name]) for name, x in run(op, g, other, tensors).items()
+        }
         worst = max(errors, key=lambda name: errors[name] / floors[name])
         remark = op.remark if direction == op.directions[0] else ""
         commutes, breaks = errors[worst] <= floors[worst], direction in op.breaks
         against = "" if commutes != breaks else f"{_claim(op, direction, commutes)}: "
         yield Finding(
             f"operator/{op.name}/{direction}",
-            _claim(op, direction, not breaks) + ("" if breaks else ", and its gradients move along"),
+            _claim(op, direction, not breaks)
+            + ("" if breaks else ", and its gradients move along"),
             holds=commutes != breaks,
             value=errors[worst],
             floor=floors[worst],
@@ -265,9 +330,18 @@ def check_operator(op: Operator, dtype: torch.dtype = torch.float64, seed: int =
 
 
 def _claim(op: Operator, direction: str, commutes: bool) -> str:
-    moved = ax.spaces(op.output) & {"rows": {"token"}, "columns": {"stream"}, "both": {"token", "stream"}}[direction]
-    verb = ("commutes with" if commutes else "does not commute with") if moved else ("is unchanged by" if commutes else "is changed by")
-    weights = " once its weights move along" if commutes and op.weights and direction != "rows" else ""
+    moved = (
+        ax.spaces(op.output)
+        & {"rows": {"token"}, "columns": {"stream"}, "both": {"token", "stream"}}[direction]
+    )
+    verb = (
+        ("commutes with" if commutes else "does not commute with")
+        if moved
+        else ("is unchanged by" if commutes else "is changed by")
+    )
+    weights = (
+        " once its weights move along" if commutes and op.weights and direction != "rows" else ""
+    )
     return f"{op.title} {verb} permutations of the {DIRECTIONS[direction]}{weights}"
 
 
@@ -277,10 +351,17 @@ def draw(op: Operator, seed: int) -> Tensors:
     sizes = {name: space.size for name, space in SPACES.items()}
 
     def normal(axes: str) -> Tensor:
-        return torch.randn([ax.size(term, sizes) or 1 for term in ax.parse(axes).terms], generator=random, dtype=torch.float64)
+        return torch.randn(
+            [ax.size(term, sizes) or 1 for term in ax.parse(axes).terms],
+            generator=random,
+            dtype=torch.float64,
+        )
 
     out = {name: 0.4 * normal(axes) + ("|" in axes) for name, axes in op.weights.items()}
-    out |= {name: normal(axes) for name, axes in {**op.features, **op.given, "cotangent": op.output}.items()}
+    out |= {
+        name: normal(axes)
+        for name, axes in {**op.features, **op.given, "cotangent": op.output}.items()
+    }
     if "mask" in out:
         out["mask"] = torch.full_like(out["mask"], -torch.inf).triu(1)
     if "kept" in out:
@@ -289,26 +370,43 @@ def draw(op: Operator, seed: int) -> Tensors:
 
 
 def run(op: Operator, g: Element, features: Element, tensors: Mapping[str, Tensor]) -> Tensors:
-    """The output and all gradients, where `features` moved the features and g all else: weights, givens and the cotangent of the output."""
+    """The output and all gradients, where `features` moved the features and g all else: weights,
+    givens and the cotangent of the output.
+    """
     moved = apply(g, {name: tensors[name] for name in op.weights})
     t = {name: w.detach().clone().requires_grad_() for name, w in moved.items()}
     t |= {name: act(g, tensors[name], axes) for name, axes in op.given.items()}
-    entering = op.front(t) if op.front else {name: tensors[name].clone().requires_grad_() for name in op.features}
+    entering = (
+        op.front(t)
+        if op.front
+        else {name: tensors[name].clone().requires_grad_() for name in op.features}
+    )
     t |= {name: act(features, entering[name], axes) for name, axes in op.features.items()}
     out = op.run(t)
     names = [*op.weights, *op.features]
-    gradients = torch.autograd.grad(out, [t[name] for name in names], act(g, tensors["cotangent"], ax.dual(op.output)))
-    return {"output": out.detach(), **{f"gradient of {name}": x for name, x in zip(names, gradients, strict=True)}}
+    gradients = torch.autograd.grad(
+        out, [t[name] for name in names], act(g, tensors["cotangent"], ax.dual(op.output))
+    )
+    return {
+        "output": out.detach(),
+        **{f"gradient of {name}": x for name, x in zip(names, gradients, strict=True)},
+    }
 
 
 def tolerances(op: Operator, plain: Tensors, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Per tensor compared: 1e-9 in float64, elsewhere a multiple of its own rounding error, taken for no less than the median one or one unit."""
+    """Per tensor compared: 1e-9 in float64, elsewhere a multiple of its own rounding error, taken
+    for no less than the median one or one unit.
+    """
     dtype = plain["output"].dtype
     if dtype == torch.float64:
         return dict.fromkeys(plain, TOLERANCE)
-    exact = run(op, identity(op.spec), identity(op.spec), {name: t.double() for name, t in tensors.items()})
+    exact = run(
+        op, identity(op.spec), identity(op.spec), {name: t.double() for name, t in tensors.items()}
+    )
     own = {name: relative(plain[name], exact[name]) for name in plain}
-    own = {name: error if error < math.inf else 0.0 for name, error in own.items()}  # what is not a number allows nothing
+    own = {
+        name: error if error < math.inf else 0.0 for name, error in own.items()
+    }  # what is not a number allows nothing
     least = max(median(own.values()), torch.finfo(dtype).eps)
     return {name: MULTIPLE * max(error, least) for name, error in own.items()}
 
@@ -320,7 +418,9 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 def dropout_in_law(dtype: torch.dtype = torch.float64, seed: int = 0) -> Finding:
-    """Dropout as it comes, its mask drawn in storage order: the permuted run has other outputs, of the same distribution."""
+    """Dropout as it comes, its mask drawn in storage order: the permuted run has other outputs, of
+    the same distribution.
+    """
     op = next(op for op in OPERATORS if op.name == "dropout")
     z, g = draw(op, seed)["z"].to(dtype), element(op.spec, 2 * seed, spaces=["token", "stream"])
 
@@ -331,8 +431,13 @@ def dropout_in_law(dtype: torch.dtype = torch.float64, seed: int = 0) -> Finding
 
     plain, moved = outputs(z), outputs(act(g, z, "batch token stream"))
     one = relative(moved[0], act(g, plain[0], "batch token stream"))
-    value = max(relative((moved**k).mean(0), act(g, (plain**k).mean(0), "batch token stream")) for k in (1, 2))
-    floor = 4 * math.sqrt(2 * DROPOUT / (1 - DROPOUT) / DRAWS)  # four standard errors of the difference of two means
+    value = max(
+        relative((moved**k).mean(0), act(g, (plain**k).mean(0), "batch token stream"))
+        for k in (1, 2)
+    )
+    floor = 4 * math.sqrt(
+        2 * DROPOUT / (1 - DROPOUT) / DRAWS
+    )  # four standard errors of the difference of two means
     return Finding(
         "operator/dropout/law",
         "Dropout whose mask is drawn in storage order commutes with permutations in law only",
@@ -340,7 +445,8 @@ def dropout_in_law(dtype: torch.dtype = torch.float64, seed: int = 0) -> Finding
         value=value,
         floor=floor,
         ceiling=one,
-        sentence=f"One draw differs by {one:.1e}; the first two moments over {DRAWS} draws by {value:.1e}, as two independent samples would.",
+        sentence=f"One draw differs by {one:.1e}; the first two moments over {DRAWS} draws by "
+        f"{value:.1e}, as two independent samples would.",
         source="Thm 4.7",
         measure="relative error of moments",
         trials=DRAWS,

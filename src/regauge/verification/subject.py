@@ -1,8 +1,10 @@
 """What is verified, one pass of it, and how two passes are compared.
 
-The measure. An error is ||a - b|| / ||b|| for each tensor, and the root mean square of that over the tensors of a pass. What is compared are the
-streams where they leave the backbone, the outputs, the gradients of the weights and of the features that enter. The tolerance is 1e-9 in float64;
-below, it is `MULTIPLE` times the model's own rounding error by the same measure: the same pass with the same weights in float64.
+The measure. An error is ||a - b|| / ||b|| for each tensor, and the root mean square of that over
+the tensors of a pass. What is compared are the streams where they leave the backbone, the outputs,
+the gradients of the weights and of the features that enter. The tolerance is 1e-9 in float64;
+below, it is `MULTIPLE` times the model's own rounding error by the same measure: the same pass with
+the same weights in float64.
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ EXACT = 1e-9
 
 @dataclass(frozen=True)
 class Way:
-    """How features go through the backbone: rows shuffled by a seed, columns moved by an element, and put back where they leave.
+    """How features go through the backbone: rows shuffled by a seed, columns moved by an element,
+    and put back where they leave.
 
-    `alone` is the control for rows: the features are shuffled, nothing follows them (masks, positions), and nothing is put back.
+    `alone` is the control for rows: the features are shuffled, nothing follows them (masks,
+    positions), and nothing is put back.
     """
 
     rows: int | None = None
@@ -45,7 +49,11 @@ class Way:
     alone: bool = False
 
     def shuffle(self, crossing: Crossing) -> Element | None:
-        return None if self.rows is None else rows(crossing.stream.shape[1], self.rows, f"verify/{crossing.boundary.name}")
+        return (
+            None
+            if self.rows is None
+            else rows(crossing.stream.shape[1], self.rows, f"verify/{crossing.boundary.name}")
+        )
 
     def restored(self, crossing: Crossing, z: Tensor) -> Tensor:
         shuffle = self.shuffle(crossing)
@@ -58,7 +66,9 @@ PLAIN = Way()
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What one pass gave: streams where they leave and outputs; gradients of the weights, and of the features where they enter, as moved."""
+    """What one pass gave: streams where they leave and outputs; gradients of the weights, and of
+    the features where they enter, as moved.
+    """
 
     forward: Tensors
     gradients: Tensors = field(default_factory=dict)
@@ -67,7 +77,9 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model, its inputs, its spec and its cut. `targets` make the loss: every entry of every output and stream has one of its own."""
+    """A model, its inputs, its spec and its cut. `targets` make the loss: every entry of every
+    output and stream has one of its own.
+    """
 
     model: torch.nn.Module
     inputs: Mapping[str, Any]
@@ -85,9 +97,17 @@ class Subject:
         if self.cut is None:
             return "the model is not cut, so that rows cannot be reached"
         if not all("token" in boundary.leave.split() for boundary in self.cut.boundaries):
-            if self.spec.family == type(self.model).__name__:  # a spec that was discovered is called by the class
-                return "the cut was read off the graph, which does not say what must follow the order of the tokens"
-            return "attention looks at windows of neighbouring tokens, so their order is part of the function"
+            if (
+                self.spec.family == type(self.model).__name__
+            ):  # a spec that was discovered is called by the class
+                return (
+                    "the cut was read off the graph, which does not say what must follow the "
+                    "order of the tokens"
+                )
+            return (
+                "attention looks at windows of neighbouring tokens, so their order is part "
+                "of the function"
+            )
         return ""
 
     def part(self, name: str) -> str:
@@ -96,7 +116,9 @@ class Subject:
         return self.spec.parts.get(entry.pattern, "") if entry else ""
 
     def features_moved(self, gradients: Tensors, way: Way) -> Tensors:
-        """Gradients of the plain features as a moved backbone should give them: they follow the dual action."""
+        """Gradients of the plain features as a moved backbone should give them: they follow the
+        dual action.
+        """
         assert self.cut is not None
         out = {}
         for boundary in self.cut.boundaries:
@@ -106,12 +128,16 @@ class Subject:
             if way.columns is not None and spaces:
                 value = act(way.columns, value, axes.replace("token*", "_"))
             if way.rows is not None:
-                value = act(rows(value.shape[1], way.rows, f"verify/{boundary.name}"), value, "_ token _")
+                value = act(
+                    rows(value.shape[1], way.rows, f"verify/{boundary.name}"), value, "_ token _"
+                )
             out[name] = value
         return out
 
     def rate(self, plain: Pass) -> float:
-        """A learning rate for SGD at which the first step takes about a hundredth off the loss, if that is as steep as it looks."""
+        """A learning rate for SGD at which the first step takes about a hundredth off the loss, if
+        that is as steep as it looks.
+        """
         steepness = sum(float(g.double().square().sum()) for g in plain.gradients.values())
         return 0.01 * float(loss(plain.forward, self.targets)) / steepness if steepness else 0.0
 
@@ -121,14 +147,19 @@ class Subject:
 
     def exact(self) -> Subject:
         """The same in float64."""
-        inputs = {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in self.inputs.items()}
+        inputs = {
+            k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+            for k, v in self.inputs.items()
+        }
         return replace(self.of(copy.deepcopy(self.model).double()), inputs=inputs)
 
     def aimed(self, seed: int) -> Subject:
         """The same with targets, as large as the outputs that they are for."""
         out = {}
         for name, value in run(self).forward.items():
-            drawn = torch.from_numpy(Stream(seed_key(seed), f"verify/target/{name}").normals(value.numel())).view(value.shape)
+            drawn = torch.from_numpy(
+                Stream(seed_key(seed), f"verify/target/{name}").normals(value.numel())
+            ).view(value.shape)
             size = float(value.double().square().mean().sqrt())
             out[name] = drawn.to(value.device) * (size or 1.0)  # a head of zeros gives zeros
         return replace(self, targets=out)
@@ -143,12 +174,17 @@ class Trained:
 
 
 def train(subject: Subject, way: Way, steps: int, optimizer: str, rate: float) -> Trained:
-    """Train a subject's model in place, with fresh rows in every step. In half precision the optimizer holds the weights in float32, as is usual.
+    """Train a subject's model in place, with fresh rows in every step. In half precision the
+    optimizer holds the weights in float32, as is usual.
 
-    Each weight is stepped as soon as its gradient is there, so that the gradients are never all in memory.
+    Each weight is stepped as soon as its gradient is there, so that the gradients are never all in
+    memory.
     """
     parameters = dict(subject.model.named_parameters())
-    masters = {n: p if p.dtype.itemsize >= 4 else p.detach().float().requires_grad_() for n, p in parameters.items()}
+    masters = {
+        n: p if p.dtype.itemsize >= 4 else p.detach().float().requires_grad_()
+        for n, p in parameters.items()
+    }
     handles = [
         p.register_post_accumulate_grad_hook(_stepper(masters[n], optimizer, rate))  # type: ignore[no-untyped-call]
         for n, p in parameters.items()
@@ -156,7 +192,11 @@ def train(subject: Subject, way: Way, steps: int, optimizer: str, rate: float) -
     ]
     try:
         for step in range(steps):
-            run(subject, replace(way, rows=None if way.rows is None else way.rows + step), backward=True)
+            run(
+                subject,
+                replace(way, rows=None if way.rows is None else way.rows + step),
+                backward=True,
+            )
     finally:
         for handle in handles:
             handle.remove()
@@ -183,7 +223,8 @@ def _stepper(master: Tensor, optimizer: str, rate: float) -> Callable[[Tensor], 
 
 
 def against(exact: Subject, plain: Pass) -> tuple[Pass, dict[str, float], set[str]]:
-    """A pass of the exact model, the plain pass's errors in each weight gradient, and the parameters whose exact gradient is zero but for rounding.
+    """A pass of the exact model, the plain pass's errors in each weight gradient, and the
+    parameters whose exact gradient is zero but for rounding.
 
     Gradients are compared as they come, so that the exact ones are never all in memory.
     """
@@ -195,7 +236,11 @@ def against(exact: Subject, plain: Pass) -> tuple[Pass, dict[str, float], set[st
         def note(p: Tensor, name: str = name) -> None:
             assert p.grad is not None
             gradient, p.grad = p.grad, None
-            own[name] = relative_error(plain.gradients[name], gradient) if name in plain.gradients else math.inf
+            own[name] = (
+                relative_error(plain.gradients[name], gradient)
+                if name in plain.gradients
+                else math.inf
+            )
             sizes[name] = float(gradient.norm()) / math.sqrt(gradient.numel())
 
         handles.append(p.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
@@ -207,15 +252,23 @@ def against(exact: Subject, plain: Pass) -> tuple[Pass, dict[str, float], set[st
     return passed, own, _flat(sizes)
 
 
-def run(subject: Subject, way: Way = PLAIN, *, backward: bool = False, training: bool = False) -> Pass:
-    """One pass in evaluation mode, as given or another way, with the loss's gradients if asked. The model is left as it was."""
+def run(
+    subject: Subject, way: Way = PLAIN, *, backward: bool = False, training: bool = False
+) -> Pass:
+    """One pass in evaluation mode, as given or another way, with the loss's gradients if asked. The
+    model is left as it was.
+    """
     model, leaving, entering = subject.model, {}, {}
 
     def cross(crossing: Crossing) -> Tensor:
         there = crossing if way.columns is None else crossing.moved(way.columns)
         shuffle = way.shuffle(crossing)
         if shuffle is not None:
-            there = there.replaced(**{there.boundary.stream: act(shuffle, there.stream, "_ token _")}) if way.alone else there.moved(shuffle)
+            there = (
+                there.replaced(**{there.boundary.stream: act(shuffle, there.stream, "_ token _")})
+                if way.alone
+                else there.moved(shuffle)
+            )
         if backward:
             name, stream = there.boundary.stream, there.stream
             if not stream.requires_grad:
@@ -228,7 +281,13 @@ def run(subject: Subject, way: Way = PLAIN, *, backward: bool = False, training:
         return z
 
     route = subject.cut.route(cross) if subject.cut else contextlib.nullcontext()
-    with evaluating(model, training), precisely(subject.dtype), torch.set_grad_enabled(backward), _whole_masks(subject), route:
+    with (
+        evaluating(model, training),
+        precisely(subject.dtype),
+        torch.set_grad_enabled(backward),
+        _whole_masks(subject),
+        route,
+    ):
         outs = _floats(model(**subject.inputs)) | leaving
         if not backward:
             return Pass({k: v.detach() for k, v in outs.items()})
@@ -236,18 +295,29 @@ def run(subject: Subject, way: Way = PLAIN, *, backward: bool = False, training:
         loss(outs, subject.targets).backward()  # type: ignore[no-untyped-call]
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()  # sets them to None: the tensors are ours now
-    return Pass({k: v.detach() for k, v in outs.items()}, gradients, {k: v.grad for k, v in entering.items() if v.grad is not None})
+    return Pass(
+        {k: v.detach() for k, v in outs.items()},
+        gradients,
+        {k: v.grad for k, v in entering.items() if v.grad is not None},
+    )
 
 
 def loss(outs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor:
-    """The squared distance of all outputs and streams from their targets, relative to the targets' size."""
-    return torch.stack([(outs[k].double() - t).square().mean() / t.square().mean() for k, t in targets.items()]).sum()
+    """The squared distance of all outputs and streams from their targets, relative to the targets'
+    size.
+    """
+    return torch.stack(
+        [(outs[k].double() - t).square().mean() / t.square().mean() for k, t in targets.items()]
+    ).sum()
 
 
 def _floats(result: Any) -> Tensors:
     out = named(result)
     if not out:
-        raise SpecError("the model returned no floating-point output to compare", hint="give inputs that make it return logits or hidden states")
+        raise SpecError(
+            "the model returned no floating-point output to compare",
+            hint="give inputs that make it return logits or hidden states",
+        )
     return out
 
 
@@ -269,14 +339,22 @@ def precisely(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _whole_masks(subject: Subject) -> Iterator[None]:
-    """Attention that is given its mask: fused kernels make the causal one themselves, where no permutation reaches it."""
+    """Attention that is given its mask: fused kernels make the causal one themselves, where no
+    permutation reaches it.
+    """
     model: Any = subject.model
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    implicit = subject.cut is not None and any("attention_mask" in b.implicit for b in subject.cut.boundaries)
+    implicit = subject.cut is not None and any(
+        "attention_mask" in b.implicit for b in subject.cut.boundaries
+    )
     if not implicit or before in (None, "eager"):
         yield
         return
-    configs = {id(m.config): m.config for m in model.modules() if hasattr(getattr(m, "config", None), "_attn_implementation")}
+    configs = {
+        id(m.config): m.config
+        for m in model.modules()
+        if hasattr(getattr(m, "config", None), "_attn_implementation")
+    }
     chosen = [(c, c._attn_implementation) for c in configs.values()]
     model.set_attn_implementation("eager")
     try:
@@ -287,7 +365,9 @@ def _whole_masks(subject: Subject) -> Iterator[None]:
 
 
 def errors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far each tensor of a is from its counterpart, relative to that. A tensor that is missing on one side is infinitely far."""
+    """How far each tensor of a is from its counterpart, relative to that. A tensor that is missing
+    on one side is infinitely far.
+    """
     out = dict.fromkeys(a.keys() ^ b.keys(), math.inf)
     for name in a.keys() & b.keys():
         out[name] = relative_error(a[name], b[name])
@@ -313,14 +393,24 @@ _PIECE = 1 << 22
 
 
 def overall(parts: Mapping[str, float], own: Mapping[str, float]) -> float:
-    """The root mean square over tensors, each weighed by how precisely the model itself computes it: by the inverse square of its own error."""
+    """The root mean square over tensors, each weighed by how precisely the model itself computes
+    it: by the inverse square of its own error.
+    """
     if parts.keys() != own.keys() or math.inf in parts.values():
         return math.inf
-    return math.sqrt(sum((e / own[n]) ** 2 for n, e in parts.items()) / sum(own[n] ** -2 for n in parts)) if parts else 0.0
+    return (
+        math.sqrt(
+            sum((e / own[n]) ** 2 for n, e in parts.items()) / sum(own[n] ** -2 for n in parts)
+        )
+        if parts
+        else 0.0
+    )
 
 
 def flat(gradients: Mapping[str, Tensor]) -> set[str]:
-    """Parameters whose gradient is zero but for rounding, judged by an exact pass: key biases without rotary positions, unused tables."""
+    """Parameters whose gradient is zero but for rounding, judged by an exact pass: key biases
+    without rotary positions, unused tables.
+    """
     return _flat({n: float(g.norm()) / math.sqrt(g.numel()) for n, g in gradients.items()})
 
 

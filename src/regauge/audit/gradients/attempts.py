@@ -1,7 +1,8 @@
-"""The table of attacks on updates: what each is granted, and what it makes of its view. Adding one is a line.
+"""The table of attacks on updates: what each is granted, and what it makes of its view. Adding one
+is a line.
 
-Attacks of `kind` "images" give images, in no order of their own; "patches" a score for each patch that it is asked about; "mask" places; "labels"
-counts.
+Attacks of `kind` "images" give images, in no order of their own; "patches" a score for each patch
+that it is asked about; "mask" places; "labels" counts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ import torch
 
 from regauge.attacks.april import april, is_april
 from regauge.attacks.classes import label_counts
-from regauge.attacks.descents import Descended, How, april_descent, dlg, gradvit, idlg, inverting_gradients, refined
+from regauge.attacks.descents import (
+    Descended,
+    How,
+    april_descent,
+    dlg,
+    gradvit,
+    idlg,
+    inverting_gradients,
+    refined,
+)
 from regauge.attacks.embeddings import embedding_least_squares
 from regauge.attacks.membership import Practised, practise, practised_membership
 from regauge.attacks.regression import Learned, learn_regression, regressed, resemblance
@@ -27,7 +37,9 @@ from regauge.errors import UpdateError
 Tensor = torch.Tensor
 Kind = Literal["images", "patches", "mask", "labels"]
 A = TypeVar("A", bound="Named")
-Practice = Callable[[int], Iterable[Rehearsal]]  # so many updates of the adversary's own, made by the client's code
+Practice = Callable[
+    [int], Iterable[Rehearsal]
+]  # so many updates of the adversary's own, made by the client's code
 
 
 class Named(Protocol):
@@ -50,26 +62,39 @@ class Budget:
 
 @dataclass(frozen=True)
 class Attack:
-    """`name` is its id, `title` how it is told, `about` what it does in a line; `threat` what it is granted beside model and update. `learn` is done
-    once for all updates of a combination, on a view of one of them and on updates of the adversary's own; `run` is then given what it learned."""
+    """`name` is its id, `title` how it is told, `about` what it does in a line; `threat` what it is
+    granted beside model and update. `learn` is done once for all updates of a combination, on a
+    view of one of them and on updates of the adversary's own; `run` is then given what it learned.
+    """
 
     name: str
     title: str
     about: str
     kind: Kind
     threat: Threat
-    run: Callable[..., tuple[Tensor, Mapping[str, Any]]]  # of the view, the budget, patches that are asked about, and what was learned
+    run: Callable[
+        ..., tuple[Tensor, Mapping[str, Any]]
+    ]  # of the view, the budget, patches that are asked about, and what was learned
     is_slow: bool = False  # a descent: tried on few updates, and where it is asked for
     learn: Callable[[SentUpdate, Budget, Practice], Any] | None = None
 
 
-def _least_squares(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+def _least_squares(
+    view: SentUpdate, budget: Budget, asked: Tensor | None
+) -> tuple[Tensor, Mapping[str, Any]]:
     images, solved = embedding_least_squares(view)
-    facts = {"rank": solved.rank, "unknowns": solved.unknowns, "condition": solved.condition, "residual": solved.residual}
+    facts = {
+        "rank": solved.rank,
+        "unknowns": solved.unknowns,
+        "condition": solved.condition,
+        "residual": solved.residual,
+    }
     return images, facts
 
 
-def _span(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+def _span(
+    view: SentUpdate, budget: Budget, asked: Tensor | None
+) -> tuple[Tensor, Mapping[str, Any]]:
     assert asked is not None
     return span_membership(view, asked), {}
 
@@ -78,50 +103,98 @@ def _practise(view: SentUpdate, budget: Budget, practice: Practice) -> Practised
     return practise(view)
 
 
-def _practised(view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Practised) -> tuple[Tensor, Mapping[str, Any]]:
+def _practised(
+    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Practised
+) -> tuple[Tensor, Mapping[str, Any]]:
     assert asked is not None
-    return practised_membership(view, asked, learned), {"layer": learned.layer, "practice": learned.auc}
+    return practised_membership(view, asked, learned), {
+        "layer": learned.layer,
+        "practice": learned.auc,
+    }
 
 
 def _learn(view: SentUpdate, budget: Budget, practice: Practice) -> Learned:
     return learn_regression(practice(budget.practice))
 
 
-def _regressed(view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Learned) -> tuple[Tensor, Mapping[str, Any]]:
+def _regressed(
+    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Learned
+) -> tuple[Tensor, Mapping[str, Any]]:
     return regressed(view, learned), {"features": learned.kind, "left": learned.left}
 
 
-def _resembling(view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Learned) -> tuple[Tensor, Mapping[str, Any]]:
+def _resembling(
+    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Learned
+) -> tuple[Tensor, Mapping[str, Any]]:
     assert asked is not None
     return resemblance(view, asked, learned), {}
 
 
-def _mask(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+def _mask(
+    view: SentUpdate, budget: Budget, asked: Tensor | None
+) -> tuple[Tensor, Mapping[str, Any]]:
     return mask_leak(view), {}
 
 
-def _labels(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+def _labels(
+    view: SentUpdate, budget: Budget, asked: Tensor | None
+) -> tuple[Tensor, Mapping[str, Any]]:
     return label_counts(view), {}
 
 
-def _april(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+def _april(
+    view: SentUpdate, budget: Budget, asked: Tensor | None
+) -> tuple[Tensor, Mapping[str, Any]]:
     if not is_april(view.model):
-        raise UpdateError("the first block has a norm and residuals, as every ViT in use: APRIL's closed form is for one without")
+        raise UpdateError(
+            "the first block has a norm and residuals, as every ViT in use: APRIL's closed form "
+            "is for one without"
+        )
     images, solved = april(view)
-    return images, {"rank": solved.rank, "unknowns": solved.unknowns, "condition": solved.condition, "residual": solved.residual}
+    return images, {
+        "rank": solved.rank,
+        "unknowns": solved.unknowns,
+        "condition": solved.condition,
+        "residual": solved.residual,
+    }
 
 
-def _descent(attack: Callable[[SentUpdate, How], Descended], **how: Any) -> Callable[..., tuple[Tensor, Mapping[str, Any]]]:
-    def run(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
-        found = attack(view, How(steps=budget.steps, restarts=budget.restarts, rate=budget.rate, seed=budget.seed, **how))
+def _descent(
+    attack: Callable[[SentUpdate, How], Descended], **how: Any
+) -> Callable[..., tuple[Tensor, Mapping[str, Any]]]:
+    def run(
+        view: SentUpdate, budget: Budget, asked: Tensor | None
+    ) -> tuple[Tensor, Mapping[str, Any]]:
+        found = attack(
+            view,
+            How(
+                steps=budget.steps,
+                restarts=budget.restarts,
+                rate=budget.rate,
+                seed=budget.seed,
+                **how,
+            ),
+        )
         return found.images, {"objective": found.objective, "curve": found.curve}
 
     return run
 
 
-def _refined(view: SentUpdate, budget: Budget, asked: Tensor | None) -> tuple[Tensor, Mapping[str, Any]]:
+def _refined(
+    view: SentUpdate, budget: Budget, asked: Tensor | None
+) -> tuple[Tensor, Mapping[str, Any]]:
     start, _ = embedding_least_squares(view)
-    found = refined(view, start, How(steps=budget.steps, rate=budget.rate / 5, seed=budget.seed, objective="layers", smooth=0.02))
+    found = refined(
+        view,
+        start,
+        How(
+            steps=budget.steps,
+            rate=budget.rate / 5,
+            seed=budget.seed,
+            objective="layers",
+            smooth=0.02,
+        ),
+    )
     return found.images, {"objective": found.objective}
 
 
@@ -130,7 +203,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "least squares",
         "embedding least squares",
-        "solves the patch embedding's gradient for the patches, with the positions' gradients as coefficients: closed form, unmodified models",
+        "solves the patch embedding's gradient for the patches, with the positions' gradients "
+        "as coefficients: closed form, unmodified models",
         "images",
         Threat(batch=True, images=True),
         _least_squares,
@@ -146,7 +220,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "regression",
         "learned regression",
-        "learns from updates of its own images, made with the client's code and defences, what updates say of images",
+        "learns from updates of its own images, made with the client's code and defences, what "
+        "updates say of images",
         "images",
         Threat(batch=True, images=True),
         _regressed,
@@ -155,7 +230,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "membership",
         "practised membership",
-        "asks of a patch how likely the gradients of the first layers that are sent make it; layer and softness are learned on updates of its own",
+        "asks of a patch how likely the gradients of the first layers that are sent make it; "
+        "layer and softness are learned on updates of its own",
         "patches",
         Threat(batch=True, images=True),
         _practised,
@@ -170,12 +246,27 @@ ATTACKS: tuple[Attack, ...] = (
         _resembling,
         learn=_learn,
     ),
-    Attack("mask", "mask from zero rows", "reads MJP's mask off the rows of positions whose gradient is zero", "mask", Threat(), _mask),
-    Attack("labels", "labels and counts", "reads the classes of a batch off the head's gradient", "labels", Threat(batch=True), _labels),
+    Attack(
+        "mask",
+        "mask from zero rows",
+        "reads MJP's mask off the rows of positions whose gradient is zero",
+        "mask",
+        Threat(),
+        _mask,
+    ),
+    Attack(
+        "labels",
+        "labels and counts",
+        "reads the classes of a batch off the head's gradient",
+        "labels",
+        Threat(batch=True),
+        _labels,
+    ),
     Attack(
         "april",
         "APRIL",
-        "solves the first attention's gradients for the tokens; on a model without first norm and residuals",
+        "solves the first attention's gradients for the tokens; on a model without first norm "
+        "and residuals",
         "images",
         Threat(),
         _april,
@@ -189,14 +280,24 @@ ATTACKS: tuple[Attack, ...] = (
         _descent(inverting_gradients, objective="layers", smooth=0.02, schedule="cosine"),
         True,
     ),
-    Attack("refined", "least squares, then descent", "goes on from the closed form by a descent", "images", _OPTIMISED, _refined, True),
+    Attack(
+        "refined",
+        "least squares, then descent",
+        "goes on from the closed form by a descent",
+        "images",
+        _OPTIMISED,
+        _refined,
+        True,
+    ),
     Attack(
         "gradvit",
         "GradViT-style",
         "the same with priors for the seams of patches",
         "images",
         _OPTIMISED,
-        _descent(gradvit, objective="layers", smooth=0.02, seams=0.02, near=0.01, schedule="cosine"),
+        _descent(
+            gradvit, objective="layers", smooth=0.02, seams=0.02, near=0.01, schedule="cosine"
+        ),
         True,
     ),
     Attack(
@@ -227,27 +328,40 @@ ATTACKS: tuple[Attack, ...] = (
         True,
     ),
 )
-QUICK = tuple(a for a in ATTACKS if not a.is_slow and a.name != "april")  # what an audit tries where nothing else is said
+QUICK = tuple(
+    a for a in ATTACKS if not a.is_slow and a.name != "april"
+)  # what an audit tries where nothing else is said
 
 
 def fitting(attacks: Sequence[Attack], examples: Examples) -> tuple[tuple[Attack, ...], list[str]]:
-    """The attacks that can be tried on examples of a kind, and why others are not: classes are counted, and descents go by the loss, of one answer
-    to each image."""
+    """The attacks that can be tried on examples of a kind, and why others are not: classes are
+    counted, and descents go by the loss, of one answer to each image.
+    """
     out = [a for a in attacks if examples.multi and (a.kind == "labels" or a.is_slow)]
     kept = tuple(a for a in attacks if a not in out)
     if out and not kept:
         raise UpdateError(
-            f"each image has several answers, and {out[0].title} is for one", hint="choose other attacks: least squares, span, regression"
+            f"each image has several answers, and {out[0].title} is for one",
+            hint="choose other attacks: least squares, span, regression",
         )
-    return kept, [f"{a.title}: it is for one answer to each image, and these have several" for a in out]
+    return kept, [
+        f"{a.title}: it is for one answer to each image, and these have several" for a in out
+    ]
 
 
-def chosen(names: Sequence[str] | None, table: Sequence[A], usual: Sequence[A], what: str) -> tuple[A, ...]:
-    """Attacks of a table by their names, in the table's order; "all", alone or among others, is all of them; no name: the usual ones."""
+def chosen(
+    names: Sequence[str] | None, table: Sequence[A], usual: Sequence[A], what: str
+) -> tuple[A, ...]:
+    """Attacks of a table by their names, in the table's order; "all", alone or among others, is all
+    of them; no name: the usual ones.
+    """
     known = [a.name for a in table]
     unknown = [n for n in names or () if n not in (*known, "all")]
     if unknown:
-        raise UpdateError(f'there is no attack "{unknown[0]}" on {what}', hint=f"there are: {', '.join(known)}; or all")
+        raise UpdateError(
+            f'there is no attack "{unknown[0]}" on {what}',
+            hint=f"there are: {', '.join(known)}; or all",
+        )
     return tuple(a for a in table if "all" in names or a.name in names) if names else tuple(usual)
 
 
@@ -255,8 +369,12 @@ def named(names: Sequence[str]) -> tuple[Attack, ...]:
     return tuple(a for a in ATTACKS if a.name in names)
 
 
-def fit_attack(kept: dict[Any, Any], attack: Attack, view: SentUpdate, budget: Budget, practice: Practice) -> Any:
-    """What an attack learns; it is `kept`, and attacks that learn the same share it. Raises where there is nothing to learn."""
+def fit_attack(
+    kept: dict[Any, Any], attack: Attack, view: SentUpdate, budget: Budget, practice: Practice
+) -> Any:
+    """What an attack learns; it is `kept`, and attacks that learn the same share it. Raises where
+    there is nothing to learn.
+    """
     assert attack.learn is not None
     if attack.learn not in kept:
         try:
@@ -280,15 +398,26 @@ class Attempt:
     why: str = ""
 
 
-def attempt(attack: Attack, view: SentUpdate, budget: Budget, asked: Tensor | None = None, learned: Any = None) -> Attempt:
-    """Run an attack, which is given what it learned if it learns. Where the update or the model lacks what it needs, that is told and is no error:
-    withholding is a defence."""
+def attempt(
+    attack: Attack,
+    view: SentUpdate,
+    budget: Budget,
+    asked: Tensor | None = None,
+    learned: Any = None,
+) -> Attempt:
+    """Run an attack, which is given what it learned if it learns. Where the update or the model
+    lacks what it needs, that is told and is no error: withholding is a defence.
+    """
     started = time.monotonic()
     try:
         with torch.random.fork_rng(devices=[]):
             if attack.learn is not None and learned is None:
                 raise UpdateError("it learns from updates of its own, and none were made")
-            found, facts = attack.run(view, budget, asked) if attack.learn is None else attack.run(view, budget, asked, learned)
+            found, facts = (
+                attack.run(view, budget, asked)
+                if attack.learn is None
+                else attack.run(view, budget, asked, learned)
+            )
     except UpdateError as error:
         return Attempt(attack.name, None, time.monotonic() - started, why=str(error))
     return Attempt(attack.name, found.detach(), time.monotonic() - started, facts)

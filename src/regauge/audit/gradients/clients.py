@@ -2,7 +2,8 @@
 
     update, truth = contribute(model, plan_of("mjp=0.5"), examples, inputs, labels, seed=0)
 
-The server is given the update; whoever scores an attack is given the truth. What a client draws (puzzles, noise, shuffles) is a function of the seed.
+The server is given the update; whoever scores an attack is given the truth. What a client draws
+(puzzles, noise, shuffles) is a function of the seed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.attacks.updates import Granted, Rehearsal, SentUpdate, Threat, Update, added, check_update
+from regauge.attacks.updates import (
+    Granted,
+    Rehearsal,
+    SentUpdate,
+    Threat,
+    Update,
+    added,
+    check_update,
+)
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples, logits_of, loss_of
 from regauge.defences.gradients import Mjp, NoPositions, Plan, clipped, names_of
@@ -34,7 +43,9 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """What a client keeps: its inputs as they were and as the model read them (after a puzzle), labels, and the puzzle."""
+    """What a client keeps: its inputs as they were and as the model read them (after a puzzle),
+    labels, and the puzzle.
+    """
 
     original: Inputs
     read: Inputs
@@ -43,10 +54,17 @@ class Truth:
 
 
 def prepared(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
-    """The model that both sides have under a plan: a copy, wrapped for MJP or without positions. A wrapped model stays as it is."""
+    """The model that both sides have under a plan: a copy, wrapped for MJP or without positions. A
+    wrapped model stays as it is.
+    """
     found = copy.deepcopy(model)
     if isinstance(plan.model, Mjp) and not isinstance(found, MaskedJigsaw):
-        parts = Variant("audit", shuffle="patches", unknown=plan.model.unknown, localize="mlp" if plan.model.localize else None)
+        parts = Variant(
+            "audit",
+            shuffle="patches",
+            unknown=plan.model.unknown,
+            localize="mlp" if plan.model.localize else None,
+        )
         found = MaskedJigsaw(found, plan.model.ratio, variant=parts)
     if isinstance(plan.model, NoPositions):
         table = place_of(inner_of(found)[0]).table
@@ -57,11 +75,23 @@ def prepared(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
     return found
 
 
-def contribute(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: Inputs, labels: Tensor, seed: int = 0) -> tuple[Update, Truth]:
-    """One update, of all `inputs`: they are shared out among the plan's clients. `examples` says what the loss is of (`tasks.loss_of`)."""
+def contribute(
+    model: torch.nn.Module,
+    plan: Plan,
+    examples: Examples,
+    inputs: Inputs,
+    labels: Tensor,
+    seed: int = 0,
+) -> tuple[Update, Truth]:
+    """One update, of all `inputs`: they are shared out among the plan's clients. `examples` says
+    what the loss is of (`tasks.loss_of`).
+    """
     expected = plan.samples * plan.clients
     if len(labels) != expected:
-        raise UpdateError(f'an update under "{plan.text}" is made of {expected} samples, and {len(labels)} were given')
+        raise UpdateError(
+            f'an update under "{plan.text}" is made of {expected} samples, and {len(labels)} '
+            "were given"
+        )
     sent, truths = [], []
     for client in range(plan.clients):
         at = slice(client * plan.samples, (client + 1) * plan.samples)
@@ -83,14 +113,24 @@ def view_of(
     images: Tensor | None = None,
     rehearsals: Sequence[Rehearsal] = (),
 ) -> SentUpdate:
-    """What the server has: model and update, and of the truth what the threat grants and no more."""
+    """What the server has: model and update, and of the truth what the threat grants and no
+    more.
+    """
     if len(truth.labels) != plan.samples * plan.clients:
-        raise UpdateError(f'an update under "{plan.text}" is made of {plan.samples * plan.clients} samples, and the truth has {len(truth.labels)}')
+        raise UpdateError(
+            f'an update under "{plan.text}" is made of {plan.samples * plan.clients} samples, '
+            f"and the truth has {len(truth.labels)}"
+        )
     return shown(model, update, truth, threat, images, rehearsals)
 
 
 def shown(
-    model: torch.nn.Module, update: Update, truth: Truth, threat: Threat, images: Tensor | None = None, rehearsals: Sequence[Rehearsal] = ()
+    model: torch.nn.Module,
+    update: Update,
+    truth: Truth,
+    threat: Threat,
+    images: Tensor | None = None,
+    rehearsals: Sequence[Rehearsal] = (),
 ) -> SentUpdate:
     """The same, of an update that was made by no plan: one that was recorded."""
     pixels = truth.read.get("pixel_values")
@@ -99,45 +139,85 @@ def shown(
         labels=truth.labels if threat.labels else None,
         mask=truth.puzzle.mask if threat.mask and truth.puzzle is not None else None,
         images=images if threat.images else None,
-        length=int(truth.read["input_ids"].shape[1]) if threat.length and "input_ids" in truth.read else None,
+        length=int(truth.read["input_ids"].shape[1])
+        if threat.length and "input_ids" in truth.read
+        else None,
         rehearsals=tuple(rehearsals) if threat.images else (),
     )
     return SentUpdate(model, update, () if pixels is None else tuple(pixels.shape[1:]), granted)
 
 
-def rehearse(model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed: int) -> list[Rehearsal]:
-    """Updates that an adversary makes of its own samples with the client's code: as many as it has samples for, at most `count`."""
+def rehearse(
+    model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed: int
+) -> list[Rehearsal]:
+    """Updates that an adversary makes of its own samples with the client's code: as many as it has
+    samples for, at most `count`.
+    """
     size = plan.samples * plan.clients
     out = []
     for n in range(min(count, len(own) // size)):
         inputs, labels = own.batch(np.arange(n * size, (n + 1) * size))
-        update, truth = contribute(model, plan, own, on(model, inputs), labels.to(next(model.parameters()).device), seed + n)
+        update, truth = contribute(
+            model,
+            plan,
+            own,
+            on(model, inputs),
+            labels.to(next(model.parameters()).device),
+            seed + n,
+        )
         out.append(rehearsal_of(update, truth))
     return out
 
 
-def practice(model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed: int) -> Iterator[Rehearsal]:
-    """As many rehearsals as are asked for, one after the other: batches are drawn anew each time, so that few samples serve."""
+def practice(
+    model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed: int
+) -> Iterator[Rehearsal]:
+    """As many rehearsals as are asked for, one after the other: batches are drawn anew each time,
+    so that few samples serve.
+    """
     size, draw = plan.samples * plan.clients, np.random.default_rng(seed)
-    order = np.concatenate([draw.permutation(len(own)) for _ in range(-(-count * size // len(own)))])
+    order = np.concatenate(
+        [draw.permutation(len(own)) for _ in range(-(-count * size // len(own)))]
+    )
     for n in range(count if size <= len(own) else 0):
         inputs, labels = own.batch(order[n * size : (n + 1) * size])
-        update, truth = contribute(model, plan, own, on(model, inputs), labels.to(next(model.parameters()).device), seed + n)
+        update, truth = contribute(
+            model,
+            plan,
+            own,
+            on(model, inputs),
+            labels.to(next(model.parameters()).device),
+            seed + n,
+        )
         yield rehearsal_of(update, truth)
 
 
 def rehearsal_of(update: Update, truth: Truth) -> Rehearsal:
     """An update of the adversary's own, with what it was made of."""
-    return Rehearsal(update, truth.read["pixel_values"], None if truth.puzzle is None else truth.puzzle.mask, truth.original["pixel_values"])
+    return Rehearsal(
+        update,
+        truth.read["pixel_values"],
+        None if truth.puzzle is None else truth.puzzle.mask,
+        truth.original["pixel_values"],
+    )
 
 
 def on(model: torch.nn.Module, inputs: Inputs) -> dict[str, Tensor]:
     """Inputs in the model's dtype, on its device."""
     like = next(p for p in model.parameters() if p.is_floating_point())
-    return {k: v.to(like) if v.is_floating_point() else v.to(like.device) for k, v in inputs.items()}
+    return {
+        k: v.to(like) if v.is_floating_point() else v.to(like.device) for k, v in inputs.items()
+    }
 
 
-def _of_one(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: Inputs, labels: Tensor, label: str) -> tuple[Update, Truth]:
+def _of_one(
+    model: torch.nn.Module,
+    plan: Plan,
+    examples: Examples,
+    inputs: Inputs,
+    labels: Tensor,
+    label: str,
+) -> tuple[Update, Truth]:
     own = copy.deepcopy(model).train()
     inner_of(own)[0].train(plan.dropout)
     frozen = {name for part in plan.frozen for name in names_of(model, part)}
@@ -153,7 +233,11 @@ def _of_one(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: Inpu
         drawn = puzzle_of(own, plan, here, f"{label}/{step}")
         if step == 0:
             puzzle = drawn
-            read = inputs if drawn is None else {**inputs, "pixel_values": drawn.apply(inputs["pixel_values"])}
+            read = (
+                inputs
+                if drawn is None
+                else {**inputs, "pixel_values": drawn.apply(inputs["pixel_values"])}
+            )
         slopes = _slopes(own, plan, examples, here, answers, drawn, parameters, f"{label}/{step}")
         if count > 1:
             assert plan.steps is not None
@@ -162,7 +246,9 @@ def _of_one(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: Inpu
                     if name in slopes and name not in frozen:
                         p.sub_(plan.steps.rate * slopes[name])
     if count > 1 and plan.steps is not None:
-        update = {name: p.detach() - started[name] for name, p in parameters.items() if name not in frozen}
+        update = {
+            name: p.detach() - started[name] for name, p in parameters.items() if name not in frozen
+        }
     else:
         update = slopes
     if isinstance(plan.model, NoPositions) and not plan.model.sent:
@@ -171,7 +257,11 @@ def _of_one(model: torch.nn.Module, plan: Plan, examples: Examples, inputs: Inpu
     for defence in plan.leaving:
         more: dict[str, Any] = {"count": plan.batch} if defence is plan.private else {}
         update = defence.leave(update, model, draw, **more)
-    made = Update(update) if count == 1 or plan.steps is None else Update(update, "change", count, plan.steps.rate)
+    made = (
+        Update(update)
+        if count == 1 or plan.steps is None
+        else Update(update, "change", count, plan.steps.rate)
+    )
     return made, Truth(inputs, read, labels, puzzle)
 
 
@@ -185,15 +275,33 @@ def _slopes(
     parameters: Mapping[str, torch.nn.Parameter],
     label: str,
 ) -> dict[str, Tensor]:
-    """Gradients of the mean loss; of each sample, clipped, in the mean, where the plan is private."""
+    """Gradients of the mean loss; of each sample, clipped, in the mean, where the plan is
+    private.
+    """
     if plan.private is None or len(labels) == 1:
-        found = slopes_of(model, examples, inputs, labels, parameters, puzzle=puzzle, rows=label if plan.rows else None)
+        found = slopes_of(
+            model,
+            examples,
+            inputs,
+            labels,
+            parameters,
+            puzzle=puzzle,
+            rows=label if plan.rows else None,
+        )
         return found if plan.private is None else clipped(found, plan.private.norm)
     total: dict[str, Tensor] = {}
     for i in range(len(labels)):
         one = {name: t[i : i + 1] for name, t in inputs.items()}
         part = None if puzzle is None else puzzle.rows(slice(i, i + 1))
-        found = slopes_of(model, examples, one, labels[i : i + 1], parameters, puzzle=part, rows=label if plan.rows else None)
+        found = slopes_of(
+            model,
+            examples,
+            one,
+            labels[i : i + 1],
+            parameters,
+            puzzle=part,
+            rows=label if plan.rows else None,
+        )
         for name, t in clipped(found, plan.private.norm).items():
             total[name] = total.get(name, 0) + t / len(labels)
     return total
@@ -212,12 +320,24 @@ def slopes_of(
     """The gradients of one batch's mean loss by the parameters that it depends on."""
     with _shuffled(model, rows):
         if isinstance(model, MaskedJigsaw):
-            out = model(inputs["pixel_values"], puzzle=puzzle) if puzzle is not None else _plain(model, inputs["pixel_values"])
-            loss = loss_of(examples, out, labels) if isinstance(out, Tensor) else loss_of(examples, out.logits, labels)
+            out = (
+                model(inputs["pixel_values"], puzzle=puzzle)
+                if puzzle is not None
+                else _plain(model, inputs["pixel_values"])
+            )
+            loss = (
+                loss_of(examples, out, labels)
+                if isinstance(out, Tensor)
+                else loss_of(examples, out.logits, labels)
+            )
             if model.localizer is not None:  # the regression of positions is in every step of MJP
                 grid = model.place.grid
                 assert grid is not None
-                mask = torch.zeros(1, grid[0] * grid[1], dtype=torch.bool) if puzzle is None else puzzle.mask
+                mask = (
+                    torch.zeros(1, grid[0] * grid[1], dtype=torch.bool)
+                    if puzzle is None
+                    else puzzle.mask
+                )
                 loss = loss + model.weight_at(0) * model.regression(mask.to(loss.device))
         else:
             loss = loss_of(examples, logits_of(model, inputs), labels)
@@ -232,7 +352,11 @@ def _plain(model: MaskedJigsaw, pixels: Tensor) -> Tensor:
 
 
 def puzzle_of(model: torch.nn.Module, plan: Plan, inputs: Inputs, label: str) -> Puzzle | None:
-    if not isinstance(plan.model, Mjp) or not plan.model.shuffle or not isinstance(model, MaskedJigsaw):
+    if (
+        not isinstance(plan.model, Mjp)
+        or not plan.model.shuffle
+        or not isinstance(model, MaskedJigsaw)
+    ):
         return None
     seed = [int(w) for w in Draw(seed_key(0), label).stream("puzzle").words(2)]
     return draw_puzzle(1, model.grid_of(inputs["pixel_values"]), plan.model.ratio, seed)
@@ -247,7 +371,9 @@ def _shuffled(model: torch.nn.Module, label: str | None) -> Iterator[None]:
     from regauge.locking.permuted import passage, rows
     from regauge.models.cut import cut
 
-    with cut(inner_of(model)[0]).route(lambda c: passage(c, shuffle=rows(c.stream.shape[1], seed_key(0), label))):
+    with cut(inner_of(model)[0]).route(
+        lambda c: passage(c, shuffle=rows(c.stream.shape[1], seed_key(0), label))
+    ):
         yield
 
 

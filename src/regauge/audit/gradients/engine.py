@@ -1,4 +1,6 @@
-"""The audit: for each combination of defences some updates are made, attacked, and scored against what the client kept."""
+"""The audit: for each combination of defences some updates are made, attacked, and scored against
+what the client kept.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,24 @@ import torch
 from regauge.attacks.membership import auc
 from regauge.attacks.updates import SentUpdate
 from regauge.audit.gradients import report
-from regauge.audit.gradients.attempts import QUICK, Attack, Attempt, Budget, attempt, fit_attack, fitting
-from regauge.audit.gradients.clients import Truth, contribute, on, practice, prepared, rehearse, view_of
+from regauge.audit.gradients.attempts import (
+    QUICK,
+    Attack,
+    Attempt,
+    Budget,
+    attempt,
+    fit_attack,
+    fitting,
+)
+from regauge.audit.gradients.clients import (
+    Truth,
+    contribute,
+    on,
+    practice,
+    prepared,
+    rehearse,
+    view_of,
+)
 from regauge.audit.gradients.scores import LEAK, Case, Row, Scored, patches_of, score, told_labels
 from regauge.audit.split.engine import denormalize
 from regauge.audit.split.scores import OTHERS, LeakageError, Scores, mean
@@ -35,9 +53,11 @@ REHEARSALS = 4
 
 @dataclass(frozen=True, eq=False)
 class GradientCase:
-    """A model of images and its data: `victims` are the clients', `own` the attacker's (other images of the kind). `mean` and `std` say how pixels in
-    0..1 become what the model reads. `updates` are attacked, each of `batch` images and `steps` local steps where a combination does not say
-    otherwise. `stages` are the same model at other times of its training, for a curve."""
+    """A model of images and its data: `victims` are the clients', `own` the attacker's (other
+    images of the kind). `mean` and `std` say how pixels in 0..1 become what the model reads.
+    `updates` are attacked, each of `batch` images and `steps` local steps where a combination does
+    not say otherwise. `stages` are the same model at other times of its training, for a curve.
+    """
 
     model: torch.nn.Module
     victims: Examples
@@ -66,16 +86,22 @@ def audit_gradients(
     most: float | None = None,
     progress: Tell | None = None,
 ) -> Results:
-    """What updates give away under each combination ("none" is the ceiling, and always there), against the size of the batch, and against training.
-    Attacks by descent are tried on the first `optimised` updates of each. `most`: findings on defended updates fail where an attack gets more than
-    this share of the way from its floor to its ceiling."""
+    """What updates give away under each combination ("none" is the ceiling, and always there),
+    against the size of the batch, and against training. Attacks by descent are tried on the first
+    `optimised` updates of each. `most`: findings on defended updates fail where an attack gets more
+    than this share of the way from its floor to its ceiling.
+    """
     budget = budget or Budget(seed=case.seed)
     combinations = list(dict.fromkeys((NONE, *combinations)))
     check(case, [*combinations, *(f"batch={b}" for b in batches)])
     wanted = attacks
     attacks, unfit = fitting(wanted, case.victims)
     closed = [a for a in attacks if not a.is_slow]  # what curves are drawn by
-    total = len(combinations) * len(attacks) + len(batches) * len(closed) + len(case.stages) * len(combinations) * len(closed)
+    total = (
+        len(combinations) * len(attacks)
+        + len(batches) * len(closed)
+        + len(case.stages) * len(combinations) * len(closed)
+    )
     done = 0
 
     def tell(now: str) -> None:
@@ -84,24 +110,49 @@ def audit_gradients(
             progress(done, total, now)
         done += 1
 
-    rows = tuple(row_of(case, case.model, c, attacks, budget, lpips, pictures, tell, optimised) for c in combinations)
-    sizes = {b: row_of(case, case.model, f"batch={b}", closed, budget, None, 0, tell) for b in batches}
-    stages = {name: [row_of(case, m, c, closed, budget, None, 0, tell) for c in combinations] for name, m in case.stages.items()}
+    rows = tuple(
+        row_of(case, case.model, c, attacks, budget, lpips, pictures, tell, optimised)
+        for c in combinations
+    )
+    sizes = {
+        b: row_of(case, case.model, f"batch={b}", closed, budget, None, 0, tell) for b in batches
+    }
+    stages = {
+        name: [row_of(case, m, c, closed, budget, None, 0, tell) for c in combinations]
+        for name, m in case.stages.items()
+    }
     if progress:
         progress(total, total, "")
-    measured = Case(case.name, rows, floors(case, lpips), pixels(case, _first(case, pictures)) if pictures else None, sizes, stages)
-    unchecked = [] if lpips is not None else ["LPIPS: the weights of AlexNet were not given (--lpips)"]
+    measured = Case(
+        case.name,
+        rows,
+        floors(case, lpips),
+        pixels(case, _first(case, pictures)) if pictures else None,
+        sizes,
+        stages,
+    )
+    unchecked = (
+        [] if lpips is not None else ["LPIPS: the weights of AlexNet were not given (--lpips)"]
+    )
     unchecked += unfit
     if not any(a.is_slow for a in wanted):
         unchecked.append("attacks by descent: none was chosen (--attacks inverting, or all)")
     found = report.results("What updates give away", [measured], attacks, unchecked)
-    return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings))
+    return replace(
+        found,
+        findings=tuple(
+            f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings
+        ),
+    )
 
 
 def check(case: GradientCase, combinations: Sequence[str]) -> None:
     """Refuse what cannot be before anything is attacked."""
     if len(case.own) < 2:
-        raise LeakageError(f"an attacker with {len(case.own)} images of its own has no mean image to compare with", hint="give more data")
+        raise LeakageError(
+            f"an attacker with {len(case.own)} images of its own has no mean image to compare with",
+            hint="give more data",
+        )
     layers_of(case.model, tuple(_inputs(case.own.only([0])).shape[1:]))
     if any(_plan(case, c).private for c in combinations):
         need("dp_accounting", "privacy")  # an epsilon is told at the end
@@ -110,7 +161,9 @@ def check(case: GradientCase, combinations: Sequence[str]) -> None:
         needed = plan.samples * plan.clients
         if needed > len(case.victims):
             raise LeakageError(
-                f'one update under "{combination}" takes {needed} images, and the clients have {len(case.victims)}', hint="more data, or fewer"
+                f'one update under "{combination}" takes {needed} images, and the clients have '
+                f"{len(case.victims)}",
+                hint="more data, or fewer",
             )
 
 
@@ -139,7 +192,13 @@ def row_of(
 
     def learned_by(attack: Attack) -> Any:
         seen = view_of(made[0][0], plan, made[0][1], made[0][2], attack.threat, own, rehearsals)
-        return fit_attack(lessons, attack, seen, budget, lambda n: practice(made[0][0], plan, mine, n, case.seed * 1000 + 700))
+        return fit_attack(
+            lessons,
+            attack,
+            seen,
+            budget,
+            lambda n: practice(made[0][0], plan, mine, n, case.seed * 1000 + 700),
+        )
 
     for attack in attacks:
         tell(f"{combination}: {attack.title}")
@@ -149,23 +208,35 @@ def row_of(
         except UpdateError as error:
             why[attack.name] = str(error)
             continue
-        for n, (sent_model, update, truth) in enumerate(made[:optimised] if attack.is_slow else made):
+        for n, (sent_model, update, truth) in enumerate(
+            made[:optimised] if attack.is_slow else made
+        ):
             view = view_of(sent_model, plan, update, truth, attack.threat, own, rehearsals)
-            asked, inside = asked_of(view, truth, apart, case.seed + n) if attack.kind == "patches" else (None, 0)
+            asked, inside = (
+                asked_of(view, truth, apart, case.seed + n)
+                if attack.kind == "patches"
+                else (None, 0)
+            )
             one = attempt(attack, view, replace(budget, seed=budget.seed + n), asked, learned)
             if one.found is None:
                 why[attack.name] = one.why
                 break
             tried.append((one, truth))
             if attack.kind == "patches":
-                patches.setdefault(attack.name, []).append(auc(one.found[:inside], one.found[inside:]))
+                patches.setdefault(attack.name, []).append(
+                    auc(one.found[:inside], one.found[inside:])
+                )
             elif attack.kind == "mask" and truth.puzzle is not None:
                 told["mask"].append(float((one.found == truth.puzzle.mask[0]).double().mean()))
             elif attack.kind == "labels":
                 told["labels"].append(told_labels(one.found, truth.labels))
         if attack.kind == "images" and tried and attack.name not in why:
             scores[attack.name] = _scored(case, attack.name, tried, lpips, pictures)
-    read = torch.cat([truth.read["pixel_values"] for _, _, truth in made])[:pictures] if pictures and made[0][2].puzzle is not None else None
+    read = (
+        torch.cat([truth.read["pixel_values"] for _, _, truth in made])[:pictures]
+        if pictures and made[0][2].puzzle is not None
+        else None
+    )
     return Row(
         combination,
         scores,
@@ -180,8 +251,12 @@ def row_of(
     )
 
 
-def updates_of(case: GradientCase, model: torch.nn.Module, plan: Plan) -> list[tuple[torch.nn.Module, Any, Truth]]:
-    """Updates of the first victims, as many as there are images for: the model that both sides have, the update, the truth."""
+def updates_of(
+    case: GradientCase, model: torch.nn.Module, plan: Plan
+) -> list[tuple[torch.nn.Module, Any, Truth]]:
+    """Updates of the first victims, as many as there are images for: the model that both sides
+    have, the update, the truth.
+    """
     there = prepared(model, plan)
     size = plan.samples * plan.clients
     count = max(1, min(case.updates, len(case.victims) // size))
@@ -189,37 +264,56 @@ def updates_of(case: GradientCase, model: torch.nn.Module, plan: Plan) -> list[t
     for n in range(count):
         inputs, labels = case.victims.batch(np.arange(n * size, (n + 1) * size))
         labels = labels.to(next(there.parameters()).device)
-        update, truth = contribute(there, plan, case.victims, on(there, inputs), labels, case.seed * 1000 + n)
+        update, truth = contribute(
+            there, plan, case.victims, on(there, inputs), labels, case.seed * 1000 + n
+        )
         out.append((there, update, truth))
     return out
 
 
-def _scored(case: GradientCase, name: str, tried: Sequence[tuple[Attempt, Truth]], lpips: Lpips | None, pictures: int) -> Scored:
+def _scored(
+    case: GradientCase,
+    name: str,
+    tried: Sequence[tuple[Attempt, Truth]],
+    lpips: Lpips | None,
+    pictures: int,
+) -> Scored:
     kept: dict[str, list[Tensor]] = {"original": [], "read": [], "by original": [], "by read": []}
     for one, truth in tried:
         assert one.found is not None
         found = denormalize(one.found.float().cpu(), case.mean, case.std).clamp(0, 1)
         for what, inputs in (("original", truth.original), ("read", truth.read)):
-            true = denormalize(inputs["pixel_values"].float().cpu(), case.mean, case.std).clamp(0, 1)
+            true = denormalize(inputs["pixel_values"].float().cpu(), case.mean, case.std).clamp(
+                0, 1
+            )
             kept[what].append(true)
             kept[f"by {what}"].append(by_name(found, true))
-    true, read, found, shuffled = (torch.cat(kept[k]) for k in ("original", "read", "by original", "by read"))
+    true, read, found, shuffled = (
+        torch.cat(kept[k]) for k in ("original", "read", "by original", "by read")
+    )
     shuffles = not torch.equal(true, read)
     original = score(found, true, lpips)
     seconds = sum(one.seconds for one, _ in tried) / len(tried)
     against = score(shuffled, read, lpips) if shuffles else original
-    return Scored(name, original, against, seconds, found[:pictures], [one.facts for one, _ in tried])
+    return Scored(
+        name, original, against, seconds, found[:pictures], [one.facts for one, _ in tried]
+    )
 
 
 def shared_out(own: Examples) -> tuple[Examples, Tensor]:
-    """The adversary's images, and some that it is not given: patches of these are what members of a batch are told apart from. If it had seen them,
-    it would know them by that."""
+    """The adversary's images, and some that it is not given: patches of these are what members of a
+    batch are told apart from. If it had seen them, it would know them by that.
+    """
     kept = len(own) if len(own) < 8 else len(own) - min(100, len(own) // 4)
-    return own.only(np.arange(kept)), _inputs(own.only(np.arange(kept if kept < len(own) else 0, len(own))))
+    return own.only(np.arange(kept)), _inputs(
+        own.only(np.arange(kept if kept < len(own) else 0, len(own)))
+    )
 
 
 def asked_of(view: SentUpdate, truth: Truth, own: Tensor, seed: int) -> tuple[Tensor, int]:
-    """Patches of the batch, and as many of other images, for membership; and how many are of the batch."""
+    """Patches of the batch, and as many of other images, for membership; and how many are of the
+    batch.
+    """
     side = _layers(view).patch[0]
     true = patches_of(truth.read["pixel_values"].cpu(), side)
     draw = torch.Generator().manual_seed(seed)
@@ -230,8 +324,10 @@ def asked_of(view: SentUpdate, truth: Truth, own: Tensor, seed: int) -> tuple[Te
 
 
 def floors(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
-    """What costs an attacker nothing, against the victims that "none" attacks: the mean of its own images; and where an update is of several images,
-    so that nobody says which is which, images of its own by the best naming."""
+    """What costs an attacker nothing, against the victims that "none" attacks: the mean of its own
+    images; and where an update is of several images, so that nobody says which is which, images of
+    its own by the best naming.
+    """
     found = {"the mean image": _mean_image(case, case.updates * case.batch, lpips)}
     if case.batch > 1:
         true, own = pixels(case, _first(case, case.updates * case.batch)), pixels(case, case.own)

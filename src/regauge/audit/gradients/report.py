@@ -1,6 +1,8 @@
-"""What was measured, told: findings between floor and ceiling, tables, the gallery, leakage against batch size and training, and a verdict.
+"""What was measured, told: findings between floor and ceiling, tables, the gallery, leakage against
+batch size and training, and a verdict.
 
-Leaked is told as PSNR in dB: of the mean image (floor), of the attack under this combination (value), of the same attack without a defence (ceiling).
+Leaked is told as PSNR in dB: of the mean image (floor), of the attack under this combination
+(value), of the same attack without a defence (ceiling).
 """
 
 from __future__ import annotations
@@ -21,18 +23,32 @@ GUESS, SURE = 0.55, 0.9  # AUC of membership: as good as a guess; told
 SEEN = 20.0  # dB from which a picture is recognised
 HIDES = ("hidden", "in part", "given away")
 ADVICE = (
-    "What came nearest at no cost in accuracy where we measured it: sums over at least 128 images and no single update (secure aggregation, "
-    "clients=128), with freeze=embedding,first. Sending biases and gains alone (freeze=matrices) or private hides more, and costs accuracy."
+    "What came nearest at no cost in accuracy where we measured it: sums over at least 128 "
+    "images and no single update (secure aggregation, "
+    "clients=128), with freeze=embedding,first. Sending biases and gains alone "
+    "(freeze=matrices) or private hides more, and costs accuracy."
 )
 LAST = "These are the attacks that were tried. What they do not get, a better one may."
 
 
-def results(title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()) -> Results:
+def results(
+    title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
+) -> Results:
     findings = tuple(f for case in cases for f in findings_of(case, attacks))
-    tables = tuple(t for case in cases for t in (glance(case), table_of(case, attacks), details_of(case, attacks)))
+    tables = tuple(
+        t
+        for case in cases
+        for t in (glance(case), table_of(case, attacks), details_of(case, attacks))
+    )
     figures = tuple(f for case in cases for f in (*gallery(case), *curves(case)))
     verdict = [*(line for case in cases for line in verdict_of(case, attacks)), LAST]
-    why = [f"{row.combination}, {name}: {text}" for case in cases for row in case.rows for name, text in row.why.items() if name != "mask"]
+    why = [
+        f"{row.combination}, {name}: {text}"
+        for case in cases
+        for row in case.rows
+        for name, text in row.why.items()
+        if name != "mask"
+    ]
     return Results(title, findings, tables, figures, {"verdict": verdict}, (*unchecked, *why))
 
 
@@ -43,7 +59,10 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
         for name, got in row.images.items():
             values = got.original[LEAK]
             ceiling = plain.images[name].value() if name in plain.images else plain.best()[1]
-            told = f"of one image at most {max(values):.1f} dB; SSIM {got.value('SSIM'):.2f}; {got.seconds:.1f} s for an update"
+            told = (
+                f"of one image at most {max(values):.1f} dB; SSIM {got.value('SSIM'):.2f}; "
+                f"{got.seconds:.1f} s for an update"
+            )
             statement = f'Under "{row.combination}", {titles[name]} gives this much of the images.'
             spread = statistics.stdev(values) if len(values) > 1 else None
             out.append(
@@ -61,7 +80,9 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                 )
             )
         if row.patches:
-            statement = f'Under "{row.combination}", it can be told whether a patch was in the batch.'
+            statement = (
+                f'Under "{row.combination}", it can be told whether a patch was in the batch.'
+            )
             low = f"of one update at most {max(row.patches):.3f}"
             out.append(
                 Finding(
@@ -85,27 +106,75 @@ def glance(case: Case) -> Table:
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
         best, low, told = row.best()[1], _low(case, row), average(row.patches)
-        images = "not tried" if best is None else HIDES[0] if best <= low + NEAR else HIDES[1] if best < max(SEEN, low + SOME) else HIDES[2]
-        patches = "not tried" if told is None else HIDES[0] if told <= GUESS else "unclear" if may_be_chance(row) else HIDES[2 if told >= SURE else 1]
+        images = (
+            "not tried"
+            if best is None
+            else HIDES[0]
+            if best <= low + NEAR
+            else HIDES[1]
+            if best < max(SEEN, low + SOME)
+            else HIDES[2]
+        )
+        patches = (
+            "not tried"
+            if told is None
+            else HIDES[0]
+            if told <= GUESS
+            else "unclear"
+            if may_be_chance(row)
+            else HIDES[2 if told >= SURE else 1]
+        )
         share = average(row.labels)
         labels = "not tried" if share is None else f"{share:.0%} told"
-        rows.append((row.combination, images, patches, *([labels] if has_labels else []), row.samples))
-    heads = ("defences", "images", "patches", *(["labels"] if has_labels else []), "images in an update")
-    note = (
-        f"Images: hidden is within {NEAR} dB of the mean image, given away {SEEN:.0f} dB and more, where a picture is recognised. Patches: whether "
+        rows.append(
+            (row.combination, images, patches, *([labels] if has_labels else []), row.samples)
+        )
+    heads = (
+        "defences",
+        "images",
+        "patches",
+        *(["labels"] if has_labels else []),
+        "images in an update",
     )
-    note += f"one was in the batch; hidden is an AUC of at most {GUESS}, given away of {SURE} and more, unclear where "
+    note = (
+        f"Images: hidden is within {NEAR} dB of the mean image, given away {SEEN:.0f} dB and "
+        "more, where a picture is recognised. Patches: whether "
+    )
+    note += (
+        f"one was in the batch; hidden is an AUC of at most {GUESS}, given away of {SURE} "
+        "and more, unclear where "
+    )
     note += "so few updates may do so by chance. By the best attack that was tried."
     return Table(f"Which defence hides what: {case.name}", heads, tuple(rows), note)
 
 
 def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
     """The numbers: the best attack on images, each attack's PSNR, patches told, mask and labels."""
-    used = [a for a in attacks if a.kind == "images" and any(a.name in row.images for row in case.rows)]
-    has = {what: any(getattr(row, what) for row in case.rows) for what in ("patches", "mask", "labels")}
-    private, tested = any(row.epsilon is not None for row in case.rows), any(row.accuracy is not None for row in case.rows)
-    heads = ["defences", *(["accuracy"] if tested else []), "images", "best PSNR", "worst", "SSIM", "told apart", *(a.title for a in used)]
-    heads += [name for what, name in (("patches", "patches (AUC)"), ("mask", "mask"), ("labels", "labels")) if has[what]]
+    used = [
+        a for a in attacks if a.kind == "images" and any(a.name in row.images for row in case.rows)
+    ]
+    has = {
+        what: any(getattr(row, what) for row in case.rows) for what in ("patches", "mask", "labels")
+    }
+    private, tested = (
+        any(row.epsilon is not None for row in case.rows),
+        any(row.accuracy is not None for row in case.rows),
+    )
+    heads = [
+        "defences",
+        *(["accuracy"] if tested else []),
+        "images",
+        "best PSNR",
+        "worst",
+        "SSIM",
+        "told apart",
+        *(a.title for a in used),
+    ]
+    heads += [
+        name
+        for what, name in (("patches", "patches (AUC)"), ("mask", "mask"), ("labels", "labels"))
+        if has[what]
+    ]
     heads += ["epsilon"] if private else []
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
@@ -113,42 +182,101 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
         got = row.images.get(name)
         read = got is not None and (got.value(read=True) or 0) > (got.value() or 0)
         scores = None if got is None else got.read if read else got.original
-        told: list[Any] = [row.combination, *([row.accuracy] if tested else []), row.samples, best, None if scores is None else worst(scores, LEAK)]
+        told: list[Any] = [
+            row.combination,
+            *([row.accuracy] if tested else []),
+            row.samples,
+            best,
+            None if scores is None else worst(scores, LEAK),
+        ]
         told += [None if scores is None else mean(scores, m) for m in ("SSIM", "identified")]
         told += [row.images[a.name].value() if a.name in row.images else None for a in used]
         told += [average(getattr(row, what)) for what in has if has[what]]
-        rows.append(tuple(round(v, 3) if isinstance(v, float) else v for v in [*told, *([row.epsilon] if private else [])]))
-    free: list[Any] = ["floor: the mean image", *([None] if tested else []), None, case.floor(), worst(case.floors["the mean image"], LEAK)]
+        rows.append(
+            tuple(
+                round(v, 3) if isinstance(v, float) else v
+                for v in [*told, *([row.epsilon] if private else [])]
+            )
+        )
+    free: list[Any] = [
+        "floor: the mean image",
+        *([None] if tested else []),
+        None,
+        case.floor(),
+        worst(case.floors["the mean image"], LEAK),
+    ]
     others = case.floors.get(OTHERS, case.floors["the mean image"])
-    free += [mean(case.floors["the mean image"], "SSIM"), mean(others, "identified"), *(case.floor() for _ in used)]
+    free += [
+        mean(case.floors["the mean image"], "SSIM"),
+        mean(others, "identified"),
+        *(case.floor() for _ in used),
+    ]
     free += [{"patches": 0.5}.get(what) for what in has if has[what]] + ([None] if private else [])
     rows.append(tuple(round(v, 3) if isinstance(v, float) else v for v in free))
-    note = "PSNR in dB, of pixels in 0..1, mean over the images; worst is of the image that leaked most. Best PSNR, worst, SSIM and told apart are "
-    note += "against the images as they were or as a puzzle left them, whichever is nearer; each attack's own column is against the images as they "
-    note += "were. Images: how many one update was made of. An empty field: the attack had nothing to work with."
+    note = (
+        "PSNR in dB, of pixels in 0..1, mean over the images; worst is of the image that "
+        "leaked most. Best PSNR, worst, SSIM and told apart are "
+    )
+    note += (
+        "against the images as they were or as a puzzle left them, whichever is nearer; "
+        "each attack's own column is against the images as they "
+    )
+    note += (
+        "were. Images: how many one update was made of. An empty field: the attack had "
+        "nothing to work with."
+    )
     if OTHERS in case.floors:
-        note += " Which image of an update is which nobody says: the best naming counts, and the floor of told apart is that of other images."
+        note += (
+            " Which image of an update is which nobody says: the best naming counts, and "
+            "the floor of told apart is that of other images."
+        )
     return Table(f"What updates give away: {case.name}", tuple(heads), tuple(rows), note)
 
 
 def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
     """Every metric, against the original and against what the model read."""
     metrics = [m.name for m in METRICS if m.name in case.floors["the mean image"]]
-    heads = ("defences", "attack", "against", *metrics, *(f"worst {m}" for m in metrics if m != "identified"), "rank", "of", "condition", "seconds")
+    heads = (
+        "defences",
+        "attack",
+        "against",
+        *metrics,
+        *(f"worst {m}" for m in metrics if m != "identified"),
+        "rank",
+        "of",
+        "condition",
+        "seconds",
+    )
     rows: list[tuple[Any, ...]] = []
     titles = {a.name: a.title for a in attacks}
     for row in case.rows:
         for name, got in row.images.items():
-            sides = [("the original", got.original)] + ([("what was read", got.read)] if got.read is not got.original else [])
+            sides = [("the original", got.original)] + (
+                [("what was read", got.read)] if got.read is not got.original else []
+            )
             facts = got.facts[0] if got.facts else {}
             for against, scores in sides:
-                values = [*(mean(scores, m) for m in metrics), *(worst(scores, m) for m in metrics if m != "identified")]
-                about = [facts.get("rank"), facts.get("unknowns"), facts.get("condition"), round(got.seconds, 2)]
+                values = [
+                    *(mean(scores, m) for m in metrics),
+                    *(worst(scores, m) for m in metrics if m != "identified"),
+                ]
+                about = [
+                    facts.get("rank"),
+                    facts.get("unknowns"),
+                    facts.get("condition"),
+                    round(got.seconds, 2),
+                ]
                 rows.append((row.combination, titles[name], against, *values, *about))
     floor = case.floors["the mean image"]
-    values = [*(mean(floor, m) for m in metrics), *(worst(floor, m) for m in metrics if m != "identified")]
+    values = [
+        *(mean(floor, m) for m in metrics),
+        *(worst(floor, m) for m in metrics if m != "identified"),
+    ]
     rows.append(("floor", "the mean image", "the original", *values, None, None, None, None))
-    note = "FFT2D is 1 less the cosine of the Fourier transforms, which equals that of the pixels (Parseval). Rank, of as many unknown patches, and "
+    note = (
+        "FFT2D is 1 less the cosine of the Fourier transforms, which equals that of the "
+        "pixels (Parseval). Rank, of as many unknown patches, and "
+    )
     note += "condition number of the least squares, of the first update."
     return Table(f"Every metric: {case.name}", heads, tuple(rows), note)
 
@@ -162,21 +290,46 @@ def gallery(case: Case) -> list[Figure]:
         name, best = row.best()
         got = row.images.get(name)
         if row.read is not None:
-            rows.append({"label": f"{row.combination}: what the model read", "images": pictures_of(row.read)})
+            rows.append(
+                {
+                    "label": f"{row.combination}: what the model read",
+                    "images": pictures_of(row.read),
+                }
+            )
         if got is not None and got.images is not None:
-            rows.append({"label": f"{row.combination}: {best:.0f} dB ({name})", "images": pictures_of(got.images)})
-    caption = f"The best attack under each combination. The mean image has {case.floor():.1f} dB; from about 20 dB on a picture is recognised."
-    return [Figure(f"{case.name}: what the server sees", "images", {"columns": [], "rows": rows}, caption)]
+            rows.append(
+                {
+                    "label": f"{row.combination}: {best:.0f} dB ({name})",
+                    "images": pictures_of(got.images),
+                }
+            )
+    caption = (
+        f"The best attack under each combination. The mean image has {case.floor():.1f} "
+        "dB; from about 20 dB on a picture is recognised."
+    )
+    return [
+        Figure(
+            f"{case.name}: what the server sees", "images", {"columns": [], "rows": rows}, caption
+        )
+    ]
 
 
 def curves(case: Case) -> list[Figure]:
     out = []
     if case.batches:
         sizes = sorted(case.batches)
-        y: dict[str, Any] = {"the best attack": [case.batches[b].best()[1] for b in sizes], "the mean image": [case.floor()] * len(sizes)}
+        y: dict[str, Any] = {
+            "the best attack": [case.batches[b].best()[1] for b in sizes],
+            "the mean image": [case.floor()] * len(sizes),
+        }
         data = {"x": sizes, "y": y, "xlabel": "images in an update", "ylabel": "PSNR"}
         out.append(
-            Figure(f"{case.name}: leakage against batch size", "lines", data, "Without a defence. In the mean over the images of all updates.")
+            Figure(
+                f"{case.name}: leakage against batch size",
+                "lines",
+                data,
+                "Without a defence. In the mean over the images of all updates.",
+            )
         )
         told = {
             name: [average(getattr(case.batches[b], what)) for b in sizes]
@@ -184,16 +337,31 @@ def curves(case: Case) -> list[Figure]:
         }
         told = {name: values for name, values in told.items() if all(v is not None for v in values)}
         if told:
-            out.append(Figure(f"{case.name}: patches and labels against batch size", "lines", {**data, "y": told, "ylabel": "AUC, share"}))
+            out.append(
+                Figure(
+                    f"{case.name}: patches and labels against batch size",
+                    "lines",
+                    {**data, "y": told, "ylabel": "AUC, share"},
+                )
+            )
     if case.stages:
         names = list(case.stages)
         by = {row.combination: [row.best()[1]] for row in case.rows}
         for rows in case.stages.values():
             for row in rows:
                 by[row.combination].append(row.best()[1])
-        lines = {c: [None if v is None else v for v in values] for c, values in by.items() if any(v is not None for v in values)}
+        lines = {
+            c: [None if v is None else v for v in values]
+            for c, values in by.items()
+            if any(v is not None for v in values)
+        }
         caption = f"0 is the model as it was given; then: {', '.join(names)}."
-        data = {"x": list(range(len(names) + 1)), "y": lines, "xlabel": "stage of training", "ylabel": "PSNR of the best attack"}
+        data = {
+            "x": list(range(len(names) + 1)),
+            "y": lines,
+            "xlabel": "stage of training",
+            "ylabel": "PSNR of the best attack",
+        }
         out.append(Figure(f"{case.name}: leakage against training", "lines", data, caption))
     return out
 
@@ -206,46 +374,90 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
     if top is None:
         out.append(f"{case.name}: no attack on images could try an undefended update.")
     elif top > floor + SOME:
-        out.append(f"{case.name}: an undefended update gives its images to {top:.0f} dB ({_titled(name, attacks)}; the mean image has {floor:.0f}).")
+        out.append(
+            f"{case.name}: an undefended update gives its images to {top:.0f} dB "
+            f"({_titled(name, attacks)}; the mean image has {floor:.0f})."
+        )
     else:
         out.append(
-            f"{case.name}: of an undefended update (images: {plain.samples}) the best attack gets {top:.1f} dB; the mean image has {floor:.1f}."
+            f"{case.name}: of an undefended update (images: {plain.samples}) the best attack "
+            f"gets {top:.1f} dB; the mean image has {floor:.1f}."
         )
-    hidden = [row for row in case.rows if row.combination != NONE and is_hidden(row, _low(case, row))]
+    hidden = [
+        row for row in case.rows if row.combination != NONE and is_hidden(row, _low(case, row))
+    ]
     tried = [row for row in case.rows if row.combination != NONE and row.images]
-    images_only = [row for row in tried if row not in hidden and (row.best()[1] or 0) <= _low(case, row) + NEAR]
-    useless = [row for row in case.rows if row.combination != NONE and top is not None and top > floor + NEAR and (row.best()[1] or 0) >= top - 1]
+    images_only = [
+        row for row in tried if row not in hidden and (row.best()[1] or 0) <= _low(case, row) + NEAR
+    ]
+    useless = [
+        row
+        for row in case.rows
+        if row.combination != NONE
+        and top is not None
+        and top > floor + NEAR
+        and (row.best()[1] or 0) >= top - 1
+    ]
     if useless:
         out.append(f"Buys nothing against images: {', '.join(r.combination for r in useless)}.")
     for row in case.rows:
-        if row.combination != NONE and row not in useless and (row.best()[1] or 0) > _low(case, row) + NEAR:
+        if (
+            row.combination != NONE
+            and row not in useless
+            and (row.best()[1] or 0) > _low(case, row) + NEAR
+        ):
             gained = (row.best()[1] or 0) - _low(case, row)
-            out.append(f"{row.combination}: leaves {row.best()[1]:.1f} dB ({_titled(row.best()[0], attacks)}), {gained:.1f} above the mean image.")
+            out.append(
+                f"{row.combination}: leaves {row.best()[1]:.1f} dB "
+                f"({_titled(row.best()[0], attacks)}), {gained:.1f} above the mean image."
+            )
     if images_only:
         still = ", ".join(
-            f"{r.combination} (AUC {average(r.patches) or 0.5:.2f}{', maybe by chance' if may_be_chance(r) else ''})" for r in images_only
+            f"{r.combination} (AUC "
+            f"{average(r.patches) or 0.5:.2f}{', maybe by chance' if may_be_chance(r) else ''})"
+            for r in images_only
         )
         out.append(f"Images are at the floor, patches can still be told: {still}.")
     if hidden:
-        out.append(f"Within {NEAR} dB and AUC {GUESS} of the floor: {', '.join(r.combination for r in hidden)}.")
+        out.append(
+            f"Within {NEAR} dB and AUC {GUESS} of the floor: "
+            f"{', '.join(r.combination for r in hidden)}."
+        )
     elif len(case.rows) > 1:
-        out.append(f"No combination that was tried is within {NEAR} dB and AUC {GUESS} of the floor. {ADVICE}")
+        out.append(
+            f"No combination that was tried is within {NEAR} dB and AUC {GUESS} of the floor. "
+            f"{ADVICE}"
+        )
     untried = [row for row in case.rows if not row.images and row.combination != NONE]
     if untried:
-        told = ", ".join(r.combination + (f" (patches: AUC {average(r.patches):.2f})" if r.patches else "") for r in untried)
-        out.append(f"No attack on images that was chosen has anything to work with: {told}. A descent might (--attacks inverting).")
+        told = ", ".join(
+            r.combination + (f" (patches: AUC {average(r.patches):.2f})" if r.patches else "")
+            for r in untried
+        )
+        out.append(
+            f"No attack on images that was chosen has anything to work with: {told}. A descent "
+            "might (--attacks inverting)."
+        )
     leaked = [r for r in case.rows if r.mask]
     if leaked:
-        out.append(f"MJP's mask is read off the update: {', '.join(f'{r.combination} {average(r.mask):.0%}' for r in leaked)}.")
+        out.append(
+            "MJP's mask is read off the update: "
+            f"{', '.join(f'{r.combination} {average(r.mask):.0%}' for r in leaked)}."
+        )
     labels = [r for r in case.rows if r.labels]
     if labels:
         shares = [average(r.labels) or 0.0 for r in labels]
-        many = f"{min(shares):.0%}" if round(min(shares), 2) == round(max(shares), 2) else f"{min(shares):.0%} to {max(shares):.0%}"
+        many = (
+            f"{min(shares):.0%}"
+            if round(min(shares), 2) == round(max(shares), 2)
+            else f"{min(shares):.0%} to {max(shares):.0%}"
+        )
         out.append(f"Labels are told by the head's gradient: {many} of them.")
     for row in case.rows:
         if row.epsilon is not None:
             out.append(
-                f"{row.combination}: epsilon {row.epsilon:.2f} for one update, at delta 1e-5; every further update of the same sample adds to it."
+                f"{row.combination}: epsilon {row.epsilon:.2f} for one update, at delta 1e-5; "
+                "every further update of the same sample adds to it."
             )
     return out
 
@@ -256,7 +468,9 @@ def _low(case: Case, row: Row) -> float:
 
 
 def may_be_chance(row: Row) -> bool:
-    """Could an AUC above a guess be one? Where the lower end of its 95 % interval over updates is below."""
+    """Could an AUC above a guess be one? Where the lower end of its 95 % interval over updates is
+    below.
+    """
     from scipy.stats import t
 
     count = len(row.patches)
@@ -268,7 +482,11 @@ def may_be_chance(row: Row) -> bool:
 
 def is_hidden(row: Row, floor: float) -> bool:
     """Is everything that was tried as good as a guess?"""
-    return bool(row.images) and (row.best()[1] or 0.0) <= floor + NEAR and (average(row.patches) or 0.5) <= GUESS
+    return (
+        bool(row.images)
+        and (row.best()[1] or 0.0) <= floor + NEAR
+        and (average(row.patches) or 0.5) <= GUESS
+    )
 
 
 def _titled(name: str, attacks: Sequence[Attack]) -> str:

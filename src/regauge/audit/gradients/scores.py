@@ -1,4 +1,6 @@
-"""How near attacks on updates came: against the images as they were, and against what the model read of them, which a puzzle may have shuffled."""
+"""How near attacks on updates came: against the images as they were, and against what the model
+read of them, which a puzzle may have shuffled.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ LEAK = "PSNR"
 
 @dataclass(frozen=True, eq=False)
 class Scored:
-    """What one attack got of all updates: scores of each image against the original and against what was read, images for a gallery, seconds, and
-    what the attack says of how it stood (rank, condition) for each update."""
+    """What one attack got of all updates: scores of each image against the original and against
+    what was read, images for a gallery, seconds, and what the attack says of how it stood (rank,
+    condition) for each update.
+    """
 
     attack: str
     original: Scores
@@ -37,8 +41,10 @@ class Scored:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One combination: what each attack on images got, the AUC of patches that were asked about, the share of the mask and of the labels that were
-    told (one number for each update), the epsilon if there is one, and why attacks could not try."""
+    """One combination: what each attack on images got, the AUC of patches that were asked about,
+    the share of the mask and of the labels that were told (one number for each update), the epsilon
+    if there is one, and why attacks could not try.
+    """
 
     combination: str
     images: Mapping[str, Scored]
@@ -48,13 +54,20 @@ class Row:
     epsilon: float | None = None
     samples: int = 1
     why: Mapping[str, str] = field(default_factory=dict)
-    read: Tensor | None = None  # of a gallery: the images as the model read them, where a puzzle was put to them
+    read: Tensor | None = (
+        None  # of a gallery: the images as the model read them, where a puzzle was put to them
+    )
     accuracy: float | None = None
     floor: float | None = None  # what the mean image has of the images that were attacked here
 
     def best(self, metric: str = LEAK) -> tuple[str, float | None]:
-        """The attack that gets most of the images as they were or as they were read, and what it gets."""
-        found = {name: max(s.value(metric) or 0.0, s.value(metric, read=True) or 0.0) for name, s in self.images.items()}
+        """The attack that gets most of the images as they were or as they were read, and what it
+        gets.
+        """
+        found = {
+            name: max(s.value(metric) or 0.0, s.value(metric, read=True) or 0.0)
+            for name, s in self.images.items()
+        }
         if not found:
             return "", None
         name = max(found, key=lambda n: found[n])
@@ -63,8 +76,10 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """All rows of one model on one data set, what costs nothing, and the true images of the gallery. `batches` and `stages` are further rows, by the
-    size of the batch and by how far the model was trained, for the curves."""
+    """All rows of one model on one data set, what costs nothing, and the true images of the
+    gallery. `batches` and `stages` are further rows, by the size of the batch and by how far the
+    model was trained, for the curves.
+    """
 
     name: str
     rows: tuple[Row, ...]

@@ -1,4 +1,6 @@
-"""The audit of texts: updates of language models and classifiers of texts, attacked, and scored word by word."""
+"""The audit of texts: updates of language models and classifiers of texts, attacked, and scored
+word by word.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ Tell = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, eq=False)
 class TextCase:
-    """A model of texts and its data. `own` are other texts, whose words in the same places are what a guess gets."""
+    """A model of texts and its data. `own` are other texts, whose words in the same places are what
+    a guess gets.
+    """
 
     model: torch.nn.Module
     victims: Examples
@@ -56,7 +60,12 @@ class TextAttack:
 ATTACKS: tuple[TextAttack, ...] = (
     TextAttack("search", "exact search", Threat(batch=True, length=True), exact_search),
     TextAttack("tables", "words in their places", Threat(batch=True), words_in_places),
-    TextAttack("words", "words by zero rows", Threat(), lambda view: [token_membership(view).nonzero()[:, 0]]),
+    TextAttack(
+        "words",
+        "words by zero rows",
+        Threat(),
+        lambda view: [token_membership(view).nonzero()[:, 0]],
+    ),
     TextAttack("tag", "TAG", Threat(batch=True, length=True), tag, True),
 )
 
@@ -80,15 +89,19 @@ def audit_texts(
     most: float | None = None,
     progress: Tell | None = None,
 ) -> Results:
-    """What updates give away of texts, under each combination ("none" is the ceiling, and always there). `most`: findings on defended updates fail
-    where an attack gets more than this share of the way from its floor to its ceiling."""
+    """What updates give away of texts, under each combination ("none" is the ceiling, and always
+    there). `most`: findings on defended updates fail where an attack gets more than this share of
+    the way from its floor to its ceiling.
+    """
     text_layers(case.model)
     combinations = list(dict.fromkeys((NONE, *combinations)))
     for c in combinations:
         plan = plan_of(c, case.batch, case.steps, case.rate)
         if plan.samples * plan.clients > len(case.victims):
             raise LeakageError(
-                f'one update under "{c}" takes {plan.samples * plan.clients} texts, and there are {len(case.victims)}', hint="give more data"
+                f'one update under "{c}" takes {plan.samples * plan.clients} texts, and there '
+                f"are {len(case.victims)}",
+                hint="give more data",
             )
     rows = []
     for i, c in enumerate(combinations):
@@ -98,10 +111,17 @@ def audit_texts(
     if progress:
         progress(len(combinations), len(combinations), "")
     found = _told(case, rows, _floor(case), attacks)
-    return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings))
+    return replace(
+        found,
+        findings=tuple(
+            f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings
+        ),
+    )
 
 
-def _row(case: TextCase, combination: str, attacks: Sequence[TextAttack], optimised: int) -> TextRow:
+def _row(
+    case: TextCase, combination: str, attacks: Sequence[TextAttack], optimised: int
+) -> TextRow:
     plan = plan_of(combination, case.batch, case.steps, case.rate)
     there, size = prepared(case.model, plan), plan.samples * plan.clients
     scores: dict[str, dict[str, list[float]]] = {}
@@ -110,7 +130,9 @@ def _row(case: TextCase, combination: str, attacks: Sequence[TextAttack], optimi
     seconds: dict[str, float] = {}
     for n in range(max(1, min(case.updates, len(case.victims) // size))):
         inputs, answers = case.victims.batch(np.arange(n * size, (n + 1) * size))
-        update, truth = contribute(there, plan, case.victims, on(there, inputs), answers, case.seed * 1000 + n)
+        update, truth = contribute(
+            there, plan, case.victims, on(there, inputs), answers, case.seed * 1000 + n
+        )
         for attack in attacks:
             if attack.is_slow and n >= optimised:
                 continue
@@ -126,17 +148,31 @@ def _row(case: TextCase, combination: str, attacks: Sequence[TextAttack], optimi
                 scores.setdefault(attack.name, {}).setdefault(m, []).extend(values)
         if not case.victims.causal and not case.victims.tokens:
             try:
-                labels.append(told_labels(label_counts(view_of(there, plan, update, truth, Threat(batch=True)), case.victims.classes), truth.labels))
+                labels.append(
+                    told_labels(
+                        label_counts(
+                            view_of(there, plan, update, truth, Threat(batch=True)),
+                            case.victims.classes,
+                        ),
+                        truth.labels,
+                    )
+                )
             except UpdateError as error:
                 why["labels"] = str(error)
     return TextRow(combination, size, scores, labels, why, seconds)
 
 
 def words_of(truth: Truth, causal: bool) -> list[list[int]]:
-    """The texts as layers read them: without padding; of a causal model without the last word, which is a label."""
+    """The texts as layers read them: without padding; of a causal model without the last word,
+    which is a label.
+    """
     ids = truth.read["input_ids"].cpu()
     mask = truth.read.get("attention_mask")
-    rows = [row.tolist() for row in ids] if mask is None else [row[m.bool()].tolist() for row, m in zip(ids, mask.cpu(), strict=True)]
+    rows = (
+        [row.tolist() for row in ids]
+        if mask is None
+        else [row[m.bool()].tolist() for row, m in zip(ids, mask.cpu(), strict=True)]
+    )
     return [row[:-1] if causal else row for row in rows]
 
 
@@ -153,21 +189,36 @@ def _floor(case: TextCase) -> dict[str, list[float]]:
     return out
 
 
-def _told(case: TextCase, rows: Sequence[TextRow], floor: Mapping[str, list[float]], attacks: Sequence[TextAttack]) -> Results:
+def _told(
+    case: TextCase,
+    rows: Sequence[TextRow],
+    floor: Mapping[str, list[float]],
+    attacks: Sequence[TextAttack],
+) -> Results:
     titles = {a.name: a.title for a in attacks}
 
     def line(scores: Mapping[str, list[float]]) -> list[float]:
-        return [round(statistics.fmean(scores[m]), 3) for m in MEASURES] + [round(max(scores["ROUGE-L"]), 3)]
+        return [round(statistics.fmean(scores[m]), 3) for m in MEASURES] + [
+            round(max(scores["ROUGE-L"]), 3)
+        ]
 
     table = []
     for row in rows:
         for name, scores in row.scores.items():
             told = None if not row.labels else round(statistics.fmean(row.labels), 3)
-            table.append((row.combination, row.texts, titles[name], *line(scores), told, row.seconds[name]))
+            table.append(
+                (row.combination, row.texts, titles[name], *line(scores), told, row.seconds[name])
+            )
     table.append(("floor: another text", None, "", *line(floor), None, None))
     heads = ("defences", "texts", "attack", *MEASURES, "worst ROUGE-L", "labels", "seconds")
-    note = "Shares of each text, in the mean over texts: words as a bag, words in their places, ROUGE on tokens (F1), texts that are exactly right. "
-    note += "Texts: how many one update was made of. Words by zero rows gives a bag: its order is the vocabulary's."
+    note = (
+        "Shares of each text, in the mean over texts: words as a bag, words in their places, "
+        "ROUGE on tokens (F1), texts that are exactly right. "
+    )
+    note += (
+        "Texts: how many one update was made of. Words by zero rows gives a bag: its order "
+        "is the vocabulary's."
+    )
     plain = rows[0]
     findings = [
         Finding(
@@ -187,14 +238,24 @@ def _told(case: TextCase, rows: Sequence[TextRow], floor: Mapping[str, list[floa
     verdict = [_verdict(row, floor, titles) for row in rows] + [LAST]
     why = [f"{row.combination}, {name}: {text}" for row in rows for name, text in row.why.items()]
     return Results(
-        "What updates give away", tuple(findings), (Table(f"Texts: {case.name}", heads, tuple(table), note),), (), {"verdict": verdict}, tuple(why)
+        "What updates give away",
+        tuple(findings),
+        (Table(f"Texts: {case.name}", heads, tuple(table), note),),
+        (),
+        {"verdict": verdict},
+        tuple(why),
     )
 
 
 def _verdict(row: TextRow, floor: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     name = max(row.scores, key=lambda n: statistics.fmean(row.scores[n]["ROUGE-L"]))
     got = row.scores[name]
-    best, exact, low = (statistics.fmean(s) for s in (got["ROUGE-L"], got["exact"], floor["ROUGE-L"]))
+    best, exact, low = (
+        statistics.fmean(s) for s in (got["ROUGE-L"], got["exact"], floor["ROUGE-L"])
+    )
     bag = max(statistics.fmean(s["words"]) for s in row.scores.values())
-    told = f"ROUGE-L {best:.2f} by {titles[name]} (another text: {low:.2f}), {exact:.0%} of the texts exactly; {bag:.0%} of the words told"
+    told = (
+        f"ROUGE-L {best:.2f} by {titles[name]} (another text: {low:.2f}), {exact:.0%} of the "
+        f"texts exactly; {bag:.0%} of the words told"
+    )
     return f"{row.combination}: {told}."

@@ -12,7 +12,16 @@ import torch
 
 from regauge.attacks.membership import auc
 from regauge.attacks.updates import Rehearsal, SentUpdate
-from regauge.audit.gradients.attempts import ATTACKS, QUICK, Attack, Budget, attempt, chosen, fit_attack, fitting
+from regauge.audit.gradients.attempts import (
+    ATTACKS,
+    QUICK,
+    Attack,
+    Budget,
+    attempt,
+    chosen,
+    fit_attack,
+    fitting,
+)
 from regauge.audit.gradients.clients import Truth, shown
 from regauge.audit.gradients.engine import REHEARSALS, asked_of, shared_out
 from regauge.audit.gradients.scores import average, score, told_labels
@@ -36,7 +45,9 @@ OWN = 300  # of the server's test images: the attacker's
 
 @dataclass(eq=False)
 class Practice:
-    """Where a server practises: `make` gives so many updates of its own, from a seed. What attacks learned of a round is kept."""
+    """Where a server practises: `make` gives so many updates of its own, from a seed. What attacks
+    learned of a round is kept.
+    """
 
     make: Callable[[int, int], Iterator[Rehearsal]]
     first: tuple[Rehearsal, ...] = ()
@@ -51,16 +62,32 @@ class Practice:
         return fit_attack(self.lessons, attack, view, budget, lambda n: self.make(n, 700))
 
 
-def practising(model: torch.nn.Module, seen: RecordedUpdate, own: Examples, settings: Settings, clients: int = 1) -> Practice:
+def practising(
+    model: torch.nn.Module,
+    seen: RecordedUpdate,
+    own: Examples,
+    settings: Settings,
+    clients: int = 1,
+) -> Practice:
     """Practice for a round, by the first update that is seen of it."""
 
     def make(count: int, seed: int) -> Iterator[Rehearsal]:
-        return rehearsed(copy.deepcopy(model), seen, own, settings, count, settings.seed * 1000 + seed + seen.round, clients)
+        return rehearsed(
+            copy.deepcopy(model),
+            seen,
+            own,
+            settings,
+            count,
+            settings.seed * 1000 + seed + seen.round,
+            clients,
+        )
 
     return Practice(make)
 
 
-def audit_images(run: Recorded, names: Sequence[str] | None, budget: Budget, pictures: int, progress: Tell | None) -> Results:
+def audit_images(
+    run: Recorded, names: Sequence[str] | None, budget: Budget, pictures: int, progress: Tell | None
+) -> Results:
     attacks, unfit = fitting(chosen(names, ATTACKS, QUICK, "images"), run.test)
     units: Units = (run.task["mean"], run.task["std"])
     mine, apart = shared_out(run.test.only(np.arange(min(OWN, len(run.test)))))
@@ -72,19 +99,48 @@ def audit_images(run: Recorded, names: Sequence[str] | None, budget: Budget, pic
         seen = run.seen(n, clients)
         if n not in practice:
             practice[n] = practising(run.model, seen, mine, run.settings, len(clients))
-        row, true, best = attacked(run.model, seen, run.truth(n, clients), images, apart, units, attacks, budget, practice[n])
+        row, true, best = attacked(
+            run.model,
+            seen,
+            run.truth(n, clients),
+            images,
+            apart,
+            units,
+            attacks,
+            budget,
+            practice[n],
+        )
         rows.append({**row, "round": n, "client": clients[0]})
         if best is not None and pictures and (n, clients) in (run.todo[0], run.todo[-1]):
-            lists = ((f"round {n + 1}, client {clients[0]}: the client's", true), ("what the server makes of the update", best))
-            gallery += [{"label": label, "images": [_picture(x) for x in some[:pictures]]} for label, some in lists]
+            lists = (
+                (f"round {n + 1}, client {clients[0]}: the client's", true),
+                ("what the server makes of the update", best),
+            )
+            gallery += [
+                {"label": label, "images": [_picture(x) for x in some[:pictures]]}
+                for label, some in lists
+            ]
     figures = []
     if any("AUC" in row for row in rows):
         x = sorted({row["round"] for row in rows})
-        spans = [average([row["AUC"] for row in rows if row["round"] == n and "AUC" in row]) for n in x]
-        lines = {"x": [n + 1 for n in x], "y": {"the best attack": spans, "a guess": [0.5] * len(x)}, "xlabel": "round", "ylabel": "AUC"}
+        spans = [
+            average([row["AUC"] for row in rows if row["round"] == n and "AUC" in row]) for n in x
+        ]
+        lines = {
+            "x": [n + 1 for n in x],
+            "y": {"the best attack": spans, "a guess": [0.5] * len(x)},
+            "xlabel": "round",
+            "ylabel": "AUC",
+        }
         figures.append(Figure("Was this patch in the batch?", "lines", {**lines, "log": False}))
     if gallery:
-        figures.append(Figure("First and last", "images", {"columns": ["" for _ in gallery[0]["images"]], "rows": gallery}))
+        figures.append(
+            Figure(
+                "First and last",
+                "images",
+                {"columns": ["" for _ in gallery[0]["images"]], "rows": gallery},
+            )
+        )
     return replace(told(run, rows, IMAGES, attacks, figures), unchecked=tuple(unfit))
 
 
@@ -99,20 +155,32 @@ def attacked(
     budget: Budget,
     practice: Practice | None = None,
 ) -> tuple[Row, Tensor, Tensor | None]:
-    """One update under all attacks: what each got, the true images, and the best reconstruction. `images` are the attacker's own; patches of the
-    batch are told from those of images `apart`, which it has not."""
+    """One update under all attacks: what each got, the true images, and the best reconstruction.
+    `images` are the attacker's own; patches of the batch are told from those of images `apart`,
+    which it has not.
+    """
     load_state(model, seen.state)
     model.eval()
     true = denormalize(truth.original["pixel_values"].float(), *units).clamp(0, 1)
-    floor = score(denormalize(images, *units).clamp(0, 1).mean(0, keepdim=True).expand_as(true), true, None)
+    floor = score(
+        denormalize(images, *units).clamp(0, 1).mean(0, keepdim=True).expand_as(true), true, None
+    )
     row: Row = {"images": len(true), "steps": seen.steps, "floor": mean_of(floor, "PSNR")}
     best: Tensor | None = None
     for attack in attacks:
         try:
-            rehearsals = practice.rehearsals() if practice is not None and attack.learn is not None else ()
+            rehearsals = (
+                practice.rehearsals() if practice is not None and attack.learn is not None else ()
+            )
             view = shown(model, view_of(seen), truth, attack.threat, images, rehearsals)
-            learned = practice.lesson(attack, view, budget) if practice is not None and attack.learn is not None else None
-            asked, inside = asked_of(view, truth, apart, seen.round) if attack.kind == "patches" else (None, 0)
+            learned = (
+                practice.lesson(attack, view, budget)
+                if practice is not None and attack.learn is not None
+                else None
+            )
+            asked, inside = (
+                asked_of(view, truth, apart, seen.round) if attack.kind == "patches" else (None, 0)
+            )
             one = attempt(attack, view, budget, asked, learned)
         except UpdateError as error:
             row[f"why {attack.name}"] = str(error)
@@ -144,7 +212,11 @@ def _verdict(of: Callable[[str], float | None]) -> str:
         images = f"something of the images comes back ({leak:.1f} dB, the mean image {floor:.1f})"
     else:
         images = f"images do not come back ({leak:.1f} dB, the mean image {floor:.1f})"
-    patches = "" if spans is None else f"; patches can {'be told' if spans > 0.75 else 'hardly be told'} (AUC {spans:.2f})"
+    patches = (
+        ""
+        if spans is None
+        else f"; patches can {'be told' if spans > 0.75 else 'hardly be told'} (AUC {spans:.2f})"
+    )
     return images + patches + ("" if labels is None else f"; {labels:.0%} of the labels are told")
 
 

@@ -37,22 +37,38 @@ def audit_texts(run: Recorded, names: Sequence[str] | None, progress: Tell | Non
     return told(run, rows, TEXTS, attacks)
 
 
-def attacked(model: torch.nn.Module, seen: RecordedUpdate, truth: Truth, others: Examples, attacks: Sequence[TextAttack]) -> Row:
-    """One update under all attacks: what they got of the texts as they were (a puzzle is no excuse), next to other texts of the server's own."""
+def attacked(
+    model: torch.nn.Module,
+    seen: RecordedUpdate,
+    truth: Truth,
+    others: Examples,
+    attacks: Sequence[TextAttack],
+) -> Row:
+    """One update under all attacks: what they got of the texts as they were (a puzzle is no
+    excuse), next to other texts of the server's own.
+    """
     load_state(model, seen.state)
     model.eval()
     update = view_of(seen)
     there = plain(model)
     if there is not model:  # what a puzzle adds to the model is no part of its own layers
         update = type(update)(
-            {n.removeprefix("model."): t for n, t in update.tensors.items() if n != "unknown"}, update.kind, update.steps, update.rate
+            {n.removeprefix("model."): t for n, t in update.tensors.items() if n != "unknown"},
+            update.kind,
+            update.steps,
+            update.rate,
         )
     true = words_of(Truth(truth.original, truth.original, truth.labels), others.causal)
-    row: Row = {"texts": len(true), "floor": statistics.fmean(scores_of(_other(others, len(true)), true)["ROUGE-L"])}
+    row: Row = {
+        "texts": len(true),
+        "floor": statistics.fmean(scores_of(_other(others, len(true)), true)["ROUGE-L"]),
+    }
     length = max(len(t) for t in true) + others.causal
     for attack in attacks:
         threat = attack.threat
-        granted = Granted(batch=len(true) if threat.batch else None, length=length if threat.length else None)
+        granted = Granted(
+            batch=len(true) if threat.batch else None, length=length if threat.length else None
+        )
         try:
             with torch.random.fork_rng(devices=[]):
                 found = [t.tolist() for t in attack.run(SentUpdate(there, update, (), granted))]
@@ -67,14 +83,21 @@ def attacked(model: torch.nn.Module, seen: RecordedUpdate, truth: Truth, others:
         row["words"] = max(row.get("words", 0.0), _bag(found, true))
     if not others.causal and not others.tokens:
         try:
-            row["labels"] = told_labels(label_counts(SentUpdate(there, update, (), Granted(batch=len(true))), others.classes), truth.labels)
+            row["labels"] = told_labels(
+                label_counts(
+                    SentUpdate(there, update, (), Granted(batch=len(true))), others.classes
+                ),
+                truth.labels,
+            )
         except UpdateError as error:
             row["why labels"] = str(error)
     return row
 
 
 def _bag(found: Words, true: Words) -> float:
-    """Of the different words of all texts together, what is told: F1, so that naming the whole vocabulary is no answer."""
+    """Of the different words of all texts together, what is told: F1, so that naming the whole
+    vocabulary is no answer.
+    """
     a, b = ({w for text in texts for w in text} for texts in (found, true))
     return 2 * len(a & b) / max(1, len(a) + len(b))
 
@@ -86,11 +109,19 @@ def _other(others: Examples, count: int) -> Words:
 
 
 def _verdict(of: Callable[[str], float | None]) -> str:
-    leak, floor, bag, labels, exact = (of(name) for name in ("leak", "floor", "words", "labels", "exact"))
+    leak, floor, bag, labels, exact = (
+        of(name) for name in ("leak", "floor", "words", "labels", "exact")
+    )
     if leak is None or floor is None:
         texts = "none of the attacks on whole texts could try"
     else:
-        head = "texts come back" if leak >= PLAIN else "something of the texts comes back" if leak > floor + SOME else "texts do not come back"
+        head = (
+            "texts come back"
+            if leak >= PLAIN
+            else "something of the texts comes back"
+            if leak > floor + SOME
+            else "texts do not come back"
+        )
         texts = f"{head} (ROUGE-L {leak:.2f}, another text {floor:.2f}; {exact or 0.0:.0%} exactly)"
     words = "" if bag is None else f"; {bag:.0%} of the words are told"
     return texts + words + ("" if labels is None else f"; {labels:.0%} of the labels are told")

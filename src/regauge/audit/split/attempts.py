@@ -1,6 +1,8 @@
-"""The table of attacks on what a server sees: which view each is given, and what it makes of it. Adding one is a line.
+"""The table of attacks on what a server sees: which view each is given, and what it makes of it.
+Adding one is a line.
 
-An attack gets its view, a budget, and which defences there are (they are no secret). What is scored against the truth happens elsewhere (`scoring`).
+An attack gets its view, a budget, and which defences there are (they are no secret). What is scored
+against the truth happens elsewhere (`scoring`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,16 @@ from regauge.attacks.inversion import Inverted, decoder, in_order, probe, public
 from regauge.attacks.linear import ridge
 from regauge.attacks.served import averaged, regrouped
 from regauge.attacks.views import PairedImages, PublicPatches
-from regauge.audit.split.victims import NONE, Pair, batches_of, defences_of, is_shuffled, make_split_pair, on_images, unshuffled
+from regauge.audit.split.victims import (
+    NONE,
+    Pair,
+    batches_of,
+    defences_of,
+    is_shuffled,
+    make_split_pair,
+    on_images,
+    unshuffled,
+)
 from regauge.defences.split import BatchShuffle, Noise, PixelNoise, Private
 from regauge.jigsaw.layers import patch_embedding
 
@@ -26,7 +37,9 @@ PASSES = 20  # epochs over which a server averages noise away
 
 @dataclass(frozen=True)
 class Budget:
-    """How large an attacker's decoder is, and how long it is trained at most: it ends when its loss on held-out pairs has stopped falling."""
+    """How large an attacker's decoder is, and how long it is trained at most: it ends when its loss
+    on held-out pairs has stopped falling.
+    """
 
     hidden: int = 128
     depth: int = 2
@@ -36,7 +49,10 @@ class Budget:
     batch: int = 64
 
     def told(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("hidden", "depth", "epochs", "patience", "rate", "batch")}
+        return {
+            name: getattr(self, name)
+            for name in ("hidden", "depth", "epochs", "patience", "rate", "batch")
+        }
 
 
 @dataclass(frozen=True)
@@ -51,9 +67,11 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Views:
-    """What attackers of one victim have. `paired` are features as the client sends them, with those of the attacker's own images; `placed` the same,
-    with its own in order; `public` knows the embedding, and is None where it is not one of patches; `often` is what comes of many passes of the same
-    images, whose noise was drawn afresh: their mean, made when it is asked for."""
+    """What attackers of one victim have. `paired` are features as the client sends them, with those
+    of the attacker's own images; `placed` the same, with its own in order; `public` knows the
+    embedding, and is None where it is not one of patches; `often` is what comes of many passes of
+    the same images, whose noise was drawn afresh: their mean, made when it is asked for.
+    """
 
     paired: PairedImages
     placed: PairedImages
@@ -63,7 +81,9 @@ class Views:
 
 @dataclass(frozen=True)
 class Attack:
-    """`name` is its id, `title` how it is told, `about` what it does in a line; `view` which of the views it is given."""
+    """`name` is its id, `title` how it is told, `about` what it does in a line; `view` which of the
+    views it is given.
+    """
 
     name: str
     title: str
@@ -71,7 +91,9 @@ class Attack:
     view: Literal["paired", "placed", "public", "often"]
     run: Callable[[Any, Setting], Inverted]
     fits: Callable[[str], bool] = lambda combination: True
-    is_named: bool = True  # does it say which image is which? Where it does not, the best naming counts
+    is_named: bool = (
+        True  # does it say which image is which? Where it does not, the best naming counts
+    )
 
 
 def _ordered(view: PairedImages, setting: Setting) -> Inverted:
@@ -84,7 +106,12 @@ def _any_order(view: PairedImages, setting: Setting) -> Inverted:
 
 def _placed(view: PairedImages, setting: Setting) -> Inverted:
     found = probe(view, seed=setting.seed)
-    return decoder(replace(view, seen=in_order(view.seen, found)), in_order=True, seed=setting.seed, **setting.budget.told())
+    return decoder(
+        replace(view, seen=in_order(view.seen, found)),
+        in_order=True,
+        seed=setting.seed,
+        **setting.budget.told(),
+    )
 
 
 def _public(view: PublicPatches, setting: Setting) -> Inverted:
@@ -92,7 +119,9 @@ def _public(view: PublicPatches, setting: Setting) -> Inverted:
 
 
 def _least_squares(view: PairedImages, setting: Setting) -> Inverted:
-    return replace(ridge(view, shuffled=is_shuffled(setting.combination), seed=setting.seed), losses=())
+    return replace(
+        ridge(view, shuffled=is_shuffled(setting.combination), seed=setting.seed), losses=()
+    )
 
 
 def _sets(view: PairedImages, setting: Setting) -> Inverted:
@@ -102,9 +131,14 @@ def _sets(view: PairedImages, setting: Setting) -> Inverted:
 def _regrouped(view: PairedImages, setting: Setting) -> Inverted:
     """Batches put together again, as the server had them; then least squares."""
     parts = batches_of(view.seen, setting.batch)
-    flat = [part.flatten(0, 1)[regrouped(replace(view, seen=part), seed=setting.seed)] for part in parts]
+    flat = [
+        part.flatten(0, 1)[regrouped(replace(view, seen=part), seed=setting.seed)] for part in parts
+    ]
     skip = view.features.shape[1] - flat[0].shape[1]
-    found = ridge(PairedImages(torch.cat(flat), view.features[:, skip:], view.images, view.patch), seed=setting.seed)
+    found = ridge(
+        PairedImages(torch.cat(flat), view.features[:, skip:], view.images, view.patch),
+        seed=setting.seed,
+    )
     return replace(found, losses=())
 
 
@@ -114,31 +148,40 @@ def _mixes(combination: str) -> bool:
 
 def _is_drawn(combination: str) -> bool:
     """Is there noise that is another one in every pass, on tokens that can be found again?"""
-    return any(isinstance(d, Noise | PixelNoise | Private) for d in defences_of(combination)) and not _mixes(combination)
+    return any(
+        isinstance(d, Noise | PixelNoise | Private) for d in defences_of(combination)
+    ) and not _mixes(combination)
 
 
 ATTACKS: tuple[Attack, ...] = (
     Attack(
         "decoder",
         "the paper's decoder",
-        "a Transformer that was trained to draw images from features, on images of the attacker's own, each token at its place",
+        "a Transformer that was trained to draw images from features, on images of the "
+        "attacker's own, each token at its place",
         "paired",
         _ordered,
     ),
     Attack(
-        "any order", "any-order decoder", "the same, but each place of the image asks all tokens, in whatever order they come", "paired", _any_order
+        "any order",
+        "any-order decoder",
+        "the same, but each place of the image asks all tokens, in whatever order they come",
+        "paired",
+        _any_order,
     ),
     Attack(
         "public embedding",
         "public embedding",
-        "knows the client's embedding: inverts each token, and puts the patches in order by position and by their edges",
+        "knows the client's embedding: inverts each token, and puts the patches in order by "
+        "position and by their edges",
         "public",
         _public,
     ),
     Attack(
         "places",
         "places, then decoder",
-        "reads the place of each token off the token, puts them in order, and uses the paper's decoder",
+        "reads the place of each token off the token, puts them in order, and uses the paper's "
+        "decoder",
         "placed",
         _placed,
         is_shuffled,
@@ -146,7 +189,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "least squares",
         "least squares",
-        "the best affine map from features to images, in closed form; of shuffled tokens the places are read off first",
+        "the best affine map from features to images, in closed form; of shuffled tokens the "
+        "places are read off first",
         "placed",
         _least_squares,
         lambda combination: not _mixes(combination),
@@ -154,7 +198,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "sets",
         "least squares over sets",
-        "regression on means over a sample's tokens, which no order changes; its answer need not be affine",
+        "regression on means over a sample's tokens, which no order changes; its answer need "
+        "not be affine",
         "paired",
         _sets,
         is_shuffled,
@@ -162,7 +207,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "regrouped",
         "regrouped, least squares",
-        "puts the tokens of a shuffled batch together again, by place and by what goes together, then least squares",
+        "puts the tokens of a shuffled batch together again, by place and by what goes "
+        "together, then least squares",
         "placed",
         _regrouped,
         _mixes,
@@ -171,7 +217,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "averaged",
         f"{PASSES} passes averaged, least squares",
-        f"links the same images over {PASSES} passes, as epochs are, takes the mean of their noise away, then least squares",
+        f"links the same images over {PASSES} passes, as epochs are, takes the mean of their "
+        "noise away, then least squares",
         "often",
         _least_squares,
         _is_drawn,
@@ -202,32 +249,54 @@ def attempt(attack: Attack, views: Views, setting: Setting) -> Attempt | None:
     started = time.monotonic()
     with torch.random.fork_rng():
         found = attack.run(view() if callable(view) else view, setting)
-    return Attempt(attack.name, found.images.detach().float(), found.losses, found.floor, time.monotonic() - started)
+    return Attempt(
+        attack.name,
+        found.images.detach().float(),
+        found.losses,
+        found.floor,
+        time.monotonic() - started,
+    )
 
 
 def views_of(pair: Pair, own: Tensor, images: Tensor, batch: int, seed: int) -> Views:
-    """What an attacker has who sees these images' features, and has other images of its own and a client like this one."""
+    """What an attacker has who sees these images' features, and has other images of its own and a
+    client like this one.
+    """
     seen, features = pair.watch(images, batch, "seen"), pair.watch(own, batch, "own")
     patch = patch_of(pair.model, images)
     placed = features
-    again = [seen, *(pair.watch(images, batch, f"seen {n}") for n in range(1, PASSES))] if _is_drawn(pair.combination) else []
+    again = (
+        [seen, *(pair.watch(images, batch, f"seen {n}") for n in range(1, PASSES))]
+        if _is_drawn(pair.combination)
+        else []
+    )
     beside = pair
     if is_shuffled(pair.combination):
         pair.link.close()
         beside = make_split_pair(pair.model, unshuffled(pair.combination), seed=seed + 1)
         placed = beside.watch(own, batch, "own")
-    mine = [placed, *(beside.watch(own, batch, f"own {n}") for n in range(1, PASSES))] if again else []
+    mine = (
+        [placed, *(beside.watch(own, batch, f"own {n}") for n in range(1, PASSES))] if again else []
+    )
     if beside is not pair:
         beside.link.close()
 
     def often() -> PairedImages:
         draw = torch.Generator().manual_seed(seed)
-        mixed = [again[0], *(one[torch.randperm(len(one), generator=draw)] for one in again[1:])]  # epochs have orders of their own
+        mixed = [
+            again[0],
+            *(one[torch.randperm(len(one), generator=draw)] for one in again[1:]),
+        ]  # epochs have orders of their own
         mean = averaged(mixed, match=is_shuffled(pair.combination))
         return PairedImages(mean, averaged(mine, link=False, match=False), own, patch)
 
     public = _public_view(pair.model, seen, own, pair.combination, batch)
-    return Views(PairedImages(seen, features, own, patch), PairedImages(seen, placed, own, patch), public, often if again else None)
+    return Views(
+        PairedImages(seen, features, own, patch),
+        PairedImages(seen, placed, own, patch),
+        public,
+        often if again else None,
+    )
 
 
 def _patches(model: torch.nn.Module) -> torch.nn.Conv2d | None:
@@ -241,13 +310,24 @@ def patch_of(model: torch.nn.Module, images: Tensor) -> int:
     from regauge.audit.split.scores import LeakageError
 
     layer = _patches(model)
-    if layer is None or layer.kernel_size[0] != layer.kernel_size[1] or images.shape[-1] % int(layer.kernel_size[0]):
-        raise LeakageError(f"a {type(model).__name__} has no embedding of square patches", hint="the audit of images is for ViT, DeiT and the like")
+    if (
+        layer is None
+        or layer.kernel_size[0] != layer.kernel_size[1]
+        or images.shape[-1] % int(layer.kernel_size[0])
+    ):
+        raise LeakageError(
+            f"a {type(model).__name__} has no embedding of square patches",
+            hint="the audit of images is for ViT, DeiT and the like",
+        )
     return int(layer.kernel_size[0])
 
 
-def _public_view(model: torch.nn.Module, seen: Tensor, own: Tensor, combination: str, batch: int) -> PublicPatches | None:
-    """The embedding as its owner has it: a convolution, a table of positions, perhaps a first token. None where it is not that alone."""
+def _public_view(
+    model: torch.nn.Module, seen: Tensor, own: Tensor, combination: str, batch: int
+) -> PublicPatches | None:
+    """The embedding as its owner has it: a convolution, a table of positions, perhaps a first
+    token. None where it is not that alone.
+    """
     layer = _patches(model)
     if layer is None:
         return None
@@ -260,4 +340,6 @@ def _public_view(model: torch.nn.Module, seen: Tensor, own: Tensor, combination:
     first = named["cls_token"][0, 0] + table[0, 0] if seen.shape[1] > patches else None
     images = own if combination == NONE else on_images(combination, own, batch)
     size = int(layer.kernel_size[0])
-    return PublicPatches(seen, layer.weight.detach(), bias, table[0, table.shape[1] - patches :], images, size, first)
+    return PublicPatches(
+        seen, layer.weight.detach(), bias, table[0, table.shape[1] - patches :], images, size, first
+    )

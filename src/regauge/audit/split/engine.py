@@ -1,4 +1,6 @@
-"""The audit: for each combination of defences a victim is trained with it, watched, and attacked."""
+"""The audit: for each combination of defences a victim is trained with it, watched, and
+attacked.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,24 @@ import torch
 from regauge.attacks.labels import clustered, several, slopes_of
 from regauge.attacks.views import SentSlopes, Served
 from regauge.audit.split import report
-from regauge.audit.split.attempts import ATTACKS, Attack, Budget, Setting, attempt, patch_of, views_of
-from regauge.audit.split.scores import Attacked, Case, LeakageError, Row, best_assignment, floors, scored
+from regauge.audit.split.attempts import (
+    ATTACKS,
+    Attack,
+    Budget,
+    Setting,
+    attempt,
+    patch_of,
+    views_of,
+)
+from regauge.audit.split.scores import (
+    Attacked,
+    Case,
+    LeakageError,
+    Row,
+    best_assignment,
+    floors,
+    scored,
+)
 from regauge.audit.split.victims import NONE, defences_of, drop_singleton_batch, make_split_pair
 from regauge.data.tasks import Examples
 from regauge.defences.split import BatchShuffle
@@ -26,13 +44,21 @@ from regauge.split.client.train import Run
 
 Tensor = torch.Tensor
 Tell = Callable[[int, int, str], None]
-LABELLED, KNOWN = 20, 3  # training steps whose gradients are looked at for labels; and how many of each class the server knows
+LABELLED, KNOWN = (
+    20,
+    3,
+    # training steps whose gradients are looked at for labels; and how many of each class the server
+    # knows
+)
 
 
 @dataclass(frozen=True, eq=False)
 class SplitCase:
-    """A model and its data: `train` is the client's, `own` the attacker's (other images of the kind), `test` is what accuracy is measured on, and the
-    first `attacked` of it are what the attacker is after. `mean` and `std` say how pixels in 0..1 become what the model reads; texts have none."""
+    """A model and its data: `train` is the client's, `own` the attacker's (other images of the
+    kind), `test` is what accuracy is measured on, and the first `attacked` of it are what the
+    attacker is after. `mean` and `std` say how pixels in 0..1 become what the model reads; texts
+    have none.
+    """
 
     model: torch.nn.Module
     train: Examples
@@ -57,8 +83,10 @@ def audit_split(
     most: float | None = None,
     progress: Tell | None = None,
 ) -> Results:
-    """Utility against privacy, for each combination of defences ("none" is the ceiling, and always there). `most`: findings on defended features fail
-    where an attack gets more than this share of the way from its floor to its ceiling."""
+    """Utility against privacy, for each combination of defences ("none" is the ceiling, and always
+    there). `most`: findings on defended features fail where an attack gets more than this share of
+    the way from its floor to its ceiling.
+    """
     budget = budget or Budget()
     combinations = list(dict.fromkeys((NONE, *combinations)))
     check(case, combinations, attacks)
@@ -71,36 +99,63 @@ def audit_split(
             progress(done, total, now)
         done += 1
 
-    rows = [row_of(case, combination, attacks, budget, lpips, pictures, tell) for combination in combinations]
+    rows = [
+        row_of(case, combination, attacks, budget, lpips, pictures, tell)
+        for combination in combinations
+    ]
     if progress:
         progress(total, total, "")
-    own, true = (pixels(case, part) for part in (case.own, case.test.only(np.arange(_attacked(case)))))
+    own, true = (
+        pixels(case, part) for part in (case.own, case.test.only(np.arange(_attacked(case))))
+    )
     patch = patch_of(case.model, true)
-    measured = Case(case.name, tuple(rows), floors(own, true, patch, lpips, case.run.seed), true[:pictures])
-    unchecked = [f"{a.title}: {type(case.model).__name__} has no patch embedding with a table of positions" for a in _untried(rows, attacks)]
+    measured = Case(
+        case.name, tuple(rows), floors(own, true, patch, lpips, case.run.seed), true[:pictures]
+    )
+    unchecked = [
+        f"{a.title}: {type(case.model).__name__} has no patch embedding with a table of positions"
+        for a in _untried(rows, attacks)
+    ]
     if lpips is None:
         unchecked.append("LPIPS and F-SIM: the weights of AlexNet were not given (--lpips)")
     elif "LPIPS" not in rows[0].attacked[next(iter(rows[0].attacked))].scores:
         unchecked.append("LPIPS and F-SIM: images under 32 x 32 are too small for AlexNet")
     found = report.results("What the server learns", [measured], attacks, unchecked)
-    judgements = tuple(f if f.id.split("/")[1] == NONE else apply_threshold(f, most) for f in found.findings)
+    judgements = tuple(
+        f if f.id.split("/")[1] == NONE else apply_threshold(f, most) for f in found.findings
+    )
     return replace(found, findings=judgements)
 
 
-def check(case: SplitCase, combinations: Sequence[str], attacks: Sequence[Attack] = ATTACKS) -> None:
-    """Refuse what cannot be, before anything is trained: each combination on the model, with two images."""
+def check(
+    case: SplitCase, combinations: Sequence[str], attacks: Sequence[Attack] = ATTACKS
+) -> None:
+    """Refuse what cannot be, before anything is trained: each combination on the model, with two
+    images.
+    """
     if not any(a.fits(NONE) for a in attacks):
         raise LeakageError(
-            f"none of these attacks can try an undefended victim, which is the ceiling: {', '.join(a.name for a in attacks) or 'there is none'}",
+            "none of these attacks can try an undefended victim, which is the ceiling: "
+            f"{', '.join(a.name for a in attacks) or 'there is none'}",
             hint="add least squares or decoder",
         )
     if len(case.own) < 20:
-        raise LeakageError(f"an attacker with {len(case.own)} images learns nothing", hint="give more data, or a larger share of it to the attacker")
+        raise LeakageError(
+            f"an attacker with {len(case.own)} images learns nothing",
+            hint="give more data, or a larger share of it to the attacker",
+        )
     if _attacked(case) < 2:
-        raise LeakageError("there is one image to attack, which is always nearest to itself", hint="give more data")
-    few = next((c for c in combinations if any(isinstance(d, BatchShuffle) for d in defences_of(c))), None)
+        raise LeakageError(
+            "there is one image to attack, which is always nearest to itself", hint="give more data"
+        )
+    few = next(
+        (c for c in combinations if any(isinstance(d, BatchShuffle) for d in defences_of(c))), None
+    )
     if few is not None and case.run.batch < 2:
-        raise LeakageError(f'"{few}" shuffles tokens between samples, and batches have one', hint="--batch-size 2 or more")
+        raise LeakageError(
+            f'"{few}" shuffles tokens between samples, and batches have one',
+            hint="--batch-size 2 or more",
+        )
     shown = case.test.batch(np.arange(2))[0]["pixel_values"]
     patch_of(case.model, shown)
     for combination in combinations:
@@ -109,7 +164,13 @@ def check(case: SplitCase, combinations: Sequence[str], attacks: Sequence[Attack
 
 
 def row_of(
-    case: SplitCase, combination: str, attacks: Sequence[Attack], budget: Budget, lpips: Lpips | None, pictures: int, tell: Callable[[str], None]
+    case: SplitCase,
+    combination: str,
+    attacks: Sequence[Attack],
+    budget: Budget,
+    lpips: Lpips | None,
+    pictures: int,
+    tell: Callable[[str], None],
 ) -> Row:
     """One combination: train, test, watch, attack, score."""
     tell(f"{combination}: train through the split")
@@ -133,15 +194,30 @@ def row_of(
             images = denormalize(tried.images, case.mean, case.std)
             images = images if attack.is_named else best_assignment(images, true)
             attacked[attack.name] = Attacked(
-                attack.name, scored(images, true, lpips), tried.losses, tried.floor, tried.seconds, images[:pictures].clamp(0, 1)
+                attack.name,
+                scored(images, true, lpips),
+                tried.losses,
+                tried.floor,
+                tried.seconds,
+                images[:pictures].clamp(0, 1),
             )
     guessed = labels_of(passes, case.train, case.run)
-    return Row(combination, found["accuracy"], chance(case.test), seconds, attacked, (found["accuracy"],), guessed)
+    return Row(
+        combination,
+        found["accuracy"],
+        chance(case.test),
+        seconds,
+        attacked,
+        (found["accuracy"],),
+        guessed,
+    )
 
 
 def labels_of(passes: Sequence[Served], examples: Examples, run: Run) -> float | None:
-    """The share of labels that the server tells from the gradients of the first steps, where it knows three of each class; of several answers to each
-    example, where it knows a tenth of the examples. None where no gradient was seen."""
+    """The share of labels that the server tells from the gradients of the first steps, where it
+    knows three of each class; of several answers to each example, where it knows a tenth of the
+    examples. None where no gradient was seen.
+    """
     examples = drop_singleton_batch(examples, run.batch)
     slopes = slopes_of(passes)
     if not len(slopes):
@@ -149,9 +225,14 @@ def labels_of(passes: Sequence[Served], examples: Examples, run: Run) -> float |
     truth = torch.cat([examples.batch(run.rows(examples, n))[1] for n in range(len(passes))])
     if examples.multi:
         known = max(2, len(truth) // 10)
-        score = several(SentSlopes(slopes, many={i: truth[i].int().tolist() for i in range(known)}), examples.classes)
+        score = several(
+            SentSlopes(slopes, many={i: truth[i].int().tolist() for i in range(known)}),
+            examples.classes,
+        )
         return float(((score[known:] > 0) == (truth[known:] > 0)).double().mean())
-    told = {int(i): int(c) for c in range(examples.classes) for i in (truth == c).nonzero()[:KNOWN, 0]}
+    told = {
+        int(i): int(c) for c in range(examples.classes) for i in (truth == c).nonzero()[:KNOWN, 0]
+    }
     rest = torch.tensor([i not in told for i in range(len(truth))])
     with torch.random.fork_rng():
         guess = clustered(SentSlopes(slopes, told), examples.classes, seed=run.seed)
@@ -159,8 +240,15 @@ def labels_of(passes: Sequence[Served], examples: Examples, run: Run) -> float |
 
 
 def chance(examples: Examples) -> float:
-    """What a guess without looking gets: the commonest class; of several answers, the commoner of each."""
-    labels = torch.cat([examples.batch(rows)[1] for rows in np.array_split(np.arange(len(examples)), max(1, len(examples) // 256))])
+    """What a guess without looking gets: the commonest class; of several answers, the commoner of
+    each.
+    """
+    labels = torch.cat(
+        [
+            examples.batch(rows)[1]
+            for rows in np.array_split(np.arange(len(examples)), max(1, len(examples) // 256))
+        ]
+    )
     if examples.multi:
         share = labels.float().mean(0)
         return float(torch.maximum(share, 1 - share).mean())
@@ -169,7 +257,9 @@ def chance(examples: Examples) -> float:
 
 def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """What a model reads, as pixels in 0..1."""
-    shift, scale = (torch.tensor(list(v), dtype=images.dtype).view(1, -1, 1, 1) for v in (mean, std))
+    shift, scale = (
+        torch.tensor(list(v), dtype=images.dtype).view(1, -1, 1, 1) for v in (mean, std)
+    )
     return images * scale + shift
 
 
@@ -186,4 +276,9 @@ def _attacked(case: SplitCase) -> int:
 
 
 def _untried(rows: Sequence[Row], attacks: Sequence[Attack]) -> list[Any]:
-    return [a for a in attacks if any(a.fits(row.combination) for row in rows) and not any(a.name in row.attacked for row in rows)]
+    return [
+        a
+        for a in attacks
+        if any(a.fits(row.combination) for row in rows)
+        and not any(a.name in row.attacked for row in rows)
+    ]

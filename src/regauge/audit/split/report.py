@@ -1,6 +1,8 @@
-"""What was measured, told: findings between floor and ceiling, the table, the trade-off, the gallery, the attackers' own training, and a verdict.
+"""What was measured, told: findings between floor and ceiling, the table, the trade-off, the
+gallery, the attackers' own training, and a verdict.
 
-Leaked is told as SSIM: of the mean image (floor), of the attack on this combination (value), of the same attack without a defence (ceiling).
+Leaked is told as SSIM: of the mean image (floor), of the attack on this combination (value), of the
+same attack without a defence (ceiling).
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ LAST = "These are the attacks that were tried. What they do not get, a better on
 WIDEST = 64  # pixels of an image in the gallery
 
 
-def results(title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()) -> Results:
+def results(
+    title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
+) -> Results:
     """All of it. Where there are images to show, the gallery is among the figures."""
     findings = tuple(f for case in cases for f in findings_of(case, attacks))
     tables = (
@@ -31,7 +35,11 @@ def results(title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchec
         meanings_of([row.combination for case in cases for row in case.rows], attacks),
         *(details_of(case, attacks) for case in cases),
     )
-    figures = tuple(f for case in cases for f in (*tradeoffs(case, attacks), *gallery(case, attacks), *curves(case, attacks)))
+    figures = tuple(
+        f
+        for case in cases
+        for f in (*tradeoffs(case, attacks), *gallery(case, attacks), *curves(case, attacks))
+    )
     verdict = [*(line for case in cases for line in verdict_of(case, attacks)), LAST]
     return Results(title, findings, tables, figures, {"verdict": verdict}, tuple(unchecked))
 
@@ -45,8 +53,17 @@ def best(row: Row, attacks: Sequence[Attack] | None = None) -> tuple[str, float]
 
 
 def apart(row: Row, attacks: Sequence[Attack]) -> float:
-    """The share of images that are told apart: by attacks that say which is which. A best naming tells some of any images apart."""
-    return max((mean(row.attacked[a.name].scores, "identified") or 0.0 for a in attacks if a.is_named and a.name in row.attacked), default=0.0)
+    """The share of images that are told apart: by attacks that say which is which. A best naming
+    tells some of any images apart.
+    """
+    return max(
+        (
+            mean(row.attacked[a.name].scores, "identified") or 0.0
+            for a in attacks
+            if a.is_named and a.name in row.attacked
+        ),
+        default=0.0,
+    )
 
 
 def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
@@ -58,7 +75,11 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                 continue
             got = row.attacked[attack.name]
             scores = got.scores[LEAK]
-            told = f"of one image at most {max(scores):.3f}; {_told_apart(case, attack, mean(got.scores, 'identified') or 0.0)}; {got.seconds:.0f} s"
+            told = (
+                f"of one image at most {max(scores):.3f}; "
+                f"{_told_apart(case, attack, mean(got.scores, 'identified') or 0.0)}; "
+                f"{got.seconds:.0f} s"
+            )
             means = got.by_seed(LEAK)
             if len(means) > 1:
                 told += f"; spread over {len(means)} seeds"
@@ -69,10 +90,13 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                     None,
                     value,
                     case.floor(LEAK),
-                    plain.value(attack.name, LEAK) or best(plain)[1],  # an attack on shuffles has no undefended case of its own
+                    plain.value(attack.name, LEAK)
+                    or best(plain)[1],  # an attack on shuffles has no undefended case of its own
                     told,
                     measure=LEAK,
-                    spread=statistics.stdev(means if len(means) > 1 else scores) if len(scores) > 1 else None,
+                    spread=statistics.stdev(means if len(means) > 1 else scores)
+                    if len(scores) > 1
+                    else None,
                     trials=len(scores),
                 )
             )
@@ -83,14 +107,23 @@ def _told_apart(case: Case, attack: Attack, share: float) -> str:
     if attack.is_named:
         return f"{share:.0%} told apart"
     others = mean(case.floors[OTHERS], "identified") if OTHERS in case.floors else None
-    return f"{share:.0%} told apart by the best naming" + ("" if others is None else f", as are {others:.0%} of other images")
+    return f"{share:.0%} told apart by the best naming" + (
+        "" if others is None else f", as are {others:.0%} of other images"
+    )
 
 
 def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
     """The one that is read first: accuracy, what is told apart, and SSIM under each attack."""
     used = [a for a in attacks if any(a.name in row.attacked for row in case.rows)]
     labelled = any(row.labels is not None for row in case.rows)
-    heads = ("defences", "accuracy", "best attack", "told apart", *(("labels",) if labelled else ()), *(a.title for a in used))
+    heads = (
+        "defences",
+        "accuracy",
+        "best attack",
+        "told apart",
+        *(("labels",) if labelled else ()),
+        *(a.title for a in used),
+    )
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
         told = (
@@ -102,14 +135,29 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
         )
         rows.append((row.combination, *(None if v is None else round(v, 3) for v in told)))
     guess = case.rows[0].chance
-    free = (guess, case.floor(LEAK), 0.0, *((guess,) if labelled else ()), *(case.floor(LEAK) for _ in used))
+    free = (
+        guess,
+        case.floor(LEAK),
+        0.0,
+        *((guess,) if labelled else ()),
+        *(case.floor(LEAK) for _ in used),
+    )
     rows.append(("a guess, the mean image", *(None if v is None else round(v, 3) for v in free)))
     mixed = mean(case.floors["true patches in a random order"], LEAK)
-    note = "Under each attack: the SSIM of its reconstructions, in the mean over the attacked images; 1 is the image itself, less is better. "
-    note += "Told apart: the share of images to which, of all images, their own reconstruction is nearest, by attacks that say which is which. "
+    note = (
+        "Under each attack: the SSIM of its reconstructions, in the mean over the attacked "
+        "images; 1 is the image itself, less is better. "
+    )
+    note += (
+        "Told apart: the share of images to which, of all images, their own reconstruction "
+        "is nearest, by attacks that say which is which. "
+    )
     note += f"The true patches in a random order have an SSIM of {mixed:.3f}."
     if labelled:
-        note += " Labels: the share that the server tells from the gradients of the first steps, if it knows a few."
+        note += (
+            " Labels: the share that the server tells from the gradients of the first "
+            "steps, if it knows a few."
+        )
     return Table(f"Utility and privacy: {case.name}", heads, tuple(rows), note)
 
 
@@ -124,16 +172,37 @@ class Told(Protocol):
 
 def meanings_of(combinations: Sequence[str], attacks: Sequence[Told]) -> Table:
     """What the names in the other tables mean."""
-    parts = dict.fromkeys(p.partition("=")[0] for combination in combinations for p in parts_of(combination))
-    rows = [(name, " ".join((DEFENCES[name].__doc__ or "").split("\n\n")[0].split())) for name in parts if name != NONE]
+    parts = dict.fromkeys(
+        p.partition("=")[0] for combination in combinations for p in parts_of(combination)
+    )
+    rows = [
+        (name, " ".join((DEFENCES[name].__doc__ or "").split("\n\n")[0].split()))
+        for name in parts
+        if name != NONE
+    ]
     rows += [(a.title, a.about) for a in attacks]
-    return Table("What was tried: defences, then attacks", ("name", "what it is"), tuple(rows), "a+b is both; none is split learning as it is.")
+    return Table(
+        "What was tried: defences, then attacks",
+        ("name", "what it is"),
+        tuple(rows),
+        "a+b is both; none is split learning as it is.",
+    )
 
 
 def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
-    """Every metric, in the mean and of the image that leaked most, and how the attacker's training ended."""
+    """Every metric, in the mean and of the image that leaked most, and how the attacker's training
+    ended.
+    """
     metrics = [m.name for m in METRICS if m.name in case.floors["the mean image"]]
-    heads = ("defences", "attack", *metrics, *(f"worst {m}" for m in metrics if m != "identified"), "epochs", "stopped falling", "seconds")
+    heads = (
+        "defences",
+        "attack",
+        *metrics,
+        *(f"worst {m}" for m in metrics if m != "identified"),
+        "epochs",
+        "stopped falling",
+        "seconds",
+    )
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
         for attack in attacks:
@@ -142,16 +211,36 @@ def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
                 means = (mean(got.scores, m) for m in metrics)
                 most = (worst(got.scores, m) for m in metrics if m != "identified")
                 ended = (len(got.losses), got.has_stopped) if got.losses else (None, None)
-                rows.append((row.combination, attack.title, *means, *most, *ended, round(got.seconds, 1)))
+                rows.append(
+                    (row.combination, attack.title, *means, *most, *ended, round(got.seconds, 1))
+                )
     for name, scores in case.floors.items():
         blank = (None, None, None)
-        rows.append(("floor", name, *(mean(scores, m) for m in metrics), *(worst(scores, m) for m in metrics if m != "identified"), *blank))
-    note = "Pixels in 0..1, the span of PSNR and SSIM is 1. F-SIM: the absolute cosine of AlexNet's last features (weights of LPIPS). "
-    return Table(f"Every metric: {case.name}", heads, tuple(rows), note + "Worst: of the image that leaked most.")
+        rows.append(
+            (
+                "floor",
+                name,
+                *(mean(scores, m) for m in metrics),
+                *(worst(scores, m) for m in metrics if m != "identified"),
+                *blank,
+            )
+        )
+    note = (
+        "Pixels in 0..1, the span of PSNR and SSIM is 1. F-SIM: the absolute cosine of "
+        "AlexNet's last features (weights of LPIPS). "
+    )
+    return Table(
+        f"Every metric: {case.name}",
+        heads,
+        tuple(rows),
+        note + "Worst: of the image that leaked most.",
+    )
 
 
 def kind_of(combination: str) -> tuple[str, str]:
-    """The curve that a combination is a point of, and the name of the point: ("low-pass, rows", "0.1")."""
+    """The curve that a combination is a point of, and the name of the point: ("low-pass, rows",
+    "0.1").
+    """
     parts = parts_of(combination)
     level = next((p.partition("=")[2] for p in parts if "=" in p and not p.startswith("rows")), "")
     return ", ".join(p.partition("=")[0] for p in parts), level
@@ -170,18 +259,35 @@ def tradeoffs(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
             name, level = kind_of(row.combination)
             series.setdefault(name, []).append([leaked(row), row.accuracy, level])
         several = {name: sorted(points, key=lambda p: p[0]) for name, points in series.items()}
-        data = {"series": several, "xlabel": "SSIM of the reconstructions: less is more private", "ylabel": "accuracy"}
-        caption = f"Up and to the left is better. The mean image has {case.floor(LEAK):.3f}; without a defence it is {leaked(plain):.3f}."
+        data = {
+            "series": several,
+            "xlabel": "SSIM of the reconstructions: less is more private",
+            "ylabel": "accuracy",
+        }
+        caption = (
+            f"Up and to the left is better. The mean image has {case.floor(LEAK):.3f}; "
+            f"without a defence it is {leaked(plain):.3f}."
+        )
         out.append(Figure(f"{case.name}: accuracy against {title}", "points", data, caption))
     return out
 
 
 def curves(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
-    """The attackers' own training: the loss on pairs that they held out, as a share of the mean image's."""
+    """The attackers' own training: the loss on pairs that they held out, as a share of the mean
+    image's.
+    """
     out = []
     for attack in attacks:
-        lines = {row.combination: row.attacked[attack.name] for row in case.rows if attack.name in row.attacked}
-        y = {name: [round(v / got.floor, 5) for v in got.losses] for name, got in lines.items() if got.losses and got.floor}
+        lines = {
+            row.combination: row.attacked[attack.name]
+            for row in case.rows
+            if attack.name in row.attacked
+        }
+        y = {
+            name: [round(v / got.floor, 5) for v in got.losses]
+            for name, got in lines.items()
+            if got.losses and got.floor
+        }
         if not y:
             continue
         data = {
@@ -193,7 +299,9 @@ def curves(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
         }
         falling = [name for name, got in lines.items() if not got.has_stopped]
         caption = "On pairs that the attacker held out. " + (
-            f"Still falling when its epochs were over: {', '.join(falling)}." if falling else "All had stopped falling."
+            f"Still falling when its epochs were over: {', '.join(falling)}."
+            if falling
+            else "All had stopped falling."
         )
         out.append(Figure(f"{case.name}: how {attack.title} learned", "lines", data, caption))
     return out
@@ -209,20 +317,40 @@ def gallery(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
         for row in case.rows:
             got = row.attacked.get(attack.name)
             if got is not None and got.images is not None:
-                rows.append({"label": f"{row.combination} (SSIM {row.value(attack.name, LEAK):.2f})", "images": pictures_of(got.images)})
+                rows.append(
+                    {
+                        "label": f"{row.combination} (SSIM {row.value(attack.name, LEAK):.2f})",
+                        "images": pictures_of(got.images),
+                    }
+                )
         if len(rows) > 1:
-            out.append(Figure(f"{case.name}: what {attack.title} sees", "images", {"columns": [], "rows": rows}, "The first images of the test."))
+            out.append(
+                Figure(
+                    f"{case.name}: what {attack.title} sees",
+                    "images",
+                    {"columns": [], "rows": rows},
+                    "The first images of the test.",
+                )
+            )
     return out
 
 
 def pictures_of(images: torch.Tensor) -> list[Any]:
     if images.shape[-1] > WIDEST:
         images = torch.nn.functional.interpolate(images, (WIDEST, WIDEST), mode="area")
-    return [[[round(float(v), 2) for v in line] if images.shape[1] == 1 else line.tolist() for line in image] for image in _channels_last(images)]
+    return [
+        [
+            [round(float(v), 2) for v in line] if images.shape[1] == 1 else line.tolist()
+            for line in image
+        ]
+        for image in _channels_last(images)
+    ]
 
 
 def _channels_last(images: torch.Tensor) -> Any:
-    return images[:, 0] if images.shape[1] == 1 else (images.permute(0, 2, 3, 1) * 100).round() / 100
+    return (
+        images[:, 0] if images.shape[1] == 1 else (images.permute(0, 2, 3, 1) * 100).round() / 100
+    )
 
 
 def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
@@ -234,9 +362,15 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
         return max(0.0, (value - floor) / max(top - floor, 1e-9))
 
     having = [row for row in case.rows if apart(row, attacks) >= TOLD_APART]
-    out = [f"{case.name}: the server has the images under {len(having)} of {len(case.rows)} combinations."]
+    out = [
+        (
+            f"{case.name}: the server has the images under {len(having)} of {len(case.rows)} "
+            "combinations."
+        )
+    ]
     out.append(
-        f"Without a defence its best attack comes to an SSIM of {top:.2f} (the mean image: {floor:.2f}) and tells {apart(plain, attacks):.0%} "
+        f"Without a defence its best attack comes to an SSIM of {top:.2f} (the mean image: "
+        f"{floor:.2f}) and tells {apart(plain, attacks):.0%} "
         "of the images apart."
     )
     for row in case.rows:
@@ -246,7 +380,10 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
         before = case.row(base)
         (_, was), (name, now) = best(before, attacks), best(row, attacks)
         where = "Shuffled rows" if base == NONE else f"Shuffled rows on top of {base}"
-        said = f"{where}: against the best attack SSIM goes from {was:.2f} to {now:.2f} ({_titled(name, attacks)})"
+        said = (
+            f"{where}: against the best attack SSIM goes from {was:.2f} to {now:.2f} "
+            f"({_titled(name, attacks)})"
+        )
         if "decoder" in row.attacked and "decoder" in before.attacked:
             weak = [r.value("decoder", LEAK) or 0.0 for r in (before, row)]
             said += f"; against the paper's decoder alone from {weak[0]:.2f} to {weak[1]:.2f}"
@@ -255,13 +392,22 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
     if rest:
         safe = min(rest, key=lambda r: best(r, attacks)[1])
         out.append(
-            f"The least leaks under {safe.combination}: the best attack goes {share(best(safe, attacks)[1]):.0%} of the way from the mean image to "
-            f"the undefended reconstruction, at an accuracy of {safe.accuracy:.3f} (undefended: {plain.accuracy:.3f}, a guess: {plain.chance:.3f})."
+            f"The least leaks under {safe.combination}: the best attack goes "
+            f"{share(best(safe, attacks)[1]):.0%} of the way from the mean image to "
+            f"the undefended reconstruction, at an accuracy of {safe.accuracy:.3f} (undefended: "
+            f"{plain.accuracy:.3f}, a guess: {plain.chance:.3f})."
         )
     known = [row.labels for row in case.rows if row.labels is not None]
     if known:
-        many = f"{min(known):.0%}" if round(min(known), 2) == round(max(known), 2) else f"{min(known):.0%} to {max(known):.0%}"
-        out.append(f"Labels are not sent, and the gradients tell them: {many} of them (a guess: {plain.chance:.0%}).")
+        many = (
+            f"{min(known):.0%}"
+            if round(min(known), 2) == round(max(known), 2)
+            else f"{min(known):.0%} to {max(known):.0%}"
+        )
+        out.append(
+            f"Labels are not sent, and the gradients tell them: {many} of them (a guess: "
+            f"{plain.chance:.0%})."
+        )
     return out
 
 

@@ -1,6 +1,8 @@
-"""How near attacks came, image by image: the metrics, what costs an attacker nothing, and rows of what was measured.
+"""How near attacks came, image by image: the metrics, what costs an attacker nothing, and rows of
+what was measured.
 
-Images are scored in 0..1, whatever range the model has them in: reconstructions are clipped to it, and the span of PSNR and SSIM is 1.
+Images are scored in 0..1, whatever range the model has them in: reconstructions are clipped to it,
+and the span of PSNR and SSIM is 1.
 """
 
 from __future__ import annotations
@@ -44,41 +46,73 @@ def _seen_by(lpips: Lpips | None, found: Tensor) -> bool:
 METRICS: tuple[Metric, ...] = (
     Metric("SSIM", lambda a, b, _: ssim(a, b, 1.0)),
     Metric("PSNR", lambda a, b, _: psnr(a, b, 1.0)),
-    Metric("F-SIM", lambda a, b, net: similarity(a, b, _embedded(net)) if net is not None and _seen_by(net, a) else None),
-    Metric("LPIPS", lambda a, b, net: net(a, b, 0.0, 1.0) if net is not None and _seen_by(net, a) else None, is_leak=False),
+    Metric(
+        "F-SIM",
+        lambda a, b, net: (
+            similarity(a, b, _embedded(net)) if net is not None and _seen_by(net, a) else None
+        ),
+    ),
+    Metric(
+        "LPIPS",
+        lambda a, b, net: net(a, b, 0.0, 1.0) if net is not None and _seen_by(net, a) else None,
+        is_leak=False,
+    ),
     Metric("MSE", lambda a, b, _: mse(a, b), is_leak=False),
     Metric("identified", lambda a, b, _: identified(a, b).float()),
 )
-SPECTRAL = Metric("FFT2D", lambda a, b, _: spectral(a, b), is_leak=False)  # 002's, for attacks on gradients
+SPECTRAL = Metric(
+    "FFT2D", lambda a, b, _: spectral(a, b), is_leak=False
+)  # 002's, for attacks on gradients
 BY_NAME = {m.name: m for m in (*METRICS, SPECTRAL)}
 
 
-def scored(found: Tensor, true: Tensor, lpips: Lpips | None = None, metrics: Sequence[Metric] = METRICS) -> Scores:
-    """All metrics of reconstructions in 0..1; those that need AlexNet only where its weights are given and images are not too small for it."""
+def scored(
+    found: Tensor, true: Tensor, lpips: Lpips | None = None, metrics: Sequence[Metric] = METRICS
+) -> Scores:
+    """All metrics of reconstructions in 0..1; those that need AlexNet only where its weights are
+    given and images are not too small for it.
+    """
     values = ((m.name, m.of(found.clamp(0, 1), true, lpips)) for m in metrics)
-    return {name: [round(float(v), 6) for v in value.clamp(max=100.0)] for name, value in values if value is not None}
+    return {
+        name: [round(float(v), 6) for v in value.clamp(max=100.0)]
+        for name, value in values
+        if value is not None
+    }
 
 
 def best_assignment(found: Tensor, true: Tensor) -> Tensor:
-    """Reconstructions of which it is not said whose they are, in the order in which they are nearest to the true ones: the best naming counts. Where
-    there are fewer than images, each stands for several."""
+    """Reconstructions of which it is not said whose they are, in the order in which they are
+    nearest to the true ones: the best naming counts. Where there are fewer than images, each stands
+    for several.
+    """
     from scipy.optimize import linear_sum_assignment
 
     if len(found) < len(true):
         found = found.repeat(-(-len(true) // len(found)), 1, 1, 1)[: len(true)]
-    return found[torch.from_numpy(linear_sum_assignment(torch.cdist(true.flatten(1), found.flatten(1)).numpy())[1])]
+    return found[
+        torch.from_numpy(
+            linear_sum_assignment(torch.cdist(true.flatten(1), found.flatten(1)).numpy())[1]
+        )
+    ]
 
 
 OTHERS = "other images, by the best naming"
 
 
-def floors(own: Tensor, true: Tensor, patch: int, lpips: Lpips | None = None, seed: int = 0) -> dict[str, Scores]:
-    """What costs an attacker nothing: the mean of its own images; what an order at random leaves of the true patches; and images of its own, each
-    given to the true one that it fits, which is how an attack is scored that names nobody. Of many images some fit, whoever they show."""
+def floors(
+    own: Tensor, true: Tensor, patch: int, lpips: Lpips | None = None, seed: int = 0
+) -> dict[str, Scores]:
+    """What costs an attacker nothing: the mean of its own images; what an order at random leaves of
+    the true patches; and images of its own, each given to the true one that it fits, which is how
+    an attack is scored that names nobody. Of many images some fit, whoever they show.
+    """
     draw = torch.Generator().manual_seed(seed)
     patches = to_patches(true, patch)
     mixed = torch.stack([p[torch.randperm(len(p), generator=draw)] for p in patches])
-    guesses = {"the mean image": own.mean(0, keepdim=True).expand_as(true), "true patches in a random order": to_images(mixed, patch, true.shape[1])}
+    guesses = {
+        "the mean image": own.mean(0, keepdim=True).expand_as(true),
+        "true patches in a random order": to_images(mixed, patch, true.shape[1]),
+    }
     guesses[OTHERS] = best_assignment(own[: len(true)], true)
     return {name: scored(guess, true, lpips) for name, guess in guesses.items()}
 
@@ -89,13 +123,20 @@ def mean(scores: Scores, metric: str) -> float | None:
 
 def worst(scores: Scores, metric: str) -> float | None:
     """Of the image that leaked most."""
-    return None if metric not in scores else max(scores[metric]) if BY_NAME[metric].is_leak else min(scores[metric])
+    return (
+        None
+        if metric not in scores
+        else max(scores[metric])
+        if BY_NAME[metric].is_leak
+        else min(scores[metric])
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Attacked:
-    """What one attack got of one victim: scores of each image, validation losses after each epoch and what the mean image would have, seconds, and
-    images for a gallery."""
+    """What one attack got of one victim: scores of each image, validation losses after each epoch
+    and what the mean image would have, seconds, and images for a gallery.
+    """
 
     attack: str
     scores: Scores
@@ -113,14 +154,21 @@ class Attacked:
 
     @property
     def has_stopped(self) -> bool:
-        """Had its loss stopped falling when it ended: by less than a hundredth of the mean image's over the last eighth of its epochs?"""
+        """Had its loss stopped falling when it ended: by less than a hundredth of the mean image's
+        over the last eighth of its epochs?
+        """
         tail = max(3, len(self.losses) // 8)
-        return not self.losses or (len(self.losses) > tail and min(self.losses[:-tail]) - min(self.losses) < 0.01 * self.floor)
+        return not self.losses or (
+            len(self.losses) > tail
+            and min(self.losses[:-tail]) - min(self.losses) < 0.01 * self.floor
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A combination of defences: what it costs the task, and what each attack got. One for each seed, `trials` of them put together by `joined`."""
+    """A combination of defences: what it costs the task, and what each attack got. One for each
+    seed, `trials` of them put together by `joined`.
+    """
 
     combination: str
     accuracy: float
@@ -136,7 +184,9 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """All rows of one model on one data set, what costs nothing, and the true images of the gallery."""
+    """All rows of one model on one data set, what costs nothing, and the true images of the
+    gallery.
+    """
 
     name: str
     rows: tuple[Row, ...]
@@ -152,12 +202,29 @@ class Case:
 
 
 def joined(trials: Sequence[Row]) -> Row:
-    """Rows of several seeds as one: scores of all their images, losses and pictures of the first."""
+    """Rows of several seeds as one: scores of all their images, losses and pictures of the
+    first.
+    """
     first = trials[0]
     attacked = {}
     for name, one in first.attacked.items():
         all_of = [t.attacked[name] for t in trials if name in t.attacked]
         scores = {metric: [v for a in all_of for v in a.scores[metric]] for metric in one.scores}
-        attacked[name] = Attacked(name, scores, one.losses, one.floor, statistics.fmean(a.seconds for a in all_of), one.images, len(all_of))
+        attacked[name] = Attacked(
+            name,
+            scores,
+            one.losses,
+            one.floor,
+            statistics.fmean(a.seconds for a in all_of),
+            one.images,
+            len(all_of),
+        )
     found = tuple(t.accuracy for t in trials)
-    return Row(first.combination, statistics.fmean(found), first.chance, statistics.fmean(t.seconds for t in trials), attacked, found)
+    return Row(
+        first.combination,
+        statistics.fmean(found),
+        first.chance,
+        statistics.fmean(t.seconds for t in trials),
+        attacked,
+        found,
+    )

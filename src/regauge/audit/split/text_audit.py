@@ -1,4 +1,5 @@
-"""The audit of texts: a model of language trained split, with each combination of defences, and what the server reads off the stream.
+"""The audit of texts: a model of language trained split, with each combination of defences, and
+what the server reads off the stream.
 
 Texts are cut to one length, so that none is padded: which rows are padding the mask says anyway.
 """
@@ -20,7 +21,14 @@ from regauge.attacks.views import EmbeddedText, PairedTexts, Served
 from regauge.audit.split.engine import SplitCase, Tell, chance, labels_of
 from regauge.audit.split.report import LAST, meanings_of
 from regauge.audit.split.scores import LeakageError
-from regauge.audit.split.victims import NONE, Pair, defences_of, is_shuffled, make_split_pair, unshuffled
+from regauge.audit.split.victims import (
+    NONE,
+    Pair,
+    defences_of,
+    is_shuffled,
+    make_split_pair,
+    unshuffled,
+)
 from regauge.audit.text_scores import MEASURES, scores_of
 from regauge.defences.split import BatchShuffle
 from regauge.results.findings import Finding, Results, Table, apply_threshold
@@ -33,8 +41,10 @@ ENOUGH = 0.5  # a server that has half of a text's longest common subsequence ha
 
 @dataclass(frozen=True, eq=False)
 class SentTexts:
-    """What a server has who reads texts: `served` as they came, the open model that client and server started from, and texts of its own (`ids`) with
-    what a client like this one makes of them, in order."""
+    """What a server has who reads texts: `served` as they came, the open model that client and
+    server started from, and texts of its own (`ids`) with what a client like this one makes of
+    them, in order.
+    """
 
     served: Sequence[Served]
     model: torch.nn.Module
@@ -49,7 +59,9 @@ class SentTexts:
 
 @dataclass(frozen=True)
 class TextAttack:
-    """`name` is its id, `title` how it is told, `about` what it does in a line; it gives tokens and places, [texts, rows]."""
+    """`name` is its id, `title` how it is told, `about` what it does in a line; it gives tokens and
+    places, [texts, rows].
+    """
 
     name: str
     title: str
@@ -61,15 +73,23 @@ TEXT_ATTACKS: tuple[TextAttack, ...] = (
     TextAttack(
         "vocabulary",
         "every token tried",
-        "makes the state of every token at every place with the embedding that was started from, and takes the nearest",
+        "makes the state of every token at every place with the embedding that was started "
+        "from, and takes the nearest",
         lambda view: embedded(EmbeddedText(view.seen, view.model, None, view.shuffled)),
     ),
     TextAttack(
         "regression",
         "a learned map",
-        "learns the map from states to tokens and places on texts of its own, defended likewise, in closed form",
+        "learns the map from states to tokens and places on texts of its own, defended "
+        "likewise, in closed form",
         lambda view: regressed(
-            PairedTexts(view.seen, view.features, view.ids, view.model.get_input_embeddings().weight, view.shuffled)  # type: ignore[operator]
+            PairedTexts(
+                view.seen,
+                view.features,
+                view.ids,
+                view.model.get_input_embeddings().weight,  # type: ignore[operator]
+                view.shuffled,
+            )
         ),
     ),
 )
@@ -103,9 +123,14 @@ def audit_texts(
     length: int = LONGEST,
     progress: Tell | None = None,
 ) -> Results:
-    """What a server of split learning reads of texts, under each combination of defences ("none" is the ceiling, and always there)."""
+    """What a server of split learning reads of texts, under each combination of defences ("none" is
+    the ceiling, and always there).
+    """
     combinations = list(dict.fromkeys((NONE, *combinations)))
-    true, own = (_ids(part, length) for part in (case.test.only(np.arange(min(case.attacked, len(case.test)))), case.own))
+    true, own = (
+        _ids(part, length)
+        for part in (case.test.only(np.arange(min(case.attacked, len(case.test)))), case.own)
+    )
     together = min(true.shape[1], own.shape[1])
     true, own = true[:, :together], own[:, :together]
     _check(case, combinations, true, own)
@@ -120,13 +145,27 @@ def audit_texts(
     rows = [_row(case, combination, attacks, true, own, tell) for combination in combinations]
     if progress:
         progress(total, total, "")
-    guess = [scores_of([other.tolist()], [text.tolist()]) for other, text in zip(own, true, strict=False)]
+    guess = [
+        scores_of([other.tolist()], [text.tolist()]) for other, text in zip(own, true, strict=False)
+    ]
     floor = {m: [v for one in guess for v in one[m]] for m in MEASURES}
     found = _told(case.name, rows, floor, attacks)
-    return replace(found, findings=tuple(f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings))
+    return replace(
+        found,
+        findings=tuple(
+            f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings
+        ),
+    )
 
 
-def _row(case: SplitCase, combination: str, attacks: Sequence[TextAttack], true: Tensor, own: Tensor, tell: Callable[[str], None]) -> TextRow:
+def _row(
+    case: SplitCase,
+    combination: str,
+    attacks: Sequence[TextAttack],
+    true: Tensor,
+    own: Tensor,
+    tell: Callable[[str], None],
+) -> TextRow:
     tell(f"{combination}: train through the split")
     seed, batch = case.run.seed, max(2, case.run.batch)
     public = copy.deepcopy(case.model).eval()
@@ -134,7 +173,9 @@ def _row(case: SplitCase, combination: str, attacks: Sequence[TextAttack], true:
     passes = pair.train(case.train, case.run, watch_first=min(case.run.steps, LABELLED))
     accuracy = pair.measure(case.test, batch)["accuracy"]
     served = pair.serve(_batches(true, batch), "seen")
-    view = SentTexts(served, public, _own_features(pair, own, batch, seed), own, is_shuffled(combination))
+    view = SentTexts(
+        served, public, _own_features(pair, own, batch, seed), own, is_shuffled(combination)
+    )
     scores, seconds = {}, {}
     for attack in attacks:
         tell(f"{combination}: {attack.title}")
@@ -148,11 +189,15 @@ def _row(case: SplitCase, combination: str, attacks: Sequence[TextAttack], true:
         seconds[attack.name] = round(time.monotonic() - started, 1)
     classified = not (case.train.causal or case.train.tokens or case.train.dense)
     guessed = labels_of(passes, case.train, case.run) if classified else None
-    return TextRow(combination, accuracy, chance(case.test) if classified else 0.0, scores, seconds, guessed)
+    return TextRow(
+        combination, accuracy, chance(case.test) if classified else 0.0, scores, seconds, guessed
+    )
 
 
 def _client(model: torch.nn.Module, combination: str) -> torch.nn.Module:
-    """A copy of the model. Where rows move it is given its causal mask, which fused kernels make themselves."""
+    """A copy of the model. Where rows move it is given its causal mask, which fused kernels make
+    themselves.
+    """
     made: Any = copy.deepcopy(model)
     if is_shuffled(combination) and hasattr(made, "set_attn_implementation"):
         made.set_attn_implementation("eager")
@@ -160,7 +205,9 @@ def _client(model: torch.nn.Module, combination: str) -> torch.nn.Module:
 
 
 def _own_features(pair: Pair, own: Tensor, batch: int, seed: int) -> Tensor:
-    """The attacker's own texts through a client like this one, with its defences but for the shuffles."""
+    """The attacker's own texts through a client like this one, with its defences but for the
+    shuffles.
+    """
     if not is_shuffled(pair.combination):
         return torch.cat([p.stream for p in pair.serve(_batches(own, batch), "own")]).float()
     pair.link.close()
@@ -178,10 +225,17 @@ def _batches(ids: Tensor, batch: int) -> list[dict[str, Tensor]]:
 
 
 def _ids(examples: object, length: int) -> Tensor:
-    """Texts without their padding, those of at least half the length, cut to the shortest of them."""
+    """Texts without their padding, those of at least half the length, cut to the shortest of
+    them.
+    """
     inputs, _ = examples.batch(np.arange(len(examples)))  # type: ignore[attr-defined,arg-type]
     mask = inputs.get("attention_mask")
-    rows = [row if mask is None else row[m.bool()] for row, m in zip(inputs["input_ids"], inputs["input_ids"] if mask is None else mask, strict=True)]
+    rows = [
+        row if mask is None else row[m.bool()]
+        for row, m in zip(
+            inputs["input_ids"], inputs["input_ids"] if mask is None else mask, strict=True
+        )
+    ]
     kept = [row[:length] for row in rows if len(row) >= min(length, max(map(len, rows))) // 2]
     shortest = min(map(len, kept))
     return torch.stack([row[:shortest] for row in kept])
@@ -190,30 +244,67 @@ def _ids(examples: object, length: int) -> Tensor:
 def _check(case: SplitCase, combinations: Sequence[str], true: Tensor, own: Tensor) -> None:
     """Refuse what cannot be before anything is trained."""
     if len(own) < FEWEST:
-        raise LeakageError(f"an attacker with {len(own)} texts learns nothing", hint="give more data, or longer texts")
+        raise LeakageError(
+            f"an attacker with {len(own)} texts learns nothing",
+            hint="give more data, or longer texts",
+        )
     if true.shape[1] < 2 or len(true) < 2:
-        raise LeakageError(f"{len(true)} texts of {true.shape[1]} tokens are too little to attack", hint="give more data, or longer texts")
+        raise LeakageError(
+            f"{len(true)} texts of {true.shape[1]} tokens are too little to attack",
+            hint="give more data, or longer texts",
+        )
     if any(isinstance(d, BatchShuffle) for c in combinations for d in defences_of(c)):
-        raise LeakageError("a batch shuffle takes tokens from text to text, and their masks belong to each text", hint="use rows")
+        raise LeakageError(
+            "a batch shuffle takes tokens from text to text, and their masks belong to each text",
+            hint="use rows",
+        )
     on_pixels = next((d for c in combinations for d in defences_of(c) if d.stage == 0), None)
     if on_pixels is not None:
-        raise LeakageError(f"{type(on_pixels).__name__} acts on images, and these are texts", hint="noise, round, bottleneck, rows and the like")
+        raise LeakageError(
+            f"{type(on_pixels).__name__} acts on images, and these are texts",
+            hint="noise, round, bottleneck, rows and the like",
+        )
     for combination in combinations:
-        make_split_pair(_client(case.model, combination), combination).serve(_batches(true[:2], 2), "check")
+        make_split_pair(_client(case.model, combination), combination).serve(
+            _batches(true[:2], 2), "check"
+        )
 
 
-def _told(name: str, rows: Sequence[TextRow], floor: Mapping[str, list[float]], attacks: Sequence[TextAttack]) -> Results:
+def _told(
+    name: str,
+    rows: Sequence[TextRow],
+    floor: Mapping[str, list[float]],
+    attacks: Sequence[TextAttack],
+) -> Results:
     titles, plain = {a.name: a.title for a in attacks}, rows[0]
     low = statistics.fmean(floor[LEAK])
     labelled = any(row.labels is not None for row in rows)
-    heads = ("defences", "accuracy", *(("labels",) if labelled else ()), "attack", *MEASURES, "worst ROUGE-L", "seconds")
+    heads = (
+        "defences",
+        "accuracy",
+        *(("labels",) if labelled else ()),
+        "attack",
+        *MEASURES,
+        "worst ROUGE-L",
+        "seconds",
+    )
     lines: list[tuple[str | float | None, ...]] = []
     findings = []
     for row in rows:
         for attack, scores in row.scores.items():
             means = [round(statistics.fmean(scores[m]), 3) for m in MEASURES]
             known = (None if row.labels is None else round(row.labels, 3),) if labelled else ()
-            lines.append((row.combination, round(row.accuracy, 3), *known, titles[attack], *means, round(max(scores[LEAK]), 3), row.seconds[attack]))
+            lines.append(
+                (
+                    row.combination,
+                    round(row.accuracy, 3),
+                    *known,
+                    titles[attack],
+                    *means,
+                    round(max(scores[LEAK]), 3),
+                    row.seconds[attack],
+                )
+            )
             findings.append(
                 Finding(
                     f"{name}/{row.combination}/{attack}",
@@ -222,7 +313,8 @@ def _told(name: str, rows: Sequence[TextRow], floor: Mapping[str, list[float]], 
                     row.value(attack),
                     low,
                     plain.value(attack),
-                    f"{row.value(attack, 'words'):.0%} of the tokens, {row.value(attack, 'in place'):.0%} in their places",
+                    f"{row.value(attack, 'words'):.0%} of the tokens, "
+                    f"{row.value(attack, 'in place'):.0%} in their places",
                     measure=LEAK,
                     spread=statistics.stdev(scores[LEAK]) if len(scores[LEAK]) > 1 else None,
                     trials=len(scores[LEAK]),
@@ -230,26 +322,57 @@ def _told(name: str, rows: Sequence[TextRow], floor: Mapping[str, list[float]], 
             )
     blank = (None,) if labelled else ()
     free = [round(statistics.fmean(floor[m]), 3) for m in MEASURES]
-    lines.append(("a guess, another text", round(plain.chance, 3) or None, *blank, "", *free, round(max(floor[LEAK]), 3), None))
-    note = (
-        "Shares of each text, in the mean over texts: tokens as a bag, tokens in their places, ROUGE on tokens (F1), texts that are exactly right. "
+    lines.append(
+        (
+            "a guess, another text",
+            round(plain.chance, 3) or None,
+            *blank,
+            "",
+            *free,
+            round(max(floor[LEAK]), 3),
+            None,
+        )
     )
-    tables = (Table(f"Utility and privacy: {name}", heads, tuple(lines), note), meanings_of([r.combination for r in rows], attacks))
-    return Results("What the server reads", tuple(findings), tables, (), {"verdict": _verdict(name, rows, low, titles)})
+    note = (
+        "Shares of each text, in the mean over texts: tokens as a bag, tokens in their "
+        "places, ROUGE on tokens (F1), texts that are exactly right. "
+    )
+    tables = (
+        Table(f"Utility and privacy: {name}", heads, tuple(lines), note),
+        meanings_of([r.combination for r in rows], attacks),
+    )
+    return Results(
+        "What the server reads",
+        tuple(findings),
+        tables,
+        (),
+        {"verdict": _verdict(name, rows, low, titles)},
+    )
 
 
-def _verdict(name: str, rows: Sequence[TextRow], low: float, titles: Mapping[str, str]) -> list[str]:
+def _verdict(
+    name: str, rows: Sequence[TextRow], low: float, titles: Mapping[str, str]
+) -> list[str]:
     plain = rows[0]
     having = [row for row in rows if row.best()[1] >= ENOUGH]
-    out = [f"{name}: the server reads the texts under {len(having)} of {len(rows)} combinations (ROUGE-L of {ENOUGH:g} and more)."]
+    out = [
+        (
+            f"{name}: the server reads the texts under {len(having)} of {len(rows)} combinations "
+            f"(ROUGE-L of {ENOUGH:g} and more)."
+        )
+    ]
     for row in rows:
         attack, value = row.best()
         words = max(row.value(a, "words") for a in row.scores)
         out.append(
-            f"{row.combination}: ROUGE-L {value:.2f} by {titles[attack]} (another text: {low:.2f}), {words:.0%} of the tokens; accuracy "
+            f"{row.combination}: ROUGE-L {value:.2f} by {titles[attack]} (another text: "
+            f"{low:.2f}), {words:.0%} of the tokens; accuracy "
             f"{row.accuracy:.3f} (undefended: {plain.accuracy:.3f})."
         )
     known = [row.labels for row in rows if row.labels is not None]
     if known:
-        out.append(f"Labels are not sent, and the gradients tell them: {min(known):.0%} to {max(known):.0%} of them (a guess: {plain.chance:.0%}).")
+        out.append(
+            f"Labels are not sent, and the gradients tell them: {min(known):.0%} to "
+            f"{max(known):.0%} of them (a guess: {plain.chance:.0%})."
+        )
     return [*out, LAST]

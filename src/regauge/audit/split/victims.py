@@ -1,9 +1,11 @@
-"""Victims: a client and a server of split learning in one process, through the same bytes as on a wire, with all that the server sees written down.
+"""Victims: a client and a server of split learning in one process, through the same bytes as on a
+wire, with all that the server sees written down.
 
     pair = stand(model, "low-pass=0.1+rows", Training("adamw", 1e-3), seed=0)
     pair.train(examples, Run(steps, batch))
     pair.measure(test, batch)                         # utility: the defences act in the test too
-    pair.watch(images, batch)                         # what the server sees of these images, pass by pass
+    pair.watch(images, batch)                         # what the server sees of these images, pass
+    by pass
 
 A combination of defences is a text, "pixel-noise=0.5+rows"; "none" is none.
 """
@@ -40,7 +42,9 @@ def is_shuffled(combination: str) -> bool:
 
 
 class Watched:
-    """A server that writes down what it is sent while `is_on`: the tensors of each pass, and the gradient that comes for it."""
+    """A server that writes down what it is sent while `is_on`: the tensors of each pass, and the
+    gradient that comes for it.
+    """
 
     def __init__(self, host: Host) -> None:
         self.host, self.limits, self.is_on = host, host.limits, False
@@ -50,7 +54,11 @@ class Watched:
     def answer(self, frame: Frame, peer: str = "") -> bytes:
         if self.is_on and frame.kind is Kind.FORWARD:
             tensors = {name: t.clone() for name, t in frame.tensors.items()}
-            stream = next(b.stream for b in self.host.main.cut.boundaries if b.name == frame.values["boundary"])
+            stream = next(
+                b.stream
+                for b in self.host.main.cut.boundaries
+                if b.name == frame.values["boundary"]
+            )
             self._open[frame.number] = len(self.passes)
             self.passes.append(Served(tensors.pop(stream), tensors))
         if self.is_on and frame.kind is Kind.BACKWARD and frame.values.get("of") in self._open:
@@ -71,7 +79,9 @@ class Pair:
     training: OptimizerConfig | None
     losses: list[float] = field(default_factory=list)
 
-    def train(self, examples: Examples, run: Run, tick: Tick | None = None, watch_first: int = 0) -> list[Served]:
+    def train(
+        self, examples: Examples, run: Run, tick: Tick | None = None, watch_first: int = 0
+    ) -> list[Served]:
         """Train, and return what the server saw of the first `watch_first` steps."""
         assert self.training is not None
 
@@ -81,7 +91,14 @@ class Pair:
                 tick(step, loss)
 
         self.server.is_on = watch_first > 0
-        self.losses = train(self.model, self.link, drop_singleton_batch(examples, run.batch), self.training, run, tick=told)
+        self.losses = train(
+            self.model,
+            self.link,
+            drop_singleton_batch(examples, run.batch),
+            self.training,
+            run,
+            tick=told,
+        )
         return self._taken()
 
     def measure(self, examples: Examples, batch: int) -> dict[str, float]:
@@ -90,7 +107,9 @@ class Pair:
         return measure(self.model, drop_singleton_batch(examples, batch), batch)
 
     def watch(self, images: Tensor, batch: int, label: str) -> Tensor:
-        """What the server sees of images, [images, tokens, channels], as it stands in the passes. `label` is what is drawn afresh by."""
+        """What the server sees of images, [images, tokens, channels], as it stands in the passes.
+        `label` is what is drawn afresh by.
+        """
         passes = self.serve([{"pixel_values": part} for part in batches_of(images, batch)], label)
         return torch.cat([p.stream for p in passes]).float().cpu()
 
@@ -102,15 +121,26 @@ class Pair:
         like = next(p for p in self.model.parameters() if p.is_floating_point())
         with torch.no_grad():
             for given in inputs:
-                logits_of(self.model, {k: v.to(like) if v.is_floating_point() else v.to(like.device) for k, v in given.items()})
+                logits_of(
+                    self.model,
+                    {
+                        k: v.to(like) if v.is_floating_point() else v.to(like.device)
+                        for k, v in given.items()
+                    },
+                )
         return self._taken()
 
     def state(self) -> dict[str, Tensor]:
         """The whole model: the client's embedding and head, the server's backbone."""
-        return {**{n: t.detach().clone() for n, t in self.model.state_dict().items()}, **self.server.host.backbone()}
+        return {
+            **{n: t.detach().clone() for n, t in self.model.state_dict().items()},
+            **self.server.host.backbone(),
+        }
 
     def _drawing(self, label: str) -> None:
-        """So that a measurement can be repeated: what a prediction draws is told by its label and its place, and not by the system's randomness."""
+        """So that a measurement can be repeated: what a prediction draws is told by its label and
+        its place, and not by the system's randomness.
+        """
         count = itertools.count()
         self.link.fresh = lambda: f"{label}/{next(count)}"
 
@@ -121,8 +151,14 @@ class Pair:
 
 
 def drop_singleton_batch(examples: Examples, batch: int) -> Examples:
-    """Examples whose last batch is not one example alone, which could change places with none: it is left out."""
-    return examples.only(range(len(examples) - 1)) if batch > 1 and len(examples) % batch == 1 else examples
+    """Examples whose last batch is not one example alone, which could change places with none: it
+    is left out.
+    """
+    return (
+        examples.only(range(len(examples) - 1))
+        if batch > 1 and len(examples) % batch == 1
+        else examples
+    )
 
 
 def batches_of(images: Tensor, batch: int) -> list[Tensor]:
@@ -131,8 +167,16 @@ def batches_of(images: Tensor, batch: int) -> list[Tensor]:
     return [*found[:-2], torch.cat(found[-2:])] if len(found) > 1 and len(found[-1]) == 1 else found
 
 
-def make_split_pair(model: torch.nn.Module, combination: str, training: OptimizerConfig | None = None, *, seed: int = 0) -> Pair:
-    """A client with this model, which is used and trained in place, and a server with a copy of its backbone. Drawn from the seed."""
+def make_split_pair(
+    model: torch.nn.Module,
+    combination: str,
+    training: OptimizerConfig | None = None,
+    *,
+    seed: int = 0,
+) -> Pair:
+    """A client with this model, which is used and trained in place, and a server with a copy of its
+    backbone. Drawn from the seed.
+    """
     server = Watched(Host(copy.deepcopy(model), training))
     link = connect(model, InProcess(server), defences=defences_of(combination), secret=seed)  # type: ignore[arg-type]
     return Pair(model, server, link, combination, training)
@@ -140,15 +184,26 @@ def make_split_pair(model: torch.nn.Module, combination: str, training: Optimize
 
 def unshuffled(combination: str) -> str:
     """The same combination with all tokens in their places."""
-    kept = [text for text in parts_of(combination) if text.partition("=")[0] not in ("rows", "batch-shuffle")]
+    kept = [
+        text
+        for text in parts_of(combination)
+        if text.partition("=")[0] not in ("rows", "batch-shuffle")
+    ]
     return "+".join(kept) or NONE
 
 
 def on_images(combination: str, images: Tensor, batch: int) -> Tensor:
-    """Images after the defences that act on them, drawn as an attacker draws who knows which they are."""
+    """Images after the defences that act on them, drawn as an attacker draws who knows which they
+    are.
+    """
     from regauge.defences.split import Draw
 
     chosen: Sequence[Defence] = [d for d in defences_of(combination) if d.stage == 0]
     for n, defence in enumerate(chosen):
-        images = torch.cat([defence.enter(part, Draw(bytes(32), f"{n}/{i}")) for i, part in enumerate(torch.split(images, batch))])
+        images = torch.cat(
+            [
+                defence.enter(part, Draw(bytes(32), f"{n}/{i}"))
+                for i, part in enumerate(torch.split(images, batch))
+            ]
+        )
     return images

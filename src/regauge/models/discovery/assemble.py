@@ -18,21 +18,37 @@ from regauge.models.discovery.names import name_kinds, side_of
 from regauge.models.discovery.terms import Atom, Sum, Term, factors, find, parts
 from regauge.models.discovery.walk import Axis, Value, Walk
 
-# Outputs that hand out an inner value as it is: a space may be seen there. On all others, what nothing reads is what callers see.
+# Outputs that hand out an inner value as it is: a space may be seen there. On all others, what
+# nothing reads is what callers see.
 _INNER = re.compile(r".*(hidden_state|hidden_states|embeds|embeddings?|pooler_output|features)$")
 _ASIDE = ("encoder_last_hidden_state", "loss")
 
 
-def assemble(w: Walk, module: torch.nn.Module, family: str) -> tuple[Spec, Reading, dict[Atom, str]]:
-    """The spec of a walked module. Names of spaces come back too, by the kinds of coordinates that they stand for."""
-    outputs = {n: v for n, v in w.graph.outputs.items() if len(w.graph.outputs) == 1 or n not in _ASIDE}
+def assemble(
+    w: Walk, module: torch.nn.Module, family: str
+) -> tuple[Spec, Reading, dict[Atom, str]]:
+    """The spec of a walked module. Names of spaces come back too, by the kinds of coordinates that
+    they stand for.
+    """
+    outputs = {
+        n: v for n, v in w.graph.outputs.items() if len(w.graph.outputs) == 1 or n not in _ASIDE
+    }
     if "encoder_last_hidden_state" in w.graph.outputs and "last_hidden_state" in w.graph.outputs:
         outputs = dict(w.graph.outputs)
     norms, scales = folds(w, list(outputs.values()))
     values = {name: w.value(node) for name, node in outputs.items()}
     closed = _closed(w, values)
     reading = infer_groups(w, {n.gain for n in norms} | {s.gain for s in scales}, closed)
-    sided = len({side for n in reading.parameters if (side := side_of([n])) and re.search(r"\.\d+\.", n)}) > 1
+    sided = (
+        len(
+            {
+                side
+                for n in reading.parameters
+                if (side := side_of([n])) and re.search(r"\.\d+\.", n)
+            }
+        )
+        > 1
+    )
     names = name_kinds(reading, sided)
     tensors = {name: axes_of(reading, names, axes) for name, axes in reading.parameters.items()}
     state = dict(module.state_dict(keep_vars=True))
@@ -53,8 +69,13 @@ def assemble(w: Walk, module: torch.nn.Module, family: str) -> tuple[Spec, Readi
         tensors=tensors,
         parts=_parts(w, tensors),
         ties={a: t for a, t in w.graph.ties.items() if a in tensors and t in tensors},
-        outputs={name: " ".join(str(_open(_axis(reading, names, a))) for a in v.axes) for name, v in values.items()},
-        norms=tuple(n for n in norms if _folds(tensors, spaces, n.gain, [r for r, _ in n.readers], w.reads)),
+        outputs={
+            name: " ".join(str(_open(_axis(reading, names, a))) for a in v.axes)
+            for name, v in values.items()
+        },
+        norms=tuple(
+            n for n in norms if _folds(tensors, spaces, n.gain, [r for r, _ in n.readers], w.reads)
+        ),
         scales=tuple(s for s in scales if _folds(tensors, spaces, s.gain, [], {})),
         buffers=tuple(re.escape(n) for n in buffers),
         notes=_notes(w),
@@ -77,7 +98,13 @@ def _closed(w: Walk, values: Mapping[str, Value]) -> dict[Axis, str]:
     """Axes of outputs that nothing inside reads: callers see them as they are."""
     from regauge.models.discovery.terms import leaves
 
-    read = {id(a) for r in w.relations if r.kind == "contract" for axis in (*r.left, *r.right) for a in leaves(axis.term)}
+    read = {
+        id(a)
+        for r in w.relations
+        if r.kind == "contract"
+        for axis in (*r.left, *r.right)
+        for a in leaves(axis.term)
+    }
     out = {}
     for name, value in values.items():
         for axis in value.axes:
@@ -86,8 +113,16 @@ def _closed(w: Walk, values: Mapping[str, Value]) -> dict[Axis, str]:
     return out
 
 
-def _folds(tensors: Mapping[str, str], spaces: Mapping[str, Space], gain: str, readers: Sequence[str], reading: Mapping[str, int]) -> bool:
-    """Is anything gained by folding (a space becomes larger), and do the readers show where the gain goes?"""
+def _folds(
+    tensors: Mapping[str, str],
+    spaces: Mapping[str, Space],
+    gain: str,
+    readers: Sequence[str],
+    reading: Mapping[str, int],
+) -> bool:
+    """Is anything gained by folding (a space becomes larger), and do the readers show where the
+    gain goes?
+    """
     wanted = {leaf.space for term in ax.parse(tensors[gain]).terms for leaf in ax.leaves(term)}
 
     def reads(name: str) -> bool:
@@ -111,9 +146,15 @@ def _axis(reading: Reading, names: Mapping[Atom, str], axis: Axis) -> ax.Term:
     def one(atom: Atom) -> ax.Term:
         i = next(place)
         kind = reading.kinds.get(atom)
-        if kind is None or atom not in names or (kind.frozen and not any(k.over is atom for k in reading.kinds.values())):
+        if (
+            kind is None
+            or atom not in names
+            or (kind.frozen and not any(k.over is atom for k in reading.kinds.values()))
+        ):
             return ax.Hole(atom.size)
-        e = kind.exponents.get((axis, i), 1 if (axis, i) not in kind.exponents and not kind.places_has(axis) else 0)
+        e = kind.exponents.get(
+            (axis, i), 1 if (axis, i) not in kind.exponents and not kind.places_has(axis) else 0
+        )
         if isinstance(kind.group, Rotary) and e == 0:
             return ax.Hole(atom.size)
         barred = e == 0 and not kind.frozen
@@ -137,16 +178,24 @@ def _axis(reading: Reading, names: Mapping[Atom, str], axis: Axis) -> ax.Term:
 
 
 def _open(term: ax.Term) -> ax.Term:
-    """An axis of an output, of any length: as many rows or tokens as a caller gives. Of several holes side by side the last is the open one."""
+    """An axis of an output, of any length: as many rows or tokens as a caller gives. Of several
+    holes side by side the last is the open one.
+    """
     match term:
         case ax.Hole():
             return ax.Hole()
         case ax.Sum() | ax.Product():
             inner = list(term.terms if isinstance(term, ax.Sum) else term.factors)
-            last = next((i for i in reversed(range(len(inner))) if isinstance(inner[i], ax.Hole)), None)
+            last = next(
+                (i for i in reversed(range(len(inner))) if isinstance(inner[i], ax.Hole)), None
+            )
             if last is not None:
                 inner[last] = ax.Hole()
-            return ax.Sum(tuple(inner)) if isinstance(term, ax.Sum) else ax.Product(tuple(inner), term.star)
+            return (
+                ax.Sum(tuple(inner))
+                if isinstance(term, ax.Sum)
+                else ax.Product(tuple(inner), term.star)
+            )
         case _:
             return term
 
@@ -162,8 +211,12 @@ def _product(listed: list[ax.Term]) -> ax.Term:
         return ax.Hole(1)
     if len(out) == 1:
         return out[0]
-    if all(isinstance(t, ax.Leaf) and (t.star or t.bar) for t in out) and any(isinstance(t, ax.Leaf) and t.star for t in out):
-        return ax.Product(tuple(ax.Leaf(t.space, bar=t.bar) for t in out if isinstance(t, ax.Leaf)), star=True)
+    if all(isinstance(t, ax.Leaf) and (t.star or t.bar) for t in out) and any(
+        isinstance(t, ax.Leaf) and t.star for t in out
+    ):
+        return ax.Product(
+            tuple(ax.Leaf(t.space, bar=t.bar) for t in out if isinstance(t, ax.Leaf)), star=True
+        )
     return ax.Product(tuple(out))
 
 
@@ -182,15 +235,25 @@ def _ordered(reading: Reading, names: Mapping[Atom, str]) -> list[Kind]:
 
     def key(kind: Kind) -> tuple[bool, tuple[int, ...], str]:
         name = names[kind.atom]
-        return (not name.startswith("stream"), tuple(int(n) for n in re.findall(r"\d+", name)), name)
+        return (
+            not name.startswith("stream"),
+            tuple(int(n) for n in re.findall(r"\d+", name)),
+            name,
+        )
 
     return sorted((reading.kinds[a] for a in names), key=key)
 
 
 def _parts(w: Walk, tensors: Mapping[str, str]) -> dict[str, str]:
-    """The blocks are the parameters of the longest numbered lists of modules; what is read before them embeds, the rest is the head."""
-    prefixes = Counter(m.group(1) for n in tensors for m in [re.match(r"(.*?\.)\d+\.", f".{n}")] if m)
-    lists = {p for p, times in prefixes.items() if times >= 2 and times * 4 >= max(prefixes.values())}
+    """The blocks are the parameters of the longest numbered lists of modules; what is read before
+    them embeds, the rest is the head.
+    """
+    prefixes = Counter(
+        m.group(1) for n in tensors for m in [re.match(r"(.*?\.)\d+\.", f".{n}")] if m
+    )
+    lists = {
+        p for p, times in prefixes.items() if times >= 2 and times * 4 >= max(prefixes.values())
+    }
     first = w.first
 
     def inside(name: str) -> bool:
@@ -212,6 +275,8 @@ def _notes(w: Walk) -> tuple[str, ...]:
     if w.unknown:
         notes.append(f"no rule for {', '.join(sorted(w.unknown))}: nothing acts on what they touch")
     if w.graph.unread:
-        names = ", ".join(w.graph.unread[:3]) + (f" and {len(w.graph.unread) - 3} more" if len(w.graph.unread) > 3 else "")
+        names = ", ".join(w.graph.unread[:3]) + (
+            f" and {len(w.graph.unread) - 3} more" if len(w.graph.unread) > 3 else ""
+        )
         notes.append(f"not read on the example inputs, and so left alone: {names}")
     return tuple(notes)

@@ -1,8 +1,10 @@
-"""Where a discovered model is cut: the lists of blocks that hand a stream from one to the next, and the spaces of what enters and leaves them.
+"""Where a discovered model is cut: the lists of blocks that hand a stream from one to the next, and
+the spaces of what enters and leaves them.
 
-The module is run once and its lists are watched: a list is a backbone if each block is given what the one before it returned. Which spaces the stream
-and the other arguments have is tried, and believed only if it holds: a backbone that is moved by a random element, with everything that crosses moved
-along, must compute the plain function, strictly in float64.
+The module is run once and its lists are watched: a list is a backbone if each block is given what
+the one before it returned. Which spaces the stream and the other arguments have is tried, and
+believed only if it holds: a backbone that is moved by a random element, with everything that
+crosses moved along, must compute the plain function, strictly in float64.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ _MOST = 64  # ways to read what crosses, tried one after the other
 
 @dataclass(frozen=True)
 class Seen:
-    """A list of blocks in one run: its path, the argument that is the stream, the names of what a block returns, and all that the first was given."""
+    """A list of blocks in one run: its path, the argument that is the stream, the names of what a
+    block returns, and all that the first was given.
+    """
 
     path: str
     stream: str
@@ -40,27 +44,45 @@ class Seen:
     leaves: torch.Tensor
 
 
-def boundaries_of(spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any]) -> tuple[Boundary, ...]:
-    """The boundaries of a module of random weights in float64; none if it has no such list, or if nothing that was tried holds.
+def boundaries_of(
+    spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any]
+) -> tuple[Boundary, ...]:
+    """The boundaries of a module of random weights in float64; none if it has no such list, or if
+    nothing that was tried holds.
 
-    Tokens have no place in them: which masks and positions would have to follow their order is not known of any module.
+    Tokens have no place in them: which masks and positions would have to follow their order is not
+    known of any module.
     """
     found: list[Boundary] = []
-    for seen in _watched(spec, module, inputs):  # each by itself: what crosses at one list does not depend on the others
+    for seen in _watched(
+        spec, module, inputs
+    ):  # each by itself: what crosses at one list does not depend on the others
         alone = parts_by(spec, [seen.path])
         tried = islice(_readings(alone, seen), _MOST)
         found += islice((b for b in tried if _holds(alone, module, inputs, [b])), 1)
     if len(found) < 2:
         return tuple(found)
-    found = [replace(b, name=name) for b, name in zip(found, _names([b.blocks for b in found]), strict=True)]
-    return tuple(found) if _holds(parts_by(spec, [b.blocks for b in found]), module, inputs, found) else ()
+    found = [
+        replace(b, name=name)
+        for b, name in zip(found, _names([b.blocks for b in found]), strict=True)
+    ]
+    return (
+        tuple(found)
+        if _holds(parts_by(spec, [b.blocks for b in found]), module, inputs, found)
+        else ()
+    )
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """What tells paths apart: encoder and decoder of model.encoder.layers and model.decoder.layers."""
+    """What tells paths apart: encoder and decoder of model.encoder.layers and
+    model.decoder.layers.
+    """
     words = [p.split(".") for p in paths]
     shared = set.intersection(*(set(w) for w in words))
-    return [".".join(w for w in own if w not in shared) or path for own, path in zip(words, paths, strict=True)]
+    return [
+        ".".join(w for w in own if w not in shared) or path
+        for own, path in zip(words, paths, strict=True)
+    ]
 
 
 def parts_by(spec: Spec, paths: Sequence[str]) -> Spec:
@@ -81,12 +103,24 @@ def parts_by(spec: Spec, paths: Sequence[str]) -> Spec:
 
 
 def _joints(spec: Spec) -> dict[str, int]:
-    """The spaces that the backbone shares with the edges, and that a tensor can cross in, with their sizes."""
+    """The spaces that the backbone shares with the edges, and that a tensor can cross in, with
+    their sizes.
+    """
     inside, outside = (
-        {s for n, a in spec.tensors.items() if (spec.parts.get(n) == "backbone") == backbone for s in ax.spaces(a)} for backbone in (True, False)
+        {
+            s
+            for n, a in spec.tensors.items()
+            if (spec.parts.get(n) == "backbone") == backbone
+            for s in ax.spaces(a)
+        }
+        for backbone in (True, False)
     )
     outside |= spec.visible
-    return {n: s.size for n, s in spec.spaces.items() if n in inside & outside and s.over is None and s.size > 1}
+    return {
+        n: s.size
+        for n, s in spec.spaces.items()
+        if n in inside & outside and s.over is None and s.size > 1
+    }
 
 
 def _watched(spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any]) -> Iterator[Seen]:
@@ -95,17 +129,30 @@ def _watched(spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any]) -> 
     backbone = [n for n in spec.tensors if spec.parts.get(n) == "backbone"]
     for path, one in module.named_modules():
         inner = any(path.startswith(f"{p}.") for p in listed)
-        if path and not inner and isinstance(one, torch.nn.ModuleList | torch.nn.Sequential) and any(n.startswith(f"{path}.") for n in backbone):
+        if (
+            path
+            and not inner
+            and isinstance(one, torch.nn.ModuleList | torch.nn.Sequential)
+            and any(n.startswith(f"{path}.") for n in backbone)
+        ):
             listed[path] = list(one)
-    owner = {id(block): (path, i) for path, blocks in listed.items() for i, block in enumerate(blocks)}
+    owner = {
+        id(block): (path, i) for path, blocks in listed.items() for i, block in enumerate(blocks)
+    }
     calls: dict[str, list[tuple[int, dict[str, Any], Any]]] = {path: [] for path in listed}
 
-    def watch(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def watch(
+        block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         path, i = owner[id(block)]
         bound = inspect.signature(block.forward).bind(*args, **kwargs)
         calls[path].append((i, bound.arguments, result))
 
-    handles = [b.register_forward_hook(watch, with_kwargs=True) for blocks in listed.values() for b in blocks]
+    handles = [
+        b.register_forward_hook(watch, with_kwargs=True)
+        for blocks in listed.values()
+        for b in blocks
+    ]
     try:
         outputs(module, inputs)
     finally:
@@ -122,14 +169,34 @@ def _handed_on(path: str, calls: Sequence[tuple[Mapping[str, Any], Any]]) -> See
     """The stream of a list of blocks: what the first place of each result is to the next block."""
     results = [r if isinstance(r, tuple) else (r,) for _, r in calls]
     first, leaves = calls[0][0], results[-1][0]
-    candidates = [n for n, v in first.items() if isinstance(v, torch.Tensor) and v.is_floating_point()]
-    stream = next((n for n in candidates if all(g.get(n) is r[0] for (g, _), r in zip(calls[1:], results, strict=False))), None)
+    candidates = [
+        n for n, v in first.items() if isinstance(v, torch.Tensor) and v.is_floating_point()
+    ]
+    stream = next(
+        (
+            n
+            for n in candidates
+            if all(g.get(n) is r[0] for (g, _), r in zip(calls[1:], results, strict=False))
+        ),
+        None,
+    )
     if stream is None or not isinstance(leaves, torch.Tensor):
         return None
     returns: tuple[str, ...] = ()
     if isinstance(calls[0][1], tuple):
         later = [g for g, _ in calls[1:2]]
-        names = [next((n for g in later for n, v in g.items() if v is r and r is not None and n != stream), "") for r in results[0][1:]]
+        names = [
+            next(
+                (
+                    n
+                    for g in later
+                    for n, v in g.items()
+                    if v is r and r is not None and n != stream
+                ),
+                "",
+            )
+            for r in results[0][1:]
+        ]
         returns = (stream, *names)
     return Seen(path, stream, returns, first, leaves)
 
@@ -148,7 +215,11 @@ def _readings(spec: Spec, seen: Seen) -> list[Boundary]:
                 out.append(" ".join(name if i == dim else "_" for i in range(value.dim())))
         return out
 
-    others = {n: [None, *ways(v)] for n, v in seen.given.items() if n != seen.stream and n not in seen.returns and ways(v)}
+    others = {
+        n: [None, *ways(v)]
+        for n, v in seen.given.items()
+        if n != seen.stream and n not in seen.returns and ways(v)
+    }
     rows = [
         (enter, leave, dict(zip(others, chosen, strict=True)))
         for enter, leave in product(ways(seen.given[seen.stream]), ways(seen.leaves))
@@ -156,24 +227,50 @@ def _readings(spec: Spec, seen: Seen) -> list[Boundary]:
     ]
     rows.sort(key=lambda row: (row[0] != row[1], sum(v is not None for v in row[2].values())))
     return [
-        Boundary("", seen.path, {seen.stream: enter, **{n: a for n, a in more.items() if a is not None}}, leave, seen.returns)
+        Boundary(
+            "",
+            seen.path,
+            {seen.stream: enter, **{n: a for n, a in more.items() if a is not None}},
+            leave,
+            seen.returns,
+        )
         for enter, leave, more in rows
     ]
 
 
-def _holds(spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any], found: Sequence[Boundary]) -> bool:
-    """Does the backbone, moved by a random element, compute the plain function between these boundaries?"""
+def _holds(
+    spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any], found: Sequence[Boundary]
+) -> bool:
+    """Does the backbone, moved by a random element, compute the plain function between these
+    boundaries?
+    """
     plain = outputs(module, inputs)
     state = {n: t.detach().clone() for n, t in module.state_dict().items()}
     whole = element(spec, _SEED)
-    inside = {s for n, a in spec.tensors.items() if spec.parts.get(n) == "backbone" for s in ax.spaces(a)}
+    inside = {
+        s for n, a in spec.tensors.items() if spec.parts.get(n) == "backbone" for s in ax.spaces(a)
+    }
     g = Element(spec, {n: m for n, m in whole.members.items() if n in inside})
     try:
         module.load_state_dict(apply(g, state, "backbone"), strict=False)
-        with strict_float64(), cut(module, boundaries=found).route(lambda crossing: crossing.restored(g, crossing.moved(g).run())):
+        with (
+            strict_float64(),
+            cut(module, boundaries=found).route(
+                lambda crossing: crossing.restored(g, crossing.moved(g).run())
+            ),
+        ):
             moved = outputs(module, inputs)
-    except (RegaugeError, RuntimeError, TypeError, ValueError, IndexError):  # what crosses does not have these axes
+    except (
+        RegaugeError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        IndexError,
+    ):  # what crosses does not have these axes
         return False
     finally:
         module.load_state_dict(state, strict=False)
-    return all(float((moved[k] - v).abs().max()) <= TOLERANCE * max(1.0, float(v.abs().max())) for k, v in plain.items())
+    return all(
+        float((moved[k] - v).abs().max()) <= TOLERANCE * max(1.0, float(v.abs().max()))
+        for k, v in plain.items()
+    )

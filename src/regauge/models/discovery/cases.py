@@ -1,7 +1,9 @@
-"""Tensors of several kinds side by side along one axis, which are taken apart again before anything else is done: fused queries, keys and values.
+"""Tensors of several kinds side by side along one axis, which are taken apart again before anything
+else is done: fused queries, keys and values.
 
-A view whose axis is only ever cut (into single places, or into blocks) does not say that what lies behind the axis is the same in every block: each
-block is a *case*, with axes of its own. Falcon's rows of queries, one key and one value are three cases; so are timm's and BLOOM's. Where an operator
+A view whose axis is only ever cut (into single places, or into blocks) does not say that what lies
+behind the axis is the same in every block: each block is a *case*, with axes of its own. Falcon's
+rows of queries, one key and one value are three cases; so are timm's and BLOOM's. Where an operator
 meets the cases as one tensor after all, `Walk.collapse` makes them alike.
 """
 
@@ -43,7 +45,10 @@ def order_of(node: Node, rank: int) -> list[int]:
     if operator(node) in ("t", "mT", "adjoint"):
         return [*order[:-2], *order[-2:][::-1]]
     if operator(node) in ("movedim", "moveaxis"):
-        moved = [[d % rank for d in ([given] if isinstance(given, int) else given)] for given in node.args[1:3]]
+        moved = [
+            [d % rank for d in ([given] if isinstance(given, int) else given)]
+            for given in node.args[1:3]
+        ]
         rest = iter(d for d in order if d not in moved[0])
         return [moved[0][moved[1].index(d)] if d in moved[1] else next(rest) for d in range(rank)]
     a, b = argument(node, 1, "dim0"), argument(node, 2, "dim1")
@@ -52,7 +57,9 @@ def order_of(node: Node, rank: int) -> list[int]:
 
 
 def cut_places(graph: Graph, node: Node) -> tuple[int, tuple[int, ...]] | None:
-    """The axis of a tensor that is only ever cut, and the sizes of the blocks; None if there is no such axis."""
+    """The axis of a tensor that is only ever cut, and the sizes of the blocks; None if there is no
+    such axis.
+    """
     for dim, n in enumerate(shape(node)):
         ends = _ends(graph, node, dim) if n > 1 else None
         if ends is not None:
@@ -63,7 +70,9 @@ def cut_places(graph: Graph, node: Node) -> tuple[int, tuple[int, ...]] | None:
 
 
 def _ends(graph: Graph, node: Node, dim: int) -> set[int] | None:
-    """Where everyone who reads a tensor cuts one of its axes; None if anyone does something else."""
+    """Where everyone who reads a tensor cuts one of its axes; None if anyone does something
+    else.
+    """
     found: set[int] = set()
     for user in node.users:
         ends = _ends_of(graph, node, user, dim)
@@ -81,7 +90,9 @@ def _ends_of(graph: Graph, node: Node, user: Node, dim: int) -> set[int] | None:
         return _ends(graph, user, order_of(user, rank).index(dim))
     if name in ("squeeze", "unsqueeze"):
         old, new = ([i for i, k in enumerate(shape(x)) if k != 1] for x in (node, user))
-        return _ends(graph, user, new[old.index(dim)]) if dim in old and len(old) == len(new) else None
+        return (
+            _ends(graph, user, new[old.index(dim)]) if dim in old and len(old) == len(new) else None
+        )
     span = cut_by(graph, node, user)
     if span is not None:
         return {*span[1:]} if span[0] == dim else None
@@ -95,7 +106,9 @@ def _ends_of(graph: Graph, node: Node, user: Node, dim: int) -> set[int] | None:
 
 
 def cut_by(graph: Graph, node: Node, user: Node) -> tuple[int, int, int] | None:
-    """The axis, start and stop of one run of places that an operator takes: a select, a slice, or a list of neighbouring numbers."""
+    """The axis, start and stop of one run of places that an operator takes: a select, a slice, or a
+    list of neighbouring numbers.
+    """
     rank, name = len(shape(node)), operator(user)
     if name == "select" and isinstance(index := argument(user, 2, "index", 0), int):
         dim = argument(user, 1, "dim", 0) % rank
@@ -109,7 +122,12 @@ def cut_by(graph: Graph, node: Node, user: Node) -> tuple[int, int, int] | None:
     if name == "index":
         used = [(d, i) for d, i in enumerate(user.args[1]) if isinstance(i, fx.Node)]
         known = graph.known.get(used[0][1]) if len(used) == 1 else None
-        if known is not None and known.dim() == 1 and not known.is_floating_point() and known.dtype.itemsize > 1:
+        if (
+            known is not None
+            and known.dim() == 1
+            and not known.is_floating_point()
+            and known.dtype.itemsize > 1
+        ):
             dim = used[0][0]
             places = [int(p) % shape(node)[dim] for p in known]
             if places and places == list(range(places[0], places[0] + len(places))):
@@ -118,7 +136,9 @@ def cut_by(graph: Graph, node: Node, user: Node) -> tuple[int, int, int] | None:
 
 
 def apart(w: Walk, x: Value, new: tuple[int, ...], dim: int, sizes: Sequence[int]) -> Value | None:
-    """A view whose axis `dim` lists cases: what lies behind it in the same old axis is of another kind in each."""
+    """A view whose axis `dim` lists cases: what lies behind it in the same old axis is of another
+    kind in each.
+    """
     start, at = 0, 0
     for axis in x.axes:
         size, start = 1, at
@@ -153,7 +173,15 @@ def viewed(x: Value, old: tuple[int, ...], new: tuple[int, ...]) -> Value | None
     cases = []
     for case in x.cases:
         rest = iter([a for i, a in enumerate(case.axes) if i != x.dim and a.size != 1])
-        cases.append(kept(case, [case.axes[x.dim] if i == dim else Axis(atom(1)) if n == 1 else next(rest) for i, n in enumerate(new)]))
+        cases.append(
+            kept(
+                case,
+                [
+                    case.axes[x.dim] if i == dim else Axis(atom(1)) if n == 1 else next(rest)
+                    for i, n in enumerate(new)
+                ],
+            )
+        )
     return replace(x, axes=(), dim=dim, cases=tuple(cases))
 
 

@@ -1,6 +1,8 @@
-"""Numbers that a module makes itself, from nothing that it is given or has learnt: computed once, to see along which axes they differ.
+"""Numbers that a module makes itself, from nothing that it is given or has learnt: computed once,
+to see along which axes they differ.
 
-A mask of ones, a bias of zeros or positions that are compared with themselves restrict nothing, however they are written.
+A mask of ones, a bias of zeros or positions that are compared with themselves restrict nothing,
+however they are written.
 """
 
 from __future__ import annotations
@@ -19,8 +21,12 @@ _LARGEST = 1 << 22
 _RANDOM = ("rand", "normal", "bernoulli", "uniform", "empty", "new_empty", "multinomial", "dropout")
 
 
-def known_values(nodes: Iterable[fx.Node], held: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
-    """The values of all nodes that depend on constants alone. `held`: those of the constants that no checkpoint stores."""
+def known_values(
+    nodes: Iterable[fx.Node], held: Mapping[fx.Node, torch.Tensor]
+) -> dict[fx.Node, torch.Tensor]:
+    """The values of all nodes that depend on constants alone. `held`: those of the constants that
+    no checkpoint stores.
+    """
     known: dict[fx.Node, Any] = dict(held)
     for node in nodes:
         if node.op != "call_function" or any(n not in known for n in node.all_input_nodes):
@@ -38,7 +44,13 @@ def known_values(nodes: Iterable[fx.Node], held: Mapping[fx.Node, torch.Tensor])
 
 def _computed(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     def here(value: Any) -> Any:
-        return known[value] if isinstance(value, fx.Node) else torch.device("cpu") if isinstance(value, torch.device) else value
+        return (
+            known[value]
+            if isinstance(value, fx.Node)
+            else torch.device("cpu")
+            if isinstance(value, torch.device)
+            else value
+        )
 
     args, kwargs = _pytree.tree_map(here, (tuple(node.args), dict(node.kwargs)))
     try:
@@ -49,7 +61,11 @@ def _computed(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
 
 
 def _numel(value: Any) -> int:
-    return sum(v.numel() for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, torch.Tensor))
+    return sum(
+        v.numel()
+        for v in (value if isinstance(value, tuple | list) else [value])
+        if isinstance(v, torch.Tensor)
+    )
 
 
 def _storage(value: Any) -> int | None:

@@ -43,7 +43,9 @@ def addmm(w: Walk, node: Node) -> Value:
 
 
 def matmul(w: Walk, node: Node) -> Value:
-    """matmul, mm, bmm: the last axis of one against the last but one of the other; those in front are run through side by side."""
+    """matmul, mm, bmm: the last axis of one against the last but one of the other; those in front
+    are run through side by side.
+    """
     return _product(w, node, node.args[0], node.args[1])
 
 
@@ -100,7 +102,9 @@ def einsum(w: Walk, node: Node) -> Value:
     inputs, _, output = equation.partition("->")
     letters = inputs.split(",")
     values = [w.value(n) for n in given]
-    plain = "." not in equation and all(len(t) == len(set(t)) == len(v.axes) for t, v in zip(letters, values, strict=True))
+    plain = "." not in equation and all(
+        len(t) == len(set(t)) == len(v.axes) for t, v in zip(letters, values, strict=True)
+    )
     if not plain or len(values) != 2 or not output:
         from regauge.models.discovery.rules import unknown
 
@@ -167,7 +171,11 @@ def convolution(w: Walk, node: Node) -> Value:
     """Channels are contracted, in groups or not; along the others neighbours are mixed."""
     x, weight = w.value(node.args[0]), w.value(node.args[1])
     transposed = "transpose" in operator(node)
-    groups = int(argument(node, 7 if transposed else 6, "groups", 1)) if operator(node) != "convolution" else int(node.args[8])
+    groups = (
+        int(argument(node, 7 if transposed else 6, "groups", 1))
+        if operator(node) != "convolution"
+        else int(node.args[8])
+    )
     spatial = len(weight.axes) - 2
     channel = len(x.axes) - spatial - 1
     for a in (*x.axes[channel + 1 :], *weight.axes[2:]):
@@ -198,12 +206,18 @@ def convolution(w: Walk, node: Node) -> Value:
     bias = argument(node, 2, "bias")
     if isinstance(bias, fx.Node):
         w.same([w.value(bias).axes[0]], [made])
-    axes = [*(w.follow(a) for a in x.axes[:channel]), made, *(w.fixed(n, NEIGHBOURS) for n in shape(node)[channel + 1 :])]
+    axes = [
+        *(w.follow(a) for a in x.axes[:channel]),
+        made,
+        *(w.fixed(n, NEIGHBOURS) for n in shape(node)[channel + 1 :]),
+    ]
     return Value(tuple(axes))
 
 
 def pool(kind: str) -> Callable[[Walk, Node], Any]:
-    """Pooling and resizing over places: channels pass, or (the largest of some) keep positive scales."""
+    """Pooling and resizing over places: channels pass, or (the largest of some) keep positive
+    scales.
+    """
 
     def rule(w: Walk, node: Node) -> Any:
         x = w.value(node.args[0])
@@ -275,12 +289,17 @@ def group_norm(w: Walk, node: Node) -> Value:
 
 
 def batch_norm(w: Walk, node: Node) -> Any:
-    """In evaluation mode: stored means and spreads, one for each channel. They hold the scale in front of it; the gain carries the one behind."""
+    """In evaluation mode: stored means and spreads, one for each channel. They hold the scale in
+    front of it; the gain carries the one behind.
+    """
     x = w.value(node.args[0])
     before, out = x.axes[1], Axis(x.axes[1].term)
     w.same([before], [out], kind="mask")
     w.restrict(before, "pointwise", detail="batch_norm")
-    named = [argument(node, i, name) for i, name in ((1, "weight"), (2, "bias"), (3, "running_mean"), (4, "running_var"))]
+    named = [
+        argument(node, i, name)
+        for i, name in ((1, "weight"), (2, "bias"), (3, "running_mean"), (4, "running_var"))
+    ]
     for i, n in enumerate(named):
         if isinstance(n, fx.Node):
             a = w.value(n).axes[0]

@@ -15,32 +15,49 @@ from regauge.models.discovery.walk import Axis, Gain, Node, Value, Walk, shape
 
 
 def _operands(w: Walk, node: Node, args: Any) -> list[tuple[Value, list[Axis | None]]]:
-    """Each tensor operand with its axes aligned to the result's; None where it is the same all along an axis."""
+    """Each tensor operand with its axes aligned to the result's; None where it is the same all
+    along an axis.
+    """
     rank = len(shape(node))
     out = []
     for a in args:
         if isinstance(a, fx.Node):
             v = w.value(a)
-            own: list[Axis | None] = [x if not x.uniform and (x.size != 1) else None for x in v.axes]
+            own: list[Axis | None] = [
+                x if not x.uniform and (x.size != 1) else None for x in v.axes
+            ]
             absent: list[Axis | None] = [None] * (rank - len(own))
             out.append((v, absent + own))
     return out
 
 
 def add(w: Walk, node: Node) -> Value:
-    """Sums: what is added must move alike. Adding the same number at every place keeps permutations only."""
+    """Sums: what is added must move alike. Adding the same number at every place keeps permutations
+    only.
+    """
     x, y = argument(node, 0, "self"), argument(node, 1, "other")
     operands = _operands(w, node, (x, y))
     numbers = len(operands) < 2
     if numbers and not isinstance(x, fx.Node):
         x, y = y, x
-    if numbers and operator(node) == "add" and operands[0][0].weights and isinstance(y, int | float):
+    if (
+        numbers
+        and operator(node) == "add"
+        and operands[0][0].weights
+        and isinstance(y, int | float)
+    ):
         v = operands[0][0]
         return replace(kept(v, v.axes), shift=v.shift + float(y))  # 1 + w is a gain as w is
     return _merged(w, node, operands, numbers)
 
 
-def _merged(w: Walk, node: Node, operands: list[tuple[Value, list[Axis | None]]], numbers: bool, kind: str = "shift") -> Value:
+def _merged(
+    w: Walk,
+    node: Node,
+    operands: list[tuple[Value, list[Axis | None]]],
+    numbers: bool,
+    kind: str = "shift",
+) -> Value:
     axes = []
     for i, n in enumerate(shape(node)):
         present = [a for _, own in operands if (a := own[i]) is not None]
@@ -57,7 +74,9 @@ def _merged(w: Walk, node: Node, operands: list[tuple[Value, list[Axis | None]]]
 
 
 def mul(w: Walk, node: Node) -> Value:
-    """Products. A factor that is the same all along an axis is linear there; one that differs multiplies scales; a parameter is a gain."""
+    """Products. A factor that is the same all along an axis is linear there; one that differs
+    multiplies scales; a parameter is a gain.
+    """
     x, y = argument(node, 0, "self"), argument(node, 1, "other")
     divided = operator(node).startswith("div")
     if x is y and not divided:
@@ -103,7 +122,12 @@ def mul(w: Walk, node: Node) -> Value:
 
 
 def _followed(w: Walk, node: Node, own: list[Axis | None]) -> Value:
-    return Value(tuple(Axis(atom(n), uniform=True) if a is None else w.follow(a) for a, n in zip(own, shape(node), strict=True)))
+    return Value(
+        tuple(
+            Axis(atom(n), uniform=True) if a is None else w.follow(a)
+            for a, n in zip(own, shape(node), strict=True)
+        )
+    )
 
 
 def negated(w: Walk, node: Node) -> Value:
@@ -170,11 +194,15 @@ def power(w: Walk, node: Node) -> Value:
     exponent = node.args[1]
     if exponent == 2:
         return square(w, node)
-    return pointwise("odd" if isinstance(exponent, int | float) and exponent % 2 == 1 else "pointwise")(w, node)
+    return pointwise(
+        "odd" if isinstance(exponent, int | float) and exponent % 2 == 1 else "pointwise"
+    )(w, node)
 
 
 def where(w: Walk, node: Node) -> Value:
-    """A choice between two, number by number; one that is the same all along an axis is linear there."""
+    """A choice between two, number by number; one that is the same all along an axis is linear
+    there.
+    """
     condition, *chosen = node.args
     operands = _operands(w, node, chosen)
     question = _operands(w, node, (condition,))
@@ -200,7 +228,9 @@ def masked_fill(w: Walk, node: Node) -> Value:
 
 
 def reduce(kind: str) -> Callable[[Walk, Node], Any]:
-    """Sums and means over axes (`ones`: what is kept fixes the all-ones vector), variances (`spread`), and other ways to make one number of many."""
+    """Sums and means over axes (`ones`: what is kept fixes the all-ones vector), variances
+    (`spread`), and other ways to make one number of many.
+    """
 
     def rule(w: Walk, node: Node) -> Any:
         if isinstance(argument(node, 1, "other"), fx.Node):  # the larger of two, number by number
@@ -212,14 +242,22 @@ def reduce(kind: str) -> Callable[[Walk, Node], Any]:
         x = w.value(node.args[0])
         dims = argument(node, 2 if "vector_norm" in operator(node) else 1, "dim", None)
         rank = len(x.axes)
-        over = set(range(rank)) if dims is None or dims == [] else {d % rank for d in ([dims] if isinstance(dims, int) else dims)}
+        over = (
+            set(range(rank))
+            if dims is None or dims == []
+            else {d % rank for d in ([dims] if isinstance(dims, int) else dims)}
+        )
         keep = len(shape(node)) == rank and bool(over)
         axes = []
         for i, a in enumerate(x.axes):
             if i not in over:
                 out = w.follow(a)
                 if kind != "ones":
-                    w.restrict(out, "pointwise" if kind == "pointwise" else "rms-batch", detail=operator(node))
+                    w.restrict(
+                        out,
+                        "pointwise" if kind == "pointwise" else "rms-batch",
+                        detail=operator(node),
+                    )
                 axes.append(out)
                 continue
             if not a.uniform:
@@ -247,17 +285,27 @@ def made(w: Walk, node: Node) -> Value:
 
 def counted(w: Walk, node: Node) -> Value:
     """arange and other constants that differ from place to place."""
-    return Value(tuple(w.fixed(n, "numbers that the module makes itself differ along it") for n in shape(node)))
+    return Value(
+        tuple(
+            w.fixed(n, "numbers that the module makes itself differ along it") for n in shape(node)
+        )
+    )
 
 
 def topk(w: Walk, node: Node) -> list[Value]:
-    """The largest, and where they are: they come in the order of their size, whatever the order of the axis."""
+    """The largest, and where they are: they come in the order of their size, whatever the order of
+    the axis.
+    """
     x = w.value(node.args[0])
     dim = argument(node, 2, "dim", -1) % len(x.axes)
     w.restrict(x.axes[dim], "softmax", detail="topk")
     axes = []
     for i, a in enumerate(x.axes):
-        axes.append(w.fixed(node.meta["val"][0].shape[dim], "it is sorted by size") if i == dim else w.follow(a))
+        axes.append(
+            w.fixed(node.meta["val"][0].shape[dim], "it is sorted by size")
+            if i == dim
+            else w.follow(a)
+        )
         if i != dim:
             w.restrict(a, "pointwise", detail="topk")
     w.implied.append((axes[dim], x.axes[dim]))
@@ -267,5 +315,9 @@ def topk(w: Walk, node: Node) -> list[Value]:
 def one_hot(w: Walk, node: Node) -> Value:
     ids = w.value(node.args[0])
     n = shape(node)[-1]
-    new = w.follow(ids.places) if ids.places is not None and ids.places.size == n else w.fixed(n, "it is looked up by number")
+    new = (
+        w.follow(ids.places)
+        if ids.places is not None and ids.places.size == n
+        else w.fixed(n, "it is looked up by number")
+    )
     return Value((*(w.follow(a) for a in ids.axes), new))

@@ -1,4 +1,6 @@
-"""Why a group is not larger: the operators that touch a space, each with what it keeps and its line in the source."""
+"""Why a group is not larger: the operators that touch a space, each with what it keeps and its line
+in the source.
+"""
 
 from __future__ import annotations
 
@@ -60,21 +62,37 @@ def reasons(restrictions: Sequence[Restriction]) -> list[Reason]:
     for r in restrictions:
         if r.kind == "still":
             continue
-        name = operator(r.node) if r.node is not None and r.node.op == "call_function" else "the module"
+        name = (
+            operator(r.node)
+            if r.node is not None and r.node.op == "call_function"
+            else "the module"
+        )
         if r.kind.startswith("rotary"):
             name = "rotary positions"
         does = RESTRICTIONS[r.kind].does if r.kind != "frozen" else r.detail
         places = found.setdefault((name, r.kind, does), [])
         if r.node is not None and place(r.node) not in places:
             places.append(place(r.node))
-    ordered = sorted(found.items(), key=lambda item: _ORDER.index(item[0][1]) if item[0][1] in _ORDER else len(_ORDER))
-    return [Reason(name, kind, does, RESTRICTIONS[kind].keeps, tuple(places)) for (name, kind, does), places in ordered]
+    ordered = sorted(
+        found.items(),
+        key=lambda item: _ORDER.index(item[0][1]) if item[0][1] in _ORDER else len(_ORDER),
+    )
+    return [
+        Reason(name, kind, does, RESTRICTIONS[kind].keeps, tuple(places))
+        for (name, kind, does), places in ordered
+    ]
 
 
 def why(kind: Kind) -> str:
-    """One line for the table of spaces: what the operators do that leave this group and no larger one."""
+    """One line for the table of spaces: what the operators do that leave this group and no larger
+    one.
+    """
     found = reasons(kind.restrictions)
-    telling = [r for r in found if r.kind not in ("batch", "rms-batch", "shift", "product")] or [r for r in found if r.kind != "rms-batch"] or found
+    telling = (
+        [r for r in found if r.kind not in ("batch", "rms-batch", "shift", "product")]
+        or [r for r in found if r.kind != "rms-batch"]
+        or found
+    )
     if not telling:
         return "only linear layers and products touch it"
     said: dict[str, list[str]] = {}

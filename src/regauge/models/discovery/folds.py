@@ -1,4 +1,6 @@
-"""Which gains can be folded: those that only linear layers read (forwards, a norm's) or that stand right behind one (backwards, LayerScale)."""
+"""Which gains can be folded: those that only linear layers read (forwards, a norm's) or that stand
+right behind one (backwards, LayerScale).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from regauge.models.discovery.cases import argument
 from regauge.models.discovery.graph import operator
 from regauge.models.discovery.walk import Gain, Node, Value, Walk, shape
 
-# Operators that are linear along the axis of a gain: whatever they rearrange or sum over lies on other axes.
+# Operators that are linear along the axis of a gain: whatever they rearrange or sum over lies on
+# other axes.
 _PASSED = frozenset(
     {
         *(
@@ -33,13 +36,53 @@ _PASSED = frozenset(
             "repeat",
             "repeat_interleave",
         ),
-        *("to", "_to_copy", "type_as", "clone", "contiguous", "alias", "detach", "dropout", "mean", "sum", "roll", "flip", "pad", "constant_pad_nd"),
-        *("select", "slice", "index", "index_select", "gather", "split", "chunk", "split_with_sizes", "unbind", "getitem", "cat", "stack"),
+        *(
+            "to",
+            "_to_copy",
+            "type_as",
+            "clone",
+            "contiguous",
+            "alias",
+            "detach",
+            "dropout",
+            "mean",
+            "sum",
+            "roll",
+            "flip",
+            "pad",
+            "constant_pad_nd",
+        ),
+        *(
+            "select",
+            "slice",
+            "index",
+            "index_select",
+            "gather",
+            "split",
+            "chunk",
+            "split_with_sizes",
+            "unbind",
+            "getitem",
+            "cat",
+            "stack",
+        ),
         *("avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d"),
     }
 )
 # Operators that read a shape, and no number.
-_SHAPED = frozenset({"full_like", "zeros_like", "ones_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty", "sym_size"})
+_SHAPED = frozenset(
+    {
+        "full_like",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+        "new_empty",
+        "sym_size",
+    }
+)
 _EITHER = ("matmul", "mm", "bmm")  # the weight may be on either side
 _LINEAR = {
     **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), (0, 1, 2)),
@@ -81,7 +124,9 @@ def _layer(w: Walk, node: Node) -> Layer | None:
         return (found[1] or found[0] or "", None) if any(found) else None
     names = []
     for place in order[1:]:
-        given = argument(node, place, {1: "weight", 2: "bias"}.get(place, "")) if place >= 0 else None
+        given = (
+            argument(node, place, {1: "weight", 2: "bias"}.get(place, "")) if place >= 0 else None
+        )
         names.append(_source(w, given, node) if isinstance(given, fx.Node) else None)
     return (names[0], names[1]) if names[0] is not None else None
 
@@ -113,7 +158,13 @@ def _writer(w: Walk, gain: Gain) -> Layer | None:
 
 def _reads(w: Walk, weight: str) -> list[fx.Node]:
     """The operators that a weight goes into under this name, once it is reshaped."""
-    todo = [u for n, named in w.aliases.items() if weight in named for u in n.users if u in w.values and _source(w, n, u) == weight]
+    todo = [
+        u
+        for n, named in w.aliases.items()
+        if weight in named
+        for u in n.users
+        if u in w.values and _source(w, n, u) == weight
+    ]
     out: list[fx.Node] = []
     while todo:
         node = todo.pop()
@@ -150,13 +201,19 @@ def _norm(w: Walk, name: str, found: list[Gain], ends: set[fx.Node]) -> Norm | N
                 continue
             if operator(user) in _SHAPED:
                 continue
-            if operator(user) in _PASSED or (operator(user) in ("mul", "div") and not isinstance(user.args[1], fx.Node)):
+            if operator(user) in _PASSED or (
+                operator(user) in ("mul", "div") and not isinstance(user.args[1], fx.Node)
+            ):
                 padded |= operator(user) in ("pad", "constant_pad_nd")
                 todo.append(user)
                 continue
             layer = _layer(w, user)
             order = _LINEAR.get(operator(user))
-            if layer is None or order is None or (operator(user) not in _EITHER and user.args[order[0]] is not node):
+            if (
+                layer is None
+                or order is None
+                or (operator(user) not in _EITHER and user.args[order[0]] is not node)
+            ):
                 return None
             if operator(user).startswith("conv"):
                 if argument(user, 6, "groups", 1) != 1:
@@ -165,15 +222,23 @@ def _norm(w: Walk, name: str, found: list[Gain], ends: set[fx.Node]) -> Norm | N
             readers.append(layer)
             used.append(user)
             weight = user.args[order[1]]
-            if operator(user) not in _EITHER and isinstance(weight, fx.Node) and weight.op == "placeholder":
+            if (
+                operator(user) not in _EITHER
+                and isinstance(weight, fx.Node)
+                and weight.op == "placeholder"
+            ):
                 w.reads[layer[0]] = 0 if operator(user) == "addmm" else 1
     joins = [n for n in seen if operator(n) in ("cat", "stack")]
     whole = all(a in seen for n in joins for a in n.all_input_nodes)
     alone = all(set(_reads(w, weight)) <= set(used) for weight, _ in readers)
-    repeated = any(weight in w.graph.ties.values() for weight, _ in readers)  # folding unties a reader that repeats another, not the other
+    repeated = any(
+        weight in w.graph.ties.values() for weight, _ in readers
+    )  # folding unties a reader that repeats another, not the other
     if not readers or not whole or not alone or repeated:
         return None
     biases = {g.bias for g in found}
     order_of = {name: i for i, name in enumerate(n for named in w.aliases.values() for n in named)}
     listed = tuple(sorted(dict.fromkeys(readers), key=lambda layer: order_of[layer[0]]))
-    return Norm(name, found[0].bias, listed, neutral=found[0].neutral, padded=padded and biases != {None})
+    return Norm(
+        name, found[0].bias, listed, neutral=found[0].neutral, padded=padded and biases != {None}
+    )

@@ -1,4 +1,6 @@
-"""A module as a graph of tensor operators: `torch.export`, with what the rest of discovery asks of it."""
+"""A module as a graph of tensor operators: `torch.export`, with what the rest of discovery asks of
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from torch import fx
 from regauge.errors import RegaugeError
 from regauge.testing import named
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)')
+_FRAME = re.compile(
+    r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)'
+)
 _PREFIX = "module."
 _LIBRARY = re.compile(r"[/\\]torch[/\\]")
 
@@ -26,7 +30,9 @@ class DiscoveryError(RegaugeError):
 
 
 class _Named(torch.nn.Module):
-    """The module, returning its floating-point outputs by name and nothing else: caches are no part of the function."""
+    """The module, returning its floating-point outputs by name and nothing else: caches are no part
+    of the function.
+    """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -38,7 +44,9 @@ class _Named(torch.nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The operators of a module. `names` maps a source node to the state dict's name, `kinds` to "parameter", "buffer", "constant" or "input"."""
+    """The operators of a module. `names` maps a source node to the state dict's name, `kinds` to
+    "parameter", "buffer", "constant" or "input".
+    """
 
     nodes: tuple[fx.Node, ...]
     names: Mapping[fx.Node, str]
@@ -46,24 +54,42 @@ class Graph:
     outputs: Mapping[str, fx.Node]
     ties: Mapping[str, str]
     unread: tuple[str, ...]
-    known: Mapping[fx.Node, torch.Tensor]  # what is computed from constants alone, and is stored nowhere
+    known: Mapping[
+        fx.Node, torch.Tensor
+    ]  # what is computed from constants alone, and is stored nowhere
 
 
-def trace(module: torch.nn.Module, inputs: Mapping[str, Any], buffers: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Graph:
-    """The graph of a module in evaluation mode on these inputs. `buffers`: the numbers of those that the module itself has on the meta device."""
-    given = {k: torch.zeros_like(v, device="cpu") if isinstance(v, torch.Tensor) and v.is_meta else v for k, v in inputs.items()}
+def trace(
+    module: torch.nn.Module,
+    inputs: Mapping[str, Any],
+    buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Graph:
+    """The graph of a module in evaluation mode on these inputs. `buffers`: the numbers of those
+    that the module itself has on the meta device.
+    """
+    given = {
+        k: torch.zeros_like(v, device="cpu") if isinstance(v, torch.Tensor) and v.is_meta else v
+        for k, v in inputs.items()
+    }
     if "use_cache" in inspect.signature(module.forward).parameters:
         given.setdefault("use_cache", False)
     was_training = module.training
     module.eval()
     try:
-        with torch.no_grad(), _plain_kernels(), _batched_experts(module), _unstopped(), _as_if_here(module, buffers):
+        with (
+            torch.no_grad(),
+            _plain_kernels(),
+            _batched_experts(module),
+            _unstopped(),
+            _as_if_here(module, buffers),
+        ):
             program = torch.export.export(_Named(module), (), given, strict=False)
     except Exception as error:  # torch.export raises whatever the module runs into
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DiscoveryError(
             f"torch.export cannot trace {type(module).__name__}: {first}",
-            hint="data-dependent control flow and custom kernels cannot be traced; write a spec file instead (docs/adding-a-model.md)",
+            hint="data-dependent control flow and custom kernels cannot be traced; write a spec "
+            "file instead (docs/adding-a-model.md)",
         ) from error
     finally:
         module.train(was_training)
@@ -73,8 +99,10 @@ def trace(module: torch.nn.Module, inputs: Mapping[str, Any], buffers: Mapping[s
 
 @contextlib.contextmanager
 def _as_if_here(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A module on the meta device as if it lay in memory, without the memory. On that device a list of places that is written in the code would lose
-    its numbers too, and with them all that follows from constants."""
+    """A module on the meta device as if it lay in memory, without the memory. On that device a list
+    of places that is written in the code would lose its numbers too, and with them all that follows
+    from constants.
+    """
     from torch._subclasses import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -88,7 +116,13 @@ def _as_if_here(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) ->
                 with mode:
                     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                 known = buffers.get(f"{path}.{name}" if path else name)
-                made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if name in part._parameters else empty if known is None else known
+                made[id(tensor)] = (
+                    torch.nn.Parameter(empty, tensor.requires_grad)
+                    if name in part._parameters
+                    else empty
+                    if known is None
+                    else known
+                )
             held: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
             there.append((held, name, tensor))
             held[name] = made[id(tensor)]
@@ -106,7 +140,9 @@ def _make_concrete(program: torch.export.ExportedProgram, given: Mapping[str, An
     def is_open(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and any(not isinstance(n, int) for n in value.shape)
 
-    if not any(is_open(v) for n in program.graph.nodes for v in _pytree.tree_leaves(n.meta.get("val"))):
+    if not any(
+        is_open(v) for n in program.graph.nodes for v in _pytree.tree_leaves(n.meta.get("val"))
+    ):
         return
     signature, inputs = program.graph_signature, iter(_pytree.tree_leaves(((), dict(given))))
     named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
@@ -117,13 +153,19 @@ def _make_concrete(program: torch.export.ExportedProgram, given: Mapping[str, An
             name = named[node.name]
             values.append(program.state_dict.get(name, program.constants.get(name)))
         else:
-            values.append(program.constants[lifted[node.name]] if node.name in lifted else next(inputs))
+            values.append(
+                program.constants[lifted[node.name]] if node.name in lifted else next(inputs)
+            )
 
     class Sizes(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
             result = super().run_node(n)
             if n.op == "call_function":
-                n.meta["val"] = _pytree.tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), result)
+                n.meta["val"] = _pytree.tree_map_only(
+                    torch.Tensor,
+                    lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"),
+                    result,
+                )
             return result
 
     with torch.no_grad():
@@ -154,11 +196,17 @@ def _graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Gr
     read = {names[n] for n in live if kinds.get(n) == "parameter"}
     ties = _ties(module)
     read |= {ties[n] for n in read if n in ties}
-    unread = tuple(n for n, _ in module.named_parameters(remove_duplicate=False) if n not in read and n not in ties)
+    unread = tuple(
+        n
+        for n, _ in module.named_parameters(remove_duplicate=False)
+        if n not in read and n not in ties
+    )
     nodes = tuple(n for n in program.graph.nodes if n in live)
     constants = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     held = {n: program.constants.get(constants.get(n.name, "")) for n in names}
-    known = known_values(nodes, {n: t for n, t in held.items() if isinstance(t, torch.Tensor) and _has_numbers(t)})
+    known = known_values(
+        nodes, {n: t for n, t in held.items() if isinstance(t, torch.Tensor) and _has_numbers(t)}
+    )
     return Graph(nodes, names, kinds, outputs, ties, unread, known)
 
 
@@ -192,7 +240,11 @@ def moving(graph: Graph) -> set[fx.Node]:
 
 def mutates(node: fx.Node) -> bool:
     """Does an operator write into its first argument?"""
-    return node.op == "call_function" and operator(node).endswith("_") and not operator(node).startswith("_")
+    return (
+        node.op == "call_function"
+        and operator(node).endswith("_")
+        and not operator(node).startswith("_")
+    )
 
 
 def operator(node: fx.Node) -> str:
@@ -230,9 +282,13 @@ def place(node: fx.Node) -> Place:
     path = path.removeprefix("module").removeprefix(".")
     if not frames:
         return Place("", 0, "", path)
-    own = [f for f in frames if not _LIBRARY.search(f["file"])]  # the model's line, not that of torch's own module
+    own = [
+        f for f in frames if not _LIBRARY.search(f["file"])
+    ]  # the model's line, not that of torch's own module
     last = (own or frames)[-1]
-    return Place("/".join(last["file"].split("/")[-2:]), int(last["line"]), last["code"].strip(), path)
+    return Place(
+        "/".join(last["file"].split("/")[-2:]), int(last["line"]), last["code"].strip(), path
+    )
 
 
 @contextlib.contextmanager
@@ -248,7 +304,9 @@ def _plain_kernels() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _batched_experts(module: torch.nn.Module) -> Iterator[None]:
-    """Experts of the transformers library are computed in one batch: a loop over those that were chosen depends on data, and cannot be traced."""
+    """Experts of the transformers library are computed in one batch: a loop over those that were
+    chosen depends on data, and cannot be traced.
+    """
     before = getattr(getattr(module, "config", None), "_experts_implementation", None)
     choose: Any = getattr(module, "set_experts_implementation", None)
     if before is None or choose is None:

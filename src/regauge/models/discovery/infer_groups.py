@@ -1,4 +1,6 @@
-"""From a walk to what each kind of coordinate keeps: its group, where it stands starred or barred, and what it lies over."""
+"""From a walk to what each kind of coordinate keeps: its group, where it stands starred or barred,
+and what it lies over.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What a walk leaves: the kinds of coordinates by their atoms, and the axes of each parameter by name."""
+    """What a walk leaves: the kinds of coordinates by their atoms, and the axes of each parameter
+    by name.
+    """
 
     walk: Walk
     scales: Scales
@@ -61,9 +65,15 @@ class Reading:
 
 
 def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Reading:
-    """`foldable`: gains that can be folded. `closed`: axes of outputs that callers must find as they are, and why."""
+    """`foldable`: gains that can be folded. `closed`: axes of outputs that callers must find as
+    they are, and why.
+    """
     sources = [v for named in w.aliases.values() for v in named.values()]
-    sources += [v for n, v in w.values.items() if n.op == "placeholder" and n not in w.aliases and isinstance(v, Value)]
+    sources += [
+        v
+        for n, v in w.values.items()
+        if n.op == "placeholder" and n not in w.aliases and isinstance(v, Value)
+    ]
     parameters = {v.source: v.axes for v in sources if v.source}
     ties = [
         (a, b)
@@ -83,7 +93,10 @@ def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Rea
         for axis in axes:
             for i, atom in enumerate(scales.atoms(axis)):
                 kind(atom).places.append((axis, i))
-    frozen = [Restriction(a, "frozen", None, "it is taken apart in ways that do not fit together") for a in scales.misfits]
+    frozen = [
+        Restriction(a, "frozen", None, "it is taken apart in ways that do not fit together")
+        for a in scales.misfits
+    ]
     frozen += [Restriction(a, "frozen", None, why) for a, why in closed.items()]
     for restriction in (*w.restrictions, *frozen):
         for atom in dict.fromkeys(scales.atoms(restriction.axis)):
@@ -93,12 +106,28 @@ def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Rea
         for axis in value.axes if not value.weights else ():
             for i, atom in enumerate(scales.atoms(axis)):
                 activations.setdefault(atom, []).append((axis, i))
-    summed = {a for r in w.relations if r.kind == "contract" for axis in (*r.left, *r.right) for a in scales.atoms(axis)}
+    summed = {
+        a
+        for r in w.relations
+        if r.kind == "contract"
+        for axis in (*r.left, *r.right)
+        for a in scales.atoms(axis)
+    }
     for one in kinds.values():
         if (
-            one.places and not one.has("frozen") and one.atom not in activations and one.atom not in summed
+            one.places
+            and not one.has("frozen")
+            and one.atom not in activations
+            and one.atom not in summed
         ):  # the example inputs are shorter than the table
-            one.restrictions.append(Restriction(one.places[0][0], "frozen", None, "the example inputs do not read this part of it"))
+            one.restrictions.append(
+                Restriction(
+                    one.places[0][0],
+                    "frozen",
+                    None,
+                    "the example inputs do not read this part of it",
+                )
+            )
         if one.places:
             _decide(one, scales, foldable, activations.get(one.atom, []))
     _lay_over(w, scales, kinds, parameters)
@@ -106,7 +135,9 @@ def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Rea
 
 
 def _decide(kind: Kind, scales: Scales, foldable: set[str], activations: list[Variable]) -> None:
-    """The largest group that all restrictions keep. `activations`: where tensors that are no parameters have it; the first is its plain side."""
+    """The largest group that all restrictions keep. `activations`: where tensors that are no
+    parameters have it; the first is its plain side.
+    """
     if kind.has("frozen"):
         return
     wanted = [*kind.places, *activations]
@@ -134,7 +165,10 @@ def _decide(kind: Kind, scales: Scales, foldable: set[str], activations: list[Va
             kind.exponents = _starred(kind, star, sign)
     elif scale is not None and any(scale):
         flips = [Fraction(abs(s) % 2) for s in scale] in _span(sign)
-        kind.group, kind.exponents = Scaling(positive=not flips), dict(zip(kind.places, scale, strict=True))
+        kind.group, kind.exponents = (
+            Scaling(positive=not flips),
+            dict(zip(kind.places, scale, strict=True)),
+        )
     elif sign:
         kind.group, kind.exponents = SignedPermutation(), _starred(kind, star, sign)
     else:
@@ -142,9 +176,16 @@ def _decide(kind: Kind, scales: Scales, foldable: set[str], activations: list[Va
 
 
 def _decide_turned(
-    kind: Kind, layouts: set[str], scale: list[int] | None, sign: list[list[Fraction]], star: list[list[Fraction]], more: bool
+    kind: Kind,
+    layouts: set[str],
+    scale: list[int] | None,
+    sign: list[list[Fraction]],
+    star: list[list[Fraction]],
+    more: bool,
 ) -> None:
-    """Rotary positions leave a turn and a scale for each plane; what else sees coordinates leaves one sign."""
+    """Rotary positions leave a turn and a scale for each plane; what else sees coordinates leaves
+    one sign.
+    """
     if len(layouts) > 1 or kind.atom.size % 2:
         kind.note = "rotary positions of two layouts meet on it"
         return
@@ -158,7 +199,9 @@ def _decide_turned(
 
 
 def _only(basis: list[list[Fraction]], size: int) -> list[int] | None:
-    """The one solution, with exponents 1, -1 and 0; of several the first that is so. What stands behind `size` is made positive."""
+    """The one solution, with exponents 1, -1 and 0; of several the first that is so. What stands
+    behind `size` is made positive.
+    """
     for solution in basis:
         largest = max((abs(s) for s in solution), default=Fraction(0))
         scaled = [s / largest for s in solution] if largest else []
@@ -169,8 +212,12 @@ def _only(basis: list[list[Fraction]], size: int) -> list[int] | None:
     return None
 
 
-def _starred(kind: Kind, star: list[list[Fraction]], sign: list[list[Fraction]] | None = None) -> dict[Variable, int]:
-    """Exponents of a group for which the star changes nothing: which side is the dual, and (by the signs) what is barred."""
+def _starred(
+    kind: Kind, star: list[list[Fraction]], sign: list[list[Fraction]] | None = None
+) -> dict[Variable, int]:
+    """Exponents of a group for which the star changes nothing: which side is the dual, and (by the
+    signs) what is barred.
+    """
     sides = [0] * len(kind.places)  # parts that only a tie joins have solutions of their own
     for solution in filter(None, (_only([s], len(kind.places)) for s in star)):
         sides = [a or b for a, b in zip(sides, solution, strict=True)]
@@ -195,16 +242,30 @@ def _span(basis: list[list[Fraction]]) -> list[list[Fraction]]:
     return out
 
 
-def _carried(parameters: Mapping[str, tuple[Axis, ...]], axis: Axis, child: Atom, parent: Atom, scales: Scales) -> bool:
-    """Can a member for each place of the parent act here: does the parent stand before it in a product, or is it an axis of its own?"""
+def _carried(
+    parameters: Mapping[str, tuple[Axis, ...]],
+    axis: Axis,
+    child: Atom,
+    parent: Atom,
+    scales: Scales,
+) -> bool:
+    """Can a member for each place of the parent act here: does the parent stand before it in a
+    product, or is it an axis of its own?
+    """
     if all(parent in p[: p.index(child)] for p in _products(axis) if child in p):
         return True
     beside = next(axes for axes in parameters.values() if any(a is axis for a in axes))
-    return any(scales.atoms(a) == [parent] for a in beside) or all(parent not in scales.atoms(a) for a in beside)
+    return any(scales.atoms(a) == [parent] for a in beside) or all(
+        parent not in scales.atoms(a) for a in beside
+    )
 
 
-def _lay_over(w: Walk, scales: Scales, kinds: Mapping[Atom, Kind], parameters: Mapping[str, tuple[Axis, ...]]) -> None:
-    """A kind lies over another if wherever it occurs the other does too: then it has one member for each place of that."""
+def _lay_over(
+    w: Walk, scales: Scales, kinds: Mapping[Atom, Kind], parameters: Mapping[str, tuple[Axis, ...]]
+) -> None:
+    """A kind lies over another if wherever it occurs the other does too: then it has one member for
+    each place of that.
+    """
     together: dict[Atom, set[Atom]] = {}
     implied = {a: set(scales.atoms(y)) for x, y in w.implied for a in scales.atoms(x)}
     for value in _values(w):
@@ -214,7 +275,12 @@ def _lay_over(w: Walk, scales: Scales, kinds: Mapping[Atom, Kind], parameters: M
             if one is None or (
                 isinstance(one.group, Rotary)
                 and value.weights
-                and all(not one.exponents.get((x, i), 0) for x in value.axes for i, b in enumerate(scales.atoms(x)) if b is atom)
+                and all(
+                    not one.exponents.get((x, i), 0)
+                    for x in value.axes
+                    for i, b in enumerate(scales.atoms(x))
+                    if b is atom
+                )
             ):
                 continue
             others = set(inside).union(*(implied[a] for a in inside if a in implied)) - {atom}
@@ -224,17 +290,37 @@ def _lay_over(w: Walk, scales: Scales, kinds: Mapping[Atom, Kind], parameters: M
         for axis, _ in one.places:
             for product in _products(axis):
                 if one.atom in product:
-                    beside.setdefault(one.atom, []).extend(a for a in product[: product.index(one.atom)])
-    order = sorted((k for k in kinds.values() if k.places and not k.frozen), key=lambda k: k.atom in together and len(together[k.atom]))
+                    beside.setdefault(one.atom, []).extend(
+                        a for a in product[: product.index(one.atom)]
+                    )
+    order = sorted(
+        (k for k in kinds.values() if k.places and not k.frozen),
+        key=lambda k: k.atom in together and len(together[k.atom]),
+    )
     for one in order:
         fixed = [a for a in beside.get(one.atom, []) if kinds[a].frozen]
         free = [
-            a for a in together.get(one.atom, ()) if a in kinds and type(kinds[a].group) is Permutation and kinds[a].over is None and kinds[a].places
+            a
+            for a in together.get(one.atom, ())
+            if a in kinds
+            and type(kinds[a].group) is Permutation
+            and kinds[a].over is None
+            and kinds[a].places
         ]
         found = [a for a in (*free, *fixed) if a in together.get(one.atom, ())]
-        outer = [a for a in found if one.atom not in beside.get(a, [])]  # of two that always come together, the outer one is the parent
-        outer = [a for a in outer if all(_carried(parameters, axis, one.atom, a, scales) for axis, _ in one.places)]
-        mine = [a for a in outer if not any(k.over is one.atom for k in kinds.values()) and a is not one.atom]
+        outer = [
+            a for a in found if one.atom not in beside.get(a, [])
+        ]  # of two that always come together, the outer one is the parent
+        outer = [
+            a
+            for a in outer
+            if all(_carried(parameters, axis, one.atom, a, scales) for axis, _ in one.places)
+        ]
+        mine = [
+            a
+            for a in outer
+            if not any(k.over is one.atom for k in kinds.values()) and a is not one.atom
+        ]
         if mine:
             one.over = min(mine, key=lambda a: (a not in free, a.id))
 

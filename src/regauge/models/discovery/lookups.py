@@ -1,4 +1,6 @@
-"""Rules for look-ups: rows taken by numbers, which the model is given, makes itself, or chooses (a router's experts)."""
+"""Rules for look-ups: rows taken by numbers, which the model is given, makes itself, or chooses (a
+router's experts).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ def embedding(w: Walk, node: Node) -> Value:
 
 
 def _look_up(w: Walk, axis: Axis, ids: Value) -> None:
-    """Rows are taken by number: in a fixed order, unless the numbers are themselves places on such an axis."""
+    """Rows are taken by number: in a fixed order, unless the numbers are themselves places on such
+    an axis.
+    """
     if ids.places is not None:
         w.same([axis], [ids.places])
     else:
@@ -39,7 +43,15 @@ def index(w: Walk, node: Node) -> Value:
     rank = max(len(v.axes) for v in values)
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
     axes: list[Axis] = [w.follow(a) for d, a in enumerate(x.axes) if d not in used]
-    ahead = next((v for v in values if len(v.axes) == rank and all(a.size == n for a, n in zip(v.axes, out[first:], strict=False))), None)
+    ahead = next(
+        (
+            v
+            for v in values
+            if len(v.axes) == rank
+            and all(a.size == n for a, n in zip(v.axes, out[first:], strict=False))
+        ),
+        None,
+    )
     if ahead is not None:
         new = [w.follow(a) for a in ahead.axes]
     else:
@@ -65,13 +77,24 @@ def _picked(w: Walk, node: Node, x: Value, at: int, mask: Value) -> Value:
     end = at + len(mask.axes)
     for a in x.axes[at:end]:
         w.freeze(a, "a mask picks its places")
-    return Value((*(w.follow(a) for a in x.axes[:at]), w.fixed(shape(node)[at], "a mask picks its places"), *(w.follow(a) for a in x.axes[end:])))
+    return Value(
+        (
+            *(w.follow(a) for a in x.axes[:at]),
+            w.fixed(shape(node)[at], "a mask picks its places"),
+            *(w.follow(a) for a in x.axes[end:]),
+        )
+    )
 
 
 def index_select(w: Walk, node: Node) -> Value:
     x, dim, ids = w.value(node.args[0]), argument(node, 1, "dim"), w.value(node.args[2])
     _look_up(w, x.axes[dim], ids)
-    return Value(tuple(w.follow(ids.axes[0]) if i == dim % len(x.axes) else w.follow(a) for i, a in enumerate(x.axes)))
+    return Value(
+        tuple(
+            w.follow(ids.axes[0]) if i == dim % len(x.axes) else w.follow(a)
+            for i, a in enumerate(x.axes)
+        )
+    )
 
 
 def gather(w: Walk, node: Node) -> Value:

@@ -1,4 +1,6 @@
-"""Modules to discover: the class that a config names, inputs that fit it, and a small twin of it where it is too large to be computed with."""
+"""Modules to discover: the class that a config names, inputs that fit it, and a small twin of it
+where it is too large to be computed with.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ _ROWS, _LENGTH = 2, 7
 
 # What a small twin has where its original has more; widths follow from heads and their size.
 _HEADS, _WIDTH, _INNER, _LAYERS, _WORDS, _PLACES, _EXPERTS = 4, 8, 24, 2, 64, 32, 4
-_HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "decoder_attention_heads", "n_heads")
+_HEAD_KEYS = (
+    "num_attention_heads",
+    "n_head",
+    "num_heads",
+    "encoder_attention_heads",
+    "decoder_attention_heads",
+    "n_heads",
+)
 _SMALL = {
     **dict.fromkeys(
         (
@@ -37,9 +46,23 @@ _SMALL = {
         ),
         _INNER,
     ),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"), _LAYERS),
+    **dict.fromkeys(
+        (
+            "num_hidden_layers",
+            "n_layer",
+            "n_layers",
+            "num_layers",
+            "encoder_layers",
+            "decoder_layers",
+            "num_decoder_layers",
+        ),
+        _LAYERS,
+    ),
     **dict.fromkeys(("vocab_size", "type_vocab_size"), _WORDS),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"), _PLACES),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"),
+        _PLACES,
+    ),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), _EXPERTS),
     **dict.fromkeys(("head_dim", "d_kv", "projection_dim"), _WIDTH),
 }
@@ -59,7 +82,8 @@ def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
         except Exception as error:  # timm raises whatever its layers run into
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DiscoveryError(
-                f"timm cannot build a {config['architecture']} from the config: {first}", hint="compare it with the original config.json"
+                f"timm cannot build a {config['architecture']} from the config: {first}",
+                hint="compare it with the original config.json",
             ) from error
     need("transformers", "models")
     import transformers
@@ -71,55 +95,80 @@ def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
             made: torch.nn.Module = kind(transformers.AutoConfig.for_model(**given))
     except Exception as error:  # transformers raises whatever its layers run into
         raise DiscoveryError(
-            f"transformers cannot build a {kind.__name__} from the config: {error}", hint="compare it with the original config.json"
+            f"transformers cannot build a {kind.__name__} from the config: {error}",
+            hint="compare it with the original config.json",
         ) from error
     made.float()
     return made.eval()
 
 
 def example_inputs(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Inputs that a model of the transformers library or timm takes: a few tokens, a picture, a sound, whatever its forward names."""
+    """Inputs that a model of the transformers library or timm takes: a few tokens, a picture, a
+    sound, whatever its forward names.
+    """
     device = torch.device("cpu") if is_empty(module) else next(module.parameters()).device
     generator = torch.Generator().manual_seed(1)
     config = getattr(module, "config", None)
     if config is None:
-        size = (getattr(module, "pretrained_cfg", None) or getattr(module, "default_cfg", None) or {}).get("input_size", (3, 224, 224))
+        size = (
+            getattr(module, "pretrained_cfg", None) or getattr(module, "default_cfg", None) or {}
+        ).get("input_size", (3, 224, 224))
         first = next(iter(inspect.signature(module.forward).parameters))
         return {first: torch.randn(_ROWS, *size, generator=generator).to(device)}
     names = inspect.signature(module.forward).parameters
     text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
     out: dict[str, torch.Tensor] = {}
-    if "input_ids" in names and hasattr(text, "vocab_size") and getattr(module, "main_input_name", "input_ids") in ("input_ids", "pixel_values"):
-        out["input_ids"] = torch.randint(3, min(100, text.vocab_size), (_ROWS, _LENGTH), generator=generator)
+    if (
+        "input_ids" in names
+        and hasattr(text, "vocab_size")
+        and getattr(module, "main_input_name", "input_ids") in ("input_ids", "pixel_values")
+    ):
+        out["input_ids"] = torch.randint(
+            3, min(100, text.vocab_size), (_ROWS, _LENGTH), generator=generator
+        )
     if "pixel_values" in names:
         side = getattr(vision, "image_size", 224)
         height, width = side if isinstance(side, list | tuple) else (side, side)
-        out["pixel_values"] = torch.randn(_ROWS, getattr(vision, "num_channels", 3), height, width, generator=generator)
-        if "bool_masked_pos" in names and any("mask_token" in n for n, _ in module.named_parameters()):
+        out["pixel_values"] = torch.randn(
+            _ROWS, getattr(vision, "num_channels", 3), height, width, generator=generator
+        )
+        if "bool_masked_pos" in names and any(
+            "mask_token" in n for n, _ in module.named_parameters()
+        ):
             patch = getattr(vision, "patch_size", 16)
             tall, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
-            out["bool_masked_pos"] = (torch.arange(_ROWS * (height // tall) * (width // wide)) % 3 == 0).view(_ROWS, -1)
+            out["bool_masked_pos"] = (
+                torch.arange(_ROWS * (height // tall) * (width // wide)) % 3 == 0
+            ).view(_ROWS, -1)
     if "input_features" in names and hasattr(config, "num_mel_bins"):
         length = 2 * getattr(config, "max_source_positions", 1500)
         out["input_features"] = torch.randn(_ROWS, config.num_mel_bins, length, generator=generator)
     if "decoder_input_ids" in names and hasattr(text, "vocab_size"):
-        out["decoder_input_ids"] = torch.randint(3, min(100, text.vocab_size), (_ROWS, _LENGTH), generator=generator)
+        out["decoder_input_ids"] = torch.randint(
+            3, min(100, text.vocab_size), (_ROWS, _LENGTH), generator=generator
+        )
     if not out:
         raise DiscoveryError(
-            f"it is not known what {type(module).__name__} takes as input", hint="call regauge.discover(module, example_inputs) in Python"
+            f"it is not known what {type(module).__name__} takes as input",
+            hint="call regauge.discover(module, example_inputs) in Python",
         )
     return {k: v.to(device) for k, v in out.items()}
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The numbers that an empty module of the transformers library would have beside its parameters (rotary frequencies, masks): they follow from its
-    config, so that they are made without memory for its parameters."""
+    """The numbers that an empty module of the transformers library would have beside its parameters
+    (rotary frequencies, masks): they follow from its config, so that they are made without memory
+    for its parameters.
+    """
     config: Any = getattr(module, "config", None)
     if is_empty(module) and hasattr(config, "to_dict"):
         try:
             with _no_parameters():
                 module = build({**config.to_dict(), "architectures": [type(module).__name__]})
-        except (DiscoveryError, UnknownModelError):  # a class of the user's own: its constants stay unknown
+        except (
+            DiscoveryError,
+            UnknownModelError,
+        ):  # a class of the user's own: its constants stay unknown
             return {}
     return {n: b for n, b in module.named_buffers() if not b.is_meta}
 
@@ -130,7 +179,11 @@ def _no_parameters() -> Iterator[None]:
     register = torch.nn.Module.register_parameter
 
     def emptied(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
-        register(self, name, None if param is None else torch.nn.Parameter(param.to("meta"), param.requires_grad))
+        register(
+            self,
+            name,
+            None if param is None else torch.nn.Parameter(param.to("meta"), param.requires_grad),
+        )
 
     torch.nn.Module.register_parameter = emptied  # type: ignore[method-assign]
     try:
@@ -152,7 +205,8 @@ def twin_of(module: torch.nn.Module) -> torch.nn.Module:
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         raise DiscoveryError(
-            f"{type(module).__name__} has {size_of(module):,} parameters, too many to verify with, and no config to make a smaller one of",
+            f"{type(module).__name__} has {size_of(module):,} parameters, too many to verify "
+            "with, and no config to make a smaller one of",
             hint="discover a smaller module of the same class",
         )
     given = {**config.to_dict(), "architectures": [type(module).__name__]}
@@ -160,12 +214,15 @@ def twin_of(module: torch.nn.Module) -> torch.nn.Module:
         return build(shrunken(given))
     except DiscoveryError as error:
         raise DiscoveryError(
-            f"no small twin of {type(module).__name__} can be made: {error}", hint="discover a smaller module of the same class"
+            f"no small twin of {type(module).__name__} can be made: {error}",
+            hint="discover a smaller module of the same class",
         ) from error
 
 
 def shrunken(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a small model with the same parts: fewer layers, heads, words, narrower everything; what is one or the same stays so."""
+    """The config of a small model with the same parts: fewer layers, heads, words, narrower
+    everything; what is one or the same stays so.
+    """
     out = dict(config)
     heads = next((out[k] for k in _HEAD_KEYS if isinstance(out.get(k), int)), None)
     keys = out.get("num_key_value_heads")
@@ -178,7 +235,9 @@ def shrunken(config: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(out.get(key), int):
                 out[key] = min(out[key], _HEADS)
         if isinstance(keys, int):
-            out["num_key_value_heads"] = few if keys == heads else 1 if keys == 1 else max(1, few // 2)
+            out["num_key_value_heads"] = (
+                few if keys == heads else 1 if keys == 1 else max(1, few // 2)
+            )
         width = next((out[k] for k in _WIDE if isinstance(out.get(k), int)), None)
         for key in _WIDE:
             if isinstance(out.get(key), int):
@@ -192,7 +251,17 @@ def shrunken(config: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("layer_types", "attention_layers", "layer_type_list", "mlp_layer_types"):
         if isinstance(out.get(key), list):
             out[key] = out[key][:_LAYERS]
-    for key in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id", "sep_token_id", "cls_token_id"):
+    for key in (
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "decoder_start_token_id",
+        "sep_token_id",
+        "cls_token_id",
+    ):
         if isinstance(out.get(key), int) and out[key] >= _WORDS:
             out[key] = _WORDS - 1
-    return {k: shrunken(v) if k.endswith("_config") and isinstance(v, Mapping) else v for k, v in out.items()}
+    return {
+        k: shrunken(v) if k.endswith("_config") and isinstance(v, Mapping) else v
+        for k, v in out.items()
+    }

@@ -1,4 +1,6 @@
-"""Names for what was found: `stream`, `head.3`, `qk.3`, `ffn.3`, from what a kind of coordinate does and from the names of its parameters."""
+"""Names for what was found: `stream`, `head.3`, `qk.3`, `ffn.3`, from what a kind of coordinate
+does and from the names of its parameters.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ _PLAIN = frozenset(
 
 
 def label(names: Sequence[str]) -> str:
-    """The layer that parameters have in common, as text: "3", "decoder.3", "1.0"; empty if there is none."""
+    """The layer that parameters have in common, as text: "3", "decoder.3", "1.0"; empty if there is
+    none.
+    """
     paths = [_numbers(n) for n in names]
     common: list[str] = []
     for column in zip(*paths, strict=False):
@@ -60,7 +64,9 @@ def label(names: Sequence[str]) -> str:
 
 
 def _numbers(name: str) -> list[str]:
-    """The numbers of a name's modules, from the outside in: `label` keeps those that all names share."""
+    """The numbers of a name's modules, from the outside in: `label` keeps those that all names
+    share.
+    """
     return re.findall(r"(?<=\.)\d+(?=\.)", f".{name}")
 
 
@@ -83,10 +89,22 @@ def name_kinds(reading: Reading, sided: bool) -> dict[Atom, str]:
     wanted = [k for k in reading.kinds.values() if k.places and (not k.frozen or k.atom in parents)]
     users = {k.atom: list(dict.fromkeys(owner[axis] for axis, _ in k.places)) for k in wanted}
     many = {k.atom: _many(k, owner) for k in wanted}
-    bases = {k.atom: _base(k, roles.get(k.atom, Counter()), users[k.atom], reading.kinds, many[k.atom]) for k in wanted}
+    bases = {
+        k.atom: _base(k, roles.get(k.atom, Counter()), users[k.atom], reading.kinds, many[k.atom])
+        for k in wanted
+    }
     for k in wanted:  # partial rotary positions: what is turned, and the rest
-        beside = [o for o in wanted if o is not k and bases[o.atom] == "qk" and users[o.atom] == users[k.atom]]
-        if bases[k.atom] == "qk" and beside and isinstance(k.group, Rotary) and not any(isinstance(o.group, Rotary) for o in beside):
+        beside = [
+            o
+            for o in wanted
+            if o is not k and bases[o.atom] == "qk" and users[o.atom] == users[k.atom]
+        ]
+        if (
+            bases[k.atom] == "qk"
+            and beside
+            and isinstance(k.group, Rotary)
+            and not any(isinstance(o.group, Rotary) for o in beside)
+        ):
             bases[k.atom] = "rot"
             bases |= {o.atom: "rest" for o in beside}
     streams = _streams({k.atom: users[k.atom] for k in wanted if bases[k.atom] == "stream"})
@@ -102,23 +120,35 @@ def name_kinds(reading: Reading, sided: bool) -> dict[Atom, str]:
 
 
 def _streams(users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
-    """What to call each of several streams: by the side that most of its parameters are on, or by their order."""
+    """What to call each of several streams: by the side that most of its parameters are on, or by
+    their order.
+    """
     if len(users) == 1:
         return dict.fromkeys(users, "")
-    sides = {atom: Counter(side_of([n]) for n in names).most_common(1)[0][0] for atom, names in users.items()}
+    sides = {
+        atom: Counter(side_of([n]) for n in names).most_common(1)[0][0]
+        for atom, names in users.items()
+    }
     if all(sides.values()) and len(set(sides.values())) == len(sides):
         return sides
     return {atom: str(i) for i, atom in enumerate(users)}
 
 
 def _apart(names: dict[Atom, str], users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
-    """Names that several kinds share are told apart: by what their parameters' names do not share, or by a number."""
+    """Names that several kinds share are told apart: by what their parameters' names do not share,
+    or by a number.
+    """
     for name, times in Counter(names.values()).items():
         if times < 2:
             continue
         alike = [a for a, n in names.items() if n == name]
         words = [_words(users[a]) for a in alike]
-        told = [next((w for w in own if all(w not in other for other in words if other is not own)), None) for own in words]
+        told = [
+            next(
+                (w for w in own if all(w not in other for other in words if other is not own)), None
+            )
+            for own in words
+        ]
         base, _, number = name.partition(".")
         for i, (atom, word) in enumerate(zip(alike, told, strict=True)):
             if word is not None and len(set(told)) == len(told):
@@ -136,11 +166,18 @@ def _apart(names: dict[Atom, str], users: Mapping[Atom, Sequence[str]]) -> dict[
 
 
 def _words(names: Sequence[str]) -> list[str]:
-    found = Counter(w for n in names for w in set(re.split(r"[.]", n)) if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", w))
+    found = Counter(
+        w
+        for n in names
+        for w in set(re.split(r"[.]", n))
+        if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", w)
+    )
     return [w for w, times in found.items() if times == len(names) and w not in _PLAIN]
 
 
-def _base(kind: Kind, roles: Counter[str], users: Sequence[str], kinds: Mapping[Atom, Kind], many: bool) -> str:
+def _base(
+    kind: Kind, roles: Counter[str], users: Sequence[str], kinds: Mapping[Atom, Kind], many: bool
+) -> str:
     if roles["head"]:
         parent = kind.over
         if parent is not None:
@@ -158,20 +195,26 @@ def _base(kind: Kind, roles: Counter[str], users: Sequence[str], kinds: Mapping[
         return "stream"
     if re.search(r"\d", label(users)):
         return "ffn"
-    return "embed" if any("embed" in u for u in users) and not kind.has("softmax") else _module(users)  # tokens of their own are called by theirs
+    return (
+        "embed" if any("embed" in u for u in users) and not kind.has("softmax") else _module(users)
+    )  # tokens of their own are called by theirs
 
 
 def _many(kind: Kind, owner: Mapping[Axis, str]) -> bool:
-    """Do parameters of several layers have it, or those of a layer and those around it? Then it is what runs through them.
+    """Do parameters of several layers have it, or those of a layer and those around it? Then it is
+    what runs through them.
 
-    What one of two layers writes and the other reads is the inside of a small network (net.0, net.2), and does not.
+    What one of two layers writes and the other reads is the inside of a small network (net.0,
+    net.2), and does not.
     """
     sides: dict[str, set[int]] = {}
     for place in kind.places:
         first = re.match(r"(.*?\.)?\d+(?=\.)", owner[place[0]])
         sides.setdefault(first.group() if first else "", set()).add(kind.exponents.get(place, 0))
     lists = {re.sub(r"\d+$", "", layer) for layer in sides}
-    return len(sides) > 2 or (len(sides) == 2 and (len(lists) > 1 or any({1, -1} <= found for found in sides.values())))
+    return len(sides) > 2 or (
+        len(sides) == 2 and (len(lists) > 1 or any({1, -1} <= found for found in sides.values()))
+    )
 
 
 def _module(users: Sequence[str]) -> str:

@@ -1,4 +1,6 @@
-"""No spec is believed: a random element of every space must leave a module of random weights as it is, strictly in float64."""
+"""No spec is believed: a random element of every space must leave a module of random weights as it
+is, strictly in float64.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Proof:
 
 
 def generic(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy in float64 with random weights, so that nothing holds by the accident of an initialisation (zero biases, unit gains)."""
+    """A copy in float64 with random weights, so that nothing holds by the accident of an
+    initialisation (zero biases, unit gains).
+    """
     twin = copy.deepcopy(module).double().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -50,14 +54,22 @@ def generic(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def doubled(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+    return {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in inputs.items()
+    }
 
 
 def prove(spec: Spec, twin: torch.nn.Module, given: Mapping[str, Any]) -> Proof:
-    """Verify a spec on a generic module and its inputs in float64; what fails is made smaller until it holds, or dropped, and said."""
+    """Verify a spec on a generic module and its inputs in float64; what fails is made smaller until
+    it holds, or dropped, and said.
+    """
     faults = check_spec(spec)
     if faults:
-        raise RegaugeError("discovery wrote a spec that contradicts itself\n" + "\n".join(f"  {f}" for f in faults[:10]))
+        raise RegaugeError(
+            "discovery wrote a spec that contradicts itself\n"
+            + "\n".join(f"  {f}" for f in faults[:10])
+        )
     dropped: list[str] = []
     error = _error(twin, spec, given, None)
     if not error <= TOLERANCE:
@@ -66,7 +78,9 @@ def prove(spec: Spec, twin: torch.nn.Module, given: Mapping[str, Any]) -> Proof:
                 spec, said = _smaller(twin, spec, given, name)
                 dropped.append(said)
         error = _error(twin, spec, given, None)
-        if not error <= TOLERANCE:  # what holds alone does not hold together: nothing is left that could be trusted
+        if (
+            not error <= TOLERANCE
+        ):  # what holds alone does not hold together: nothing is left that could be trusted
             dropped.append(f"all spaces together are off by {error:.1e}: nothing is kept")
             for name in list(spec.spaces):
                 spec = without(spec, name)
@@ -76,13 +90,27 @@ def prove(spec: Spec, twin: torch.nn.Module, given: Mapping[str, Any]) -> Proof:
         folded_error = _folded_error(twin, spec, given)
         if not folded_error <= TOLERANCE:
             dropped.append(f"folding is off by {folded_error:.1e}: norms are not folded")
-            spec = replace(spec, norms=(), scales=(), spaces={n: replace(s, folded=None) for n, s in spec.spaces.items()})
+            spec = replace(
+                spec,
+                norms=(),
+                scales=(),
+                spaces={n: replace(s, folded=None) for n, s in spec.spaces.items()},
+            )
             folded_error = None
-    return Proof(replace(spec, notes=(*spec.notes, *(f"dropped: {d}" for d in dropped))), error, folded_error, tuple(dropped))
+    return Proof(
+        replace(spec, notes=(*spec.notes, *(f"dropped: {d}" for d in dropped))),
+        error,
+        folded_error,
+        tuple(dropped),
+    )
 
 
-def _error(twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any], space: str | None) -> float:
-    return symmetry_error(twin, spec, element(spec, _SEED, spaces=None if space is None else [space]), inputs)
+def _error(
+    twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any], space: str | None
+) -> float:
+    return symmetry_error(
+        twin, spec, element(spec, _SEED, spaces=None if space is None else [space]), inputs
+    )
 
 
 def _folded_error(twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any]) -> float:
@@ -93,29 +121,47 @@ def _folded_error(twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any]) 
     folded = copy.deepcopy(twin)
     for alias in spec.ties.keys() - new.ties.keys():  # folding unties a table
         path, _, last = alias.rpartition(".")
-        setattr(folded.get_submodule(path), last, torch.nn.Parameter(torch.empty_like(folded.get_parameter(alias))))
+        setattr(
+            folded.get_submodule(path),
+            last,
+            torch.nn.Parameter(torch.empty_like(folded.get_parameter(alias))),
+        )
     folded.load_state_dict({n: state[n] for n in folded.state_dict()})
     before, after = declared(spec, outputs(twin, inputs)), declared(spec, outputs(folded, inputs))
-    kept = max(float((after[k] - before[k]).abs().max()) / max(1.0, float(before[k].abs().max())) for k in before)
+    kept = max(
+        float((after[k] - before[k]).abs().max()) / max(1.0, float(before[k].abs().max()))
+        for k in before
+    )
     return max(kept, _error(folded, new, inputs, None))
 
 
-def _smaller(twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any], name: str) -> tuple[Spec, str]:
+def _smaller(
+    twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any], name: str
+) -> tuple[Spec, str]:
     """The largest smaller group that holds on a space, or none."""
     space = spec.spaces[name]
     for group in _LADDER:
         if type(group) is type(space.group):
             continue
-        tried = replace(spec, spaces={**spec.spaces, name: replace(space, group=group, folded=None)})
+        tried = replace(
+            spec, spaces={**spec.spaces, name: replace(space, group=group, folded=None)}
+        )
         if not check_spec(tried) and _error(twin, tried, inputs, name) <= TOLERANCE:
             return tried, f'"{name}" does not keep {space.group}, as the rules said, but {group}'
-    return without(spec, name), f'"{name}" does not hold as the rules said ({space.group}): nothing acts there'
+    return without(
+        spec, name
+    ), f'"{name}" does not hold as the rules said ({space.group}): nothing acts there'
 
 
 def without(spec: Spec, name: str) -> Spec:
-    """The spec in which nothing acts on a space. What lies over it stays, with one member for each of its places."""
+    """The spec in which nothing acts on a space. What lies over it stays, with one member for each
+    of its places.
+    """
     if any(s.over == name for s in spec.spaces.values()):
-        return replace(spec, spaces={**spec.spaces, name: replace(spec.spaces[name], group=Trivial(), folded=None)})
+        return replace(
+            spec,
+            spaces={**spec.spaces, name: replace(spec.spaces[name], group=Trivial(), folded=None)},
+        )
     size = spec.spaces[name].size
 
     def clear(term: ax.Term) -> ax.Term:
@@ -143,11 +189,16 @@ def without(spec: Spec, name: str) -> Spec:
 
 
 def carried_over(spec: Spec, small: Spec, proof: Proof, where: str) -> Proof:
-    """What was proved of a small twin, said of the large model: both must be written alike, layer numbers and sizes aside."""
-    wrong = sorted(f"{name}: {axes}" for name, axes in (_pattern(spec).items() ^ _pattern(small).items()))
+    """What was proved of a small twin, said of the large model: both must be written alike, layer
+    numbers and sizes aside.
+    """
+    wrong = sorted(
+        f"{name}: {axes}" for name, axes in (_pattern(spec).items() ^ _pattern(small).items())
+    )
     if wrong:
         raise RegaugeError(
-            "the model is too large to verify with, and a small twin of its class is not like it\n" + "\n".join(f"  {w}" for w in wrong[:6]),
+            "the model is too large to verify with, and a small twin of its class is not like it\n"
+            + "\n".join(f"  {w}" for w in wrong[:6]),
             hint="discover a smaller module of the same class",
         )
     proved = {_NUMBER.sub("#", n): s for n, s in proof.spec.spaces.items()}
@@ -156,11 +207,19 @@ def carried_over(spec: Spec, small: Spec, proof: Proof, where: str) -> Proof:
         if like is None:
             spec = without(spec, name)
         elif like.group != space.group or like.folded != space.folded:
-            spec = replace(spec, spaces={**spec.spaces, name: replace(space, group=like.group, folded=like.folded)})
+            spec = replace(
+                spec,
+                spaces={**spec.spaces, name: replace(space, group=like.group, folded=like.folded)},
+            )
     if not proof.spec.norms and not proof.spec.scales:
         spec = replace(spec, norms=(), scales=())
-    said = f"verified on {where} of the same class: the model itself is too large to compute with here"
-    return replace(proof, spec=replace(spec, notes=(*spec.notes, said, *(f"dropped: {d}" for d in proof.dropped))))
+    said = (
+        f"verified on {where} of the same class: the model itself is too large to compute with here"
+    )
+    return replace(
+        proof,
+        spec=replace(spec, notes=(*spec.notes, said, *(f"dropped: {d}" for d in proof.dropped))),
+    )
 
 
 def _pattern(spec: Spec) -> dict[str, str]:

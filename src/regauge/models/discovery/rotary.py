@@ -1,7 +1,9 @@
-"""Rotary positions, recognised as a whole: x * cos + turn(x) * sin, where turn(x) is x by a quarter turn in every 2-plane.
+"""Rotary positions, recognised as a whole: x * cos + turn(x) * sin, where turn(x) is x by a quarter
+turn in every 2-plane.
 
-The planes are (j, j + n/2), written cat(-x[n/2:], x[:n/2]), or (2j, 2j + 1), written stack(-x[1::2], x[0::2]) flattened. Operator by operator the
-rules would see only that cos and sin differ from place to place, and freeze the axis.
+The planes are (j, j + n/2), written cat(-x[n/2:], x[:n/2]), or (2j, 2j + 1), written
+stack(-x[1::2], x[0::2]) flattened. Operator by operator the rules would see only that cos and sin
+differ from place to place, and freeze the axis.
 """
 
 from __future__ import annotations
@@ -31,7 +33,13 @@ def rotaries(graph: Graph) -> dict[fx.Node, Turned]:
     out = {}
     for node in graph.nodes:
         if node.op == "call_function":
-            found = _sum_of_products(node, moves) if operator(node) == "add" else _halves(node, moves) if operator(node) == "cat" else None
+            found = (
+                _sum_of_products(node, moves)
+                if operator(node) == "add"
+                else _halves(node, moves)
+                if operator(node) == "cat"
+                else None
+            )
             if found is not None:
                 out[node] = found
     return out
@@ -84,7 +92,11 @@ def _quarter_turn(turn: Any, x: Node) -> Literal["half", "interleaved"] | None:
         second, first = map(plain, turn.args[0]) if len(turn.args[0]) == 2 else (turn, turn)
         if _is(second, "neg"):
             n = shape(x)[-1]
-            if _slice(plain(second.args[0]), x) == (n // 2, n, 1) and _slice(first, x) == (0, n // 2, 1):
+            if _slice(plain(second.args[0]), x) == (n // 2, n, 1) and _slice(first, x) == (
+                0,
+                n // 2,
+                1,
+            ):
                 return "half"
         return None
     while _is(turn, "flatten") or _is(turn, "view") or _is(turn, "reshape"):
@@ -92,7 +104,11 @@ def _quarter_turn(turn: Any, x: Node) -> Literal["half", "interleaved"] | None:
     if _is(turn, "stack") and len(turn.args[0]) == 2:
         second, first = (plain(a) for a in turn.args[0])
         n = shape(x)[-1]
-        if _is(second, "neg") and _slice(plain(second.args[0]), x) == (1, n, 2) and _slice(first, x) == (0, n, 2):
+        if (
+            _is(second, "neg")
+            and _slice(plain(second.args[0]), x) == (1, n, 2)
+            and _slice(first, x) == (0, n, 2)
+        ):
             return "interleaved"
     return None
 
@@ -100,7 +116,9 @@ def _quarter_turn(turn: Any, x: Node) -> Literal["half", "interleaved"] | None:
 def _slice(node: Any, x: Node) -> tuple[int, int, int] | None:
     """Which part of x's last axis a node is: start, stop, step."""
     n = shape(x)[-1]
-    if (_is(node, "getitem") and _is(node.args[0], "chunk")) or (_is(node, "getitem") and _is(node.args[0], "split")):
+    if (_is(node, "getitem") and _is(node.args[0], "chunk")) or (
+        _is(node, "getitem") and _is(node.args[0], "split")
+    ):
         pieces, i = node.args[0], node.args[1]
         if plain(pieces.args[0]) is x and shape(node)[-1] * 2 == n:
             return (i * n // 2, (i + 1) * n // 2, 1)
@@ -114,7 +132,10 @@ def _slice(node: Any, x: Node) -> tuple[int, int, int] | None:
         whole = plain(whole.args[0])
     if whole is not x or node.args[1] not in (-1, len(shape(x)) - 1):
         return None
-    start, stop = node.args[2] if len(node.args) > 2 else 0, node.args[3] if len(node.args) > 3 else n
+    start, stop = (
+        node.args[2] if len(node.args) > 2 else 0,
+        node.args[3] if len(node.args) > 3 else n,
+    )
     step = node.args[4] if len(node.args) > 4 else 1
     start, stop = (0 if start is None else start), (n if stop is None else stop)
     return (start + n if start < 0 else start, min(stop + n if stop < 0 else stop, n), step)
@@ -126,7 +147,11 @@ def _halves(node: Node, moves: set[fx.Node]) -> Turned | None:
     if len(ends) != 2 or not _is(ends[0], "sub") or not _is(ends[1], "add"):
         return None
     halves = [[plain(_products(a, moves)) for a in end.args[:2]] for end in ends]
-    if any(h is None for pair in halves for h in pair) or set(halves[0]) != set(halves[1]) or len(set(halves[0])) != 2:
+    if (
+        any(h is None for pair in halves for h in pair)
+        or set(halves[0]) != set(halves[1])
+        or len(set(halves[0])) != 2
+    ):
         return None
     first, second = halves[0]
     for x in _wholes(first):
@@ -137,5 +162,11 @@ def _halves(node: Node, moves: set[fx.Node]) -> Turned | None:
 
 
 def _wholes(half: Node) -> list[fx.Node]:
-    whole = half.args[0] if _is(half, "slice") else half.args[0].args[0] if _is(half, "getitem") else None
+    whole = (
+        half.args[0]
+        if _is(half, "slice")
+        else half.args[0].args[0]
+        if _is(half, "getitem")
+        else None
+    )
     return [plain(whole)] if isinstance(whole, fx.Node) else []

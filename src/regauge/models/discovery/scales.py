@@ -1,12 +1,16 @@
-"""How scales and signs run through a network: for each kind of coordinate, a system of linear equations in its exponents.
+"""How scales and signs run through a network: for each kind of coordinate, a system of linear
+equations in its exponents.
 
-At every place where a kind of coordinate occurs its scale c acts as c^e: 1 for an activation and for what writes it, -1 for what reads it, 0 for a
-gain or a gate. Equal axes have equal exponents, contracted ones opposite ones, products add them. What restricts scales says e = 0. Three systems
+At every place where a kind of coordinate occurs its scale c acts as c^e: 1 for an activation and
+for what writes it, -1 for what reads it, 0 for a gain or a gate. Equal axes have equal exponents,
+contracted ones opposite ones, products add them. What restricts scales says e = 0. Three systems
 are solved:
 
-    scales    over the rationals, with every restriction: is there a scale at all, and where is it 1, -1, 0
+    scales    over the rationals, with every restriction: is there a scale at all, and where is it
+    1, -1, 0
     signs     the same modulo 2, where odd functions and norms let it pass
-    stars     without restrictions and ties: which side is the dual, where the group itself does not say
+    stars     without restrictions and ties: which side is the dual, where the group itself does not
+    say
 """
 
 from __future__ import annotations
@@ -24,7 +28,9 @@ _STILL = frozenset({"batch", "still"})
 
 
 class Equations:
-    """Linear equations with right-hand side zero, solved as they come in. `modulus` 2 for signs, 0 for the rationals."""
+    """Linear equations with right-hand side zero, solved as they come in. `modulus` 2 for signs, 0
+    for the rationals.
+    """
 
     def __init__(self, modulus: int = 0) -> None:
         self.modulus = modulus
@@ -130,7 +136,12 @@ class Scales:
         return self.leaves[axis]
 
     def _occurrences(self, axes: Sequence[Axis | None]) -> list[tuple[Atom, Variable]]:
-        return [(a, (axis, i)) for axis in axes if axis is not None for i, a in enumerate(self.atoms(axis))]
+        return [
+            (a, (axis, i))
+            for axis in axes
+            if axis is not None
+            for i, a in enumerate(self.atoms(axis))
+        ]
 
     def _all(self, expression: Expression) -> None:
         self.scales.zero(expression)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from regauge.models.discovery.cases import apart, argument, cut_by, cut_places, kept, order_of, taken, viewed
+from regauge.models.discovery.cases import (
+    apart,
+    argument,
+    cut_by,
+    cut_places,
+    kept,
+    order_of,
+    taken,
+    viewed,
+)
 from regauge.models.discovery.graph import operator
 from regauge.models.discovery.terms import atom, unify
 from regauge.models.discovery.walk import Axis, Node, Value, Walk, shape
@@ -13,7 +22,9 @@ CHOSEN = "single places of it are chosen by number"
 
 
 def view(w: Walk, node: Node) -> Value:
-    """view, reshape, flatten, unflatten, squeeze, unsqueeze: products are split and merged, row-major."""
+    """view, reshape, flatten, unflatten, squeeze, unsqueeze: products are split and merged,
+    row-major.
+    """
     x, new = w.stacked(node.args[0]), shape(node)
     if x.cases:
         moved = viewed(x, shape(node.args[0]), new)
@@ -39,7 +50,9 @@ def permute(w: Walk, node: Node) -> Value:
     order = order_of(node, len(shape(node)))
     if not x.cases:
         return kept(x, [x.axes[d] for d in order])
-    return replace(x, dim=order.index(x.dim), cases=tuple(kept(c, [c.axes[d] for d in order]) for c in x.cases))
+    return replace(
+        x, dim=order.index(x.dim), cases=tuple(kept(c, [c.axes[d] for d in order]) for c in x.cases)
+    )
 
 
 def passed(w: Walk, node: Node) -> Value:
@@ -50,7 +63,13 @@ def passed(w: Walk, node: Node) -> Value:
 def expand(w: Walk, node: Node) -> Value:
     x, new = w.value(node.args[0]), shape(node)
     old: list[Axis | None] = [None] * (len(new) - len(x.axes)) + list(x.axes)
-    return kept(x, [a if a is not None and a.size == n else Axis(atom(n), uniform=True) for a, n in zip(old, new, strict=True)])
+    return kept(
+        x,
+        [
+            a if a is not None and a.size == n else Axis(atom(n), uniform=True)
+            for a, n in zip(old, new, strict=True)
+        ],
+    )
 
 
 def repeat(w: Walk, node: Node) -> Value:
@@ -94,7 +113,10 @@ def unbind(w: Walk, node: Node) -> list[Value]:
         return [kept(c, [a for i, a in enumerate(c.axes) if i != dim]) for c in x.cases]
     x = w.value(node.args[0])
     w.freeze(x.axes[dim], CHOSEN)
-    return [replace(kept(x, [w.follow(a) for i, a in enumerate(x.axes) if i != dim]), source=None) for _ in node.meta["val"]]
+    return [
+        replace(kept(x, [w.follow(a) for i, a in enumerate(x.axes) if i != dim]), source=None)
+        for _ in node.meta["val"]
+    ]
 
 
 def getitem(w: Walk, node: Node) -> Value:
@@ -127,7 +149,12 @@ def slice_(w: Walk, node: Node) -> Value:
     x, span = w.stacked(node.args[0]), cut_by(w.graph, node.args[0], node)
     if shape(node) == shape(node.args[0]):
         return x
-    if x.cases and span is not None and span[0] == x.dim and (case := taken(w, x, *span[1:])) is not None:
+    if (
+        x.cases
+        and span is not None
+        and span[0] == x.dim
+        and (case := taken(w, x, *span[1:])) is not None
+    ):
         return case
     x = w.value(node.args[0])
     dim = argument(node, 1, "dim", 0) % len(x.axes)
@@ -209,4 +236,9 @@ def shuffled(w: Walk, node: Node) -> Value:
     x = w.value(node.args[0])
     for a in x.axes[-3:]:
         w.freeze(a, "channels and places become one another")
-    return Value((*(w.follow(a) for a in x.axes[:-3]), *(w.fixed(n, "channels and places become one another") for n in shape(node)[-3:])))
+    return Value(
+        (
+            *(w.follow(a) for a in x.axes[:-3]),
+            *(w.fixed(n, "channels and places become one another") for n in shape(node)[-3:]),
+        )
+    )

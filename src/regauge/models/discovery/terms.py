@@ -1,11 +1,14 @@
 """What lies along an axis: an atom, a product, or a direct sum, found by first-order unification.
 
-    Atom(n)          n coordinates about which no more is known; may later be bound to a product or a sum
-    Product(a, b)    a block of b for each place of a, row-major; the empty product is an axis of size 1
+    Atom(n)          n coordinates about which no more is known; may later be bound to a product or
+    a sum
+    Product(a, b)    a block of b for each place of a, row-major; the empty product is an axis of
+    size 1
     Sum(a, b)        a, and b behind it
 
-`unify(a, b)` says that two axes are the same, and refines both until they are written alike: an atom of 768 met by (12, 64) becomes that product,
-met by 256 + 512 it becomes that sum. Where the two cannot be written alike nothing may act there, and `frozen` is told so.
+`unify(a, b)` says that two axes are the same, and refines both until they are written alike: an
+atom of 768 met by (12, 64) becomes that product, met by 256 + 512 it becomes that sum. Where the
+two cannot be written alike nothing may act there, and `frozen` is told so.
 """
 
 from __future__ import annotations
@@ -125,7 +128,9 @@ def unify(a: Term, b: Term, freeze: Freeze) -> None:
 
 
 def _stacked(left: list[Atom | Sum], right: list[Atom | Sum], freeze: Freeze) -> bool:
-    """A sum of equal blocks, met by a product: every block is what the product has inside, and the order of the blocks is fixed."""
+    """A sum of equal blocks, met by a product: every block is what the product has inside, and the
+    order of the blocks is fixed.
+    """
     total = left[-1]
     taken = 0
     while prod(f.size for f in right[len(right) - taken :]) < total.size and taken < len(right):
@@ -174,7 +179,9 @@ def _unify_atoms(x: Atom | Sum, y: Atom | Sum, freeze: Freeze) -> None:
 
 
 def cut(term: Term, at: int) -> tuple[Term, Term] | None:
-    """A term as two, the first of size `at`; None if it cannot be written so. A product is cut between the places of its first factor."""
+    """A term as two, the first of size `at`; None if it cannot be written so. A product is cut
+    between the places of its first factor.
+    """
     if at == 0:
         return Sum(()), term
     if at == term.size:
@@ -195,7 +202,9 @@ def cut(term: Term, at: int) -> tuple[Term, Term] | None:
     for i, t in enumerate(listed := parts(only)):
         if t.size > at:
             two = cut(t, at)
-            return None if two is None else (Sum((*before, two[0])), Sum((two[1], *listed[i + 1 :])))
+            return (
+                None if two is None else (Sum((*before, two[0])), Sum((two[1], *listed[i + 1 :])))
+            )
         before, at = [*before, t], at - t.size
         if at == 0:
             return Sum(tuple(before)), Sum(tuple(listed[i + 1 :]))

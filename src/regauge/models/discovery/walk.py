@@ -1,9 +1,12 @@
-"""Walking a graph: every tensor gets a term for each axis, and what an operator does to its axes is written down as a relation.
+"""Walking a graph: every tensor gets a term for each axis, and what an operator does to its axes is
+written down as a relation.
 
-An operator's rule speaks of axes in five words, and everything else is read off what they leave behind:
+An operator's rule speaks of axes in five words, and everything else is read off what they leave
+behind:
 
     same(a, b)          the axes are one, and move by one and the same matrix
-    contract(a, b)      the axes are summed over against each other: the matrices are inverse transposes
+    contract(a, b)      the axes are summed over against each other: the matrices are inverse
+    transposes
     times(a, b, out)    the axes are multiplied coordinate by coordinate: scales multiply
     restrict(a, kind)   something on this axis keeps only some matrices (RESTRICTIONS says which)
     freeze(a, why)      nothing may act on this axis
@@ -39,8 +42,9 @@ class Axis:
 class Value:
     """What is known of a tensor.
 
-    `source`: the parameter whose numbers these are, reshaped or cut at most. `weights`: it depends on parameters and nothing else. `shift`: what has
-    been added to the parameter (Gemma's 1 + w). `places`: its values are places on this axis. `cases`: along axis `dim` lie these values, one
+    `source`: the parameter whose numbers these are, reshaped or cut at most. `weights`: it depends
+    on parameters and nothing else. `shift`: what has been added to the parameter (Gemma's 1 + w).
+    `places`: its values are places on this axis. `cases`: along axis `dim` lie these values, one
     behind the other, each with axes of its own (`regauge.models.discovery.cases`).
     """
 
@@ -74,7 +78,9 @@ class Restriction:
 
 @dataclass(frozen=True)
 class Gain:
-    """A parameter that multiplies an axis: the node that has been multiplied, the one that was, and the bias that is added in the same operator."""
+    """A parameter that multiplies an axis: the node that has been multiplied, the one that was, and
+    the bias that is added in the same operator.
+    """
 
     gain: str
     bias: str | None
@@ -93,7 +99,9 @@ class Walk:
     restrictions: list[Restriction] = field(default_factory=list)
     roles: list[tuple[Axis, str, fx.Node]] = field(default_factory=list)
     gains: list[Gain] = field(default_factory=list)
-    implied: list[tuple[Axis, Axis]] = field(default_factory=list)  # where the first is, a place of the second is chosen
+    implied: list[tuple[Axis, Axis]] = field(
+        default_factory=list
+    )  # where the first is, a place of the second is chosen
     reads: dict[str, int] = field(default_factory=dict)  # which axis of a weight reads a gain
     unknown: dict[str, fx.Node] = field(default_factory=dict)
     aliases: dict[fx.Node, dict[str, Value]] = field(default_factory=dict)
@@ -116,7 +124,10 @@ class Walk:
         """A parameter as the module that reads it calls it: one that is tied has several names."""
         named = self.aliases[node]
         path = place(self.at).module if self.at is not None else ""
-        found = next((v for name, v in named.items() if name.rpartition(".")[0] == path), next(iter(named.values())))
+        found = next(
+            (v for name, v in named.items() if name.rpartition(".")[0] == path),
+            next(iter(named.values())),
+        )
         self.first.setdefault(found.source or "", len(self.values))
         return found
 
@@ -135,7 +146,9 @@ class Walk:
         return found
 
     def collapse(self, value: Value) -> Value:
-        """Cases that an operator treats alike are alike: one term for all, and the order of the cases fixed."""
+        """Cases that an operator treats alike are alike: one term for all, and the order of the
+        cases fixed.
+        """
         first, *rest = value.cases
         for other in rest:
             for i, (a, b) in enumerate(zip(first.axes, other.axes, strict=True)):
@@ -143,7 +156,9 @@ class Walk:
                     self.same([a], [b])
         blocks = [case.axes[value.dim] for case in value.cases]
         if all(a.size == 1 for a in blocks):
-            which = self.fixed(len(blocks), "tensors lie side by side along it, each with its own part")
+            which = self.fixed(
+                len(blocks), "tensors lie side by side along it, each with its own part"
+            )
         else:
             which = self.joined(blocks)
         axes = [which if i == value.dim else a for i, a in enumerate(first.axes)]
@@ -188,8 +203,12 @@ class Walk:
             self.freeze(out, why)
         return out
 
-    def pieces(self, axis: Axis, sizes: Iterable[int], why: str = "it is cut where its blocks do not end") -> list[Axis]:
-        """An axis cut into consecutive pieces. `why`: what to say where its blocks do not end there."""
+    def pieces(
+        self, axis: Axis, sizes: Iterable[int], why: str = "it is cut where its blocks do not end"
+    ) -> list[Axis]:
+        """An axis cut into consecutive pieces. `why`: what to say where its blocks do not end
+        there.
+        """
         out, rest = [], axis.term
         for n in sizes:
             two = cut(rest, n)
@@ -227,7 +246,9 @@ def walk(graph: Graph) -> Walk:
     from regauge.models.discovery.rotary import rotaries
     from regauge.models.discovery.rules import RULES, constant, source, unknown
 
-    zeros = frozenset(n for n, v in graph.known.items() if v.is_floating_point() and not bool(v.any()))
+    zeros = frozenset(
+        n for n, v in graph.known.items() if v.is_floating_point() and not bool(v.any())
+    )
     w = Walk(graph, moves=moving(graph), zeros=zeros)
     turned = rotaries(graph)
     inside = _skipped(graph, {n: t.x for n, t in turned.items()})
@@ -248,7 +269,13 @@ def walk(graph: Graph) -> Walk:
             rule = RULES.get(name.removesuffix("_") if mutates(node) else name, unknown)
             try:
                 w.values[node] = rule(w, node)
-            except (TypeError, ValueError, LookupError, AttributeError, AssertionError):  # called in a way that the rule does not know
+            except (
+                TypeError,
+                ValueError,
+                LookupError,
+                AttributeError,
+                AssertionError,
+            ):  # called in a way that the rule does not know
                 w.values[node] = unknown(w, node)
         else:
             w.values[node] = unknown(w, node)

@@ -1,14 +1,37 @@
-"""BERT, RoBERTa (and XLM-RoBERTa, CamemBERT) and DistilBERT: post-norm encoders. LayerNorm gains act on the stream itself, so nothing folds."""
+"""BERT, RoBERTa (and XLM-RoBERTa, CamemBERT) and DistilBERT: post-norm encoders. LayerNorm gains
+act on the stream itself, so nothing folds.
+"""
 
 from __future__ import annotations
 
 from regauge.core.groups import Permutation
 from regauge.core.spec import Space, Spec
 from regauge.models.families.family import Boundary, Family
-from regauge.models.families.pieces import POST_NORM, Config, Draft, Names, answers, attention, linear, neurons, norm, old_norm_names
+from regauge.models.families.pieces import (
+    POST_NORM,
+    Config,
+    Draft,
+    Names,
+    answers,
+    attention,
+    linear,
+    neurons,
+    norm,
+    old_norm_names,
+)
 
-BASE = {"bert": "bert.", "roberta": "roberta.", "xlm-roberta": "roberta.", "camembert": "roberta.", "distilbert": "distilbert."}
-TABLES = {"word_embeddings": "vocab_size", "position_embeddings": "max_position_embeddings", "token_type_embeddings": "type_vocab_size"}
+BASE = {
+    "bert": "bert.",
+    "roberta": "roberta.",
+    "xlm-roberta": "roberta.",
+    "camembert": "roberta.",
+    "distilbert": "distilbert.",
+}
+TABLES = {
+    "word_embeddings": "vocab_size",
+    "position_embeddings": "max_position_embeddings",
+    "token_type_embeddings": "type_vocab_size",
+}
 BERT = {
     "layers": "num_hidden_layers",
     "width": "hidden_size",
@@ -56,7 +79,9 @@ def spec(c: Config, names: Names) -> Spec:
     for i in range(getattr(c, words["layers"])):
         at = f"{base}{words['layer']}.{i}."
         a = attention(i, heads, width // heads)
-        d.spaces |= a.spaces | {f"ffn.{i}": neurons(getattr(c, words["inner"]), c(words["act"], "gelu"))}
+        d.spaces |= a.spaces | {
+            f"ffn.{i}": neurons(getattr(c, words["inner"]), c(words["act"], "gelu"))
+        }
         d.backbone |= {
             **linear(at + words["q"], a.q, "stream"),
             **linear(at + words["k"], a.k, "stream"),
@@ -68,13 +93,20 @@ def spec(c: Config, names: Names) -> Spec:
             **norm(at + words["norm2"]),
         }
     heads_of(d, c, names, base, width)
-    d.embed, d.backbone, d.head = (old_norm_names(part, names) for part in (d.embed, d.backbone, d.head))
-    d.notes.append("tokens: rows may be permuted together with the padding mask, the position ids and the segment ids")
+    d.embed, d.backbone, d.head = (
+        old_norm_names(part, names) for part in (d.embed, d.backbone, d.head)
+    )
+    d.notes.append(
+        "tokens: rows may be permuted together with the padding mask, the position ids and the "
+        "segment ids"
+    )
     return d.spec()
 
 
 def heads_of(d: Draft, c: Config, names: Names, base: str, width: int) -> None:
-    """Whatever reads the stream. One name may read different things: BERT's `classifier` reads the pooler if there is one."""
+    """Whatever reads the stream. One name may read different things: BERT's `classifier` reads the
+    pooler if there is one.
+    """
     d.outputs = {"last_hidden_state": "_ _ stream"}
     masked = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", width)
     if names.starts(f"{base}pooler.dense."):
@@ -86,34 +118,64 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, width: int) -> None:
         d.head |= linear("pre_classifier", "pool", "stream")
     if names.starts("classifier.dense."):
         d.spaces["cls"] = neurons(width, "tanh")
-        d.head |= {**linear("classifier.dense", "cls", "stream"), **linear("classifier.out_proj", "_", "cls")}
+        d.head |= {
+            **linear("classifier.dense", "cls", "stream"),
+            **linear("classifier.out_proj", "_", "cls"),
+        }
         d.outputs = {"logits": "_ _"}
     pooled = "pool" in d.spaces and not c.architecture.endswith("ForTokenClassification")
-    for name, reads in (("classifier", "pool" if pooled else "stream"), ("cls.seq_relationship", "pool"), ("qa_outputs", "stream")):
+    for name, reads in (
+        ("classifier", "pool" if pooled else "stream"),
+        ("cls.seq_relationship", "pool"),
+        ("qa_outputs", "stream"),
+    ):
         if f"{name}.weight" in names.names:
             d.head |= linear(name, "_", reads)
-            d.outputs = answers() if name == "qa_outputs" else {"logits": "_ _" if reads == "pool" else "_ _ _"}
+            d.outputs = (
+                answers()
+                if name == "qa_outputs"
+                else {"logits": "_ _" if reads == "pool" else "_ _ _"}
+            )
     if masked:  # BertForMaskedLM leaves out the other head, which its checkpoints may carry
-        both = "cls.seq_relationship.weight" in d.head and not c.architecture.endswith("ForMaskedLM")
-        d.outputs = {"prediction_logits": "_ _ _", "seq_relationship_logits": "_ _"} if both else {"logits": "_ _ _"}
+        both = "cls.seq_relationship.weight" in d.head and not c.architecture.endswith(
+            "ForMaskedLM"
+        )
+        d.outputs = (
+            {"prediction_logits": "_ _ _", "seq_relationship_logits": "_ _"}
+            if both
+            else {"logits": "_ _ _"}
+        )
 
 
 MASKED = (  # dense, norm, decoder, bias
-    ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder", "cls.predictions.bias"),
+    (
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.LayerNorm",
+        "cls.predictions.decoder",
+        "cls.predictions.bias",
+    ),
     ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias"),
     ("vocab_transform", "vocab_layer_norm", "vocab_projector", ""),
 )
 
 
 def masked_language_head(d: Draft, c: Config, names: Names, table: str, width: int) -> bool:
-    """The masked language head, if there is one. Tied, its activation and norm sit in the table's own space; untied, in a space `mlm`."""
+    """The masked language head, if there is one. Tied, its activation and norm sit in the table's
+    own space; untied, in a space `mlm`.
+    """
     for dense, layer_norm, decoder, bias in MASKED:
         if names.starts(f"{dense}."):
             tied, words = c("tie_word_embeddings", True), c.axis("vocab_size")
             space = d.embed[table].split()[-1] if tied else "mlm"
             if not tied:
-                d.spaces["mlm"] = Space(width, Permutation(), why="a LayerNorm with gains follows the activation")
-            d.head |= {**linear(dense, space, "stream"), **norm(layer_norm, space), f"{decoder}.weight": f"{words} {space}*"}
+                d.spaces["mlm"] = Space(
+                    width, Permutation(), why="a LayerNorm with gains follows the activation"
+                )
+            d.head |= {
+                **linear(dense, space, "stream"),
+                **norm(layer_norm, space),
+                f"{decoder}.weight": f"{words} {space}*",
+            }
             if bias:
                 d.head[bias] = words
             if tied or f"{decoder}.bias" in names.names:
@@ -128,7 +190,15 @@ def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     words = DISTILBERT if c.model_type == "distilbert" else BERT
     enter = {"hidden_states": "_ token stream", "attention_mask": "_ _ token token*"}
     implicit = {"attention_mask": None} if c("is_decoder", False) else {}
-    return (Boundary("", f"{names.prefix(BASE[c.model_type])}{words['layer']}", enter, "_ token stream", implicit=implicit),)
+    return (
+        Boundary(
+            "",
+            f"{names.prefix(BASE[c.model_type])}{words['layer']}",
+            enter,
+            "_ token stream",
+            implicit=implicit,
+        ),
+    )
 
 
 FAMILY = Family("bert", tuple(BASE), spec, boundaries)

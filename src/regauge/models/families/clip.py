@@ -1,15 +1,39 @@
-"""CLIP: two pre-norm towers, each with a stream of its own, that meet in a joint space `proj`, where only angles count."""
+"""CLIP: two pre-norm towers, each with a stream of its own, that meet in a joint space `proj`,
+where only angles count.
+"""
 
 from __future__ import annotations
 
 from regauge.core.groups import GeneralLinear, Orthogonal, OrthogonalFixingOnes, Permutation
 from regauge.core.spec import Space, Spec
 from regauge.models.families.family import Boundary, Family
-from regauge.models.families.pieces import LAYER_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm
+from regauge.models.families.pieces import (
+    LAYER_NORM,
+    Config,
+    Draft,
+    Names,
+    attention,
+    folding,
+    linear,
+    neurons,
+    norm,
+)
 
 # A config.json inside another leaves out what the class has as its default.
-TEXT = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8, "hidden_act": "quick_gelu"}
-VISION = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "hidden_act": "quick_gelu"}
+TEXT = {
+    "hidden_size": 512,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "hidden_act": "quick_gelu",
+}
+VISION = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "hidden_act": "quick_gelu",
+}
 PRE_NORM = "pre_layrnorm writes the stream: its gains act on the stream itself and cannot be folded"
 
 
@@ -19,7 +43,9 @@ def spec(c: Config, names: Names) -> Spec:
     if names.has("embeddings.token_embedding."):
         base = names.prefix("text_model.")
         text = Config({**TEXT, **c("text_config", c.values)})
-        d.spaces["stream.text"] = Space(text.hidden_size, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
+        d.spaces["stream.text"] = Space(
+            text.hidden_size, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM
+        )
         for table, rows in (("token", "vocab_size"), ("position", "max_position_embeddings")):
             d.embed[f"{base}embeddings.{table}_embedding.weight"] = f"{text.axis(rows)} stream.text"
         tower(d, text, base, "text", fold=True)
@@ -61,17 +87,26 @@ def tower(d: Draft, c: Config, base: str, side: str, fold: bool) -> None:
         }
         if fold:
             d.norms += [
-                folding(d.backbone, at + "layer_norm1", *(at + f"self_attn.{x}_proj" for x in "qkv")),
+                folding(
+                    d.backbone, at + "layer_norm1", *(at + f"self_attn.{x}_proj" for x in "qkv")
+                ),
                 folding(d.backbone, at + "layer_norm2", at + "mlp.fc1"),
             ]
 
 
 def joint_space(d: Draft, names: Names, size: int) -> None:
-    """The projections, and what callers see of them: a tower alone also returns its last state; the whole model returns similarities."""
+    """The projections, and what callers see of them: a tower alone also returns its last state; the
+    whole model returns similarities.
+    """
     seen: dict[str, str] = {}
-    for name, out, stream in (("text_projection", "text_embeds", "stream.text"), ("visual_projection", "image_embeds", "stream.vision")):
+    for name, out, stream in (
+        ("text_projection", "text_embeds", "stream.text"),
+        ("visual_projection", "image_embeds", "stream.vision"),
+    ):
         if names.starts(f"{name}."):
-            d.spaces["proj"] = Space(size, GeneralLinear(), why="one tower alone returns its embeddings as they are")
+            d.spaces["proj"] = Space(
+                size, GeneralLinear(), why="one tower alone returns its embeddings as they are"
+            )
             d.head |= linear(name, "proj", stream, bias=False)
             seen[out] = "_ proj"
     if "logit_scale" in names.names:
@@ -79,7 +114,10 @@ def joint_space(d: Draft, names: Names, size: int) -> None:
         d.spaces["proj"] = Space(size, Orthogonal(), why="embeddings are compared by their cosine")
         d.norms.append(folding(d.head, "text_model.final_layer_norm", "text_projection"))
         d.outputs = {"logits_per_image": "_ _", "logits_per_text": "_ _", **seen}
-        d.notes.append("similarities do not see the joint space; the embeddings that the model also returns live in it")
+        d.notes.append(
+            "similarities do not see the joint space; the embeddings that the model also "
+            "returns live in it"
+        )
     elif names.starts("classifier."):  # reads the mean of the patches, before any norm
         d.head |= linear("classifier", "_", "stream.vision")
         d.outputs = {"logits": "_ _"}
@@ -91,7 +129,11 @@ def joint_space(d: Draft, names: Names, size: int) -> None:
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
-    sides = [s for s, kind in (("text", "clip_text_model"), ("vision", "clip_vision_model")) if c.model_type in ("clip", kind)]
+    sides = [
+        s
+        for s, kind in (("text", "clip_text_model"), ("vision", "clip_vision_model"))
+        if c.model_type in ("clip", kind)
+    ]
     mask = {"text": "_ _ token _+token*", "vision": "_ _ token token*"}
     return tuple(
         Boundary(

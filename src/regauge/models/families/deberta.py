@@ -1,4 +1,6 @@
-"""DeBERTa-v2 and v3: post-norm encoders whose attention also reads a table of relative positions, as queries and as keys."""
+"""DeBERTa-v2 and v3: post-norm encoders whose attention also reads a table of relative positions,
+as queries and as keys.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def spec(c: Config, names: Names) -> Spec:
     embed = embeddings(d, c, names, base)
     for i in range(c.num_hidden_layers):
         at = f"{base}encoder.layer.{i}."
-        a = attention(i, heads, c("attention_head_size", width // heads), only_dots=False)  # keys meet relative positions too
+        a = attention(
+            i, heads, c("attention_head_size", width // heads), only_dots=False
+        )  # keys meet relative positions too
         d.spaces |= a.spaces | {f"ffn.{i}": neurons(c.intermediate_size, c("hidden_act", "gelu"))}
         d.backbone |= {
             **linear(at + "attention.self.query_proj", a.q, "stream"),
@@ -50,21 +54,35 @@ def spec(c: Config, names: Names) -> Spec:
     relative_positions(d, names, base, width)
     if names.starts(f"{base}encoder.conv."):  # reads the stream before block 0, writes it after
         conv = f"{base}encoder.conv."
-        d.backbone |= {conv + "conv.weight": "stream stream* _", conv + "conv.bias": "stream", **norm(conv + "LayerNorm")}
-        d.notes.append("cut: the convolution stands between the blocks and reads what entered the first of them, so there is no boundary")
+        d.backbone |= {
+            conv + "conv.weight": "stream stream* _",
+            conv + "conv.bias": "stream",
+            **norm(conv + "LayerNorm"),
+        }
+        d.notes.append(
+            "cut: the convolution stands between the blocks and reads what entered the first of "
+            "them, so there is no boundary"
+        )
     heads_of(d, c, names, base, embed)
     if names.starts(f"{base}encoder.conv.") and c("conv_groups", 1) > 1:
         grouped(d, f"{base}encoder.conv.conv.weight", int(c.conv_groups), width)
-    d.embed, d.backbone, d.head = (old_norm_names(part, names) for part in (d.embed, d.backbone, d.head))
-    d.notes.append("tokens: rows may be permuted inside the encoder, with the mask and the relative positions that it computes")
+    d.embed, d.backbone, d.head = (
+        old_norm_names(part, names) for part in (d.embed, d.backbone, d.head)
+    )
+    d.notes.append(
+        "tokens: rows may be permuted inside the encoder, with the mask and the relative "
+        "positions that it computes"
+    )
     return d.spec()
 
 
 def grouped(d: Draft, weight: str, groups: int, width: int) -> None:
-    """A convolution in groups divides the stream: its groups come in any order, and so do the channels inside of them.
+    """A convolution in groups divides the stream: its groups come in any order, and so do the
+    channels inside of them.
 
-    An order for each group would be a symmetry too. The notation has one order for all: the kernel's second axis lists the channels of the group
-    that a row of its first axis is in, and a member for each group needs the group as an axis of its own, or in front in the same axis.
+    An order for each group would be a symmetry too. The notation has one order for all: the
+    kernel's second axis lists the channels of the group that a row of its first axis is in, and a
+    member for each group needs the group as an axis of its own, or in front in the same axis.
     """
     why = "a convolution mixes channels within groups"
     d.spaces["group"] = Space(groups, Permutation(), why=why)
@@ -76,12 +94,18 @@ def grouped(d: Draft, weight: str, groups: int, width: int) -> None:
 
 
 def embeddings(d: Draft, c: Config, names: Names, base: str) -> int:
-    """The tables live in the stream, or in a space `embed` of their own if a projection follows. Returns their width."""
+    """The tables live in the stream, or in a space `embed` of their own if a projection follows.
+    Returns their width.
+    """
     width = int(c("embedding_size", c.hidden_size))
     space = "stream" if width == c.hidden_size else "embed"
     if space == "embed":
         masked = names.starts("cls.predictions.") and c("tie_word_embeddings", True)
-        why = "the tied head's activation and norm act on it" if masked else "a linear layer reads the sum of the tables"
+        why = (
+            "the tied head's activation and norm act on it"
+            if masked
+            else "a linear layer reads the sum of the tables"
+        )
         d.spaces["embed"] = Space(width, Permutation() if masked else GeneralLinear(), why=why)
         d.embed |= linear(f"{base}embeddings.embed_proj", "stream", "embed", bias=False)
     for table, rows in TABLES.items():
@@ -92,8 +116,12 @@ def embeddings(d: Draft, c: Config, names: Names, base: str) -> int:
 
 
 def relative_positions(d: Draft, names: Names, base: str, width: int) -> None:
-    """The table of relative positions: in a space `rel` where it has readers of its own, else in the stream, whose projections it shares."""
-    readers = [n.removesuffix(".weight") for n, axes in d.backbone.items() if axes.endswith(" rel*")]
+    """The table of relative positions: in a space `rel` where it has readers of its own, else in
+    the stream, whose projections it shares.
+    """
+    readers = [
+        n.removesuffix(".weight") for n, axes in d.backbone.items() if axes.endswith(" rel*")
+    ]
     space, normed = "rel" if readers else "stream", names.starts(f"{base}encoder.LayerNorm.")
     if names.starts(f"{base}encoder.rel_embeddings."):
         d.embed[f"{base}encoder.rel_embeddings.weight"] = f"_ {space}"
@@ -111,27 +139,55 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
     masked = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", embed)
     if names.starts("lm_predictions."):  # multiplies with the word table itself
         lm = "lm_predictions.lm_head."
-        d.head |= {**linear(lm + "dense", "stream", "stream"), **norm(lm + "LayerNorm"), lm + "bias": c.axis("vocab_size")}
-        if f"{lm}weight" in names.names:  # the table under a second name, in the first versions of transformers 5
-            d.head[f"{lm}weight"], d.ties[f"{lm}weight"] = f"{c.axis('vocab_size')} stream*", f"{base}embeddings.word_embeddings.weight"
+        d.head |= {
+            **linear(lm + "dense", "stream", "stream"),
+            **norm(lm + "LayerNorm"),
+            lm + "bias": c.axis("vocab_size"),
+        }
+        if (
+            f"{lm}weight" in names.names
+        ):  # the table under a second name, in the first versions of transformers 5
+            d.head[f"{lm}weight"], d.ties[f"{lm}weight"] = (
+                f"{c.axis('vocab_size')} stream*",
+                f"{base}embeddings.word_embeddings.weight",
+            )
         masked = True
-    if names.starts("mask_predictions."):  # v3's discriminator, which checkpoints carry and no class reads
-        d.spaces["mask"] = Space(c.hidden_size, Permutation(), why="a LayerNorm with gains follows the activation")
+    if names.starts(
+        "mask_predictions."
+    ):  # v3's discriminator, which checkpoints carry and no class reads
+        d.spaces["mask"] = Space(
+            c.hidden_size, Permutation(), why="a LayerNorm with gains follows the activation"
+        )
         mask = "mask_predictions."
-        d.head |= {**linear(mask + "dense", "mask", "stream"), **norm(mask + "LayerNorm", "mask"), **linear(mask + "classifier", "_", "mask")}
+        d.head |= {
+            **linear(mask + "dense", "mask", "stream"),
+            **norm(mask + "LayerNorm", "mask"),
+            **linear(mask + "classifier", "_", "mask"),
+        }
     if names.starts("pooler.dense."):
-        d.spaces["pool"] = neurons(c("pooler_hidden_size", c.hidden_size), c("pooler_hidden_act", "gelu"))
+        d.spaces["pool"] = neurons(
+            c("pooler_hidden_size", c.hidden_size), c("pooler_hidden_act", "gelu")
+        )
         d.head |= linear("pooler.dense", "pool", "stream")
     d.outputs = {"logits": "_ _ _"} if masked else {"last_hidden_state": "_ _ stream"}
-    for name, reads in (("classifier", "pool" if "pool" in d.spaces else "stream"), ("qa_outputs", "stream")):
+    for name, reads in (
+        ("classifier", "pool" if "pool" in d.spaces else "stream"),
+        ("qa_outputs", "stream"),
+    ):
         if names.starts(f"{name}."):
             d.head |= linear(name, "_", reads)
-            d.outputs = answers() if name == "qa_outputs" else {"logits": "_ _" if reads == "pool" else "_ _ _"}
+            d.outputs = (
+                answers()
+                if name == "qa_outputs"
+                else {"logits": "_ _" if reads == "pool" else "_ _ _"}
+            )
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     base = names.prefix("deberta.")
-    if names.starts(f"{base}encoder.conv."):  # it stands between the blocks and reads what entered the first of them
+    if names.starts(
+        f"{base}encoder.conv."
+    ):  # it stands between the blocks and reads what entered the first of them
         return ()
     rel = "rel" if names.has("attention.self.pos_") else "stream"
     enter = {

@@ -1,11 +1,24 @@
-"""DINOv2 (with and without registers): pre-norm encoders on image patches with LayerScale, which folds backwards into the writers."""
+"""DINOv2 (with and without registers): pre-norm encoders on image patches with LayerScale, which
+folds backwards into the writers.
+"""
 
 from __future__ import annotations
 
 from regauge.core.groups import OrthogonalFixingOnes, Permutation
 from regauge.core.spec import Space, Spec
 from regauge.models.families.family import Boundary, Family
-from regauge.models.families.pieces import LAYER_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm, scaling
+from regauge.models.families.pieces import (
+    LAYER_NORM,
+    Config,
+    Draft,
+    Names,
+    attention,
+    folding,
+    linear,
+    neurons,
+    norm,
+    scaling,
+)
 
 LIVE = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
 STORED = {"q": "attention.query", "k": "attention.key", "v": "attention.value", "o": "output.dense"}
@@ -28,7 +41,11 @@ def spec(c: Config, names: Names) -> Spec:
     registers = int(c("num_register_tokens", 4)) if names.has("register_tokens") else 0
     if registers:
         d.embed[f"{base}embeddings.register_tokens"] = "_ register stream"
-        d.spaces["register"] = Space(registers, Permutation(), why="registers are read by attention alone, and in a mean: they come in any order")
+        d.spaces["register"] = Space(
+            registers,
+            Permutation(),
+            why="registers are read by attention alone, and in a mean: they come in any order",
+        )
     for i in range(c.num_hidden_layers):
         at = f"{base}encoder.layer.{i}."
         a = attention(i, heads, width // heads)
@@ -54,34 +71,62 @@ def spec(c: Config, names: Names) -> Spec:
             scaling(d.backbone, at + "layer_scale2.lambda1", down),
         ]
     d.head = norm(f"{base}layernorm")
-    if names.starts("classifier."):  # reads the class token and the mean of the patches, side by side
+    if names.starts(
+        "classifier."
+    ):  # reads the class token and the mean of the patches, side by side
         d.head |= linear("classifier", "_", "stream+stream")
         d.norms.append(folding(d.head, f"{base}layernorm", "classifier"))
         d.outputs = {"logits": "_ _"}
     else:
-        d.outputs = {"last_hidden_state": f"_ {'_1+register+_' if registers else '_'} stream", "pooler_output": "_ stream"}
-    d.notes.append("tokens: patches may be shuffled after the position embedding; the class token is read at place 0")
+        d.outputs = {
+            "last_hidden_state": f"_ {'_1+register+_' if registers else '_'} stream",
+            "pooler_output": "_ stream",
+        }
+    d.notes.append(
+        "tokens: patches may be shuffled after the position embedding; the class token is read "
+        "at place 0"
+    )
     return d.spec()
 
 
-def feed_forward(d: Draft, c: Config, names: Names, at: str, i: int) -> tuple[dict[str, str], list[str], str]:
-    """The tensors of the feed-forward block, its readers of the stream, and its writer. SwiGLU is fused on disk and apart in memory."""
+def feed_forward(
+    d: Draft, c: Config, names: Names, at: str, i: int
+) -> tuple[dict[str, str], list[str], str]:
+    """The tensors of the feed-forward block, its readers of the stream, and its writer. SwiGLU is
+    fused on disk and apart in memory.
+    """
     inner = int(c.hidden_size * c("mlp_ratio", 4))
     if not c("use_swiglu_ffn", False):
         d.spaces[f"ffn.{i}"] = neurons(inner, c("hidden_act", "gelu"))
-        return linear(at + "mlp.fc1", f"ffn.{i}", "stream") | linear(at + "mlp.fc2", "stream", f"ffn.{i}"), [at + "mlp.fc1"], at + "mlp.fc2"
+        return (
+            linear(at + "mlp.fc1", f"ffn.{i}", "stream")
+            | linear(at + "mlp.fc2", "stream", f"ffn.{i}"),
+            [at + "mlp.fc1"],
+            at + "mlp.fc2",
+        )
     d.spaces[f"ffn.{i}"] = neurons((int(inner * 2 / 3) + 7) // 8 * 8, "silu", gated=True)
     if names.starts(at + "mlp.weights_in."):
-        up, down = linear(at + "mlp.weights_in", f"|ffn.{i}|+ffn.{i}", "stream"), at + "mlp.weights_out"
+        up, down = (
+            linear(at + "mlp.weights_in", f"|ffn.{i}|+ffn.{i}", "stream"),
+            at + "mlp.weights_out",
+        )
     else:
-        up = linear(at + "mlp.gate_proj", f"|ffn.{i}|", "stream") | linear(at + "mlp.up_proj", f"ffn.{i}", "stream")
+        up = linear(at + "mlp.gate_proj", f"|ffn.{i}|", "stream") | linear(
+            at + "mlp.up_proj", f"ffn.{i}", "stream"
+        )
         down = at + "mlp.down_proj"
-    return up | linear(down, "stream", f"ffn.{i}"), [n.removesuffix(".weight") for n in up if n.endswith(".weight")], down
+    return (
+        up | linear(down, "stream", f"ffn.{i}"),
+        [n.removesuffix(".weight") for n in up if n.endswith(".weight")],
+        down,
+    )
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     base = names.prefix(f"{c.model_type}.")
-    return (Boundary("", f"{base}encoder.layer", {"hidden_states": "_ token stream"}, "_ token stream"),)
+    return (
+        Boundary("", f"{base}encoder.layer", {"hidden_states": "_ token stream"}, "_ token stream"),
+    )
 
 
 FAMILY = Family("dinov2", ("dinov2", "dinov2_with_registers"), spec, boundaries)

@@ -1,4 +1,6 @@
-"""Gemma 2: a decoder like Llama with norms on both sides of every branch. The gains behind a branch act on the stream and cannot be folded."""
+"""Gemma 2: a decoder like Llama with norms on both sides of every branch. The gains behind a branch
+act on the stream and cannot be folded.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,10 @@ from regauge.models.families import llama
 from regauge.models.families.family import Family
 from regauge.models.families.pieces import Config, Draft, Names, linear, neurons, norm
 
-SANDWICH = "RMSNorm gains (stored as 1 + w) also stand behind every branch, on the stream itself: signed permutations only, and no folding helps"
+SANDWICH = (
+    "RMSNorm gains (stored as 1 + w) also stand behind every branch, on the stream "
+    "itself: signed permutations only, and no folding helps"
+)
 
 
 def spec(c: Config, names: Names) -> Spec:
@@ -20,7 +25,9 @@ def spec(c: Config, names: Names) -> Spec:
     for i in range(c.num_hidden_layers):
         at = f"{base}layers.{i}."
         a = llama.decoder_attention(d, c, i, Rotary("half"))
-        d.spaces[f"ffn.{i}"] = neurons(c.intermediate_size, c("hidden_activation", "gelu_pytorch_tanh"), gated=True)
+        d.spaces[f"ffn.{i}"] = neurons(
+            c.intermediate_size, c("hidden_activation", "gelu_pytorch_tanh"), gated=True
+        )
         d.backbone |= {
             **norm(at + "input_layernorm", bias=False),
             **linear(at + "self_attn.q_proj", a.q, "stream", bias),
@@ -34,7 +41,9 @@ def spec(c: Config, names: Names) -> Spec:
             **linear(at + "mlp.down_proj", "stream", f"ffn.{i}", bias=False),
             **norm(at + "post_feedforward_layernorm", bias=False),
         }
-    llama.language_head(d, Config({"tie_word_embeddings": True, **c.values}), names, base, fold=False)
+    llama.language_head(
+        d, Config({"tie_word_embeddings": True, **c.values}), names, base, fold=False
+    )
     return d.spec()
 
 

@@ -1,30 +1,53 @@
-"""Llama and its like (Mistral, Qwen2, Qwen3): pre-norm decoders with RMSNorm, rotary positions, grouped queries and a gated FFN."""
+"""Llama and its like (Mistral, Qwen2, Qwen3): pre-norm decoders with RMSNorm, rotary positions,
+grouped queries and a gated FFN.
+"""
 
 from __future__ import annotations
 
 from regauge.core.groups import Group, Orthogonal, PlaneSigns, Rotary, SignedPermutation
 from regauge.core.spec import Space, Spec
 from regauge.models.families.family import Boundary, Family
-from regauge.models.families.pieces import RMS_NORM, Attention, Config, Draft, Names, answers, attention, folding, hole, linear, neurons, norm
+from regauge.models.families.pieces import (
+    RMS_NORM,
+    Attention,
+    Config,
+    Draft,
+    Names,
+    answers,
+    attention,
+    folding,
+    hole,
+    linear,
+    neurons,
+    norm,
+)
 
 QKV_BIAS = {"llama": "attention_bias", "qwen3": "attention_bias"}
 
 
 def spec(c: Config, names: Names) -> Spec:
-    base = names.prefix("model.") or names.prefix("transformer.")  # LlamaForQuestionAnswering alone says transformer
+    base = names.prefix("model.") or names.prefix(
+        "transformer."
+    )  # LlamaForQuestionAnswering alone says transformer
     kind = c.model_type
     d = Draft(kind, buffers=(r".*rotary_emb\.inv_freq",))
-    d.spaces["stream"] = Space(c.hidden_size, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
+    d.spaces["stream"] = Space(
+        c.hidden_size, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM
+    )
     d.embed = {f"{base}embed_tokens.weight": f"{c.axis('vocab_size')} stream"}
     bias = True if kind == "qwen2" else bool(c(QKV_BIAS.get(kind, ""), False))
     qk: Group = PlaneSigns("half") if kind == "qwen3" else Rotary("half")
     for i in range(c.num_hidden_layers):
-        d.backbone |= decoder_block(d, c, f"{base}layers.{i}.", i, qk, bias=bias, out_bias=bias and kind != "qwen2")
+        d.backbone |= decoder_block(
+            d, c, f"{base}layers.{i}.", i, qk, bias=bias, out_bias=bias and kind != "qwen2"
+        )
     language_head(d, c, names, base)
     return d.spec()
 
 
-def decoder_block(d: Draft, c: Config, at: str, i: int, qk: Group, bias: bool, out_bias: bool) -> dict[str, str]:
+def decoder_block(
+    d: Draft, c: Config, at: str, i: int, qk: Group, bias: bool, out_bias: bool
+) -> dict[str, str]:
     a = decoder_attention(d, c, i, qk)
     mlp_bias = bool(c("mlp_bias", False))
     d.spaces[f"ffn.{i}"] = neurons(c.intermediate_size, c("hidden_act", "silu"), gated=True)
@@ -39,8 +62,13 @@ def decoder_block(d: Draft, c: Config, at: str, i: int, qk: Group, bias: bool, o
         **linear(at + "mlp.up_proj", f"ffn.{i}", "stream", mlp_bias),
         **linear(at + "mlp.down_proj", "stream", f"ffn.{i}", mlp_bias),
     }
-    if isinstance(qk, PlaneSigns):  # gains on the head axis, shared by all heads: a sign for each plane passes them by
-        block |= {f"{at}self_attn.{x}_norm.weight": hole(d.spaces[f"qk.{i}"].size, "head_dim") for x in "qk"}
+    if isinstance(
+        qk, PlaneSigns
+    ):  # gains on the head axis, shared by all heads: a sign for each plane passes them by
+        block |= {
+            f"{at}self_attn.{x}_norm.weight": hole(d.spaces[f"qk.{i}"].size, "head_dim")
+            for x in "qk"
+        }
     d.norms += [
         folding(block, at + "input_layernorm", *(at + f"self_attn.{x}_proj" for x in "qkv")),
         folding(block, at + "post_attention_layernorm", at + "mlp.gate_proj", at + "mlp.up_proj"),
@@ -50,7 +78,9 @@ def decoder_block(d: Draft, c: Config, at: str, i: int, qk: Group, bias: bool, o
 
 def decoder_attention(d: Draft, c: Config, i: int, qk: Group) -> Attention:
     heads = c.num_attention_heads
-    a = attention(i, heads, c("head_dim", c.hidden_size // heads), kv=c("num_key_value_heads", heads), qk=qk)
+    a = attention(
+        i, heads, c("head_dim", c.hidden_size // heads), kv=c("num_key_value_heads", heads), qk=qk
+    )
     d.spaces |= a.spaces
     return a
 
@@ -71,10 +101,16 @@ def language_head(d: Draft, c: Config, names: Names, base: str, fold: bool = Tru
             d.head |= linear(name, "_", "stream", bias)
             readers.append(name)
     if readers:
-        d.outputs = answers() if readers == ["qa_outputs"] else {"logits": "_ _" if readers == ["score"] and not tokens else "_ _ _"}
+        d.outputs = (
+            answers()
+            if readers == ["qa_outputs"]
+            else {"logits": "_ _" if readers == ["score"] and not tokens else "_ _ _"}
+        )
         if fold:
             d.norms.append(folding(d.head, f"{base}norm", *readers))
-    d.notes.append("tokens: rows may be permuted together with the 4-D causal mask and the position ids")
+    d.notes.append(
+        "tokens: rows may be permuted together with the 4-D causal mask and the position ids"
+    )
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
@@ -85,7 +121,9 @@ def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
         "position_ids": "_ token",
         "position_embeddings": "_ token _",
     }
-    return (Boundary("", f"{base}layers", enter, "_ token stream", implicit={"attention_mask": None}),)
+    return (
+        Boundary("", f"{base}layers", enter, "_ token stream", implicit={"attention_mask": None}),
+    )
 
 
 FAMILY = Family("llama", ("llama", "mistral", "qwen2", "qwen3"), spec, boundaries)

@@ -1,6 +1,7 @@
 """Mixtral: Llama with experts. Experts come in any order, and each has a gated FFN of its own.
 
-In memory the experts are fused, one tensor for all; on disk there is one tensor for each, which the braces read as a stack.
+In memory the experts are fused, one tensor for all; on disk there is one tensor for each, which the
+braces read as a stack.
 """
 
 from __future__ import annotations
@@ -9,20 +10,35 @@ from regauge.core.groups import Orthogonal, Permutation, Rotary, SignedPermutati
 from regauge.core.spec import Norm, Space, Spec
 from regauge.models.families import llama
 from regauge.models.families.family import Family
-from regauge.models.families.pieces import RMS_NORM, Config, Draft, Names, folding, linear, neurons, norm
+from regauge.models.families.pieces import (
+    RMS_NORM,
+    Config,
+    Draft,
+    Names,
+    folding,
+    linear,
+    neurons,
+    norm,
+)
 
 
 def spec(c: Config, names: Names) -> Spec:
     base = names.prefix("model.")
     d = Draft("mixtral", buffers=(r".*rotary_emb\.inv_freq",))
-    d.spaces["stream"] = Space(c.hidden_size, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
+    d.spaces["stream"] = Space(
+        c.hidden_size, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM
+    )
     d.embed = {f"{base}embed_tokens.weight": f"{c.axis('vocab_size')} stream"}
     for i in range(c.num_hidden_layers):
         at = f"{base}layers.{i}."
         a = llama.decoder_attention(d, c, i, Rotary("half"))
         expert, ffn = f"expert.{i}", f"ffn.{i}"
-        d.spaces[expert] = Space(c.num_local_experts, Permutation(), why="the router names its experts: any order")
-        d.spaces[ffn] = neurons(c.intermediate_size, c("hidden_act", "silu"), gated=True, over=expert)
+        d.spaces[expert] = Space(
+            c.num_local_experts, Permutation(), why="the router names its experts: any order"
+        )
+        d.spaces[ffn] = neurons(
+            c.intermediate_size, c("hidden_act", "silu"), gated=True, over=expert
+        )
         if names.has("block_sparse_moe."):
             moe = at + "block_sparse_moe."
             one = f"{moe}experts.{{{expert}}}."
@@ -34,7 +50,10 @@ def spec(c: Config, names: Names) -> Spec:
             writers = {one + "w2.weight": f"{expert} stream {ffn}*"}
         else:
             moe = at + "mlp."
-            readers = {moe + "gate.weight": f"{expert} stream*", moe + "experts.gate_up_proj": f"{expert} |{ffn}|+{ffn} stream*"}
+            readers = {
+                moe + "gate.weight": f"{expert} stream*",
+                moe + "experts.gate_up_proj": f"{expert} |{ffn}|+{ffn} stream*",
+            }
             writers = {moe + "experts.down_proj": f"{expert} stream {ffn}*"}
         d.backbone |= {
             **norm(at + "input_layernorm", bias=False),
@@ -47,8 +66,14 @@ def spec(c: Config, names: Names) -> Spec:
             **writers,
         }
         d.norms += [
-            folding(d.backbone, at + "input_layernorm", *(at + f"self_attn.{x}_proj" for x in "qkv")),
-            Norm(at + "post_attention_layernorm.weight", None, tuple((reader, None) for reader in readers)),
+            folding(
+                d.backbone, at + "input_layernorm", *(at + f"self_attn.{x}_proj" for x in "qkv")
+            ),
+            Norm(
+                at + "post_attention_layernorm.weight",
+                None,
+                tuple((reader, None) for reader in readers),
+            ),
         ]
     llama.language_head(d, c, names, base)
     return d.spec()

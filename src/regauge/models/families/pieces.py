@@ -1,4 +1,6 @@
-"""The pieces that families are written with: layers as {tensor name: axes}, and the spaces of attention and feed-forward blocks."""
+"""The pieces that families are written with: layers as {tensor name: axes}, and the spaces of
+attention and feed-forward blocks.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from regauge.core.groups import GeneralLinear, Group, Permutation, PlaneSigns, Rotary, Scaling, SignedPermutation
+from regauge.core.groups import (
+    GeneralLinear,
+    Group,
+    Permutation,
+    PlaneSigns,
+    Rotary,
+    Scaling,
+    SignedPermutation,
+)
 from regauge.core.spec import Norm, Scale, Shaped, Space, Spec
 from regauge.errors import SpecError
 
@@ -14,14 +24,19 @@ Tensors = dict[str, str]
 
 
 class Config:
-    """A model's config.json, read by attribute; `config("name", default)` for what older files leave out."""
+    """A model's config.json, read by attribute; `config("name", default)` for what older files
+    leave out.
+    """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in self.values:
-            raise SpecError(f'config.json has no "{name}"', hint=f"a {self.values.get('model_type', 'model')} needs it")
+            raise SpecError(
+                f'config.json has no "{name}"',
+                hint=f"a {self.values.get('model_type', 'model')} needs it",
+            )
         return self.values[name]
 
     def __call__(self, name: str, default: Any) -> Any:
@@ -29,17 +44,25 @@ class Config:
         return default if value is None else value
 
     def axis(self, name: str, more: int = 0) -> str:
-        """An axis on which nothing acts, as long as the config says under this name (and some more), if it does."""
+        """An axis on which nothing acts, as long as the config says under this name (and some
+        more), if it does.
+        """
         return hole(self(name, None), name, more)
 
     def patch(self) -> str:
         """The axes of a patch: channels, height and width."""
         height, width = _both(self("patch_size", None))
-        return f"{self.axis('num_channels')} {hole(height, 'patch_size')} {hole(width, 'patch_size')}"
+        return (
+            f"{self.axis('num_channels')} {hole(height, 'patch_size')} {hole(width, 'patch_size')}"
+        )
 
     def places(self, more: int) -> str:
         """The axis of a table with a row for each patch, and some more."""
-        h, w, p, q = (_whole(side, name) for name in ("image_size", "patch_size") for side in _both(self(name, None)))
+        h, w, p, q = (
+            _whole(side, name)
+            for name in ("image_size", "patch_size")
+            for side in _both(self(name, None))
+        )
         return f"_{(h // p) * (w // q) + more}" if h and w and p and q else "_"
 
     @property
@@ -49,13 +72,17 @@ class Config:
 
 
 class Names:
-    """The tensor names at hand: what tells one naming, head or option from another. Given as a mapping to tensors or shapes, their shapes too."""
+    """The tensor names at hand: what tells one naming, head or option from another. Given as a
+    mapping to tensors or shapes, their shapes too.
+    """
 
     def __init__(self, names: Iterable[str] | Mapping[str, Shaped | Sequence[int]]) -> None:
         self.names = frozenset(names)
         self.shapes: dict[str, tuple[int, ...]] = {}
         if isinstance(names, Mapping):
-            self.shapes = {n: tuple(t if isinstance(t, Sequence) else t.shape) for n, t in names.items()}
+            self.shapes = {
+                n: tuple(t if isinstance(t, Sequence) else t.shape) for n, t in names.items()
+            }
 
     def has(self, fragment: str) -> bool:
         return any(fragment in n for n in self.names)
@@ -68,13 +95,20 @@ class Names:
         return prefix if self.starts(prefix) else ""
 
     def count(self, beginning: str) -> int:
-        """How many numbers follow this beginning: the depth of a list of modules, where no config says it."""
-        return len({n[len(beginning) :].split(".")[0] for n in self.names if n.startswith(beginning)})
+        """How many numbers follow this beginning: the depth of a list of modules, where no config
+        says it.
+        """
+        return len(
+            {n[len(beginning) :].split(".")[0] for n in self.names if n.startswith(beginning)}
+        )
 
     def size(self, name: str, dim: int) -> int:
         """The size of one axis of a tensor, where no config says it."""
         if name not in self.shapes:
-            raise SpecError(f'the shape of "{name}" is not at hand', hint="build the spec from a mapping of names to tensors, or of names to shapes")
+            raise SpecError(
+                f'the shape of "{name}" is not at hand',
+                hint="build the spec from a mapping of names to tensors, or of names to shapes",
+            )
         return int(self.shapes[name][dim])
 
 
@@ -87,7 +121,10 @@ def hole(size: Any, name: str, more: int = 0) -> str:
 def _whole(size: Any, name: str) -> int | None:
     if size is None or (type(size) is int and size > 0):
         return size
-    raise SpecError(f'config.json says "{name}" is {size!r}, which must be a positive whole number', hint="compare it with the original")
+    raise SpecError(
+        f'config.json says "{name}" is {size!r}, which must be a positive whole number',
+        hint="compare it with the original",
+    )
 
 
 def _both(side: Any) -> Sequence[Any]:
@@ -117,14 +154,24 @@ def norm(name: str, space: str = "stream", bias: bool = True) -> Tensors:
     return {f"{name}.weight": f"|{space}|", **({f"{name}.bias": space} if bias else {})}
 
 
-def reads(names: Mapping[str, str] | Iterable[str], *layers: str) -> tuple[tuple[str, str | None], ...]:
+def reads(
+    names: Mapping[str, str] | Iterable[str], *layers: str
+) -> tuple[tuple[str, str | None], ...]:
     """The (weight, bias) pairs of these layers, with the biases that the tensors have."""
-    return tuple((f"{layer}.weight", f"{layer}.bias" if f"{layer}.bias" in names else None) for layer in layers)
+    return tuple(
+        (f"{layer}.weight", f"{layer}.bias" if f"{layer}.bias" in names else None)
+        for layer in layers
+    )
 
 
 def folding(tensors: Mapping[str, str], name: str, *readers: str, padded: bool = False) -> Norm:
     """A norm that folds into these layers."""
-    return Norm(f"{name}.weight", f"{name}.bias" if f"{name}.bias" in tensors else None, reads(tensors, *readers), padded=padded)
+    return Norm(
+        f"{name}.weight",
+        f"{name}.bias" if f"{name}.bias" in tensors else None,
+        reads(tensors, *readers),
+        padded=padded,
+    )
 
 
 def scaling(tensors: Mapping[str, str], gain: str, *writers: str) -> Scale:
@@ -133,14 +180,23 @@ def scaling(tensors: Mapping[str, str], gain: str, *writers: str) -> Scale:
 
 
 def old_norm_names(tensors: Tensors, names: Names) -> Tensors:
-    """Checkpoints converted from TensorFlow call a LayerNorm's weight and bias gamma and beta; transformers renames them on loading."""
+    """Checkpoints converted from TensorFlow call a LayerNorm's weight and bias gamma and beta;
+    transformers renames them on loading.
+    """
     if not names.has("LayerNorm.gamma"):
         return tensors
-    return {n.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): a for n, a in tensors.items()}
+    return {
+        n.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+            "LayerNorm.bias", "LayerNorm.beta"
+        ): a
+        for n, a in tensors.items()
+    }
 
 
 def answers() -> dict[str, str]:
-    """What question-answering models return: for each token, how well it begins or ends the answer."""
+    """What question-answering models return: for each token, how well it begins or ends the
+    answer.
+    """
     return {"start_logits": "_ _", "end_logits": "_ _"}
 
 
@@ -160,15 +216,23 @@ def neurons(size: int, activation: str, *, gated: bool = False, over: str | None
     """The hidden space of a feed-forward block or a pooler."""
     if gated:
         return Space(
-            size, Scaling(positive=False), over, why="the gate's function follows permutations; up and down may be scaled against each other"
+            size,
+            Scaling(positive=False),
+            over,
+            why="the gate's function follows permutations; up and down may be scaled against "
+            "each other",
         )
-    group, why = _ACTIVATIONS.get(activation, (Permutation(), f"{activation} follows permutations only"))
+    group, why = _ACTIVATIONS.get(
+        activation, (Permutation(), f"{activation} follows permutations only")
+    )
     return Space(size, group, over, why=why)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """The spaces of one attention layer, and the axes of its query, key and value outputs and of its output projection's input."""
+    """The spaces of one attention layer, and the axes of its query, key and value outputs and of
+    its output projection's input.
+    """
 
     spaces: dict[str, Space]
     q: str
@@ -187,24 +251,40 @@ def attention(
     shared: str | None = None,
     only_dots: bool = True,
 ) -> Attention:
-    """Multi-head attention, or grouped queries if there are fewer key-value heads. `shared` names a head space that several layers have in common.
-    `only_dots`: keys meet nothing but the queries, so that a softmax does not see a bias of theirs."""
+    """Multi-head attention, or grouped queries if there are fewer key-value heads. `shared` names a
+    head space that several layers have in common. `only_dots`: keys meet nothing but the queries,
+    so that a softmax does not see a bias of theirs.
+    """
     kv = kv or heads
     if heads % kv:
-        raise SpecError(f"{heads} heads cannot share {kv} key-value heads evenly", hint="config.json: num_attention_heads, num_key_value_heads")
+        raise SpecError(
+            f"{heads} heads cannot share {kv} key-value heads evenly",
+            hint="config.json: num_attention_heads, num_key_value_heads",
+        )
     group = qk or GeneralLinear()
-    why = _QK_WHY.get(type(group), "a dot product sees every invertible change of both sides as nothing")
+    why = _QK_WHY.get(
+        type(group), "a dot product sees every invertible change of both sides as nothing"
+    )
     qk_space, vo_space = f"qk.{label}", f"vo.{label}"
     if kv == heads:
         head = shared or f"head.{label}"
-        spaces = {} if shared else {head: Space(heads, Permutation(), why="heads are summed: any order")}
+        spaces = (
+            {} if shared else {head: Space(heads, Permutation(), why="heads are summed: any order")}
+        )
         outer = head
         q, o = f"({head} {qk_space})", f"({head} {vo_space})"
     else:
         outer = f"kv.{label}"
         spaces = {
-            outer: Space(kv, Permutation(), why="key-value heads come in any order, with their queries"),
-            f"rep.{label}": Space(heads // kv, Permutation(), over=outer, why="queries of one key-value head come in any order"),
+            outer: Space(
+                kv, Permutation(), why="key-value heads come in any order, with their queries"
+            ),
+            f"rep.{label}": Space(
+                heads // kv,
+                Permutation(),
+                over=outer,
+                why="queries of one key-value head come in any order",
+            ),
         }
         q, o = f"({outer} rep.{label} {qk_space})", f"({outer} rep.{label} {vo_space})"
     constant = "unseen" if only_dots and isinstance(group, GeneralLinear) else ""
@@ -215,7 +295,8 @@ def attention(
 
 
 _QK_WHY: dict[type[Group], str] = {
-    Rotary: "rotary positions turn every 2-plane by its own angle: one turn and one scale each are left",
+    Rotary: "rotary positions turn every 2-plane by its own angle: one turn and one scale each "
+    "are left",
     PlaneSigns: "QK-norm gains and rotary positions leave one sign for each 2-plane",
 }
 
@@ -243,7 +324,9 @@ class Draft:
         from regauge.core.axes import spaces
 
         tensors = {**self.embed, **self.backbone, **self.head}
-        parts = {name: part for part in ("embed", "backbone", "head") for name in getattr(self, part)}
+        parts = {
+            name: part for part in ("embed", "backbone", "head") for name in getattr(self, part)
+        }
         used: set[str] = set().union(*(spaces(a) for a in tensors.values())) if tensors else set()
         return Spec(
             family=self.family,

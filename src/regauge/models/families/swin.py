@@ -1,7 +1,9 @@
-"""Swin of the transformers library: windowed attention in stages of growing width. Old (v4) and new (v5) parameter names.
+"""Swin of the transformers library: windowed attention in stages of growing width. Old (v4) and new
+(v5) parameter names.
 
-Each stage has its own stream; patch merging reads four neighbours of one stage and writes the next. The embedding's norm writes stage 0, and its
-gain cannot be folded: stage 0 keeps permutations, the later stages rotate once their norms are folded.
+Each stage has its own stream; patch merging reads four neighbours of one stage and writes the next.
+The embedding's norm writes stage 0, and its gain cannot be folded: stage 0 keeps permutations, the
+later stages rotate once their norms are folded.
 """
 
 from __future__ import annotations
@@ -9,7 +11,18 @@ from __future__ import annotations
 from regauge.core.groups import OrthogonalFixingOnes, Permutation
 from regauge.core.spec import Space, Spec
 from regauge.models.families.family import Boundary, Family
-from regauge.models.families.pieces import LAYER_NORM, POST_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm
+from regauge.models.families.pieces import (
+    LAYER_NORM,
+    POST_NORM,
+    Config,
+    Draft,
+    Names,
+    attention,
+    folding,
+    linear,
+    neurons,
+    norm,
+)
 
 V5 = {
     "q": "attention.q_proj",
@@ -47,13 +60,18 @@ def spec(c: Config, names: Names) -> Spec:
     for s in range(stages):
         width = c.embed_dim * 2**s
         folded = OrthogonalFixingOnes() if s else None
-        d.spaces[f"stream.{s}"] = Space(width, Permutation(), folded=folded, why=LAYER_NORM if s else POST_NORM)
+        d.spaces[f"stream.{s}"] = Space(
+            width, Permutation(), folded=folded, why=LAYER_NORM if s else POST_NORM
+        )
         for b in range(c.depths[s]):
             block(d, c, words, f"{base}encoder.layers.{s}.blocks.{b}.", s, b)
         if s + 1 < stages:
             four = "+".join([f"stream.{s}"] * 4)
             down = f"{base}encoder.layers.{s}.downsample."
-            d.backbone |= {f"{down}norm.weight": "+".join([f"|stream.{s}|"] * 4), f"{down}norm.bias": four}
+            d.backbone |= {
+                f"{down}norm.weight": "+".join([f"|stream.{s}|"] * 4),
+                f"{down}norm.bias": four,
+            }
             d.backbone |= linear(f"{down}reduction", f"stream.{s + 1}", four, bias=False)
             d.norms.append(folding(d.backbone, f"{down}norm", f"{down}reduction"))
     last = f"stream.{stages - 1}"
@@ -64,14 +82,17 @@ def spec(c: Config, names: Names) -> Spec:
         d.head |= linear("classifier", "_", last)
         d.outputs = {"logits": "_ _"}
         readers.append("classifier")
-    if names.starts("decoder.0."):  # masked image modelling: a 1x1 convolution on the normalised stream
+    if names.starts(
+        "decoder.0."
+    ):  # masked image modelling: a 1x1 convolution on the normalised stream
         d.head |= {"decoder.0.weight": f"_ {last}* _ _", "decoder.0.bias": "_"}
         d.outputs = {"reconstruction": "_ _ _ _"}
         readers.append("decoder.0")
     if readers:
         d.norms.append(folding(d.head, f"{base}layernorm", *readers))
     d.notes.append(
-        "tokens: no permutation holds: attention is windowed and shifted, patches merge with their neighbours, the bias is looked up by place"
+        "tokens: no permutation holds: attention is windowed and shifted, patches merge with "
+        "their neighbours, the bias is looked up by place"
     )
     return d.spec()
 
@@ -99,13 +120,22 @@ def block(d: Draft, c: Config, words: dict[str, str], at: str, s: int, b: int) -
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
-    """The stages are the backbone: the stream enters as that of stage 0 and leaves as that of the last.
+    """The stages are the backbone: the stream enters as that of stage 0 and leaves as that of the
+    last.
 
     A stage returns two things more, for callers who ask for hidden states.
     """
     base = names.prefix("swin.")
     leave = f"_ _ stream.{len(c.depths) - 1}"
-    return (Boundary("", f"{base}encoder.layers", {"hidden_states": "_ _ stream.0"}, leave, ("hidden_states", "", "")),)
+    return (
+        Boundary(
+            "",
+            f"{base}encoder.layers",
+            {"hidden_states": "_ _ stream.0"},
+            leave,
+            ("hidden_states", "", ""),
+        ),
+    )
 
 
 FAMILY = Family("swin", ("swin",), spec, boundaries)

@@ -1,7 +1,9 @@
-"""T5 of the transformers library: encoder and decoder with RMSNorm, relative positions and one shared embedding; also T5 v1.1.
+"""T5 of the transformers library: encoder and decoder with RMSNorm, relative positions and one
+shared embedding; also T5 v1.1.
 
-The relative position bias is stored in block 0 and used by all blocks of its stack: self-attention has one head space per stack. Cross-attention
-has no bias and its own heads in each layer. Old T5 scales the decoder's output before a tied head; untied, the head takes that scale.
+The relative position bias is stored in block 0 and used by all blocks of its stack: self-attention
+has one head space per stack. Cross-attention has no bias and its own heads in each layer. Old T5
+scales the decoder's output before a tied head; untied, the head takes that scale.
 """
 
 from __future__ import annotations
@@ -12,14 +14,31 @@ from typing import Any
 from regauge.core.groups import Orthogonal, Permutation, SignedPermutation
 from regauge.core.spec import Space, Spec
 from regauge.models.families.family import Boundary, Family
-from regauge.models.families.pieces import RMS_NORM, Attention, Config, Draft, Names, answers, attention, folding, linear, neurons, norm
+from regauge.models.families.pieces import (
+    RMS_NORM,
+    Attention,
+    Config,
+    Draft,
+    Names,
+    answers,
+    attention,
+    folding,
+    linear,
+    neurons,
+    norm,
+)
 
 UNTIED = {"tie_word_embeddings": False, "scale_decoder_outputs": False}
 
 
 def spec(c: Config, names: Names) -> Spec:
     base = names.prefix("transformer.")
-    d = Draft("t5", buffers=(r".*decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",))
+    d = Draft(
+        "t5",
+        buffers=(
+            r".*decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+        ),
+    )
     d.spaces["stream"] = Space(c.d_model, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
     layers, words = {"encoder": c.num_layers}, c.axis("vocab_size")
     d.embed[f"{base}shared.weight"] = f"{words} stream"
@@ -29,16 +48,25 @@ def spec(c: Config, names: Names) -> Spec:
         d.embed[f"{base}{stack}.embed_tokens.weight"] = f"{words} stream"
         d.ties[f"{base}{stack}.embed_tokens.weight"] = f"{base}shared.weight"
         d.spaces[f"head.{stack}"] = Space(
-            c.num_heads, Permutation(), why="all blocks of a stack share one relative position bias, and with it the heads"
+            c.num_heads,
+            Permutation(),
+            why="all blocks of a stack share one relative position bias, and with it the heads",
         )
         for i in range(depth):
             block(d, c, f"{base}{stack}.block.{i}.layer.", stack, i)
         d.head |= norm(f"{base}{stack}.final_layer_norm", bias=False)
     readers = heads(d, c, names, f"{base}{list(layers)[-1]}.final_layer_norm")
     if readers and "decoder" in layers:
-        keys = [f"{base}decoder.block.{i}.layer.1.EncDecAttention.{x}" for i in range(layers["decoder"]) for x in "kv"]
+        keys = [
+            f"{base}decoder.block.{i}.layer.1.EncDecAttention.{x}"
+            for i in range(layers["decoder"])
+            for x in "kv"
+        ]
         d.norms.append(folding(d.head, f"{base}encoder.final_layer_norm", *keys))
-    d.notes.append("tokens: rows may be permuted with the masks and a position_bias that is passed to block 0; it is looked up by place otherwise")
+    d.notes.append(
+        "tokens: rows may be permuted with the masks and a position_bias that is passed to "
+        "block 0; it is looked up by place otherwise"
+    )
     return d.spec()
 
 
@@ -46,19 +74,26 @@ def block(d: Draft, c: Config, at: str, stack: str, i: int) -> None:
     own = attention(f"{stack}.{i}", c.num_heads, c.d_kv, shared=f"head.{stack}")
     attend(d, f"{at}0.SelfAttention.", own)
     if i == 0:
-        d.backbone[f"{at}0.SelfAttention.relative_attention_bias.weight"] = f"{c.axis('relative_attention_num_buckets')} head.{stack}"
+        d.backbone[f"{at}0.SelfAttention.relative_attention_bias.weight"] = (
+            f"{c.axis('relative_attention_num_buckets')} head.{stack}"
+        )
     normed(d, f"{at}0.layer_norm", *(f"{at}0.SelfAttention.{x}" for x in "qkv"))
     last = 1
     if stack == "decoder":
         attend(d, f"{at}1.EncDecAttention.", attention(f"cross.{i}", c.num_heads, c.d_kv))
-        normed(d, f"{at}1.layer_norm", f"{at}1.EncDecAttention.q")  # keys and values read the encoder's final norm
+        normed(
+            d, f"{at}1.layer_norm", f"{at}1.EncDecAttention.q"
+        )  # keys and values read the encoder's final norm
         last = 2
     ffn, up = f"ffn.{stack}.{i}", f"{at}{last}.DenseReluDense."
     kind = c("feed_forward_proj", "relu")
     gated = kind.startswith("gated-")
     d.spaces[ffn] = neurons(c.d_ff, kind.removeprefix("gated-"), gated=gated)
     if gated:
-        d.backbone |= {**linear(f"{up}wi_0", f"|{ffn}|", "stream", bias=False), **linear(f"{up}wi_1", ffn, "stream", bias=False)}
+        d.backbone |= {
+            **linear(f"{up}wi_0", f"|{ffn}|", "stream", bias=False),
+            **linear(f"{up}wi_1", ffn, "stream", bias=False),
+        }
     else:
         d.backbone |= linear(f"{up}wi", ffn, "stream", bias=False)
     d.backbone |= linear(f"{up}wo", "stream", ffn, bias=False)
@@ -78,7 +113,9 @@ def normed(d: Draft, name: str, *readers: str) -> None:
 
 
 def heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
-    """Whatever reads the last final norm: the language head (tied or not), a classifier, or the caller."""
+    """Whatever reads the last final norm: the language head (tied or not), a classifier, or the
+    caller.
+    """
     readers = []
     if c.architecture == "T5ForConditionalGeneration" or names.starts("lm_head."):
         d.head |= linear("lm_head", c.axis("vocab_size"), "stream", bias=False)
@@ -90,22 +127,33 @@ def heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
         readers.append("lm_head")
     if names.starts("classification_head."):
         d.spaces["pool"] = neurons(c.d_model, "tanh")
-        d.head |= {**linear("classification_head.dense", "pool", "stream"), **linear("classification_head.out_proj", "_", "pool")}
+        d.head |= {
+            **linear("classification_head.dense", "pool", "stream"),
+            **linear("classification_head.out_proj", "_", "pool"),
+        }
         readers.append("classification_head.dense")
     for name in ("classifier", "qa_outputs"):
         if names.starts(f"{name}."):
             d.head |= linear(name, "_", "stream")
             readers.append(name)
     if readers:
-        d.outputs = answers() if "qa_outputs" in readers else {"logits": "_ _" if "pool" in d.spaces else "_ _ _"}
+        d.outputs = (
+            answers()
+            if "qa_outputs" in readers
+            else {"logits": "_ _" if "pool" in d.spaces else "_ _ _"}
+        )
         d.norms.append(folding(d.head, final, *readers))
     else:
-        d.outputs = {"last_hidden_state": "_ _ stream"} | ({"encoder_last_hidden_state": "_ _ stream"} if "head.decoder" in d.spaces else {})
+        d.outputs = {"last_hidden_state": "_ _ stream"} | (
+            {"encoder_last_hidden_state": "_ _ stream"} if "head.decoder" in d.spaces else {}
+        )
     return readers
 
 
 def _position_bias(block: Any, inputs: Mapping[str, Any]) -> Any:
-    """What block 0 looks up in its table where it is given no bias. Behind a cache it stands for the tokens that are new."""
+    """What block 0 looks up in its table where it is given no bias. Behind a cache it stands for
+    the tokens that are new.
+    """
     cache, n = inputs.get("past_key_values"), inputs["hidden_states"].shape[1]
     seen = cache.get_seq_length() if cache is not None else 0
     return block.layer[0].SelfAttention.compute_bias(n, seen + n, past_seen_tokens=seen)
@@ -114,7 +162,11 @@ def _position_bias(block: Any, inputs: Mapping[str, Any]) -> Any:
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     base = names.prefix("transformer.")
     carried = ("hidden_states", "position_bias", "encoder_decoder_position_bias")
-    encoder = {"hidden_states": "_ token stream", "attention_mask": "_ _ token token*", "position_bias": "_ head.encoder token token*"}
+    encoder = {
+        "hidden_states": "_ token stream",
+        "attention_mask": "_ _ token token*",
+        "position_bias": "_ head.encoder token token*",
+    }
     decoder = {
         "hidden_states": "_ token stream",
         "attention_mask": "_ _ token _+token*",
@@ -123,8 +175,22 @@ def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
         "encoder_attention_mask": "_ _ token source*",
     }
     return (
-        Boundary("encoder", f"{base}encoder.block", encoder, "_ token stream", carried, {"position_bias": _position_bias}),
-        Boundary("decoder", f"{base}decoder.block", decoder, "_ token stream", carried, {"attention_mask": None, "position_bias": _position_bias}),
+        Boundary(
+            "encoder",
+            f"{base}encoder.block",
+            encoder,
+            "_ token stream",
+            carried,
+            {"position_bias": _position_bias},
+        ),
+        Boundary(
+            "decoder",
+            f"{base}decoder.block",
+            decoder,
+            "_ token stream",
+            carried,
+            {"attention_mask": None, "position_bias": _position_bias},
+        ),
     )
 
 

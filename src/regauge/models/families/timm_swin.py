@@ -1,4 +1,5 @@
-"""timm's swin_*: windows with a relative-position bias, one stream for each stage, and patch merging between them.
+"""timm's swin_*: windows with a relative-position bias, one stream for each stage, and patch
+merging between them.
 
 Widths, depths and heads come from the tensors: the bias table has one column for each head.
 """
@@ -8,9 +9,21 @@ from __future__ import annotations
 from regauge.core.groups import OrthogonalFixingOnes, Permutation
 from regauge.core.spec import Space, Spec
 from regauge.models.families.family import Boundary, Family
-from regauge.models.families.pieces import LAYER_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm
+from regauge.models.families.pieces import (
+    LAYER_NORM,
+    Config,
+    Draft,
+    Names,
+    attention,
+    folding,
+    linear,
+    neurons,
+    norm,
+)
 
-EMBED_NORM = "patch_embed.norm writes the stream: its gains act on the stream itself and cannot be folded"
+EMBED_NORM = (
+    "patch_embed.norm writes the stream: its gains act on the stream itself and cannot be folded"
+)
 
 
 def spec(c: Config, names: Names) -> Spec:
@@ -19,10 +32,14 @@ def spec(c: Config, names: Names) -> Spec:
     if names.starts("patch_embed.norm."):
         d.embed |= norm("patch_embed.norm", "stream.0")
     stages = names.count("layers.")
-    old = names.starts("layers.0.downsample.")  # checkpoints of old put the merging at the end of a stage, not at the beginning of the next
+    old = names.starts(
+        "layers.0.downsample."
+    )  # checkpoints of old put the merging at the end of a stage, not at the beginning of the next
     for s in range(stages):
         width = names.size(f"layers.{s}.blocks.0.attn.qkv.weight", 1)
-        d.spaces[f"stream.{s}"] = Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
+        d.spaces[f"stream.{s}"] = Space(
+            width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM
+        )
         if s > 0:
             merging(d, s - 1, f"layers.{s - 1 if old else s}.downsample.")
         for b in range(names.count(f"layers.{s}.blocks.")):
@@ -38,7 +55,9 @@ def spec(c: Config, names: Names) -> Spec:
         d.outputs = {"logits": "_ _"}
     else:
         d.outputs = {"logits": f"_ {last}"}
-    d.notes.append("tokens: windows and shifts fix the places; there is no useful symmetry of tokens")
+    d.notes.append(
+        "tokens: windows and shifts fix the places; there is no useful symmetry of tokens"
+    )
     return d.spec()
 
 
@@ -60,14 +79,19 @@ def block(d: Draft, names: Names, s: int, b: int) -> None:
     d.spaces |= a.spaces | {f"ffn.{label}": neurons(names.size(at + "mlp.fc1.weight", 0), "gelu")}
     d.backbone |= {
         **norm(at + "norm1", stream),
-        **linear(at + "attn.qkv", f"{a.q}+{a.k}+{a.v}", stream, f"{at}attn.qkv.bias" in names.names),
+        **linear(
+            at + "attn.qkv", f"{a.q}+{a.k}+{a.v}", stream, f"{at}attn.qkv.bias" in names.names
+        ),
         at + "attn.relative_position_bias_table": f"_ head.{label}",
         **linear(at + "attn.proj", stream, a.o),
         **norm(at + "norm2", stream),
         **linear(at + "mlp.fc1", f"ffn.{label}", stream),
         **linear(at + "mlp.fc2", stream, f"ffn.{label}"),
     }
-    d.norms += [folding(d.backbone, at + "norm1", at + "attn.qkv", padded=True), folding(d.backbone, at + "norm2", at + "mlp.fc1")]
+    d.norms += [
+        folding(d.backbone, at + "norm1", at + "attn.qkv", padded=True),
+        folding(d.backbone, at + "norm2", at + "mlp.fc1"),
+    ]
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:

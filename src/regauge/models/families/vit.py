@@ -1,11 +1,23 @@
-"""ViT and DeiT of the transformers library: pre-norm encoders on image patches. Old (v4) and new (v5) parameter names."""
+"""ViT and DeiT of the transformers library: pre-norm encoders on image patches. Old (v4) and new
+(v5) parameter names.
+"""
 
 from __future__ import annotations
 
 from regauge.core.groups import OrthogonalFixingOnes, Permutation
 from regauge.core.spec import Space, Spec
 from regauge.models.families.family import Boundary, Family
-from regauge.models.families.pieces import LAYER_NORM, Config, Draft, Names, attention, folding, linear, neurons, norm
+from regauge.models.families.pieces import (
+    LAYER_NORM,
+    Config,
+    Draft,
+    Names,
+    attention,
+    folding,
+    linear,
+    neurons,
+    norm,
+)
 
 V5 = {
     "layer": "layers.{i}",
@@ -31,10 +43,13 @@ def spec(c: Config, names: Names) -> Spec:
     base = names.prefix(f"{c.model_type}.")
     words = V4 if names.has("attention.attention.query") else V5
     d = Draft(c.model_type)
-    d.spaces["stream"] = Space(c.hidden_size, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
+    d.spaces["stream"] = Space(
+        c.hidden_size, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM
+    )
     d.embed = {
         f"{base}embeddings.cls_token": "_ _ stream",
-        f"{base}embeddings.position_embeddings": f"_1 {c.places(2 if c.model_type == 'deit' else 1)} stream",
+        f"{base}embeddings.position_embeddings": "_1 "
+        f"{c.places(2 if c.model_type == 'deit' else 1)} stream",
         f"{base}embeddings.patch_embeddings.projection.weight": f"stream {c.patch()}",
         f"{base}embeddings.patch_embeddings.projection.bias": "stream",
     }
@@ -43,7 +58,9 @@ def spec(c: Config, names: Names) -> Spec:
             d.embed[f"{base}embeddings.{token}"] = "_ _ stream"
     for i in range(c.num_hidden_layers):
         at = f"{base}{words['layer'].format(i=i)}."
-        a = attention(i, c.num_attention_heads, c("head_dim", c.hidden_size // c.num_attention_heads))
+        a = attention(
+            i, c.num_attention_heads, c("head_dim", c.hidden_size // c.num_attention_heads)
+        )
         bias = c("qkv_bias", True)
         d.spaces |= a.spaces | {f"ffn.{i}": neurons(c.intermediate_size, c.hidden_act)}
         d.backbone |= {
@@ -71,7 +88,9 @@ def spec(c: Config, names: Names) -> Spec:
         if names.starts(f"{name}."):
             d.head |= linear(name, "_", "stream")
             readers.append(name)
-    if names.starts("decoder.0."):  # masked image modelling: a 1x1 convolution on the normalised stream
+    if names.starts(
+        "decoder.0."
+    ):  # masked image modelling: a 1x1 convolution on the normalised stream
         d.head |= {"decoder.0.weight": "_ stream* _ _", "decoder.0.bias": "_"}
         readers.append("decoder.0")
     if readers:
@@ -79,13 +98,23 @@ def spec(c: Config, names: Names) -> Spec:
         if "distillation_classifier" in readers:
             d.outputs |= {"cls_logits": "_ _", "distillation_logits": "_ _"}
         d.norms.append(folding(d.head, f"{base}layernorm", *readers))
-    d.notes.append("tokens: patches may be shuffled after the position embedding; the class token is read at place 0")
+    d.notes.append(
+        "tokens: patches may be shuffled after the position embedding; the class token is read "
+        "at place 0"
+    )
     return d.spec()
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     base = names.prefix(f"{c.model_type}.")
-    return (Boundary("", f"{base}layers", {"hidden_states": "_ token stream", "attention_mask": "_ _ token token*"}, "_ token stream"),)
+    return (
+        Boundary(
+            "",
+            f"{base}layers",
+            {"hidden_states": "_ token stream", "attention_mask": "_ _ token token*"},
+            "_ token stream",
+        ),
+    )
 
 
 FAMILY = Family("vit", ("vit", "deit"), spec, boundaries)

@@ -1,7 +1,7 @@
 """The report: results in, one HTML page out, which opens from disk and needs no network.
 
-The page is a function of the results' JSON alone: the same JSON gives the same bytes. Every text in it is foreign: jinja escapes it, and the page
-forbids scripts altogether.
+The page is a function of the results' JSON alone: the same JSON gives the same bytes. Every text in
+it is foreign: jinja escapes it, and the page forbids scripts altogether.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ _DEEP = 4  # facts nested deeper than this are shown as one line
 
 
 def page(results: Results) -> str:
-    """One self-contained HTML page: the verdict first, then what it rests on, and last how to repeat it."""
+    """One self-contained HTML page: the verdict first, then what it rests on, and last how to
+    repeat it.
+    """
     need("jinja2", "report")
     from jinja2 import Environment, StrictUndefined
 
@@ -36,9 +38,13 @@ def page(results: Results) -> str:
     facts = dict(results.facts)
     command = facts.pop("command", None)
     told = facts.pop("verdict") if isinstance(facts.get("verdict"), list) else []
-    if told and colour == "none":  # an audit checks nothing: it measures, and says in words what that comes to
+    if (
+        told and colour == "none"
+    ):  # an audit checks nothing: it measures, and says in words what that comes to
         words, told = str(told[0]), told[1:]
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
     environment.globals |= {"number": number, "amount": amount, "fact": _fact, "numeric": _numeric}
     template = environment.from_string(files(__name__).joinpath("page.html").read_text("utf-8"))
     return template.render(
@@ -64,7 +70,10 @@ def verdict(results: Results) -> tuple[str, str]:
     if not checked:
         return "none", f"Measured: nothing here passes or fails{inconclusive}"
     if failed:
-        return "bad", f"{failed} of {checked} checks {'fails' if failed == 1 else 'fail'}{inconclusive}"
+        return (
+            "bad",
+            f"{failed} of {checked} checks {'fails' if failed == 1 else 'fail'}{inconclusive}",
+        )
     if inconclusive:
         return "none", f"{checked} {'check holds' if checked == 1 else 'checks hold'}{inconclusive}"
     return "good", f"All {checked} checks hold" if checked > 1 else "The one check holds"
@@ -76,9 +85,15 @@ def section(finding: Finding) -> str:
 
 
 def amount(value: float | None, finding: Finding) -> str:
-    """A number of a finding: errors with two digits, and a power of ten where they are small; all else plainly."""
+    """A number of a finding: errors with two digits, and a power of ten where they are small; all
+    else plainly.
+    """
     small = value is not None and "error" in finding.measure and 0 < abs(value) < 0.1
-    return _power(value) if value is not None and small else number(value, 2 if "error" in finding.measure else 4)
+    return (
+        _power(value)
+        if value is not None and small
+        else number(value, 2 if "error" in finding.measure else 4)
+    )
 
 
 def number(value: Any, digits: int = 4) -> str:
@@ -112,20 +127,32 @@ def _fact(value: Any, depth: int = _DEEP) -> Any:
         return ", ".join(map(_fact, value)) or "none"
     if isinstance(value, Mapping | list):
         return json.dumps(value, ensure_ascii=False)
-    return f"{value:.6g}" if isinstance(value, float) else str(value) if isinstance(value, int) and not isinstance(value, bool) else number(value)
+    return (
+        f"{value:.6g}"
+        if isinstance(value, float)
+        else str(value)
+        if isinstance(value, int) and not isinstance(value, bool)
+        else number(value)
+    )
 
 
 def _plain(results: Results) -> Results:
-    """The results as their JSON says them, so that nothing else can show on the page; what is no finding is refused."""
+    """The results as their JSON says them, so that nothing else can show on the page; what is no
+    finding is refused.
+    """
     try:
         plain = from_json(to_json(results).encode("utf-8", "replace"), "the results")
     except (TypeError, ValueError, RecursionError) as error:
         raise FindingsError(
-            f"the results are not plain data: {error}", hint="facts, tables and figures hold text, numbers, lists and dicts"
+            f"the results are not plain data: {error}",
+            hint="facts, tables and figures hold text, numbers, lists and dicts",
         ) from error
     faults = [f"finding {f.id!r}: {what}" for f in plain.findings if (what := _fault(f))]
     if faults:
-        raise FindingsError("\n  ".join([f"{len(faults)} findings cannot be shown", *faults[:20]]), hint="run the command again with --json")
+        raise FindingsError(
+            "\n  ".join([f"{len(faults)} findings cannot be shown", *faults[:20]]),
+            hint="run the command again with --json",
+        )
     return plain
 
 
@@ -134,4 +161,10 @@ def _fault(finding: Finding) -> str:
         return f"holds is {finding.holds!r}, and not true, false or null"
     texts: Sequence[str] = ("id", "statement", "sentence", "source", "measure", "where")
     wrong = [name for name in texts if not isinstance(getattr(finding, name), str)]
-    return f"{', '.join(wrong)} is no text" if wrong else "" if isinstance(finding.trials, int) else "trials is no whole number"
+    return (
+        f"{', '.join(wrong)} is no text"
+        if wrong
+        else ""
+        if isinstance(finding.trials, int)
+        else "trials is no whole number"
+    )

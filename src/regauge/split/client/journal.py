@@ -1,8 +1,10 @@
 """The client's journal: what it has asked, and what it was told, by number.
 
-In memory it holds the requests that no checkpoint of the server covers yet, so that they can be sent again. In a folder it also holds the replies, so
-that a client that was killed and starts again from a checkpoint of its own is told again what it was told before. A request is written before it is
-sent, and a reply before it is used. The folder is for its owner only: it holds what crossed the wire, and the secret that rows were shuffled by.
+In memory it holds the requests that no checkpoint of the server covers yet, so that they can be
+sent again. In a folder it also holds the replies, so that a client that was killed and starts again
+from a checkpoint of its own is told again what it was told before. A request is written before it
+is sent, and a reply before it is used. The folder is for its owner only: it holds what crossed the
+wire, and the secret that rows were shuffled by.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ class Memory:
         """No server took the session: nothing is left of it."""
 
     def forget(self, saved: int, marked: int) -> None:
-        """Drop requests that the server has kept (up to `saved`) and replies that the client's own checkpoint is past (up to `marked`)."""
+        """Drop requests that the server has kept (up to `saved`) and replies that the client's own
+        checkpoint is past (up to `marked`).
+        """
         for n in [n for n in self.requests if n <= saved]:
             del self.requests[n]
 
@@ -67,10 +71,17 @@ class Folder:
             about = self.path / "session.json"
             self.is_new = not about.exists()
             if self.is_new:
-                made = {"regauge": "split journal", "version": 1, "session": os.urandom(16).hex(), "secret": os.urandom(32).hex()}
+                made = {
+                    "regauge": "split journal",
+                    "version": 1,
+                    "session": os.urandom(16).hex(),
+                    "secret": os.urandom(32).hex(),
+                }
                 write_bytes(about, json.dumps(made).encode(), mode=0o600)
             hint = "name an empty folder to start a new run"
-            found = parse_json(read_document(about, CONFIG_BYTES, JournalError), about, JournalError, hint)
+            found = parse_json(
+                read_document(about, CONFIG_BYTES, JournalError), about, JournalError, hint
+            )
             try:
                 if (found["regauge"], found["version"]) != ("split journal", 1):
                     raise ValueError("its kind or version is another")
@@ -106,7 +117,8 @@ class Folder:
             (self.path / "session.json").unlink(missing_ok=True)
 
     def forget(self, saved: int, marked: int) -> None:
-        # A request is held against what a repeated run asks, so that it stays as long as its reply does.
+        # A request is held against what a repeated run asks, so that it stays as long as its reply
+        # does.
         upto = {"request": min(saved, marked), "reply": marked}
         for kind, held in self.held.items():
             for n in [n for n in held if n <= upto[kind]]:

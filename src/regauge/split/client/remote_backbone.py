@@ -6,8 +6,9 @@
     optimizer.step()                       # of embed and head, the client's own
     link.close()                           # the model is as it was
 
-What leaves is moved by the element (columns) and shuffled (rows) before it is packed, and what comes back is put in order again, outputs and
-gradients alike. The client's own copies of the blocks are not used, and are frozen meanwhile; their weights may be on the meta device.
+What leaves is moved by the element (columns) and shuffled (rows) before it is packed, and what
+comes back is put in order again, outputs and gradients alike. The client's own copies of the blocks
+are not used, and are frozen meanwhile; their weights may be on the meta device.
 """
 
 from __future__ import annotations
@@ -53,17 +54,33 @@ def connect(
     patience: float = 120.0,
     defences: Sequence[Defence | str] = (),
 ) -> RemoteBackbone:
-    """Hand a model's backbone to a server until the link is closed. The model is used, trained and saved as ever.
+    """Hand a model's backbone to a server until the link is closed. The model is used, trained and
+    saved as ever.
 
-    `element` is what the server's backbone is locked with. With `rows` the tokens are shuffled, by a fresh permutation for every batch or for every
-    sample; `keep_cls` leaves the first one in its place. `defences` are more of what is done to what leaves (`regauge.defences.split`; "noise=0.5" is
-    short for `Noise(0.5)`). `codec` is how features cross ("" as they are, "BF16", "F16", "Q8"). `journal` is a folder
-    for a run that may be killed and go on. `secret` is what shuffles are drawn from; without it they are from the system's randomness. `key` is the
-    id of the key of the lock, if the server is to compare it. `patience` is how many seconds may pass without a reply.
+    `element` is what the server's backbone is locked with. With `rows` the tokens are shuffled, by
+    a fresh permutation for every batch or for every sample; `keep_cls` leaves the first one in its
+    place. `defences` are more of what is done to what leaves (`regauge.defences.split`; "noise=0.5"
+    is short for `Noise(0.5)`). `codec` is how features cross ("" as they are, "BF16", "F16", "Q8").
+    `journal` is a folder for a run that may be killed and go on. `secret` is what shuffles are
+    drawn from; without it they are from the system's randomness. `key` is the id of the key of the
+    lock, if the server is to compare it. `patience` is how many seconds may pass without a reply.
     """
     kept = Folder(journal) if isinstance(journal, str | Path) else journal or Memory()
     shuffled = [*defences, *([] if rows is None else [Rows(rows, keep_cls)])]
-    return RemoteBackbone(model, transport, kept, element, ordered(shuffled), codec, secret, key, config, boundaries, limits, patience)
+    return RemoteBackbone(
+        model,
+        transport,
+        kept,
+        element,
+        ordered(shuffled),
+        codec,
+        secret,
+        key,
+        config,
+        boundaries,
+        limits,
+        patience,
+    )
 
 
 class RemoteBackbone:
@@ -85,24 +102,40 @@ class RemoteBackbone:
         patience: float,
     ) -> None:
         if codec not in CODECS:
-            raise FrameError("codec", f"there is no codec {codec!r}", hint=f"choose from {', '.join(c or '(none)' for c in CODECS)}")
+            raise FrameError(
+                "codec",
+                f"there is no codec {codec!r}",
+                hint=f"choose from {', '.join(c or '(none)' for c in CODECS)}",
+            )
         if is_authorized(model) or getattr(model, PERMUTED, False):
             raise CutError(
-                f"this {type(model).__name__} is authorised or permuted on this machine", hint="undo that first: the link has its own element"
+                f"this {type(model).__name__} is authorised or permuted on this machine",
+                hint="undo that first: the link has its own element",
             )
         if element is not None:
             element.require()
         self.cut = cut(model, config, boundaries=boundaries)
         self.element, self.defences = element, tuple(defences)
-        self.moves = any(isinstance(d, Rows | BatchShuffle) for d in defences)  # do tokens leave their places?
+        self.moves = any(
+            isinstance(d, Rows | BatchShuffle) for d in defences
+        )  # do tokens leave their places?
         if self.moves:
             self._require_rows(model)
         self.secret = journal.secret if secret is None else secret_of(secret)
-        self.fresh: Callable[[], str] = lambda: os.urandom(8).hex()  # what a prediction draws from, beside the secret
+        self.fresh: Callable[[], str] = lambda: os.urandom(
+            8
+        ).hex()  # what a prediction draws from, beside the secret
         limits = limits or Limits()
-        about: dict[str, Value] = {**described(self.cut, config), "protocol": PROTOCOL, "key": key, "codec": codec}
+        about: dict[str, Value] = {
+            **described(self.cut, config),
+            "protocol": PROTOCOL,
+            "key": key,
+            "codec": codec,
+        }
         about["limits"] = [limits.payload, limits.table, limits.tensors, limits.axes]
-        self.log = RequestLog(transport, journal, about, codec=codec, limits=limits, patience=patience)
+        self.log = RequestLog(
+            transport, journal, about, codec=codec, limits=limits, patience=patience
+        )
         if not journal.reply(1):
             try:
                 self.log.greet()  # a wrong model is refused here, and not in the first step
@@ -111,28 +144,48 @@ class RemoteBackbone:
                 raise
         self.alive: set[int] = set()  # forward passes that may have a backward pass yet
         self.dead: list[int] = []  # and those that will not
-        self.is_kept = False  # does the server's optimizer keep what the element does? looked at once
+        self.is_kept = (
+            False  # does the server's optimizer keep what the element does? looked at once
+        )
         self.stepping = False  # is the server to be told when the engine is through?
         self.anchor = torch.zeros((), requires_grad=True)
         self.caches: weakref.WeakKeyDictionary[Any, _Remembered] = weakref.WeakKeyDictionary()
-        self.frozen = [p for b in self.cut.boundaries for block in blocks_of(self.cut, b) for p in block.parameters() if p.requires_grad]
+        self.frozen = [
+            p
+            for b in self.cut.boundaries
+            for block in blocks_of(self.cut, b)
+            for p in block.parameters()
+            if p.requires_grad
+        ]
         self.route = self.cut.route(self._cross)
-        self.entry = model.register_forward_pre_hook(self._enter, with_kwargs=True) if any(d.stage == 0 for d in defences) else None
+        self.entry = (
+            model.register_forward_pre_hook(self._enter, with_kwargs=True)
+            if any(d.stage == 0 for d in defences)
+            else None
+        )
         for p in self.frozen:
             p.requires_grad_(False)
 
     def _require_rows(self, model: torch.nn.Module) -> None:
         for b in self.cut.boundaries:
             if "token" not in b.leave:
-                raise CutError(f"the rows of a {type(model).__name__} cannot move: its blocks look at neighbours", hint="connect with rows=None")
+                raise CutError(
+                    f"the rows of a {type(model).__name__} cannot move: its blocks look at "
+                    "neighbours",
+                    hint="connect with rows=None",
+                )
             made = next((name for name, make in b.implicit.items() if make is not None), None)
             if made is not None:
                 raise CutError(
-                    f'the server\'s blocks make "{made}" from the order of their rows, so the rows cannot move', hint="connect with rows=None"
+                    f'the server\'s blocks make "{made}" from the order of their rows, so the '
+                    "rows cannot move",
+                    hint="connect with rows=None",
                 )
 
     def close(self) -> None:
-        """Give the model its blocks back. The session stays with the server: another link with the same journal may go on."""
+        """Give the model its blocks back. The session stays with the server: another link with the
+        same journal may go on.
+        """
         self.route.remove()
         if self.entry is not None:
             self.entry.remove()
@@ -157,16 +210,28 @@ class RemoteBackbone:
         return dict(self.log.welcome or self.log.greet())
 
     def state_dict(self) -> dict[str, Any]:
-        """For the client's own checkpoint, beside its model and its optimizer: which requests they have seen the replies to."""
-        return {"session": self.log.journal.session, "number": self.log.number, "dead": list(self.dead)}
+        """For the client's own checkpoint, beside its model and its optimizer: which requests they
+        have seen the replies to.
+        """
+        return {
+            "session": self.log.journal.session,
+            "number": self.log.number,
+            "dead": list(self.dead),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["session"] != self.log.journal.session:
-            raise FrameError("session", "the checkpoint is of another session than the journal", hint="name the folder that it was made with")
+            raise FrameError(
+                "session",
+                "the checkpoint is of another session than the journal",
+                hint="name the folder that it was made with",
+            )
         self.log.number, self.dead = int(state["number"]), [int(n) for n in state["dead"]]
 
     def saved(self) -> None:
-        """Say that a checkpoint with `state_dict()` is on the disk: the journal drops what is not needed to go on from there."""
+        """Say that a checkpoint with `state_dict()` is on the disk: the journal drops what is not
+        needed to go on from there.
+        """
         self.log.mark()
 
     # One pass
@@ -182,14 +247,25 @@ class RemoteBackbone:
         there = there if self.element is None else there.moved(self.element)
         z = self._trained(there) if learns else self._predicted(there, cache)
         if z.shape[0] != crossing.stream.shape[0]:
-            raise FrameError("shape", f"the server returned a stream of shape {list(z.shape)} for {list(crossing.stream.shape)}")
+            raise FrameError(
+                "shape",
+                f"the server returned a stream of shape {list(z.shape)} for "
+                f"{list(crossing.stream.shape)}",
+            )
         return home(z if self.element is None else crossing.restored(self.element, z))
 
     def _draw(self) -> Draw:
-        """What this pass draws from: a request that is made again draws the same; a prediction, which is not, draws afresh."""
-        return Draw(self.secret, str(self.log.number + 1) if torch.is_grad_enabled() else f"predict/{self.fresh()}")
+        """What this pass draws from: a request that is made again draws the same; a prediction,
+        which is not, draws afresh.
+        """
+        return Draw(
+            self.secret,
+            str(self.log.number + 1) if torch.is_grad_enabled() else f"predict/{self.fresh()}",
+        )
 
-    def _enter(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _enter(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The defences on images, before the model's embedding sees them."""
         draw, found = self._draw(), 0
 
@@ -206,16 +282,21 @@ class RemoteBackbone:
         if found != 1:
             named = next(d for d in self.defences if d.stage == 0)
             raise DefenceError(
-                f"{type(named).__name__} is for images, and this model was given {found or 'none'}", hint="defend the stream: noise, clip"
+                f"{type(named).__name__} is for images, and this model was given {found or 'none'}",
+                hint="defend the stream: noise, clip",
             )
         return inputs
 
     def _trained(self, there: Crossing) -> Tensor:
         values, tensors = pack(there)
-        return _Remote.apply(self, there.boundary, values, list(tensors), self.anchor, *tensors.values())  # type: ignore[no-any-return, no-untyped-call]
+        return _Remote.apply(  # type: ignore[no-any-return, no-untyped-call]
+            self, there.boundary, values, list(tensors), self.anchor, *tensors.values()
+        )
 
     def _require_kept(self) -> None:
-        """Refuse to train under an element that the server's optimizer does not keep: it would not be the plain training."""
+        """Refuse to train under an element that the server's optimizer does not keep: it would not
+        be the plain training.
+        """
         told = self.log.welcome
         if self.element is None or told is None or not told.get("trains") or self.is_kept:
             return
@@ -223,8 +304,10 @@ class RemoteBackbone:
             kind = member_kind(member)
             if kind == "linear" or (kind == "orthogonal" and told.get("optimizer") != "sgd"):
                 raise CutError(
-                    f'the server trains with {told.get("optimizer")}, which does not keep what the element does on "{space}" ({kind})',
-                    hint="lock by (signed) permutations to train; a rotation needs a server with sgd, and frozen unit gains",
+                    f"the server trains with {told.get('optimizer')}, which does not keep what "
+                    f'the element does on "{space}" ({kind})',
+                    hint="lock by (signed) permutations to train; a rotation needs a server "
+                    "with sgd, and frozen unit gains",
                 )
         self.is_kept = True
 
@@ -240,7 +323,9 @@ class RemoteBackbone:
         if cache is not None:
             remembered = self.caches.setdefault(cache, _Remembered())
             values |= remembered.asked(cache)
-        reply = self.log.predict(Frame(Kind.FORWARD, 0, values, tensors), exact_of(there.boundary, tensors))
+        reply = self.log.predict(
+            Frame(Kind.FORWARD, 0, values, tensors), exact_of(there.boundary, tensors)
+        )
         if remembered is not None:
             remembered.answered(cache, there.stream)
         return _stream(reply, there.stream, there.boundary)
@@ -249,15 +334,27 @@ class RemoteBackbone:
         if not hasattr(cache, "layers") or not hasattr(cache, "get_seq_length"):
             if hasattr(cache, "self_attention_cache") and not cache.get_seq_length():
                 return
-            raise CutError(f"a {type(cache).__name__} does not cross", hint="call the model with use_cache=False")
+            raise CutError(
+                f"a {type(cache).__name__} does not cross",
+                hint="call the model with use_cache=False",
+            )
         if not cache.get_seq_length():
             return
         if learns:
-            raise CutError("a cache that is filled does not cross while gradients are wanted", hint="use torch.no_grad(), or use_cache=False")
+            raise CutError(
+                "a cache that is filled does not cross while gradients are wanted",
+                hint="use torch.no_grad(), or use_cache=False",
+            )
         if self.moves:
-            raise CutError("rows that were shuffled do not fit a cache", hint="generate with use_cache=False, or connect with rows=None")
+            raise CutError(
+                "rows that were shuffled do not fit a cache",
+                hint="generate with use_cache=False, or connect with rows=None",
+            )
         if cache not in self.caches:
-            raise CutError("the cache was filled by other blocks than the server's", hint="generate from the beginning")
+            raise CutError(
+                "the cache was filled by other blocks than the server's",
+                hint="generate from the beginning",
+            )
 
 
 class _Waits:
@@ -277,12 +374,25 @@ def _died(alive: set[int], dead: list[int], number: int) -> None:
 class _Remote(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, link: RemoteBackbone, boundary: Boundary, values: dict[str, Value], keys: list[str], anchor: Tensor, *tensors: Tensor
+        ctx: Any,
+        link: RemoteBackbone,
+        boundary: Boundary,
+        values: dict[str, Value],
+        keys: list[str],
+        anchor: Tensor,
+        *tensors: Tensor,
     ) -> Tensor:
-        wanted = [needed and t.is_floating_point() for needed, t in zip(ctx.needs_input_grad[5:], tensors, strict=True)]
+        wanted = [
+            needed and t.is_floating_point()
+            for needed, t in zip(ctx.needs_input_grad[5:], tensors, strict=True)
+        ]
         named = dict(zip(keys, tensors, strict=True))
         released = sorted(link.dead)
-        asks: dict[str, Value] = {**values, "wants": [k for k, w in zip(keys, wanted, strict=True) if w], "release": list(released)}
+        asks: dict[str, Value] = {
+            **values,
+            "wants": [k for k, w in zip(keys, wanted, strict=True) if w],
+            "release": list(released),
+        }
         reply = link.log.ask(Frame(Kind.FORWARD, 0, asks, named), exact_of(boundary, named))
         for n in released:  # others may have died meanwhile
             link.dead.remove(n)
@@ -299,14 +409,20 @@ class _Remote(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> Any:
         link, number = ctx.link, ctx.number
         if not ctx.waits.end.alive:
-            raise CutError("this pass has had its backward pass", hint="the server keeps no graph after it; run the model again")
-        # Where no other pass is open, this is the last of the loss. Otherwise that is known when the engine is through.
+            raise CutError(
+                "this pass has had its backward pass",
+                hint="the server keeps no graph after it; run the model again",
+            )
+        # Where no other pass is open, this is the last of the loss. Otherwise that is known when
+        # the engine is through.
         is_last = link.alive == {number}
         if not is_last and not link.stepping:
             link.stepping = True
             torch.autograd.Variable._execution_engine.queue_callback(link._stepped)
         try:
-            reply = link.log.ask(Frame(Kind.BACKWARD, 0, {"of": number, "step": is_last}, {"stream": slope}))
+            reply = link.log.ask(
+                Frame(Kind.BACKWARD, 0, {"of": number, "step": is_last}, {"stream": slope})
+            )
         except RegaugeError:
             ctx.waits.end()  # it will have no other
             link.stepping = False
@@ -318,7 +434,10 @@ class _Remote(torch.autograd.Function):
         for key, wanted, (shape, dtype, device) in zip(ctx.keys, ctx.wanted, ctx.like, strict=True):
             found = reply.tensors.get(key) if wanted else None
             if wanted and (found is None or found.shape != shape or found.dtype != dtype):
-                raise FrameError("layout", f'the server returned no gradient of "{key}", or one of another shape or dtype')
+                raise FrameError(
+                    "layout",
+                    f'the server returned no gradient of "{key}", or one of another shape or dtype',
+                )
             if found is not None and not bool(torch.isfinite(found).all()):
                 raise FrameError("nonfinite", f'the server\'s gradient of "{key}" holds NaN or Inf')
             out.append(None if found is None else found.to(device))
@@ -330,15 +449,17 @@ def _stream(reply: Frame, like: Tensor, boundary: Boundary) -> Tensor:
     if z is None or z.dtype != like.dtype or z.dim() != like.dim():
         raise FrameError("stream", "the server's reply has no stream of the right kind")
     if boundary.leave == boundary.enter.get(boundary.stream) and z.shape != like.shape:
-        raise FrameError("shape", f"the server returned a stream of shape {list(z.shape)} for {list(like.shape)}")
+        raise FrameError(
+            "shape", f"the server returned a stream of shape {list(z.shape)} for {list(like.shape)}"
+        )
     return z.to(like.device)
 
 
 class _Remembered:
     """The server's cache of one generation, as the client knows it.
 
-    The client's own cache is filled with one number for each token, the row that it belongs to: it says how long the text is, and after the rows
-    were chosen anew (beams), which ones.
+    The client's own cache is filled with one number for each token, the row that it belongs to: it
+    says how long the text is, and after the rows were chosen anew (beams), which ones.
     """
 
     def __init__(self) -> None:
@@ -356,4 +477,8 @@ class _Remembered:
         self.turn, self.count = self.turn + 1, stream.shape[0]
         row = torch.arange(stream.shape[0], dtype=torch.float32).view(-1, 1, 1, 1)
         for i in range(len(cache.layers)):
-            cache.update(row.expand(-1, 1, stream.shape[1], 1).contiguous(), row.expand(-1, 1, stream.shape[1], 1).contiguous(), i)
+            cache.update(
+                row.expand(-1, 1, stream.shape[1], 1).contiguous(),
+                row.expand(-1, 1, stream.shape[1], 1).contiguous(),
+                i,
+            )

@@ -1,7 +1,9 @@
-"""The client's loop: embedding and head are trained here, on data that stay here, while the backbone is with the server.
+"""The client's loop: embedding and head are trained here, on data that stay here, while the
+backbone is with the server.
 
-A run is a function of its options, its data and its seed: every step draws its examples and its dropout from the seed and its number. So a client
-that was killed can start again from its checkpoint, and repeat what it had asked since, bit for bit (`journal`).
+A run is a function of its options, its data and its seed: every step draws its examples and its
+dropout from the seed and its number. So a client that was killed can start again from its
+checkpoint, and repeat what it had asked since, bit for bit (`journal`).
 """
 
 from __future__ import annotations
@@ -61,20 +63,39 @@ def train(
     tick: Tick | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[float]:
-    """Train embedding and head, one step of theirs for each of the server's. Returns the losses of the steps that were taken here.
+    """Train embedding and head, one step of theirs for each of the server's. Returns the losses of
+    the steps that were taken here.
 
-    With `folder`, the journal's, there is a checkpoint every so many steps, and the run goes on from the last one. `stop` is asked before each step.
+    With `folder`, the journal's, there is a checkpoint every so many steps, and the run goes on
+    from the last one. `stop` is asked before each step.
     """
-    device = link.anchor.device if (p := next((p for p in model.parameters() if not p.is_meta), None)) is None else p.device
+    device = (
+        link.anchor.device
+        if (p := next((p for p in model.parameters() if not p.is_meta), None)) is None
+        else p.device
+    )
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_meta}
     optimizer = MasterOptimizer(own, trained)
-    digest = hashlib.sha256(canonical([run.batch, run.seed, len(examples), sorted(map(str, own.told().items())), sorted(trained)])).hexdigest()
+    digest = hashlib.sha256(
+        canonical(
+            [
+                run.batch,
+                run.seed,
+                len(examples),
+                sorted(map(str, own.told().items())),
+                sorted(trained),
+            ]
+        )
+    ).hexdigest()
     kept = None if folder is None else checkpoint.load(folder / CLIENT)
     begin = 0
     if kept is not None:
         if kept.digest != digest:
-            raise RunError(f"{folder} holds a run with other options or data", hint="go on with the same ones, or name an empty folder")
+            raise RunError(
+                f"{folder} holds a run with other options or data",
+                hint="go on with the same ones, or name an empty folder",
+            )
         link.load_state_dict(_restore(optimizer, kept, folder))
         begin = kept.step
     model.train()
@@ -84,7 +105,10 @@ def train(
     def save(step: int) -> None:
         if folder is not None:
             copy = checkpoint.Copy(step, 0, 0, trained, optimizer.moments(), {}, optimizer.half)
-            checkpoint.save(folder / CLIENT, checkpoint.Kept(digest, step, copy, sessions={"link": link.state_dict()}))
+            checkpoint.save(
+                folder / CLIENT,
+                checkpoint.Kept(digest, step, copy, sessions={"link": link.state_dict()}),
+            )
             link.saved()
 
     for step in range(begin, run.steps):
@@ -95,9 +119,14 @@ def train(
         for part in range(own.accumulate):
             n = step * own.accumulate + part
             inputs, labels = examples.batch(run.rows(examples, n))
-            moved = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}
+            moved = {
+                k: v.to(device, dtype) if v.is_floating_point() else v.to(device)
+                for k, v in inputs.items()
+            }
             with drawing(run.seed, n):
-                loss = loss_of(examples, logits_of(model, moved), labels.to(device)) / own.accumulate
+                loss = (
+                    loss_of(examples, logits_of(model, moved), labels.to(device)) / own.accumulate
+                )
                 loss.backward()  # type: ignore[no-untyped-call]
             optimizer.collect()
             total += float(loss.detach())
@@ -112,21 +141,43 @@ def train(
     return losses
 
 
-def measure(model: torch.nn.Module, examples: Examples, batch: int, tick: Callable[[int], None] | None = None) -> dict[str, float]:
-    """The mean loss, and with it the accuracy (of several answers to each example, their mean), or the perplexity where tokens are predicted from
-    those before them."""
+def measure(
+    model: torch.nn.Module,
+    examples: Examples,
+    batch: int,
+    tick: Callable[[int], None] | None = None,
+) -> dict[str, float]:
+    """The mean loss, and with it the accuracy (of several answers to each example, their mean), or
+    the perplexity where tokens are predicted from those before them.
+    """
     device = next(p.device for p in model.parameters() if not p.is_meta)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     nats = right = count = 0.0
     model.eval()
     for at in range(0, len(examples), batch):
         inputs, labels = examples.batch(np.arange(at, min(at + batch, len(examples))))
-        moved, labels = {k: v.to(device, dtype) if v.is_floating_point() else v.to(device) for k, v in inputs.items()}, labels.to(device)
+        moved, labels = (
+            {
+                k: v.to(device, dtype) if v.is_floating_point() else v.to(device)
+                for k, v in inputs.items()
+            },
+            labels.to(device),
+        )
         with torch.no_grad():
             logits = logits_of(model, moved)
         if examples.multi:
-            nats += float(torch.nn.functional.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))) * labels.numel()
-            right, count = right + float(((logits > 0) == (labels > 0)).sum()), count + labels.numel()
+            nats += (
+                float(
+                    torch.nn.functional.binary_cross_entropy_with_logits(
+                        logits, labels.to(logits.dtype)
+                    )
+                )
+                * labels.numel()
+            )
+            right, count = (
+                right + float(((logits > 0) == (labels > 0)).sum()),
+                count + labels.numel(),
+            )
             if tick is not None:
                 tick(min(at + batch, len(examples)))
             continue
@@ -136,26 +187,46 @@ def measure(model: torch.nn.Module, examples: Examples, batch: int, tick: Callab
         counted = labels != -100
         n = int(counted.sum())
         flat = logits if examples.dense else logits.flatten(0, -2)
-        nats += float(torch.nn.functional.cross_entropy(flat, labels if examples.dense else labels.flatten(), ignore_index=-100)) * n
+        nats += (
+            float(
+                torch.nn.functional.cross_entropy(
+                    flat, labels if examples.dense else labels.flatten(), ignore_index=-100
+                )
+            )
+            * n
+        )
         right, count = right + float((guess == labels)[counted].sum()), count + n
         if tick is not None:
             tick(min(at + batch, len(examples)))
     loss = nats / count
     found = {"loss": loss, "accuracy": right / count, "examples": float(len(examples))}
-    return found | ({"perplexity": math.exp(min(loss, 700.0))} if examples.causal or examples.tokens else {})
+    return found | (
+        {"perplexity": math.exp(min(loss, 700.0))} if examples.causal or examples.tokens else {}
+    )
 
 
-def _restore(optimizer: MasterOptimizer, kept: checkpoint.Kept, folder: Path | None) -> Mapping[str, Any]:
+def _restore(
+    optimizer: MasterOptimizer, kept: checkpoint.Kept, folder: Path | None
+) -> Mapping[str, Any]:
     """Load embedding, head and optimizer state, and return the state of the link."""
     link = kept.sessions.get("link", {})
     trained, saved = optimizer.parameters, kept.main
-    fits = {n: (p.shape, p.dtype) for n, p in trained.items()} == {n: (t.shape, t.dtype) for n, t in saved.weights.items()}
-    fits = fits and all(n in trained and m.shape == trained[n].shape for n, m in saved.masters.items())
-    fits = fits and all(n in trained and moment_fault(m, trained[n]) is None for n, m in saved.optimizer.items())
+    fits = {n: (p.shape, p.dtype) for n, p in trained.items()} == {
+        n: (t.shape, t.dtype) for n, t in saved.weights.items()
+    }
+    fits = fits and all(
+        n in trained and m.shape == trained[n].shape for n, m in saved.masters.items()
+    )
+    fits = fits and all(
+        n in trained and moment_fault(m, trained[n]) is None for n, m in saved.optimizer.items()
+    )
     fits = fits and isinstance(link.get("session"), str) and type(link.get("number")) is int
     fits = fits and isinstance(link.get("dead"), list) and all(type(n) is int for n in link["dead"])
     if not fits or not are_finite((*saved.weights.values(), *saved.masters.values())):
-        raise CheckpointError(f"{folder} is damaged: its checkpoint does not fit embedding and head", hint="restore it from a copy")
+        raise CheckpointError(
+            f"{folder} is damaged: its checkpoint does not fit embedding and head",
+            hint="restore it from a copy",
+        )
     with torch.no_grad():
         for name, p in trained.items():
             p.copy_(saved.weights[name])
@@ -164,5 +235,7 @@ def _restore(optimizer: MasterOptimizer, kept: checkpoint.Kept, folder: Path | N
 
 
 def drawing(seed: int, n: int) -> AbstractContextManager[None]:
-    """Random numbers that are a function of the seed and the batch's number: a step that is repeated draws the same."""
+    """Random numbers that are a function of the seed and the batch's number: a step that is
+    repeated draws the same.
+    """
     return drawn_by(f"{seed}/{n}")

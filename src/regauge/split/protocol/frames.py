@@ -1,13 +1,18 @@
-"""Frames: named tensors and a few values as bytes, and back. Nothing that is read is ever executed, and nothing is allocated that was not declared.
+"""Frames: named tensors and a few values as bytes, and back. Nothing that is read is ever executed,
+and nothing is allocated that was not declared.
 
-    header   44 bytes, little-endian: "rgsp", version, kind, two zero bytes, length of the table, length of the payload, number, checksum of all else
-    table    JSON: {"values": {...}, "tensors": [[name, dtype, shape, codec], ...]}, and blanks up to a multiple of 64 bytes
+    header   44 bytes, little-endian: "rgsp", version, kind, two zero bytes, length of the table,
+    length of the payload, number, checksum of all else
+    table    JSON: {"values": {...}, "tensors": [[name, dtype, shape, codec], ...]}, and blanks up
+    to a multiple of 64 bytes
     payload  the tensors' bytes, one after the other, in the order of the table
 
-A tensor of floats may cross as bfloat16, as float16, or as int8 with one float32 scale for each row of its last axis (`codec`); it comes out in the
-dtype it had. A mask that has no more than two different values crosses as those two and one bit for each entry ("BITS"), and comes out bit for bit. A
-frame is cut into chunks of about 1 MiB; `Assembler` puts them together again, within limits that are looked at as soon as the header is there.
-Whatever is wrong with the bytes is a `FrameError` with a code that can be sent back.
+A tensor of floats may cross as bfloat16, as float16, or as int8 with one float32 scale for each row
+of its last axis (`codec`); it comes out in the dtype it had. A mask that has no more than two
+different values crosses as those two and one bit for each entry ("BITS"), and comes out bit for
+bit. A frame is cut into chunks of about 1 MiB; `Assembler` puts them together again, within limits
+that are looked at as soon as the header is there. Whatever is wrong with the bytes is a
+`FrameError` with a code that can be sent back.
 """
 
 from __future__ import annotations
@@ -49,11 +54,18 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CODECS = ("", "BF16", "F16", "Q8")  # as they are; in half the bytes; in a quarter
 BITS = "BITS"  # chosen by itself, where nothing is lost
-_PATTERNS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the bits of any dtype, by its size
+_PATTERNS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # the bits of any dtype, by its size
 
 
 class FrameError(RegaugeError):
-    """Bytes that are no frame, or none that may come here. `code` says which fault it is, for the other side."""
+    """Bytes that are no frame, or none that may come here. `code` says which fault it is, for the
+    other side.
+    """
 
     def __init__(self, code: str, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -79,7 +91,9 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one side is ready to take: bytes of a payload and of a table, tensors in a frame, axes of a tensor."""
+    """What one side is ready to take: bytes of a payload and of a table, tensors in a frame, axes
+    of a tensor.
+    """
 
     payload: int = 1 << 30
     table: int = 1 << 16
@@ -94,15 +108,19 @@ class Frame:
     kind: Kind
     number: int = 0
     values: Mapping[str, Value] = field(default_factory=dict)
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # of a frame that came: unpacked when they are looked up
-    check: int = 0  # of a frame that came: the checksum of its bytes, by which a second one of its number is told from the same one again
+    tensors: Mapping[str, Tensor] = field(
+        default_factory=dict
+    )  # of a frame that came: unpacked when they are looked up
+    # of a frame that came: the checksum of its bytes, by which a second one of its number is told
+    # from the same one again
+    check: int = 0
 
 
 class PackedTensors(Mapping[str, Tensor]):
     """Tensors of a received frame, unpacked on lookup.
 
-    Names, dtypes and shapes are known from the table, so that a frame can be rejected before memory is allocated for its payload: a tensor of
-    16 MB in "BITS" has 1 GB when it is unpacked.
+    Names, dtypes and shapes are known from the table, so that a frame can be rejected before memory
+    is allocated for its payload: a tensor of 16 MB in "BITS" has 1 GB when it is unpacked.
     """
 
     def __init__(self, rows: Mapping[str, tuple[str, tuple[int, ...], str, memoryview]]) -> None:
@@ -113,7 +131,12 @@ class PackedTensors(Mapping[str, Tensor]):
         if name not in self._found:
             dtype, shape, codec, data = self._rows[name]
             self._found[name] = _unpacked(data, dtype, shape, codec)
-            self._rows[name] = (dtype, shape, codec, memoryview(b""))  # the packed bytes are not needed any more
+            self._rows[name] = (
+                dtype,
+                shape,
+                codec,
+                memoryview(b""),
+            )  # the packed bytes are not needed any more
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -123,15 +146,23 @@ class PackedTensors(Mapping[str, Tensor]):
         return len(self._rows)
 
     def declared(self) -> dict[str, Tensor]:
-        """Return tensors of the declared dtypes and shapes on the meta device, without unpacking."""
-        return {name: torch.empty(shape, dtype=DTYPES[dtype], device="meta") for name, (dtype, shape, _, _) in self._rows.items()}
+        """Return tensors of the declared dtypes and shapes on the meta device, without
+        unpacking.
+        """
+        return {
+            name: torch.empty(shape, dtype=DTYPES[dtype], device="meta")
+            for name, (dtype, shape, _, _) in self._rows.items()
+        }
 
 
 def declared(frame: Frame) -> dict[str, Tensor]:
     """Return the dtypes and shapes of a frame's tensors as tensors on the meta device."""
     if isinstance(frame.tensors, PackedTensors):
         return frame.tensors.declared()
-    return {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in frame.tensors.items()}
+    return {
+        name: torch.empty(t.shape, dtype=t.dtype, device="meta")
+        for name, t in frame.tensors.items()
+    }
 
 
 def nbytes(frame: Frame) -> int:
@@ -140,11 +171,15 @@ def nbytes(frame: Frame) -> int:
 
 
 def checksum(*parts: Bytes) -> bytes:
-    """16 bytes by which a frame is known, and by which one that was garbled is told. It is GHASH, the sum over GF(2^128) that AES-GCM is made of,
-    because processors do it as fast as memory is read: four times as fast as CRC-32 here, and wide enough that two requests never share it by chance.
+    """16 bytes by which a frame is known, and by which one that was garbled is told. It is GHASH,
+    the sum over GF(2^128) that AES-GCM is made of, because processors do it as fast as memory is
+    read: four times as fast as CRC-32 here, and wide enough that two requests never share it by
+    chance.
 
-    A change within 16 bytes at a multiple of 16 is always found. Others (longer bursts, words that were swapped, bytes that are gone or too many) are
-    found but for one in 2^128 for each 16 bytes of the frame. Its key is zero and known to all, so that it is no signature: that is TLS's business.
+    A change within 16 bytes at a multiple of 16 is always found. Others (longer bursts, words that
+    were swapped, bytes that are gone or too many) are found but for one in 2^128 for each 16 bytes
+    of the frame. Its key is zero and known to all, so that it is no signature: that is TLS's
+    business.
     """
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import AES
@@ -153,7 +188,9 @@ def checksum(*parts: Bytes) -> bytes:
     made = Cipher(AES(bytes(16)), GCM(bytes(12))).encryptor()
     for part in parts:
         for at in range(0, len(part), 1 << 30):  # OpenSSL counts in 32 bits
-            made.authenticate_additional_data(part[at : at + (1 << 30)] if len(part) > 1 << 30 else part)
+            made.authenticate_additional_data(
+                part[at : at + (1 << 30)] if len(part) > 1 << 30 else part
+            )
     made.finalize()
     return made.tag
 
@@ -161,29 +198,49 @@ def checksum(*parts: Bytes) -> bytes:
 def encode(frame: Frame, codec: str = "", exact: Collection[str] = ()) -> list[memoryview]:
     """The bytes of a frame, as views: tensors that need no other form are not copied.
 
-    `codec` is for tensors of float32 and float64, except those named in `exact` (masks, which hold numbers that no shorter form has). Those of two
-    values cross as bits, and so do tensors of booleans.
+    `codec` is for tensors of float32 and float64, except those named in `exact` (masks, which hold
+    numbers that no shorter form has). Those of two values cross as bits, and so do tensors of
+    booleans.
     """
     if codec not in CODECS:
-        raise FrameError("codec", f"there is no codec {codec!r}", hint=f"choose from {', '.join(c or '(none)' for c in CODECS)}")
+        raise FrameError(
+            "codec",
+            f"there is no codec {codec!r}",
+            hint=f"choose from {', '.join(c or '(none)' for c in CODECS)}",
+        )
     rows: list[list[Any]] = []
     parts: list[memoryview] = []
     for name, tensor in frame.tensors.items():
         if tensor.dtype not in NAMES:
-            raise FrameError("dtype", f'"{name}" is {str(tensor.dtype).removeprefix("torch.")}, which does not cross')
+            raise FrameError(
+                "dtype",
+                f'"{name}" is {str(tensor.dtype).removeprefix("torch.")}, which does not cross',
+            )
         plain = tensor.detach().cpu()
         halves = _in_bits(plain) if name in exact or tensor.dtype is torch.bool else None
-        used = codec if name not in exact and tensor.dtype in (torch.float32, torch.float64) and tensor.dim() else ""
-        rows.append([name, NAMES[tensor.dtype], list(tensor.shape), used if halves is None else BITS])
+        used = (
+            codec
+            if name not in exact and tensor.dtype in (torch.float32, torch.float64) and tensor.dim()
+            else ""
+        )
+        rows.append(
+            [name, NAMES[tensor.dtype], list(tensor.shape), used if halves is None else BITS]
+        )
         parts += [_bytes_of(t) for t in (_packed(plain, used) if halves is None else halves)]
-    table = json.dumps({"values": dict(frame.values), "tensors": rows}, separators=(",", ":"), allow_nan=False).encode()
+    table = json.dumps(
+        {"values": dict(frame.values), "tensors": rows}, separators=(",", ":"), allow_nan=False
+    ).encode()
     table += b" " * (-(HEADER.size + len(table)) % ALIGN)
-    bare = HEADER.pack(MAGIC, VERSION, int(frame.kind), 0, len(table), sum(map(len, parts)), frame.number, b"")[:BARE]
+    bare = HEADER.pack(
+        MAGIC, VERSION, int(frame.kind), 0, len(table), sum(map(len, parts)), frame.number, b""
+    )[:BARE]
     return [memoryview(bare + checksum(bare, table, *parts) + table), *(p for p in parts if len(p))]
 
 
 def chunks(parts: Sequence[memoryview], size: int = CHUNK) -> Iterator[bytes]:
-    """The same bytes in pieces of one size, but for the last. Those that are pieces already are not copied."""
+    """The same bytes in pieces of one size, but for the last. Those that are pieces already are not
+    copied.
+    """
     held: list[memoryview] = []
     room = size
     for part in parts:
@@ -208,7 +265,9 @@ def chunks(parts: Sequence[memoryview], size: int = CHUNK) -> Iterator[bytes]:
 
 
 class Assembler:
-    """Chunks in, frames out. Holds one frame at a time, and never more than its header declares and the limits allow. After an error it is done."""
+    """Chunks in, frames out. Holds one frame at a time, and never more than its header declares and
+    the limits allow. After an error it is done.
+    """
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits, self.head = limits or Limits(), bytearray()
@@ -221,7 +280,9 @@ class Assembler:
             yield decode(data, self.limits)
 
     def cut(self, chunk: bytes) -> Iterator[Bytes]:
-        """The bytes of the frames that are complete with this chunk. One that is all of a frame is not copied."""
+        """The bytes of the frames that are complete with this chunk. One that is all of a frame is
+        not copied.
+        """
         if self.is_between and length_of(chunk, self.limits) == len(chunk):
             yield chunk
             return
@@ -233,8 +294,11 @@ class Assembler:
                 at += len(piece)
                 if len(self.head) < HEADER.size:
                     return
-                # The system gives these pages when they are written to, so that a header alone costs nothing.
-                self.whole = memoryview(np.empty(HEADER.size + sum(_lengths(self.head, self.limits)), np.uint8))  # type: ignore[arg-type]
+                # The system gives these pages when they are written to, so that a header alone
+                # costs nothing.
+                self.whole = memoryview(
+                    np.empty(HEADER.size + sum(_lengths(self.head, self.limits)), np.uint8)  # type: ignore[arg-type]
+                )
                 self.whole[: HEADER.size] = self.head
                 self.filled, self.head = HEADER.size, bytearray()
             piece = view[at : at + len(self.whole) - self.filled]
@@ -251,14 +315,21 @@ class Assembler:
 
 
 def decode(data: Bytes, limits: Limits | None = None) -> Frame:
-    """The frame of these bytes, all of them. Its tensors are unpacked on lookup: copies of `bytes`, but in place in a buffer that can be written to,
-    as an assembler's can."""
+    """The frame of these bytes, all of them. Its tensors are unpacked on lookup: copies of `bytes`,
+    but in place in a buffer that can be written to, as an assembler's can.
+    """
     limits = limits or Limits()
     table, payload = _lengths(data, limits)
     if len(data) != HEADER.size + table + payload:
-        raise FrameError("length", f"a frame of {HEADER.size + table + payload} bytes is declared, and {len(data)} are there")
+        raise FrameError(
+            "length",
+            f"a frame of {HEADER.size + table + payload} bytes is declared, and {len(data)} are "
+            "there",
+        )
     view, (kind, number, check) = memoryview(data), (data[5], *HEADER.unpack_from(data)[6:])
-    if checksum(view[:BARE], view[HEADER.size :]) != check:  # of all but itself: a number that was changed would be another request
+    if (
+        checksum(view[:BARE], view[HEADER.size :]) != check
+    ):  # of all but itself: a number that was changed would be another request
         raise FrameError("checksum", "the frame's bytes are not those that were sent")
     values, rows = _table(bytes(view[HEADER.size : HEADER.size + table]), limits)
     packed: dict[str, tuple[str, tuple[int, ...], str, memoryview]] = {}
@@ -269,7 +340,10 @@ def decode(data: Bytes, limits: Limits | None = None) -> Frame:
             raise FrameError("length", f'the payload ends before "{name}" does')
         held += prod(shape) * DTYPES[dtype].itemsize
         if held > limits.payload:
-            raise FrameError("limit", f"the frame's tensors have more than {limits.payload} bytes when they are unpacked")
+            raise FrameError(
+                "limit",
+                f"the frame's tensors have more than {limits.payload} bytes when they are unpacked",
+            )
         packed[name] = (dtype, shape, codec, view[at : at + size])
         at += size
     if at != len(data):
@@ -283,7 +357,9 @@ def length_of(data: Bytes, limits: Limits) -> int | None:
 
 
 def marks(data: memoryview) -> tuple[int, int]:
-    """The number and the checksum of a frame whose bytes begin here: what a reply to it is known by."""
+    """The number and the checksum of a frame whose bytes begin here: what a reply to it is known
+    by.
+    """
     number, check = HEADER.unpack_from(data)[6:]
     return number, int.from_bytes(check, "little")
 
@@ -291,37 +367,77 @@ def marks(data: memoryview) -> tuple[int, int]:
 def _lengths(data: Bytes, limits: Limits) -> tuple[int, int]:
     """What a header declares, if it is one that may be answered."""
     if len(data) < HEADER.size:
-        raise FrameError("length", f"a frame has a header of {HEADER.size} bytes, and {len(data)} are there")
+        raise FrameError(
+            "length", f"a frame has a header of {HEADER.size} bytes, and {len(data)} are there"
+        )
     magic, version, kind, zero, table, payload, _, _ = HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise FrameError("magic", "the bytes are no frame of regauge's", hint="is something else speaking on this port?")
+        raise FrameError(
+            "magic",
+            "the bytes are no frame of regauge's",
+            hint="is something else speaking on this port?",
+        )
     if version != VERSION:
-        raise FrameError("version", f"the frame is of version {version}, and this is version {VERSION}", hint="update the older side")
+        raise FrameError(
+            "version",
+            f"the frame is of version {version}, and this is version {VERSION}",
+            hint="update the older side",
+        )
     if kind not in Kind._value2member_map_ or zero:
-        raise FrameError("kind", f"there is no frame of kind {kind}" if not zero else "the header's spare bytes are not zero")
+        raise FrameError(
+            "kind",
+            f"there is no frame of kind {kind}"
+            if not zero
+            else "the header's spare bytes are not zero",
+        )
     if table > limits.table or payload > limits.payload:
-        raise FrameError("limit", f"a table of {table} and a payload of {payload} bytes are declared, of at most {limits.table} and {limits.payload}")
+        raise FrameError(
+            "limit",
+            f"a table of {table} and a payload of {payload} bytes are declared, of at most "
+            f"{limits.table} and {limits.payload}",
+        )
     return table, payload
 
 
-def _table(text: bytes, limits: Limits) -> tuple[dict[str, Value], list[tuple[str, str, tuple[int, ...], str]]]:
+def _table(
+    text: bytes, limits: Limits
+) -> tuple[dict[str, Value], list[tuple[str, str, tuple[int, ...], str]]]:
     try:
         found = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise FrameError("table", "the frame's table is no JSON") from error
-    if not isinstance(found, dict) or found.keys() != {"values", "tensors"} or not isinstance(found["values"], dict):
+    if (
+        not isinstance(found, dict)
+        or found.keys() != {"values", "tensors"}
+        or not isinstance(found["values"], dict)
+    ):
         raise FrameError("table", 'the frame\'s table is not {"values": {...}, "tensors": [...]}')
     rows = found["tensors"]
     if not isinstance(rows, list) or len(rows) > limits.tensors:
         raise FrameError("limit", f"a frame has a list of at most {limits.tensors} tensors")
     out: list[tuple[str, str, tuple[int, ...], str]] = []
     for row in rows:
-        if not (isinstance(row, list) and len(row) == 4 and all(isinstance(row[i], str) for i in (0, 1, 3)) and isinstance(row[2], list)):
+        if not (
+            isinstance(row, list)
+            and len(row) == 4
+            and all(isinstance(row[i], str) for i in (0, 1, 3))
+            and isinstance(row[2], list)
+        ):
             raise FrameError("table", "a tensor of the table is not [name, dtype, shape, codec]")
         name, dtype, shape, codec = row
-        if dtype not in DTYPES or codec not in (*CODECS, BITS) or (codec not in ("", BITS) and (dtype not in ("F32", "F64") or not shape)):
-            raise FrameError("dtype", f'"{name[:64]}" is {dtype!r:.20} as {codec!r:.20}, which does not cross')
-        if len(shape) > limits.axes or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape) or prod(n or 1 for n in shape) > 1 << 40:
+        if (
+            dtype not in DTYPES
+            or codec not in (*CODECS, BITS)
+            or (codec not in ("", BITS) and (dtype not in ("F32", "F64") or not shape))
+        ):
+            raise FrameError(
+                "dtype", f'"{name[:64]}" is {dtype!r:.20} as {codec!r:.20}, which does not cross'
+            )
+        if (
+            len(shape) > limits.axes
+            or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
+            or prod(n or 1 for n in shape) > 1 << 40
+        ):
             raise FrameError("shape", f'"{name[:64]}" has a shape that does not cross')
         out.append((name, dtype, tuple(shape), codec))
     if any(one[0] == other[0] for one, other in pairwise(sorted(out))):
@@ -353,14 +469,19 @@ def _size(dtype: str, shape: Sequence[int], codec: str) -> int:
 def _packed(tensor: Tensor, codec: str) -> list[Tensor]:
     if codec != "Q8":
         return [tensor.to(DTYPES[codec]) if codec else tensor]
-    scale = tensor.abs().amax(-1, keepdim=True).float() / 127 if tensor.numel() else torch.zeros((*tensor.shape[:-1], 1))
+    scale = (
+        tensor.abs().amax(-1, keepdim=True).float() / 127
+        if tensor.numel()
+        else torch.zeros((*tensor.shape[:-1], 1))
+    )
     rounded = (tensor / scale.clamp(min=1e-30)).round_().clamp_(-127, 127).to(torch.int8)
     return [scale, rounded]
 
 
 def _in_bits(tensor: Tensor) -> list[Tensor] | None:
-    """A tensor that has no more than two different values (of bits, so that 0 and -0 are two) as those, and one bit for each entry. None if it has
-    more, or if nothing would be won."""
+    """A tensor that has no more than two different values (of bits, so that 0 and -0 are two) as
+    those, and one bit for each entry. None if it has more, or if nothing would be won.
+    """
     if tensor.numel() < 64:
         return None
     flat = tensor.contiguous().view(-1).view(_PATTERNS[tensor.element_size()])
@@ -376,7 +497,9 @@ def _in_bits(tensor: Tensor) -> list[Tensor] | None:
 def _from_bits(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     split = 2 * dtype.itemsize
     one, other = _tensor_of(data[:split], _PATTERNS[dtype.itemsize], (2,))
-    is_other = torch.from_numpy(np.unpackbits(np.frombuffer(data[split:], np.uint8), count=prod(shape)))
+    is_other = torch.from_numpy(
+        np.unpackbits(np.frombuffer(data[split:], np.uint8), count=prod(shape))
+    )
     found = torch.where(is_other.view(torch.bool), other, one).view(shape)
     return found.ne(0) if dtype is torch.bool else found.view(dtype)
 
@@ -387,15 +510,24 @@ def _unpacked(data: memoryview, dtype: str, shape: tuple[int, ...], codec: str) 
     if codec != "Q8":
         return _tensor_of(data, DTYPES[codec or dtype], shape).to(DTYPES[dtype])
     split = 4 * prod(shape[:-1])
-    scale, rounded = _tensor_of(data[:split], torch.float32, (*shape[:-1], 1)), _tensor_of(data[split:], torch.int8, shape)
+    scale, rounded = (
+        _tensor_of(data[:split], torch.float32, (*shape[:-1], 1)),
+        _tensor_of(data[split:], torch.int8, shape),
+    )
     return (rounded * scale).to(DTYPES[dtype])
 
 
 def _tensor_of(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if dtype is torch.bool:  # whatever is not 0 is true: torch takes no other byte than 1 for it
         return _tensor_of(data, torch.uint8, shape).ne(0)
-    if len(data) and not data.readonly and np.frombuffer(data, np.uint8).__array_interface__["data"][0] % dtype.itemsize == 0:
-        return torch.frombuffer(data, dtype=dtype).view(shape)  # of a buffer that is this frame's alone
+    if (
+        len(data)
+        and not data.readonly
+        and np.frombuffer(data, np.uint8).__array_interface__["data"][0] % dtype.itemsize == 0
+    ):
+        return torch.frombuffer(data, dtype=dtype).view(
+            shape
+        )  # of a buffer that is this frame's alone
     out = torch.empty(shape, dtype=dtype)
     if len(data):
         out.view(-1).view(torch.uint8).numpy()[:] = data

@@ -16,7 +16,9 @@ def reply(session: Session, kind: Kind, frame: Frame, tensors: Mapping[str, Tens
     """Tensors for whoever sent the frame, in the codec and within the limits of the session."""
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     if size > session.limits.payload:
-        raise FrameError("limit", f"the reply has {size} bytes, and the client takes {session.limits.payload}")
+        raise FrameError(
+            "limit", f"the reply has {size} bytes, and the client takes {session.limits.payload}"
+        )
     values: dict[str, Value] = {"session": frame.values["session"], "saved": session.saved}
     if "ticket" in frame.values:
         values["ticket"] = frame.values["ticket"]
@@ -25,7 +27,13 @@ def reply(session: Session, kind: Kind, frame: Frame, tensors: Mapping[str, Tens
 
 def refusal(error: FrameError, frame: Frame | None = None, done: int = 0, saved: int = 0) -> bytes:
     """What is wrong, as bytes for the other side."""
-    values: dict[str, Value] = {"code": error.code, "message": str(error)[:500], "hint": error.hint, "done": done, "saved": saved}
+    values: dict[str, Value] = {
+        "code": error.code,
+        "message": str(error)[:500],
+        "hint": error.hint,
+        "done": done,
+        "saved": saved,
+    }
     if frame is not None:
         values["check"] = frame.check
     return bytes_of(Frame(Kind.ERROR, 0 if frame is None else frame.number, values))

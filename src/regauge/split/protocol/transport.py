@@ -1,7 +1,7 @@
 """The network is one method: the bytes of a request in, the bytes of its reply out.
 
-Whatever may have happened to either on the way is a `TransportError`, upon which the same bytes are sent again. A reply may be late, or another
-request's: whoever asked looks at what is in it.
+Whatever may have happened to either on the way is a `TransportError`, upon which the same bytes are
+sent again. A reply may be late, or another request's: whoever asked looks at what is in it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class Transport(Protocol):
 
 
 class InProcess:
-    """A server in the same process. The frames are cut into chunks, put together and read as they are on a wire."""
+    """A server in the same process. The frames are cut into chunks, put together and read as they
+    are on a wire.
+    """
 
     def __init__(self, host: Host, peer: str = "") -> None:
         self.host, self.peer = host, peer
@@ -34,7 +36,9 @@ class InProcess:
 
 
 def deliver(host: Host, pieces: object, peer: str = "") -> bytes:
-    """Give a server the chunks of one request. Bytes that are no frame are answered by a refusal; half a frame never."""
+    """Give a server the chunks of one request. Bytes that are no frame are answered by a refusal;
+    half a frame never.
+    """
     assembler = Assembler(host.limits)
     try:
         for piece in pieces:  # type: ignore[attr-defined]

@@ -1,1 +1,3 @@
-"""The server of split learning: sessions, passes through the backbone, training, checkpoints, quotas."""
+"""The server of split learning: sessions, passes through the backbone, training, checkpoints,
+quotas.
+"""

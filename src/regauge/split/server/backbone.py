@@ -1,4 +1,6 @@
-"""A backbone that learns: blocks, the optimizer over them, and how far it is. A server has one, or one for each client that it averages."""
+"""A backbone that learns: blocks, the optimizer over them, and how far it is. A server has one, or
+one for each client that it averages.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +25,43 @@ PRECISIONS = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TrainableBackbone:
-    """The blocks of a cut and what trains them. `step` counts the optimizer's steps, `waiting` the losses since the last one, `since` the steps since
-    the last average."""
+    """The blocks of a cut and what trains them. `step` counts the optimizer's steps, `waiting` the
+    losses since the last one, `since` the steps since the last average.
+    """
 
-    def __init__(self, cut: Cut, training: OptimizerConfig | None, snapshot: Snapshot | None = None) -> None:
+    def __init__(
+        self, cut: Cut, training: OptimizerConfig | None, snapshot: Snapshot | None = None
+    ) -> None:
         self.cut, self.training = cut, training
         self.names = {name: p for b in cut.boundaries for name, p in _named(cut, b)}
-        self.trained = {n: p for n, p in self.names.items() if p.requires_grad and training is not None}
-        self.optimizer = MasterOptimizer(training, self.trained, snapshot) if training is not None and self.trained else None
+        self.trained = {
+            n: p for n, p in self.names.items() if p.requires_grad and training is not None
+        }
+        self.optimizer = (
+            MasterOptimizer(training, self.trained, snapshot)
+            if training is not None and self.trained
+            else None
+        )
         self.step = self.waiting = self.since = 0
-        self.unused: checkpoint.Copy | None = None  # the checkpoint's training state of parameters that are not trained now
+        self.unused: checkpoint.Copy | None = (
+            None  # the checkpoint's training state of parameters that are not trained now
+        )
 
     def copy(self) -> TrainableBackbone:
         """Blocks of its own with the same weights, and an optimizer that begins."""
         made = TrainableBackbone(
-            Cut(_shell(self.cut), self.cut.boundaries), self.training, None if self.optimizer is None else self.optimizer.snapshot
+            Cut(_shell(self.cut), self.cut.boundaries),
+            self.training,
+            None if self.optimizer is None else self.optimizer.snapshot,
         )
         made.set_masters(self.masters)
         return made
 
     @property
     def masters(self) -> dict[str, torch.nn.Parameter]:
-        """The float32 weights that the optimizer steps; the trained parameters themselves, unless those are in half precision."""
+        """The float32 weights that the optimizer steps; the trained parameters themselves, unless
+        those are in half precision.
+        """
         return {} if self.optimizer is None else self.optimizer.masters
 
     def set_masters(self, weights: Mapping[str, Tensor]) -> None:
@@ -60,20 +77,27 @@ class TrainableBackbone:
         return tuple(block for b in self.cut.boundaries for block in blocks_of(self.cut, b))
 
     def nbytes(self, spare: int = 0, *, snapshot: bool = False) -> int:
-        """Return the bytes of the weights, their gradients and the optimizer's state, and of `spare` more gradients.
+        """Return the bytes of the weights, their gradients and the optimizer's state, and of
+        `spare` more gradients.
 
         Args:
             spare: gradients that exist beside the accumulated ones while a pass is computed.
-            snapshot: count the copy of weights and moments that a failed step is undone from. It is shared by all copies of the backbone.
+            snapshot: count the copy of weights and moments that a failed step is undone from. It is
+            shared by all copies of the backbone.
         """
         weights = sum(t.numel() * t.element_size() for t in self.state().values())
         masters = sum(m.numel() * m.element_size() for m in self.masters.values())
-        half = 0 if self.optimizer is None else sum(m.numel() * m.element_size() for m in self.optimizer.half.values())
+        half = (
+            0
+            if self.optimizer is None
+            else sum(m.numel() * m.element_size() for m in self.optimizer.half.values())
+        )
         moments = 0 if self.training is None else 1 if self.training.optimizer == "sgd" else 2
         return weights + half + (1 + moments + spare + (1 + moments) * snapshot) * masters
 
     def count(self) -> bool:
-        """Count a loss whose gradients are there, and take a step after enough of them. Return whether it was taken now.
+        """Count a loss whose gradients are there, and take a step after enough of them. Return
+        whether it was taken now.
 
         Raises:
             StepError: the step was undone. The gradients that waited for it are dropped.
@@ -92,7 +116,13 @@ class TrainableBackbone:
 
     def state(self) -> dict[str, Tensor]:
         """The weights and buffers as they are, by their names in the model."""
-        return {name: t for b in self.cut.boundaries for name, t in self.cut.model.get_submodule(b.blocks).state_dict(prefix=f"{b.blocks}.").items()}
+        return {
+            name: t
+            for b in self.cut.boundaries
+            for name, t in self.cut.model.get_submodule(b.blocks)
+            .state_dict(prefix=f"{b.blocks}.")
+            .items()
+        }
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state by parameter and name."""
@@ -102,8 +132,8 @@ class TrainableBackbone:
         return {} if self.optimizer is None else self.optimizer.gradients()
 
     def saved(self) -> checkpoint.Copy:
-        """Return what a checkpoint holds of it. The state of parameters that are not trained now is passed on from the last one: a server that only
-        serves for a while loses no moments.
+        """Return what a checkpoint holds of it. The state of parameters that are not trained now is
+        passed on from the last one: a server that only serves for a while loses no moments.
 
         Raises:
             CheckpointError: a weight or the optimizer's state is not finite.
@@ -114,14 +144,23 @@ class TrainableBackbone:
             moments = {**self.unused.optimizer, **moments}
             gradients = {**self.unused.gradients, **gradients}
             masters = {**self.unused.masters, **masters}
-        self.require_finite((*gradients.values(), *masters.values(), *(t for found in moments.values() for t in found.values())))
-        return checkpoint.Copy(self.step, self.waiting, self.since, self.state(), moments, gradients, masters)
+        self.require_finite(
+            (
+                *gradients.values(),
+                *masters.values(),
+                *(t for found in moments.values() for t in found.values()),
+            )
+        )
+        return checkpoint.Copy(
+            self.step, self.waiting, self.since, self.state(), moments, gradients, masters
+        )
 
     def require_finite(self, more: Iterable[Tensor] = ()) -> None:
         """Refuse to save weights with NaN or Inf. Buffers, such as masks, may hold Inf."""
         if not are_finite((*self.names.values(), *more)):
             raise CheckpointError(
-                "the backbone's weights or its optimizer's state hold NaN or Inf", hint="start from weights or a checkpoint that are finite"
+                "the backbone's weights or its optimizer's state hold NaN or Inf",
+                hint="start from weights or a checkpoint that are finite",
             )
 
     def restore(self, kept: checkpoint.Copy, where: object) -> None:
@@ -133,11 +172,23 @@ class TrainableBackbone:
         faults = self._faults(kept)
         if faults:
             more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-            raise CheckpointError(f"{where} does not fit this backbone, or is damaged: {'; '.join(faults[:3])}{more}", hint="restore it from a copy")
-        held = {"sgd" if "momentum_buffer" in m else "adamw" for n, m in kept.optimizer.items() if m and n in self.trained}
-        if self.training is not None and held - {"sgd" if self.training.optimizer == "sgd" else "adamw"}:
+            raise CheckpointError(
+                f"{where} does not fit this backbone, or is damaged: {'; '.join(faults[:3])}{more}",
+                hint="restore it from a copy",
+            )
+        held = {
+            "sgd" if "momentum_buffer" in m else "adamw"
+            for n, m in kept.optimizer.items()
+            if m and n in self.trained
+        }
+        if self.training is not None and held - {
+            "sgd" if self.training.optimizer == "sgd" else "adamw"
+        }:
             other = held.pop()
-            raise CheckpointError(f"{where} holds a training with {other}", hint=f"go on with --optimizer {other}, or name another folder")
+            raise CheckpointError(
+                f"{where} holds a training with {other}",
+                hint=f"go on with --optimizer {other}, or name another folder",
+            )
         with torch.no_grad():
             for name, tensor in self.state().items():
                 tensor.copy_(kept.weights[name])
@@ -154,7 +205,9 @@ class TrainableBackbone:
 
     def require_trained(self, weights: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless these are finite weights for each trained parameter."""
-        if {n: (t.shape, t.dtype) for n, t in weights.items()} != {n: (m.shape, m.dtype) for n, m in self.masters.items()}:
+        if {n: (t.shape, t.dtype) for n, t in weights.items()} != {
+            n: (m.shape, m.dtype) for n, m in self.masters.items()
+        }:
             raise ValueError("weights of a session that has left do not fit the backbone")
         if not are_finite(weights.values()):
             raise ValueError("weights of a session that has left hold NaN or Inf")
@@ -166,27 +219,43 @@ class TrainableBackbone:
         for name, like in state.items():
             found = kept.weights.get(name)
             if found is not None and (found.shape != like.shape or found.dtype != like.dtype):
-                shapes = f"{list(found.shape)} in {dtype_name(found)}, expected {list(like.shape)} in {dtype_name(like)}"
+                shapes = (
+                    f"{list(found.shape)} in {dtype_name(found)}, expected "
+                    f"{list(like.shape)} in {dtype_name(like)}"
+                )
                 out.append(f'"{name}" is {shapes}')
             elif found is not None and name in self.names and not are_finite([found]):
                 out.append(f'"{name}" holds NaN or Inf')
         for what, tensors in (("gradient", kept.gradients), ("master weight", kept.masters)):
             for name, found in tensors.items():
-                fits = name in self.names and found.shape == self.names[name].shape and found.is_floating_point()
+                fits = (
+                    name in self.names
+                    and found.shape == self.names[name].shape
+                    and found.is_floating_point()
+                )
                 if not fits or not are_finite([found]):
-                    out.append(f'the {what} of "{name[:100]}" has no place here, another shape or dtype, or holds NaN or Inf')
+                    out.append(
+                        f'the {what} of "{name[:100]}" has no place here, another shape or '
+                        "dtype, or holds NaN or Inf"
+                    )
         for name, master in kept.masters.items():
             if not out and not torch.equal(master.to(kept.weights[name].dtype), kept.weights[name]):
                 out.append(f'the master weight of "{name}" is not its weight')
         for name, moments in kept.optimizer.items():
-            fault = moment_fault(moments, self.names[name]) if name in self.names else "has no place here"
+            fault = (
+                moment_fault(moments, self.names[name])
+                if name in self.names
+                else "has no place here"
+            )
             if fault is not None:
                 out.append(f'the optimizer\'s state of "{name[:100]}" {fault}')
         return out
 
 
 def mean(parts: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    """The mean of weights, each counted by its number, in the order given. Of one it is that one, bit for bit."""
+    """The mean of weights, each counted by its number, in the order given. Of one it is that one,
+    bit for bit.
+    """
     total = sum(n for n, _ in parts)
     out: dict[str, Tensor] = {}
     for name, like in parts[0][1].items():
@@ -199,13 +268,21 @@ def mean(parts: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
     dtype = PRECISIONS[precision]
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+    return (
+        nullcontext()
+        if dtype is None
+        else torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+    )
 
 
-def slopes(output: Tensor, leaves: Sequence[Tensor], slope: Tensor, precision: str) -> tuple[Tensor | None, ...]:
-    """The gradients of leaves, given that of the output. In float16 small ones would vanish: the slope is scaled by a power of two, so that its
-    largest number is near 2^10, and by less where that overflows. The scale is a function of the slope alone, so that there is no state to keep.
-    Gradients of float16 leaves are then returned in float32, where they do not vanish either."""
+def slopes(
+    output: Tensor, leaves: Sequence[Tensor], slope: Tensor, precision: str
+) -> tuple[Tensor | None, ...]:
+    """The gradients of leaves, given that of the output. In float16 small ones would vanish: the
+    slope is scaled by a power of two, so that its largest number is near 2^10, and by less where
+    that overflows. The scale is a function of the slope alone, so that there is no state to keep.
+    Gradients of float16 leaves are then returned in float32, where they do not vanish either.
+    """
     if not leaves:
         return ()
     if precision != "fp16" and output.dtype != torch.float16:
@@ -226,7 +303,9 @@ def _named(cut: Cut, boundary: Boundary) -> Iterator[tuple[str, torch.nn.Paramet
 
 
 def _shell(cut: Cut) -> torch.nn.Module:
-    """A module that has nothing but copies of the blocks, at their paths. What they share with the rest of the model (its config) is not copied."""
+    """A module that has nothing but copies of the blocks, at their paths. What they share with the
+    rest of the model (its config) is not copied.
+    """
     root = torch.nn.Module()
     config = getattr(cut.model, "config", None)
     for boundary in cut.boundaries:
@@ -236,5 +315,11 @@ def _shell(cut: Cut) -> torch.nn.Module:
             if name not in dict(here.named_children()):
                 here.add_module(name, torch.nn.Module())
             here = here.get_submodule(name)
-        here.add_module(last, copy.deepcopy(cut.model.get_submodule(boundary.blocks), {id(config): config} if config is not None else {}))
+        here.add_module(
+            last,
+            copy.deepcopy(
+                cut.model.get_submodule(boundary.blocks),
+                {id(config): config} if config is not None else {},
+            ),
+        )
     return root

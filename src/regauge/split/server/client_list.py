@@ -37,7 +37,9 @@ class ClientFile:
 
     def follow(self, changed: Callable[[], None]) -> None:
         """Call `changed` from a thread of its own whenever a new list was read, until `stop`."""
-        threading.Thread(target=self._follow, args=(changed,), name="regauge-split-clients", daemon=True).start()
+        threading.Thread(
+            target=self._follow, args=(changed,), name="regauge-split-clients", daemon=True
+        ).start()
 
     def reload(self) -> None:
         """Read the file again soon, changed or not. Safe in a signal handler."""

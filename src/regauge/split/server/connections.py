@@ -1,4 +1,6 @@
-"""Bounds on connections and streams that need no session: open files, handshakes, idle connections, health watches."""
+"""Bounds on connections and streams that need no session: open files, handshakes, idle connections,
+health watches.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ WATCHES, WATCHES_PER_CLIENT = 64, 8
 
 
 def raise_open_files() -> int:
-    """Raise the soft limit of open files to the hard limit, where the system has one. Returns the limit."""
+    """Raise the soft limit of open files to the hard limit, where the system has one. Returns the
+    limit.
+    """
     try:
         import resource
     except ImportError:  # Windows
@@ -34,9 +38,14 @@ def raise_open_files() -> int:
 
 
 def server_options(files: int) -> list[tuple[str, int]]:
-    """Return channel options that bound connections, for a process that may have so many open files. Further connections are closed at once."""
+    """Return channel options that bound connections, for a process that may have so many open
+    files. Further connections are closed at once.
+    """
     return [
-        ("grpc.max_allowed_incoming_connections", max(16, min(MOST_CONNECTIONS, files - SPARE_FILES))),
+        (
+            "grpc.max_allowed_incoming_connections",
+            max(16, min(MOST_CONNECTIONS, files - SPARE_FILES)),
+        ),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
         ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
         ("grpc.max_concurrent_streams", STREAMS_PER_CONNECTION),
@@ -44,7 +53,9 @@ def server_options(files: int) -> list[tuple[str, int]]:
 
 
 def client_of(context: Any) -> str:
-    """Return what a caller is known by: the common name of its certificate, or its address without the port."""
+    """Return what a caller is known by: the common name of its certificate, or its address without
+    the port.
+    """
     found = context.auth_context().get("x509_common_name")
     return found[0].decode(errors="replace") if found else str(context.peer()).rpartition(":")[0]
 
@@ -58,7 +69,9 @@ class Watches:
 
     @contextmanager
     def stream(self, client: str) -> Iterator[bool]:
-        """Count a stream while it is open. Yields False, and counts nothing, where there are too many."""
+        """Count a stream while it is open. Yields False, and counts nothing, where there are too
+        many.
+        """
         if sum(self.open.values()) >= self.most or self.open.get(client, 0) >= self.per_client:
             yield False
             return

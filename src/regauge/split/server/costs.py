@@ -1,8 +1,10 @@
 """Estimate the memory of a pass from its declared shapes, before anything is unpacked or computed.
 
-The blocks are run on fake tensors, which have shapes and no data, and every storage that comes and goes is counted: what the graph saves for the
-backward pass, the peak of the forward pass, and that of the backward pass. Blocks of one kind are run once. Where blocks cannot run on fake tensors
-(their control flow depends on values), or are given a cache, a bound from the sizes of their weight matrices takes the place of the count.
+The blocks are run on fake tensors, which have shapes and no data, and every storage that comes and
+goes is counted: what the graph saves for the backward pass, the peak of the forward pass, and that
+of the backward pass. Blocks of one kind are run once. Where blocks cannot run on fake tensors
+(their control flow depends on values), or are given a cache, a bound from the sizes of their weight
+matrices takes the place of the count.
 """
 
 from __future__ import annotations
@@ -30,14 +32,20 @@ from regauge.split.server.memory import Cost
 Tensor = torch.Tensor
 Shapes = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 CACHED = 512  # estimates that are remembered
-NEAR = 1.15  # in each axis: the estimate of a shape that is larger by up to this factor is used as it is
-_LINEAR, _ATTENTION = 3, 4  # of the bound: activations per feature of a weight matrix, and copies of the attention scores
+# in each axis: the estimate of a shape that is larger by up to this factor is used as it is
+NEAR = 1.15
+_LINEAR, _ATTENTION = (
+    3,
+    4,
+)  # of the bound: activations per feature of a weight matrix, and copies of the attention scores
 _log = logging.getLogger("regauge.split")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Bytes of one block: saved for the backward pass, peak of the forward pass, peak of the backward pass beyond what is saved; and its outputs."""
+    """Bytes of one block: saved for the backward pass, peak of the forward pass, peak of the
+    backward pass beyond what is saved; and its outputs.
+    """
 
     saved: int
     peak: int
@@ -49,18 +57,32 @@ class Estimator:
     """Estimates of passes through a learner's blocks, as a runner runs them."""
 
     def __init__(self, learner: TrainableBackbone, runner: Executor) -> None:
-        self.learner, self.runner, self.device, self.precision = learner, runner, runner.device, runner.precision
+        self.learner, self.runner, self.device, self.precision = (
+            learner,
+            runner,
+            runner.device,
+            runner.precision,
+        )
         self._known: OrderedDict[tuple[bool, bytes], dict[Shapes, Cost]] = OrderedDict()
 
     def of(self, frame: Frame, *, learns: bool) -> Cost:
-        """Return the cost of a pass. What is wrong with its shapes or its layout is a `FrameError`."""
+        """Return the cost of a pass. What is wrong with its shapes or its layout is a
+        `FrameError`.
+        """
         tensors = declared(frame)
         shapes: Shapes = tuple((name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
-        layout = repr([frame.values.get(name) for name in ("boundary", "plain", "layouts", "order", "training", "wants")])
+        layout = repr(
+            [
+                frame.values.get(name)
+                for name in ("boundary", "plain", "layouts", "order", "training", "wants")
+            ]
+        )
         kind = (learns, hashlib.sha256(layout.encode(errors="backslashreplace")).digest())
         known = self._known.setdefault(kind, {})
         self._known.move_to_end(kind)
-        found = known.get(shapes) or next((cost for other, cost in known.items() if _is_near(shapes, other)), None)
+        found = known.get(shapes) or next(
+            (cost for other, cost in known.items() if _is_near(shapes, other)), None
+        )
         if found is None:
             crossing = self._crossing(frame, tensors)
             parts = self._parts(crossing, frame.values.get("training") is True, learns=learns)
@@ -75,28 +97,53 @@ class Estimator:
         return found
 
     def of_turn(self, frame: Frame, past: int) -> Cost:
-        """Return the cost of a turn of a generated text after `past` tokens. Held are all of its keys and values after the turn, for the rows of this
-        turn: beams may have repeated the rows of the turn before."""
+        """Return the cost of a turn of a generated text after `past` tokens. Held are all of its
+        keys and values after the turn, for the rows of this turn: beams may have repeated the rows
+        of the turn before.
+        """
         crossing = self._crossing(frame, declared(frame))
         stream = crossing.stream
-        parts = [_bound(block, stream, self._heads(), past, learns=False) for block in crossing.blocks]
+        parts = [
+            _bound(block, stream, self._heads(), past, learns=False) for block in crossing.blocks
+        ]
         cost = _summed(parts, stream, nbytes(frame), learns=False)
         tokens = past + stream.numel() // (stream.shape[0] * stream.shape[-1])
-        layer = 2 * self._cached_features(stream.shape[-1]) * tokens * stream.shape[0] * stream.element_size()
+        layer = (
+            2
+            * self._cached_features(stream.shape[-1])
+            * tokens
+            * stream.shape[0]
+            * stream.element_size()
+        )
         # A layer is there twice while it grows; the reply stays with the cache.
-        return Cost(len(crossing.blocks) * layer + stream.numel() * stream.element_size(), cost.working + layer)
+        return Cost(
+            len(crossing.blocks) * layer + stream.numel() * stream.element_size(),
+            cost.working + layer,
+        )
 
     def _crossing(self, frame: Frame, tensors: Mapping[str, Tensor]) -> Crossing:
         skeleton = Frame(frame.kind, frame.number, frame.values, tensors)
-        return unpack(skeleton, self.learner.cut, self.runner.sizes, self.runner.dtype, torch.device("meta"), self.runner.length)
+        return unpack(
+            skeleton,
+            self.learner.cut,
+            self.runner.sizes,
+            self.runner.dtype,
+            torch.device("meta"),
+            self.runner.length,
+        )
 
     def _heads(self) -> int:
-        found = getattr(getattr(self.learner.cut.model, "config", None), "num_attention_heads", None)
+        found = getattr(
+            getattr(self.learner.cut.model, "config", None), "num_attention_heads", None
+        )
         return found if isinstance(found, int) else 16
 
     def _cached_features(self, hidden: int) -> int:
         config = getattr(self.learner.cut.model, "config", None)
-        heads, size = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+        heads, size = (
+            getattr(config, "num_key_value_heads", None),
+            getattr(config, "head_dim", None),
+        )
         if isinstance(heads, int) and not isinstance(size, int):
             size = hidden // max(1, self._heads())
         return heads * size if isinstance(heads, int) and isinstance(size, int) else hidden
@@ -104,13 +151,23 @@ class Estimator:
     def _parts(self, crossing: Crossing, training: bool, *, learns: bool) -> list[_Part]:
         for block in crossing.blocks:
             block.train(training)
-        noisy = logging.getLogger("torch._subclasses.fake_tensor")  # logs a traceback for shapes that do not fit: the client's fault
+        noisy = logging.getLogger(
+            "torch._subclasses.fake_tensor"
+        )  # logs a traceback for shapes that do not fit: the client's fault
         before, noisy.disabled = noisy.disabled, True
         try:
             return self._simulated(crossing, learns=learns)
-        except Exception as error:  # blocks raise whatever they run into; the bound holds for all of them
-            _log.info("the memory of a pass is bounded, since its blocks do not run on fake tensors: %s", type(error).__name__)
-            return [_bound(block, crossing.stream, self._heads(), 0, learns=learns) for block in crossing.blocks]
+        except (
+            Exception
+        ) as error:  # blocks raise whatever they run into; the bound holds for all of them
+            _log.info(
+                "the memory of a pass is bounded, since its blocks do not run on fake tensors: %s",
+                type(error).__name__,
+            )
+            return [
+                _bound(block, crossing.stream, self._heads(), 0, learns=learns)
+                for block in crossing.blocks
+            ]
         finally:
             noisy.disabled = before
 
@@ -133,15 +190,28 @@ class Estimator:
             carried: dict[str, Any] = {}
             for block, call in zip(crossing.blocks, crossing.calls, strict=True):
                 given = {**values, boundary.stream: z}
-                kwargs = {name: carried.get(name, given[key]) for name, key in (*call.args, *call.kwargs)}
-                kind = (_signature(block), repr(sorted((name, tree_map(_described, value)) for name, value in kwargs.items())))
+                kwargs = {
+                    name: carried.get(name, given[key]) for name, key in (*call.args, *call.kwargs)
+                }
+                kind = (
+                    _signature(block),
+                    repr(
+                        sorted(
+                            (name, tree_map(_described, value)) for name, value in kwargs.items()
+                        )
+                    ),
+                )
                 if kind not in memo:
                     memo[kind] = _counted(block, kwargs, mode.from_tensor, learns=learns)
                 out.append(memo[kind])
                 result = tree_map(fake, memo[kind].outputs)
                 z, *rest = result if boundary.returns else (result,)
                 if boundary.returns:
-                    carried = {name: value for name, value in zip(boundary.returns[1:], rest, strict=False) if name}
+                    carried = {
+                        name: value
+                        for name, value in zip(boundary.returns[1:], rest, strict=False)
+                        if name
+                    }
         return out
 
 
@@ -157,7 +227,9 @@ class _Plain(torch.nn.Module):
 
 
 class _Storages:
-    """Counts the bytes of all storages that operators make, for as long as they live. Those of `known` tensors are not counted."""
+    """Counts the bytes of all storages that operators make, for as long as they live. Those of
+    `known` tensors are not counted.
+    """
 
     def __init__(self, known: list[Tensor]) -> None:
         self.now = self.peak = 0
@@ -167,14 +239,18 @@ class _Storages:
     def watch(self) -> AbstractContextManager[object]:
         """Return a context in which the results of all operators are counted."""
 
-        def dispatch(mode: object, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def dispatch(
+            mode: object, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             out = func(*args, **(kwargs or {}))
             for tensor in tree_leaves(out):
                 if isinstance(tensor, Tensor):
                     self._add(tensor.untyped_storage())
             return out
 
-        made: AbstractContextManager[object] = type("StorageMode", (TorchDispatchMode,), {"__torch_dispatch__": dispatch})()
+        made: AbstractContextManager[object] = type(
+            "StorageMode", (TorchDispatchMode,), {"__torch_dispatch__": dispatch}
+        )()
         return made
 
     def _add(self, storage: Any) -> None:
@@ -191,9 +267,17 @@ class _Storages:
         self.peak = max(self.peak, self.now)
 
 
-def _counted(block: torch.nn.Module, kwargs: Mapping[str, Any], fake: Callable[[Tensor], Tensor], *, learns: bool) -> _Part:
+def _counted(
+    block: torch.nn.Module,
+    kwargs: Mapping[str, Any],
+    fake: Callable[[Tensor], Tensor],
+    *,
+    learns: bool,
+) -> _Part:
     """Run one block forward and back on fake tensors, and count."""
-    state = {f"block.{name}": fake(t) for name, t in (*block.named_parameters(), *block.named_buffers())}
+    state = {
+        f"block.{name}": fake(t) for name, t in (*block.named_parameters(), *block.named_buffers())
+    }
     inputs = [t for t in tree_leaves(dict(kwargs)) if isinstance(t, Tensor)]
     storages = _Storages([*state.values(), *inputs])
     with storages.watch():
@@ -204,27 +288,43 @@ def _counted(block: torch.nn.Module, kwargs: Mapping[str, Any], fake: Callable[[
             storages.peak = storages.now
             leaves = [t for t in (*inputs, *state.values()) if t.requires_grad]
             slope = torch.empty_like(outputs[0])
-            grads = torch.autograd.grad(outputs[0], leaves, slope, allow_unused=True, retain_graph=True)
+            grads = torch.autograd.grad(
+                outputs[0], leaves, slope, allow_unused=True, retain_graph=True
+            )
             backward = storages.peak - saved
             del grads
     return _Part(saved if learns else 0, peak, backward, tree_map(_meta, result))
 
 
 def _meta(value: Any) -> Any:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+    return (
+        torch.empty(value.shape, dtype=value.dtype, device="meta")
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
 def _described(value: Any) -> Any:
-    return (str(value.dtype), tuple(value.shape), value.requires_grad) if isinstance(value, Tensor) else value
+    return (
+        (str(value.dtype), tuple(value.shape), value.requires_grad)
+        if isinstance(value, Tensor)
+        else value
+    )
 
 
 def _signature(block: torch.nn.Module) -> tuple[object, ...]:
-    return type(block), *((name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters())
+    return type(block), *(
+        (name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()
+    )
 
 
 def _bound(block: torch.nn.Module, stream: Tensor, heads: int, past: int, *, learns: bool) -> _Part:
-    """Bound a block's memory by the features of its weight matrices and the size of its attention scores."""
-    features = sum(sum(p.shape[-2:]) for p in block.parameters() if p.dim() >= 2) or stream.shape[-1]
+    """Bound a block's memory by the features of its weight matrices and the size of its attention
+    scores.
+    """
+    features = (
+        sum(sum(p.shape[-2:]) for p in block.parameters() if p.dim() >= 2) or stream.shape[-1]
+    )
     samples, tokens = stream.shape[0], stream.numel() // (stream.shape[0] * stream.shape[-1])
     scores = heads * samples * tokens * (past + tokens)
     peak = stream.element_size() * (_LINEAR * samples * tokens * features + _ATTENTION * scores)
@@ -232,8 +332,10 @@ def _bound(block: torch.nn.Module, stream: Tensor, heads: int, past: int, *, lea
 
 
 def _summed(parts: list[_Part], stream: Tensor, request: int, *, learns: bool) -> Cost:
-    """Add up the blocks of a pass. In the forward pass each block's peak comes on top of what those before it have saved; the backward pass keeps the
-    whole graph. The request stays with an open pass; the reply is there twice, as a tensor and as bytes."""
+    """Add up the blocks of a pass. In the forward pass each block's peak comes on top of what those
+    before it have saved; the backward pass keeps the whole graph. The request stays with an open
+    pass; the reply is there twice, as a tensor and as bytes.
+    """
     saved = peak = 0
     for part in parts:
         peak = max(peak, saved + part.peak)
@@ -248,5 +350,9 @@ def _is_near(shapes: Shapes, other: Shapes) -> bool:
     """Is each shape at most the other one, and the other one not much larger?"""
     if [(n, d, len(s)) for n, d, s in shapes] != [(n, d, len(s)) for n, d, s in other]:
         return False
-    pairs = [(a, b) for (_, _, mine), (_, _, theirs) in zip(shapes, other, strict=True) for a, b in zip(mine, theirs, strict=True)]
+    pairs = [
+        (a, b)
+        for (_, _, mine), (_, _, theirs) in zip(shapes, other, strict=True)
+        for a, b in zip(mine, theirs, strict=True)
+    ]
     return all(a <= b <= NEAR * a for a, b in pairs)

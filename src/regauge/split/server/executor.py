@@ -1,4 +1,6 @@
-"""Passes through a server's blocks: forward, and backward with nothing changed before all of it is there and finite."""
+"""Passes through a server's blocks: forward, and backward with nothing changed before all of it is
+there and finite.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +27,36 @@ _log = logging.getLogger("regauge.split")
 
 
 class Executor:
-    """How blocks run here: for streams of up to `length` tokens, dropout drawn from `seed`, over float32 in `precision`, compiled by `compiler`."""
+    """How blocks run here: for streams of up to `length` tokens, dropout drawn from `seed`, over
+    float32 in `precision`, compiled by `compiler`.
+    """
 
-    def __init__(self, main: TrainableBackbone, config: Mapping[str, Any] | None, *, seed: int, length: int, precision: str, compiler: str) -> None:
+    def __init__(
+        self,
+        main: TrainableBackbone,
+        config: Mapping[str, Any] | None,
+        *,
+        seed: int,
+        length: int,
+        precision: str,
+        compiler: str,
+    ) -> None:
         self.model = main.cut.model
         self.sizes = _sizes(self.model, config)
         self.dtype = dtype_of(main.cut)
         if any(p.is_meta for p in main.names.values()):
-            raise CheckpointError("the backbone's weights are on the meta device", hint="load them first")
+            raise CheckpointError(
+                "the backbone's weights are on the meta device", hint="load them first"
+            )
         self.device = next(iter(main.names.values())).device
         if precision not in PRECISIONS:
-            raise TrainingError(f'there is no precision "{precision}" here', hint="choose from bf16, fp16")
+            raise TrainingError(
+                f'there is no precision "{precision}" here', hint="choose from bf16, fp16"
+            )
         if precision and self.dtype != torch.float32:
             raise TrainingError(
-                f"mixed precision is over weights in float32, and these are {str(self.dtype).removeprefix('torch.')}",
+                "mixed precision is over weights in float32, and these are "
+                f"{str(self.dtype).removeprefix('torch.')}",
                 hint="load them in float32, or leave precision out",
             )
         self.seed, self.length, self.precision, self.compiler = seed, length, precision, compiler
@@ -60,27 +78,56 @@ class Executor:
         crossing = self.crossing(learner, frame)
         wanted = _wanted(frame, crossing)
         with torch.enable_grad():  # in one process, the client's function is called without
-            z = self.run(crossing.replaced(**wanted), frame, f"{frame.values['session']}/{frame.number}")
+            z = self.run(
+                crossing.replaced(**wanted), frame, f"{frame.values['session']}/{frame.number}"
+            )
         if not z.requires_grad:
-            raise FrameError("graph", "nothing here is trained, and no gradient is wanted", hint="use torch.no_grad()")
+            raise FrameError(
+                "graph",
+                "nothing here is trained, and no gradient is wanted",
+                hint="use torch.no_grad()",
+            )
         return PendingForward(frame, z, wanted)
 
-    def closed(self, learner: TrainableBackbone, passed: PendingForward, slope: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The gradients of the inputs that the client wants, and those of the weights with what they had before. Nothing is changed yet."""
+    def closed(
+        self, learner: TrainableBackbone, passed: PendingForward, slope: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The gradients of the inputs that the client wants, and those of the weights with what
+        they had before. Nothing is changed yet.
+        """
         if passed.output is None:
             passed = self.opened(learner, passed.request)
         assert passed.output is not None
         if slope.shape != passed.output.shape or slope.dtype != passed.output.dtype:
-            raise FrameError("shape", f"the gradient has shape {list(slope.shape)}, the output {list(passed.output.shape)}, or another dtype")
+            raise FrameError(
+                "shape",
+                f"the gradient has shape {list(slope.shape)}, the output "
+                f"{list(passed.output.shape)}, or another dtype",
+            )
         if not bool(torch.isfinite(slope).all()):
             raise FrameError("nonfinite", "the gradient holds NaN or Inf")
         trained, count = learner.trained, len(passed.inputs)
-        found = slopes(passed.output, [*passed.inputs.values(), *trained.values()], slope.to(self.device), self.precision)
+        found = slopes(
+            passed.output,
+            [*passed.inputs.values(), *trained.values()],
+            slope.to(self.device),
+            self.precision,
+        )
         masters = zip(learner.masters.items(), found[count:], strict=True)
-        sums = {n: g.to(m.dtype) if m.grad is None else m.grad + g for (n, m), g in masters if g is not None}
-        back = {n: torch.zeros_like(t) if g is None else g.to(t.dtype) for (n, t), g in zip(passed.inputs.items(), found, strict=False)}
+        sums = {
+            n: g.to(m.dtype) if m.grad is None else m.grad + g
+            for (n, m), g in masters
+            if g is not None
+        }
+        back = {
+            n: torch.zeros_like(t) if g is None else g.to(t.dtype)
+            for (n, t), g in zip(passed.inputs.items(), found, strict=False)
+        }
         if not are_usable((*back.values(), *sums.values())):
-            raise FrameError("nonfinite", "the gradients of the backbone hold NaN or Inf, or numbers whose squares are")
+            raise FrameError(
+                "nonfinite",
+                "the gradients of the backbone hold NaN or Inf, or numbers whose squares are",
+            )
         return back, sums
 
     # The compiler
@@ -126,7 +173,11 @@ def _wanted(frame: Frame, crossing: Crossing) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name in names:
         found = crossing.inputs.get(name) if isinstance(name, str) else None
-        if not isinstance(name, str) or not isinstance(found, Tensor) or not found.is_floating_point():
+        if (
+            not isinstance(name, str)
+            or not isinstance(found, Tensor)
+            or not found.is_floating_point()
+        ):
             raise FrameError("layout", f"there is no gradient of {name!r:.64}")
         out[name] = found.detach().requires_grad_()
     return out
@@ -134,7 +185,9 @@ def _wanted(frame: Frame, crossing: Crossing) -> dict[str, Tensor]:
 
 @contextmanager
 def drawn_by(label: str) -> Iterator[None]:
-    """Random numbers that are a function of the label, whatever was drawn before. The process's own stay as they are."""
+    """Random numbers that are a function of the label, whatever was drawn before. The process's own
+    stay as they are.
+    """
     seed = int.from_bytes(hashlib.sha256(label.encode()).digest()[:8], "little") >> 1
     with torch.random.fork_rng():
         torch.manual_seed(seed)

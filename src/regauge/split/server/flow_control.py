@@ -1,8 +1,11 @@
-"""What clients hold of a server's memory while their frames come and are answered, so that none can fill it.
+"""What clients hold of a server's memory while their frames come and are answered, so that none can
+fill it.
 
-Bytes are counted as they arrive, for each client over all of its streams. Past its share a client is read from one stream at a time, the one whose
-frame began first, and the others wait: nobody is refused for being large, and a frame that has begun can always end. One client holds its share, one
-frame more, and a chunk of each other stream. Past the `total` of all clients, only the client whose frames began first is read from.
+Bytes are counted as they arrive, for each client over all of its streams. Past its share a client
+is read from one stream at a time, the one whose frame began first, and the others wait: nobody is
+refused for being large, and a frame that has begun can always end. One client holds its share, one
+frame more, and a chunk of each other stream. Past the `total` of all clients, only the client whose
+frames began first is read from.
 """
 
 from __future__ import annotations
@@ -32,8 +35,9 @@ class Held:
 
 
 class FlowControl:
-    """`share` is how many bytes of frames a client may hold before its streams take turns, `streams` how many of those it may have, and `total` how
-    many bytes all clients may hold."""
+    """`share` is how many bytes of frames a client may hold before its streams take turns,
+    `streams` how many of those it may have, and `total` how many bytes all clients may hold.
+    """
 
     def __init__(self, share: int, streams: int, total: int | None = None) -> None:
         self.share, self.streams, self.total = share, streams, total
@@ -42,8 +46,14 @@ class FlowControl:
 
     @contextmanager
     def stream(self, peer: str) -> Iterator[Held]:
-        if self.open.get(peer, 0) >= self.streams:  # those that were lost a moment ago are among them
-            raise FrameError("busy", f"{peer or 'a client'} has {self.streams} streams open", hint="use fewer of them, or come again in some seconds")
+        if (
+            self.open.get(peer, 0) >= self.streams
+        ):  # those that were lost a moment ago are among them
+            raise FrameError(
+                "busy",
+                f"{peer or 'a client'} has {self.streams} streams open",
+                hint="use fewer of them, or come again in some seconds",
+            )
         self.open[peer] = self.open.get(peer, 0) + 1
         held = Held(self.held.setdefault(peer, {}))
         try:
@@ -59,7 +69,11 @@ class FlowControl:
         others = held.peer
         if sum(others.values()) >= self.share and next(iter(others)) is not held:
             return False
-        return self.total is None or self.size < self.total or others is next(found for found in self.held.values() if found)
+        return (
+            self.total is None
+            or self.size < self.total
+            or others is next(found for found in self.held.values() if found)
+        )
 
     @property
     def size(self) -> int:

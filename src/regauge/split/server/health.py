@@ -1,7 +1,8 @@
-"""The health service of gRPC (grpc.health.v1.Health), by its bytes: two messages of one field each need no protobuf.
+"""The health service of gRPC (grpc.health.v1.Health), by its bytes: two messages of one field each
+need no protobuf.
 
-HealthCheckRequest    field 1, a string: the service that is asked for; none stands for the whole server
-HealthCheckResponse   field 1, a number: 1 SERVING, 2 NOT_SERVING, 3 SERVICE_UNKNOWN
+HealthCheckRequest    field 1, a string: the service that is asked for; none stands for the whole
+server HealthCheckResponse   field 1, a number: 1 SERVING, 2 NOT_SERVING, 3 SERVICE_UNKNOWN
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ def asked_for(request: bytes) -> str | None:
     """The service that a request names; None where it is no such request."""
     if not request:
         return ""
-    if len(request) < 2 or request[0] != 0x0A or request[1] != len(request) - 2:  # names of services are shorter than 128
+    if (
+        len(request) < 2 or request[0] != 0x0A or request[1] != len(request) - 2
+    ):  # names of services are shorter than 128
         return None
     return request[2:].decode(errors="replace")
 
@@ -51,7 +54,10 @@ def handler(serving: Callable[[], bool], *names: str) -> Any:
         with watches.stream(client_of(context)) as admitted:
             if not admitted:
                 limits = f"{watches.most} in all, {watches.per_client} per client"
-                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"too many Watch streams ({limits}); use Check")
+                await context.abort(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"too many Watch streams ({limits}); use Check",
+                )
             last = b""
             while True:
                 now = status(name or "")
@@ -60,5 +66,8 @@ def handler(serving: Callable[[], bool], *names: str) -> Any:
                     last = now
                 await asyncio.sleep(BEAT)
 
-    methods = {"Check": grpc.unary_unary_rpc_method_handler(check), "Watch": grpc.unary_stream_rpc_method_handler(watch)}
+    methods = {
+        "Check": grpc.unary_unary_rpc_method_handler(check),
+        "Watch": grpc.unary_stream_rpc_method_handler(watch),
+    }
     return grpc.method_handlers_generic_handler(SERVICE, methods)

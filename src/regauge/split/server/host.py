@@ -1,20 +1,23 @@
 """The server's side, without any network: frames in, bytes out.
 
-A session's requests are numbered 1, 2, 3, ..., and the server's state is a function of those that it has answered. It keeps the number of the last
-one, `done`, and the bytes of the reply to it:
+A session's requests are numbered 1, 2, 3, ..., and the server's state is a function of those that
+it has answered. It keeps the number of the last one, `done`, and the bytes of the reply to it:
 
     the same one again       the same bytes
     the next one             executed
     an earlier one           refused: "past"
     a later one              refused: "gap", with `done`; the client sends what lies between again
 
-A request that is refused changes nothing and takes no number. FORWARD opens a pass, BACKWARD closes it and adds to the gradients. With its last
-BACKWARD, or by STEP after it, a client says that its loss has been gone through; after so many of those the optimizer takes a step. A pass that is
-open while another client's step changes the weights is run again, with the new ones, when its BACKWARD comes: nobody waits for anybody. FORWARD
-with number 0 is inference: it leaves nothing behind, except for a cache that it names.
+A request that is refused changes nothing and takes no number. FORWARD opens a pass, BACKWARD closes
+it and adds to the gradients. With its last BACKWARD, or by STEP after it, a client says that its
+loss has been gone through; after so many of those the optimizer takes a step. A pass that is open
+while another client's step changes the weights is run again, with the new ones, when its BACKWARD
+comes: nobody waits for anybody. FORWARD with number 0 is inference: it leaves nothing behind,
+except for a cache that it names.
 
-`sessions` has what is known of a client, `running` the passes through the blocks, `generating` those of texts, `rounds` the copies of the backbone
-where each session has its own and they are averaged, `keeping` the file that outlives the server.
+`sessions` has what is known of a client, `running` the passes through the blocks, `generating`
+those of texts, `rounds` the copies of the backbone where each session has its own and they are
+averaged, `keeping` the file that outlives the server.
 """
 
 from __future__ import annotations
@@ -45,23 +48,36 @@ from regauge.split.server.memory import FRAME_SHARE, Budget, Cost, charges
 from regauge.split.server.optimizer_config import OptimizerConfig
 from regauge.split.server.quotas import Quotas
 from regauge.split.server.rounds import Rounds
-from regauge.split.server.sessions import Cache, Session, name_in, parse_hello, restored_sessions, session_of, sessions_to_evict
+from regauge.split.server.sessions import (
+    Cache,
+    Session,
+    name_in,
+    parse_hello,
+    restored_sessions,
+    session_of,
+    sessions_to_evict,
+)
 
 Tensor = torch.Tensor
 _GONE = 100_000  # sessions that are remembered after their end
-_OWN = Limits(1 << 62, (1 << 32) - 1, 1 << 16, 64)  # of frames in a checkpoint: they were held against the limits when they came, as other bytes
+_OWN = Limits(
+    1 << 62, (1 << 32) - 1, 1 << 16, 64
+)  # of frames in a checkpoint: they were held against the limits when they came, as other bytes
 _log = logging.getLogger("regauge.split")
 
 
 class Host:
-    """A backbone that answers. `model` is one of a family that has a cut (or `boundaries` are given); only its blocks are used, the rest may be on
-    the meta device. With `training` it learns; without, it serves. With `folder` it is kept there every so many steps, and goes on from there.
+    """A backbone that answers. `model` is one of a family that has a cut (or `boundaries` are
+    given); only its blocks are used, the rest may be on the meta device. With `training` it learns;
+    without, it serves. With `folder` it is kept there every so many steps, and goes on from there.
 
-    `key` is the id of the key that locked the backbone, if it is to be compared with the clients'. `seed` is what dropout is drawn from. `precision`
-    is "bf16" or "fp16" for blocks that compute so over weights in float32. `compiler` names a backend of torch.compile, "inductor" as a rule; what
-    cannot be compiled runs as it is, and the log says so. `average` is how many steps each session takes between two means, or 0 for one backbone of
-    all. `quotas` say how much each client may ask. `memory` and `client_memory` are bytes that all clients, and each of them, may hold; without them
-    the budget is half of what is available (`memory.Budget`).
+    `key` is the id of the key that locked the backbone, if it is to be compared with the clients'.
+    `seed` is what dropout is drawn from. `precision` is "bf16" or "fp16" for blocks that compute so
+    over weights in float32. `compiler` names a backend of torch.compile, "inductor" as a rule; what
+    cannot be compiled runs as it is, and the log says so. `average` is how many steps each session
+    takes between two means, or 0 for one backbone of all. `quotas` say how much each client may
+    ask. `memory` and `client_memory` are bytes that all clients, and each of them, may hold;
+    without them the budget is half of what is available (`memory.Budget`).
     """
 
     def __init__(
@@ -96,21 +112,38 @@ class Host:
         self.quotas = quotas or Quotas()
         self.main = TrainableBackbone(where, training)
         self.sessions: dict[str, Session] = {}
-        self.gone: dict[str, str] = {}  # sessions that have ended, and whose: their requests are in the weights, and must not be taken again
-        self.runner = Executor(self.main, config, seed=seed, length=length, precision=precision, compiler=compiler)
+        self.gone: dict[
+            str, str
+            # sessions that have ended, and whose: their requests are in the weights, and must not
+            # be taken again
+        ] = {}
+        self.runner = Executor(
+            self.main, config, seed=seed, length=length, precision=precision, compiler=compiler
+        )
         if training is not None:
             self.main.require_finite()
-        self.budget = Budget.of(memory, client_memory, device=self.runner.device, reserved=self.main.nbytes(spare=2, snapshot=True))
-        self.limits = limits or Limits(payload=min(Limits.payload, self.budget.client // FRAME_SHARE))
+        self.budget = Budget.of(
+            memory,
+            client_memory,
+            device=self.runner.device,
+            reserved=self.main.nbytes(spare=2, snapshot=True),
+        )
+        self.limits = limits or Limits(
+            payload=min(Limits.payload, self.budget.client // FRAME_SHARE)
+        )
         self.costs, self.copy_bytes = Estimator(self.main, self.runner), self.main.nbytes()
-        self.rounds = Rounds(self.main, self.sessions, self.runner.compile, average=average, away=away, most=sessions)
+        self.rounds = Rounds(
+            self.main, self.sessions, self.runner.compile, average=average, away=away, most=sessions
+        )
         self.step = self.kept_at = self.failed_at = 0
         self.trainer = ""  # the optimizer of the checkpoint that it goes on from
         self.requests: dict[tuple[str, str], int] = {}  # by kind and result
         self.seconds = 0.0  # spent on them
         self.folder, self.every = None if folder is None else Path(folder), every
         self.lock = threading.Lock()
-        self.clients: frozenset[str] | None = None  # those that may ask; None is everyone whom the transport lets in
+        self.clients: frozenset[str] | None = (
+            None  # those that may ask; None is everyone whom the transport lets in
+        )
         if self.folder is not None:
             kept = checkpoint.load(self.folder)
             if kept is not None:
@@ -119,7 +152,9 @@ class Host:
     # Requests
 
     def answer(self, frame: Frame, peer: str = "") -> bytes:
-        """The reply to a frame, always: what is wrong with it is a reply too. `peer` is who sent it, as far as the transport knows."""
+        """The reply to a frame, always: what is wrong with it is a reply too. `peer` is who sent
+        it, as far as the transport knows.
+        """
         with self.lock:
             began, result = time.monotonic(), "ok"
             try:
@@ -129,7 +164,9 @@ class Host:
                 found = frame.values.get("session")
                 session = self.sessions.get(found) if isinstance(found, str) else None
                 session = session if session is not None and session.peer == peer else None
-                return refusal(error, frame, session.done if session else 0, session.saved if session else 0)
+                return refusal(
+                    error, frame, session.done if session else 0, session.saved if session else 0
+                )
             finally:
                 self.seconds += time.monotonic() - began
                 counted = (frame.kind.name.lower(), result)
@@ -151,12 +188,19 @@ class Host:
             raise
         except Exception as error:  # blocks raise whatever they run into; the server goes on
             _log.warning("request %d of a session failed: %s", frame.number, type(error).__name__)
-            raise FrameError("failed", f"the server could not compute this: {type(error).__name__}: {str(error)[:200]}") from error
+            raise FrameError(
+                "failed",
+                f"the server could not compute this: {type(error).__name__}: {str(error)[:200]}",
+            ) from error
 
     def require_listed(self, peer: str) -> None:
         """Refuse a client that is not, or no longer, on the list."""
         if self.clients is not None and peer not in self.clients:
-            raise FrameError("client", "this server does not know you", hint="ask its owner to list your certificate's name")
+            raise FrameError(
+                "client",
+                "this server does not know you",
+                hint="ask its owner to list your certificate's name",
+            )
 
     def end_unlisted(self) -> list[str]:
         """End the sessions of clients that are not on the list, and return the clients' names.
@@ -165,7 +209,11 @@ class Host:
         written, so that a restart does not bring the sessions back.
         """
         with self.lock:
-            ended = {n: s for n, s in self.sessions.items() if self.clients is not None and s.peer not in self.clients}
+            ended = {
+                n: s
+                for n, s in self.sessions.items()
+                if self.clients is not None and s.peer not in self.clients
+            }
             for name, session in ended.items():
                 session.learner = None
                 self._leave(name)
@@ -182,27 +230,47 @@ class Host:
         match frame.kind:
             case Kind.FORWARD if frame.number == 0:
                 learner = self.rounds.learner_of(session)
-                return predicted(self.runner, learner, session, frame, self._admit_turn, caches=self.caches, payload=self.limits.payload)
+                return predicted(
+                    self.runner,
+                    learner,
+                    session,
+                    frame,
+                    self._admit_turn,
+                    caches=self.caches,
+                    payload=self.limits.payload,
+                )
             case Kind.FORWARD | Kind.BACKWARD | Kind.STEP if frame.number > 0:
                 return self._once(session, frame)
             case Kind.BYE:
                 known = frame.values.get("done")
                 if type(known) is int and known > session.done:
-                    raise FrameError("gap", f"{known} requests were asked in this session, and {session.done} are answered here")
+                    raise FrameError(
+                        "gap",
+                        f"{known} requests were asked in this session, and {session.done} are "
+                        "answered here",
+                    )
                 self._leave(name_in(frame))
                 if self.folder is not None and (self.step > self.kept_at or self.rounds.average):
                     self._try_to_keep()  # whoever is gone sends nothing again
                 return bytes_of(Frame(Kind.BYE, frame.number))
             case _:
-                raise FrameError("kind", f"a {frame.kind.name} of number {frame.number} is no request")
+                raise FrameError(
+                    "kind", f"a {frame.kind.name} of number {frame.number} is no request"
+                )
 
     def _hello(self, frame: Frame, peer: str) -> bytes:
         name, codec, limits = parse_hello(frame, self.about, self.key)
         if name in self.gone:
-            raise FrameError("ended", "this session has ended, and what it asked for is done", hint="start a new one")
+            raise FrameError(
+                "ended",
+                "this session has ended, and what it asked for is done",
+                hint="start a new one",
+            )
         session = self.sessions.get(name)
         if session is None:
-            most = self.quotas.of(peer).sessions or (max(1, self.most // 4) if peer else 0)  # where clients are known, none takes all places
+            most = self.quotas.of(peer).sessions or (
+                max(1, self.most // 4) if peer else 0
+            )  # where clients are known, none takes all places
             for one in sessions_to_evict(self.sessions, peer, most, self.most, self.idle):
                 self._leave(one)
             session = self.sessions[name] = Session(peer, codec, limits)
@@ -216,9 +284,20 @@ class Host:
             "saved": session.saved,
             "keeps": self.folder is not None,
         }
-        told |= {"limits": _listed(self.limits), "length": self.runner.length, "trains": self.main.optimizer is not None, "step": self.step}
-        told |= {"key": self.key, "precision": self.runner.precision, "average": self.rounds.average}
-        return bytes_of(Frame(Kind.WELCOME, 0, told | (self.training.told() if self.training else {})))
+        told |= {
+            "limits": _listed(self.limits),
+            "length": self.runner.length,
+            "trains": self.main.optimizer is not None,
+            "step": self.step,
+        }
+        told |= {
+            "key": self.key,
+            "precision": self.runner.precision,
+            "average": self.rounds.average,
+        }
+        return bytes_of(
+            Frame(Kind.WELCOME, 0, told | (self.training.told() if self.training else {}))
+        )
 
     def _once(self, session: Session, frame: Frame) -> bytes:
         """Execute a request if it is the next one."""
@@ -228,7 +307,9 @@ class Host:
                 raise FrameError("conflict", f"request {n} was another one when it was answered")
             return session.reply
         if n < session.done:
-            raise FrameError("past", f"request {n} was answered long ago: the last one is {session.done}")
+            raise FrameError(
+                "past", f"request {n} was answered long ago: the last one is {session.done}"
+            )
         if n > session.done + 1:
             raise FrameError("gap", f"request {n} has come, and {session.done + 1} is the next one")
         if self.rounds.is_new(session):
@@ -251,13 +332,19 @@ class Host:
             if joins:
                 session.learner = None  # a request that is refused changes nothing
             if waited and not learner.gradients() and self.folder is not None:
-                self._try_to_keep()  # a step was undone: gradients of earlier requests are gone, and must not come back with a restart
+                # a step was undone: gradients of earlier requests are gone, and must not come back
+                # with a restart
+                self._try_to_keep()
             raise
         session.done, session.check, session.reply = n, frame.check, answer
         if self.folder is None:
-            session.saved = n  # nothing outlives this server, so that there is nothing to send again
+            session.saved = (
+                n  # nothing outlives this server, so that there is nothing to send again
+            )
         elif joins or self.step - max(self.kept_at, self.failed_at) >= self.every:
-            self._try_to_keep()  # who is in a round must outlive the server, or rounds would end elsewhere when requests are sent again
+            # who is in a round must outlive the server, or rounds would end elsewhere when requests
+            # are sent again
+            self._try_to_keep()
         return answer
 
     def _forward(self, session: Session, frame: Frame) -> bytes:
@@ -266,7 +353,11 @@ class Host:
             raise FrameError("layout", '"release" is not a list of numbers')
         still = {n: o for n, o in session.open.items() if n not in released}
         if len(still) >= self.graphs:
-            raise FrameError("graphs", f"{len(still)} forward passes wait for their backward pass", hint="call backward(), or use torch.no_grad()")
+            raise FrameError(
+                "graphs",
+                f"{len(still)} forward passes wait for their backward pass",
+                hint="call backward(), or use torch.no_grad()",
+            )
         cost = self.costs.of(frame, learns=True)
         self._admit(session, cost, "this pass", released=released)
         passed = self.runner.opened(self.rounds.learner_of(session), frame)
@@ -287,13 +378,16 @@ class Host:
             cost = self.costs.of(passed.request, learns=True)
             self._admit(session, cost, "this pass")
             passed.cost = cost
-        if nbytes(frame) > nbytes(passed.request):  # room for a gradient of the stream's size was made with the pass
+        if nbytes(frame) > nbytes(
+            passed.request
+        ):  # room for a gradient of the stream's size was made with the pass
             self._admit(session, Cost(nbytes(frame)), "this gradient")
         slope = frame.tensors["stream"]
         learner = self.rounds.learner_of(session)
         back, sums = self.runner.closed(learner, passed, slope)
         answer = reply(session, Kind.GRADIENT, frame, back)
-        # Nothing is added to the parameters before the reply is there: a failed request changes nothing.
+        # Nothing is added to the parameters before the reply is there: a failed request changes
+        # nothing.
         before = session.has_gradients
         for name, total in sums.items():
             learner.masters[name].grad = total
@@ -307,27 +401,50 @@ class Host:
         del session.open[of]  # type: ignore[arg-type]
         return answer
 
-    def _admit(self, session: Session, cost: Cost, what: str, released: Sequence[Value] = ()) -> None:
-        """Refuse a cost that the budget has no room for, beside what clients hold but for this session's released passes."""
+    def _admit(
+        self, session: Session, cost: Cost, what: str, released: Sequence[Value] = ()
+    ) -> None:
+        """Refuse a cost that the budget has no room for, beside what clients hold but for this
+        session's released passes.
+        """
         self.budget.require(session.peer, cost, self.charges(session, released), what)
 
     def _admit_turn(self, session: Session, frame: Frame, cache: Cache | None) -> int:
-        """Admit a prediction, or the next turn of a generated text; returns the bytes that its cache will hold."""
+        """Admit a prediction, or the next turn of a generated text; returns the bytes that its
+        cache will hold.
+        """
         if cache is None:
             self._admit(session, self.costs.of(frame, learns=False), "this pass")
             return 0
         cost = self.costs.of_turn(frame, cache.length)
-        self._admit(session, Cost(max(0, cost.held - cache.held), cost.working), "this turn of a generated text")
+        self._admit(
+            session,
+            Cost(max(0, cost.held - cache.held), cost.working),
+            "this turn of a generated text",
+        )
         return cost.held
 
-    def charges(self, session: Session | None = None, released: Sequence[Value] = ()) -> Iterator[tuple[str, Cost]]:
+    def charges(
+        self, session: Session | None = None, released: Sequence[Value] = ()
+    ) -> Iterator[tuple[str, Cost]]:
         """Yield what clients hold, by client, as if a session had released these passes already."""
-        return charges(self.sessions, copy=self.copy_bytes, left=len(self.rounds.left), without=(session, released))
+        return charges(
+            self.sessions,
+            copy=self.copy_bytes,
+            left=len(self.rounds.left),
+            without=(session, released),
+        )
 
     def _count(self, session: Session) -> None:
-        """A loss has been gone through. After enough of them, a step is taken, and after enough of those, a mean."""
+        """A loss has been gone through. After enough of them, a step is taken, and after enough of
+        those, a mean.
+        """
         if not session.has_gradients:
-            raise FrameError("empty", "a step must follow a backward pass, got none since the last one", hint="call backward() first")
+            raise FrameError(
+                "empty",
+                "a step must follow a backward pass, got none since the last one",
+                hint="call backward() first",
+            )
         learner = self.rounds.learner_of(session)
         try:
             stepped = learner.count()
@@ -345,7 +462,9 @@ class Host:
         session = self.sessions.pop(name)
         if session.done:
             self.gone[name] = session.peer
-            if len(self.gone) > _GONE:  # of the client that has the most: nobody makes the server forget another's
+            if (
+                len(self.gone) > _GONE
+            ):  # of the client that has the most: nobody makes the server forget another's
                 most = Counter(self.gone.values()).most_common(1)[0][0]
                 del self.gone[next(n for n, peer in self.gone.items() if peer == most)]
         self.rounds.leave(name, session)
@@ -359,37 +478,67 @@ class Host:
                 self._keep()
 
     def _try_to_keep(self) -> None:
-        """Write a checkpoint behind a request that is done. Where that fails the request stays done: clients are not told that it is saved, and keep
-        what they need to send it again. The next try is after as many steps again."""
+        """Write a checkpoint behind a request that is done. Where that fails the request stays
+        done: clients are not told that it is saved, and keep what they need to send it again. The
+        next try is after as many steps again.
+        """
         try:
             self._keep()
         except CheckpointError as error:
             self.failed_at = self.step
-            _log.warning("no checkpoint at step %d, and clients keep their journals: %s", self.step, error)
+            _log.warning(
+                "no checkpoint at step %d, and clients keep their journals: %s", self.step, error
+            )
 
     def _keep(self) -> None:
         assert self.folder is not None
         sessions = {name: s.to_dict() for name, s in self.sessions.items()}
         frames = {f"{name}/reply": s.reply for name, s in self.sessions.items() if s.reply}
-        frames |= {f"{name}/{n}": bytes_of(o.request) for name, s in self.sessions.items() for n, o in s.open.items()}
+        frames |= {
+            f"{name}/{n}": bytes_of(o.request)
+            for name, s in self.sessions.items()
+            for n, o in s.open.items()
+        }
         digest = str(self.about["digest"])
-        copies = {name: s.learner.saved() for name, s in self.sessions.items() if s.learner is not None}
-        left, trainer = dict(self.rounds.left), self.training.optimizer if self.training else self.trainer
-        checkpoint.save(self.folder, checkpoint.Kept(digest, self.step, self.main.saved(), copies, left, sessions, frames, self.gone, trainer))
+        copies = {
+            name: s.learner.saved() for name, s in self.sessions.items() if s.learner is not None
+        }
+        left, trainer = (
+            dict(self.rounds.left),
+            self.training.optimizer if self.training else self.trainer,
+        )
+        checkpoint.save(
+            self.folder,
+            checkpoint.Kept(
+                digest,
+                self.step,
+                self.main.saved(),
+                copies,
+                left,
+                sessions,
+                frames,
+                self.gone,
+                trainer,
+            ),
+        )
         self.kept_at = self.step
         for session in self.sessions.values():
             session.saved = session.done
 
     def _restore(self, kept: checkpoint.Kept) -> None:
         if kept.digest != self.about["digest"]:
-            raise CheckpointError(f"{self.folder} holds another model's training", hint="name another folder")
+            raise CheckpointError(
+                f"{self.folder} holds another model's training", hint="name another folder"
+            )
         if (kept.copies or kept.left) and not self.rounds.average:
             raise CheckpointError(
-                f"{self.folder} holds a training of copies that are averaged", hint="go on with average set, or name another folder"
+                f"{self.folder} holds a training of copies that are averaged",
+                hint="go on with average set, or name another folder",
             )
         if self.training is not None and kept.trainer not in ("", self.training.optimizer):
             raise CheckpointError(
-                f"{self.folder} holds a training with {kept.trainer}, and this one is with {self.training.optimizer}",
+                f"{self.folder} holds a training with {kept.trainer}, and this one is with "
+                f"{self.training.optimizer}",
                 hint=f"go on with --optimizer {kept.trainer}, or name another folder",
             )
         try:
@@ -399,7 +548,9 @@ class Host:
             for _, weights in kept.left.values():
                 self.main.require_trained(weights)
         except (ValueError, FrameError) as error:
-            raise CheckpointError(f"{self.folder} is damaged: {error}", hint="restore it from a copy") from error
+            raise CheckpointError(
+                f"{self.folder} is damaged: {error}", hint="restore it from a copy"
+            ) from error
         self.main.restore(kept.main, self.folder)
         self.step, self.kept_at, self.trainer = kept.step, kept.step, kept.trainer
         self.rounds.left = {name: (n, dict(weights)) for name, (n, weights) in kept.left.items()}
@@ -410,11 +561,16 @@ class Host:
             learner.restore(copy, self.folder)
 
     def backbone(self) -> dict[str, Tensor]:
-        """The weights as they are now, by their names in the model, copied. Where copies are averaged, the mean of the round so far."""
+        """The weights as they are now, by their names in the model, copied. Where copies are
+        averaged, the mean of the round so far.
+        """
         with self.lock:
             self.main.require_finite()
             state = self.main.state()
-            return {n: t.detach().to(state[n].dtype, copy=True) for n, t in (state | self.rounds.mean()).items()}
+            return {
+                n: t.detach().to(state[n].dtype, copy=True)
+                for n, t in (state | self.rounds.mean()).items()
+            }
 
     @property
     def blocks(self) -> tuple[torch.nn.Module, ...]:

@@ -1,4 +1,6 @@
-"""What a server has done, in the text format of Prometheus, on an HTTP port of its own. Numbers only: no names of clients, no tensors, no keys."""
+"""What a server has done, in the text format of Prometheus, on an HTTP port of its own. Numbers
+only: no names of clients, no tensors, no keys.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +21,59 @@ CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def text_of(host: Host, server: Server | None = None) -> str:
-    """All numbers as they are now. The host's lock is not taken: a long step does not hold up whoever looks."""
-    return "".join(f"# HELP {name} {what}\n# TYPE {name} {kind}\n{rows}" for name, kind, what, rows in _families(host, server))
+    """All numbers as they are now. The host's lock is not taken: a long step does not hold up
+    whoever looks.
+    """
+    return "".join(
+        f"# HELP {name} {what}\n# TYPE {name} {kind}\n{rows}"
+        for name, kind, what, rows in _families(host, server)
+    )
 
 
 def _families(host: Host, server: Server | None) -> Iterator[tuple[str, str, str, str]]:
     def one(name: str, kind: str, what: str, value: float) -> tuple[str, str, str, str]:
-        return f"regauge_split_{name}", kind, what, f"regauge_split_{name} {value:g}\n" if value % 1 else f"regauge_split_{name} {int(value)}\n"
+        return (
+            f"regauge_split_{name}",
+            kind,
+            what,
+            f"regauge_split_{name} {value:g}\n"
+            if value % 1
+            else f"regauge_split_{name} {int(value)}\n",
+        )
 
     sessions = list(host.sessions.values())
     rows = sorted(dict(host.requests).items())
-    lines = "".join(f'regauge_split_requests_total{{kind="{kind}",result="{result}"}} {n}\n' for (kind, result), n in rows)
+    lines = "".join(
+        f'regauge_split_requests_total{{kind="{kind}",result="{result}"}} {n}\n'
+        for (kind, result), n in rows
+    )
     yield one("steps_total", "counter", "Steps of the optimizer.", host.step)
-    yield "regauge_split_requests_total", "counter", "Requests answered, by kind and result (ok, or the code of the refusal).", lines
+    yield (
+        "regauge_split_requests_total",
+        "counter",
+        "Requests answered, by kind and result (ok, or the code of the refusal).",
+        lines,
+    )
     yield one("compute_seconds_total", "counter", "Seconds spent on requests.", host.seconds)
     yield one("sessions", "gauge", "Sessions that the server knows.", len(sessions))
-    yield one("passes_open", "gauge", "Forward passes that wait for their backward pass.", sum(len(s.open) for s in sessions))
+    yield one(
+        "passes_open",
+        "gauge",
+        "Forward passes that wait for their backward pass.",
+        sum(len(s.open) for s in sessions),
+    )
     held = list(host.charges())
-    yield one("memory_budget_bytes", "gauge", "Memory budget of all clients together.", host.budget.total)
-    yield one("memory_client_budget_bytes", "gauge", "Memory budget of each client.", host.budget.client)
+    yield one(
+        "memory_budget_bytes", "gauge", "Memory budget of all clients together.", host.budget.total
+    )
+    yield one(
+        "memory_client_budget_bytes", "gauge", "Memory budget of each client.", host.budget.client
+    )
     yield one(
         "memory_reserved_bytes",
         "gauge",
-        "Memory that open passes, caches, copies and replies are charged for, with the working memory of the largest pass.",
+        "Memory that open passes, caches, copies and replies are charged for, with the working "
+        "memory of the largest pass.",
         sum(c.held for _, c in held) + max((c.working for _, c in held), default=0),
     )
     yield one("checkpoint_step", "gauge", "The step of the last checkpoint.", host.kept_at)
@@ -51,7 +83,12 @@ def _families(host: Host, server: Server | None) -> Iterator[tuple[str, str, str
         yield one("streams", "gauge", "Streams that are open.", server.streams)
     memory = _memory()
     if memory:
-        yield "process_resident_memory_bytes", "gauge", "Memory of the process.", f"process_resident_memory_bytes {memory}\n"
+        yield (
+            "process_resident_memory_bytes",
+            "gauge",
+            "Memory of the process.",
+            f"process_resident_memory_bytes {memory}\n",
+        )
 
 
 def _memory() -> int:
@@ -67,7 +104,10 @@ class Metrics:
     def __init__(self, host: Host, server: Server | None, address: str = "127.0.0.1:0") -> None:
         name, _, port = address.rpartition(":")
         if not port.isdigit():
-            raise TransportError(f"{address} is no address to listen on", hint="write HOST:PORT, as in 127.0.0.1:9100")
+            raise TransportError(
+                f"{address} is no address to listen on",
+                hint="write HOST:PORT, as in 127.0.0.1:9100",
+            )
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -85,10 +125,15 @@ class Metrics:
         try:
             self.http = ThreadingHTTPServer((name.strip("[]") or "127.0.0.1", int(port)), Handler)
         except (OSError, OverflowError) as error:
-            raise TransportError(f"{address} cannot be listened on for metrics: {error}", hint="name another port with --metrics") from error
+            raise TransportError(
+                f"{address} cannot be listened on for metrics: {error}",
+                hint="name another port with --metrics",
+            ) from error
         self.http.daemon_threads = True
         self.port = int(self.http.server_address[1])
-        threading.Thread(target=self.http.serve_forever, name="regauge-metrics", daemon=True).start()
+        threading.Thread(
+            target=self.http.serve_forever, name="regauge-metrics", daemon=True
+        ).start()
 
     def close(self) -> None:
         self.http.shutdown()

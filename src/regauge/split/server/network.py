@@ -1,12 +1,16 @@
-"""gRPC: the same frames, in chunks of about 1 MiB, over one bidirectional stream for each client (grpc.aio, raw bytes, no protobuf).
+"""gRPC: the same frames, in chunks of about 1 MiB, over one bidirectional stream for each client
+(grpc.aio, raw bytes, no protobuf).
 
-    with Server(host, "127.0.0.1:7000"):                                    # with tls=Tls(...) anywhere but on loopback
+    with Server(host, "127.0.0.1:7000"):                                    # with tls=Tls(...)
+    anywhere but on loopback
         link = connect(model, Grpc("127.0.0.1:7000"))
 
-A peer that hangs is found by HTTP/2 pings, which go between the pieces of a frame, and not by how long a frame takes on a slow link: there pieces are
-small (`Pace`), so that no ping waits long behind one. While the server computes it sends empty chunks, so that a client can tell work from silence.
-Whatever breaks is a `TransportError`; the next exchange opens a new stream. Mutual TLS is the rule: both sides show certificates of one authority,
-and a client's name is its certificate's. Without it a server listens on loopback only.
+A peer that hangs is found by HTTP/2 pings, which go between the pieces of a frame, and not by how
+long a frame takes on a slow link: there pieces are small (`Pace`), so that no ping waits long
+behind one. While the server computes it sends empty chunks, so that a client can tell work from
+silence. Whatever breaks is a `TransportError`; the next exchange opens a new stream. Mutual TLS is
+the rule: both sides show certificates of one authority, and a client's name is its certificate's.
+Without it a server listens on loopback only.
 """
 
 from __future__ import annotations
@@ -41,9 +45,11 @@ _log = logging.getLogger("regauge.split")
 
 
 class Server:
-    """A host behind a port, and gRPC's health service. `port` is the one it was given, if the address asked for any (":0"). `clients` names
-    those that may come, by the common names of their certificates; without it, everyone whom the authority has signed. A `ClientFile` is followed:
-    a client that is no longer in it is cut off at once (`set_clients`)."""
+    """A host behind a port, and gRPC's health service. `port` is the one it was given, if the
+    address asked for any (":0"). `clients` names those that may come, by the common names of their
+    certificates; without it, everyone whom the authority has signed. A `ClientFile` is followed: a
+    client that is no longer in it is cut off at once (`set_clients`).
+    """
 
     def __init__(
         self,
@@ -70,7 +76,9 @@ class Server:
             self.list.follow(self._relist)
 
     def set_clients(self, names: Collection[str] | None) -> None:
-        """Accept these clients from now on, or everyone of the authority (None). The streams and sessions of all others end."""
+        """Accept these clients from now on, or everyone of the authority (None). The streams and
+        sessions of all others end.
+        """
         self.host.clients = None if names is None else frozenset(names)
         Loop.get().call_soon_threadsafe(self._cut)
         ended = self.host.end_unlisted()
@@ -84,7 +92,9 @@ class Server:
         _log.info("the list of clients was read again: %d", len(self.list.named))
 
     def _cut(self) -> None:
-        """End streams that wait for a client that is not listed. Those that are being answered end by themselves."""
+        """End streams that wait for a client that is not listed. Those that are being answered end
+        by themselves.
+        """
         for wait, peer in self.waits.items():
             if self.host.clients is not None and peer not in self.host.clients:
                 with suppress(RuntimeError):  # it ends already
@@ -96,29 +106,41 @@ class Server:
         server = grpc.aio.server(options=[*OPTIONS, *server_options(raise_open_files())])
         handler = grpc.stream_stream_rpc_method_handler(self._served)
         healthy = health.handler(lambda: not self.is_stopping, SERVICE)
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}), healthy))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}), healthy)
+        )
         try:
             if self.tls is None:
                 port = server.add_insecure_port(self.address)
             else:
                 authority, certificate, key = self.tls.read()
-                port = server.add_secure_port(self.address, grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True))
+                port = server.add_secure_port(
+                    self.address,
+                    grpc.ssl_server_credentials(
+                        [(key, certificate)], authority, require_client_auth=True
+                    ),
+                )
             await server.start()
         except RuntimeError as error:
             raise TransportError(
-                f"{self.address} cannot be listened on", hint="is another server there, or is the address another machine's?"
+                f"{self.address} cannot be listened on",
+                hint="is another server there, or is the address another machine's?",
             ) from error
         return server, port
 
     async def _served(self, incoming: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """One client's stream, with what crosses counted. A server that stops lets a stream go when it has answered what is under way."""
+        """One client's stream, with what crosses counted. A server that stops lets a stream go when
+        it has answered what is under way.
+        """
         self.streams += 1
         self.under_way += 1  # but for the times in which the stream waits for its client
         try:
             peer = self._known(context)
             with self.holdings.stream(peer) as held:
                 assembler = Assembler(self.host.limits)
-                async for piece in self._exchange(self._came(incoming, assembler, held, peer), assembler, held, peer):
+                async for piece in self._exchange(
+                    self._came(incoming, assembler, held, peer), assembler, held, peer
+                ):
                     self.sent += len(piece)
                     yield piece
         except FrameError as error:
@@ -129,13 +151,22 @@ class Server:
 
     def _known(self, context: Any) -> str:
         peer = _peer(context)
-        if self.tls is not None and not peer:  # all of them would be one, with each other's sessions
-            raise FrameError("client", "your certificate has no common name, by which this server knows its clients")
+        if (
+            self.tls is not None and not peer
+        ):  # all of them would be one, with each other's sessions
+            raise FrameError(
+                "client",
+                "your certificate has no common name, by which this server knows its clients",
+            )
         self.host.require_listed(peer)
         return peer
 
-    async def _came(self, incoming: AsyncIterator[bytes], assembler: Assembler, held: Held, peer: str) -> AsyncIterator[bytes]:
-        """What the client sends, and an empty chunk for every second in which it is not read: it has used what it may, or holds too much."""
+    async def _came(
+        self, incoming: AsyncIterator[bytes], assembler: Assembler, held: Held, peer: str
+    ) -> AsyncIterator[bytes]:
+        """What the client sends, and an empty chunk for every second in which it is not read: it
+        has used what it may, or holds too much.
+        """
         source: AsyncIterator[bytes | None] = aiter(incoming)
         beat = time.monotonic()
         while not self.is_stopping:
@@ -143,13 +174,17 @@ class Server:
             self.under_way -= 1
             chunk: bytes | None = b""
             try:
-                if not self.holdings.may_go_on(held) or (assembler.is_between and self.host.quotas.wait(peer)):
+                if not self.holdings.may_go_on(held) or (
+                    assembler.is_between and self.host.quotas.wait(peer)
+                ):
                     await asyncio.sleep(WAIT)
                     if time.monotonic() - beat < BEAT:
                         continue
                     beat = time.monotonic()
                 else:
-                    async with asyncio.timeout(None if assembler.is_between else STALL) as wait:  # half a frame is not held for ever
+                    async with asyncio.timeout(
+                        None if assembler.is_between else STALL
+                    ) as wait:  # half a frame is not held for ever
                         self.waits[wait] = peer
                         try:
                             chunk = await anext(source, None)
@@ -167,7 +202,9 @@ class Server:
                 held.add(len(chunk))
             yield chunk
 
-    async def _exchange(self, incoming: AsyncIterator[bytes], assembler: Assembler, held: Held, peer: str) -> AsyncIterator[bytes]:
+    async def _exchange(
+        self, incoming: AsyncIterator[bytes], assembler: Assembler, held: Held, peer: str
+    ) -> AsyncIterator[bytes]:
         loop, pace = asyncio.get_running_loop(), Pace()
         async for chunk in incoming:
             if not chunk:
@@ -181,17 +218,22 @@ class Server:
                     for piece in pace.pieces([memoryview(work.result())]):
                         yield piece
             except FrameError:
-                self.host.quotas.charge(peer, held.size)  # what is no request has crossed all the same
+                self.host.quotas.charge(
+                    peer, held.size
+                )  # what is no request has crossed all the same
                 raise
             if assembler.is_between:
                 held.clear()
 
     def _answered(self, data: Bytes, peer: str) -> bytes:
-        """In a thread of its own: reading a frame takes time too, in which others are to be heard."""
+        """In a thread of its own: reading a frame takes time too, in which others are to be
+        heard.
+        """
         return self.host.answer(decode(data, self.host.limits), peer)
 
     def stop(self, grace: float = 5.0, hurry: threading.Event | None = None) -> None:
-        """Take no more, let what is under way end, and keep what is to be kept, also if this is interrupted. A second call does nothing.
+        """Take no more, let what is under way end, and keep what is to be kept, also if this is
+        interrupted. A second call does nothing.
 
         `hurry` ends the wait for clients before `grace` seconds are over.
         """
@@ -222,14 +264,17 @@ class Server:
 
 
 def _peer(context: Any) -> str:
-    """The common name of the client's certificate, which the handshake has verified; "" without TLS."""
+    """The common name of the client's certificate, which the handshake has verified; "" without
+    TLS.
+    """
     found = context.auth_context().get("x509_common_name")
     return found[0].decode(errors="replace") if found else ""
 
 
 class Grpc:
-    """A transport to a server's port. `silence` is for how many seconds nothing at all may come while a reply is due, and `computing` for how many
-    a server may say that it computes."""
+    """A transport to a server's port. `silence` is for how many seconds nothing at all may come
+    while a reply is due, and `computing` for how many a server may say that it computes.
+    """
 
     def __init__(
         self,
@@ -247,7 +292,11 @@ class Grpc:
         self.silence, self.computing = silence, computing
         self.channel: Any = None
         self.stream: Any = None
-        self.pace, self.heard, self.moved = Pace(), 0.0, 0.0  # when anything came or went, and when bytes of a frame did
+        self.pace, self.heard, self.moved = (
+            Pace(),
+            0.0,
+            0.0,
+        )  # when anything came or went, and when bytes of a frame did
         self.lock = threading.Lock()
 
     def exchange(self, request: Sequence[memoryview]) -> Bytes:
@@ -270,20 +319,35 @@ class Grpc:
                 self.stream = self._open()
             stream = self.stream
             if sum(map(len, request)) <= self.pace.size:
-                with suppress(Exception):  # what broke it, or a refusal that came before, is read below
+                with suppress(
+                    Exception
+                ):  # what broke it, or a refusal that came before, is read below
                     await self._send(stream, request)
                 return await self._receive(stream)
-            sending = asyncio.ensure_future(self._send(stream, request))  # a refusal may come before all is sent
+            sending = asyncio.ensure_future(
+                self._send(stream, request)
+            )  # a refusal may come before all is sent
             try:
                 return await self._receive(stream)
             finally:
                 with suppress(Exception):
                     await sending
-        except (grpc.RpcError, asyncio.InvalidStateError, asyncio.CancelledError, FrameError, OSError, TransportError) as error:
+        except (
+            grpc.RpcError,
+            asyncio.InvalidStateError,
+            asyncio.CancelledError,
+            FrameError,
+            OSError,
+            TransportError,
+        ) as error:
             if self.stream is not None:
                 self.stream.cancel()
             self.stream, self.pace = None, Pace()
-            what = _said(error, self.tls is not None) if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
+            what = (
+                _said(error, self.tls is not None)
+                if isinstance(error, grpc.aio.AioRpcError)
+                else str(error) or type(error).__name__
+            )
             raise TransportError(f"{self.address}: {what}") from error
 
     async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:
@@ -318,7 +382,9 @@ class Grpc:
             else:
                 authority, certificate, key = self.tls.read()
                 self.channel = grpc.aio.secure_channel(
-                    self.address, grpc.ssl_channel_credentials(authority, key, certificate), options=CLIENT_OPTIONS
+                    self.address,
+                    grpc.ssl_channel_credentials(authority, key, certificate),
+                    options=CLIENT_OPTIONS,
                 )
         return self.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
 
@@ -350,12 +416,19 @@ class Grpc:
 
 
 def _said(error: Any, with_tls: bool) -> str:
-    """What gRPC says of a broken stream, in few words. Certificates that may not fit are named: nothing else would lead there."""
+    """What gRPC says of a broken stream, in few words. Certificates that may not fit are named:
+    nothing else would lead there.
+    """
     details = (error.details() or "").lower()
     for sign, words in _SIGNS.items():
         if sign in details:
-            # Of several addresses gRPC tells what became of the last: at another one a server may have hung up on the certificate.
-            return f"{words}, or it does not accept this client's certificate" if with_tls and sign == "connection refused" else words
+            # Of several addresses gRPC tells what became of the last: at another one a server may
+            # have hung up on the certificate.
+            return (
+                f"{words}, or it does not accept this client's certificate"
+                if with_tls and sign == "connection refused"
+                else words
+            )
     what: str = error.code().name.lower().replace("_", " ")
     if with_tls and what == "unavailable":  # a server that refuses a certificate just hangs up
         return f"{what}; if the server is up, it may not accept this client's certificate"
@@ -363,12 +436,16 @@ def _said(error: Any, with_tls: bool) -> str:
 
 
 _SIGNS = {
-    "bad_signature": "the server's certificate is not of this authority, has expired, or is for another name",
-    "certificate_verify_failed": "the server's certificate is not of this authority, has expired, or is for another name",
+    "bad_signature": "the server's certificate is not of this authority, has expired, or is for "
+    "another name",
+    "certificate_verify_failed": "the server's certificate is not of this authority, has "
+    "expired, or is for another name",
     "peer name": "the server's certificate is for another name",
-    "ssl": "there is no TLS with it: one side speaks TLS and the other does not, or does not know the other's certificate",
+    "ssl": "there is no TLS with it: one side speaks TLS and the other does not, or does not "
+    "know the other's certificate",
     "connection refused": "nothing listens there",
     "dns resolution failed": "there is no such name",
     "socket closed": "it hung up: it may have stopped, or speak TLS, or not know this certificate",
-    "connection reset": "it hung up: it may have stopped, or speak TLS, or not know this certificate",
+    "connection reset": "it hung up: it may have stopped, or speak TLS, or not know this "
+    "certificate",
 }

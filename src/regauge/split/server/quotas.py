@@ -1,7 +1,8 @@
 """How much each client may ask: sessions at once, requests a second, bytes a minute.
 
-A client that asks too fast is told "busy", and comes again by itself a little later. One that opens too many sessions is refused. Clients are known
-by their certificates' names; without TLS all of them are one.
+A client that asks too fast is told "busy", and comes again by itself a little later. One that opens
+too many sessions is refused. Clients are known by their certificates' names; without TLS all of
+them are one.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class QuotaError(RegaugeError):
 
 @dataclass(frozen=True)
 class Quota:
-    """What one client may have; 0 is without limit. A second's requests, and a minute's bytes, may come at once."""
+    """What one client may have; 0 is without limit. A second's requests, and a minute's bytes, may
+    come at once.
+    """
 
     sessions: int = 0
     requests: float = 0.0
@@ -33,7 +36,9 @@ class Quota:
 
 @dataclass
 class _Bucket:
-    """What is left, filled up as time goes by. The last request may take more than there is: the next one waits for it."""
+    """What is left, filled up as time goes by. The last request may take more than there is: the
+    next one waits for it.
+    """
 
     left: float
     at: float
@@ -51,7 +56,9 @@ class Quotas:
     named: Mapping[str, Quota] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     held: dict[tuple[str, str], _Bucket] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)  # requests and streams ask from threads of their own
+    lock: threading.Lock = field(
+        default_factory=threading.Lock, repr=False, compare=False
+    )  # requests and streams ask from threads of their own
 
     def of(self, client: str) -> Quota:
         return self.named.get(client, self.default)
@@ -61,7 +68,11 @@ class Quotas:
         with self.lock:
             for what, limit, each, _, wait in self._buckets(client):
                 if wait is not None:
-                    raise FrameError("busy", f"{client or 'a client'} has used its {limit:g} {what} {each}", hint=f"come again in {wait:.1f} s")
+                    raise FrameError(
+                        "busy",
+                        f"{client or 'a client'} has used its {limit:g} {what} {each}",
+                        hint=f"come again in {wait:.1f} s",
+                    )
         self.charge(client, size)
 
     def charge(self, client: str, size: int) -> None:
@@ -94,7 +105,11 @@ class Quotas:
 def require_room(client: str, sessions: int, most: int) -> None:
     """Refuse one more session than a client may have; 0 is without limit."""
     if most and sessions >= most:
-        raise FrameError("quota", f"{client or 'a client'} has {sessions} sessions, and may have {most}", hint="end one, or ask the server's owner")
+        raise FrameError(
+            "quota",
+            f"{client or 'a client'} has {sessions} sessions, and may have {most}",
+            hint="end one, or ask the server's owner",
+        )
 
 
 def read_quota(text: str, default: Quota | None = None) -> Quota:
@@ -103,19 +118,30 @@ def read_quota(text: str, default: Quota | None = None) -> Quota:
     for part in text.replace(",", " ").split():
         matched = re.fullmatch(r"(sessions|requests|bytes)=(\d+(?:\.\d+)?)([kMG]?)", part)
         if matched is None or (matched[1] == "sessions" and "." in matched[2]):
-            raise QuotaError(f"{part!r} is no quota", hint="write sessions=2 requests=50 bytes=100M (a second, a minute), or some of them")
+            raise QuotaError(
+                f"{part!r} is no quota",
+                hint="write sessions=2 requests=50 bytes=100M (a second, a minute), or some of "
+                "them",
+            )
         found[matched[1]] = float(matched[2]) * _UNITS[matched[3]]
-    return replace(default or Quota(), **{name: int(n) if name == "sessions" else n for name, n in found.items()})  # type: ignore[arg-type]
+    return replace(
+        default or Quota(),
+        **{name: int(n) if name == "sessions" else n for name, n in found.items()},  # type: ignore[arg-type]
+    )
 
 
 def read_clients(text: str, default: Quota | None = None) -> dict[str, Quota]:
-    """A list of clients: a name on each line, perhaps with a quota behind it. `#` begins a remark."""
+    """A list of clients: a name on each line, perhaps with a quota behind it. `#` begins a
+    remark.
+    """
     out: dict[str, Quota] = {}
     for number, line in enumerate(text.splitlines(), 1):
         name, *rest = line.partition("#")[0].split(None, 1) or [""]
         if not name:
             continue
         if name in out:
-            raise QuotaError(f"line {number} names {name} a second time", hint="one line for each client")
+            raise QuotaError(
+                f"line {number} names {name} a second time", hint="one line for each client"
+            )
         out[name] = read_quota(" ".join(rest), default)
     return out

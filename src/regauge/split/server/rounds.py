@@ -1,10 +1,13 @@
-"""Whose backbone learns: one for all, or a copy for each session, and all copies become their mean at the end of a round (SplitFed).
+"""Whose backbone learns: one for all, or a copy for each session, and all copies become their mean
+at the end of a round (SplitFed).
 
-With `average` every session that trains has a copy of the backbone and an optimizer of its own, and all copies become their mean after so many steps
-of each. Here sessions do wait: one that has taken its steps is told "busy" until the others have taken theirs, so that what comes out does not depend
-on who was quick. The first request that a session trains with makes it a member; the end of it, or a silence of `away` seconds while others wait,
-takes it out, and the steps that it has taken in the round count by their number. Moments, waiting gradients and the schedule stay with each session,
-and are not averaged.
+With `average` every session that trains has a copy of the backbone and an optimizer of its own, and
+all copies become their mean after so many steps of each. Here sessions do wait: one that has taken
+its steps is told "busy" until the others have taken theirs, so that what comes out does not depend
+on who was quick. The first request that a session trains with makes it a member; the end of it, or
+a silence of `away` seconds while others wait, takes it out, and the steps that it has taken in the
+round count by their number. Moments, waiting gradients and the schedule stay with each session, and
+are not averaged.
 """
 
 from __future__ import annotations
@@ -25,7 +28,9 @@ _log = logging.getLogger("regauge.split")
 
 
 class Rounds:
-    """The learners of a server: `main`, and the copies of its `sessions`, at most `most` of them. `ready` is done to each."""
+    """The learners of a server: `main`, and the copies of its `sessions`, at most `most` of them.
+    `ready` is done to each.
+    """
 
     def __init__(
         self,
@@ -38,10 +43,15 @@ class Rounds:
         most: int,
     ) -> None:
         if average < 0 or (average and main.optimizer is None):
-            raise TrainingError("there is nothing to average where nothing is trained", hint="give the server an optimizer and a rate")
+            raise TrainingError(
+                "there is nothing to average where nothing is trained",
+                hint="give the server an optimizer and a rate",
+            )
         self.main, self.sessions, self.ready = main, sessions, ready
         self.average, self.away, self.most = average, away, most
-        self.left: dict[str, tuple[int, dict[str, Tensor]]] = {}  # what those who are gone have done in this round
+        self.left: dict[
+            str, tuple[int, dict[str, Tensor]]
+        ] = {}  # what those who are gone have done in this round
         ready(main)
 
     def learner_of(self, session: Session) -> TrainableBackbone:
@@ -56,7 +66,9 @@ class Rounds:
         return learner
 
     def void(self, learner: TrainableBackbone) -> None:
-        """The weights have changed: passes that are open are run again when their gradients come."""
+        """The weights have changed: passes that are open are run again when their gradients
+        come.
+        """
         for session in self.sessions.values():
             if self.learner_of(session) is learner:
                 for passed in session.open.values():
@@ -77,29 +89,48 @@ class Rounds:
         return True
 
     def require_turn(self, session: Session) -> bool:
-        """Let a session wait that has taken its steps of the round, unless those whom it waits for are away: then the round ends. Has it, by this?"""
-        if not self.average or (session.learner is not None and session.learner.since < self.average):
+        """Let a session wait that has taken its steps of the round, unless those whom it waits for
+        are away: then the round ends. Has it, by this?
+        """
+        if not self.average or (
+            session.learner is not None and session.learner.since < self.average
+        ):
             return False
-        late = [s for s in self._members() if s.learner is not None and s.learner.since < self.average]
+        late = [
+            s for s in self._members() if s.learner is not None and s.learner.since < self.average
+        ]
         for other in late:
             other.is_away = time.monotonic() - other.seen > self.away
         if (late and not any(other.is_away for other in late)) or not self.close():
-            raise FrameError("busy", f"the round ends when {len(late)} more have taken {self.average} steps", hint="wait for them")
+            raise FrameError(
+                "busy",
+                f"the round ends when {len(late)} more have taken {self.average} steps",
+                hint="wait for them",
+            )
         return True
 
     def leave(self, name: str, session: Session) -> None:
         """What a session that is no more has done in this round stays in the round."""
         if session.learner is not None and session.learner.since:
-            self.left[name] = session.learner.since, {n: p.detach().clone() for n, p in session.learner.masters.items()}
+            self.left[name] = (
+                session.learner.since,
+                {n: p.detach().clone() for n, p in session.learner.masters.items()},
+            )
         self.close()
 
     def close(self) -> bool:
         """If all members have taken their steps, all copies become the mean."""
-        if not self.average or any(s.learner.since < self.average for s in self._members() if s.learner is not None):
+        if not self.average or any(
+            s.learner.since < self.average for s in self._members() if s.learner is not None
+        ):
             return False
         try:
             found = self.mean()
-        except (RuntimeError, MemoryError) as error:  # the step that ended the round counts all the same; the next request tries again
+        except (
+            RuntimeError,
+            MemoryError,
+            # the step that ended the round counts all the same; the next request tries again
+        ) as error:
             _log.warning("the round's mean could not be computed: %s", type(error).__name__)
             return False
         if not found:
@@ -112,9 +143,15 @@ class Rounds:
         return True
 
     def mean(self) -> dict[str, Tensor]:
-        """The mean of the round so far; empty where nothing was done in it. It is added up in the order of the sessions' names, always."""
+        """The mean of the round so far; empty where nothing was done in it. It is added up in the
+        order of the sessions' names, always.
+        """
         held: dict[str, tuple[int, Mapping[str, Tensor]]] = dict(self.left)
-        held |= {n: (s.learner.since, s.learner.masters) for n, s in self.sessions.items() if s.learner is not None and s.learner.since}
+        held |= {
+            n: (s.learner.since, s.learner.masters)
+            for n, s in self.sessions.items()
+            if s.learner is not None and s.learner.since
+        }
         return mean([held[name] for name in sorted(held)]) if held else {}
 
     def _members(self) -> list[Session]:

@@ -21,7 +21,9 @@ Tensor = torch.Tensor
 
 @dataclass
 class PendingForward:
-    """A forward pass whose backward pass has not come yet. Its graph is for the weights that it was made with: a step makes it void."""
+    """A forward pass whose backward pass has not come yet. Its graph is for the weights that it was
+    made with: a step makes it void.
+    """
 
     request: Frame
     output: Tensor | None = None
@@ -31,7 +33,9 @@ class PendingForward:
 
 @dataclass
 class Cache:
-    """Keys and values of a text that is being generated. Its turns are numbered as a session's requests are."""
+    """Keys and values of a text that is being generated. Its turns are numbered as a session's
+    requests are.
+    """
 
     value: Any
     turn: int = 0
@@ -61,7 +65,13 @@ class Session:
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it beside tensors and frames."""
         limits = [self.limits.payload, self.limits.table, self.limits.tensors, self.limits.axes]
-        out = {"peer": self.peer, "codec": self.codec, "limits": limits, "done": self.done, "check": self.check}
+        out = {
+            "peer": self.peer,
+            "codec": self.codec,
+            "limits": limits,
+            "done": self.done,
+            "check": self.check,
+        }
         return out | {"away": self.is_away, "has_gradients": self.has_gradients}
 
     @classmethod
@@ -72,32 +82,60 @@ class Session:
             ValueError: a field is missing, or has the wrong type.
         """
         fields = {"peer": str, "codec": str, "limits": list, "done": int, "check": int}
-        wrong = next((name for name, kind in fields.items() if type(saved.get(name)) is not kind), None)
+        wrong = next(
+            (name for name, kind in fields.items() if type(saved.get(name)) is not kind), None
+        )
         if wrong is not None:
             raise ValueError(f'"{wrong}" of a session is missing or has the wrong type')
         away, pending = saved.get("away", False), saved.get("has_gradients", True)
-        if saved["codec"] not in CODECS or not is_limits(saved["limits"]) or min(saved["done"], saved["check"]) < 0:
+        if (
+            saved["codec"] not in CODECS
+            or not is_limits(saved["limits"])
+            or min(saved["done"], saved["check"]) < 0
+        ):
             raise ValueError("the codec, limits or numbers of a session are out of range")
         if type(away) is not bool or type(pending) is not bool:
             raise ValueError("the flags of a session must be true or false")
-        made = cls(saved["peer"], saved["codec"], Limits(*saved["limits"]), saved["done"], saved["done"], saved["check"], reply, time.monotonic())
+        made = cls(
+            saved["peer"],
+            saved["codec"],
+            Limits(*saved["limits"]),
+            saved["done"],
+            saved["done"],
+            saved["check"],
+            reply,
+            time.monotonic(),
+        )
         made.is_away, made.has_gradients = away, pending
         return made
 
 
 def parse_hello(frame: Frame, about: Mapping[str, Value], key: str) -> tuple[str, str, Limits]:
-    """A session's name, its codec and the client's limits, out of a HELLO that speaks of the server's model and key."""
+    """A session's name, its codec and the client's limits, out of a HELLO that speaks of the
+    server's model and key.
+    """
     if frame.values.get("protocol") != PROTOCOL:
         raise FrameError(
-            "version", f"the client speaks protocol {frame.values.get('protocol')!r:.20}, the server {PROTOCOL}", hint="update the older side"
+            "version",
+            f"the client speaks protocol {frame.values.get('protocol')!r:.20}, the server "
+            f"{PROTOCOL}",
+            hint="update the older side",
         )
     for what, mine in about.items():
         if frame.values.get(what) != mine:
             other = str(frame.values.get(what))[:64]
-            raise FrameError("model", f"the server's {what} is {mine}, the client's {other}", hint="both sides need the same model, of one dtype")
+            raise FrameError(
+                "model",
+                f"the server's {what} is {mine}, the client's {other}",
+                hint="both sides need the same model, of one dtype",
+            )
     theirs = frame.values.get("key")
     if theirs and key and theirs != key:
-        raise FrameError("key", f"the backbone is locked with key {key}, the client has {theirs!r:.40}", hint="name the other key")
+        raise FrameError(
+            "key",
+            f"the backbone is locked with key {key}, the client has {theirs!r:.40}",
+            hint="name the other key",
+        )
     codec, limits = frame.values.get("codec"), frame.values.get("limits")
     if codec not in CODECS:
         raise FrameError("codec", f"there is no codec {codec!r:.20}")
@@ -110,14 +148,18 @@ def parse_hello(frame: Frame, about: Mapping[str, Value], key: str) -> tuple[str
 
 
 def is_limits(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and len(value) == 4 and all(type(n) is int and n > 0 for n in value)
+    return (
+        isinstance(value, list) and len(value) == 4 and all(type(n) is int and n > 0 for n in value)
+    )
 
 
 def is_session_name(name: str) -> bool:
     return len(name) == 32 and name.isascii() and name.isalnum()
 
 
-def restored_sessions(saved: Mapping[str, Mapping[str, Any]], frames: Mapping[str, bytes], limits: Limits) -> dict[str, Session]:
+def restored_sessions(
+    saved: Mapping[str, Mapping[str, Any]], frames: Mapping[str, bytes], limits: Limits
+) -> dict[str, Session]:
     """Rebuild the sessions of a checkpoint, with their last replies and open passes.
 
     Raises:
@@ -126,10 +168,15 @@ def restored_sessions(saved: Mapping[str, Mapping[str, Any]], frames: Mapping[st
     """
     if not all(is_session_name(name) for name in saved):
         raise ValueError("a session's name must be 32 letters and digits")
-    out = {name: Session.from_dict(fields, frames.get(f"{name}/reply", b"")) for name, fields in saved.items()}
+    out = {
+        name: Session.from_dict(fields, frames.get(f"{name}/reply", b""))
+        for name, fields in saved.items()
+    }
     for place, data in frames.items():
         name, _, number = place.partition("/")
-        if name not in out or not (number == "reply" or (number.isascii() and number.isdigit() and len(number) < 20)):
+        if name not in out or not (
+            number == "reply" or (number.isascii() and number.isdigit() and len(number) < 20)
+        ):
             raise ValueError(f'the frame "{place[:100]}" belongs to no session')
         frame = decode(data, limits)
         if number != "reply":
@@ -148,21 +195,35 @@ def session_of(sessions: Mapping[str, Session], frame: Frame, peer: str) -> Sess
     """The session that a frame names, if it is this client's."""
     session = sessions.get(name_in(frame))
     if session is None or session.peer != peer:
-        raise FrameError("session", "there is no such session of this client's", hint="say HELLO first")
+        raise FrameError(
+            "session", "there is no such session of this client's", hint="say HELLO first"
+        )
     return session
 
 
-def sessions_to_evict(sessions: Mapping[str, Session], peer: str, own: int, most: int, idle: float) -> list[str]:
-    """Whose places a new session takes, if there are too many: of those that are idle, the ones that were silent for longest, of this client's, then
-    of all. Where that is not enough the client is refused, and nobody is to go."""
+def sessions_to_evict(
+    sessions: Mapping[str, Session], peer: str, own: int, most: int, idle: float
+) -> list[str]:
+    """Whose places a new session takes, if there are too many: of those that are idle, the ones
+    that were silent for longest, of this client's, then of all. Where that is not enough the client
+    is refused, and nobody is to go.
+    """
     out: list[str] = []
     now = time.monotonic()
     for mine, bound in ((True, own), (False, most)):
-        among = sorted((s.seen, n) for n, s in sessions.items() if n not in out and (not mine or s.peer == peer))
+        among = sorted(
+            (s.seen, n)
+            for n, s in sessions.items()
+            if n not in out and (not mine or s.peer == peer)
+        )
         last = among[: max(0, len(among) + 1 - bound)] if bound else []
         if any(now - seen < idle for seen, _ in last):
             if mine:
                 require_room(peer, len(among), own)
-            raise FrameError("full", f"the server has {most} sessions, and takes no more", hint="end one, or come back later")
+            raise FrameError(
+                "full",
+                f"the server has {most} sessions, and takes no more",
+                hint="end one, or come back later",
+            )
         out += [name for _, name in last]
     return out

@@ -107,12 +107,14 @@ attack = breaching.get_attack_config("invertinggradients")
 attack.optim.max_iterations, attack.optim.callback = given["steps"], given["steps"]
 attack.restarts.num_trials = 1
 class About:
-    shape, classes, size, modality, normalize, mean, std, vocab_size = (3, 32, 32), 10, 1, "vision", True, [MEAN] * 3, [STD] * 3, 0
+    shape, classes, size, modality, vocab_size = (3, 32, 32), 10, 1, "vision", 0
+    normalize, mean, std = True, [MEAN] * 3, [STD] * 3
     def get(self, name, default=None): return getattr(self, name, default)
     def __getitem__(self, name): return getattr(self, name)
 setup = {"device": torch.device("cpu"), "dtype": torch.float}
 attacker = breaching.attacks.prepare_attack(model, torch.nn.CrossEntropyLoss(), attack, setup)
-payload = [{"parameters": list(model.parameters()), "buffers": list(model.buffers()), "metadata": About()}]
+state = {"parameters": list(model.parameters()), "buffers": list(model.buffers())}
+payload = [{**state, "metadata": About()}]
 meta = {"num_data_points": 1, "labels": given["label"], "local_hyperparams": None}
 shared = [{"gradients": list(given["slopes"].values()), "buffers": None, "metadata": meta}]
 start, cpu = time.perf_counter(), time.process_time()

@@ -491,7 +491,8 @@ class Bench:
                 verdicts.append(
                     (
                         (
-                            f"{name}: {after['regauge'] / after['mergekit']:.3f} of the CPU-seconds "
+                            f"{name}: {after['regauge'] / after['mergekit']:.3f} of the "
+                            "CPU-seconds "
                             f"(at most {GOALS[name]:.3f})"
                         ),
                         after["regauge"] <= GOALS[name] * after["mergekit"],

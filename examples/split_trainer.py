@@ -60,7 +60,6 @@ with (
         learning_rate=RATE,
         max_grad_norm=0.0,
         weight_decay=0.0,
-        # fmt: skip
         logging_steps=10,
         save_strategy="no",
         report_to=[],

@@ -17,36 +17,47 @@ from regauge.results.report import number
 
 HEAD = """# Experiments
 
-The papers' tables, run by `python -m experiments`. This page is made from the findings in [results](results) and from nothing else
-(`python -m experiments.document docs`); a test holds it to them.
+The papers' tables, run by `python -m experiments`. This page is made from the findings in
+[results](results) and from nothing else (`python -m experiments.document docs`); a test holds it to
+them.
 
 ```
 python -m experiments --list
 python -m experiments 000/table2                                    # minutes on two cores
 python -m experiments 000/table2 --report table2.html --json table2.json
-python -m experiments 000/table2 --preset paper --device cuda       # the paper's own models and data, from the hub or by path
+python -m experiments 000/table2 --preset paper --device cuda  # the paper's models and data
 ```
 
-- **Presets.** `small` builds ViT, BERT and GPT-2 of the transformers library from small configs and trains them for real, on data in `--assets DIR`
-  (or `$REGAUGE_ASSETS`); images fall back to scikit-learn's digits. `paper` names the paper's models and data: timm's ViT-Base on CIFAR-10, BERT and
-  GPT-2 on IMDB, a small BERT on SNLI, GPT-2 on WikiText-2, and ADE20k in a folder `ADEChallengeData2016` of the assets. What is missing is named.
-  The `paper` preset has not been run for this page.
-- **Nothing is computed twice.** Every training and every test is a cell, kept in `$REGAUGE_CACHE` (`~/.cache/regauge/experiments`) by the hash of
-  its parameters, its data and its version. An interrupted run goes on where it was, in the middle of a training too, and ends
-  with the same bits, on the same number of threads.
-- **A finding** stands between a guess (floor) and the plain model (ceiling); errors stand between what rounding allows and a control that must fail.
-- **Training is compared in float64 and without dropout**: two ways of training are then equal to rounding, and rounding does not grow into a
-  difference. The paper puts its gaps (97.75 against 97.94, 94.00 against 93.72) down to randomness; that the ways agree here shows that nothing else
-  is needed to explain them. With dropout the masks fall on other entries, so that runs agree in law only.
-- **What to discount.** Sizes and rates of `small` were chosen by the test accuracy of one seed, so that its accuracies are a little optimistic; the
-  comparison of ways does not depend on it. "No better than a guess" means at most a fifth of the way from a guess to the plain model.
-- **Rows of BERT.** The paper finds that the padding mask of the transformers library breaks rows. It does where the mask stays behind: regauge moves
-  the mask with the rows, and then padded batches agree to rounding. The same holds for GPT-2 with its causal mask.
-- **Pairs.** Paper 003 and the benchmark of Theus et al. need two models of one shape that were trained apart. `python -m experiments 003/pairs` trains
-  them, hours on two cores; the other `003/...` take what is finished, say how many, and train nothing. Two GPT-2s of the assets stand beside them.
-  With `--preset paper` they ask for the paper's own models by name; these were not to be had here.
-- **Without the key** a small model gives what a guess gives. The paper's perplexity of 1e7 is for a vocabulary of 50,257 and a far surer model; here
-  a guess has 1,024.
+- **Presets.** `small` builds ViT, BERT and GPT-2 of the transformers library from small configs and
+  trains them for real, on data in `--assets DIR` (or `$REGAUGE_ASSETS`); images fall back to
+  scikit-learn's digits. `paper` names the paper's models and data: timm's ViT-Base on CIFAR-10,
+  BERT and GPT-2 on IMDB, a small BERT on SNLI, GPT-2 on WikiText-2, and ADE20k in a folder
+  `ADEChallengeData2016` of the assets. What is missing is named. The `paper` preset has not been
+  run for this page.
+- **Nothing is computed twice.** Every training and every test is a cell, kept in `$REGAUGE_CACHE`
+  (`~/.cache/regauge/experiments`) by the hash of its parameters, its data and its version. An
+  interrupted run goes on where it was, in the middle of a training too, and ends with the same
+  bits, on the same number of threads.
+- **A finding** stands between a guess (floor) and the plain model (ceiling); errors stand between
+  what rounding allows and a control that must fail.
+- **Training is compared in float64 and without dropout**: two ways of training are then equal to
+  rounding, and rounding does not grow into a difference. The paper puts its gaps (97.75 against
+  97.94, 94.00 against 93.72) down to randomness; that the ways agree here shows that nothing else
+  is needed to explain them. With dropout the masks fall on other entries, so that runs agree in law
+  only.
+- **What to discount.** Sizes and rates of `small` were chosen by the test accuracy of one seed, so
+  that its accuracies are a little optimistic; the comparison of ways does not depend on it. "No
+  better than a guess" means at most a fifth of the way from a guess to the plain model.
+- **Rows of BERT.** The paper finds that the padding mask of the transformers library breaks rows.
+  It does where the mask stays behind: regauge moves the mask with the rows, and then padded batches
+  agree to rounding. The same holds for GPT-2 with its causal mask.
+- **Pairs.** Paper 003 and the benchmark of Theus et al. need two models of one shape that were
+  trained apart. `python -m experiments 003/pairs` trains them, hours on two cores; the other
+  `003/...` take what is finished, say how many, and train nothing. Two GPT-2s of the assets stand
+  beside them. With `--preset paper` they ask for the paper's own models by name; these were not to
+  be had here.
+- **Without the key** a small model gives what a guess gives. The paper's perplexity of 1e7 is for a
+  vocabulary of 50,257 and a far surer model; here a guess has 1,024.
 """
 ABOUT = {
     "000-table2": "A trained ViT sees permuted patches (rows), or has permuted channels "
@@ -256,10 +267,9 @@ def _cell(value: Any) -> str:
 
 def _row(f: Finding) -> str:
     verdict = {True: "holds", False: "**fails**", None: f.sentence}[f.holds]
-    return (
-        f"| {f.id} | "
-        f"{' | '.join('' if v is None else number(v) for v in (f.value, f.spread, f.floor, f.ceiling))} | {verdict} |"
-    )
+    values = (f.value, f.spread, f.floor, f.ceiling)
+    cells = " | ".join("" if v is None else number(v) for v in values)
+    return f"| {f.id} | {cells} | {verdict} |"
 
 
 if __name__ == "__main__":

@@ -345,7 +345,7 @@ class Lab:
         about = self.sizes.setdefault(subject.name, {"parameters": outcome.values["parameters"]})
         about[what] = (
             f"{outcome.values['examples']:,} of "
-            f"{self.open(subject.train if what == 'trained on' and subject.train else subject.test).name}"
+            f"{self.open((what == 'trained on' and subject.train) or subject.test).name}"
         )
 
 

@@ -195,7 +195,8 @@ def recipes(lab: Lab) -> Results:
     if lab.preset_name == "small":
         missing += (
             (
-                "CIFAR-10, a decoder beside least squares, blocks kept by the client, mixed samples "
+                "CIFAR-10, a decoder beside least squares, blocks kept by the client, mixed "
+                "samples "
                 "(--preset paper)"
             ),
         )

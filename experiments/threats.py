@@ -10,21 +10,25 @@ from regauge.results.findings import Finding, Results
 
 HEAD = """# Threat model: what a lock is worth
 
-A lock moves the backbone of a model by a secret element; embedding and head stay as they are. It is **obfuscation, not encryption**: everything
-that the model knows is still in the weights, in another order. This page says who undoes it, from measurements (`python -m experiments lock/attacks`;
-all numbers in [experiments](experiments.md)). It is made from those findings and from nothing else. Run `regauge audit lock LOCKED --against BASE
---data ...` for your own model: its numbers are the ones that count for you.
+A lock moves the backbone of a model by a secret element; embedding and head stay as they are. It is
+**obfuscation, not encryption**: everything that the model knows is still in the weights, in another
+order. This page says who undoes it, from measurements (`python -m experiments lock/attacks`; all
+numbers in [experiments](experiments.md)). It is made from those findings and from nothing else. Run
+`regauge audit lock LOCKED --against BASE --data ...` for your own model: its numbers are the ones
+that count for you.
 
-For files at rest use `regauge seal`. Against a machine that must compute with the weights and must not have them, use a trusted execution
-environment; a lock raises a cost, and below is how little.
+For files at rest use `regauge seal`. Against a machine that must compute with the weights and must
+not have them, use a trusted execution environment; a lock raises a cost, and below is how little.
 """
 TAIL = """## What is assumed
 
-- The adversary knows the architecture, the group of the lock (its record says it) and this library. It has not got the key.
-- Keys are 32 random bytes, and an element is drawn from the key and the model's digest: keys are not guessed. All attacks go around them.
+- The adversary knows the architecture, the group of the lock (its record says it) and this library.
+  It has not got the key.
+- Keys are 32 random bytes, and an element is drawn from the key and the model's digest: keys are
+  not guessed. All attacks go around them.
 - Drift is noise of a share of each tensor's spread, on every tensor. It stands in for fine-tuning.
-- Not measured: adversaries who change what they are given and watch the answers; timing; several locked models of one family at once; learned
-  orders on large models.
+- Not measured: adversaries who change what they are given and watch the answers; timing; several
+  locked models of one family at once; learned orders on large models.
 """
 
 
@@ -262,7 +266,8 @@ def _split(results: Results) -> str:
     lines = ["## What a server of split learning sees", ""]
     lines += [
         (
-            "From the features that a client sends, images are drawn again. SSIM of the best of the "
+            "From the features that a client sends, images are drawn again. SSIM of the best of "
+            "the "
             "attacks that were tried (1 is the image itself), and"
         )
     ]

@@ -70,7 +70,8 @@ def families() -> str:
         ),
         (
             "shows the same for a model of yours, with sizes; [the notation](notation.md) says how "
-            "groups act, and [adding a model](adding-a-model.md) how to describe one that is not here."
+            "groups act, and [adding a model](adding-a-model.md) how to describe one that is "
+            "not here."
         ),
         "",
         "| group | is | left by |",
@@ -78,7 +79,8 @@ def families() -> str:
         "| `permutation` | reorder | LayerNorm's gains, GELU |",
         "| `signed` | reorder, flip signs | RMSNorm's gains |",
         (
-            "| `monomial+`, `monomial` | reorder, scale (positive, or any but zero) | ReLU; the two "
+            "| `monomial+`, `monomial` | reorder, scale (positive, or any but zero) | ReLU; the "
+            "two "
             "sides of a gated FFN |"
         ),
         (
@@ -364,7 +366,8 @@ def reference() -> str:
         "# API reference",
         "",
         (
-            "All names of `regauge.__all__`. `import regauge` loads none of them before it is used. "
+            "All names of `regauge.__all__`. `import regauge` loads none of them before it is "
+            "used. "
             "[What is public](policy.md)."
         ),
         "",

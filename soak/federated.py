@@ -45,9 +45,33 @@ DTYPES = (
     torch.float8_e4m3fn,
 )
 ODD: tuple[Any, ...] = (
-    None, True, -1, 0, 10**12, 10**400, 10**5000, 1.5, float("nan"), float("inf"), -float("inf"), 1e308, "", "x" * 10**6, "\x1b[2J\ud800", b"bytes",
-    [], [1], {}, object(), torch.zeros(2), torch.tensor(3), np.zeros(3), np.int64(5), np.float32("nan"), lambda: 0,
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    10**12,
+    10**400,
+    10**5000,
+    1.5,
+    float("nan"),
+    float("inf"),
+    -float("inf"),
+    1e308,
+    "",
+    "x" * 10**6,
+    "\x1b[2J\ud800",
+    b"bytes",
+    [],
+    [1],
+    {},
+    object(),
+    torch.zeros(2),
+    torch.tensor(3),
+    np.zeros(3),
+    np.int64(5),
+    np.float32("nan"),
+    lambda: 0,
+)
 
 
 def honest(client: int, number: int) -> Contribution:

@@ -214,7 +214,8 @@ import json, resource, subprocess, sys
 command, out, err, seconds = json.loads(sys.argv[1])
 with open(out, "wb") as o, open(err, "wb") as e:
     try:
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=o, stderr=e, timeout=seconds).returncode
+        files = dict(stdin=subprocess.DEVNULL, stdout=o, stderr=e)
+        code = subprocess.run(command, timeout=seconds, **files).returncode
     except subprocess.TimeoutExpired:
         code = None
 print(json.dumps([code, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024]))

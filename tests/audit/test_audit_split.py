@@ -228,9 +228,7 @@ def test_when_an_attacker_has_stopped() -> None:
     assert not Attacked("a", {}, flat[:3], 1.0, 0.0).has_stopped
 
 
-def test_attacks_on_a_victim_are_exact_where_nothing_defends_and_at_the_floor_where_all_is_noise() -> (
-    None
-):
+def test_attacks_are_exact_without_a_defence_and_at_the_floor_under_noise() -> None:
     own, true = pictures(150, 2), pictures(12, 3)
     clear = denormalize(true, [0.5], [0.5])
     floor = mean(floors(denormalize(own, [0.5], [0.5]), clear, 2)["the mean image"], "SSIM") or 0.0

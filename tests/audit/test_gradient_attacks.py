@@ -63,8 +63,15 @@ def test_least_squares_gives_60_db_on_vit_s_and_vit_b_in_float32(
             num_heads=heads,
         )
     else:
-        model = vit(hidden_size=width, num_attention_heads=heads, num_hidden_layers=12, intermediate_size=4 * width, image_size=224, patch_size=16,
-                    initializer_range=0.02)  # fmt: skip
+        model = vit(
+            hidden_size=width,
+            num_attention_heads=heads,
+            num_hidden_layers=12,
+            intermediate_size=4 * width,
+            image_size=224,
+            patch_size=16,
+            initializer_range=0.02,
+        )
     data = examples(1, side=224)
     inputs, labels = data.batch([0])
     update, truth = contribute(model, plan_of("none"), data, inputs, labels)

@@ -184,7 +184,8 @@ for path in sys.argv[2:]:
         said = "read"
         for file in opened.files.values():
             for tensor in file.values():
-                numpy.ascontiguousarray(tensor.bits() if hasattr(tensor, "bits") else tensor.contiguous())
+                lazy = hasattr(tensor, "bits")
+                numpy.ascontiguousarray(tensor.bits() if lazy else tensor.contiguous())
     except RegaugeError as error:
         said = f"{error} | {error.hint}"
     except BaseException as error:

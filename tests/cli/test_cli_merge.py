@@ -177,7 +177,10 @@ def test_slices(run: Run, a: Path, tmp_path: Path) -> None:
 merge_method: passthrough
 slices:
   - sources: [{{model: {a}, layer_range: [0, 3]}}]
-  - sources: [{{model: {b}, layer_range: [1, 4], parameters: {{scale: {{filter: down_proj, value: 0.5}}}}}}]
+  - sources:
+      - model: {b}
+        layer_range: [1, 4]
+        parameters: {{scale: {{filter: down_proj, value: 0.5}}}}
 """
     )
     assert run("merge", tmp_path / "r.yaml", "-o", tmp_path / "out").code == 0

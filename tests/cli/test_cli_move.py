@@ -844,7 +844,8 @@ def test_misfits_of_many_layers_are_told_once(run: Run, llama: Path) -> None:
     lines = said.err.splitlines()
     assert lines[1:-1] == [
         (
-            'regauge:   "model.layers.0.self_attn.q_norm.weight" is in the file but not in the spec '
+            'regauge:   "model.layers.0.self_attn.q_norm.weight" is in the file but not in the '
+            "spec "
             "(and 2 more like it, layers 2-3)"
         ),
         (

@@ -194,7 +194,8 @@ KILLED = f"""
         if values["step"] == 5:
             os.kill(os.getpid(), signal.SIGKILL)
     cells.Work.save = save
-    cells.run(training.TRAIN, {LONG!r}, Path(sys.argv[1]), {{"train": open_data("digits").take(128)}})
+    data = {{"train": open_data("digits").take(128)}}
+    cells.run(training.TRAIN, {LONG!r}, Path(sys.argv[1]), data)
 """
 
 

@@ -106,9 +106,16 @@ def test_one_position_has_no_two_directions() -> None:
 
 def test_a_pass_of_variant_h_is_the_same_after_a_round_trip() -> None:
     config = transformers.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4, num_labels=3,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=4,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     torch.manual_seed(0)
     plain = transformers.ViTForImageClassification(config)
     images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 0])

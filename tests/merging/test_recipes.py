@@ -223,7 +223,8 @@ def test_aliases_within_aliases(tmp_path: Path) -> None:
     text = (
         "merge_method: linear\n"
         "slices: [&s "
-        f"{{sources: [&m {{model: one, layer_range: [0, 1], parameters: {{weight: [{weights}]}}}}, {sources}]}}, {slices}]\n"
+        f"{{sources: [&m {{model: one, layer_range: [0, 1], parameters: {{weight: [{weights}]}}}}, "
+        f"{sources}]}}, {slices}]\n"
     )
     with pytest.raises(RecipeError, match="must have at most 100,000 values") as caught:
         parse_recipe(text)

@@ -38,9 +38,11 @@ def outputs(folder):
     model = getattr(transformers, sys.argv[2]).from_pretrained(folder).eval()
     generator = torch.Generator().manual_seed(0)
     if hasattr(model.config, "vocab_size"):
-        inputs = {"input_ids": torch.randint(3, min(400, model.config.vocab_size), (2, 24), generator=generator)}
+        top = min(400, model.config.vocab_size)
+        inputs = {"input_ids": torch.randint(3, top, (2, 24), generator=generator)}
     else:
-        inputs = {"pixel_values": torch.randn(1, 3, 224, 224, generator=generator, dtype=model.dtype)}
+        pixels = torch.randn(1, 3, 224, 224, generator=generator, dtype=model.dtype)
+        inputs = {"pixel_values": pixels}
     with torch.no_grad():
         result = model(**inputs)
     return {k: v.double() for k, v in result.items() if isinstance(v, torch.Tensor)}, model
@@ -49,7 +51,8 @@ found = []
 for folder in sys.argv[4:]:
     b, after = outputs(folder)
     error = max(float((a[k] - b[k]).abs().max() / a[k].abs().max()) for k in a)
-    found.append([error, max(float((p.double() - q.double()).abs().max()) for p, q in zip(before.parameters(), after.parameters()))])
+    pairs = zip(before.parameters(), after.parameters())
+    found.append([error, max(float((p.double() - q.double()).abs().max()) for p, q in pairs)])
 assert not any(m == "regauge" or m.startswith("regauge.") for m in sys.modules)
 print(json.dumps(found))
 """

@@ -1,5 +1,5 @@
-"""Imports go only downwards, attacks know neither keys nor locks nor the truth, the core stays
-small: docs/architecture.md, held to its word.
+"""The layers of docs/architecture.md: packages import only those before them, attacks reach no
+secrets, the core stays small.
 """
 
 from __future__ import annotations
@@ -13,117 +13,54 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCES = ROOT / "src"
+PACKAGE = ROOT / "src" / "regauge"
 
-# From the bottom up: a part imports what stands before it, and nothing after it. Parts on one line
-# are one part.
-ORDER = """
-errors
-patterns
-files
-documents
-archives
-headers
-tensorfiles
-environment
-advisories
-memory
-blocks
-streams
-members
-drawing
-gathering
-fitting
-steps
-bits
-axes
-groups
-spec
-elements
-elementfiles
-action
-live
-fold
-families
-specfile
-trust
-checkpoint
-vocabularies
-testing
-sources cutting loading discovery
-adapters
-adapted
-keys
-planning
-writing
-pickles
-converting
-parquet
-data
-tokenizing
-tasks
-matching invariance
-moved
-fingerprints
-facts
-findings
-metrics
-report
-locking
-lockfiles
-sealing
-guarding
-edge
-permuting
-verification
-barriers
-connectivity
-merging
-jigsaw
-split
-attacks
-audit
-leakage
-gradients
-federated
-experiments
-demo
-cli
-__main__
-"""
-RANK = {name: rank for rank, line in enumerate(ORDER.split("\n")) for name in line.split()}
-SECRETS = {
-    "keys",
+# Each package imports only packages before it.
+ORDER = (
+    "errors",
+    "core",
+    "testing",
+    "checkpoints",
+    "models",
+    "data",
+    "results",
+    "matching",
+    "merging",
     "locking",
-    "lockfiles",
-    "sealing",
-    "guarding",
-    "edge",
-    "audit",
-    "leakage",
+    "verification",
+    "jigsaw",
+    "defences",
     "split",
-    "findings",
-}
-CORE = ("axes", "groups", "spec", "elements", "action")
+    "federated",
+    "attacks",
+    "audit",
+    "demo",
+    "cli",
+    "__main__",
+)
+TOP_FILES = {"__init__.py", "__main__.py", "errors.py", "testing.py", "py.typed"}
+SECRET = (
+    "regauge.locking",
+    "regauge.audit",
+    "regauge.split",
+    "regauge.federated",
+    "regauge.results.findings",
+)
+CORE = ("axes", "groups", "spec", "element", "action")
 CORE_LINES = 1000
 
 
-def part(module: str) -> str:
-    names = module.split(".")
-    return names[1] if len(names) > 1 else ""
-
-
 def imports(source: str) -> Iterator[tuple[int, str]]:
-    """(line, module) of everything of regauge that a file imports, in functions too; what is for
-    types alone does not count.
+    """Yield (line, module) of every import of regauge, in functions too; imports for type checkers
+    do not count.
     """
     tree = ast.parse(source)
-    typed = {
-        id(n)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for n in ast.walk(node)
-    }
+    guards = (
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.If) and "TYPE_CHECKING" in ast.unparse(n.test)
+    )
+    typed = {id(n) for guard in guards for n in ast.walk(guard)}
     for node in ast.walk(tree):
         if id(node) in typed:
             continue
@@ -140,147 +77,127 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
                     yield node.lineno, alias.name
 
 
-def parts() -> dict[str, list[Path]]:
-    found: dict[str, list[Path]] = {}
-    for path in sorted((SOURCES / "regauge").rglob("*.py")):
-        names = path.relative_to(SOURCES / "regauge").with_suffix("").parts
-        if names != ("__init__",):
-            found.setdefault(names[0], []).append(path)
-    return found
+def package_of(module: str) -> str:
+    return [*module.split("."), ""][1]
 
 
-PARTS = parts()
-USES = {
-    name: {part(module) for path in paths for _, module in imports(path.read_text())} & set(PARTS)
-    for name, paths in PARTS.items()
-}
-
-
-def upwards(name: str, source: str) -> list[str]:
-    """What a part imports and must not."""
-    found = []
-    for line, module in imports(source):
-        other = part(module)
-        if (
-            other in RANK
-            and RANK[other] >= RANK[name]
-            and other != name
-            and RANK[other] != RANK[name]
-        ):
-            found.append(f"line {line}: {module}")
-    return found
-
-
-def test_every_part_has_its_place() -> None:
-    assert set(PARTS) == set(RANK) - {""}, "say in ORDER where a new part stands"
-
-
-@pytest.mark.parametrize("name", sorted(PARTS))
-def test_imports_go_only_downwards(name: str) -> None:
-    for path in PARTS[name]:
-        assert upwards(name, path.read_text()) == [], path
-
-
-def test_an_import_upwards_is_seen() -> None:
-    assert upwards("groups", "def f():\n    from regauge.locking.lock import lock\n") == [
-        "line 2: regauge.locking.lock.lock"
+def misplaced(package: str, source: str) -> list[str]:
+    """List the imports of a file that point against the order."""
+    rank = ORDER.index(package)
+    return [
+        f"line {line}: {module}"
+        for line, module in imports(source)
+        if package_of(module) in ORDER and ORDER.index(package_of(module)) > rank
     ]
-    assert upwards("groups", "from regauge import keys") == ["line 1: regauge.locking.keys"]
-    assert (
-        upwards(
-            "groups",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from regauge.locking.lock "
-            "import lock\n",
-        )
-        == []
-    )
-    assert upwards("locking", "from regauge.core.groups import Group") == []
 
 
-def reached(name: str) -> set[str]:
-    """All parts that a part needs, however indirectly."""
-    found, todo = {name}, {name}
-    while todo:
-        todo = set().union(*(USES[one] for one in todo)) - found
-        found |= todo
-    return found - {name}
-
-
-def modules() -> dict[str, Path]:
+def files() -> dict[str, Path]:
+    """Map the name of every module to its file."""
     found = {}
-    for path in sorted((SOURCES / "regauge").rglob("*.py")):
-        names = path.relative_to(SOURCES).with_suffix("").parts
+    for path in sorted(PACKAGE.rglob("*.py")):
+        names = path.relative_to(PACKAGE.parent).with_suffix("").parts
         found[".".join(names[:-1] if names[-1] == "__init__" else names)] = path
     return found
 
 
-def reached_modules(start: str) -> set[str]:
-    """All modules that those of a part need, however indirectly, file by file: of a part that is
-    used, only what is used.
-    """
-    files = modules()
-    todo = {name for name in files if name == start or name.startswith(f"{start}.")}
+FILES = files()
+
+
+def reached(start: str) -> set[str]:
+    """Return every module that a package needs, however indirectly, file by file."""
+    todo = {name for name in FILES if name == start or name.startswith(f"{start}.")}
     found: set[str] = set()
     while todo:
         name = todo.pop()
         found.add(name)
-        for _, module in imports(files[name].read_text()):
+        for _, module in imports(FILES[name].read_text()):
             names = module.split(".")
             own = next(
                 (
                     ".".join(names[:n])
                     for n in range(len(names), 0, -1)
-                    if ".".join(names[:n]) in files
+                    if ".".join(names[:n]) in FILES
                 ),
-                None,
+                "",
             )
-            around = (
-                []
-                if own is None
-                else [".".join(own.split(".")[:n]) for n in range(2, len(own.split(".")) + 1)]
-            )
-            todo |= {one for one in around if one in files} - found
+            parents = {".".join(own.split(".")[:n]) for n in range(2, len(own.split(".")) + 1)}
+            todo |= (parents & FILES.keys()) - found
     return found
 
 
-def test_attacks_know_neither_keys_nor_locks_nor_the_truth() -> None:
-    """Not even indirectly: whatever an attack imports cannot hand it a key. (Puzzles are part of a
-    public model: attacks know how those are made.)
-    """
-    assert {part(module) for module in reached_modules("regauge.attacks")} & SECRETS == set()
-    assert {"matching", "action"} <= reached("attacks")
-    assert {"keys", "locking"} <= reached("audit"), "who scores them does"
+def test_only_five_files_at_the_top() -> None:
+    assert {p.name for p in PACKAGE.iterdir() if p.is_file()} == TOP_FILES
 
 
-def test_applications_do_not_know_each_other() -> None:
-    """Lock, match, merge, jigsaw and verify stand beside each other. Verify trains through the
-    edge, which also authorises locked models.
+def test_every_package_is_in_the_order() -> None:
+    assert {package_of(name) for name in FILES} - {""} == set(ORDER)
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_imports_follow_the_order(package: str) -> None:
+    for name, path in FILES.items():
+        if package_of(name) == package:
+            assert misplaced(package, path.read_text()) == [], path
+
+
+def test_a_misplaced_import_is_found() -> None:
+    assert misplaced("core", "def f():\n    from regauge.locking.lock import lock\n") == [
+        "line 2: regauge.locking.lock.lock"
+    ]
+    assert misplaced("core", "from regauge import cli") == ["line 1: regauge.cli"]
+    assert (
+        misplaced(
+            "core",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from regauge.locking.lock "
+            "import lock\n",
+        )
+        == []
+    )
+    assert misplaced("locking", "from regauge.core.groups import Group") == []
+
+
+def test_attacks_reach_neither_keys_nor_locks_nor_the_truth() -> None:
+    """Not even indirectly: nothing that an attack imports can give it a key. Puzzles are part of a
+    public model.
     """
-    apart = {
+    modules = reached("regauge.attacks")
+    assert [name for name in sorted(modules) if name.startswith(SECRET)] == []
+    assert {"regauge.matching", "regauge.core.action"} <= modules
+    assert {"regauge.locking.keys", "regauge.locking.lock"} <= reached("regauge.audit"), (
+        "the audit that scores attacks does"
+    )
+
+
+def test_applications_do_not_import_each_other() -> None:
+    """Verification trains through the wrapper that also authorises locked models."""
+    applications = {
         "locking",
         "merging",
         "jigsaw",
         "split",
+        "federated",
         "verification",
         "attacks",
         "audit",
-        "leakage",
         "cli",
     }
     for name in ("locking", "matching", "merging", "jigsaw", "verification"):
-        assert reached(name) & apart == ({"locking"} if name == "verification" else set()), name
+        others = {package_of(module) for module in reached(f"regauge.{name}")} & applications - {
+            name
+        }
+        assert others == ({"locking"} if name == "verification" else set()), name
 
 
 def lines_of_code(source: str) -> int:
-    """Lines with something on them that is neither a comment nor a docstring."""
-    told: set[int] = set()
+    """Count the lines that hold something other than comments and docstrings."""
+    docstrings: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         body: list[ast.stmt] = getattr(node, "body", [])
         if (
             isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
             and ast.get_docstring(node) is not None
         ):
-            told |= set(range(body[0].lineno, (body[0].end_lineno or 0) + 1))
+            docstrings |= set(range(body[0].lineno, (body[0].end_lineno or 0) + 1))
     quiet = {
         tokenize.COMMENT,
         tokenize.NL,
@@ -292,27 +209,24 @@ def lines_of_code(source: str) -> int:
     tokens = [
         t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.type not in quiet
     ]
-    return len({line for t in tokens for line in range(t.start[0], t.end[0] + 1)} - told)
+    return len({line for t in tokens for line in range(t.start[0], t.end[0] + 1)} - docstrings)
 
 
 def test_lines_of_code_are_counted() -> None:
     assert (
         lines_of_code(
-            '"""Told."""\n\n# a comment\ndef f():\n    """Told,\n    twice."""\n    return '
-            '"""not\n    told"""\n'
+            '"""Doc."""\n\n# a comment\ndef f():\n    """Doc,\n    twice."""\n    return '
+            '"""no\n    doc"""\n'
         )
         == 3
     )
 
 
 def test_the_core_is_small() -> None:
-    counted = {
-        name: lines_of_code((SOURCES / "regauge" / f"{name}.py").read_text()) for name in CORE
-    }
+    counted = {name: lines_of_code((PACKAGE / "core" / f"{name}.py").read_text()) for name in CORE}
     assert sum(counted.values()) < CORE_LINES, counted
 
 
-def test_the_architecture_page_has_the_same_order() -> None:
+def test_the_architecture_page_lists_every_package() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    for name in RANK.keys() - {"", "__main__", "memory", "blocks", "gathering"}:
-        assert f"`{name}`" in page or f"`{name}/`" in page or f"`{name}.py`" in page, name
+    assert [name for name in ORDER if name != "__main__" and f"`{name}" not in page] == []

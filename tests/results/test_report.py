@@ -289,9 +289,18 @@ def test_no_number_breaks_the_panels(value: float, measure: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "cell", "error"),
-    [(2.134e-7, "2.1e-7", "2.1e-7"), (0.0, "0", "0"), (0.98123, "0.9812", "0.98"), (0.0312, "0.0312", "3.1e-2"), (12345.6, "12,346", "12,346"),
-     (1.5e12, "1.5e12", "1.5e12"), (math.nan, "nan", "nan"), (-math.inf, "-inf", "-inf"), (None, "–", "–")],
-)  # fmt: skip
+    [
+        (2.134e-7, "2.1e-7", "2.1e-7"),
+        (0.0, "0", "0"),
+        (0.98123, "0.9812", "0.98"),
+        (0.0312, "0.0312", "3.1e-2"),
+        (12345.6, "12,346", "12,346"),
+        (1.5e12, "1.5e12", "1.5e12"),
+        (math.nan, "nan", "nan"),
+        (-math.inf, "-inf", "-inf"),
+        (None, "–", "–"),
+    ],
+)
 def test_numbers(value: float | None, cell: str, error: str) -> None:
     assert number(value) == cell
     assert amount(value, RESULTS.findings[0]) == error
@@ -611,8 +620,9 @@ def browse(html: str, folder: Path) -> tuple[list[int], list[str]]:
     """How wide the page's contents are where it is shown 360 and 1280 pixels wide, and what the
     browser's console says.
     """
-    script = """onload = () => document.body.append("widths=" + [...document.querySelectorAll("iframe")].map(f =>
-        [f.contentDocument.documentElement.scrollWidth, f.contentDocument.body.scrollWidth].sort((a, b) => b - a)[0]))"""
+    script = """onload = () => document.body.append("widths=" +
+        [...document.querySelectorAll("iframe")].map(f => f.contentDocument).map(d =>
+        [d.documentElement.scrollWidth, d.body.scrollWidth].sort((a, b) => b - a)[0]))"""
     frames = "".join(
         f'<iframe style="width:{w}px;height:600px;border:0"></iframe>' for w in (360, 1280)
     )

@@ -63,7 +63,8 @@ def text_layers(model: torch.nn.Module) -> TextLayers:
     pattern = (
         r"(.*\.h\.|h\.)(\d+)\.attn\.c_attn\.weight$"
         if causal
-        else r"(.*\.layer\.)(\d+)\.attention\.(?:self\.)?(?:query|key|value|q_lin|k_lin|v_lin)\.weight$"
+        else r"(.*\.layer\.)(\d+)\.attention\.(?:self\.)?"
+        r"(?:query|key|value|q_lin|k_lin|v_lin)\.weight$"
     )
     layers: dict[int, list[str]] = {}
     for n in names:

@@ -346,10 +346,8 @@ def match(
                 resume,
                 threads,
             )
-            say(
-                f"wrote {out_b}: B, "
-                f"{' and '.join(w for w, wanted in (('folded', fold), ('with fixed gauges', fixed)) if wanted)}"
-            )
+            steps = (("folded", fold), ("with fixed gauges", fixed))
+            say(f"wrote {out_b}: B, {' and '.join(name for name, wanted in steps if wanted)}")
         if save_element is not None:
             save(found.element, save_element, new=True)
         work.forget()

@@ -8,24 +8,25 @@ example that its command does not take.
 from __future__ import annotations
 
 NEXT = """\
-A Transformer's weights are one of many equal descriptions of the same function. regauge chooses which one.
+Rewrite a Transformer's weights in another basis without changing what it computes.
 
 Start here
-  regauge demo                                    two minutes, nothing is downloaded; writes a page to look at
-  regauge doctor                                  what is installed, what is missing, and how to get it
-  regauge inspect MODEL                           what your model permits: a folder, a .safetensors file or a hub id
+  regauge demo                          two minutes, no downloads; writes a page to look at
+  regauge doctor                        what is installed and missing, and how to get it
+  regauge inspect MODEL                 the symmetries of a model: a folder, a file or a hub id
 
 Then, by what you want
-  the same function in other weights              regauge move MODEL --random -o OUT
-  proof that the theory holds for my model        regauge verify MODEL
-  merge models that were trained apart            regauge compare A B, then regauge merge A B --align -o OUT
-  weights that only a key makes fit               regauge keygen -o KEY, then regauge lock MODEL -k KEY -o LOCKED
-  what such a lock is worth                       regauge audit lock LOCKED -k KEY --against BASE
-  a file that nobody reads without the key        regauge seal MODEL -k SEALKEY -o MODEL.sealed
-  a backbone on another machine, data kept here   regauge split certs --to CERTS, then regauge split serve and split train
-  training that minds positions less              regauge jigsaw train MODEL --data IMAGES -o OUT
-  training on data that stay with their owners    regauge federate MODEL --data IMAGES --clients 4 --rounds 10 -o RUN
-  what such training gives away                   regauge audit gradients MODEL --data IMAGES
+  equal weights in another basis        regauge move MODEL --random -o OUT
+  check the theory on my model          regauge verify MODEL
+  do two models share a basis?          regauge compare A B
+  merge models trained apart            regauge merge A B --align -o OUT
+  lock weights with a key               regauge keygen -o KEY, regauge lock MODEL -k KEY -o LOCKED
+  what such a lock is worth             regauge audit lock LOCKED -k KEY --against BASE
+  encrypt a model at rest               regauge seal MODEL -k SEALKEY -o MODEL.sealed
+  backbone on a server, data here       regauge split certs, then split serve and split train
+  training with jigsaw puzzles          regauge jigsaw train MODEL --data IMAGES -o OUT
+  federated training                    regauge federate MODEL --data IMAGES --clients 4 -o RUN
+  what gradients leak                   regauge audit gradients MODEL --data IMAGES
 
 regauge --help lists all commands; regauge COMMAND --help ends with an example."""
 

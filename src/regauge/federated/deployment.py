@@ -33,7 +33,7 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 NAME = "regauge"  # of the connection in Flower's configuration
-MODULE = '''"""What SuperLink and SuperNodes run: regauge's apps. Everything else is in their own configuration."""
+MODULE = '''"""The apps that SuperLink and SuperNodes run, with a configuration of their own."""
 
 from regauge.federated.flower import client_app, server_app
 

@@ -254,7 +254,8 @@ def _transported(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Merge:
         )  # the stream's map is a mean, and soft even if its plans are exact
         note = (
             f"transported next to {anchor.key} by {by}, "
-            f"{'softly' if soft else 'exactly'}{', which makes it another function' if mixes else ''}"
+            f"{'softly' if soft else 'exactly'}"
+            f"{', which makes it another function' if mixes else ''}"
         )
         verdicts[key] = replace(
             verdicts[key], moved="; then ".join(t for t in (verdicts[key].moved, note) if t)

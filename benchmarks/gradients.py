@@ -196,7 +196,7 @@ def _update(name: str, image: torch.Tensor, seed: int) -> dict[str, Any]:
 
 
 def _ours(given: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    from regauge.attacks.descents import How, inverting_gradients
+    from regauge.attacks.descents import DescentConfig, inverting_gradients
     from regauge.attacks.updates import Granted, SentUpdate, Update
 
     model = MODELS[given["name"]]()
@@ -213,7 +213,8 @@ def _ours(given: dict[str, Any]) -> tuple[torch.Tensor, float]:
     )
     started = time.process_time()
     found = inverting_gradients(
-        view, How(steps=given["steps"], objective="cosine", smooth=0.02, schedule="cosine")
+        view,
+        DescentConfig(steps=given["steps"], objective="cosine", tv_weight=0.02, schedule="cosine"),
     )
     return found.images, time.process_time() - started
 

@@ -18,9 +18,9 @@ from scipy.optimize import linear_sum_assignment
 from experiments.cells import Cell
 from experiments.models import build
 from experiments.training import parameters_of
-from regauge.attacks.inversion import decoder
-from regauge.attacks.linear import ridge
-from regauge.attacks.served import averaged, regrouped
+from regauge.attacks.inversion import decoder_inversion
+from regauge.attacks.linear import ridge_inversion
+from regauge.attacks.served import average_views, regroup_tokens
 from regauge.attacks.views import PairedImages
 from regauge.checkpoints.resume import Outcome, Work
 from regauge.data.augment import augmented
@@ -228,16 +228,18 @@ def _attacked(
     view = PairedImages(seen, ordered_pool, pool, patch)
     tried: dict[str, Callable[[], Tensor]] = {}
     if not mixes:
-        tried["least squares"] = lambda: ridge(view, shuffled=rows, seed=seed).images
+        tried["least squares"] = lambda: ridge_inversion(view, shuffled=rows, seed=seed).images
     shuffled = rows or mixes
     pairs = client.features(pool, in_order=False) if shuffled else ordered_pool
     if shuffled:
         tried["least squares over sets"] = lambda: (
-            ridge(PairedImages(seen, pairs, pool, patch), scopes=["set"], seed=seed).images
+            ridge_inversion(
+                PairedImages(seen, pairs, pool, patch), scopes=["set"], seed=seed
+            ).images
         )
     if how["decoder"]:
         tried["decoder"] = lambda: (
-            decoder(
+            decoder_inversion(
                 PairedImages(seen, pairs, pool, patch),
                 in_order=not shuffled,
                 seed=seed,
@@ -248,11 +250,11 @@ def _attacked(
 
         def together() -> Tensor:
             flat = [
-                part.flatten(0, 1)[regrouped(replace(view, seen=part), seed=seed)]
+                part.flatten(0, 1)[regroup_tokens(replace(view, observed=part), seed=seed)]
                 for part in torch.split(seen, 50)
             ]
             skip = view.features.shape[1] - flat[0].shape[1]
-            found = ridge(
+            found = ridge_inversion(
                 PairedImages(torch.cat(flat), ordered_pool[:, skip:], pool, patch), seed=seed
             ).images
             cost = torch.cdist(
@@ -269,13 +271,13 @@ def _attacked(
                 views.append(
                     client.features(true, in_order=False)[torch.randperm(len(true), generator=draw)]
                 )
-            mean = averaged(
+            mean = average_views(
                 [client.features(pool, in_order=True) for _ in range(int(how["passes"]))],
                 link=False,
                 match=False,
             )
-            return ridge(
-                PairedImages(averaged(views, match=rows), mean, pool, patch),
+            return ridge_inversion(
+                PairedImages(average_views(views, match=rows), mean, pool, patch),
                 shuffled=rows,
                 seed=seed,
             ).images

@@ -27,7 +27,7 @@ from experiments.lab import Lab
 from experiments.presets import From, Subject
 from experiments.puzzles import accuracy, how, model_of, parameters_with, trained
 from experiments.updates import gradient_subjects
-from regauge.attacks.passes import twice
+from regauge.attacks.passes import double_backward
 from regauge.audit.gradients.attempts import QUICK, Attack, Budget, named
 from regauge.audit.gradients.clients import on, prepared, puzzle_of, slopes_of
 from regauge.audit.gradients.engine import GradientCase, row_of
@@ -403,7 +403,7 @@ def _each(
         return loss_of(examples, logits, y[None])
 
     of = {n: q.detach() for n, q in parameters.items()}
-    with twice():  # the fused attention cannot be mapped over samples
+    with double_backward():  # the fused attention cannot be mapped over samples
         found: dict[str, Tensor] = vmap(grad(loss), in_dims=(None, 0, 0))(
             of, inputs["pixel_values"], labels
         )

@@ -21,10 +21,16 @@ from experiments.lab import Lab
 from experiments.models import build
 from experiments.recipes import CIFAR, FACES, PICO, Scene
 from regauge.attacks.features import GROUPS
-from regauge.attacks.labels import clustered, count_classes, slopes_of
-from regauge.attacks.served import known_streams, regrouped, relinked, reused_key
-from regauge.attacks.texts import embedded
-from regauge.attacks.views import EmbeddedText, KnownStreams, PairedImages, SentSlopes, Served
+from regauge.attacks.labels import cluster_labels, count_classes, sample_grads
+from regauge.attacks.served import known_streams, regroup_tokens, relink_samples, reused_key
+from regauge.attacks.texts import embedding_search
+from regauge.attacks.views import (
+    EmbeddedText,
+    KnownStreams,
+    PairedImages,
+    SentGradients,
+    ServerPass,
+)
 from regauge.checkpoints.resume import Outcome, Work
 from regauge.core.groups import Kind
 from regauge.core.members import Member
@@ -168,10 +174,10 @@ def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
             true.append(labels[rows])
         streams.append(stream(train[:samples]))
         if epoch in (0, int(p["epochs"]) - 1):
-            slopes, told = slopes_of([Served(s, {}, s) for s in sent]), torch.cat(true)
-            loud = slopes_of(
+            slopes, told = sample_grads([ServerPass(s, {}, s) for s in sent]), torch.cat(true)
+            loud = sample_grads(
                 [
-                    Served(
+                    ServerPass(
                         s,
                         {},
                         s + _noise(s, s.flatten(1).norm(dim=1).mean() / s[0].numel() ** 0.5, drawn),
@@ -183,21 +189,21 @@ def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
             when = f"epoch {epoch + 1}"
             found[f"labels, {when}"] = [
                 most,
-                _named(clustered(SentSlopes(slopes), classes), told, classes),
+                _named(cluster_labels(SentGradients(slopes), classes), told, classes),
             ]
             found[f"labels, gradients with noise of their own size, {when}"] = [
                 most,
-                _named(clustered(SentSlopes(loud), classes), told, classes),
+                _named(cluster_labels(SentGradients(loud), classes), told, classes),
             ]
             found[f"the number of classes, {when}"] = [
                 0.0,
-                float(count_classes(SentSlopes(slopes)) == classes),
+                float(count_classes(SentGradients(slopes)) == classes),
             ]
     for noise in NOISES:
         who = torch.from_numpy(drawn.permutation(samples))
         first, last = (z + _noise(z, noise * z.std(), drawn) for z in (streams[0], streams[-1]))
         right = who[
-            relinked(_shuffled(first, drawn)[0], _shuffled(last[who], drawn)[0])
+            relink_samples(_shuffled(first, drawn)[0], _shuffled(last[who], drawn)[0])
         ] == torch.arange(samples)
         found[f"links from before training to after it, noise {noise:g}"] = [
             1 / samples,
@@ -252,7 +258,7 @@ def _columns(seen: Tensor, own: Tensor, drawn: np.random.Generator) -> dict[str,
                 KnownStreams(plain, _shuffled(plain, drawn)[0] @ matrix.T, kind)
             )
             out[f"columns ({kind}) from {count} known images"] = [1 / width, right(found)]
-        moved = Served(_shuffled(seen.double(), drawn)[0] @ matrix.T, {})
+        moved = ServerPass(_shuffled(seen.double(), drawn)[0] @ matrix.T, {})
         out[f"columns ({kind}) from {len(seen)} unknown images"] = [
             1 / width,
             right(reused_key([moved], own, kind)),
@@ -271,7 +277,7 @@ def _regroup(
     skip = tokens - places
     body = drawn.permutation(count * places)
     mixed = torch.cat([z[:, :skip], z[:, skip:].flatten(0, 1)[body].view(count, places, -1)], 1)
-    found = regrouped(PairedImages(mixed, own, images, patch))
+    found = regroup_tokens(PairedImages(mixed, own, images, patch))
     at = found // tokens * places + found % tokens - skip
     random = np.stack([drawn.permutation(count) for _ in range(places)], 1)
     return [_together(torch.from_numpy(random)), _together(torch.from_numpy(body)[at] // places)]
@@ -301,7 +307,7 @@ def text(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
                 x.shape[1], 1, Stream(seed_key(int(drawn.integers(1 << 30))), "leaks")
             )
             x = x @ torch.from_numpy(member.matrix()[0]).T
-        tokens, places = embedded(EmbeddedText(x.float(), model, kind))
+        tokens, places = embedding_search(EmbeddedText(x.float(), model, kind))
         about = f"rows shuffled, columns moved ({kind})" if kind else "rows shuffled"
         found[f"tokens, {about}"] = [1 / size, float((tokens == ids[0, order[0]]).double().mean())]
         found[f"their places, {about}"] = [1 / count, float((places == order[0]).double().mean())]

@@ -290,7 +290,7 @@ TRIED = {
 
 def _found(case: LockCase, p: Mapping[str, Any]) -> dict[str, Any]:
     budget = Budget(
-        int(p.get("steps", 300)), rates=tuple(p.get("rates", (1e-3,))), seed=int(p["key"])
+        int(p.get("steps", 300)), lrs=tuple(p.get("rates", (1e-3,))), seed=int(p["key"])
     )
     results = audit_lock(
         case,

@@ -22,7 +22,7 @@ from experiments.lab import Lab
 from experiments.models import build
 from experiments.presets import From, Subject
 from experiments.puzzles import how, model_of, parameters_with, score_of, subjects_of, trained
-from regauge.attacks.april import april_model
+from regauge.attacks.april import make_april_model
 from regauge.audit.gradients.attempts import Budget, named
 from regauge.audit.gradients.engine import GradientCase, floors, row_of
 from regauge.audit.gradients.scores import LEAK, Scored
@@ -316,7 +316,7 @@ def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     """
     model = _model(p, data.get("weights"))
     slow = p["attack"].startswith("april")
-    model = april_model(model) if slow else model
+    model = make_april_model(model) if slow else model
     model = model.double() if p["attack"].endswith("float64") else model.float()
     count, (mean_, std) = int(p["count"]), (p["task"]["mean"], p["task"]["std"])
     examples = examples_of(p["task"], data["images"])

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from regauge.attacks.inversion import (
-    decoder,
-    in_order,
-    linked,
-    probe,
+    decoder_inversion,
+    link_samples,
+    position_probe,
     public_patches,
+    restore_order,
     to_images,
     to_patches,
 )
-from regauge.attacks.linear import ridge
+from regauge.attacks.linear import ridge_inversion
 from regauge.attacks.views import PairedImages
 from regauge.results.metrics import Lpips, MetricError, identified, mse, psnr, similarity, ssim
 from support.features import PATCH, TOKENS, VALUES, Embedding, pictures, shuffled
@@ -75,14 +75,14 @@ def test_noise_is_a_defence_of_a_public_embedding() -> None:
 def test_positions_are_read_off_shuffled_tokens() -> None:
     embed, true = Embedding(2 * VALUES), pictures(20, 2)
     seen, order = shuffled(embed(true))
-    found = probe(PairedImages(seen, embed(pictures(300, 1)), pictures(300, 1), PATCH))
+    found = position_probe(PairedImages(seen, embed(pictures(300, 1)), pictures(300, 1), PATCH))
     assert float((found == order).float().mean()) > 0.97
-    assert torch.allclose(in_order(seen, order), embed(true))
+    assert torch.allclose(restore_order(seen, order), embed(true))
     blind = Embedding(
         2 * VALUES, positions=0.0
     )  # no positions in the tokens: what is left is what patches of a place look like
     seen, order = shuffled(blind(true))
-    found = probe(PairedImages(seen, blind(pictures(300, 1)), pictures(300, 1), PATCH))
+    found = position_probe(PairedImages(seen, blind(pictures(300, 1)), pictures(300, 1), PATCH))
     assert float((found == order).float().mean()) < 0.3
 
 
@@ -95,8 +95,8 @@ def test_a_decoder_that_asks_all_tokens_does_not_mind_their_order() -> None:
 
     def error(seen: torch.Tensor, features: torch.Tensor, ordered: bool) -> float:
         view = PairedImages(seen, features, own, PATCH)
-        found = decoder(
-            view, in_order=ordered, hidden=64, depth=1, epochs=10, patience=4, batch=32, rate=3e-3
+        found = decoder_inversion(
+            view, in_order=ordered, hidden=64, depth=1, epochs=10, patience=4, batch=32, lr=3e-3
         )
         assert len(found.losses) <= 10
         return float(mse(found.images, true).mean())
@@ -118,16 +118,18 @@ def test_least_squares_are_exact_without_a_defence_and_a_filter_against_noise() 
         return z + scale * z.std() * torch.randn(z.shape, generator=draw)
 
     floor = float(mse(own.mean(0, keepdim=True).expand_as(true), true).mean())
-    clear = ridge(PairedImages(shuffled(embed(true))[0], embed(own), own, PATCH), shuffled=True)
+    clear = ridge_inversion(
+        PairedImages(shuffled(embed(true))[0], embed(own), own, PATCH), shuffled=True
+    )
     assert float(mse(clear.images, true).max()) < 1e-9
     first = (
         torch.cat([torch.ones(24, 1, VALUES), embed(true)], 1),
         torch.cat([torch.ones(300, 1, VALUES), embed(own)], 1),
     )
-    assert float(mse(ridge(PairedImages(*first, own, PATCH)).images, true).max()) < 1e-9
+    assert float(mse(ridge_inversion(PairedImages(*first, own, PATCH)).images, true).max()) < 1e-9
     errors = {}
     for scope in ("token", "image", "both"):
-        found = ridge(
+        found = ridge_inversion(
             PairedImages(noisy(embed(true), 0.5), noisy(embed(own), 0.5), own, PATCH),
             scopes=[scope],
         )  # type: ignore[list-item]
@@ -138,19 +140,23 @@ def test_least_squares_are_exact_without_a_defence_and_a_filter_against_noise() 
     mixed, others = shuffled(embed(true))[0], shuffled(embed(own), 6)[0]  # neither side in order
     assert (
         float(
-            mse(ridge(PairedImages(mixed, others, own, PATCH), scopes=["set"]).images, true).mean()
+            mse(
+                ridge_inversion(PairedImages(mixed, others, own, PATCH), scopes=["set"]).images,
+                true,
+            ).mean()
         )
         < 0.4 * floor
     )
     assert (
         float(
             mse(
-                ridge(PairedImages(mixed, others, own, PATCH), scopes=["image"]).images, true
+                ridge_inversion(PairedImages(mixed, others, own, PATCH), scopes=["image"]).images,
+                true,
             ).mean()
         )
         > 0.7 * floor
     )
-    nothing = ridge(
+    nothing = ridge_inversion(
         PairedImages(torch.randn(24, TOKENS, VALUES), torch.randn(300, TOKENS, VALUES), own, PATCH)
     )
     assert float(mse(nothing.images, true).mean()) > 0.9 * floor
@@ -160,7 +166,7 @@ def test_samples_are_linked_over_fresh_shuffles() -> None:
     embed, true = Embedding(2 * VALUES), pictures(12, 2)
     who = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     second = shuffled(embed(true)[who], 8)[0]
-    found = linked(shuffled(embed(true), 7)[0], second)
+    found = link_samples(shuffled(embed(true), 7)[0], second)
     assert torch.equal(who[found], torch.arange(12))
 
 

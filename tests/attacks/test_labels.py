@@ -11,14 +11,14 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 from regauge.attacks.labels import (
-    by_direction,
-    by_norm,
-    clustered,
+    cluster_labels,
     count_classes,
-    several,
-    slopes_of,
+    direction_attack,
+    multilabel_attack,
+    norm_attack,
+    sample_grads,
 )
-from regauge.attacks.views import SentSlopes, Served
+from regauge.attacks.views import SentGradients, ServerPass
 
 TOKENS, WIDTH = 9, 48
 
@@ -73,17 +73,19 @@ class Task:
                 p.data -= rate * g
         return self
 
-    def served(self) -> Served:
+    def served(self) -> ServerPass:
         """What the server sees: rows shuffled, sample by sample."""
         (slope,) = torch.autograd.grad(self.loss(), [self.outputs])
         index = self.order[..., None].expand_as(slope)
-        return Served(self.outputs.detach().gather(1, index), {}, slope.gather(1, index))
+        return ServerPass(self.outputs.detach().gather(1, index), {}, slope.gather(1, index))
 
-    def view(self, known: int = 0) -> SentSlopes:
-        slopes = slopes_of([self.served()])
+    def view(self, known: int = 0) -> SentGradients:
+        slopes = sample_grads([self.served()])
         if self.many:
-            return SentSlopes(slopes, many={i: self.labels[i].tolist() for i in range(known)})
-        return SentSlopes(slopes, {i: int(self.labels[i]) for i in range(known)})
+            return SentGradients(
+                slopes, known_label_sets={i: self.labels[i].tolist() for i in range(known)}
+            )
+        return SentGradients(slopes, {i: int(self.labels[i]) for i in range(known)})
 
 
 def right(found: torch.Tensor, true: torch.Tensor, classes: int) -> float:
@@ -101,9 +103,9 @@ def auc(score: torch.Tensor, true: torch.Tensor) -> float:
     return float((pos[:, None] > neg[None]).double().mean())
 
 
-def noise(of: SentSlopes, known: Mapping[int, int] | None = None) -> SentSlopes:
-    return SentSlopes(
-        torch.randn(of.slopes.shape, generator=torch.Generator().manual_seed(0)).double(),
+def noise(of: SentGradients, known: Mapping[int, int] | None = None) -> SentGradients:
+    return SentGradients(
+        torch.randn(of.grads.shape, generator=torch.Generator().manual_seed(0)).double(),
         known or {},
     )
 
@@ -114,35 +116,40 @@ def test_gradients_of_a_class_point_one_way(classes: int, pooled: bool) -> None:
     task = Task(300, classes, pooled=pooled)
     view = task.view()
     assert count_classes(view) == classes
-    assert right(clustered(view, classes), task.labels, classes) > 0.97
-    assert right(clustered(noise(view), classes), task.labels, classes) < 1 / classes + 0.12
+    assert right(cluster_labels(view, classes), task.labels, classes) > 0.97
+    assert right(cluster_labels(noise(view), classes), task.labels, classes) < 1 / classes + 0.12
 
 
 def test_a_few_known_labels_name_the_clusters() -> None:
     task = Task(300, 5)
     view = task.view(known=12)
-    assert float((clustered(view, 5) == task.labels).double()[12:].mean()) > 0.97
-    assert float((clustered(noise(view, view.known), 5) == task.labels).double()[12:].mean()) < 0.35
+    assert float((cluster_labels(view, 5) == task.labels).double()[12:].mean()) > 0.97
+    assert (
+        float(
+            (cluster_labels(noise(view, view.known_labels), 5) == task.labels).double()[12:].mean()
+        )
+        < 0.35
+    )
 
 
 def test_a_rare_class_has_long_gradients_and_points_elsewhere() -> None:
     task = Task(600, 2, rare=0.1).learned(30)
     view = task.view()
-    assert auc(by_norm(view), task.labels) > 0.9
-    assert auc(by_direction(view), task.labels) > 0.99
-    for attack in (by_norm, by_direction):
+    assert auc(norm_attack(view), task.labels) > 0.9
+    assert auc(direction_attack(view), task.labels) > 0.99
+    for attack in (norm_attack, direction_attack):
         assert abs(auc(attack(noise(view)), task.labels) - 0.5) < 0.12
     balanced = Task(600, 2).learned(5)  # equally long, and still in opposite ways
-    assert abs(auc(by_norm(balanced.view()), balanced.labels) - 0.5) < 0.2
-    told = auc(by_direction(balanced.view()), balanced.labels)
+    assert abs(auc(norm_attack(balanced.view()), balanced.labels) - 0.5) < 0.2
+    told = auc(direction_attack(balanced.view()), balanced.labels)
     assert max(told, 1 - told) > 0.99
 
 
 def test_several_labels_at_once() -> None:
     task = Task(1200, 0, many=4)
-    known = several(task.view(known=60), 4)
+    known = multilabel_attack(task.view(known=60), 4)
     assert float(((known > 0) == task.labels.bool()).double()[60:].mean()) > 0.97
-    alone = several(task.view(), 4)
+    alone = multilabel_attack(task.view(), 4)
     match = torch.tensor(
         [[auc(alone[:, j], task.labels[:, k]) for k in range(4)] for j in range(4)]
     )
@@ -150,9 +157,11 @@ def test_several_labels_at_once() -> None:
     assert float(sure[linear_sum_assignment(-sure)].mean()) > 0.95, (
         "up to their order, and to yes and no"
     )
-    blind = several(SentSlopes(noise(task.view()).slopes, many=task.view(60).many), 4)
+    blind = multilabel_attack(
+        SentGradients(noise(task.view()).grads, known_label_sets=task.view(60).known_label_sets), 4
+    )
     assert abs(float(((blind > 0) == task.labels.bool()).double()[60:].mean()) - 0.55) < 0.1
 
 
 def test_passes_without_a_gradient_tell_nothing() -> None:
-    assert slopes_of([Served(torch.zeros(2, 3, 4), {})]).numel() == 0
+    assert sample_grads([ServerPass(torch.zeros(2, 3, 4), {})]).numel() == 0

@@ -9,9 +9,16 @@ import pytest
 import torch
 
 from regauge.attacks.features import GROUPS
-from regauge.attacks.linear import ridge
-from regauge.attacks.served import averaged, known_streams, regrouped, relinked, reused_key, unmoved
-from regauge.attacks.views import KnownStreams, PairedImages, Served
+from regauge.attacks.linear import ridge_inversion
+from regauge.attacks.served import (
+    average_views,
+    known_streams,
+    regroup_tokens,
+    relink_samples,
+    reused_key,
+    undo_member,
+)
+from regauge.attacks.views import KnownStreams, PairedImages, ServerPass
 from regauge.core.groups import Kind
 from regauge.core.members import Member
 from regauge.core.rng import Stream, seed_key
@@ -48,16 +55,20 @@ def test_known_samples_give_columns_and_rows(kind: Kind) -> None:
 
 def test_one_key_over_many_shuffled_passes_gives_it_away_and_then_the_images() -> None:
     m, true, own = member("permutation"), pictures(24, 2), pictures(600, 1)
-    passes = [Served(moved(shuffled(EMBED(pictures(100, 10 + i)), i)[0], m), {}) for i in range(6)]
+    passes = [
+        ServerPass(moved(shuffled(EMBED(pictures(100, 10 + i)), i)[0], m), {}) for i in range(6)
+    ]
     found = reused_key(passes, EMBED(own))
     right = float((found.matrix() == m.matrix()).all(-1).mean())
     assert right > 0.9
     seen = shuffled(EMBED(true))[0]
-    back = ridge(
-        PairedImages(unmoved(found, moved(seen, m)), EMBED(own[:150]), own[:150], PATCH),
+    back = ridge_inversion(
+        PairedImages(undo_member(found, moved(seen, m)), EMBED(own[:150]), own[:150], PATCH),
         shuffled=True,
     )
-    blind = ridge(PairedImages(moved(seen, m), EMBED(own[:150]), own[:150], PATCH), shuffled=True)
+    blind = ridge_inversion(
+        PairedImages(moved(seen, m), EMBED(own[:150]), own[:150], PATCH), shuffled=True
+    )
     assert float(mse(back.images, true).mean()) < 0.1 * float(mse(blind.images, true).mean())
 
 
@@ -74,7 +85,7 @@ def linked(scale: float, drift: float, samples: int = 40) -> float:
         shuffled(noisy(EMBED(true), scale, 1), 7)[0],
         shuffled(noisy(later(true)[who], scale, 2), 8)[0],
     )
-    return float((who[relinked(first, second)] == torch.arange(samples)).double().mean())
+    return float((who[relink_samples(first, second)] == torch.arange(samples)).double().mean())
 
 
 def test_samples_are_linked_over_noise_and_training() -> None:
@@ -94,7 +105,8 @@ def test_noise_does_not_survive_epochs() -> None:
         views.append(shuffled(noisy(true[who[-1]], 0.5, 20 + epoch), epoch)[0])
     first = shuffled(true, 0)[0]
     once, often = (
-        float((v - first).square().mean().sqrt() / true.std()) for v in (views[0], averaged(views))
+        float((v - first).square().mean().sqrt() / true.std())
+        for v in (views[0], average_views(views))
     )
     assert once == pytest.approx(0.5, rel=0.05)
     assert often < 0.25, "about a third of it is left"
@@ -102,7 +114,7 @@ def test_noise_does_not_survive_epochs() -> None:
         :, torch.randperm(TOKENS, generator=draw)
     ]  # the same noise again: nothing is gained
     assert float(
-        (averaged([views[0], kept]) - first).square().mean().sqrt() / true.std()
+        (average_views([views[0], kept]) - first).square().mean().sqrt() / true.std()
     ) == pytest.approx(once, rel=0.01)
 
 
@@ -127,13 +139,13 @@ def together(found: torch.Tensor, order: torch.Tensor) -> tuple[float, float]:
 def test_a_shuffled_batch_is_put_together_again() -> None:
     own = pictures(400, 1)
     seen, order = mixed(10, 3)
-    found = regrouped(PairedImages(seen, EMBED(own), own, PATCH))
+    found = regroup_tokens(PairedImages(seen, EMBED(own), own, PATCH))
     assert sorted(found.flatten().tolist()) == list(range(10 * TOKENS)), "every token once"
     group, place = together(found, order)
     assert group > 0.9
     assert place > 0.95
     back = seen.flatten(0, 1)[found]
-    images = ridge(PairedImages(back, EMBED(own), own, PATCH)).images
+    images = ridge_inversion(PairedImages(back, EMBED(own), own, PATCH)).images
     true = pictures(10, 2)
     nearest = (
         torch.cdist(images.flatten(1), true.flatten(1)).min(1).values.square() / true[0].numel()
@@ -141,6 +153,6 @@ def test_a_shuffled_batch_is_put_together_again() -> None:
     assert float(nearest.median()) < 1e-6
     blind = torch.randn(seen.shape, generator=torch.Generator().manual_seed(1))
     group, _ = together(
-        regrouped(PairedImages(blind, torch.randn(EMBED(own).shape), own, PATCH)), order
+        regroup_tokens(PairedImages(blind, torch.randn(EMBED(own).shape), own, PATCH)), order
     )
     assert group < 0.4, "from noise no more than a guess"

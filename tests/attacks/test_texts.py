@@ -8,9 +8,9 @@ import pytest
 import torch
 import transformers as T
 
-from regauge.attacks.features import GROUPS, vocabulary
-from regauge.attacks.texts import embedded, order_told
-from regauge.attacks.views import EmbeddedText, HiddenStates, Served
+from regauge.attacks.features import GROUPS, vocabulary_search
+from regauge.attacks.texts import embedding_search, order_leak
+from regauge.attacks.views import EmbeddedText, HiddenStates, ServerPass
 from regauge.core.groups import Kind
 from regauge.core.rng import Stream, seed_key
 from regauge.defences.split import Draw, Rows
@@ -57,10 +57,12 @@ def test_tokens_and_places_whatever_the_shuffle_and_the_key(name: str, kind: Kin
     with torch.no_grad():
         stream = cut(model).embed(input_ids=TEXT).stream[0]
     order = torch.randperm(len(stream), generator=torch.Generator().manual_seed(2))
-    tokens, places = embedded(EmbeddedText(moved(stream[order], kind), model, kind))
+    tokens, places = embedding_search(EmbeddedText(moved(stream[order], kind), model, kind))
     assert torch.equal(tokens, TEXT[0, order])
     assert torch.equal(places, order)
-    tokens, places = embedded(EmbeddedText(moved(stream, kind), model, kind, shuffled=False))
+    tokens, places = embedding_search(
+        EmbeddedText(moved(stream, kind), model, kind, shuffled=False)
+    )
     assert torch.equal(tokens, TEXT[0])
     assert torch.equal(places, torch.arange(len(stream)))
 
@@ -70,7 +72,7 @@ def test_another_embedding_tells_nothing() -> None:
     other = T.GPT2LMHeadModel(gpt2(n_embd=48, n_head=4)).double().eval()
     with torch.no_grad():
         stream = cut(other).embed(input_ids=TEXT).stream[0]
-    tokens, _ = embedded(EmbeddedText(stream, model_of("gpt2")))
+    tokens, _ = embedding_search(EmbeddedText(stream, model_of("gpt2")))
     assert int((tokens == TEXT[0]).sum()) <= 2
 
 
@@ -81,13 +83,13 @@ def test_deeper_states_in_no_order(kind: Kind) -> None:
         states = model(input_ids=TEXT, output_hidden_states=True).hidden_states[1][0]
     order = torch.randperm(len(states), generator=torch.Generator().manual_seed(2))
     assert (
-        vocabulary(
+        vocabulary_search(
             HiddenStates(moved(states[order], kind), model, 1, kind, shuffled=True), batch=16
         )
         == TEXT[0].tolist()
     )
     assert (
-        vocabulary(HiddenStates(moved(states[order], kind), model, 1, kind), batch=16)
+        vocabulary_search(HiddenStates(moved(states[order], kind), model, 1, kind), batch=16)
         != TEXT[0].tolist()
     ), "taken in the order in which they came"
 
@@ -103,8 +105,8 @@ def test_what_crosses_beside_the_stream_tells_the_order(name: str) -> None:
         for k, v in there.tensors.items()
         if k != crossing.boundary.stream
     }
-    found = order_told(
-        Served(
+    found = order_leak(
+        ServerPass(
             there.stream.detach(), {k: v for k, v in others.items() if isinstance(v, torch.Tensor)}
         )
     )

@@ -11,20 +11,25 @@ import torch
 
 from regauge import apply, element
 from regauge.attacks import labels, linear, served, texts
-from regauge.attacks.edges import annealed, can_order, public_edges, settled
-from regauge.attacks.features import GROUPS, known_inputs, seen_features, vocabulary
-from regauge.attacks.inversion import decoder, linked, probe, public_patches
-from regauge.attacks.products import products, rearranged
-from regauge.attacks.theft import Budget, learned_order, new_edges, scratch, tuned
+from regauge.attacks.edges import anneal, has_permuted_stream, public_edges, refine_order
+from regauge.attacks.features import GROUPS, feature_statistics, known_inputs, vocabulary_search
+from regauge.attacks.inversion import (
+    decoder_inversion,
+    link_samples,
+    position_probe,
+    public_patches,
+)
+from regauge.attacks.products import fit_permutation, layer_products
+from regauge.attacks.theft import Budget, fine_tune, learn_order, new_edges, train_from_scratch
 from regauge.attacks.views import (
     HiddenStates,
     KnownInputs,
-    Locked,
-    SeenFeatures,
-    WithBase,
-    WithCandidates,
-    WithLabels,
-    part_of,
+    LockedFile,
+    LockedFileWithBase,
+    LockedFileWithCandidates,
+    LockedFileWithLabels,
+    ObservedFeatures,
+    part_spec,
 )
 from regauge.attacks.weights import lineage, norm_vectors, public_base
 from regauge.checkpoints.reader import open_checkpoint
@@ -69,8 +74,8 @@ def test_a_public_base_gives_the_whole_key(name: str, kind: Kind, fold: bool) ->
     tuned_ = drifted(spec, base, 0.01)
     g = element(spec, 5, within=kind)
     locked = apply(g, tuned_, "backbone")
-    found = public_base(WithBase(spec, locked, kind, base=base))
-    unlocked = found.unlocked(spec, locked)
+    found = public_base(LockedFileWithBase(spec, locked, kind, base=base))
+    unlocked = found.unlock(spec, locked)
     names = [n for n, part in spec.parts.items() if part == "backbone" and n in locked]
     apart, size = (
         sum(float((x[n] - tuned_[n]).square().sum()) for n in names) for x in (unlocked, locked)
@@ -92,7 +97,9 @@ def test_gains_and_biases_give_the_stream_and_folded_norms_do_not() -> None:
     spec, base = model_of("gpt2")
     g = element(spec, 5, within="permutation")
     found = norm_vectors(
-        WithBase(spec, apply(g, drifted(spec, base, 0.01), "backbone"), "permutation", base=base)
+        LockedFileWithBase(
+            spec, apply(g, drifted(spec, base, 0.01), "backbone"), "permutation", base=base
+        )
     )
     assert (
         found.element.members["stream"].permutation().index
@@ -101,7 +108,7 @@ def test_gains_and_biases_give_the_stream_and_folded_norms_do_not() -> None:
     spec, base = model_of("gpt2", fold=True)
     g = element(spec, 5, within="orthogonal")
     assert not norm_vectors(
-        WithBase(spec, apply(g, base, "backbone"), "orthogonal", base=base)
+        LockedFileWithBase(spec, apply(g, base, "backbone"), "orthogonal", base=base)
     ).element.members
 
 
@@ -110,7 +117,9 @@ def test_a_stranger_as_base_gives_nothing() -> None:
     torch.manual_seed(99)
     other = {n: torch.randn_like(v) for n, v in base.items()}
     g = element(spec, 5, within="permutation")
-    found = public_base(WithBase(spec, apply(g, base, "backbone"), "permutation", base=other))
+    found = public_base(
+        LockedFileWithBase(spec, apply(g, base, "backbone"), "permutation", base=other)
+    )
     right = (
         found.element.members["stream"].permutation().index
         == g.members["stream"].permutation().index
@@ -125,19 +134,19 @@ def test_the_base_is_told_from_others_through_any_lock() -> None:
     candidates = {"base": base, "stranger": {n: v + torch.randn_like(v) for n, v in base.items()}}
     for kind in ("permutation", "signed", "full"):
         locked = apply(element(spec, 8, within=kind), drifted(spec, base, 0.01), "backbone")  # type: ignore[arg-type]
-        found = lineage(WithCandidates(spec, locked, kind, candidates=candidates))  # type: ignore[arg-type]
+        found = lineage(LockedFileWithCandidates(spec, locked, kind, candidates=candidates))  # type: ignore[arg-type]
         assert found["base"] < 0.05 < 0.2 < found["stranger"]
 
 
 def test_products_do_not_depend_on_what_is_inside_a_layer() -> None:
     spec, state = model_of("llama")
     inside = element(spec, 2, spaces=["kv", "rep", "qk", "vo", "ffn"])
-    backbone = part_of(spec, "backbone")
-    told = products(Costs(backbone, state, apply(inside, state)), "stream")
+    backbone = part_spec(spec, "backbone")
+    told = layer_products(Costs(backbone, state, apply(inside, state)), "stream")
     assert len(told) >= 3 * 2
     for y, x in told:
         np.testing.assert_allclose(y, x, atol=1e-9 * np.abs(x).max())
-    assert Locked(spec, state).kind == "full"
+    assert LockedFile(spec, state).kind == "full"
 
 
 def test_an_order_is_found_from_a_wrong_beginning() -> None:
@@ -148,8 +157,8 @@ def test_an_order_is_found_from_a_wrong_beginning() -> None:
     moved = t[truth][:, truth] + 0.1 * draw.standard_normal((40, 40))
     start = truth.copy()
     start[:30] = np.roll(truth[:30], 1)  # three in four are wrong
-    assert (rearranged([(moved, t)], start) == truth).all()
-    assert (rearranged([(-moved, t)], start) != truth).any()
+    assert (fit_permutation([(moved, t)], start) == truth).all()
+    assert (fit_permutation([(-moved, t)], start) != truth).any()
 
 
 @pytest.mark.parametrize("alike", [True, False])
@@ -167,11 +176,13 @@ def test_an_order_is_found_without_a_beginning_if_matrices_are_alike(alike: bool
         vector[truth], vector + draw.standard_normal(60)
     )  # a hint of the order, which is not enough
     assert (likeness.argmax(1) == truth).mean() < 0.2
-    right = annealed([(like[truth][:, truth] / 2, plain)], likeness, 16).argmax(1) == truth
+    right = anneal([(like[truth][:, truth] / 2, plain)], likeness, 16).argmax(1) == truth
     assert right.all() if alike else right.mean() < 0.2
     near = truth.copy()
     near[:4] = truth[[1, 0, 3, 2]]
-    assert (settled([(like[truth][:, truth] / 2, plain)], likeness, near) == truth).all() == alike
+    assert (
+        refine_order([(like[truth][:, truth] / 2, plain)], likeness, near) == truth
+    ).all() == alike
 
 
 @pytest.mark.skipif(not (ASSETS / "gpt2_pair").exists(), reason="the shared assets are not here")
@@ -181,29 +192,29 @@ def test_the_edges_of_a_trained_gpt2_give_the_order_of_its_stream_and_those_of_a
     spec, state = stored("seed1")
     g = element(spec, 5, within="permutation")
     locked = apply(g, state, "backbone")
-    found = public_edges(Locked(spec, locked, "permutation"))
+    found = public_edges(LockedFile(spec, locked, "permutation"))
     assert wrong(found.element, Element(spec, {"stream": g.members["stream"]})) == 0
-    unlocked = found.unlocked(spec, locked)
+    unlocked = found.unlock(spec, locked)
     assert torch.equal(
         unlocked["transformer.h.2.ln_1.weight"], state["transformer.h.2.ln_1.weight"]
     )  # type: ignore[arg-type]
     other = stored("seed2")[1]
     mixed = {n: v if spec.parts.get(n) == "backbone" else other[n] for n, v in locked.items()}
     stranger = (
-        public_edges(Locked(spec, mixed, "permutation")).element.members["stream"].permutation()
+        public_edges(LockedFile(spec, mixed, "permutation")).element.members["stream"].permutation()
     )
     assert (stranger.index == g.members["stream"].permutation().index).mean() < 0.05
 
 
 def test_edges_tell_no_signs_and_no_rotations() -> None:
     spec, state = model_of("llama")
-    assert can_order(Locked(spec, state, "permutation"))
-    assert not can_order(Locked(spec, state, "signed"))
-    assert not public_edges(Locked(spec, state, "signed")).element.members
+    assert has_permuted_stream(LockedFile(spec, state, "permutation"))
+    assert not has_permuted_stream(LockedFile(spec, state, "signed"))
+    assert not public_edges(LockedFile(spec, state, "signed")).element.members
     spec, state = model_of("gpt2", fold=True)
-    assert not can_order(Locked(spec, state, "orthogonal"))
+    assert not has_permuted_stream(LockedFile(spec, state, "orthogonal"))
     assert sorted(
-        public_edges(Locked(*model_of("gpt2"), "signed"))
+        public_edges(LockedFile(*model_of("gpt2"), "signed"))
         .element.members["stream"]
         .permutation()
         .index[0]
@@ -248,19 +259,23 @@ def test_moved_features_alone_give_a_permutation(kind: Kind) -> None:
     m = member(kind)
     moved = features(3000, 0) @ torch.from_numpy(m.matrix()[0]).float().T
     np.testing.assert_allclose(
-        seen_features(SeenFeatures(moved, features(3000, 1), kind)).matrix(), m.matrix(), atol=1e-9
+        feature_statistics(ObservedFeatures(moved, features(3000, 1), kind)).matrix(),
+        m.matrix(),
+        atol=1e-9,
     )
     if kind == "signed":  # products cannot tell M from -M, what features lean to can
         np.testing.assert_allclose(
-            seen_features(SeenFeatures(-moved, features(3000, 1), kind)).matrix(),
+            feature_statistics(ObservedFeatures(-moved, features(3000, 1), kind)).matrix(),
             -m.matrix(),
             atol=1e-9,
         )
     noise = torch.randn(
         3000, 24, generator=torch.Generator().manual_seed(2)
     )  # features that tell nothing
-    blind = seen_features(
-        SeenFeatures(noise @ torch.from_numpy(m.matrix()[0]).float().T, torch.randn(3000, 24), kind)
+    blind = feature_statistics(
+        ObservedFeatures(
+            noise @ torch.from_numpy(m.matrix()[0]).float().T, torch.randn(3000, 24), kind
+        )
     ).matrix()
     assert (np.abs(blind - m.matrix()).max(2) < 1e-9).mean() < 0.5
 
@@ -273,7 +288,7 @@ def test_moved_features_alone_give_most_of_a_rotation(sign: int) -> None:
     turn = torch.from_numpy(sign * member("orthogonal").matrix()[0]).float()
     x, others = features(20_000, 0), features(20_000, 1)
     found = torch.from_numpy(
-        seen_features(SeenFeatures(x @ turn.T, others, "orthogonal")).matrix()[0]
+        feature_statistics(ObservedFeatures(x @ turn.T, others, "orthogonal")).matrix()[0]
     ).float()
     apart = (x @ (found - turn).T).square().sum() / x.square().sum()
     assert apart < 0.2
@@ -287,13 +302,15 @@ def test_hidden_states_give_the_text(kind: Kind) -> None:
         states = model(input_ids=text, output_hidden_states=True).hidden_states[1][0]
     m = GROUPS[kind].sample(12, 1, Stream(seed_key(4), "test"))
     assert (
-        vocabulary(
+        vocabulary_search(
             HiddenStates(states @ torch.from_numpy(m.matrix()[0]).T, model, 1, kind), batch=16
         )
         == text[0].tolist()
     )
     assert (
-        vocabulary(HiddenStates(torch.randn(6, 12, dtype=torch.float64), model, 1, kind), batch=16)
+        vocabulary_search(
+            HiddenStates(torch.randn(6, 12, dtype=torch.float64), model, 1, kind), batch=16
+        )
         != text[0].tolist()
     )
 
@@ -311,9 +328,11 @@ def test_a_locked_backbone_is_worth_something_to_a_thief_and_keeps_its_weights()
     spec, plain = spec_of(model), {n: v.clone() for n, v in model.state_dict().items()}
     locked = apply(element(spec, 3, within="permutation"), plain, "backbone")
     model.load_state_dict(locked)
-    view = WithLabels(spec, locked, "permutation", model=model, examples=task(model, 64, 0))
-    budget = Budget(steps=12, batch=16, rates=(5e-3,))
-    for steal in (new_edges, tuned, scratch):
+    view = LockedFileWithLabels(
+        spec, locked, "permutation", model=model, examples=task(model, 64, 0)
+    )
+    budget = Budget(steps=12, batch=16, lrs=(5e-3,))
+    for steal in (new_edges, fine_tune, train_from_scratch):
         stolen = steal(view, budget).state_dict()
         inside = [n for n, part in spec.parts.items() if part == "backbone"]
         kept = all(torch.equal(stolen[n], locked[n]) for n in inside)
@@ -327,10 +346,10 @@ def test_a_locked_backbone_is_worth_something_to_a_thief_and_keeps_its_weights()
 def test_a_learned_order_is_a_permutation_that_the_model_uses() -> None:
     model = build("vit").float()
     spec = spec_of(model)
-    view = WithLabels(
+    view = LockedFileWithLabels(
         spec, dict(model.state_dict()), "permutation", model=model, examples=task(model, 64, 0)
     )
-    learned, order = learned_order(view, Budget(steps=5, batch=16, rates=(1e-2,)))
+    learned, order = learn_order(view, Budget(steps=5, batch=16, lrs=(1e-2,)))
     assert sorted(order.index[0].tolist()) == list(range(12))
     pixels = view.examples.batch(np.arange(4))[0]["pixel_values"]
     with torch.no_grad():
@@ -369,37 +388,37 @@ def test_every_attack_says_what_it_is() -> None:
         public_base,
         lineage,
         known_inputs,
-        seen_features,
-        vocabulary,
+        feature_statistics,
+        vocabulary_search,
         new_edges,
-        tuned,
-        learned_order,
+        fine_tune,
+        learn_order,
     )
     of_labels = (
         labels.count_classes,
-        labels.clustered,
-        labels.by_norm,
-        labels.by_direction,
-        labels.several,
+        labels.cluster_labels,
+        labels.norm_attack,
+        labels.direction_attack,
+        labels.multilabel_attack,
     )
     of_passes = (
         served.known_streams,
         served.reused_key,
-        served.relinked,
-        served.averaged,
-        served.regrouped,
+        served.relink_samples,
+        served.average_views,
+        served.regroup_tokens,
     )
     for attack in (
         *of_locks,
         *of_labels,
         *of_passes,
-        texts.order_told,
-        texts.embedded,
-        linear.ridge,
-        decoder,
-        probe,
+        texts.order_leak,
+        texts.embedding_search,
+        linear.ridge_inversion,
+        decoder_inversion,
+        position_probe,
         public_patches,
-        linked,
+        link_samples,
     ):
         for word in (
             "Sees:",

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import support.picos as picos
-from regauge.attacks.views import Served
+from regauge.attacks.views import ServerPass
 from regauge.audit.split import LeakageError, SplitCase, audit_split
 from regauge.audit.split.attempts import ATTACKS, Budget, Setting, attempt, patch_of, views_of
 from regauge.audit.split.engine import chance, denormalize, labels_of
@@ -144,7 +144,7 @@ def test_gradients_are_seen_in_the_steps_that_are_watched() -> None:
     passes = pair.train(data, Run(5, 4), watch_first=3)
     assert len(passes) == 3
     assert all(
-        p.slope is not None and p.slope.shape == p.stream.shape and float(p.slope.abs().sum()) > 0
+        p.grad is not None and p.grad.shape == p.stream.shape and float(p.grad.abs().sum()) > 0
         for p in passes
     )
     assert len(pair.losses) == 5
@@ -279,7 +279,9 @@ def test_labels_are_told_from_gradients_and_not_from_noise() -> None:
     passes = make_split_pair(vit(), "rows", ADAMW).train(data, run, watch_first=6)
     assert (labels_of(passes, data, run) or 0) > 0.9
     g = torch.Generator().manual_seed(0)
-    noise = [Served(p.stream, p.others, torch.randn(p.stream.shape, generator=g)) for p in passes]
+    noise = [
+        ServerPass(p.stream, p.others, torch.randn(p.stream.shape, generator=g)) for p in passes
+    ]
     assert (labels_of(noise, data, run) or 0) < 0.65
     assert labels_of([], data, run) is None
     many = examples(60, multi=True)

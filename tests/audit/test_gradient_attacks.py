@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from regauge.attacks.april import april, april_model, is_april
-from regauge.attacks.classes import label_counts, labels_from, shared_out
-from regauge.attacks.descents import How, april_descent, dlg, gradvit, idlg, inverting_gradients
+from regauge.attacks.april import april, is_april, make_april_model
+from regauge.attacks.classes import apportion, expand_counts, label_counts
+from regauge.attacks.descents import (
+    DescentConfig,
+    april_descent,
+    dlg,
+    gradvit,
+    idlg,
+    inverting_gradients,
+)
 from regauge.attacks.embeddings import embedding_least_squares
 from regauge.attacks.membership import auc
-from regauge.attacks.passes import slopes_by, twice
+from regauge.attacks.passes import double_backward, make_gradient_fn
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Update, check_update
 from regauge.audit.gradients.clients import contribute, prepared, rehearse
@@ -179,7 +186,7 @@ def test_spans_say_nothing_of_more_tokens_than_channels_or_of_withheld_layers() 
 def test_labels_are_counted(name: str, combination: str) -> None:
     view, truth = sent(MODELS[name](), combination, first=2)
     assert torch.equal(label_counts(view), torch.bincount(truth.labels, minlength=5))
-    assert sorted(truth.labels.tolist()) == labels_from(label_counts(view)).tolist()
+    assert sorted(truth.labels.tolist()) == expand_counts(label_counts(view)).tolist()
 
 
 def test_labels_are_told_without_the_bias_and_not_without_the_head() -> None:
@@ -187,7 +194,7 @@ def test_labels_are_told_without_the_bias_and_not_without_the_head() -> None:
     assert int(label_counts(changed(view, classifier__bias=None)).argmax()) == int(truth.labels)
     with pytest.raises(UpdateError, match=r"classifier\.weight"):
         label_counts(sent(vit(), "withhold=head")[0])
-    assert shared_out(torch.tensor([0.2, 1.4, 1.4]), 3).tolist() == [0, 2, 1]
+    assert apportion(torch.tensor([0.2, 1.4, 1.4]), 3).tolist() == [0, 2, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -319,11 +326,11 @@ def test_the_spectral_distance_is_that_of_the_pixels() -> None:
 
 def test_april_is_exact_on_its_own_block_in_float64_and_nothing_on_a_real_one() -> None:
     for model in (vit(), timm_vit()):
-        view, truth = sent(april_model(model), dtype=torch.float64)
+        view, truth = sent(make_april_model(model), dtype=torch.float64)
         found, solved = april(view)
         assert psnr(found, truth.read["pixel_values"]) > 100
         assert solved.rank == solved.unknowns == 17
-        rough, _ = sent(april_model(model))
+        rough, _ = sent(make_april_model(model))
         assert psnr(april(rough)[0], truth.read["pixel_values"]) < 100  # float32
         real, _ = sent(model, dtype=torch.float64)
         assert psnr(april(real)[0], truth.read["pixel_values"]) < 15
@@ -341,7 +348,7 @@ def test_april_gives_100_db_on_the_modified_vit_b() -> None:
         "image_size": 224,
         "patch_size": 16,
     }
-    view, truth = sent(april_model(vit(**sizes, initializer_range=0.02)), dtype=torch.float64)
+    view, truth = sent(make_april_model(vit(**sizes, initializer_range=0.02)), dtype=torch.float64)
     found, solved = april(view)
     assert psnr(found, truth.read["pixel_values"]) > 100
     assert solved.condition > 1e4
@@ -355,8 +362,8 @@ def test_guessed_gradients_are_the_clients_own_one_by_one_and_side_by_side() -> 
         view, truth = sent(vit(**TINY), combination, dtype=torch.float64)
         mask = None if truth.puzzle is None else truth.puzzle.mask
         x = truth.read["pixel_values"][None]
-        with twice():
-            slopes = slopes_by(view, mask)
+        with double_backward():
+            slopes = make_gradient_fn(view, mask)
             one = slopes(x, truth.labels[None])
             many = slopes(torch.cat([x, 0 * x]), truth.labels.expand(2, 1))
         for name, slope in view.update.tensors.items():
@@ -371,12 +378,19 @@ def test_guessed_gradients_are_the_clients_own_one_by_one_and_side_by_side() -> 
 def test_descents_lower_their_objective_and_know_the_truth_when_they_see_it(attack: Any) -> None:
     view, truth = sent(vit(**TINY))
     how = {
-        dlg: How(objective="euclidean", signed=False, learned=True, schedule="none"),
-        gradvit: How(
-            objective="layers", smooth=0.01, seams=0.01, near=0.01, restarts=2, schedule="cosine"
+        dlg: DescentConfig(
+            objective="euclidean", signed=False, optimize_labels=True, schedule="none"
         ),
-        april_descent: How(objective="april", signed=False),
-    }.get(attack, How(smooth=0.01))
+        gradvit: DescentConfig(
+            objective="layers",
+            tv_weight=0.01,
+            seam_weight=0.01,
+            consensus_weight=0.01,
+            restarts=2,
+            schedule="cosine",
+        ),
+        april_descent: DescentConfig(objective="april", signed=False),
+    }.get(attack, DescentConfig(tv_weight=0.01))
     found = attack(view, replace(how, steps=12))
     assert found.images.shape == truth.read["pixel_values"].shape
     assert found.curve[-1] < found.curve[0]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from regauge.attacks.classes import label_counts
-from regauge.attacks.membership import asked_layers, auc, practise, practised_membership
-from regauge.attacks.regression import features_of, learn_regression, regressed, resemblance
+from regauge.attacks.membership import auc, available_layers, calibrate, calibrated_membership
+from regauge.attacks.regression import fit_ridge, resemblance, ridge_regression, update_features
 from regauge.attacks.spans import span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Threat
 from regauge.audit.gradients.attempts import Budget, attempt, named
@@ -40,7 +40,7 @@ def seen(combination: str, first: int = 0, count: int = 4) -> tuple[SentUpdate, 
 def told(view: SentUpdate, true: torch.Tensor) -> float:
     others = patches_of(examples(12, seed=9).batch(range(4))[0]["pixel_values"], 4)
     asked = torch.cat([patches_of(true, 4), others])
-    scores = practised_membership(view, asked)
+    scores = calibrated_membership(view, asked)
     inside = len(asked) - len(others)
     return auc(scores[:inside], scores[inside:])
 
@@ -49,7 +49,7 @@ def test_membership_goes_by_deeper_layers_where_the_first_are_not_sent() -> None
     view, true = seen("freeze=embedding,first")
     with pytest.raises(UpdateError, match="neither the patch embedding"):
         span_membership(view, patches_of(true, 4))
-    assert asked_layers(view, layers_of(view.model, view.shape)) == ["block 1"]
+    assert available_layers(view, layers_of(view.model, view.shape)) == ["block 1"]
     views = [seen("freeze=embedding,first", first) for first in (0, 3, 6)]
     strangers = [examples(12, seed=77).batch([n])[0]["pixel_values"] for n in (3, 4, 5)]
     members = sum(told(view, true) for view, true in views) / 3
@@ -67,10 +67,10 @@ def test_membership_needs_something_to_practise_on() -> None:
     view, true = seen("none")
     bare = SentUpdate(view.model, view.update, view.shape, Granted(batch=1))
     with pytest.raises(UpdateError, match="nothing to practise on"):
-        practise(bare)
+        calibrate(bare)
     view, true = seen("freeze=matrices")
     with pytest.raises(UpdateError, match="nor that of any attention"):
-        practised_membership(view, patches_of(true, 4))
+        calibrated_membership(view, patches_of(true, 4))
 
 
 @pytest.mark.parametrize(
@@ -79,33 +79,33 @@ def test_membership_needs_something_to_practise_on() -> None:
 def test_regression_learns_what_updates_say(combination: str, helps: bool) -> None:
     plan = plan_of(combination)
     model, own = prepared(vit(), plan), examples(80, seed=5)
-    learned = learn_regression(practice(model, plan, own, 80, 1000))
+    learned = fit_ridge(practice(model, plan, own, 80, 1000))
     mean = own.batch(range(80))[0]["pixel_values"].mean(0, keepdim=True)
     gained = []
     for first in range(8):
         view, true = seen(combination, first, 1)
-        gained.append(psnr(regressed(view, learned), true) - psnr(mean, true))
+        gained.append(psnr(ridge_regression(view, learned), true) - psnr(mean, true))
     if helps:
         assert np.mean(gained) > 0.3
-        assert learned.left < 0.97
+        assert learned.unexplained < 0.97
         view, true = seen(combination, 0, 1)
         assert resemblance(view, patches_of(true, 4), learned).shape == (16,)
     else:
         assert abs(np.mean(gained)) < 0.3  # the mean image, and not below it
-        assert learned.left > 0.97
+        assert learned.unexplained > 0.97
 
 
 def test_a_layer_that_reads_one_token_gives_it_away() -> None:
     view, _ = seen("none")
-    slopes = view.slopes
+    slopes = view.grads
     head = {n: slopes[n] for n in ("classifier.weight", "classifier.bias")}
-    found = features_of(head, "inputs")
+    found = update_features(head, "inputs")
     k = int(slopes["classifier.bias"].abs().argmax())
     assert torch.allclose(
         found, (slopes["classifier.weight"][k] / slopes["classifier.bias"][k]).double(), atol=1e-4
     )
     with pytest.raises(UpdateError, match="too few"):
-        learn_regression([])
+        fit_ridge([])
 
 
 def test_matrices_are_all_but_biases_and_gains_and_labels_stay() -> None:
@@ -124,8 +124,8 @@ def test_matrices_are_all_but_biases_and_gains_and_labels_stay() -> None:
 def test_practice_draws_as_often_as_it_is_asked_to() -> None:
     plan, own = plan_of("batch=4"), examples(6)
     made = list(practice(vit(), plan, own, 5, 0))
-    assert [len(m.read) for m in made] == [4] * 5
-    assert not torch.equal(made[0].read, made[1].read)
+    assert [len(m.inputs) for m in made] == [4] * 5
+    assert not torch.equal(made[0].inputs, made[1].inputs)
     assert not list(practice(vit(), plan_of("batch=7"), own, 5, 0))  # never more than there are
 
 

@@ -14,12 +14,12 @@ import transformers
 
 from regauge.attacks.subspaces import (
     exact_search,
+    find_text_layers,
     span_candidates,
     tag,
-    text_layers,
     token_membership,
 )
-from regauge.attacks.tables import words_in_places
+from regauge.attacks.tables import locate_words
 from regauge.attacks.updates import Granted, SentUpdate
 from regauge.audit.gradients.clients import contribute, prepared
 from regauge.audit.text_scores import rouge, rouge_l, scores_of
@@ -104,14 +104,14 @@ def test_two_tables_give_a_text_whatever_comes_after_them(length: int) -> None:
         ids,
         "+dropout",
     )
-    assert bag(words_in_places(view)) == bag(ids)
+    assert bag(locate_words(view)) == bag(ids)
     found = bag(exact_search(view))
     assert found != bag(ids)
 
 
 def test_two_tables_tell_words_of_several_texts_by_place() -> None:
     ids = texts(3, 8)
-    found = words_in_places(sent(bert().double(), ids))
+    found = locate_words(sent(bert().double(), ids))
     assert len(found[0]) == 8
     told = {(p, int(w)) for text in found if len(text) == 8 for p, w in enumerate(text)}
     true = {(p, int(w)) for text in ids for p, w in enumerate(text)}
@@ -123,11 +123,11 @@ def test_two_tables_tell_words_of_several_texts_by_place() -> None:
 
 def test_two_tables_need_both() -> None:
     with pytest.raises(UpdateError, match="table of positions"):
-        words_in_places(sent(bert(), texts(1, 8), "+withhold=positions"))
+        locate_words(sent(bert(), texts(1, 8), "+withhold=positions"))
     with pytest.raises(UpdateError, match="every word of the vocabulary"):
-        words_in_places(sent(gpt2(), texts(1, 8)))
+        locate_words(sent(gpt2(), texts(1, 8)))
     with pytest.raises(UpdateError, match="every word of the vocabulary"):
-        words_in_places(sent(bert(), texts(1, 8), "+noise=0.1"))
+        locate_words(sent(bert(), texts(1, 8), "+noise=0.1"))
 
 
 @pytest.mark.parametrize(("model", "count"), [(gpt2, 1), (gpt2, 3), (bert, 1), (bert, 2)])
@@ -191,7 +191,7 @@ def test_models_without_the_layers_are_refused_by_name() -> None:
         vocab_size=20,
     )
     with pytest.raises(UpdateError, match="no table of words"):
-        text_layers(transformers.LlamaForCausalLM(config))
+        find_text_layers(transformers.LlamaForCausalLM(config))
 
 
 @pytest.mark.skipif(not (ASSETS / "gpt2_pair").exists(), reason="the shared assets are not here")

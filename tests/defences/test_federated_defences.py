@@ -349,9 +349,9 @@ def test_a_server_rehearses_what_its_clients_do(tmp_path: Path) -> None:
     )
     one, other = rehearsed(model, seen, own, settings, 2, 0)
     assert one.update.tensors.keys() == seen.tensors.keys()
-    assert (one.update.steps, len(one.read)) == (2, 8)
-    assert not torch.equal(one.read, one.original)  # type: ignore[arg-type]
-    assert not torch.equal(one.read, other.read)
+    assert (one.update.steps, len(one.inputs)) == (2, 8)
+    assert not torch.equal(one.inputs, one.original)  # type: ignore[arg-type]
+    assert not torch.equal(one.inputs, other.inputs)
     (hidden,) = rehearsed(
         model, seen, own, replace(settings, defences=("freeze=embedding", "noise=0.1")), 1, 0
     )
@@ -368,7 +368,7 @@ def test_a_server_rehearses_what_its_clients_do(tmp_path: Path) -> None:
     )  # in the second step what is withheld has been trained, and what is frozen has not
     assert torch.equal(kept, one.update.tensors["model.classifier.weight"])
     (summed,) = rehearsed(model, seen, own, settings, 1, 0, clients=3)
-    assert len(summed.read) == 24
+    assert len(summed.inputs) == 24
 
 
 @pytest.mark.parametrize("jigsaw", [0.0, 0.3])

@@ -106,7 +106,7 @@ def changed(view: SentUpdate, **tensors: torch.Tensor | None) -> SentUpdate:
             new[key] = value
     return SentUpdate(
         view.model,
-        Update(new, view.update.kind, view.update.steps, view.update.rate),
+        Update(new, view.update.kind, view.update.steps, view.update.lr),
         view.shape,
         view.granted,
     )

@@ -1,8 +1,7 @@
-"""Attacks: what an adversary can do to what regauge protects. Each is a function of a view, which
-holds what that adversary has and nothing else.
+"""Attacks: each is a function of a view, which holds exactly what one adversary has.
 
-Here are the core and the matcher, and never keys, locks or the truth: whether a guess was right is
-judged elsewhere (`regauge.audit.lock`).
+The package imports the core and the matcher, and never keys, locks or the ground truth. Guesses are
+scored elsewhere (`regauge.audit`).
 """
 
 from __future__ import annotations

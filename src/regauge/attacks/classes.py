@@ -1,4 +1,4 @@
-"""Labels from an update: which classes a batch had, and how many of each."""
+"""Labels from an update: the classes of a batch and their counts."""
 
 from __future__ import annotations
 
@@ -11,63 +11,64 @@ Tensor = torch.Tensor
 
 
 def label_counts(view: SentUpdate, classes: int | None = None) -> Tensor:
-    """How many samples of each class an update was made of, [classes].
+    """Count the samples of each class behind an update, [classes].
 
-    Sees: the gradient by the head's bias or weight; the batch size. Recovers: labels at batch 1
-    (iDLG), their counts in larger batches. Why it works: the gradient by the bias is the mean of p
-    - y: its sign gives the label of one sample, and with p at hand the counts; p is that of the
-    head on the features that a class's weight gradient points along, which are all alike in a model
-    that has not learned yet. What stops it: a head that is not sent; noise; secure aggregation over
-    many clients; a model that is sure of its answers leaves the mean of p wide open. Floor: the
-    prior. Ceiling: exact; of two classes and no bias a coin, as turned features with the other
-    label give the same gradient. References: iDLG (2001.02610); Yin et al. 2021 (GradInversion); Ma
-    et al. 2022 (iLRG). Cost: none.
+    Sees: the gradient of the head's bias or weight; the batch size.
+    Recovers: the label at batch size 1 (iDLG), the counts of labels in larger batches.
+    Why it works: the gradient of the bias is the mean of p - y. Its sign gives the label of a
+        single sample; with p it gives the counts. p is the head's output for the features along
+        which a class's weight gradient points; an untrained model has almost the same features for
+        all samples.
+    What stops it: a head that is not sent; noise; secure aggregation over many clients; a confident
+        model, for which the mean of p is hard to estimate.
+    Floor: the prior.
+    Ceiling: exact; with two classes and no bias a coin flip, because negated features with the
+        other label give the same gradient.
+    References: iDLG (2001.02610); Yin et al. 2021 (GradInversion); Ma et al. 2022 (iLRG).
+    Cost: negligible.
     """
     weight, bias = head_of(view.model, classes)
     batch = view.granted.batch or 1
-    slopes = view.slopes
+    grads = view.grads
     state = {n: p.detach().double().cpu() for n, p in view.model.named_parameters()}
-    if weight not in slopes:
-        if bias is None or bias not in slopes:
-            view.slope(weight, "the gradient by the head")
+    if weight not in grads:
+        if bias is None or bias not in grads:
+            view.grad(weight, "the gradient of the head")
         assert bias is not None
-        only = slopes[bias].detach().double().cpu()
+        bias_grad = grads[bias].detach().double().cpu()
         if batch == 1:
-            return torch.nn.functional.one_hot(only.argmin(), len(only))
-        return shared_out(
-            (batch * (state[bias].softmax(0) - only)).clamp(min=0), batch
-        )  # p as of features that say nothing
-    steep = slopes[weight].detach().double().cpu()
-    along = slopes[bias].detach().double().cpu() if bias is not None and bias in slopes else None
-    if (
-        along is None
-        # rows of the weight's gradient are (p - y) times features: features' own direction tells p
-        # - y up to a factor
-    ):
-        u, s, _ = torch.linalg.svd(steep, full_matrices=False)
-        along = u[:, 0] * s[0]
-        along = (
-            along if -along.min() > along.max() else -along
-        )  # p - y adds up to 0, and of one sample one number alone is negative
-        along = along / along.abs().max()
+            return torch.nn.functional.one_hot(bias_grad.argmin(), len(bias_grad))
+        return apportion(
+            (batch * (state[bias].softmax(0) - bias_grad)).clamp(min=0), batch
+        )  # p for uninformative features: the bias alone
+    weight_grad = grads[weight].detach().double().cpu()
+    residual = grads[bias].detach().double().cpu() if bias is not None and bias in grads else None
+    if residual is None:
+        # Rows of the weight's gradient are (p - y) times the features, so that the leading left
+        # singular vector is p - y up to a factor.
+        u, s, _ = torch.linalg.svd(weight_grad, full_matrices=False)
+        residual = u[:, 0] * s[0]
+        # p - y sums to 0, and for a single sample exactly one entry is negative.
+        residual = residual if -residual.min() > residual.max() else -residual
+        residual = residual / residual.abs().max()
     if batch == 1:
-        return torch.nn.functional.one_hot(along.argmin(), len(along))
-    sure = along.abs() > 1e-3 * along.abs().max()
-    features = (steep[sure] / along[sure][:, None]).median(0).values
+        return torch.nn.functional.one_hot(residual.argmin(), len(residual))
+    is_large = residual.abs() > 1e-3 * residual.abs().max()
+    features = (weight_grad[is_large] / residual[is_large][:, None]).median(0).values
     p = (state[weight] @ features + (state[bias] if bias is not None else 0)).softmax(0)
-    return shared_out((batch * (p - along)).clamp(min=0), batch)
+    return apportion((batch * (p - residual)).clamp(min=0), batch)
 
 
-def shared_out(amounts: Tensor, total: int) -> Tensor:
-    """Whole numbers that add up to a total, nearest to these amounts: largest remainders."""
+def apportion(amounts: Tensor, total: int) -> Tensor:
+    """Round amounts to integers with a given total by the largest-remainder method."""
     amounts = amounts * total / amounts.sum().clamp(min=1e-300)
-    whole = amounts.floor()
-    missing = total - int(whole.sum())
-    order = (amounts - whole).argsort(descending=True)
-    whole[order[:missing]] += 1
-    return whole.long()
+    counts = amounts.floor()
+    remaining = total - int(counts.sum())
+    order = (amounts - counts).argsort(descending=True)
+    counts[order[:remaining]] += 1
+    return counts.long()
 
 
-def labels_from(counts: Tensor) -> Tensor:
-    """Counts as a list of labels in order."""
+def expand_counts(counts: Tensor) -> Tensor:
+    """Return class counts as a sorted list of labels."""
     return torch.repeat_interleave(torch.arange(len(counts)), counts)

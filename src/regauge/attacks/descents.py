@@ -1,9 +1,9 @@
-"""Attacks by optimisation: images whose gradients are those of the update.
+"""Attacks by optimisation: images whose gradients match those of the update.
 
-    found = inverting_gradients(view, How(steps=400, restarts=4))
+    result = inverting_gradients(view, DescentConfig(steps=400, restarts=4))
 
-One engine serves them all: an objective on gradients, priors on images, a schedule, restarts that
-run side by side. They differ in these alone.
+All attacks share one engine: an objective on gradients, priors on images, a schedule, and restarts
+that run side by side.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Literal
 
 import torch
 
-from regauge.attacks.classes import label_counts, labels_from
-from regauge.attacks.embeddings import silent_rows
-from regauge.attacks.passes import slopes_by, twice
+from regauge.attacks.classes import expand_counts, label_counts
+from regauge.attacks.embeddings import unused_rows
+from regauge.attacks.passes import double_backward, make_gradient_fn
 from regauge.attacks.updates import SentUpdate
 from regauge.errors import UpdateError
 from regauge.jigsaw.layers import layers_of
@@ -28,32 +28,42 @@ Objective = Literal["euclidean", "cosine", "layers", "april"]
 
 
 @dataclass(frozen=True)
-class How:
-    """How a descent goes. `objective` compares gradients: "euclidean" (all as one vector), "cosine"
-    (likewise), "layers" (cosine of each tensor, in the mean), "april" (euclidean, and the cosine of
-    the positions' gradients). `smooth` weighs total variation, `seams` the edges between patches,
-    `near` the distance to the mean of restarts. With `signed` only the sign of the gradient by the
-    image counts. `schedule`: the rate falls by steps, along a cosine, or not. `learned` labels are
-    optimised too.
+class DescentConfig:
+    """Configuration of a descent.
+
+    Attributes:
+        steps: Number of optimizer steps.
+        restarts: Number of random starts, optimized side by side.
+        lr: Peak learning rate.
+        objective: Distance between gradients: "euclidean" or "cosine" (over all tensors as one
+            vector), "layers" (mean cosine over tensors) or "april" (euclidean, plus the cosine of
+            the position gradients).
+        tv_weight: Weight of the total variation.
+        seam_weight: Weight of the differences across patch borders.
+        consensus_weight: Weight of the distance to the mean of the restarts.
+        signed: Whether to step along the sign of the image gradient.
+        schedule: Learning rate in steps, along a cosine, or constant.
+        optimize_labels: Whether to optimize the labels too.
+        seed: Random seed.
     """
 
     steps: int = 300
     restarts: int = 1
-    rate: float = 0.1
+    lr: float = 0.1
     objective: Objective = "cosine"
-    smooth: float = 0.0
-    seams: float = 0.0
-    near: float = 0.0
+    tv_weight: float = 0.0
+    seam_weight: float = 0.0
+    consensus_weight: float = 0.0
     signed: bool = True
     schedule: Literal["steps", "cosine", "none"] = "steps"
-    learned: bool = False
+    optimize_labels: bool = False
     seed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Descended:
-    """Images of the best restart [batch, channels, height, width], labels, its objective, and the
-    objective of every restart after each twentieth part.
+class DescentResult:
+    """Images of the best restart [batch, channels, height, width], their labels and objective, and
+    the best objective after each twentieth of the steps.
     """
 
     images: Tensor
@@ -62,211 +72,286 @@ class Descended:
     curve: tuple[float, ...] = ()
 
 
-def descend(view: SentUpdate, how: How, *, start: Tensor | None = None) -> Descended:
-    """The engine. `start` are images to begin with [batch, channels, height, width]."""
+def descend(
+    view: SentUpdate, config: DescentConfig, *, start: Tensor | None = None
+) -> DescentResult:
+    """Optimize images until their gradients match the update.
+
+    Args:
+        view: The model, the update and what is granted.
+        config: The configuration.
+        start: Images to start from, [batch, channels, height, width]; random if None.
+
+    Returns:
+        The best restart.
+
+    Raises:
+        UpdateError: The batch size is not granted.
+    """
     batch = view.granted.batch
     if batch is None:
         raise UpdateError(
-            "how many samples the update was made of is not granted, and nothing can be "
-            "optimised without",
-            hint="Threat(batch=True)",
+            "the batch size must be granted for an optimisation attack, got none",
+            hint="pass Threat(batch=True)",
         )
     like = next(p for p in view.model.parameters() if p.is_floating_point())
-    target = {n: t.detach().to(like) for n, t in view.slopes.items()}
-    draw = torch.Generator().manual_seed(how.seed)
-    slopes = slopes_by(view, _mask(view))
-    shape = (how.restarts, batch, *view.shape)
+    target = {n: t.detach().to(like) for n, t in view.grads.items()}
+    generator = torch.Generator().manual_seed(config.seed)
+    gradient_fn = make_gradient_fn(view, _mask(view))
+    shape = (config.restarts, batch, *view.shape)
     x = (
-        torch.randn(shape, generator=draw).to(like)
+        torch.randn(shape, generator=generator).to(like)
         if start is None
         else start.to(like).expand(shape).clone()
     )
     low, high = _range(view, like)
-    labels = None if how.learned else _labels(view, batch).to(like.device)
-    answers = (
-        0.1 * torch.randn(how.restarts, batch, _classes(view), generator=draw).to(like)
-        if how.learned
+    labels = None if config.optimize_labels else _labels(view, batch).to(like.device)
+    label_logits = (
+        0.1 * torch.randn(config.restarts, batch, _classes(view), generator=generator).to(like)
+        if config.optimize_labels
         else None
     )
-    held = [x.requires_grad_(True)] + (
-        [answers.requires_grad_(True)] if answers is not None else []
+    variables = [x.requires_grad_(True)] + (
+        [label_logits.requires_grad_(True)] if label_logits is not None else []
     )
-    optimizer = torch.optim.Adam(held, how.rate)
-    best, worth, curve = (
+    optimizer = torch.optim.Adam(variables, config.lr)
+    best_images, best_objective, curve = (
         x.detach().clone(),
-        torch.full((how.restarts,), math.inf, dtype=torch.float64),
+        torch.full((config.restarts,), math.inf, dtype=torch.float64),
         [],
     )
     names, grid = (
         list(target),
-        layers_of(view.model, view.shape) if how.seams or how.objective == "april" else None,
+        layers_of(view.model, view.shape)
+        if config.seam_weight or config.objective == "april"
+        else None,
     )
-    with twice():
-        for step in range(how.steps):
+    with double_backward():
+        for step in range(config.steps):
             for group in optimizer.param_groups:
-                group["lr"] = how.rate * _falling(how.schedule, step / how.steps)
-            y = answers.softmax(-1) if answers is not None else labels.expand(how.restarts, batch)  # type: ignore[union-attr]
-            found = slopes(x, y)
-            matched = compared(
-                found, target, names, how.objective, grid.positions if grid is not None else None
+                group["lr"] = config.lr * _lr_factor(config.schedule, step / config.steps)
+            if label_logits is not None:
+                targets = label_logits.softmax(-1)
+            else:
+                targets = labels.expand(config.restarts, batch)  # type: ignore[union-attr]
+            grads = gradient_fn(x, targets)
+            objective = gradient_distance(
+                grads, target, names, config.objective, grid.positions if grid is not None else None
             )
-            total = matched
-            if how.smooth:
-                total = total + how.smooth * variation(x)
-            if how.seams and grid is not None:
-                total = total + how.seams * seams(x, grid.patch)
-            if how.near and how.restarts > 1:
-                total = total + how.near * (x - x.detach().mean(0)).square().flatten(1).mean(1)
-            gradients = torch.autograd.grad(total.sum(), held)
+            total = objective
+            if config.tv_weight:
+                total = total + config.tv_weight * total_variation(x)
+            if config.seam_weight and grid is not None:
+                total = total + config.seam_weight * patch_seams(x, grid.patch)
+            if config.consensus_weight and config.restarts > 1:
+                total = total + config.consensus_weight * (x - x.detach().mean(0)).square().flatten(
+                    1
+                ).mean(1)
+            updates = torch.autograd.grad(total.sum(), variables)
             with torch.no_grad():
-                better = matched.double().cpu() < worth
-                worth = torch.where(better, matched.double().cpu(), worth)
-                best[better.to(best.device)] = x.detach()[better.to(best.device)]
-                if step % max(1, how.steps // 20) == 0:
-                    curve.append(float(worth.min()))
-            for p, g in zip(held, gradients, strict=True):
-                p.grad = g.sign() if how.signed and p is x else g
+                is_better = objective.double().cpu() < best_objective
+                best_objective = torch.where(is_better, objective.double().cpu(), best_objective)
+                best_images[is_better.to(best_images.device)] = x.detach()[
+                    is_better.to(best_images.device)
+                ]
+                if step % max(1, config.steps // 20) == 0:
+                    curve.append(float(best_objective.min()))
+            for variable, update in zip(variables, updates, strict=True):
+                variable.grad = update.sign() if config.signed and variable is x else update
             optimizer.step()
             with torch.no_grad():
                 x.clamp_(low, high)
-    chosen = int(worth.argmin())
-    told = labels if labels is not None else answers[chosen].argmax(-1)  # type: ignore[index]
-    return Descended(best[chosen], told, float(worth[chosen]), tuple(curve))
+    best_index = int(best_objective.argmin())
+    best_labels = labels if labels is not None else label_logits[best_index].argmax(-1)  # type: ignore[index]
+    return DescentResult(
+        best_images[best_index], best_labels, float(best_objective[best_index]), tuple(curve)
+    )
 
 
-def compared(
-    found: Mapping[str, Tensor],
+def gradient_distance(
+    grads: Mapping[str, Tensor],
     target: Mapping[str, Tensor],
     names: list[str],
     objective: Objective,
     positions: str | None,
 ) -> Tensor:
-    """How far the gradients of each guess are from those of the update: [guesses]."""
-    if objective == "cosine":  # of all as one: a product in place of one for each tensor
-        whole, aim = (
-            torch.cat([t.flatten(d) for t in (some[n] for n in names)], -1)
-            for some, d in ((found, 1), (target, 0))
+    """Return the distance of each guess's gradients from those of the update: [guesses]."""
+    if objective == "cosine":  # over all tensors at once: one product instead of one per tensor
+        guess, reference = (
+            torch.cat([t.flatten(d) for t in (tensors[n] for n in names)], -1)
+            for tensors, d in ((grads, 1), (target, 0))
         )
         return (
-            1 - whole @ aim / (whole.square().sum(1) * aim.square().sum()).clamp(min=1e-30).sqrt()
+            1
+            - guess
+            @ reference
+            / (guess.square().sum(1) * reference.square().sum()).clamp(min=1e-30).sqrt()
         )
-    both = torch.stack([(found[n] * target[n]).flatten(1).sum(1) for n in names])
-    own = torch.stack([found[n].square().flatten(1).sum(1) for n in names])
-    true = torch.stack([target[n].square().sum() for n in names])[:, None]
+    inner_products = torch.stack([(grads[n] * target[n]).flatten(1).sum(1) for n in names])
+    guess_power = torch.stack([grads[n].square().flatten(1).sum(1) for n in names])
+    target_power = torch.stack([target[n].square().sum() for n in names])[:, None]
     if objective == "layers":
-        told = true[:, 0] > 0
-        return (1 - both[told] / (own[told] * true[told]).clamp(min=1e-30).sqrt()).mean(0)
-    out: Tensor = (own - 2 * both + true).sum(0)
+        is_nonzero = target_power[:, 0] > 0
+        return (
+            1
+            - inner_products[is_nonzero]
+            / (guess_power[is_nonzero] * target_power[is_nonzero]).clamp(min=1e-30).sqrt()
+        ).mean(0)
+    out: Tensor = (guess_power - 2 * inner_products + target_power).sum(0)
     if objective == "april" and positions is not None and positions in target:
-        at = names.index(positions)
-        out = out + (1 - both[at] / (own[at] * true[at]).clamp(min=1e-30).sqrt())
+        position_index = names.index(positions)
+        out = out + (
+            1
+            - inner_products[position_index]
+            / (guess_power[position_index] * target_power[position_index]).clamp(min=1e-30).sqrt()
+        )
     return out
 
 
-def variation(x: Tensor) -> Tensor:
-    """Total variation of guesses [guesses, batch, channels, height, width], in the mean."""
+def total_variation(x: Tensor) -> Tensor:
+    """Return the mean total variation of guesses [guesses, batch, channels, height, width]."""
     down, across = (x[..., 1:, :] - x[..., :-1, :]).abs(), (x[..., 1:] - x[..., :-1]).abs()
-    found: Tensor = down.flatten(1).mean(1) + across.flatten(1).mean(1)
-    return found
+    variation: Tensor = down.flatten(1).mean(1) + across.flatten(1).mean(1)
+    return variation
 
 
-def seams(x: Tensor, patch: tuple[int, int]) -> Tensor:
-    """How much images jump where two patches meet (GradViT's patch prior)."""
+def patch_seams(x: Tensor, patch: tuple[int, int]) -> Tensor:
+    """Return the root mean square difference across patch borders (GradViT's patch prior)."""
     p, q = patch
     down = x[..., p::p, :] - x[..., p - 1 : -1 : p, :]
     across = x[..., q::q] - x[..., q - 1 : -1 : q]
-    found: Tensor = (
+    difference: Tensor = (
         down.square().flatten(1).mean(1).sqrt() + across.square().flatten(1).mean(1).sqrt()
     )
-    return found
+    return difference
 
 
-def dlg(view: SentUpdate, how: How | None = None) -> Descended:
-    """Images and labels whose gradients are nearest to the update's.
+def dlg(view: SentUpdate, config: DescentConfig | None = None) -> DescentResult:
+    """Optimize images and labels until their gradients are nearest to the update's.
 
-    Sees: model, update, batch size. Recovers: images and labels, of small smooth models and single
-    samples. Why it works: gradients determine their input, mostly, and a descent finds it. What
-    stops it: size (it gets stuck), batches, noise. Floor: the mean image. Ceiling: exact.
-    References: Zhu et al. 2019 (DLG, 1906.08935). Cost: as many double backward passes as steps.
+    Sees: model, update, batch size.
+    Recovers: images and labels, for small smooth models and single samples.
+    Why it works: gradients mostly determine their input, and a descent finds it.
+    What stops it: model size (the descent stalls); batches; noise.
+    Floor: the mean image.
+    Ceiling: exact.
+    References: Zhu et al. 2019 (DLG, 1906.08935).
+    Cost: as many double backward passes as steps.
     """
     return descend(
-        view, how or How(objective="euclidean", signed=False, learned=True, schedule="none")
+        view,
+        config
+        or DescentConfig(
+            objective="euclidean", signed=False, optimize_labels=True, schedule="none"
+        ),
     )
 
 
-def idlg(view: SentUpdate, how: How | None = None) -> Descended:
-    """The same with labels that were read off the head's gradient first.
+def idlg(view: SentUpdate, config: DescentConfig | None = None) -> DescentResult:
+    """Optimize images as DLG does, with labels taken from the head's gradient.
 
-    Sees: model, update, batch size. Recovers: images, given labels that are exact at batch 1. Why
-    it works: one unknown less. What stops it: as DLG. Floor: the mean image. Ceiling: exact.
-    References: Zhao et al. 2020 (iDLG, 2001.02610). Cost: as DLG.
+    Sees: model, update, batch size.
+    Recovers: images, with labels that are exact at batch size 1.
+    Why it works: there is one unknown less.
+    What stops it: as for DLG.
+    Floor: the mean image.
+    Ceiling: exact.
+    References: Zhao et al. 2020 (iDLG, 2001.02610).
+    Cost: as for DLG.
     """
-    return descend(view, how or How(objective="euclidean", signed=False, schedule="none"))
+    return descend(
+        view, config or DescentConfig(objective="euclidean", signed=False, schedule="none")
+    )
 
 
 def inverting_gradients(
-    view: SentUpdate, how: How | None = None, *, start: Tensor | None = None
-) -> Descended:
-    """Images whose gradients point the way of the update's, and that are smooth.
+    view: SentUpdate, config: DescentConfig | None = None, *, start: Tensor | None = None
+) -> DescentResult:
+    """Optimize smooth images whose gradients have the direction of the update.
 
-    Sees: model, update, batch size. Recovers: images, also of deeper models. Why it works: the
-    direction of a gradient says what the image is, its length only how well the model does; signed
-    steps and total variation keep the descent out of high frequencies. What stops it: batches,
-    noise, layers that are not sent. Floor: the mean image. Ceiling: exact. References: Geiping et
-    al. 2020 (2003.14053). Cost: as DLG, for each restart.
+    Sees: model, update, batch size.
+    Recovers: images, also from deeper models.
+    Why it works: the direction of a gradient determines the image, its length only the loss; signed
+        steps and total variation suppress high frequencies.
+    What stops it: batches; noise; layers that are not sent.
+    Floor: the mean image.
+    Ceiling: exact.
+    References: Geiping et al. 2020 (2003.14053).
+    Cost: as for DLG, per restart.
     """
-    return descend(view, how or How(objective="cosine", smooth=0.2), start=start)
+    return descend(view, config or DescentConfig(objective="cosine", tv_weight=0.2), start=start)
 
 
-def gradvit(view: SentUpdate, how: How | None = None) -> Descended:
-    """Images by gradients layer by layer, with priors for patches.
+def gradvit(view: SentUpdate, config: DescentConfig | None = None) -> DescentResult:
+    """Optimize images layer by layer with priors for patches.
 
-    Sees: model, update, batch size. Recovers: images of ViTs. Why it works: every layer's gradient
-    counts alike; patches must continue each other; restarts pull each other to their mean. What
-    stops it: as above. **Not the paper's**: its image prior is the batch norms of a ResNet that was
-    trained on ImageNet, which is not here. Floor: the mean image. Ceiling: exact. References:
-    Hatamizadeh et al. 2022 (GradViT, 2203.11894). Cost: as above.
+    Sees: model, update, batch size.
+    Recovers: images from ViTs.
+    Why it works: every layer's gradient has the same weight; neighbouring patches must be
+        continuous; restarts are drawn to their mean.
+    What stops it: as for DLG. **Differs from the paper**: the paper's image prior uses the batch
+        norms of a ResNet trained on ImageNet, which is not included.
+    Floor: the mean image.
+    Ceiling: exact.
+    References: Hatamizadeh et al. 2022 (GradViT, 2203.11894).
+    Cost: as for DLG, per restart.
     """
     return descend(
-        view, how or How(objective="layers", smooth=0.05, seams=0.1, near=0.01, schedule="cosine")
+        view,
+        config
+        or DescentConfig(
+            objective="layers",
+            tv_weight=0.05,
+            seam_weight=0.1,
+            consensus_weight=0.01,
+            schedule="cosine",
+        ),
     )
 
 
-def april_descent(view: SentUpdate, how: How | None = None) -> Descended:
-    """APRIL's optimisation form: gradients by distance, those of the positions by direction too.
+def april_descent(view: SentUpdate, config: DescentConfig | None = None) -> DescentResult:
+    """Optimize images by the distance of gradients, plus the direction of the position gradients
+    (APRIL's optimisation form).
 
-    Sees: model, update with the positions' gradient, batch size. Recovers: images, on unmodified
-    models too. Why it works: that gradient is the one by every token, and so says most. What stops
-    it: that gradient withheld. Floor: the mean image. Ceiling: exact. References: Lu et al.
-    (2112.14087), Sec. 4. Cost: as DLG.
+    Sees: model, update with the position gradient, batch size.
+    Recovers: images, on unmodified models too.
+    Why it works: the position gradient is the gradient of every token and carries most of the
+        information.
+    What stops it: withholding that gradient.
+    Floor: the mean image.
+    Ceiling: exact.
+    References: Lu et al. (2112.14087), Sec. 4.
+    Cost: as for DLG.
     """
-    return descend(view, how or How(objective="april", smooth=0.02, signed=False))
+    return descend(view, config or DescentConfig(objective="april", tv_weight=0.02, signed=False))
 
 
-def refined(view: SentUpdate, start: Tensor, how: How | None = None) -> Descended:
-    """Inverting gradients from where a closed form ended."""
-    return inverting_gradients(view, how or How(rate=0.02, smooth=0.05), start=start)
+def refine_images(
+    view: SentUpdate, start: Tensor, config: DescentConfig | None = None
+) -> DescentResult:
+    """Run inverting gradients from the solution of a closed form."""
+    return inverting_gradients(view, config or DescentConfig(lr=0.02, tv_weight=0.05), start=start)
 
 
 def _mask(view: SentUpdate) -> Tensor | None:
-    """The places that the unknown embedding has, as granted, or as the zero rows of the positions'
-    gradient tell.
+    """Return the positions with the unknown embedding: as granted, or from the zero rows of the
+    position gradient.
     """
     if not isinstance(view.model, MaskedJigsaw):
         return None
     if view.granted.mask is not None:
         return view.granted.mask[:1]
     layers = layers_of(view.model, view.shape)
-    if layers.unknown is None or layers.positions is None or layers.positions not in view.slopes:
+    if layers.unknown is None or layers.positions is None or layers.positions not in view.grads:
         return None
-    table = view.slopes[layers.positions][0, layers.prefix :].detach().double()
-    return silent_rows(table)[None]
+    table = view.grads[layers.positions][0, layers.prefix :].detach().double()
+    return unused_rows(table)[None]
 
 
 def _labels(view: SentUpdate, batch: int) -> Tensor:
     if view.granted.labels is not None:
         return view.granted.labels
-    return labels_from(label_counts(view))[:batch]
+    return expand_counts(label_counts(view))[:batch]
 
 
 def _classes(view: SentUpdate) -> int:
@@ -276,14 +361,16 @@ def _classes(view: SentUpdate) -> int:
 
 
 def _range(view: SentUpdate, like: Tensor) -> tuple[Tensor, Tensor]:
-    """What pixels can be: as of the images that are granted, or three deviations."""
+    """Return the range of pixels: that of the granted images, or three standard deviations."""
     if view.granted.images is None:
         return torch.tensor(-3.0).to(like), torch.tensor(3.0).to(like)
-    over = view.granted.images.transpose(0, 1).flatten(1)
-    return over.min(1).values.view(-1, 1, 1).to(like), over.max(1).values.view(-1, 1, 1).to(like)
+    pixels = view.granted.images.transpose(0, 1).flatten(1)
+    return pixels.min(1).values.view(-1, 1, 1).to(like), pixels.max(1).values.view(-1, 1, 1).to(
+        like
+    )
 
 
-def _falling(schedule: str, along: float) -> float:
+def _lr_factor(schedule: str, progress: float) -> float:
     if schedule == "steps":
-        return 0.1 ** sum(along >= mark for mark in (3 / 8, 5 / 8, 7 / 8))
-    return 0.5 * (1 + math.cos(math.pi * along)) if schedule == "cosine" else 1.0
+        return 0.1 ** sum(progress >= milestone for milestone in (3 / 8, 5 / 8, 7 / 8))
+    return 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0

@@ -1,8 +1,8 @@
 """Images from the gradients of the embedding, in closed form, on unmodified ViTs.
 
-A token is z_n = W x_n + b + p_n, so that the gradient by its position, g_n = dL/dp_n, is the one by
-the token, and dL/dW = sum over n of g_n x_n^T: as many linear equations for the patches as W has
-rows. At batch 1 that is all there is to it; the blocks, the norms and the loss do not matter.
+A token is z_n = W x_n + b + p_n, so that the gradient of its position, g_n = dL/dp_n, is the
+gradient of the token, and dL/dW = sum over n of g_n x_n^T: as many linear equations for the patches
+as W has rows. At batch size 1 this suffices; the blocks, the norms and the loss do not matter.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ from regauge.jigsaw.layers import Layers, layers_of
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
-SILENT = 1e-9  # of the largest row: a row of gradients as small as this was not used
-TRUSTED = 1e-10  # of the largest singular value: what is smaller carries rounding alone
-EXACT = 1e-4  # a factor as near to 1 is 1
-REACH = 1 / 8  # of the side: how far the pixels of images look alike, where nothing else is known
+UNUSED = 1e-9  # relative to the largest row: rows with smaller gradients were not used
+TRUSTED = 1e-10  # relative to the largest singular value: smaller ones are rounding
+EXACT = 1e-4  # a factor this near to 1 is taken as 1
+REACH = 1 / 8  # of the image side: default correlation length of pixels
 
 
 @dataclass(frozen=True, eq=False)
-class Solved:
-    """What least squares found: the patches [cells, values], which of them have equations of their
-    own (`known`), and how well it stood: the `rank` of as many unknown rows (`unknowns`), their
-    condition number, the share of the gradient that no patches explain, and how much of the answer
-    is the prior.
+class LeastSquaresResult:
+    """The solution of the least squares.
+
+    Attributes:
+        patches: The patches, [cells, values].
+        known: Which of them have equations of their own.
+        rank: Numerical rank of the equations.
+        unknowns: Number of unknown rows.
+        condition: Condition number.
+        residual: Share of the gradient that no patches explain.
+        assumed: Share of the solution that comes from the prior.
     """
 
     patches: Tensor
@@ -43,9 +49,9 @@ class Solved:
 
 
 @dataclass(frozen=True, eq=False)
-class Prior:
-    """What is expected of patches before anything is seen: `mean` [cells, values], how cells go
-    together [cells, cells], and the values of a patch.
+class PatchPrior:
+    """A Gaussian prior of patches: `mean` [cells, values], covariance of `cells`, and covariance of
+    the `values` in a patch.
     """
 
     mean: Tensor
@@ -53,114 +59,133 @@ class Prior:
     values: Tensor
 
 
-def embedding_least_squares(view: SentUpdate, *, plain: bool = False) -> tuple[Tensor, Solved]:
-    """The image that an update was made of, [1, channels, height, width] in the model's units, by
-    one least squares.
+def embedding_least_squares(
+    view: SentUpdate, *, plain: bool = False
+) -> tuple[Tensor, LeastSquaresResult]:
+    """Recover the image behind an update, [1, channels, height, width] in the model's units, by one
+    least squares.
 
-    Sees: the gradients by the patch embedding and by the table of positions; other images of the
-    kind, and what the client's code makes of them, if they are granted. Recovers: at batch 1 the
-    image, to rounding, on any ViT that is as wide as it has patches; of several images the mixture
-    that their gradients make of them; under MJP the patches that kept their positions, and of the
-    others a mean. Why it works: dL/dW is the sum of g_n x_n^T, and g_n is the gradient by position
-    n. Where equations are too few or noisy, a Gaussian prior says what images are like; how far to
-    trust it against the equations is learned from rehearsals (a Wiener filter), or else read off
-    the equations (evidence). `plain` leaves all that out. What stops it: one of the two gradients
-    not sent; noise; larger batches. Local steps on one image do not: both gradients add up over
-    them alike. Floor: the mean image. Ceiling: exact. References: APRIL (2112.14087), for positions
-    that give tokens' gradients away; MacKay
-    1992. Cost: one SVD.
+    Sees: the gradients of the patch embedding and of the position table; if granted, other images
+        of the kind and their updates by the client's code.
+    Recovers: at batch size 1 the image, to rounding, on any ViT at least as wide as its number of
+        patches; for several images the mixture that their gradients form; under MJP the patches
+        that kept their positions, and the mean of the others.
+    Why it works: dL/dW is the sum of g_n x_n^T, and g_n is the gradient of position n. Where
+        equations are too few or noisy, a Gaussian prior describes the images; its weight against
+        the equations is learned from rehearsals (a Wiener filter) or estimated from the equations
+        (evidence). `plain` leaves out the prior.
+    What stops it: withholding one of the two gradients; noise; larger batches. Local steps on one
+        image do not: both gradients accumulate alike.
+    Floor: the mean image.
+    Ceiling: exact.
+    References: APRIL (2112.14087), for positions that reveal the gradients of tokens; MacKay 1992.
+    Cost: one SVD.
     """
     layers = layers_of(view.model, view.shape)
-    prior = prior_of(view.granted.images, layers, view.shape[0])
-    system = system_of(view, layers, prior)
+    prior = build_prior(view.granted.images, layers, view.shape[0])
+    system = build_system(view, layers, prior)
     if plain:
-        found = least_squares(system.rows, system.whole)
+        solution = solve_least_squares(system.rows, system.total)
     else:
-        spectrum = spectrum_of(system)
-        rehearsed = [_rehearsed(view, layers, prior, one) for one in view.granted.rehearsals]
-        gain = wiener(rehearsed, spectrum) if rehearsed else evidence_gain(spectrum)
-        found = solved_by(spectrum, gain)
+        spectrum = diagonalize(system)
+        rehearsals = [
+            _rehearsal_system(view, layers, prior, rehearsal)
+            for rehearsal in view.granted.rehearsals
+        ]
+        gain = fit_wiener_gain(rehearsals, spectrum) if rehearsals else estimate_gain(spectrum)
+        solution = solve_with_gain(spectrum, gain)
     patches, count = prior.mean.clone(), int(system.known.sum())
-    patches[system.known] = found.patches[:count]
-    if count < len(found.patches):
-        patches[~system.known] = found.patches[count:].expand(layers.cells - count, -1)
-    solved = replace(found, patches=patches, known=system.known)
-    return as_image(patches, layers, view.shape[0]).to(next(view.model.parameters()).dtype), solved
+    patches[system.known] = solution.patches[:count]
+    if count < len(solution.patches):
+        patches[~system.known] = solution.patches[count:].expand(layers.cells - count, -1)
+    result = replace(solution, patches=patches, known=system.known)
+    return assemble_image(patches, layers, view.shape[0]).to(
+        next(view.model.parameters()).dtype
+    ), result
 
 
 @dataclass(frozen=True, eq=False)
-class System:
-    """The equations rows^T X = whole, and what is expected of X. `known` are the cells that have a
-    row of their own; `mean_of` says which patches of an image each row of X is the mean of, [rows,
-    cells].
+class LinearSystem:
+    """The equations rows^T X = total, and the prior of X.
+
+    `known` are the cells with a row of their own. `mean_of` [rows, cells] gives the patches whose
+    mean each row of X is.
     """
 
     rows: Tensor
-    whole: Tensor
-    prior: Prior
+    total: Tensor
+    prior: PatchPrior
     known: Tensor
     mean_of: Tensor
 
 
-def system_of(view: SentUpdate, layers: Layers, prior: Prior) -> System:
-    """The equations that an update gives. Rows of the table that no patch used are out; under MJP
-    their patches share one row, that of their mean.
+def build_system(view: SentUpdate, layers: Layers, prior: PatchPrior) -> LinearSystem:
+    """Build the equations that an update gives.
+
+    Rows of the table that no patch used are left out; under MJP their patches share one row, that
+    of their mean.
     """
     if layers.positions is None:
         name = type(layers.inner).__name__
         raise UpdateError(
-            f"{name} has no table of absolute positions, whose gradient this attack needs",
-            hint="try span membership",
+            f"the model must have a table of absolute positions, got {name} without one",
+            hint="use span membership instead",
         )
-    whole = (
-        view.slope(layers.weight, "the gradient by the patch embedding")
+    total = (
+        view.grad(layers.weight, "the gradient of the patch embedding")
         .detach()
         .double()
         .flatten(1)
         .cpu()
     )
-    rows = position_slopes(view, layers)
-    silent = silent_rows(rows)
+    rows = position_grads(view, layers)
+    is_unused = unused_rows(rows)
     if view.granted.mask is not None and layers.unknown is not None:
-        silent = silent | view.granted.mask[0].cpu()
-    if bool(silent.all()):
+        is_unused = is_unused | view.granted.mask[0].cpu()
+    if bool(is_unused.all()):
         raise UpdateError(
-            "the gradient by the table of positions is zero in every row",
-            hint="it was frozen, or every patch had the unknown one",
+            "the gradient of the position table must have a nonzero row, got none",
+            hint="the table was frozen, or every patch had the unknown embedding",
         )
-    at = torch.eye(layers.cells, dtype=torch.float64)[~silent]
-    used = rows[~silent]
-    together = (
+    mean_of = torch.eye(layers.cells, dtype=torch.float64)[~is_unused]
+    used = rows[~is_unused]
+    unknown_grad = (
         None
-        if layers.unknown is None or not bool(silent.any())
-        else view.slopes.get(layers.unknown)
+        if layers.unknown is None or not bool(is_unused.any())
+        else view.grads.get(layers.unknown)
     )
-    if together is not None and bool(together.any()):
-        used = torch.cat([used, together.detach().double().cpu()[None]])
-        at = torch.cat([at, silent.double()[None] / silent.sum()])
-    return System(
-        used, whole, Prior(at @ prior.mean, at @ prior.cells @ at.T, prior.values), ~silent, at
+    if unknown_grad is not None and bool(unknown_grad.any()):
+        used = torch.cat([used, unknown_grad.detach().double().cpu()[None]])
+        mean_of = torch.cat([mean_of, is_unused.double()[None] / is_unused.sum()])
+    return LinearSystem(
+        used,
+        total,
+        PatchPrior(mean_of @ prior.mean, mean_of @ prior.cells @ mean_of.T, prior.values),
+        ~is_unused,
+        mean_of,
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Spectrum:
-    """A system in the basis in which the prior and the equations are diagonal: what is `seen`
-    [rank, values] is s times the unknown coefficients, and noise. `rest` is what no X explains.
+    """A system in the basis in which the prior and the equations are diagonal.
+
+    `observed` [rank, values] is s times the unknown coefficients, plus noise. `rest` is the squared
+    norm of what no X explains.
     """
 
-    system: System
+    system: LinearSystem
     left: Tensor
     s: Tensor
     right: Tensor
     root: Tensor
     basis: Tensor
     scale: Tensor
-    seen: Tensor
+    observed: Tensor
     rest: float
 
     def coefficients(self, patches: Tensor) -> Tensor:
-        """Patches [rows, values] in this basis."""
+        """Return patches [rows, values] in this basis."""
         out: Tensor = (
             self.right
             @ torch.linalg.solve(self.root, patches - self.system.prior.mean)
@@ -169,13 +194,14 @@ class Spectrum:
         return out
 
 
-def spectrum_of(system: System) -> Spectrum:
+def diagonalize(system: LinearSystem) -> Spectrum:
+    """Diagonalize the prior and the equations of a system."""
     scale, basis = torch.linalg.eigh(system.prior.values)
     root = _root(system.prior.cells)
     left, s, right = torch.linalg.svd(system.rows.T @ root, full_matrices=False)
-    centred = (system.whole - system.rows.T @ system.prior.mean) @ basis
-    seen = left.T @ centred
-    rest = float((centred - left @ seen).square().sum())
+    centred = (system.total - system.rows.T @ system.prior.mean) @ basis
+    observed = left.T @ centred
+    rest = float((centred - left @ observed).square().sum())
     return Spectrum(
         system,
         left,
@@ -184,94 +210,103 @@ def spectrum_of(system: System) -> Spectrum:
         root,
         basis,
         scale.clamp(min=1e-9 * float(scale[-1])),
-        seen,
+        observed,
         rest,
     )
 
 
-def solved_by(spectrum: Spectrum, gain: Tensor) -> Solved:
-    """X with coefficients gain * seen / s."""
+def solve_with_gain(spectrum: Spectrum, gain: Tensor) -> LeastSquaresResult:
+    """Return the X with coefficients gain * observed / s."""
     system = spectrum.system
     patches = (
         system.prior.mean
         + spectrum.root
-        @ (spectrum.right.T @ (gain * spectrum.seen / spectrum.s[:, None]))
+        @ (spectrum.right.T @ (gain * spectrum.observed / spectrum.s[:, None]))
         @ spectrum.basis.T
     )
-    plain = torch.linalg.svdvals(system.rows)
-    kept = plain > TRUSTED * plain[0]
-    left = spectrum.rest**0.5 / float(system.whole.norm().clamp(min=1e-300))
-    return Solved(
+    singular_values = torch.linalg.svdvals(system.rows)
+    is_used = singular_values > TRUSTED * singular_values[0]
+    residual = spectrum.rest**0.5 / float(system.total.norm().clamp(min=1e-300))
+    return LeastSquaresResult(
         patches,
         system.known,
-        int(kept.sum()),
+        int(is_used.sum()),
         len(system.rows),
-        float(plain[0] / plain[-1]),
-        left,
+        float(singular_values[0] / singular_values[-1]),
+        residual,
         float((1 - gain).mean()),
     )
 
 
-def evidence_gain(spectrum: Spectrum) -> Tensor:
-    """How far to trust what is seen, read off itself: the sizes of prior and noise under which it
-    is most likely.
+def estimate_gain(spectrum: Spectrum) -> Tensor:
+    """Estimate the gain of each coefficient from the system itself: the most likely scales of prior
+    and noise.
     """
     s, scale, system = spectrum.s, spectrum.scale, spectrum.system
-    kept = s > TRUSTED * s[0]
-    more = (system.whole.shape[0] - int(kept.sum())) * system.whole.shape[1]
-    if more and spectrum.rest < EXACT**2 * float(
-        system.whole.square().sum()
-    ):  # patches explain all but rounding, and the rest says how large that is
-        amount, noise = 1.0, spectrum.rest / more
+    is_used = s > TRUSTED * s[0]
+    surplus = (system.total.shape[0] - int(is_used.sum())) * system.total.shape[1]
+    # Patches explain all but rounding: the rest measures its size.
+    if surplus and spectrum.rest < EXACT**2 * float(system.total.square().sum()):
+        amount, noise = 1.0, spectrum.rest / surplus
     else:
-        amount, noise = evidence(spectrum.seen[kept], s[kept], scale)
+        amount, noise = maximize_evidence(spectrum.observed[is_used], s[is_used], scale)
     power = amount * scale[None] * s[:, None].square()
-    return torch.where(kept[:, None], power / (power + noise), torch.zeros_like(power))
+    return torch.where(is_used[:, None], power / (power + noise), torch.zeros_like(power))
 
 
-def _rehearsed(
-    view: SentUpdate, layers: Layers, prior: Prior, one: Rehearsal
+def _rehearsal_system(
+    view: SentUpdate, layers: Layers, prior: PatchPrior, rehearsal: Rehearsal
 ) -> tuple[Spectrum, Tensor]:
-    """A rehearsal's equations, and the coefficients that were to be found in them: of the mean of
-    the images that it was made of.
-    """
+    """Return a rehearsal's equations and its true coefficients: those of the mean of its images."""
     granted = replace(
-        view.granted, mask=one.mask if view.granted.mask is not None else None, rehearsals=()
+        view.granted, mask=rehearsal.mask if view.granted.mask is not None else None, rehearsals=()
     )
-    spectrum = spectrum_of(
-        system_of(replace(view, update=one.update, granted=granted), layers, prior)
+    spectrum = diagonalize(
+        build_system(replace(view, update=rehearsal.update, granted=granted), layers, prior)
     )
-    patches = to_patches(one.read.double().cpu(), layers.patch[0]).mean(0)
+    patches = to_patches(rehearsal.inputs.double().cpu(), layers.patch[0]).mean(0)
     return spectrum, spectrum.coefficients(spectrum.system.mean_of @ patches)
 
 
-def wiener(
-    rehearsed: Sequence[tuple[Spectrum, Tensor]],
+def fit_wiener_gain(
+    rehearsals: Sequence[tuple[Spectrum, Tensor]],
     spectrum: Spectrum,
     *,
     bands: tuple[int, int] = (24, 12),
 ) -> Tensor:
-    """For each coefficient the factor by which what is seen should be taken, in the mean over
-    rehearsals: coefficients are pooled in bands of alike singular values and alike eigenvalues of
-    the prior.
+    """Fit the gain of each coefficient on rehearsals (a Wiener filter).
+
+    Coefficients are pooled in bands of similar singular values and similar eigenvalues of the
+    prior.
+
+    Args:
+        rehearsed: Systems of rehearsals with their true coefficients.
+        spectrum: The system to solve.
+        bands: Number of bands of singular values and of eigenvalues.
+
+    Returns:
+        The gain of each coefficient, in [0, 1].
     """
-    count = [spectrum.seen.shape[0], spectrum.seen.shape[1]]
+    count = [spectrum.observed.shape[0], spectrum.observed.shape[1]]
     shape = tuple(min(b, n) for b, n in zip(bands, count, strict=True))
-    both, power = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    for one, true in rehearsed:
-        told = one.seen / one.s[:, None]
-        told = torch.where((one.s > TRUSTED * one.s[0])[:, None], told, torch.zeros_like(told))
-        for sums, values in ((both, told * true), (power, told.square())):
-            sums += _pooled(values, shape)
-    gain = (both / power.clamp(min=1e-300)).clamp(0, 1)
+    cross, power = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    for rehearsal, truth in rehearsals:
+        estimate = rehearsal.observed / rehearsal.s[:, None]
+        estimate = torch.where(
+            (rehearsal.s > TRUSTED * rehearsal.s[0])[:, None], estimate, torch.zeros_like(estimate)
+        )
+        for sums, values in ((cross, estimate * truth), (power, estimate.square())):
+            sums += _pool(values, shape)
+    gain = (cross / power.clamp(min=1e-300)).clamp(0, 1)
     gain = torch.where(gain > 1 - EXACT, torch.ones_like(gain), gain)
-    whole = gain[_band(count[0], shape[0])][:, _band(count[1], shape[1])]
+    expanded = gain[_band(count[0], shape[0])][:, _band(count[1], shape[1])]
     return torch.where(
-        (spectrum.s > TRUSTED * spectrum.s[0])[:, None], whole, torch.zeros_like(whole)
+        (spectrum.s > TRUSTED * spectrum.s[0])[:, None], expanded, torch.zeros_like(expanded)
     )
 
 
-def _pooled(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _pool(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Sum values over bands of rows and columns."""
     rows = torch.zeros(shape[0], values.shape[1], dtype=values.dtype).index_add_(
         0, _band(values.shape[0], shape[0]), values
     )
@@ -281,11 +316,12 @@ def _pooled(values: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _band(count: int, bands: int) -> Tensor:
+    """Return the band of each index."""
     return torch.arange(count) * bands // count
 
 
-def as_image(patches: Tensor, layers: Layers, channels: int) -> Tensor:
-    """One image of patches [cells, values]."""
+def assemble_image(patches: Tensor, layers: Layers, channels: int) -> Tensor:
+    """Assemble one image from patches [cells, values]."""
     (h, w), (p, q) = layers.grid, layers.patch
     if h == w and p == q:
         return to_images(patches[None], p, channels)
@@ -296,76 +332,78 @@ def as_image(patches: Tensor, layers: Layers, channels: int) -> Tensor:
     )
 
 
-def position_slopes(view: SentUpdate, layers: Layers) -> Tensor:
-    """The gradients by the patches' positions [cells, width], less what MJP's regression of
-    positions has in them, which the server computes itself.
+def position_grads(view: SentUpdate, layers: Layers) -> Tensor:
+    """Return the gradients of the patch positions [cells, width] without the part of MJP's position
+    regression, which the server computes itself.
     """
     assert layers.positions is not None
     table = (
-        view.slope(layers.positions, "the gradient by the table of positions")
-        .detach()
-        .double()
-        .cpu()
+        view.grad(layers.positions, "the gradient of the position table").detach().double().cpu()
     )
     table = layers.slopes_as_used(table)
     model = view.model
     if not isinstance(model, MaskedJigsaw) or model.localizer is None:
         return table
-    own = (
+    positions = (
         model.get_parameter(layers.positions)
         .detach()[0, layers.prefix :]
         .clone()
         .requires_grad_(True)
     )
     mask = torch.zeros(1, layers.cells, dtype=torch.bool)
-    if (
-        model.variant.unknown
-    ):  # rows under the unknown embedding are not regressed: they are granted, or zero
+    if model.variant.unknown:  # rows under the unknown embedding are not regressed
         mask = (table == 0).all(1)[None] if view.granted.mask is None else view.granted.mask.cpu()
-    loss = model.weight_at(0) * model.regression(mask, own)
-    (known,) = torch.autograd.grad(loss, own)
-    found: Tensor = table - known.double().cpu()
-    return found
+    loss = model.weight_at(0) * model.regression(mask, positions)
+    (regression_grad,) = torch.autograd.grad(loss, positions)
+    remaining: Tensor = table - regression_grad.double().cpu()
+    return remaining
 
 
-def silent_rows(rows: Tensor) -> Tensor:
-    """The rows of a table that no input used: their gradients are zero, next to the others'."""
+def unused_rows(rows: Tensor) -> Tensor:
+    """Return the rows of a table that no input used: their gradients are zero next to the
+    others.
+    """
     size: Tensor = torch.linalg.vector_norm(rows, dim=1)
-    silent: Tensor = size <= SILENT * size.max().clamp(min=1e-300)
-    return silent
+    is_unused: Tensor = size <= UNUSED * size.max().clamp(min=1e-300)
+    return is_unused
 
 
-def least_squares(rows: Tensor, whole: Tensor) -> Solved:
-    """X of rows^T X = whole by a truncated SVD, with nothing assumed."""
+def solve_least_squares(rows: Tensor, total: Tensor) -> LeastSquaresResult:
+    """Solve rows^T X = total by a truncated SVD, without a prior."""
     a, s, bt = torch.linalg.svd(rows.T, full_matrices=False)
-    kept = s > TRUSTED * s[0]
-    coordinates = a.T @ whole
-    patches = bt.T @ (torch.where(kept, 1 / s, torch.zeros_like(s))[:, None] * coordinates)
-    return Solved(
+    is_used = s > TRUSTED * s[0]
+    coordinates = a.T @ total
+    patches = bt.T @ (torch.where(is_used, 1 / s, torch.zeros_like(s))[:, None] * coordinates)
+    return LeastSquaresResult(
         patches,
         torch.ones(len(rows), dtype=torch.bool),
-        int(kept.sum()),
+        int(is_used.sum()),
         len(rows),
         float(s[0] / s[-1]),
-        _left(whole, a, kept),
+        _residual(total, a, is_used),
         0.0,
     )
 
 
-def evidence(seen: Tensor, s: Tensor, scale: Tensor, *, steps: int = 24) -> tuple[float, float]:
-    """How large the prior is, and the variance of the noise: coordinates `seen` [rank, values] have
-    the variance amount * s^2 * scale + noise.
+def maximize_evidence(
+    observed: Tensor, s: Tensor, scale: Tensor, *, steps: int = 24
+) -> tuple[float, float]:
+    """Find the scale of the prior and the variance of the noise that maximize the evidence.
+
+    Coordinates `observed` [rank, values] have the variance amount * s^2 * scale + noise.
     """
     expected = s[:, None].square() * scale[None]
-    power = float(seen.square().mean()) + 1e-300
+    power = float(observed.square().mean()) + 1e-300
 
-    def worth(amount: float, noise: float) -> float:
+    def log_evidence(amount: float, noise: float) -> float:
         variance = amount * expected + noise
-        return -float((variance.log() + seen.square() / variance).sum())
+        return -float((variance.log() + observed.square() / variance).sum())
 
     noises = torch.logspace(-16, 1, steps=steps, dtype=torch.float64) * power
     amounts = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0)
-    best = max(((a, float(n)) for a in amounts for n in noises), key=lambda pair: worth(*pair))
+    best = max(
+        ((a, float(n)) for a in amounts for n in noises), key=lambda pair: log_evidence(*pair)
+    )
     for factor in (2.0, 1.3):  # finer, around the best
         best = max(
             (
@@ -373,29 +411,32 @@ def evidence(seen: Tensor, s: Tensor, scale: Tensor, *, steps: int = 24) -> tupl
                 for i in (-1, 0, 1)
                 for j in (-2, -1, 0, 1, 2)
             ),
-            key=lambda pair: worth(*pair),
+            key=lambda pair: log_evidence(*pair),
         )
     return best
 
 
-def prior_of(images: Tensor | None, layers: Layers, channels: int) -> Prior:
-    """Of images of the kind, their own mean and covariances; of none, that pixels look alike the
-    nearer they are, and channels more or less.
+def build_prior(images: Tensor | None, layers: Layers, channels: int) -> PatchPrior:
+    """Return the mean and covariances of the images; without images, covariances that decay with
+    the distance of pixels.
     """
     if images is not None and len(images) > 1:
-        return _learned(to_patches(images.double().cpu(), layers.patch[0]))
+        return _empirical_prior(to_patches(images.double().cpu(), layers.patch[0]))
     (h, w), (p, q) = layers.grid, layers.patch
-    reach = REACH * max(h * p, w * q)
-    cells = _alike(h, w, float(p), reach)
-    colours = torch.full((channels, channels), 0.9, dtype=torch.float64).fill_diagonal_(1.0)
-    return Prior(
+    length = REACH * max(h * p, w * q)
+    cells = _distance_kernel(h, w, float(p), length)
+    channel_covariance = torch.full((channels, channels), 0.9, dtype=torch.float64).fill_diagonal_(
+        1.0
+    )
+    return PatchPrior(
         torch.zeros(h * w, channels * p * q, dtype=torch.float64),
         cells,
-        torch.kron(colours, _alike(p, q, 1.0, reach)),
+        torch.kron(channel_covariance, _distance_kernel(p, q, 1.0, length)),
     )
 
 
-def _learned(patches: Tensor) -> Prior:
+def _empirical_prior(patches: Tensor) -> PatchPrior:
+    """Return the mean and covariances of patches [images, cells, values]."""
     mean = patches.mean(0)
     centred = patches - mean
     cells = torch.einsum("nip,njp->ij", centred, centred) / centred.shape[0] / centred.shape[2]
@@ -404,25 +445,27 @@ def _learned(patches: Tensor) -> Prior:
     cells, values = (
         m + 1e-3 * m.diagonal().mean() * torch.eye(len(m), dtype=m.dtype) for m in (cells, values)
     )
-    return Prior(mean, cells, values)
+    return PatchPrior(mean, cells, values)
 
 
-def _alike(h: int, w: int, step: float, reach: float) -> Tensor:
-    """exp(-distance / reach) between the cells of a grid."""
+def _distance_kernel(h: int, w: int, step: float, length: float) -> Tensor:
+    """Return exp(-distance / length) between the cells of a grid."""
     y, x = torch.meshgrid(
         torch.arange(h, dtype=torch.float64), torch.arange(w, dtype=torch.float64), indexing="ij"
     )
-    at = torch.stack([y.flatten(), x.flatten()], 1) * step
-    found: Tensor = (-torch.cdist(at, at) / reach).exp()
-    return found
+    positions = torch.stack([y.flatten(), x.flatten()], 1) * step
+    kernel: Tensor = (-torch.cdist(positions, positions) / length).exp()
+    return kernel
 
 
 def _root(m: Tensor) -> Tensor:
+    """Return the symmetric square root of a positive matrix."""
     values, basis = torch.linalg.eigh(m)
-    found: Tensor = basis * values.clamp(min=1e-12 * float(values[-1])).sqrt() @ basis.T
-    return found
+    root: Tensor = basis * values.clamp(min=1e-12 * float(values[-1])).sqrt() @ basis.T
+    return root
 
 
-def _left(whole: Tensor, a: Tensor, kept: Tensor) -> float:
-    inside = a[:, kept] @ (a[:, kept].T @ whole)
-    return float((whole - inside).norm() / whole.norm().clamp(min=1e-300))
+def _residual(total: Tensor, a: Tensor, is_used: Tensor) -> float:
+    """Return the share of the total outside the used directions."""
+    explained = a[:, is_used] @ (a[:, is_used].T @ total)
+    return float((total - explained).norm() / total.norm().clamp(min=1e-300))

@@ -1,5 +1,5 @@
-"""Attacks on features that a key has moved: what crosses from the edges to a backbone in a locked
-basis, or from a client to a server.
+"""Attacks on features under a key: the stream from the edges to a locked backbone, or from a client
+to a server.
 """
 
 from __future__ import annotations
@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from regauge.attacks.products import eigenbasis, rearranged, signature, signs
-from regauge.attacks.views import HiddenStates, KnownInputs, SeenFeatures
+from regauge.attacks.products import channel_signatures, fit_permutation, fit_rotation, fit_signs
+from regauge.attacks.views import HiddenStates, KnownInputs, ObservedFeatures
 from regauge.core.fit import assign
 from regauge.core.groups import Group, Kind, Orthogonal, Permutation, SignedPermutation
 from regauge.core.members import Dense, Member, Monomial
@@ -23,61 +23,67 @@ GROUPS: dict[Kind, Group] = {
 
 
 def known_inputs(view: KnownInputs) -> Member:
-    """The stream's member of the key, from inputs whose features are known.
+    """Recover the key's member on the stream from inputs with known features.
 
-    Sees: features before and after the key, of the same tokens. Recovers: the member of the stream.
-    Why it works: a token gives one equation for every channel; d channels of a permutation are told
-    apart by a handful of tokens, a rotation is solved by d of them (Procrustes). What stops it: an
-    embedding that the adversary has not got, or a fresh key for every message. Floor: one place in
-    d. Ceiling: all places. References: Schönemann 1966 (Procrustes); Hidden No More (2505.18332).
+    Sees: features before and after the key, for the same tokens.
+    Recovers: the member of the stream.
+    Why it works: a token gives one equation per channel; a handful of tokens distinguishes the d
+        channels of a permutation, and d tokens determine a rotation (Procrustes).
+    What stops it: an embedding that the adversary does not have, or a fresh key for every message.
+    Floor: one position in d.
+    Ceiling: all positions.
+    References: Schönemann 1966 (Procrustes); Hidden No More (2505.18332).
     """
     y, x = (v.detach().double().cpu().numpy().T[None] for v in (view.moved, view.plain))
     return GROUPS[view.kind].fit(plain=(y, x))
 
 
-def seen_features(view: SeenFeatures) -> Member:
-    """The stream's member of the key, from the statistics of moved features alone.
+def feature_statistics(view: ObservedFeatures) -> Member:
+    """Recover the key's member on the stream from the statistics of features under the key.
 
-    Sees: moved features of inputs that it does not know, and features of other inputs of the same
-    kind through the public embedding. Recovers: the member of the stream, as far as the two samples
-    have the same statistics. Why it works: a permutation moves every channel's distribution as a
-    whole, a rotation keeps the spectrum of the covariance. What stops it: a fresh key for every
-    batch, or an embedding that is not public. Floor: one place in d. Ceiling: what known inputs
-    give. References: Saini et al. (2602.11088), for keys that are used again.
+    Sees: features of unknown inputs under the key, and features of other inputs of the same kind
+        through the public embedding.
+    Recovers: the member of the stream, as far as the two samples have the same statistics.
+    Why it works: a permutation carries the distribution of each channel along; a rotation preserves
+        the spectrum of the covariance.
+    What stops it: a fresh key for every batch, or an embedding that is not public.
+    Floor: one position in d.
+    Ceiling: the result with known inputs.
+    References: Saini et al. (2602.11088), for reused keys.
     """
     y, x = (v.detach().double().cpu().numpy() for v in (view.moved, view.others))
     group = GROUPS[view.kind]
     if isinstance(group, Orthogonal):
-        told = list(zip(_moments(y), _moments(x), strict=True))
-        turn = eigenbasis(told)
-        here, there = (_leaning(v) for v in (y, x))
-        return Dense((turn if here @ turn @ there > 0 else -turn)[None])
+        pairs = list(zip(_moments(y), _moments(x), strict=True))
+        rotation = fit_rotation(pairs)
+        moved_skew, plain_skew = (_skew(v) for v in (y, x))
+        return Dense((rotation if moved_skew @ rotation @ plain_skew > 0 else -rotation)[None])
     signed = isinstance(group, SignedPermutation)
     a, b = (_channels(v, signed) for v in (y, x))
     scale = np.maximum(b.std(0), 1e-12) * b.shape[1] ** 0.5
     a, b = a / scale, b / scale
-    alike = a @ b.T - 0.5 * (b * b).sum(1)[None, :] - 0.5 * (a * a).sum(1)[:, None]
-    told = [(np.corrcoef(y.T), np.corrcoef(x.T))]
-    index = rearranged(told, assign(alike[None])[0], signed=signed)
+    similarity = a @ b.T - 0.5 * (b * b).sum(1)[None, :] - 0.5 * (a * a).sum(1)[:, None]
+    pairs = [(np.corrcoef(y.T), np.corrcoef(x.T))]
+    index = fit_permutation(pairs, assign(similarity[None])[0], signed=signed)
     if not signed:
         return Monomial(index[None])
-    by_products = signs(told, index)
-    agree = 1.0 if (by_products * y.mean(0) * x.mean(0)[index]).sum() >= 0 else -1.0
-    return Monomial(index[None], (agree * by_products)[None])
+    by_products = fit_signs(pairs, index)
+    sign = 1.0 if (by_products * y.mean(0) * x.mean(0)[index]).sum() >= 0 else -1.0
+    return Monomial(index[None], (sign * by_products)[None])
 
 
 def _channels(x: Floats, signed: bool) -> Floats:
-    """What tells a channel, whatever its place: quantiles of its values, and of its covariances
-    with the others.
+    """Return order-independent features of each channel: quantiles of its values and of its
+    covariances.
     """
     values = np.abs(x) if signed else x
     quantiles = np.quantile(values, np.linspace(0.02, 0.98, 25), axis=0).T
-    return np.concatenate([quantiles, 0.3 * signature(np.cov(x.T))], axis=1)
+    return np.concatenate([quantiles, 0.3 * channel_signatures(np.cov(x.T))], axis=1)
 
 
 def _moments(x: Floats) -> list[Floats]:
-    """Matrices that a rotation conjugates: second moments, plain and weighted by how large a row
-    is.
+    """Return matrices that a rotation conjugates: second moments, plain and weighted by the row
+    norm.
     """
     size = (x * x).mean(1, keepdims=True)
     centred = x - x.mean(0)
@@ -88,39 +94,50 @@ def _moments(x: Floats) -> list[Floats]:
     ]
 
 
-def _leaning(x: Floats) -> Floats:
+def _skew(x: Floats) -> Floats:
+    """Return a vector that is odd in the features and turns with them: the mean plus a third
+    moment.
+    """
     return np.asarray(
         x.mean(0) + ((x * x).mean(1, keepdims=True) * x).mean(0) / max(float((x * x).mean()), 1e-12)
     )
 
 
-def vocabulary(view: HiddenStates, *, batch: int = 256) -> list[int]:
-    """The text itself, from the hidden states of an open language model.
+def vocabulary_search(view: HiddenStates, *, batch: int = 256) -> list[int]:
+    """Recover a text from the hidden states of an open language model.
 
-    Sees: moved hidden states of a text, token after token or in no order (`view.shuffled`), and the
-    model. Recovers: the tokens, in order. Why it works: a hidden state is almost surely told from
-    every other by its sorted values, which no permutation changes, or by its inner products with
-    those before it, which no rotation changes; so each token is the one of the vocabulary that
-    gives the nearest, one after the other, and which row is the next is found by the same
-    comparison. What stops it: a model that is not open; noise that costs as much as it protects.
-    Floor: one in the vocabulary. Ceiling: all tokens. References: Hidden No More (2505.18332).
-    Cost: one forward pass a token for each of the vocabulary.
+    Sees: transformed hidden states of a text, in order or shuffled (`view.shuffled`), and the
+        model.
+    Recovers: the tokens, in order.
+    Why it works: a hidden state is almost surely identified by its sorted values, which no
+        permutation changes, or by its inner products with the previous states, which no rotation
+        changes. Each token is the vocabulary entry with the nearest state, one position after the
+        other; the same comparison finds the next row of a shuffled text.
+    What stops it: a model that is not open; noise large enough to cost utility.
+    Floor: one in the vocabulary.
+    Ceiling: all tokens.
+    References: Hidden No More (2505.18332).
+    Cost: per token, one forward pass for each vocabulary entry.
     """
     moved = view.moved.detach().double()
-    turned = isinstance(GROUPS[view.kind], Orthogonal)
+    is_rotation = isinstance(GROUPS[view.kind], Orthogonal)
     size = int(view.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    found: list[int] = []
-    rows: list[int] = []  # which row was which place's
-    known = moved[:0]
-    for t in range(len(moved)):
-        least, token, row, state = np.inf, 0, t, moved[t]
-        left = torch.tensor(
-            [r for r in range(len(moved)) if r not in rows] if view.shuffled else [t]
+    tokens: list[int] = []
+    used_rows: list[int] = []  # the row of each position
+    prefix_states = moved[:0]
+    for position in range(len(moved)):
+        best_distance, token, row, state = np.inf, 0, position, moved[position]
+        open_rows = torch.tensor(
+            [r for r in range(len(moved)) if r not in used_rows] if view.shuffled else [position]
         )
         for start in range(0, size, batch):
-            tried = torch.arange(start, min(start + batch, size))
+            candidates = torch.arange(start, min(start + batch, size))
             ids = torch.cat(
-                [torch.tensor(found, dtype=torch.long).expand(len(tried), -1), tried[:, None]], 1
+                [
+                    torch.tensor(tokens, dtype=torch.long).expand(len(candidates), -1),
+                    candidates[:, None],
+                ],
+                1,
             )
             with torch.no_grad():
                 states = (
@@ -129,28 +146,34 @@ def vocabulary(view: HiddenStates, *, batch: int = 256) -> list[int]:
                     .double()
                     .cpu()
                 )
-            if turned:
-                here = torch.cat([states @ known.T, states.square().sum(1, keepdim=True)], 1)
-                there = torch.cat(
-                    [moved[left] @ moved[rows].T, moved[left].square().sum(1, keepdim=True)], 1
+            if is_rotation:
+                candidate_marks = torch.cat(
+                    [states @ prefix_states.T, states.square().sum(1, keepdim=True)], 1
+                )
+                row_marks = torch.cat(
+                    [
+                        moved[open_rows] @ moved[used_rows].T,
+                        moved[open_rows].square().sum(1, keepdim=True),
+                    ],
+                    1,
                 )
             else:
-                here, there = (
+                candidate_marks, row_marks = (
                     (v.abs() if view.kind == "signed" else v).sort(1).values
-                    for v in (states, moved[left])
+                    for v in (states, moved[open_rows])
                 )
-            apart = torch.cdist(
-                here, there, compute_mode="donot_use_mm_for_euclid_dist"
-            )  # [tried, rows that are left]
-            at, column = divmod(int(apart.argmin()), len(left))
-            if float(apart[at, column]) < least:
-                least, token, row, state = (
-                    float(apart[at, column]),
-                    int(tried[at]),
-                    int(left[column]),
+            distances = torch.cdist(
+                candidate_marks, row_marks, compute_mode="donot_use_mm_for_euclid_dist"
+            )  # [candidates, open rows]
+            at, column = divmod(int(distances.argmin()), len(open_rows))
+            if float(distances[at, column]) < best_distance:
+                best_distance, token, row, state = (
+                    float(distances[at, column]),
+                    int(candidates[at]),
+                    int(open_rows[column]),
                     states[at],
                 )
-        found.append(token)
-        rows.append(row)
-        known = torch.cat([known, state[None]])
-    return found
+        tokens.append(token)
+        used_rows.append(row)
+        prefix_states = torch.cat([prefix_states, state[None]])
+    return tokens

@@ -1,7 +1,6 @@
-"""Attacks on the features of images that a client of split learning sends: from tokens back to
-pixels.
+"""Attacks on the features of images that a split-learning client sends: from tokens back to pixels.
 
-All see a view and nothing else. Reconstructions have the range of the auxiliary images.
+Reconstructions have the range of the auxiliary images.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from torch import nn
 from regauge.attacks.views import PairedImages, PublicPatches
 
 Tensor = torch.Tensor
-FALLS = 1e-3  # of the loss of the mean image: less than this is no fall of a loss
+MIN_IMPROVEMENT = 1e-3  # relative to the loss of the mean image: smaller decreases do not count
 
 
 def to_patches(images: Tensor, size: int) -> Tensor:
-    """[n, c, h, w] to [n, patches, c * size * size], row by row."""
+    """Reshape images [n, c, h, w] to patches [n, patches, c * size * size], row by row."""
     n, c, h, w = images.shape
     return (
         images.view(n, c, h // size, size, w // size, size)
@@ -32,7 +31,7 @@ def to_patches(images: Tensor, size: int) -> Tensor:
 
 
 def to_images(patches: Tensor, size: int, channels: int) -> Tensor:
-    """And back. Images are square."""
+    """Reshape patches back to square images."""
     n, count, _ = patches.shape
     side = round(count**0.5)
     return (
@@ -43,9 +42,9 @@ def to_images(patches: Tensor, size: int, channels: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Inverted:
-    """Reconstructions, and how the attacker's own training went: validation loss after each epoch,
-    and what the mean image would have.
+class InversionResult:
+    """Reconstructions, the attacker's validation loss after each epoch, and the loss of the mean
+    image (`floor`).
     """
 
     images: Tensor
@@ -54,9 +53,10 @@ class Inverted:
 
 
 class _Decoder(nn.Module):
-    """Tokens to patches by a Transformer with a tanh at its end. In order, each token becomes the
-    patch at its place; otherwise every place asks all tokens by cross-attention, and their order
-    does not matter.
+    """A Transformer from tokens to patches with a final tanh.
+
+    In order, each token becomes the patch at its position; otherwise every position attends to all
+    tokens by cross-attention, and their order does not matter.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class _Decoder(nn.Module):
         return self.middle + self.reach * self.out(y)  # type: ignore[no-any-return]
 
 
-def decoder(
+def decoder_inversion(
     view: PairedImages,
     *,
     in_order: bool = True,
@@ -110,20 +110,36 @@ def decoder(
     depth: int = 2,
     epochs: int = 200,
     patience: int = 8,
-    rate: float = 1e-3,
+    lr: float = 1e-3,
     batch: int = 64,
     seed: int = 0,
-) -> Inverted:
-    """Images from features, by a decoder that was trained on pairs (000's black-box attack; in no
-    order, one that shuffled rows do not stop).
+) -> InversionResult:
+    """Recover images from features by a decoder trained on pairs.
 
-    Sees: defended features, and defended features of images of its own, which it has sent through
-    the client or a client like it. Recovers: the images. Why it works: features determine their
-    input, and a decoder learns the way back, shuffles or not: tokens carry their position. What
-    stops it: noise; samples mixed; no pairs. Floor: the mean image. Ceiling: the same decoder
-    without any defence. References: 000 Sec. 5.3, Tab. 6; Dosovitskiy and Brox 2016 (1506.02753).
-    Cost: one training on the pairs, until the loss on a tenth of them, held out, has not fallen in
-    `patience` epochs by a thousandth of the mean image's.
+    In order this is 000's black-box attack; without order, one that shuffled rows do not stop.
+
+    Sees: defended features, and defended features of its own images, sent through the client or one
+        like it.
+    Recovers: the images.
+    Why it works: features determine their input, and a decoder learns the inverse, shuffled or not,
+        because tokens carry their position.
+    What stops it: noise; mixed samples; no pairs.
+    Floor: the mean image.
+    Ceiling: the same decoder without any defence.
+    References: 000 Sec. 5.3, Tab. 6; Dosovitskiy and Brox 2016 (1506.02753).
+    Cost: one training on the pairs, until the loss on a held-out tenth has not fallen in `patience`
+        epochs by a thousandth of the mean image's.
+
+    Args:
+        view: The observed features and the adversary's pairs.
+        in_order: Whether tokens come in order.
+        hidden: Width of the decoder.
+        depth: Number of its layers.
+        epochs: Maximum number of epochs.
+        patience: Epochs without improvement before the training stops.
+        lr: Learning rate.
+        batch: Batch size.
+        seed: Random seed.
     """
     torch.manual_seed(seed)
     size, channels = view.patch, view.images.shape[1]
@@ -131,39 +147,46 @@ def decoder(
     mean, scale = x.mean((0, 1)), x.std((0, 1)).clamp(min=1e-6)
     low, high = float(y.min()), float(y.max())
     order = torch.randperm(len(x))
-    held, used = order[: max(1, len(x) // 10)], order[max(1, len(x) // 10) :]
-    floor = float((y[held] - y[used].mean(0)).square().mean())
+    heldout, train = order[: max(1, len(x) // 10)], order[max(1, len(x) // 10) :]
+    floor = float((y[heldout] - y[train].mean(0)).square().mean())
     model = _Decoder(
         x.shape[1], x.shape[2], y.shape[1], y.shape[2], hidden, depth, in_order, low, high
     )
-    optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.95), weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
         optimizer, factor=0.5, patience=max(1, patience // 3)
     )
-    best = mark = sys.float_info.max
-    kept, losses, waited = {k: v.clone() for k, v in model.state_dict().items()}, [], 0
+    best_loss = reference = sys.float_info.max
+    best_state, losses, stale = {k: v.clone() for k, v in model.state_dict().items()}, [], 0
     for _ in range(epochs):
         model.train()
-        for part in torch.split(used[torch.randperm(len(used))], batch):
+        for rows in torch.split(train[torch.randperm(len(train))], batch):
             optimizer.zero_grad()
-            loss = (model((x[part] - mean) / scale) - y[part]).square().mean()
+            loss = (model((x[rows] - mean) / scale) - y[rows]).square().mean()
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        losses.append(_loss(model, (x[held] - mean) / scale, y[held], batch))
+        losses.append(_loss(model, (x[heldout] - mean) / scale, y[heldout], batch))
         schedule.step(losses[-1])
-        waited = 0 if losses[-1] < mark - max(1e-3 * mark, FALLS * floor) else waited + 1
-        mark = losses[-1] if waited == 0 else mark
-        if losses[-1] < best:
-            best, kept = losses[-1], {k: v.clone() for k, v in model.state_dict().items()}
-        if waited >= patience:
-            break
-    model.load_state_dict(kept)
-    with torch.no_grad():
-        found = torch.cat(
-            [model((part.float() - mean) / scale) for part in torch.split(view.seen, batch)]
+        stale = (
+            0
+            if losses[-1] < reference - max(1e-3 * reference, MIN_IMPROVEMENT * floor)
+            else stale + 1
         )
-    return Inverted(to_images(found, size, channels), tuple(losses), floor)
+        reference = losses[-1] if stale == 0 else reference
+        if losses[-1] < best_loss:
+            best_loss, best_state = (
+                losses[-1],
+                {k: v.clone() for k, v in model.state_dict().items()},
+            )
+        if stale >= patience:
+            break
+    model.load_state_dict(best_state)
+    with torch.no_grad():
+        patches = torch.cat(
+            [model((rows.float() - mean) / scale) for rows in torch.split(view.observed, batch)]
+        )
+    return InversionResult(to_images(patches, size, channels), tuple(losses), floor)
 
 
 def _loss(model: nn.Module, x: Tensor, y: Tensor, batch: int) -> float:
@@ -173,74 +196,85 @@ def _loss(model: nn.Module, x: Tensor, y: Tensor, batch: int) -> float:
         return sum((float((model(a) - b).square().mean()) * len(a) for a, b in parts), 0.0) / len(x)
 
 
-def probe(
+def position_probe(
     view: PairedImages,
     *,
     hidden: int = 128,
     epochs: int = 60,
     patience: int = 6,
-    rate: float = 3e-3,
+    lr: float = 3e-3,
     seed: int = 0,
 ) -> Tensor:
-    """The places of shuffled tokens: [samples, tokens], for each the place that it came from.
+    """Recover the positions of shuffled tokens: [samples, tokens], the original position of each.
 
-    Sees: shuffled features, and features of its own in order (`view.features`). Recovers: the
-    order. Why it works: the position embedding is added before the shuffle, so that a classifier
-    reads the place off each token by itself; an assignment makes one order of the guesses. What
-    stops it: positions that are not in the tokens; noise. Floor: one place in as many as there are.
-    Ceiling: all. References: Hidden No More (2505.18332), for sequences in another order.
+    Sees: shuffled features, and its own features in order (`view.features`).
+    Recovers: the order.
+    Why it works: the position embedding is added before the shuffle, so that a classifier reads the
+        position from each token alone; an assignment makes the guesses one order.
+    What stops it: positions that are not in the tokens; noise.
+    Floor: one position in as many as there are.
+    Ceiling: all.
+    References: Hidden No More (2505.18332), for reordered sequences.
     """
-    told = place_scores(view, hidden=hidden, epochs=epochs, patience=patience, rate=rate, seed=seed)
-    return torch.stack([_assigned(t) for t in told])
+    scores = position_scores(
+        view, hidden=hidden, epochs=epochs, patience=patience, lr=lr, seed=seed
+    )
+    return torch.stack([_assign_positions(score) for score in scores])
 
 
-def place_scores(
+def position_scores(
     view: PairedImages,
     *,
     hidden: int = 128,
     epochs: int = 60,
     patience: int = 6,
-    rate: float = 3e-3,
+    lr: float = 3e-3,
     seed: int = 0,
 ) -> Tensor:
-    """For each token of what is seen and each place, the logarithm of how likely it came from
-    there: [samples, tokens, places].
+    """Return the log-likelihood of each position for each observed token: [samples, tokens,
+    positions].
     """
     torch.manual_seed(seed)
     x = view.features.float()
     n, tokens, width = x.shape
     mean, scale = x.mean((0, 1)), x.std((0, 1)).clamp(min=1e-6)
     model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, tokens))
-    optimizer = torch.optim.AdamW(model.parameters(), rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr)
     order = torch.randperm(n)
-    held, used = order[: max(1, n // 10)], order[max(1, n // 10) :]
-    labels, best, waited = torch.arange(tokens), float("inf"), 0
-    kept = {k: v.clone() for k, v in model.state_dict().items()}
+    heldout, train = order[: max(1, n // 10)], order[max(1, n // 10) :]
+    labels, best_loss, stale = torch.arange(tokens), float("inf"), 0
+    best_state = {k: v.clone() for k, v in model.state_dict().items()}
     for _ in range(epochs):
-        for part in torch.split(used[torch.randperm(len(used))], 64):
+        for rows in torch.split(train[torch.randperm(len(train))], 64):
             optimizer.zero_grad()
-            told = model((x[part] - mean) / scale)
-            loss: Tensor = nn.functional.cross_entropy(told.flatten(0, 1), labels.repeat(len(part)))
+            logits = model((x[rows] - mean) / scale)
+            loss: Tensor = nn.functional.cross_entropy(
+                logits.flatten(0, 1), labels.repeat(len(rows))
+            )
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         with torch.no_grad():
-            now = float(
+            heldout_loss = float(
                 nn.functional.cross_entropy(
-                    model((x[held] - mean) / scale).flatten(0, 1), labels.repeat(len(held))
+                    model((x[heldout] - mean) / scale).flatten(0, 1), labels.repeat(len(heldout))
                 )
             )
-        waited += 1
-        if now < best * (1 - 1e-3):
-            best, kept, waited = now, {k: v.clone() for k, v in model.state_dict().items()}, 0
-        if waited >= patience:
+        stale += 1
+        if heldout_loss < best_loss * (1 - 1e-3):
+            best_loss, best_state, stale = (
+                heldout_loss,
+                {k: v.clone() for k, v in model.state_dict().items()},
+                0,
+            )
+        if stale >= patience:
             break
-    model.load_state_dict(kept)
+    model.load_state_dict(best_state)
     with torch.no_grad():
-        return model((view.seen.float() - mean) / scale).log_softmax(-1)  # type: ignore[no-any-return]
+        return model((view.observed.float() - mean) / scale).log_softmax(-1)  # type: ignore[no-any-return]
 
 
-def _assigned(score: Tensor) -> Tensor:
-    """For each token a place of its own, so that the scores add up to the most."""
+def _assign_positions(score: Tensor) -> Tensor:
+    """Assign each token a position of its own so that the total score is largest."""
     rows, places = linear_sum_assignment(-score.double().numpy())
     out = torch.empty(len(rows), dtype=torch.long)
     out[torch.from_numpy(rows)] = torch.from_numpy(places)
@@ -248,55 +282,62 @@ def _assigned(score: Tensor) -> Tensor:
 
 
 def public_patches(view: PublicPatches, *, rounds: int = 2) -> Tensor:
-    """Images from features, token by token, through the inverse of a public patch embedding;
-    shuffled tokens are put in order.
+    """Recover images token by token through the inverse of a public patch embedding; restore the
+    order of shuffled tokens.
 
     Sees: features (shuffled or not, with or without the first token), the embedding's weights, and
-    other images of the kind. Recovers: the images, exactly where the embedding is injective and
-    nothing was added. Why it works: a token is W x + b + p, so that each place i gives a candidate
-    W^+ (z - b - p_i), and the right one lies in the span of W and looks like a patch of that place.
-    An assignment chooses one place for each token, by how well it fits; then what lies beside what
-    decides again: edges of neighbours continue. What stops it: noise; an embedding that is secret,
-    or has more in front of it. Floor: a random order. Ceiling: exact. References: Gallagher 2012
-    (jigsaw puzzles), for edges of neighbours.
+        other images of the kind.
+    Recovers: the images, exactly if the embedding is injective and nothing was added.
+    Why it works: a token is W x + b + p, so that each position i gives a candidate W^+ (z - b -
+        p_i), and the right one lies in the span of W and looks like a patch at that position. An
+        assignment chooses one position per token by the fit; then neighbours refine the choice:
+        their edges must be continuous.
+    What stops it: noise; an embedding that is secret or preceded by other layers.
+    Floor: a random order.
+    Ceiling: exact.
+    References: Gallagher 2012 (jigsaw puzzles), for edges of neighbours.
     """
     w = view.weight.double().flatten(1)  # [d, values]
     inverse = torch.linalg.pinv(w)
     patches = to_patches(view.images.double(), view.patch)
     count, size = patches.shape[1], view.patch
-    places = view.positions.double()[-count:]
+    positions = view.positions.double()[-count:]
     mean = patches.mean(0)
     centred = (patches - mean).flatten(0, 1)
     cov = centred.T @ centred / len(centred)
-    white = torch.linalg.cholesky(
+    whitening = torch.linalg.cholesky(
         torch.linalg.inv(cov + 1e-3 * cov.diagonal().mean() * torch.eye(len(cov), dtype=cov.dtype))
     )
     seam = _seams(patches, size, view.images.shape[1])
-    out = []
-    for tokens in view.seen.double():
-        if len(tokens) > count:  # one of them is no patch: the one that is least like any
-            tokens = _without_first(tokens, view, count)
-        rest = tokens[:, None] - view.bias.double() - places[None]  # [tokens, places, d]
-        made = rest @ inverse.T
-        off = (rest - made @ w.T).square().sum(-1)
-        unlike = ((made - mean[None]) @ white).square().sum(-1)
-        score = -(unlike + off / max(view.tolerance, 1e-12) ** 2)
-        order = _assigned(score)
+    images = []
+    for tokens in view.observed.double():
+        if len(tokens) > count:  # drop the first token, which is not a patch
+            tokens = _drop_first_token(tokens, view, count)
+        offsets = tokens[:, None] - view.bias.double() - positions[None]  # [tokens, positions, d]
+        candidates = offsets @ inverse.T
+        residual = (offsets - candidates @ w.T).square().sum(-1)
+        distance = ((candidates - mean[None]) @ whitening).square().sum(-1)
+        score = -(distance + residual / max(view.tolerance, 1e-12) ** 2)
+        order = _assign_positions(score)
         for _ in range(rounds):
-            order = _assigned(score + _neighbours(made, order, seam, size, view.images.shape[1]))
-        found = torch.empty(count, made.shape[-1], dtype=made.dtype)
-        found[order] = made[torch.arange(count), order]
-        out.append(found)
-    return to_images(torch.stack(out), size, view.images.shape[1]).to(view.images.dtype)
+            order = _assign_positions(
+                score + _neighbours(candidates, order, seam, size, view.images.shape[1])
+            )
+        ordered = torch.empty(count, candidates.shape[-1], dtype=candidates.dtype)
+        ordered[order] = candidates[torch.arange(count), order]
+        images.append(ordered)
+    return to_images(torch.stack(images), size, view.images.shape[1]).to(view.images.dtype)
 
 
-def _without_first(tokens: Tensor, view: PublicPatches, count: int) -> Tensor:
-    known = view.first.double() if view.first is not None else tokens[0]
-    far = (tokens - known).square().sum(-1)
-    return tokens[far.argsort(descending=True)[:count].sort().values]
+def _drop_first_token(tokens: Tensor, view: PublicPatches, count: int) -> Tensor:
+    """Drop the token nearest to the first token."""
+    first = view.first.double() if view.first is not None else tokens[0]
+    distance = (tokens - first).square().sum(-1)
+    return tokens[distance.argsort(descending=True)[:count].sort().values]
 
 
 def _edges(patches: Tensor, size: int, channels: int) -> dict[str, Tensor]:
+    """Return the pixels on the four edges of each patch."""
     x = patches.view(*patches.shape[:-1], channels, size, size)
     return {
         "left": x[..., :, 0],
@@ -307,8 +348,8 @@ def _edges(patches: Tensor, size: int, channels: int) -> dict[str, Tensor]:
 
 
 def _seams(patches: Tensor, size: int, channels: int) -> float:
-    """How much neighbours differ at their common edge, squared and added up, in the mean of the
-    auxiliary images.
+    """Return the mean squared difference of neighbours along their common edge in the auxiliary
+    images.
     """
     side = round(patches.shape[1] ** 0.5)
     e = {k: v.reshape(len(v), side, side, -1) for k, v in _edges(patches, size, channels).items()}
@@ -317,48 +358,54 @@ def _seams(patches: Tensor, size: int, channels: int) -> float:
     return max(float((across + down) / 2), 1e-12)
 
 
-def _neighbours(made: Tensor, order: Tensor, seam: float, size: int, channels: int) -> Tensor:
-    """For each token at each place, how well its edges fit those that the present order puts beside
-    it.
+def _neighbours(candidates: Tensor, order: Tensor, seam: float, size: int, channels: int) -> Tensor:
+    """Score each token at each position by how well its edges continue those of its current
+    neighbours.
     """
     count = len(order)
     side = round(count**0.5)
-    now = torch.empty(count, made.shape[-1], dtype=made.dtype)
-    now[order] = made[torch.arange(count), order]
-    here, there = _edges(made, size, channels), _edges(now, size, channels)
-    score = torch.zeros(count, count, dtype=made.dtype)
-    for mine, theirs, step, is_row in (
+    current = torch.empty(count, candidates.shape[-1], dtype=candidates.dtype)
+    current[order] = candidates[torch.arange(count), order]
+    candidate_edges, current_edges = (
+        _edges(candidates, size, channels),
+        _edges(current, size, channels),
+    )
+    score = torch.zeros(count, count, dtype=candidates.dtype)
+    for edge, opposite, step, is_row in (
         ("left", "right", -1, True),
         ("right", "left", 1, True),
         ("top", "bottom", -1, False),
         ("bottom", "top", 1, False),
     ):
-        for place in range(count):
-            r, c = divmod(place, side)
+        for position in range(count):
+            r, c = divmod(position, side)
             r, c = (r, c + step) if is_row else (r + step, c)
             if 0 <= r < side and 0 <= c < side:
-                score[:, place] -= (
-                    here[mine][:, place] - there[theirs][r * side + c]
+                score[:, position] -= (
+                    candidate_edges[edge][:, position] - current_edges[opposite][r * side + c]
                 ).square().flatten(1).sum(-1) / seam
     return score
 
 
-def in_order(seen: Tensor, order: Tensor) -> Tensor:
-    """Tokens, each put at the place that was found for it."""
-    out = torch.empty_like(seen)
-    out.scatter_(1, order[..., None].expand_as(seen), seen)
+def restore_order(tokens: Tensor, order: Tensor) -> Tensor:
+    """Put each token at the position found for it."""
+    out = torch.empty_like(tokens)
+    out.scatter_(1, order[..., None].expand_as(tokens), tokens)
     return out
 
 
-def linked(first: Tensor, second: Tensor) -> Tensor:
-    """Which sample of a second pass is which of a first one, over fresh shuffles: for each of the
-    first, a place in the second.
+def link_samples(first: Tensor, second: Tensor) -> Tensor:
+    """Link the samples of two passes over fresh shuffles: for each of the first, its index in the
+    second.
 
-    Sees: features of the same samples in two passes, shuffled afresh. Recovers: who is who. Why it
-    works: a shuffle leaves the set of tokens as it is. What stops it: noise, training steps between
-    the passes, columns under a fresh key. Floor: one in as many as there are. Ceiling: all.
+    Sees: features of the same samples in two passes, shuffled independently.
+    Recovers: which sample is which.
+    Why it works: a shuffle preserves the set of tokens.
+    What stops it: noise; training steps between the passes; a fresh key on the columns.
+    Floor: one in as many as there are.
+    Ceiling: all.
     References: On the (In)Security of the Shuffling Defense (ACL 2026), for the alignment of
-    activations that are shuffled afresh.
+        activations.
     """
     a, b = (np.sort(v.double().numpy(), axis=1).reshape(len(v), -1) for v in (first, second))
     cost = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T

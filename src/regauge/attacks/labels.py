@@ -1,9 +1,9 @@
-"""Attacks on labels: what the gradients that a client of split learning sends say about them.
-Labels and head stay with the client.
+"""Attacks on labels: what the gradients sent by a split-learning client reveal about them.
 
-The gradient of a sample's loss by its output is J W^T (p - y): what the head reads, times how wrong
-it was. p - y has one sign at the true class and the other everywhere else, whatever the head is.
-All attacks take sums over a sample's tokens (`slopes_of`), so that shuffled rows do not matter.
+Labels and head stay with the client. The gradient of a sample's loss with respect to its output is
+J W^T (p - y). p - y has one sign at the true class and the other everywhere else, whatever the head
+is. All attacks use sums over a sample's tokens (`sample_grads`), so that shuffled rows do not
+matter.
 """
 
 from __future__ import annotations
@@ -14,173 +14,206 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from regauge.attacks.views import SentSlopes, Served
+from regauge.attacks.views import SentGradients, ServerPass
 from regauge.errors import need
 
 Tensor = torch.Tensor
-FEW = 1e-12  # a gradient this small, next to the largest, says nothing
+NEGLIGIBLE = 1e-12  # relative to the largest gradient: smaller ones carry no information
 
 
-def slopes_of(passes: Sequence[Served]) -> Tensor:
-    """One row for each sample of these passes: the gradient that was sent, added up over the
-    sample's tokens, in whatever order they were.
+def sample_grads(passes: Sequence[ServerPass]) -> Tensor:
+    """Return one row per sample of these passes: the gradient summed over the sample's tokens, in
+    any order.
     """
-    found = [view.slope.detach().double() for view in passes if view.slope is not None]
+    grads = [view.grad.detach().double() for view in passes if view.grad is not None]
     return (
-        torch.cat([s.flatten(1, -2).sum(1) for s in found])
-        if found
+        torch.cat([grad.flatten(1, -2).sum(1) for grad in grads])
+        if grads
         else torch.zeros(0, 0, dtype=torch.float64)
     )
 
 
-def count_classes(view: SentSlopes, *, most: int = 64) -> int:
-    """How many classes there are.
+def count_classes(view: SentGradients, *, most: int = 64) -> int:
+    """Count the classes.
 
-    Sees: gradients by the output. Recovers: the number of classes. Why it works: p - y adds up to
-    nothing over the classes, so that gradients lie near a space of one dimension less than there
-    are classes, and beyond it there is a gap in their singular values. What stops it: noise on the
-    gradients; several labels of one sample (it counts them plus one). Floor: 2. Ceiling: exact.
-    References: SDAR (2310.10483). Cost: one SVD.
+    Sees: gradients of the output.
+    Recovers: the number of classes.
+    Why it works: p - y sums to zero over the classes, so that gradients lie near a space with one
+        dimension less than there are classes, and a gap in the singular values follows.
+    What stops it: noise on the gradients; several labels per sample (it counts them plus one).
+    Floor: 2.
+    Ceiling: exact.
+    References: SDAR (2310.10483).
+    Cost: one SVD.
     """
-    x = _directions(view.slopes)
+    x = _directions(view.grads)
     sizes = torch.linalg.svdvals(x)[
         : min(most, min(x.shape) // 2) + 1
-    ]  # a final norm leaves directions out, which are gaps of its own at the end
+    ]  # a final norm removes directions, which adds gaps at the end
     if len(sizes) < 2:
         return 2
     return int((sizes[:-1] / sizes[1:].clamp(min=1e-9 * float(sizes[0]))).argmax()) + 2
 
 
-def clustered(
-    view: SentSlopes, classes: int, *, tries: int = 16, rounds: int = 50, seed: int = 0
+def cluster_labels(
+    view: SentGradients, classes: int, *, tries: int = 16, rounds: int = 50, seed: int = 0
 ) -> Tensor:
-    """A class for each sample: up to their names, or with their names where some labels are known.
+    """Assign a class to each sample: up to renaming, or by name where some labels are known.
 
-    Sees: gradients by the output, and a few labels if there are any (`view.known`). Recovers:
-    labels. Why it works: gradients of one class point the same way, those of others away from it,
-    best of all in the first steps, when the model knows nothing. What stops it: noise on the
-    gradients (`private`), much; a head that was trained elsewhere and is never wrong sends next to
-    nothing. Floor: the share of the most frequent class. Ceiling: all. References: Li et al. 2022
-    (label leakage and protection); SDAR (2310.10483: over 98 % in this setting). Cost: k-means.
+    Sees: gradients of the output, and a few labels if there are any (`view.known_labels`).
+    Recovers: labels.
+    Why it works: gradients of one class have similar directions, those of other classes opposite
+        ones, most clearly in the first steps of training.
+    What stops it: strong noise on the gradients (`private`); a pretrained head that is never wrong
+        sends next to nothing.
+    Floor: the share of the most frequent class.
+    Ceiling: all.
+    References: Li et al. 2022 (label leakage and protection); SDAR (2310.10483: over 98 % in this
+        setting).
+    Cost: k-means.
     """
-    x = _directions(view.slopes)
-    draw = torch.Generator().manual_seed(seed)
-    best, found = -float("inf"), torch.zeros(len(x), dtype=torch.long)
+    x = _directions(view.grads)
+    generator = torch.Generator().manual_seed(seed)
+    best_score, labels = -float("inf"), torch.zeros(len(x), dtype=torch.long)
     for _ in range(tries):
-        centres = _spread(x, classes, draw)
+        centres = _initial_centres(x, classes, generator)
         for _ in range(rounds):
-            near = (x @ centres.T).argmax(1)
-            added = torch.zeros_like(centres).index_add_(0, near, x)
-            empty = added.norm(dim=1) == 0
-            after = torch.where(
-                empty[:, None], centres, torch.nn.functional.normalize(added, dim=1)
+            nearest = (x @ centres.T).argmax(1)
+            sums = torch.zeros_like(centres).index_add_(0, nearest, x)
+            is_empty = sums.norm(dim=1) == 0
+            updated = torch.where(
+                is_empty[:, None], centres, torch.nn.functional.normalize(sums, dim=1)
             )
-            if torch.equal(after, centres):
+            if torch.equal(updated, centres):
                 break
-            centres = after
-        alike = x @ centres.T
-        worth = float(alike.max(1).values.sum())
-        if worth > best:
-            best, found = worth, alike.argmax(1)
-    return _named(found, view.known, classes) if view.known else found
+            centres = updated
+        similarity = x @ centres.T
+        score = float(similarity.max(1).values.sum())
+        if score > best_score:
+            best_score, labels = score, similarity.argmax(1)
+    return _name_clusters(labels, view.known_labels, classes) if view.known_labels else labels
 
 
-def by_norm(view: SentSlopes) -> Tensor:
-    """For each sample of a task with two classes, how surely it is of the rarer one.
+def norm_attack(view: SentGradients) -> Tensor:
+    """Score each sample of a two-class task for the rarer class by the norm of its gradient.
 
-    Sees: gradients by the output. Recovers: labels, as a score. Why it works: a model that has
-    learned how rare a class is, is mostly wrong about its members, and their gradients are long.
-    What stops it: balanced classes; clipped gradients. Floor: AUC 0.5. Ceiling: 1. References: Li
-    et al. 2022 (norm attack). Cost: none.
+    Sees: gradients of the output.
+    Recovers: labels, as a score.
+    Why it works: a model that has learned how rare a class is, is mostly wrong about its members,
+        so their gradients are long.
+    What stops it: balanced classes; clipped gradients.
+    Floor: AUC 0.5.
+    Ceiling: 1.
+    References: Li et al. 2022 (norm attack).
+    Cost: negligible.
     """
-    size: Tensor = torch.linalg.vector_norm(view.slopes.double(), dim=1)
-    return size
+    norms: Tensor = torch.linalg.vector_norm(view.grads.double(), dim=1)
+    return norms
 
 
-def by_direction(view: SentSlopes) -> Tensor:
-    """The same, by the way in which a gradient points: positive for the rarer class.
+def direction_attack(view: SentGradients) -> Tensor:
+    """Score each sample of a two-class task by the direction of its gradient: positive for the
+    rarer class.
 
-    Sees: gradients by the output. Recovers: labels, as a score. Why it works: with two classes a
-    gradient is (p - y) times one vector, so the two point in opposite ways, balanced or not; which
-    is which is told by length, since the rarer class has the longer ones. What stops it: noise on
-    the gradients. Floor: AUC 0.5. Ceiling: 1. References: Li et al. 2022 (direction attack). Cost:
-    one SVD.
+    Sees: gradients of the output.
+    Recovers: labels, as a score.
+    Why it works: with two classes a gradient is (p - y) times one vector, so the classes have
+        opposite directions, balanced or not; the rarer class has the longer gradients.
+    What stops it: noise on the gradients.
+    Floor: AUC 0.5.
+    Ceiling: 1.
+    References: Li et al. 2022 (direction attack).
+    Cost: one SVD.
     """
-    x = view.slopes.double()
-    along: Tensor = _directions(x) @ torch.linalg.svd(_directions(x), full_matrices=False).Vh[0]
-    size, up = torch.linalg.vector_norm(x, dim=1), along > 0
-    if bool(up.any()) and bool((~up).any()) and float(size[up].mean()) < float(size[~up].mean()):
-        along = -along
-    return along
+    x = view.grads.double()
+    projection: Tensor = (
+        _directions(x) @ torch.linalg.svd(_directions(x), full_matrices=False).Vh[0]
+    )
+    norms, is_positive = torch.linalg.vector_norm(x, dim=1), projection > 0
+    if (
+        bool(is_positive.any())
+        and bool((~is_positive).any())
+        and float(norms[is_positive].mean()) < float(norms[~is_positive].mean())
+    ):
+        projection = -projection
+    return projection
 
 
-def several(view: SentSlopes, labels: int, *, ridge: float = 1e-2, seed: int = 0) -> Tensor:
-    """Scores [samples, labels] of samples that have several labels at once: positive where a label
-    is there.
+def multilabel_attack(
+    view: SentGradients, labels: int, *, ridge: float = 1e-2, seed: int = 0
+) -> Tensor:
+    """Score the labels of samples with several labels each, [samples, labels]: positive where a
+    label is set.
 
-    Sees: gradients by the output, and, of some samples, all labels (`view.many`). Recovers: every
-    label of the others; without known ones, labels up to their order and to yes and no. Why it
-    works: the gradient is a sum over labels of (p - y) times the head's row, which known labels
-    undo by least squares; p - y has two heaps, far from a Gaussian, which independent components
-    find by themselves. What stops it: noise on the gradients; more labels than channels; without
-    known ones, labels that go together. Floor: AUC 0.5. Ceiling: 1. References: Hyvarinen and Oja
-    2000 (independent components); Li et al. 2022. Cost: one least squares, or one FastICA
-    (scikit-learn).
+    Sees: gradients of the output, and all labels of some samples (`view.known_label_sets`).
+    Recovers: every label of the other samples; without known ones, labels up to their order and
+        negation.
+    Why it works: the gradient is a sum over labels of (p - y) times the head's row. Known labels
+        invert it by least squares; otherwise, p - y is bimodal, far from Gaussian, and independent
+        component analysis separates it.
+    What stops it: noise on the gradients; more labels than channels; without known ones, correlated
+        labels.
+    Floor: AUC 0.5.
+    Ceiling: 1.
+    References: Hyvarinen and Oja 2000 (independent components); Li et al. 2022.
+    Cost: one least squares, or one FastICA (scikit-learn).
     """
-    x = view.slopes.double()
+    x = view.grads.double()
     x = x / x.square().mean().sqrt().clamp(min=1e-300)
-    if view.many:
-        rows = torch.tensor(sorted(view.many))
-        y = torch.stack([torch.as_tensor(view.many[int(i)]).double() for i in rows])
-        mean, middle = x[rows].mean(0), y.mean(0)
+    if view.known_label_sets:
+        rows = torch.tensor(sorted(view.known_label_sets))
+        y = torch.stack([torch.as_tensor(view.known_label_sets[int(i)]).double() for i in rows])
+        mean, threshold = x[rows].mean(0), y.mean(0)
         a = x[rows] - mean
-        # As many equations as known samples: the dual form, whose size is theirs.
+        # The dual form: as many equations as known samples.
         gram = a @ a.T
-        lead = ridge * float(gram.diagonal().mean()) + 1e-12
+        penalty = ridge * float(gram.diagonal().mean()) + 1e-12
         weight = a.T @ torch.linalg.solve(
-            gram + lead * torch.eye(len(a), dtype=a.dtype), y - middle
+            gram + penalty * torch.eye(len(a), dtype=a.dtype), y - threshold
         )
-        score: Tensor = (x - mean) @ weight + middle - 0.5
+        score: Tensor = (x - mean) @ weight + threshold - 0.5
         return score
     need("sklearn", "audit")
     from sklearn.decomposition import FastICA
 
-    parts = FastICA(
+    components = FastICA(
         labels, whiten="unit-variance", random_state=seed, max_iter=1000, tol=1e-3
     ).fit_transform(x.numpy())
-    middle = torch.from_numpy(np.asarray([_between(column) for column in parts.T]))
-    return torch.from_numpy(parts) - middle
+    threshold = torch.from_numpy(np.asarray([_midpoint(column) for column in components.T]))
+    return torch.from_numpy(components) - threshold
 
 
-def _directions(slopes: Tensor) -> Tensor:
-    """Unit rows; those that say nothing are zero."""
-    x = slopes.double()
-    size = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+def _directions(grads: Tensor) -> Tensor:
+    """Normalize rows to unit length; rows without information become zero."""
+    x = grads.double()
+    norms = torch.linalg.vector_norm(x, dim=1, keepdim=True)
     return torch.where(
-        size > FEW * size.max().clamp(min=1e-300), x / size.clamp(min=1e-300), torch.zeros_like(x)
+        norms > NEGLIGIBLE * norms.max().clamp(min=1e-300),
+        x / norms.clamp(min=1e-300),
+        torch.zeros_like(x),
     )
 
 
-def _spread(x: Tensor, count: int, draw: torch.Generator) -> Tensor:
-    """Rows far from each other to begin with (k-means++)."""
-    chosen = [int(torch.randint(len(x), (1,), generator=draw))]
+def _initial_centres(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Choose distant rows as initial centres (k-means++)."""
+    chosen = [int(torch.randint(len(x), (1,), generator=generator))]
     for _ in range(count - 1):
-        far = (1 - (x @ x[chosen].T).max(1).values).clamp(min=0).square() + 1e-12
-        chosen.append(int(torch.multinomial(far, 1, generator=draw)))
+        distances = (1 - (x @ x[chosen].T).max(1).values).clamp(min=0).square() + 1e-12
+        chosen.append(int(torch.multinomial(distances, 1, generator=generator)))
     return x[chosen].clone()
 
 
-def _named(found: Tensor, known: Mapping[int, int], classes: int) -> Tensor:
-    """Clusters with the names that agree best with what is known."""
+def _name_clusters(clusters: Tensor, known: Mapping[int, int], classes: int) -> Tensor:
+    """Name the clusters so that they agree best with the known labels."""
     counts = np.zeros((classes, classes))
     for row, label in known.items():
-        counts[int(found[row]), label] += 1
+        counts[int(clusters[row]), label] += 1
     names = torch.from_numpy(linear_sum_assignment(-counts)[1])
-    return names[found]
+    return names[clusters]
 
 
-def _between(values: np.ndarray) -> float:
-    """The middle between two heaps of numbers: 2-means on a line."""
+def _midpoint(values: np.ndarray) -> float:
+    """Return the midpoint between two clusters of numbers (2-means in one dimension)."""
     low, high = float(np.min(values)), float(np.max(values))
     for _ in range(50):
         below = values <= (low + high) / 2

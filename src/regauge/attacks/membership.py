@@ -1,10 +1,10 @@
-"""Which patches were in a batch, by an attacker that has practised: on updates of its own it learns
-which layer to ask, and how softly.
+"""Patch membership by a calibrated attacker: it learns on its own updates which layer to use, and
+at which noise level.
 
-The span of a layer's gradient is a yes or no, and noise or a larger batch blurs it. Here a patch is
-asked for its likelihood under the gradient's own second moments, at several levels of noise, next
-to what it gets under updates that it was surely not in. Which layer and which level tell most is
-seen on rehearsals.
+The span of a layer's gradient gives a binary answer, which noise or a larger batch blurs. Here a
+patch is scored by its likelihood under the second moments of the gradient, at several noise levels,
+relative to its likelihood under updates that did not contain it. Rehearsals show which layer and
+which level reveal most.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch.func import functional_call
 
 from regauge.attacks.inversion import to_patches
-from regauge.attacks.spans import candidates_at
+from regauge.attacks.spans import candidate_inputs
 from regauge.attacks.updates import Rehearsal, SentUpdate
 from regauge.errors import UpdateError
 from regauge.jigsaw.layers import Layers, Readers, inner_of, layers_of, readers_of
@@ -31,36 +31,42 @@ LEVELS = (
     1e-6,
     1e-4,
     1e-2,
-)  # of the largest second moment: what counts as noise
-PASSES = 1024  # images that are put through the model for one question, at most
-BLOCKS = 2  # the first blocks in the update: what comes after is further from the pixels
-OTHERS = 48  # patches that were in no update, to practise on
+)  # noise levels, relative to the largest second moment
+MAX_PASSES = 1024  # maximum number of forward passes per query
+BLOCKS = 2  # number of first blocks to use: later ones are further from the pixels
+SAMPLES = 48  # patches per rehearsal, inside and outside the update
 
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """The directions [channels, channels] of what a layer was given, and how much of each is in its
+    """Directions [channels, channels] of a layer's inputs, and their power in the layer's
     gradient.
     """
 
     basis: Tensor
     sizes: Tensor
 
-    def unlikely(self, features: Tensor) -> Tensor:
-        """For features [..., channels] the log of their length by these moments, at each level:
+    def log_distance(self, features: Tensor) -> Tensor:
+        """Return the log Mahalanobis length of features [..., channels] at each noise level:
         [levels, ...].
         """
-        unit = torch.nn.functional.normalize(features.double(), dim=-1)
-        parts = (unit @ self.basis).square()
+        directions = torch.nn.functional.normalize(features.double(), dim=-1)
+        power = (directions @ self.basis).square()
         return torch.stack(
-            [(parts / (self.sizes + level * self.sizes.max())).sum(-1).log() for level in LEVELS]
+            [(power / (self.sizes + level * self.sizes.max())).sum(-1).log() for level in LEVELS]
         )
 
 
 @dataclass(frozen=True, eq=False)
-class Practised:
-    """What rehearsals taught: the layer to ask, the level of noise, whether to compare with other
-    updates; and the AUC that it had on them.
+class Calibration:
+    """What rehearsals determine.
+
+    Attributes:
+        layer: The layer to use.
+        level: The index of the noise level.
+        compared: Whether to subtract the score under other updates.
+        auc: The AUC on the rehearsals.
+        others: The moments of the rehearsals.
     """
 
     layer: str
@@ -70,117 +76,134 @@ class Practised:
     others: tuple[Moments, ...]
 
 
-def practise(view: SentUpdate) -> Practised:
-    """Try every layer and level on the rehearsals, whose patches are known, and keep what told
-    most.
+def calibrate(view: SentUpdate) -> Calibration:
+    """Try every layer and noise level on rehearsals with known patches, and return the best.
+
+    Raises:
+        UpdateError: Other images and their updates are not granted, or no layer can be used.
     """
     layers, rehearsals = layers_of(view.model, view.shape), view.granted.rehearsals
     images = view.granted.images
     if len(rehearsals) < 2 or images is None:
         raise UpdateError(
-            "there is nothing to practise on: other images and updates of them are not granted",
-            hint="Threat(images=True)",
+            f"the number of rehearsals must be >= 2, with other images, got {len(rehearsals)}",
+            hint="pass Threat(images=True)",
         )
-    draw = torch.Generator().manual_seed(0)
-    used = sum(len(r.read) for r in rehearsals)
-    apart = to_patches(images[used:] if len(images) > used else images, layers.patch[0]).flatten(
+    generator = torch.Generator().manual_seed(0)
+    used = sum(len(r.inputs) for r in rehearsals)
+    outside = to_patches(images[used:] if len(images) > used else images, layers.patch[0]).flatten(
         0, 1
     )
-    apart = apart[torch.randperm(len(apart), generator=draw)[:OTHERS]]
-    best: Practised | None = None
-    refused: UpdateError | None = None
-    for name in asked_layers(view, layers):
+    outside = outside[torch.randperm(len(outside), generator=generator)[:SAMPLES]]
+    best: Calibration | None = None
+    failure: UpdateError | None = None
+    for name in available_layers(view, layers):
         try:
-            _given(view, layers, name, apart[:1], rehearsals[:1])
-        except (
-            UpdateError
-        ) as error:  # of windows, or of patches that were merged: the layers before them are left
-            refused = error
+            _layer_inputs(view, layers, name, outside[:1], rehearsals[:1])
+        except UpdateError as error:  # windows or merged patches: use the layers before them
+            failure = error
             continue
-        moments = [moments_of(replace(view, update=r.update), layers, name) for r in rehearsals]
-        told: dict[tuple[int, bool], list[float]] = {}
-        for n, one in enumerate(rehearsals):
-            inside = to_patches(one.read.cpu(), layers.patch[0]).flatten(0, 1)
-            inside = inside[torch.randperm(len(inside), generator=draw)[:OTHERS]]
-            rest = [m for i, m in enumerate(moments) if i != n]
-            contexts = [r for i, r in enumerate(rehearsals) if i != n]
-            plain, beside = _scores(
+        moments = [
+            gradient_moments(replace(view, update=r.update), layers, name) for r in rehearsals
+        ]
+        aucs: dict[tuple[int, bool], list[float]] = {}
+        for index, rehearsal in enumerate(rehearsals):
+            inside = to_patches(rehearsal.inputs.cpu(), layers.patch[0]).flatten(0, 1)
+            inside = inside[torch.randperm(len(inside), generator=generator)[:SAMPLES]]
+            others = [m for i, m in enumerate(moments) if i != index]
+            contexts = [r for i, r in enumerate(rehearsals) if i != index]
+            plain, relative = _scores(
                 view,
                 layers,
                 name,
-                torch.cat([inside, apart.to(inside)]),
+                torch.cat([inside, outside.to(inside)]),
                 contexts,
-                moments[n],
-                rest,
+                moments[index],
+                others,
             )
             for level in range(len(LEVELS)):
-                for compared, scores in ((False, plain[level]), (True, beside[level])):
-                    told.setdefault((level, compared), []).append(
+                for compared, scores in ((False, plain[level]), (True, relative[level])):
+                    aucs.setdefault((level, compared), []).append(
                         auc(scores[: len(inside)], scores[len(inside) :])
                     )
-        for (level, compared), values in told.items():
+        for (level, compared), values in aucs.items():
             mean = sum(values) / len(values)
             if best is None or mean > best.auc:
-                best = Practised(name, level, compared, mean, tuple(moments))
+                best = Calibration(name, level, compared, mean, tuple(moments))
     if best is None:
-        assert refused is not None
-        raise refused
+        assert failure is not None
+        raise failure
     return best
 
 
-def practised_membership(
-    view: SentUpdate, candidates: Tensor, learned: Practised | None = None
+def calibrated_membership(
+    view: SentUpdate, candidates: Tensor, calibration: Calibration | None = None
 ) -> Tensor:
-    """For each patch [count, values] a score: the higher, the more surely it was in an image that
-    the update was made of.
+    """Score patches [count, values]: the higher, the more likely they were in an image behind the
+    update.
 
-    Sees: the gradients by the patch embedding and by the query, key and value weights of the first
-    two blocks that are sent; batch size; other images of the kind, and what the client's code makes
-    of them. Recovers: is this patch in the batch. Why it works: a layer's gradient is a sum over
-    what the layer was given, so that its second moments favour that; a patch's own share in them
-    stands out against updates that it was not in. Of deeper blocks it is guessed what they were
-    given, by putting the patch into other images. Layer, noise level and comparison are chosen on
-    rehearsals. What stops it: batches of many more tokens than channels; noise; few layers sent.
-    Floor: AUC 0.5. Ceiling: 1. References: DAGER (2405.15586), for spans; Carlini et al. 2022
-    (LiRA), for scores next to those of models or updates without the sample. Cost: an eigenvalue
-    decomposition, and of deeper blocks up to a thousand forward passes.
+    Sees: the gradients of the patch embedding and of the query, key and value weights of the first
+        two blocks sent; batch size; other images of the kind, and their updates by the client's
+        code.
+    Recovers: whether a patch is in the batch.
+    Why it works: a layer's gradient is a sum over its inputs, so that its second moments favour
+        them; a patch stands out against updates that did not contain it. Inputs of deeper blocks
+        are estimated by inserting the patch into other images. Layer, noise level and comparison
+        are chosen on rehearsals.
+    What stops it: batches with many more tokens than channels; noise; few layers sent.
+    Floor: AUC 0.5.
+    Ceiling: 1.
+    References: DAGER (2405.15586), for spans; Carlini et al. 2022 (LiRA), for scores relative to
+        those of models or updates without the sample.
+    Cost: an eigenvalue decomposition, and for deeper blocks up to a thousand forward passes.
     """
-    learned = learned or practise(view)
+    calibration = calibration or calibrate(view)
     layers = layers_of(view.model, view.shape)
-    own = moments_of(view, layers, learned.layer)
-    plain, beside = _scores(
-        view, layers, learned.layer, candidates, view.granted.rehearsals, own, learned.others
+    moments = gradient_moments(view, layers, calibration.layer)
+    plain, relative = _scores(
+        view,
+        layers,
+        calibration.layer,
+        candidates,
+        view.granted.rehearsals,
+        moments,
+        calibration.others,
     )
-    return (beside if learned.compared else plain)[learned.level]
+    return (relative if calibration.compared else plain)[calibration.level]
 
 
-def asked_layers(view: SentUpdate, layers: Layers) -> list[str]:
-    """What is sent of the patch embedding and of the first blocks: "patches", "block 0", ..."""
-    found = ["patches"] if layers.weight in view.slopes else []
+def available_layers(view: SentUpdate, layers: Layers) -> list[str]:
+    """Return the usable layers that are sent: "patches", "block 0", ..."""
+    names = ["patches"] if layers.weight in view.grads else []
     blocks = [
-        n for n, r in blocks_of(view.model).items() if all(name in view.slopes for name in r.names)
+        block
+        for block, readers in attention_blocks(view.model).items()
+        if all(weight in view.grads for weight in readers.names)
     ]
-    found += [f"block {n}" for n in blocks[:BLOCKS]]
-    if not found:
+    names += [f"block {block}" for block in blocks[:BLOCKS]]
+    if not names:
         raise UpdateError(
-            "neither the patch embedding's gradient nor that of any attention is in the update",
+            "the update must contain the gradient of the patch embedding or an attention, got none",
             hint="all were withheld or frozen",
         )
-    return found
+    return names
 
 
-def moments_of(view: SentUpdate, layers: Layers, name: str) -> Moments:
+def gradient_moments(view: SentUpdate, layers: Layers, name: str) -> Moments:
+    """Return the second moments of a layer's gradient."""
     if name == "patches":
-        slopes = [view.slope(layers.weight, "the gradient by the patch embedding").flatten(1)]
+        grads = [view.grad(layers.weight, "the gradient of the patch embedding").flatten(1)]
     else:
-        found = blocks_of(view.model)[int(name.split()[1])]
-        slopes = [view.slope(n, "the gradient by an attention") for n in found.names]
-        slopes = [s.T if found.is_conv1d else s for s in slopes]
-    parts = [s.detach().double().cpu() for s in slopes]
-    whole = torch.cat([p / p.norm() for p in parts if bool(p.any())] or parts)
-    if not bool(whole.any()):
-        raise UpdateError(f"the gradient of {name} is zero", hint="was the layer trained?")
-    sizes, basis = torch.linalg.eigh(whole.T @ whole)
+        readers = attention_blocks(view.model)[int(name.split()[1])]
+        grads = [view.grad(n, "the gradient of an attention") for n in readers.names]
+        grads = [grad.T if readers.is_conv1d else grad for grad in grads]
+    parts = [grad.detach().double().cpu() for grad in grads]
+    stacked = torch.cat([p / p.norm() for p in parts if bool(p.any())] or parts)
+    if not bool(stacked.any()):
+        raise UpdateError(
+            f"the gradient of {name} must not be zero", hint="check that the layer was trained"
+        )
+    sizes, basis = torch.linalg.eigh(stacked.T @ stacked)
     return Moments(basis, sizes.clamp(min=0))
 
 
@@ -190,53 +213,62 @@ def _scores(
     name: str,
     candidates: Tensor,
     contexts: Sequence[Rehearsal],
-    own: Moments,
+    moments: Moments,
     others: Sequence[Moments],
 ) -> tuple[Tensor, Tensor]:
-    """Scores [levels, candidates] by an update's own moments, and less what the moments of others
-    give.
+    """Return scores [levels, candidates] under an update's moments, plain and relative to the
+    moments of others.
     """
-    seen = _given(view, layers, name, candidates, contexts)  # [places, candidates, channels]
-    plain = -own.unlikely(seen)
-    beside = (
-        plain if not others else plain + torch.stack([m.unlikely(seen) for m in others]).mean(0)
+    features = _layer_inputs(
+        view, layers, name, candidates, contexts
+    )  # [positions, candidates, channels]
+    plain = -moments.log_distance(features)
+    relative = (
+        plain
+        if not others
+        else plain + torch.stack([m.log_distance(features) for m in others]).mean(0)
     )
-    return plain.max(1).values, beside.max(1).values
+    return plain.max(1).values, relative.max(1).values
 
 
-def _given(
+def _layer_inputs(
     view: SentUpdate, layers: Layers, name: str, candidates: Tensor, contexts: Sequence[Rehearsal]
 ) -> Tensor:
-    """What a layer is given of each candidate, at each place that it may have had: exactly, but of
-    deeper layers among other patches.
+    """Return a layer's input for each candidate at each possible position: exact for the first
+    layers, in the context of other patches for deeper ones.
     """
     if name == "patches":
         return candidates[None].cpu()
-    found = blocks_of(view.model)[int(name.split()[1])]
+    readers = attention_blocks(view.model)[int(name.split()[1])]
     if name == "block 0":
-        return torch.stack(candidates_at(view, layers, found, candidates))
-    return among(view, layers, found, candidates, contexts)
+        return torch.stack(candidate_inputs(view, layers, readers, candidates))
+    return features_in_context(view, layers, readers, candidates, contexts)
 
 
-def among(
+def features_in_context(
     view: SentUpdate,
     layers: Layers,
-    found: Readers,
+    readers: Readers,
     candidates: Tensor,
     contexts: Sequence[Rehearsal],
 ) -> Tensor:
-    """The candidates put into other images, at places in turn, as a deeper norm gives them on:
-    [places, candidates, channels], in the mean over images. Under MJP those have their own puzzle,
-    and its places the unknown embedding.
+    """Return the output of a deeper norm for candidates inserted into other images.
+
+    Under MJP the images keep their own puzzle and the unknown embedding at its positions.
+
+    Returns:
+        [positions, candidates, channels], averaged over images.
     """
     model = copy.deepcopy(view.model).eval()
     inner, lead = inner_of(model)
-    norm = inner.get_submodule(_name_of(inner_of(view.model)[0], found.norm))
+    norm = inner.get_submodule(_name_of(inner_of(view.model)[0], readers.norm))
     state = {n: p.detach() for n, p in inner.named_parameters()}
-    most = max(1, PASSES // len(candidates))
-    used = list(contexts[: max(1, min(len(contexts), most // layers.cells))])
-    places = (
-        torch.linspace(0, layers.cells - 1, min(layers.cells, max(1, most // len(used))))
+    max_images = max(1, MAX_PASSES // len(candidates))
+    chosen_contexts = list(contexts[: max(1, min(len(contexts), max_images // layers.cells))])
+    positions = (
+        torch.linspace(
+            0, layers.cells - 1, min(layers.cells, max(1, max_images // len(chosen_contexts)))
+        )
         .round()
         .long()
     )
@@ -245,33 +277,34 @@ def among(
     patches = candidates.to(like).view(len(candidates), view.shape[0], p, q)
     total: Tensor | None = None
     with torch.no_grad():
-        for one in used:
-            given = _table(view, layers, state, one, lead)
+        for context in chosen_contexts:
+            parameters = _masked_state(view, layers, state, context, lead)
             rows = []
-            for place in places.tolist():
-                x = one.read[:1].to(like).repeat(len(candidates), 1, 1, 1)
-                r, c = place // width * p, place % width * q
+            for position in positions.tolist():
+                x = context.inputs[:1].to(like).repeat(len(candidates), 1, 1, 1)
+                r, c = position // width * p, position % width * q
                 x[:, :, r : r + p, c : c + q] = patches
-                read = _read_off(inner, norm, given, x)
-                if read.ndim != 3 or read.shape[:2] != (len(x), layers.prefix + layers.cells):
+                output = _norm_output(inner, norm, parameters, x)
+                if output.ndim != 3 or output.shape[:2] != (len(x), layers.prefix + layers.cells):
                     raise UpdateError(
-                        "a block that is sent does not read one token for each patch",
-                        hint="windows and merged patches, as Swin has them",
+                        "blocks must read one token per patch, got windows or merged patches",
+                        hint="models like Swin are not supported",
                     )
-                rows.append(read[:, layers.prefix + place].cpu())
-            part = torch.stack(rows)
-            total = part if total is None else total + part
+                rows.append(output[:, layers.prefix + position].cpu())
+            stacked = torch.stack(rows)
+            total = stacked if total is None else total + stacked
     assert total is not None
-    return total / len(used)
+    return total / len(chosen_contexts)
 
 
-def _table(
-    view: SentUpdate, layers: Layers, state: Mapping[str, Tensor], one: Rehearsal, lead: str
+def _masked_state(
+    view: SentUpdate, layers: Layers, state: Mapping[str, Tensor], rehearsal: Rehearsal, lead: str
 ) -> dict[str, Tensor]:
-    if one.mask is None or layers.unknown is None or layers.positions is None:
+    """Return the parameters with the unknown embedding at the masked positions of a rehearsal."""
+    if rehearsal.mask is None or layers.unknown is None or layers.positions is None:
         return dict(state)
     name = layers.positions.removeprefix(lead)
-    mask = torch.nn.functional.pad(one.mask[:1], (layers.prefix, 0))[..., None].to(
+    mask = torch.nn.functional.pad(rehearsal.mask[:1], (layers.prefix, 0))[..., None].to(
         state[name].device
     )
     return {
@@ -280,34 +313,37 @@ def _table(
     }
 
 
-def _read_off(
+def _norm_output(
     inner: torch.nn.Module, norm: torch.nn.Module, state: Mapping[str, Tensor], x: Tensor
 ) -> Tensor:
-    seen: list[Tensor] = []
-    hook = norm.register_forward_hook(lambda module, args, out: seen.append(out))
+    """Run the model and return the output of one of its norms."""
+    outputs: list[Tensor] = []
+    hook = norm.register_forward_hook(lambda module, args, out: outputs.append(out))
     try:
         functional_call(inner, dict(state), (x,))
     finally:
         hook.remove()
-    return seen[0]
+    return outputs[0]
 
 
-def blocks_of(model: torch.nn.Module) -> dict[int, Readers]:
-    found: dict[int, Readers] = {}
+def attention_blocks(model: torch.nn.Module) -> dict[int, Readers]:
+    """Return the query, key and value weights of each block, by number."""
+    blocks: dict[int, Readers] = {}
     while True:
         try:
-            found[len(found)] = readers_of(model, len(found))
+            blocks[len(blocks)] = readers_of(model, len(blocks))
         except UpdateError:
-            return found
+            return blocks
 
 
 def _name_of(model: torch.nn.Module, module: torch.nn.Module | None) -> str:
+    """Return the name of a submodule."""
     name: str = next(n for n, m in model.named_modules() if m is module)
     return name
 
 
 def auc(inside: Tensor, outside: Tensor) -> float:
-    """How often something inside has the higher score than something outside; a tie is half."""
+    """Return the probability that an inside score exceeds an outside one; ties count half."""
     from scipy.stats import rankdata
 
     ranks = rankdata(torch.cat([inside, outside]).double().numpy())

@@ -1,5 +1,5 @@
-"""The client's pass as an adversary repeats it: gradients of guessed inputs, many guesses side by
-side, through which one can differentiate again.
+"""The client's training pass as an adversary repeats it: differentiable gradients of guessed
+inputs, many guesses at once.
 """
 
 from __future__ import annotations
@@ -18,27 +18,33 @@ from regauge.jigsaw.layers import inner_of, layers_of
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
-Slopes = Callable[[Tensor, Tensor], dict[str, Tensor]]
+GradientFn = Callable[[Tensor, Tensor], dict[str, Tensor]]
 
 
 @contextmanager
-def twice() -> Iterator[None]:
-    """Attention by plain products: only these can be differentiated twice."""
+def double_backward() -> Iterator[None]:
+    """Use attention by plain matrix products, the only kind that can be differentiated twice."""
     with sdpa_kernel([SDPBackend.MATH]):
         yield
 
 
-def slopes_by(view: SentUpdate, mask: Tensor | None = None) -> Slopes:
-    """A function of guessed images [guesses, batch, channels, height, width] and labels [guesses,
-    batch] or shares of classes [guesses, batch, classes]: the gradients of each guess [guesses,
-    ...], for every tensor of the update. `mask` are the places that MJP's unknown embedding has.
+def make_gradient_fn(view: SentUpdate, mask: Tensor | None = None) -> GradientFn:
+    """Return a function from guessed images and labels to the gradients of the update.
+
+    The function takes images [guesses, batch, channels, height, width] and labels [guesses, batch]
+    or class probabilities [guesses, batch, classes]. It returns [guesses, ...] for every tensor of
+    the update.
+
+    Args:
+        view: The model and the update.
+        mask: The positions that have MJP's unknown embedding.
     """
     model = copy.deepcopy(view.model).eval()
     inner, lead = inner_of(model)
-    plain_attention(inner)
+    disable_fused_attention(inner)
     state = {n: p.detach() for n, p in model.named_parameters()}
-    wanted = {n: state[n] for n in view.update.tensors}
-    fixed = {n: t for n, t in state.items() if n not in wanted}
+    sent = {n: state[n] for n in view.update.tensors}
+    fixed = {n: t for n, t in state.items() if n not in sent}
     buffers = dict(inner.named_buffers())
     table = unknown = None
     if isinstance(model, MaskedJigsaw) and mask is not None:
@@ -49,43 +55,45 @@ def slopes_by(view: SentUpdate, mask: Tensor | None = None) -> Slopes:
                 state[table].device
             )
 
-    def loss(given: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        whole = {**fixed, **given}
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        tensors = {**fixed, **parameters}
         if table is not None and unknown is not None and mask is not None:
-            whole[table] = torch.where(mask[..., None], whole[unknown], whole[table])
-        found = functional_call(
+            tensors[table] = torch.where(mask[..., None], tensors[unknown], tensors[table])
+        output = functional_call(
             inner,
-            ({n.removeprefix(lead): t for n, t in whole.items() if n.startswith(lead)}, buffers),
+            ({n.removeprefix(lead): t for n, t in tensors.items() if n.startswith(lead)}, buffers),
             (x,),
         )
-        logits = found if isinstance(found, Tensor) else found.logits
+        logits = output if isinstance(output, Tensor) else output.logits
         return torch.nn.functional.cross_entropy(logits, y)
 
-    one = grad(loss)
-    many = vmap(one, in_dims=(None, 0, 0), randomness="error")
+    single_grad = grad(loss)
+    batched_grad = vmap(single_grad, in_dims=(None, 0, 0), randomness="error")
 
-    def slopes(x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        if len(x) == 1:  # plain autograd takes half the time of torch.func's
-            leaves = {n: t.requires_grad_(True) for n, t in wanted.items()}
-            found_one = torch.autograd.grad(
+    def gradients(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        if len(x) == 1:  # plain autograd takes half the time of torch.func
+            leaves = {n: t.requires_grad_(True) for n, t in sent.items()}
+            grads = torch.autograd.grad(
                 loss(leaves, x[0], y[0]),
                 list(leaves.values()),
                 create_graph=True,
                 allow_unused=True,
             )
             return {
-                n: torch.zeros_like(wanted[n])[None] if g is None else g[None]
-                for n, g in zip(leaves, found_one, strict=True)
+                n: torch.zeros_like(sent[n])[None] if g is None else g[None]
+                for n, g in zip(leaves, grads, strict=True)
             }
-        found: dict[str, Tensor] = many(wanted, x, y)
-        return found
+        stacked: dict[str, Tensor] = batched_grad(sent, x, y)
+        return stacked
 
-    return slopes
+    return gradients
 
 
-def plain_attention(model: Any) -> None:
-    """timm's blocks without fused kernels. Those of the transformers library go by `twice` (its own
-    eager attention has a softmax in float32).
+def disable_fused_attention(model: Any) -> None:
+    """Disable the fused attention kernels of timm's blocks.
+
+    Models of the transformers library use `double_backward` instead: their eager attention computes
+    the softmax in float32.
     """
     for module in model.modules():
         if hasattr(module, "fused_attn"):

@@ -1,6 +1,7 @@
-"""Products: what of a layer does not depend on the basis inside it. Q^T K, O V and W_out W_in are
-matrices on the stream, and a key conjugates them: T' = M T M^-1. So they tell M, by the rows of
-permuted matrices and by the eigenbases of turned ones.
+"""Products of a layer's weights that do not depend on the basis inside the layer.
+
+Q^T K, O V and W_out W_in are matrices on the stream, and a key conjugates them: T' = M T M^-1. They
+determine M by the rows of permuted matrices and by the eigenbases of rotated ones.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from regauge.matching.costs import Costs
 Pairs = list[tuple[Floats, Floats]]
 
 
-def products(costs: Costs, space: str) -> Pairs:
-    """For every inner space the products of what is on both sides of it, [space, space]: for the
-    locked model and for the base.
+def layer_products(costs: Costs, space: str) -> Pairs:
+    """Return, for every inner space, the products of the weights on its two sides, [space, space],
+    as pairs (locked, base).
     """
-    out = []
+    pairs = []
     for inner in costs.spec.spaces:
         if inner == space or costs.spec.children(inner):
             continue
@@ -29,7 +30,7 @@ def products(costs: Costs, space: str) -> Pairs:
             leaf = y.dims[y.places(inner)[0]]
             assert leaf is not None
             over = costs.spec.spaces[inner].over
-            where = (
+            axes = (
                 y.places(over)[0] if over is not None and y.places(over) else None,
                 y.places(inner)[0],
                 y.places(space)[0],
@@ -38,100 +39,120 @@ def products(costs: Costs, space: str) -> Pairs:
             if any(type(costs.spec.spaces[d.space].group) is not Permutation for d in others):
                 continue
             pair = tuple(
-                np.asarray(v.unfolded(*where), np.float64).sum(-1) for v in (y, x)
-            )  # queries that share a key are summed
+                np.asarray(v.unfolded(*axes), np.float64).sum(-1) for v in (y, x)
+            )  # sum the queries that share a key
             sides["bar" if leaf.bar else "dual" if leaf.star else "plain"].append(pair)
         orthogonal = costs.spec.spaces[inner].group.is_orthogonal
         lefts, rights = sides["plain"], sides["dual"]
-        chosen = [(left, right) for left in lefts for right in rights]
-        chosen += [(one, one) for one in sides["bar"]]
+        factors = [(left, right) for left in lefts for right in rights]
+        factors += [(factor, factor) for factor in sides["bar"]]
         if orthogonal:
-            chosen += [(one, one) for one in (*lefts, *rights)]
-        for left, right in chosen:
-            out.append(tuple(np.einsum("osi,osj->ij", left[i], right[i]) for i in (0, 1)))
-    return out
+            factors += [(factor, factor) for factor in (*lefts, *rights)]
+        for left, right in factors:
+            pairs.append(tuple(np.einsum("osi,osj->ij", left[i], right[i]) for i in (0, 1)))
+    return pairs
 
 
-def signature(t: Floats, points: int = 24) -> Floats:
-    """For each channel what of its row and column does not depend on the order of the others: the
-    diagonal, and quantiles of sizes.
+def channel_signatures(t: Floats, points: int = 24) -> Floats:
+    """Return per channel what does not depend on the order of the others: the diagonal entry and
+    quantiles of the absolute row and column values.
     """
     n = len(t)
-    at = np.linspace(0, n - 2, min(points, n - 1)).round().astype(int)
-    rest = np.abs(t[~np.eye(n, dtype=bool)].reshape(n, n - 1))
-    back = np.abs(t.T[~np.eye(n, dtype=bool)].reshape(n, n - 1))
+    quantiles = np.linspace(0, n - 2, min(points, n - 1)).round().astype(int)
+    row_sizes = np.abs(t[~np.eye(n, dtype=bool)].reshape(n, n - 1))
+    column_sizes = np.abs(t.T[~np.eye(n, dtype=bool)].reshape(n, n - 1))
     return np.concatenate(
-        [np.diag(t)[:, None], np.sort(rest, 1)[:, at], np.sort(back, 1)[:, at]], axis=1
+        [
+            np.diag(t)[:, None],
+            np.sort(row_sizes, 1)[:, quantiles],
+            np.sort(column_sizes, 1)[:, quantiles],
+        ],
+        axis=1,
     )
 
 
-def eigenbasis(pairs: Pairs, rounds: int = 3) -> Floats:
-    """R with T' = R T R^T for all pairs (T', T). A mixture of their symmetric parts has one
-    eigenbasis on each side; the signs between the two are those that make all products agree: the
-    leading eigenvector of what the two have in common.
+def fit_rotation(pairs: Pairs, rounds: int = 3) -> Floats:
+    """Find R with T' = R T R^T for all pairs (T', T).
+
+    A random mixture of the symmetric parts has one eigenbasis on each side. The signs between the
+    two bases are the leading eigenvector of the products' agreement, which makes all pairs
+    consistent.
     """
-    mix = np.random.default_rng(0)
-    best, least = np.eye(len(pairs[0][0])), np.inf
-    unit = [(y / size, x / size) for y, x in pairs if (size := float(np.linalg.norm(y))) > 0]
+    generator = np.random.default_rng(0)
+    best, best_error = np.eye(len(pairs[0][0])), np.inf
+    normalized = [(y / size, x / size) for y, x in pairs if (size := float(np.linalg.norm(y))) > 0]
     for _ in range(rounds):
-        weights = mix.standard_normal(len(unit))
+        weights = generator.standard_normal(len(normalized))
         y, x = (
-            sum(w * (p[i] + p[i].T) for w, p in zip(weights, unit, strict=True)) for i in (0, 1)
+            sum(w * (p[i] + p[i].T) for w, p in zip(weights, normalized, strict=True))
+            for i in (0, 1)
         )
         (_, u), (_, v) = np.linalg.eigh(y), np.linalg.eigh(x)
-        agree = sum((u.T @ p[0] @ u) * (v.T @ p[1] @ v) for p in unit)
-        _, vectors = np.linalg.eigh(agree + agree.T)
+        agreement = sum((u.T @ p[0] @ u) * (v.T @ p[1] @ v) for p in normalized)
+        _, vectors = np.linalg.eigh(agreement + agreement.T)
         r = (u * np.where(vectors[:, -1] < 0, -1.0, 1.0)) @ v.T
-        left = sum(float(((p[0] - r @ p[1] @ r.T) ** 2).sum()) for p in unit)
-        if left < least:
-            best, least = r, left
-    for _ in range(20):  # T' R = R T for all at once: Procrustes on what is known so far
-        best = polar(np.asarray(sum(y @ best @ x.T + y.T @ best @ x for y, x in unit)))
+        error = sum(float(((p[0] - r @ p[1] @ r.T) ** 2).sum()) for p in normalized)
+        if error < best_error:
+            best, best_error = r, error
+    for _ in range(20):  # Procrustes on T' R = R T, for all pairs at once
+        best = polar(np.asarray(sum(y @ best @ x.T + y.T @ best @ x for y, x in normalized)))
     return best
 
 
-def signs(told: Pairs, index: Ints) -> Floats:
-    """Signs s with T'_ij = s_i s_j T_ij for all products, once their order is known: the leading
-    eigenvector of what the two have in common.
+def fit_signs(pairs: Pairs, index: Ints) -> Floats:
+    """Find signs s with T'_ij = s_i s_j T_ij for all pairs in a known order: the leading
+    eigenvector of their agreement.
     """
-    if not told:
+    if not pairs:
         return np.ones(len(index))
-    agree = sum(y * x[index][:, index] / max(float((y * y).sum()), 1e-300) for y, x in told)
-    _, vectors = np.linalg.eigh(agree + np.asarray(agree).T)
+    agreement = sum(y * x[index][:, index] / max(float((y * y).sum()), 1e-300) for y, x in pairs)
+    _, vectors = np.linalg.eigh(agreement + np.asarray(agreement).T)
     return np.where(vectors[:, -1] < 0, -1.0, 1.0)
 
 
-def rearranged(told: Pairs, index: Ints, rounds: int = 60, signed: bool = False) -> Ints:
-    """The order of channels that makes permuted matrices agree, T' = P T P^T, from a first one that
-    may be mostly wrong (Frank-Wolfe on the quadratic assignment, each step one linear assignment;
-    Vogelstein et al. 2015). The diagonal is left out: where it is large and the same for all, it
-    says nothing, and holds every channel where it is.
+def fit_permutation(pairs: Pairs, index: Ints, rounds: int = 60, signed: bool = False) -> Ints:
+    """Find the channel order with T' = P T P^T from a first guess that may be mostly wrong.
+
+    This is Frank-Wolfe on the quadratic assignment problem; each step is one linear assignment
+    (Vogelstein et al. 2015). The diagonal is left out: where it is large and almost constant it
+    carries no information and would pin every channel to its position.
+
+    Args:
+        pairs: Matrices (T', T).
+        index: The first guess.
+        rounds: Maximum number of steps.
+        signed: Whether signs are unknown, so that absolute values are compared.
+
+    Returns:
+        The best order, as indices.
     """
-    unit = [(_off(y, signed), _off(x, signed)) for y, x in told]
+    normalized = [
+        (_normalize_off_diagonal(y, signed), _normalize_off_diagonal(x, signed)) for y, x in pairs
+    ]
     n = len(index)
-    at = np.eye(n)[index]  # (P x)[i] = x[index[i]]
-    best, most = index, -np.inf
+    plan = np.eye(n)[index]  # (P x)[i] = x[index[i]]
+    best, best_objective = index, -np.inf
     for _ in range(rounds):
-        slope = np.asarray(sum(y @ at @ x.T + y.T @ at @ x for y, x in unit))
-        found = assign(slope[None])[0]
-        step = np.eye(n)[found] - at
-        curve = float(sum(((y @ step @ x.T) * step).sum() for y, x in unit))
-        gain = float((slope * step).sum())
-        length = 1.0 if curve >= 0 else min(1.0, -gain / (2 * curve))
-        at = at + length * step
-        worth = float(sum((y * x[found][:, found]).sum() for y, x in unit))
-        if worth > most:
-            best, most = found, worth
+        grad = np.asarray(sum(y @ plan @ x.T + y.T @ plan @ x for y, x in normalized))
+        candidate = assign(grad[None])[0]
+        step = np.eye(n)[candidate] - plan
+        curvature = float(sum(((y @ step @ x.T) * step).sum() for y, x in normalized))
+        gain = float((grad * step).sum())
+        length = 1.0 if curvature >= 0 else min(1.0, -gain / (2 * curvature))
+        plan = plan + length * step
+        objective = float(sum((y * x[candidate][:, candidate]).sum() for y, x in normalized))
+        if objective > best_objective:
+            best, best_objective = candidate, objective
         if gain * length <= 1e-9:
             break
     return best
 
 
-def _off(t: Floats, signed: bool) -> Floats:
-    """What stands beside the diagonal, as one unit; where signs are unknown, sizes against their
-    mean.
+def _normalize_off_diagonal(t: Floats, signed: bool) -> Floats:
+    """Return the off-diagonal part with unit norm; with unknown signs, the absolute values minus
+    their mean.
     """
     t = np.abs(t) if signed else t
-    rest = t - np.diag(np.diag(t))
-    rest = rest - rest.mean() if signed else rest
-    return rest / max(float(np.linalg.norm(rest)), 1e-300)
+    off_diagonal = t - np.diag(np.diag(t))
+    off_diagonal = off_diagonal - off_diagonal.mean() if signed else off_diagonal
+    return off_diagonal / max(float(np.linalg.norm(off_diagonal)), 1e-300)

@@ -1,8 +1,7 @@
-"""Attacks that put together what a server of split learning sees: rows back in order and columns
-back in place, passes of one sample found among others, noise averaged away, and tokens of a
-shuffled batch put back together.
+"""Attacks on what a split-learning server receives: restoring the order of rows and columns,
+linking passes of one sample, averaging noise, and regrouping the tokens of a shuffled batch.
 
-Streams are [samples, tokens, channels]. All see views and nothing else.
+Streams are [samples, tokens, channels].
 """
 
 from __future__ import annotations
@@ -13,9 +12,15 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from regauge.attacks.features import GROUPS, known_inputs, seen_features
-from regauge.attacks.inversion import place_scores
-from regauge.attacks.views import KnownInputs, KnownStreams, PairedImages, SeenFeatures, Served
+from regauge.attacks.features import GROUPS, feature_statistics, known_inputs
+from regauge.attacks.inversion import position_scores
+from regauge.attacks.views import (
+    KnownInputs,
+    KnownStreams,
+    ObservedFeatures,
+    PairedImages,
+    ServerPass,
+)
 from regauge.core.fit import assign
 from regauge.core.groups import Kind, Orthogonal
 from regauge.core.members import Member, Monomial
@@ -25,16 +30,20 @@ Tensor = torch.Tensor
 
 
 def known_streams(view: KnownStreams, *, rounds: int = 5) -> tuple[Member, Tensor]:
-    """The member of the columns and the order of the rows, from samples that are known: (member,
-    [samples, tokens], for each row its place).
+    """Recover the columns' member and the rows' order from known samples: (member, [samples,
+    tokens], the position of each row).
 
-    Sees: streams as they came, and what the public embedding makes of the same samples. Recovers:
-    the fixed element of the columns, and with it every row's place. Why it works: a channel's
-    values, sorted over the rows, are the same whatever the rows' order, so that the columns are
-    found first; a rotation keeps every row's length, so that there the rows are. What stops it: an
-    element that is fresh for every pass, which needs a backbone that is moved afresh; an embedding
-    that is secret; noise. Floor: one place in d. Ceiling: all. References: Schönemann 1966
-    (Procrustes). Cost: one assignment.
+    Sees: streams as received, and the output of the public embedding for the same samples.
+    Recovers: the fixed element of the columns, and with it every row's position.
+    Why it works: a channel's values, sorted over the rows, do not depend on the rows' order, so
+        that the columns are found first; a rotation preserves the length of each row, so that for
+        rotations the rows are found first.
+    What stops it: a fresh element for every pass, which requires transforming the backbone each
+        time; a secret embedding; noise.
+    Floor: one position in d.
+    Ceiling: all.
+    References: Schönemann 1966 (Procrustes).
+    Cost: one assignment.
     """
     y, x = (v.detach().double().cpu().numpy() for v in (view.moved, view.plain))
     group = GROUPS[view.kind]
@@ -43,248 +52,302 @@ def known_streams(view: KnownStreams, *, rounds: int = 5) -> tuple[Member, Tenso
             -np.abs((b * b).sum(1)[:, None] - (a * a).sum(1)[None])
             for b, a in zip(y, x, strict=True)
         ]
-        order = np.stack([assign(one[None])[0] for one in lengths])
+        order = np.stack([assign(score[None])[0] for score in lengths])
         for _ in range(rounds):
             member = known_inputs(_pairs(y, x, order, view.kind))
-            again = _places(y @ member.matrix()[0], x)
-            if np.array_equal(again, order):
+            updated = _match_rows(y @ member.matrix()[0], x)
+            if np.array_equal(updated, order):
                 break
-            order = again
+            order = updated
         return member, torch.from_numpy(order)
-    up, down = (np.sort(v, axis=1).transpose(2, 0, 1).reshape(v.shape[2], -1) for v in (x, -x))
-    here = np.sort(y, axis=1).transpose(2, 0, 1).reshape(y.shape[2], -1)
-    apart = _apart(here, up)
-    other = _apart(here, down) if view.kind == "signed" else np.full_like(apart, np.inf)
-    index = assign(-np.minimum(apart, other)[None])[0]
+    sorted_plain, sorted_negated = (
+        np.sort(v, axis=1).transpose(2, 0, 1).reshape(v.shape[2], -1) for v in (x, -x)
+    )
+    sorted_moved = np.sort(y, axis=1).transpose(2, 0, 1).reshape(y.shape[2], -1)
+    distance = _squared_distances(sorted_moved, sorted_plain)
+    negated_distance = (
+        _squared_distances(sorted_moved, sorted_negated)
+        if view.kind == "signed"
+        else np.full_like(distance, np.inf)
+    )
+    index = assign(-np.minimum(distance, negated_distance)[None])[0]
     rows = np.arange(len(index))
-    signs = np.where(other[rows, index] < apart[rows, index], -1.0, 1.0)
+    signs = np.where(negated_distance[rows, index] < distance[rows, index], -1.0, 1.0)
     first = Monomial(index[None], signs[None] if view.kind == "signed" else None)
-    order = _places(y @ first.matrix()[0], x)
+    order = _match_rows(y @ first.matrix()[0], x)
     return known_inputs(_pairs(y, x, order, view.kind)), torch.from_numpy(order)
 
 
-def reused_key(passes: Sequence[Served], others: Tensor, kind: Kind = "permutation") -> Member:
-    """The member of the columns from what one key gave away over many passes, whatever the order of
-    the rows.
+def reused_key(passes: Sequence[ServerPass], others: Tensor, kind: Kind = "permutation") -> Member:
+    """Recover the columns' member from many passes under one key, whatever the order of the rows.
 
-    Sees: streams of inputs that it does not know, and streams of other inputs through the public
-    embedding. Recovers: the member. Why it works: the statistics of a channel are over all rows of
-    all passes, and a shuffle of rows changes none of them. What stops it: as of `seen_features`.
-    Floor: one place in d. Ceiling: what known inputs give. References: Saini et al. (2602.11088),
-    for keys that are used again. Cost: that of `seen_features`.
+    Sees: streams of unknown inputs, and streams of other inputs through the public embedding.
+    Recovers: the member.
+    Why it works: the statistics of a channel are over all rows of all passes, and shuffling rows
+        does not change them.
+    What stops it: as for `feature_statistics`.
+    Floor: one position in d.
+    Ceiling: the result with known inputs.
+    References: Saini et al. (2602.11088), for reused keys.
+    Cost: that of `feature_statistics`.
     """
     moved = torch.cat([view.stream.detach().flatten(0, 1) for view in passes])
-    return seen_features(SeenFeatures(moved, others.detach().flatten(0, -2), kind))
+    return feature_statistics(ObservedFeatures(moved, others.detach().flatten(0, -2), kind))
 
 
-def unmoved(member: Member, stream: Tensor) -> Tensor:
-    """The stream without the member, once it is known."""
+def undo_member(member: Member, stream: Tensor) -> Tensor:
+    """Apply the inverse of a member to the stream."""
     matrix = torch.from_numpy(np.linalg.inv(member.matrix()[0])).to(stream)
     return stream @ matrix.T
 
 
 def _pairs(y: Floats, x: Floats, order: np.ndarray, kind: Kind) -> KnownInputs:
-    put = np.take_along_axis(x, order[..., None], 1)
+    """Return the rows of both streams in matching order."""
+    ordered = np.take_along_axis(x, order[..., None], 1)
     return KnownInputs(
-        torch.from_numpy(put.reshape(-1, x.shape[2])),
+        torch.from_numpy(ordered.reshape(-1, x.shape[2])),
         torch.from_numpy(y.reshape(-1, y.shape[2])),
         kind,
     )
 
 
-def _places(y: Floats, x: Floats) -> np.ndarray:
-    return np.stack([assign(-_apart(b, a)[None])[0] for b, a in zip(y, x, strict=True)])
+def _match_rows(y: Floats, x: Floats) -> np.ndarray:
+    """Return the position of each row by assignment, sample by sample."""
+    return np.stack([assign(-_squared_distances(b, a)[None])[0] for b, a in zip(y, x, strict=True)])
 
 
-def _apart(a: Floats, b: Floats) -> Floats:
+def _squared_distances(a: Floats, b: Floats) -> Floats:
+    """Return the squared distances between rows."""
     return np.asarray((a * a).sum(1)[:, None] + (b * b).sum(1)[None] - 2 * a @ b.T)
 
 
-def relinked(first: Tensor, second: Tensor, *, rounds: int = 3) -> Tensor:
-    """Which sample of a later pass is which of an earlier one: over fresh shuffles, noise, and
-    training steps between. For each of the first, a place in the second.
+def relink_samples(first: Tensor, second: Tensor, *, rounds: int = 3) -> Tensor:
+    """Link the samples of a later pass to those of an earlier one: for each of the first, its index
+    in the second.
 
-    Sees: streams of the same samples in two passes. Recovers: who is who. Why it works: a sample's
-    tokens stay near each other as a set. Noise lies in all directions alike, and a filter keeps
-    those in which tokens differ; training moves all tokens by one affine map, which is fitted to
-    the pairs found so far. What stops it: noise that drowns every token; a new element of the
-    columns for every pass. Floor: one in as many as there are. Ceiling: all. References: Besl and
-    McKay 1992 (iterated closest points). Cost: all pairs of samples by all pairs of tokens.
+    It tolerates fresh shuffles, noise, and training steps between the passes.
+
+    Sees: streams of the same samples in two passes.
+    Recovers: which sample is which.
+    Why it works: a sample's tokens stay near each other as a set. Noise is isotropic, and a filter
+        keeps the directions in which tokens differ; training changes all tokens by one affine map,
+        which is fitted to the pairs found so far.
+    What stops it: noise that drowns every token; a new element on the columns for every pass.
+    Floor: one in as many as there are.
+    Ceiling: all.
+    References: Besl and McKay 1992 (iterated closest points).
+    Cost: all pairs of samples by all pairs of tokens.
     """
-    a, b = (_filtered(v.double()) for v in (first, second))
-    found = torch.from_numpy(linear_sum_assignment(_sets_apart(a, b).numpy())[1])
+    a, b = (_denoise(v.double()) for v in (first, second))
+    links = torch.from_numpy(linear_sum_assignment(_set_distances(a, b).numpy())[1])
     for _ in range(rounds):
-        x, y = b[found], a
-        order = _matched(y, x)
+        x, y = b[links], a
+        order = _match_tokens(y, x)
         x = x.gather(1, order[..., None].expand_as(x)).flatten(0, 1)
-        with_one = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
-        gram = with_one.T @ with_one
-        lead = 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-        # Towards leaving all as it is: few pairs must not decide.
-        stay = torch.cat(
+        design = torch.cat([x, torch.ones(len(x), 1, dtype=x.dtype)], 1)
+        gram = design.T @ design
+        penalty = 1e-3 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
+        # Shrink towards the identity: few pairs must not decide.
+        identity = torch.cat(
             [torch.eye(x.shape[1], dtype=x.dtype), torch.zeros(1, x.shape[1], dtype=x.dtype)]
         )
-        weight = torch.linalg.solve(gram + lead, with_one.T @ y.flatten(0, 1) + lead @ stay)
-        moved = b @ weight[:-1] + weight[-1]
-        again = torch.from_numpy(linear_sum_assignment(_sets_apart(a, moved).numpy())[1])
-        if torch.equal(again, found):
+        weight = torch.linalg.solve(gram + penalty, design.T @ y.flatten(0, 1) + penalty @ identity)
+        mapped = b @ weight[:-1] + weight[-1]
+        updated = torch.from_numpy(linear_sum_assignment(_set_distances(a, mapped).numpy())[1])
+        if torch.equal(updated, links):
             break
-        found = again
-    return found
+        links = updated
+    return links
 
 
-def averaged(views: Sequence[Tensor], *, link: bool = True, match: bool = True) -> Tensor:
-    """One stream of each sample from many noisy ones: [samples, tokens, channels], in the first
-    view's order. Samples that are known not to change places need no `link`, and tokens no `match`.
+def average_views(views: Sequence[Tensor], *, link: bool = True, match: bool = True) -> Tensor:
+    """Average many noisy streams of each sample: [samples, tokens, channels], in the first view's
+    order.
 
-    Sees: the same samples in several passes, each with fresh noise and in an order of its own.
-    Recovers: the streams, with less noise. Why it works: noise that is drawn afresh is different
-    every time, what it hides is not: k epochs leave 1 / sqrt(k) of it. Samples are linked first,
-    tokens matched to the mean so far. What stops it: noise that is drawn once for each sample and
-    kept; few epochs; rounding, which is the same while the weights are. Floor: one noisy view.
-    Ceiling: the streams without noise. References: Erlingsson et al. 2014 (permanent randomised
-    response, against this). Cost: that of `relinked` for each view.
+    Sees: the same samples in several passes, each with fresh noise and its own order.
+    Recovers: the streams, with less noise.
+    Why it works: fresh noise differs every time, the signal does not: k epochs leave 1 / sqrt(k) of
+        the noise. Samples are linked first, then tokens matched to the running mean.
+    What stops it: noise sampled once per sample and cached; few epochs; rounding, which is the same
+        while the weights are.
+    Floor: one noisy view.
+    Ceiling: the streams without noise.
+    References: Erlingsson et al. 2014 (permanent randomised response, against this).
+    Cost: that of `relink_samples` for each view.
+
+    Args:
+        views: The streams of the passes.
+        link: Whether samples may change places and must be linked.
+        match: Whether tokens may change places and must be matched.
     """
     mean = views[0].double()
     for count, view in enumerate(views[1:], 1):
         view = view.double()
         if link:
-            view = view[relinked(mean, view) if match else _in_order(mean, view)]
+            view = view[relink_samples(mean, view) if match else _link_ordered(mean, view)]
         if match:
-            order = _matched(_filtered(mean), _filtered(view))
+            order = _match_tokens(_denoise(mean), _denoise(view))
             view = view.gather(1, order[..., None].expand_as(view))
         mean = mean + (view - mean) / (count + 1)
     return mean.to(views[0].dtype)
 
 
-def _in_order(first: Tensor, second: Tensor) -> Tensor:
-    """Which sample is which, of tokens that are at their places: nearest as wholes."""
-    apart = torch.cdist(_filtered(first).flatten(1), _filtered(second).flatten(1))
-    return torch.from_numpy(linear_sum_assignment(apart.numpy())[1])
+def _link_ordered(first: Tensor, second: Tensor) -> Tensor:
+    """Link samples whose tokens are in order: nearest as a whole."""
+    distance = torch.cdist(_denoise(first).flatten(1), _denoise(second).flatten(1))
+    return torch.from_numpy(linear_sum_assignment(distance.numpy())[1])
 
 
-def _filtered(x: Tensor) -> Tensor:
-    """Tokens less their mean, each direction by how much of it is no noise: of the size of the
-    smallest variances, which are noise alone.
+def _denoise(x: Tensor) -> Tensor:
+    """Centre tokens and scale each direction by its share of signal; the smallest variances
+    estimate the noise.
     """
     flat = x.flatten(0, 1)
     flat = flat - flat.mean(0)
     values, vectors = torch.linalg.eigh(flat.T @ flat / len(flat))
-    floor = values[: max(1, len(values) // 8)].mean()
-    keep = ((values - floor) / values.clamp(min=1e-300)).clamp(min=0)
-    out: Tensor = ((flat @ vectors) * keep @ vectors.T).view_as(x)
+    noise = values[: max(1, len(values) // 8)].mean()
+    gain = ((values - noise) / values.clamp(min=1e-300)).clamp(min=0)
+    out: Tensor = ((flat @ vectors) * gain @ vectors.T).view_as(x)
     return out
 
 
-def _sets_apart(a: Tensor, b: Tensor, chunk: int = 16) -> Tensor:
-    """For each pair of samples, how far their tokens are from the nearest of the other, both
-    ways.
+def _set_distances(a: Tensor, b: Tensor, chunk: int = 16) -> Tensor:
+    """Return, for each pair of samples, the summed distance of each token to the nearest of the
+    other, both ways.
     """
     out = []
     squares = b.square().sum(-1)
-    for part in torch.split(a, chunk):
-        apart = (
-            part.square().sum(-1)[:, :, None, None]
+    for rows in torch.split(a, chunk):
+        distance = (
+            rows.square().sum(-1)[:, :, None, None]
             + squares[None, None]
-            - 2 * torch.einsum("itd,jsd->itjs", part, b)
+            - 2 * torch.einsum("itd,jsd->itjs", rows, b)
         )
-        out.append(apart.min(3).values.sum(1) + apart.min(1).values.sum(2))  # [samples, samples]
+        out.append(
+            distance.min(3).values.sum(1) + distance.min(1).values.sum(2)
+        )  # [samples, samples]
     return torch.cat(out)
 
 
-def _matched(to: Tensor, tokens: Tensor) -> Tensor:
-    """For each sample, which token belongs at each place of another view of it."""
-    apart = torch.cdist(to, tokens)
-    return torch.stack([torch.from_numpy(linear_sum_assignment(one.numpy())[1]) for one in apart])
+def _match_tokens(reference: Tensor, tokens: Tensor) -> Tensor:
+    """Return, for each sample, the token that belongs at each position of another view."""
+    distance = torch.cdist(reference, tokens)
+    return torch.stack(
+        [torch.from_numpy(linear_sum_assignment(cost.numpy())[1]) for cost in distance]
+    )
 
 
-def regrouped(
+def regroup_tokens(
     view: PairedImages, *, codes: int = 24, tries: int = 4, sweeps: int = 20, seed: int = 0
 ) -> Tensor:
-    """Images out of a batch whose tokens changed places between samples: [images, places], for each
-    the number of the token (as they came, counted through the batch). Which image is which sample
-    is not said; a first token that is of no patch is not looked for.
+    """Recover images from a batch whose tokens were shuffled between samples.
 
-    Sees: one shuffled batch (`view.seen`), and features of its own in order. Recovers: which tokens
-    are of one image, and where. Why it works: a token tells its place, and patches of one image go
-    together: light, skin, edges that go on. A Gaussian over whole images, learned from the pairs,
-    says how likely each token is beside the others; assignments put one token of every place to
-    each image, again and again. What stops it: noise; large batches of images that are alike.
-    Floor: one image in as many as there are. Ceiling: all. References: Gallagher 2012, for solvers
-    of jigsaw puzzles. Cost: sweeps of one assignment for each place.
+    Sees: one shuffled batch (`view.observed`), and its own features in order.
+    Recovers: which tokens belong to one image, and where.
+    Why it works: a token reveals its position, and patches of one image go together: light, skin,
+        continuous edges. A Gaussian over whole images, learned from the pairs, gives the likelihood
+        of each token beside the others; repeated assignments give each image one token per
+        position.
+    What stops it: noise; large batches of similar images.
+    Floor: one image in as many as there are.
+    Ceiling: all.
+    References: Gallagher 2012, for solvers of jigsaw puzzles.
+    Cost: sweeps of one assignment per position.
+
+    Args:
+        view: The shuffled batch and the adversary's pairs.
+        codes: Number of principal components per token.
+        tries: Number of random orders of positions.
+        sweeps: Number of temperatures, and of refinement sweeps.
+        seed: Random seed.
+
+    Returns:
+        [images, positions]: the token numbers, counted through the batch. Images come in no
+        particular order; a first token without a patch is left out.
     """
-    places = (view.images.shape[-1] // view.patch) * (view.images.shape[-2] // view.patch)
-    skip = view.features.shape[1] - places
-    own = view.features[:, skip:].double()
-    count = len(view.seen)
-    tokens = view.seen[:, skip:].flatten(0, 1)
-    score = place_scores(view, seed=seed)[:, skip:, skip:].flatten(0, 1).double()
-    # Every place is there once for each image.
-    place = torch.from_numpy(linear_sum_assignment(-score.repeat(1, count).numpy())[1]) % places
-    mean = own.mean(0)
-    centred = (own - mean).flatten(0, 1)
+    positions = (view.images.shape[-1] // view.patch) * (view.images.shape[-2] // view.patch)
+    skip = view.features.shape[1] - positions
+    features = view.features[:, skip:].double()
+    count = len(view.observed)
+    tokens = view.observed[:, skip:].flatten(0, 1)
+    score = position_scores(view, seed=seed)[:, skip:, skip:].flatten(0, 1).double()
+    # Every position occurs once per image.
+    position = (
+        torch.from_numpy(linear_sum_assignment(-score.repeat(1, count).numpy())[1]) % positions
+    )
+    mean = features.mean(0)
+    centred = (features - mean).flatten(0, 1)
     basis = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -codes:]
-    learned = ((own - mean) @ basis).flatten(1)
-    gram = learned.T @ learned / len(learned)
-    inside = torch.arange(len(gram)) // basis.shape[1]
+    image_codes = ((features - mean) @ basis).flatten(1)
+    gram = image_codes.T @ image_codes / len(image_codes)
+    block = torch.arange(len(gram)) // basis.shape[1]
     shrunk = gram * (
-        0.9 + 0.1 * (inside[:, None] == inside[None])
-    )  # a little less between places than in this sample
+        0.9 + 0.1 * (block[:, None] == block[None])
+    )  # shrink the covariance between positions
     precision = torch.linalg.inv(
         shrunk + 1e-6 * shrunk.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
     )
-    blocks = precision.view(places, basis.shape[1], places, basis.shape[1]).permute(0, 2, 1, 3)
-    at = torch.stack([(place == p).nonzero()[:, 0] for p in range(places)])  # [places, images]
-    code = torch.stack(
-        [(tokens[at[p]].double() - mean[p]) @ basis for p in range(places)]
-    )  # [places, images, codes]
-    draw = torch.Generator().manual_seed(seed)
-    best, found = float("inf"), torch.stack([torch.arange(count)] * places)
+    blocks = precision.view(positions, basis.shape[1], positions, basis.shape[1]).permute(
+        0, 2, 1, 3
+    )
+    token_index = torch.stack(
+        [(position == p).nonzero()[:, 0] for p in range(positions)]
+    )  # [positions, images]
+    token_codes = torch.stack(
+        [(tokens[token_index[p]].double() - mean[p]) @ basis for p in range(positions)]
+    )  # [positions, images, codes]
+    generator = torch.Generator().manual_seed(seed)
+    best_cost, best_groups = float("inf"), torch.stack([torch.arange(count)] * positions)
     for _ in range(tries):
-        who, cost = _gathered(code, blocks, torch.randperm(places, generator=draw).tolist(), sweeps)
-        if cost < best:
-            best, found = cost, who
-    flat = torch.stack([at[p][found[p]] for p in range(places)], 1)
-    return flat // places * view.seen.shape[1] + flat % places + skip
+        groups, cost = _assign_tokens(
+            token_codes, blocks, torch.randperm(positions, generator=generator).tolist(), sweeps
+        )
+        if cost < best_cost:
+            best_cost, best_groups = cost, groups
+    flat = torch.stack([token_index[p][best_groups[p]] for p in range(positions)], 1)
+    return flat // positions * view.observed.shape[1] + flat % positions + skip
 
 
-def _gathered(
+def _assign_tokens(
     code: Tensor, blocks: Tensor, order: Sequence[int], sweeps: int
 ) -> tuple[Tensor, float]:
-    """Tokens of each place put to images: (who, how unlikely). The first place names the images;
-    the others are shared among them by how well they fit what is there, more and more surely, and
-    in the end each goes to one.
+    """Assign the tokens of each position to images by annealing: (groups, cost).
+
+    The first position defines the images. The others are shared among them by their fit, with
+    falling temperature, and finally assigned to one each.
     """
-    places, count, _ = code.shape
-    shares = [torch.full((count, count), 1 / count, dtype=code.dtype) for _ in range(places)]
+    positions, count, _ = code.shape
+    shares = [torch.full((count, count), 1 / count, dtype=code.dtype) for _ in range(positions)]
     shares[order[0]] = torch.eye(count, dtype=code.dtype)
-    there = {p: shares[p] @ code[p] for p in range(places)}
+    expected = {p: shares[p] @ code[p] for p in range(positions)}
     for beta in torch.logspace(-1.5, 0.7, sweeps).tolist():
         for p in order[1:]:
-            pull = sum(
-                (there[q] @ blocks[q, p] for q in range(places) if q != p),
+            gradient = sum(
+                (expected[q] @ blocks[q, p] for q in range(positions) if q != p),
                 torch.zeros_like(code[p]),
             )
-            shares[p] = _doubly(-beta * pull @ code[p].T)
-            there[p] = shares[p] @ code[p]
-    who = torch.stack([torch.from_numpy(linear_sum_assignment(-one.numpy())[1]) for one in shares])
-    still = 0
+            shares[p] = _sinkhorn(-beta * gradient @ code[p].T)
+            expected[p] = shares[p] @ code[p]
+    groups = torch.stack(
+        [torch.from_numpy(linear_sum_assignment(-share.numpy())[1]) for share in shares]
+    )
+    unchanged = 0
     for p in [*order[1:], *(p for _ in range(sweeps) for p in order)]:
-        pull = sum(
-            (code[q][who[q]] @ blocks[q, p] for q in range(places) if q != p),
+        gradient = sum(
+            (code[q][groups[q]] @ blocks[q, p] for q in range(positions) if q != p),
             torch.zeros_like(code[p]),
         )
-        again = torch.from_numpy(linear_sum_assignment((pull @ code[p].T).numpy())[1])
-        still = still + 1 if torch.equal(again, who[p]) else 0
-        who[p] = again
-        if still >= places:
+        updated = torch.from_numpy(linear_sum_assignment((gradient @ code[p].T).numpy())[1])
+        unchanged = unchanged + 1 if torch.equal(updated, groups[p]) else 0
+        groups[p] = updated
+        if unchanged >= positions:
             break
-    put = torch.stack([code[p][who[p]] for p in range(places)])
-    return who, float(torch.einsum("pic,pqcd,qid->", put, blocks, put)) / 2
+    chosen = torch.stack([code[p][groups[p]] for p in range(positions)])
+    return groups, float(torch.einsum("pic,pqcd,qid->", chosen, blocks, chosen)) / 2
 
 
-def _doubly(score: Tensor, rounds: int = 20) -> Tensor:
-    """Scores as shares: rows and columns that each add up to one."""
+def _sinkhorn(score: Tensor, rounds: int = 20) -> Tensor:
+    """Normalize scores to a doubly stochastic matrix."""
     for _ in range(rounds):
         score = score - score.logsumexp(1, keepdim=True)
         score = score - score.logsumexp(0, keepdim=True)

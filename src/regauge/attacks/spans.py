@@ -1,8 +1,8 @@
-"""Attacks by spans: a linear layer's gradient is a sum of (slope) x (input), so that its rows lie
-in the span of the layer's inputs.
+"""Attacks by spans: a linear layer's gradient is a sum of (output gradient) x (input), so that its
+rows lie in the span of the layer's inputs.
 
-While an update has fewer tokens than the layer has input channels, the span is a true part of the
-space, and whatever lies in it was most likely there.
+While an update has fewer tokens than the layer has input channels, the span is a proper subspace,
+and a vector in it was most likely an input.
 """
 
 from __future__ import annotations
@@ -11,152 +11,176 @@ from dataclasses import dataclass
 
 import torch
 
-from regauge.attacks.embeddings import position_slopes, silent_rows
+from regauge.attacks.embeddings import position_grads, unused_rows
 from regauge.attacks.updates import SentUpdate
 from regauge.errors import UpdateError
 from regauge.jigsaw.layers import Layers, Readers, layers_of, readers_of
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
-GAP = 1e-7  # of the largest singular value, in float32: below it there is rounding
-TINY = 1e-6  # of a vector's length: nearer to a span than this is all the same
+GAP = 1e-7  # relative to the largest singular value, in float32: smaller ones are rounding
+RESOLUTION = 1e-6  # relative to a vector's length: smaller distances to a span do not differ
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """An orthonormal basis [rank, channels] of what a layer was given, and the singular values of
-    its gradient.
+    """An orthonormal basis [rank, channels] of a layer's inputs, and the singular values of its
+    gradient.
     """
 
     basis: Tensor
     sizes: Tensor
 
     @property
-    def is_all(self) -> bool:
-        """Does it hold everything, and so say nothing? What leaves a norm may lack one direction,
-        the mean.
+    def is_full(self) -> bool:
+        """Whether it contains everything and is uninformative. Outputs of a norm may lack one
+        direction, the mean.
         """
         return len(self.basis) >= self.basis.shape[1] - 1
 
-    def away(self, vectors: Tensor) -> Tensor:
-        """How far vectors [..., channels] are from the span, as a share of their length."""
+    def distance(self, vectors: Tensor) -> Tensor:
+        """Return the distance of vectors [..., channels] from the span, relative to their
+        length.
+        """
         x = vectors.double()
-        inside = (x @ self.basis.T) @ self.basis
-        away: Tensor = (x - inside).norm(dim=-1) / x.norm(dim=-1).clamp(min=1e-300)
-        return away
+        projected = (x @ self.basis.T) @ self.basis
+        distance: Tensor = (x - projected).norm(dim=-1) / x.norm(dim=-1).clamp(min=1e-300)
+        return distance
 
 
-def span_of(slopes: list[Tensor], expected: int | None = None, tolerance: float = GAP) -> Span:
-    """The span of the rows [out, channels] of gradients. `expected` is how many tokens were read,
-    where that is known: so many directions count. Their singular values reach down to rounding,
-    which is why each gradient is brought to the same size first: a large one would drown the
-    others.
+def gradient_span(grads: list[Tensor], expected: int | None = None, tolerance: float = GAP) -> Span:
+    """Return the span of the rows [out, channels] of gradients.
+
+    Each gradient is normalized first: the singular values reach down to rounding, and a large
+    gradient would drown the others.
+
+    Args:
+        grads: The gradients.
+        expected: The number of tokens read, if known: the number of directions that count.
+        tolerance: Relative size below which singular values are rounding.
     """
-    parts = [s.detach().double().cpu() for s in slopes]
-    whole = torch.cat([p / p.norm() for p in parts if bool(p.any())] or parts)
-    if not bool(whole.any()):
+    parts = [grad.detach().double().cpu() for grad in grads]
+    stacked = torch.cat([p / p.norm() for p in parts if bool(p.any())] or parts)
+    if not bool(stacked.any()):
         raise UpdateError(
-            "the gradient whose span is asked for is zero", hint="was the layer trained?"
+            "the gradient must not be zero to have a span", hint="check that the layer was trained"
         )
-    _, sizes, basis = torch.linalg.svd(whole, full_matrices=False)
+    _, sizes, basis = torch.linalg.svd(stacked, full_matrices=False)
     return Span(
         basis[: int((sizes > tolerance * sizes[0]).sum()) if expected is None else expected], sizes
     )
 
 
 def span_membership(view: SentUpdate, candidates: Tensor) -> Tensor:
-    """For each patch [count, values] a score: the higher, the more surely it was in an image that
-    the update was made of.
+    """Score patches [count, values]: the higher, the more likely they were in an image behind the
+    update.
 
-    Sees: the gradient by the first block's query, key and value weights, or by the patch embedding
-    (whichever says more); batch size. Recovers: is this patch in the batch, wherever it stood,
-    shuffled or not. Why it works: the rows of dL/dW_qkv span LN(W x + b + p) over all tokens; a
-    patch of the batch is in the span, any other is not, as long as there are fewer tokens than
-    channels. Positions that it may have had are all tried; under MJP the unknown one makes that one
-    try. What stops it: more tokens than channels (batches, small models); noise; the first block
-    and the patch embedding both withheld. Floor: AUC 0.5. Ceiling: 1. References: DAGER
-    (2405.15586). Cost: one SVD and a product for each position.
+    Sees: the gradient of the first block's query, key and value weights, or of the patch embedding
+        (whichever is more informative); batch size.
+    Recovers: whether a patch is in the batch, at any position, shuffled or not.
+    Why it works: the rows of dL/dW_qkv span LN(W x + b + p) over all tokens; a patch of the batch
+        is in the span, any other is not, as long as there are fewer tokens than channels. All
+        possible positions are tried; under MJP the unknown embedding is the only one.
+    What stops it: more tokens than channels (batches, small models); noise; withholding both the
+        first block and the patch embedding.
+    Floor: AUC 0.5.
+    Ceiling: 1.
+    References: DAGER (2405.15586).
+    Cost: one SVD and a product for each position.
     """
     layers = layers_of(view.model, view.shape)
     tokens = (
         None if view.granted.batch is None else view.granted.batch * (layers.cells + layers.prefix)
     )
     scores = []
-    if layers.weight in view.slopes:
+    if layers.weight in view.grads:
         patches = None if view.granted.batch is None else view.granted.batch * layers.cells
-        span = span_of([view.slopes[layers.weight].flatten(1)], patches)
-        scores.append((span, span.away(candidates)))
-    found = _readers(view)
-    if found is not None:
-        span = span_of(_slopes(view, found), tokens)
-        least = (
+        span = gradient_span([view.grads[layers.weight].flatten(1)], patches)
+        scores.append((span, span.distance(candidates)))
+    readers = _readers(view)
+    if readers is not None:
+        span = gradient_span(_reader_grads(view, readers), tokens)
+        distance = (
             torch.stack(
-                [span.away(seen) for seen in candidates_at(view, layers, found, candidates)]
+                [
+                    span.distance(inputs)
+                    for inputs in candidate_inputs(view, layers, readers, candidates)
+                ]
             )
             .min(0)
             .values
         )
-        scores.append((span, least))
+        scores.append((span, distance))
     if not scores:
         raise UpdateError(
-            "neither the patch embedding's gradient nor that of the first block's attention is "
-            "in the update",
+            "the update must contain the gradient of the patch embedding or of the first "
+            "attention, got neither",
             hint="both were withheld",
         )
-    useful = [away for span, away in scores if not span.is_all]
+    informative = [distances for span, distances in scores if not span.is_full]
     return -torch.stack(
-        [(away + TINY).log() for away in useful or [away for _, away in scores]]
+        [
+            (distances + RESOLUTION).log()
+            for distances in informative or [distances for _, distances in scores]
+        ]
     ).sum(0)
 
 
 def _readers(view: SentUpdate) -> Readers | None:
+    """Return the first block's query, key and value weights if all are sent."""
     try:
-        found = readers_of(view.model)
+        readers = readers_of(view.model)
     except UpdateError:
         return None
-    return found if all(n in view.slopes for n in found.names) else None
+    return readers if all(n in view.grads for n in readers.names) else None
 
 
-def _slopes(view: SentUpdate, found: Readers) -> list[Tensor]:
-    return [view.slopes[n].T if found.is_conv1d else view.slopes[n] for n in found.names]
+def _reader_grads(view: SentUpdate, readers: Readers) -> list[Tensor]:
+    """Return their gradients as [out, in]."""
+    return [view.grads[n].T if readers.is_conv1d else view.grads[n] for n in readers.names]
 
 
-def candidates_at(
-    view: SentUpdate, layers: Layers, found: Readers, candidates: Tensor
+def candidate_inputs(
+    view: SentUpdate, layers: Layers, readers: Readers, candidates: Tensor
 ) -> list[Tensor]:
-    """What the first block's attention is given of each candidate, at each position that it may
-    have had.
+    """Return the input of the first block's attention for each candidate, at each possible
+    position.
     """
     state = {n: p.detach() for n, p in view.model.named_parameters()}
     weight = state[layers.weight].flatten(1)
     z = candidates.to(weight) @ weight.T + (state[layers.bias] if layers.bias is not None else 0)
-    places: list[Tensor] = []
+    positions: list[Tensor] = []
     if layers.positions is not None:
-        places = list(layers.as_used(state[layers.positions]))
+        positions = list(layers.as_used(state[layers.positions]))
     if layers.unknown is not None:
-        places.append(state[layers.unknown])
-    norm = found.norm
+        positions.append(state[layers.unknown])
+    norm = readers.norm
     with torch.no_grad():
         return [
             (z + p if norm is None else norm(z + p)).cpu()
-            for p in places or [torch.zeros_like(z[0])]
+            for p in positions or [torch.zeros_like(z[0])]
         ]
 
 
 def mask_leak(view: SentUpdate) -> Tensor:
-    """Which places of the images had the unknown embedding, [cells].
+    """Recover the positions with the unknown embedding, [cells].
 
-    Sees: the gradient by the table of positions. Recovers: MJP's mask. Why it works: a row of the
-    table that no token used has a gradient of exactly zero. What stops it: that gradient withheld;
-    noise on it; a mask for each image of a batch (what is zero is masked in all of them). Floor:
-    the share of the commoner answer. Ceiling: all. References: 002 Sec. 3, for the mask; Melis et
-    al. 2019 (1805.04049), for rows of embeddings that were not used. Cost: none.
+    Sees: the gradient of the position table.
+    Recovers: MJP's mask.
+    Why it works: a row of the table that no token used has a gradient of exactly zero.
+    What stops it: withholding that gradient; noise on it; a separate mask per image of a batch
+        (zero rows are masked in all of them).
+    Floor: the share of the more common answer.
+    Ceiling: all.
+    References: 002 Sec. 3, for the mask; Melis et al. 2019 (1805.04049), for unused rows of
+        embeddings.
+    Cost: negligible.
     """
     layers = layers_of(view.model, view.shape)
     if layers.positions is None or not isinstance(view.model, MaskedJigsaw):
         raise UpdateError(
-            "there is no mask to read: the model has no unknown embedding beside a table of "
-            "positions",
-            hint="it is about MJP",
+            "the model must have an unknown embedding and a position table, got "
+            f"{type(view.model).__name__}",
+            hint="this attack applies to MJP only",
         )
-    return silent_rows(position_slopes(view, layers))
+    return unused_rows(position_grads(view, layers))

@@ -1,65 +1,63 @@
-"""Texts from the gradients of two tables alone: what a word's row has in common with the rows of
-places says where the word stood.
+"""Texts from the gradients of two tables: a word's row is a sum of the rows of its positions.
 
-For BERT and its like, and GPT-2 with a head of its own: learned absolute positions, added to the
-words.
+Supported are BERT and similar models, and GPT-2 with an untied head: learned absolute positions,
+added to the words.
 """
 
 from __future__ import annotations
 
 import torch
 
-from regauge.attacks.subspaces import text_layers, token_membership
+from regauge.attacks.subspaces import find_text_layers, token_membership
 from regauge.attacks.updates import SentUpdate
 from regauge.errors import UpdateError
 
 Tensor = torch.Tensor
-PRESENT = (
-    0.1  # of a place's row in a word's: at batch 1 it is 0 or 1; of several texts each has a share
-)
+# Smallest share of a position's row in a word's row. At batch size 1 shares are 0 or 1; several
+# texts divide them.
+PRESENT = 0.1
 
 
-def words_in_places(view: SentUpdate) -> list[Tensor]:
-    """The texts that an update was made of: a list of token sequences; of several texts words in
-    their places, and not which belong together.
+def locate_words(view: SentUpdate) -> list[Tensor]:
+    """Recover the texts behind an update as a list of token sequences; for several texts the words
+    of each position, without their grouping into texts.
 
-    Sees: the gradients by the tables of words and of positions; batch size. Recovers: of one text
-    every word in its place, exactly, whatever comes after the tables: dropout, norms, depth,
-    length. Why it works: a word's vector and its place's are added, so that both get the same
-    gradient; a word's row is the sum of those of the places where it stood. What stops it: one of
-    the tables withheld or frozen; a head tied to the table of words; noise; more texts, since
-    places add up over them, and words of one place cannot be told apart. Floor: none. Ceiling: all.
+    Sees: the gradients of the word table and of the position table; batch size.
+    Recovers: for one text every word in its position, exactly, whatever follows the tables:
+        dropout, norms, depth, length.
+    Why it works: the vectors of a word and of its position are added, so that both have the same
+        gradient; a word's row is the sum of those of its positions.
+    What stops it: withholding or freezing one of the tables; a head tied to the word table; noise;
+        more texts, because positions add up over them and words of one position cannot be
+        distinguished.
+    Floor: none.
+    Ceiling: all.
     References: Melis et al. 2019 (1805.04049), for words by their rows; for patches it is embedding
-    least squares, of APRIL (2112.14087). Cost: one small least squares.
+        least squares, of APRIL (2112.14087).
+    Cost: one small least squares.
     """
-    layers = text_layers(view.model)
+    layers = find_text_layers(view.model)
     words = token_membership(view).nonzero()[:, 0]
-    places = (
-        view.slope(layers.positions, "the gradient by the table of positions")
-        .detach()
-        .double()
-        .cpu()
+    position_grads = (
+        view.grad(layers.positions, "the gradient of the position table").detach().double().cpu()
     )
-    size = places.norm(dim=1)
-    there = (size > 1e-9 * size.max().clamp(min=1e-300)).nonzero()[:, 0]
-    if not len(there) or len(there) > places.shape[1]:
+    norms = position_grads.norm(dim=1)
+    used = (norms > 1e-9 * norms.max().clamp(min=1e-300)).nonzero()[:, 0]
+    if not len(used) or len(used) > position_grads.shape[1]:
         raise UpdateError(
-            f"the update tells {len(there)} places, and {places.shape[1]} channels cannot tell "
-            "them apart"
+            "the number of positions in the update must be between 1 and the "
+            f"{position_grads.shape[1]} channels, got {len(used)}"
         )
-    rows = (
-        view.slope(layers.words, "the gradient by the table of words")
-        .detach()
-        .double()
-        .cpu()[words]
-    )
+    rows = view.grad(layers.words, "the gradient of the word table").detach().double().cpu()[words]
     shares = torch.linalg.lstsq(
-        places[there].T, rows.T, driver="gelsd"
-    ).solution.T  # [words, places]
+        position_grads[used].T, rows.T, driver="gelsd"
+    ).solution.T  # [words, positions]
     count = min(view.granted.batch or 1, len(words))
     best = shares.topk(count, 0)
-    found = []
-    for n in range(count):
-        known = best.values[n] > (PRESENT if n else -torch.inf)  # every place has one word
-        found.append(words[best.indices[n][known]])
-    return [text for text in found if len(text)]
+    texts = []
+    for rank in range(count):
+        is_present = best.values[rank] > (
+            PRESENT if rank else -torch.inf
+        )  # every position has a word
+        texts.append(words[best.indices[rank][is_present]])
+    return [text for text in texts if len(text)]

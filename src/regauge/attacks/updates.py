@@ -1,11 +1,10 @@
-"""Views of a server of federated learning: the model that it sent out, the update that came back,
-and what it is granted beside the two.
+"""Views of a federated-learning server: the model it sent, the update it received, and what it is
+granted.
 
     view = SentUpdate(model, update, (3, 224, 224), Granted(batch=1))
 
-An attack is given a `SentUpdate` and nothing else; the images, labels and draws that made the
-update are the client's (`regauge.audit.gradients.clients`), and whether a guess was right is said
-elsewhere.
+An attack takes a `SentUpdate` and nothing else. The images, labels and random choices behind the
+update stay with the client (`regauge.audit.gradients.clients`), and guesses are scored elsewhere.
 """
 
 from __future__ import annotations
@@ -24,30 +23,36 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """What a client sends: by name of the parameter, the gradients of one batch's mean loss, or the
-    change of the weights after `steps` local steps of SGD at `rate`. What is not sent is not there.
+    """What a client sends, by parameter name.
+
+    The tensors are gradients of one batch's mean loss, or the change of the weights after `steps`
+    local steps of SGD with learning rate `lr`. Tensors that are not sent are absent.
     """
 
     tensors: Mapping[str, Tensor]
     kind: Literal["gradient", "change"] = "gradient"
     steps: int = 1
-    rate: float = 0.0
+    lr: float = 0.0
 
     @property
-    def slopes(self) -> dict[str, Tensor]:
-        """Gradients: as they were sent, or the mean over the local steps that the change of the
-        weights tells.
-        """
+    def grads(self) -> dict[str, Tensor]:
+        """The gradients as sent, or their mean over the local steps behind a change of weights."""
         if self.kind == "gradient":
             return dict(self.tensors)
-        return {name: t / (-self.rate * self.steps) for name, t in self.tensors.items()}
+        return {name: t / (-self.lr * self.steps) for name, t in self.tensors.items()}
 
 
 @dataclass(frozen=True)
 class Threat:
-    """What an adversary is granted beside model and update. `batch`: how many samples made it;
-    `labels`: theirs; `mask`: which places a puzzle took; `images`: others of the kind, for their
-    statistics, and what the client's code makes of them; `length`: of texts.
+    """What an adversary is granted beyond model and update.
+
+    Attributes:
+        batch: The number of samples behind the update.
+        labels: Their labels.
+        mask: The positions that a puzzle masked.
+        images: Other images of the kind, for their statistics, and their updates by the client's
+            code.
+        length: The length of the texts.
     """
 
     batch: bool = True
@@ -56,7 +61,8 @@ class Threat:
     images: bool = False
     length: bool = False
 
-    def told(self) -> str:
+    def describe(self) -> str:
+        """Return what is granted as text."""
         names = [
             name for name in ("batch", "labels", "mask", "images", "length") if getattr(self, name)
         ]
@@ -71,9 +77,7 @@ class Threat:
 
 @dataclass(frozen=True, eq=False)
 class Granted:
-    """The values of what a threat grants; None is not granted. `images` are in the model's
-    units.
-    """
+    """The values that a threat grants; None if not granted. `images` are in the model's units."""
 
     batch: int | None = None
     labels: Tensor | None = None
@@ -85,22 +89,25 @@ class Granted:
 
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
-    """An update that the adversary made itself, of images of its own, with the client's code and
-    the same defences (which are no secret): what the model read, which places a puzzle took, and
-    the images before it.
+    """An update that the adversary computed from its own images.
+
+    It uses the client's code and the same defences, which are public. `inputs` are the images as
+    the model read them, `mask` the positions that a puzzle masked, `original` the images before the
+    puzzle.
     """
 
     update: Update
-    read: Tensor
+    inputs: Tensor
     mask: Tensor | None = None
     original: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class SentUpdate:
-    """An honest server that looks: its model (weights, and the code that the client runs), the
-    update, the shape of one input ([channels, height, width]; of texts none), and what it is
-    granted.
+    """An honest-but-curious server: its model, the update, and what it is granted.
+
+    The model includes the weights and the code that the client runs. `shape` is that of one input,
+    [channels, height, width]; empty for texts.
     """
 
     model: torch.nn.Module
@@ -109,66 +116,71 @@ class SentUpdate:
     granted: Granted = field(default_factory=Granted)
 
     @property
-    def slopes(self) -> dict[str, Tensor]:
-        return self.update.slopes
+    def grads(self) -> dict[str, Tensor]:
+        """The gradients of the update."""
+        return self.update.grads
 
-    def slope(self, name: str, what: str) -> Tensor:
-        """One gradient, or the error that says what is missing."""
-        found = self.slopes
-        if name not in found:
+    def grad(self, name: str, what: str) -> Tensor:
+        """Return one gradient; raise UpdateError with its description `what` if it is missing."""
+        grads = self.grads
+        if name not in grads:
             raise UpdateError(
-                f'the update has no "{name}", {what}',
-                hint="it was withheld or frozen; other attacks need other tensors",
+                f'the update must contain "{name}" ({what}), got none',
+                hint="the tensor was withheld or frozen; other attacks use other tensors",
             )
-        return found[name]
+        return grads[name]
 
 
 def check_update(model: torch.nn.Module, update: Update) -> None:
-    """Refuse an update that is not of this model, is not finite, or says nothing: every fault by
-    name.
+    """Check that an update belongs to this model, is finite and is not zero.
+
+    Raises:
+        UpdateError: The update is empty, zero or not finite, or a name, shape, kind, step count or
+            learning rate is invalid.
     """
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     if not update.tensors:
         raise UpdateError(
-            "the update is empty",
-            hint="an update has at least one gradient, by the name of its parameter",
+            "the update must contain at least one gradient, got none",
+            hint="pass gradients by parameter name",
         )
-    for name, t in update.tensors.items():
-        if name not in own:
+    for name, tensor in update.tensors.items():
+        if name not in parameters:
             raise UpdateError(
-                f'the update has "{name}", which {type(model).__name__} has not',
-                hint="names are those of model.named_parameters()",
+                f'names of the update must be parameters of {type(model).__name__}, got "{name}"',
+                hint="use the names of model.named_parameters()",
             )
-        if t.shape != own[name].shape:
+        if tensor.shape != parameters[name].shape:
             raise UpdateError(
-                f'"{name}" is {list(t.shape)} in the update and {list(own[name].shape)} in the '
-                "model",
-                hint="is it this model's?",
+                f'"{name}" must have shape {list(parameters[name].shape)}, '
+                f"got {list(tensor.shape)}",
+                hint="check that the update was made with this model",
             )
-        if not t.is_floating_point() or not bool(torch.isfinite(t).all()):
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
             raise UpdateError(
-                f'"{name}" holds NaN, Inf or no real numbers in the update',
-                hint="did the client's loss diverge?",
+                f'"{name}" must hold finite real numbers, got NaN, Inf or another dtype',
+                hint="check whether the client's loss diverged",
             )
     if update.kind not in ("gradient", "change"):
-        raise UpdateError(f'an update is a "gradient" or a "change", not "{update.kind}"')
-    if update.kind == "change" and not (0 < update.rate < math.inf and update.steps >= 1):
+        raise UpdateError(f'kind must be "gradient" or "change", got "{update.kind}"')
+    if update.kind == "change" and not (0 < update.lr < math.inf and update.steps >= 1):
         raise UpdateError(
-            f"a change after {update.steps} steps at a rate of {update.rate:g} tells no gradient",
-            hint="give steps and rate",
+            f"steps must be >= 1 and lr > 0 and finite, got steps={update.steps}, lr={update.lr:g}",
+            hint="a change of weights gives gradients only with its steps and learning rate",
         )
-    if not any(bool(t.any()) for t in update.tensors.values()):
+    if not any(bool(tensor.any()) for tensor in update.tensors.values()):
         raise UpdateError(
-            "the update is zero everywhere: it says nothing of any input",
-            hint="was the model trained on this batch at all?",
+            "the update must not be zero everywhere",
+            hint="check that the model was trained on this batch",
         )
 
 
-def added(updates: Sequence[Update]) -> Update:
-    """What a server sees of several clients under secure aggregation: the mean of their updates and
-    no single one.
+def average_updates(updates: Sequence[Update]) -> Update:
+    """Return the mean of several updates.
+
+    This is what a server sees of several clients under secure aggregation: no single update.
     """
     first = updates[0]
     names = [n for n in first.tensors if all(n in u.tensors for u in updates)]
     mean = {n: torch.stack([u.tensors[n] for u in updates]).mean(0) for n in names}
-    return Update(mean, first.kind, first.steps, first.rate)
+    return Update(mean, first.kind, first.steps, first.lr)

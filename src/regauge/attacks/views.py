@@ -1,4 +1,4 @@
-"""Views: exactly what one adversary has. An attack is given a view, and no more."""
+"""Views: exactly what one adversary has. An attack takes a view and nothing else."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Locked:
-    """Who holds a locked file: the architecture, every tensor (embedding and head as they were, the
-    backbone moved), and the kind of the lock, which its record states.
+class LockedFile:
+    """An adversary who holds a locked file.
+
+    It has the architecture, every tensor (embedding and head in plain, the backbone transformed)
+    and the kind of the lock, which is stated in the lock's record.
     """
 
     spec: Spec
@@ -28,23 +30,24 @@ class Locked:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WithBase(Locked):
-    """... and has the public model that the locked one was tuned from, or believes so."""
+class LockedFileWithBase(LockedFile):
+    """A locked file, and the public model that the adversary takes for its base."""
 
     base: State
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WithCandidates(Locked):
-    """... and has public models that it may descend from, by name."""
+class LockedFileWithCandidates(LockedFile):
+    """A locked file, and public models, by name, from which it may descend."""
 
     candidates: Mapping[str, State]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WithLabels(Locked):
-    """... and has some labelled examples of the model's task, and the model's class: `model` holds
-    the locked weights, and is not changed.
+class LockedFileWithLabels(LockedFile):
+    """A locked file, labelled examples of its task, and the model's class.
+
+    `model` holds the locked weights and is not modified.
     """
 
     model: torch.nn.Module
@@ -53,8 +56,10 @@ class WithLabels(Locked):
 
 @dataclass(frozen=True, eq=False)
 class KnownInputs:
-    """Who sees features that a key has moved, and knows the same features unmoved: of the inputs
-    that it sent itself, through the public embedding. Both are [tokens, channels], row by row.
+    """Features under a key next to the same features in plain.
+
+    The adversary sent these inputs itself, so that the public embedding gives the plain features.
+    Both tensors are [tokens, channels], row by row.
     """
 
     plain: torch.Tensor
@@ -63,9 +68,10 @@ class KnownInputs:
 
 
 @dataclass(frozen=True, eq=False)
-class SeenFeatures:
-    """Who sees moved features only, batch after batch under one key, and has other data that went
-    through the public embedding.
+class ObservedFeatures:
+    """Features under a key only, batch after batch under one key.
+
+    `others` are the features of other data through the public embedding.
     """
 
     moved: torch.Tensor
@@ -75,9 +81,10 @@ class SeenFeatures:
 
 @dataclass(frozen=True, eq=False)
 class HiddenStates:
-    """Who sees the hidden states of one text, [tokens, channels], moved by an unknown element, and
-    has the open language model that made them: `layer` of its hidden states, 0 being what enters
-    the first block. Rows that are `shuffled` come in no order.
+    """Hidden states of one text under an unknown element, and the open language model behind them.
+
+    `moved` is [tokens, channels]. `layer` indexes the model's hidden states; 0 is the input of the
+    first block. If `shuffled`, the rows come in random order.
     """
 
     moved: torch.Tensor
@@ -89,9 +96,12 @@ class HiddenStates:
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedText:
-    """A server that sees one text as it enters the backbone, [tokens, channels], or several of one
-    length, and has the open model whose embedding made it. Columns were moved by an unknown element
-    of a kind, or by none; rows that are `shuffled` come in no order.
+    """The input of the backbone for one text or several of one length, and the open model's
+    embedding.
+
+    `moved` is [tokens, channels] or [texts, tokens, channels]. Its columns are transformed by an
+    unknown element of `kind`, or not at all if `kind` is None. If `shuffled`, the rows come in
+    random order.
     """
 
     moved: torch.Tensor
@@ -102,12 +112,14 @@ class EmbeddedText:
 
 @dataclass(frozen=True, eq=False)
 class PairedTexts:
-    """A server that sees texts of one length, [texts, tokens, channels], and has texts of its own
-    with what a client like this one makes of them, in order (`features` of `ids`), and an open
-    `table` of tokens. Rows that are `shuffled` come in no order.
+    """Observed texts, and pairs of the adversary's own texts with their features.
+
+    `observed` is [texts, tokens, channels], all texts of one length. `features` are what a client
+    like this one makes of `ids`, in order. `table` is an open table of tokens. If `shuffled`, the
+    observed rows come in random order.
     """
 
-    seen: torch.Tensor
+    observed: torch.Tensor
     features: torch.Tensor
     ids: torch.Tensor
     table: torch.Tensor
@@ -115,23 +127,26 @@ class PairedTexts:
 
 
 @dataclass(frozen=True, eq=False)
-class Served:
-    """What a server of split learning sees of one pass: the stream as it comes, whatever the client
-    did to it, the other tensors that cross with it, and in training the gradient of the loss by the
-    output. No times: those are another channel. The output is its own: whoever has the weights can
-    compute it.
+class ServerPass:
+    """One pass as a split-learning server receives it.
+
+    It holds the stream after the client's defences, the other tensors sent with it, and in training
+    the gradient of the loss with respect to the output. Timing is a separate channel and not part
+    of the view. The output is not part of it either: it follows from the server's own weights.
     """
 
     stream: torch.Tensor
     others: Mapping[str, torch.Tensor]
-    slope: torch.Tensor | None = None
+    grad: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class KnownStreams:
-    """A server that knows some of the samples that it was sent: `moved` as they came, rows in any
-    order and columns moved by one element of a kind, and `plain`, what the public embedding makes
-    of them. Both are [samples, tokens, channels].
+    """Streams of samples that the server knows.
+
+    `moved` is the stream as received, rows in any order and columns transformed by one element of
+    `kind`; `plain` is the output of the public embedding for the same samples. Both are [samples,
+    tokens, channels].
     """
 
     plain: torch.Tensor
@@ -140,25 +155,28 @@ class KnownStreams:
 
 
 @dataclass(frozen=True, eq=False)
-class SentSlopes:
-    """A server that keeps the gradients which it was sent, [samples, channels] (each sample's added
-    up over its tokens: `labels.slopes_of`). By the number of the sample it may know some labels:
-    `known`, one each, or `many`, all of a sample's zeros and ones.
+class SentGradients:
+    """Gradients that a split-learning server has received, [samples, channels].
+
+    Each row is summed over the sample's tokens (`labels.sample_grads`). Labels that the server
+    knows are given by sample number: `known_labels` for one label each, `known_label_sets` for all
+    of a sample's zeros and ones.
     """
 
-    slopes: torch.Tensor
-    known: Mapping[int, int] = field(default_factory=dict)
-    many: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    grads: torch.Tensor
+    known_labels: Mapping[int, int] = field(default_factory=dict)
+    known_label_sets: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
 class PairedImages:
-    """A server that sees features `seen`, and has images of its own with the features that a client
-    like this one makes of them, defended likewise (in order where an attack says so). Features are
-    [samples, tokens, channels]; `patch` is the side of a patch.
+    """Observed features, and pairs of the adversary's own images with their features.
+
+    The pairs come from a client like this one with the same defences, in order if the attack
+    requires it. Features are [samples, tokens, channels]; `patch` is the side of a patch in pixels.
     """
 
-    seen: torch.Tensor
+    observed: torch.Tensor
     features: torch.Tensor
     images: torch.Tensor
     patch: int
@@ -166,13 +184,13 @@ class PairedImages:
 
 @dataclass(frozen=True, eq=False)
 class PublicPatches:
-    """A server that sees features `seen`, knows the client's patch embedding (`weight` [d, c, p,
-    p], `bias` [d], `positions` [tokens, d], the `first` token with its position if there is one),
-    and has other images of the kind. `tolerance` is the size of the noise that it expects in a
-    token.
+    """Observed features, the client's patch embedding, and other images of the same kind.
+
+    `weight` is [d, c, p, p], `bias` [d], `positions` [tokens, d]; `first` is the first token with
+    its position, if the model has one. `tolerance` is the expected size of the noise in a token.
     """
 
-    seen: torch.Tensor
+    observed: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor
     positions: torch.Tensor
@@ -182,8 +200,8 @@ class PublicPatches:
     tolerance: float = 1e-3
 
 
-def part_of(spec: Spec, part: str) -> Spec:
-    """The spec of one part alone, and the spaces that live in it."""
+def part_spec(spec: Spec, part: str) -> Spec:
+    """Return the spec of one part alone, with the spaces that occur in it."""
     from regauge.core import axes as ax
 
     tensors = {name: text for name, text in spec.tensors.items() if spec.parts.get(name) == part}
@@ -202,6 +220,8 @@ def part_of(spec: Spec, part: str) -> Spec:
     )
 
 
-def only(state: State, names: Sequence[str] | Mapping[str, object]) -> dict[str, torch.Tensor]:
-    """The tensors of these names."""
+def select_tensors(
+    state: State, names: Sequence[str] | Mapping[str, object]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors with these names."""
     return {name: state[name] for name in names if name in state}

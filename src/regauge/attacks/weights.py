@@ -1,11 +1,11 @@
-"""Attacks on the weights of a locked model, by whoever has a model that it descends from.
+"""Attacks on the weights of a locked model by an adversary with a model that it descends from.
 
-A lock moves the backbone by one element. Fine-tuning moves weights little, so the base's backbone,
-moved by the right element, is nearest to the locked one: matching finds it. What makes it hard is
-only that nothing fixes a basis to begin from, since embedding and head were not moved: two
-beginnings are tried. Vectors on the stream (gains and biases) are one; products are the other: Q^T
-K, O V and W_out W_in of each layer do not depend on the basis inside, and are matrices on the
-stream that the key conjugates, T' = M T M^-1.
+A lock transforms the backbone by one element. Fine-tuning changes weights little, so the base's
+backbone, transformed by the right element, is nearest to the locked one, and matching finds it. The
+only difficulty is the start: embedding and head were not transformed, so nothing fixes a basis. Two
+starts are tried. Vectors on the stream (gains and biases) are one; products are the other: Q^T K, O
+V and W_out W_in of each layer do not depend on the basis inside, and are matrices on the stream
+that the key conjugates, T' = M T M^-1.
 """
 
 from __future__ import annotations
@@ -15,8 +15,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from regauge.attacks.products import Pairs, eigenbasis, products, rearranged, signature, signs
-from regauge.attacks.views import WithBase, WithCandidates, only, part_of
+from regauge.attacks.products import (
+    Pairs,
+    channel_signatures,
+    fit_permutation,
+    fit_rotation,
+    fit_signs,
+    layer_products,
+)
+from regauge.attacks.views import (
+    LockedFileWithBase,
+    LockedFileWithCandidates,
+    part_spec,
+    select_tensors,
+)
 from regauge.core.action import State, apply
 from regauge.core.element import Element, identity
 from regauge.core.fit import Pair, assign
@@ -31,33 +43,39 @@ from regauge.matching.invariants import invariant_distance, invariants
 
 @dataclass(frozen=True, eq=False)
 class Guess:
-    """What an attack believes the key's element to be, on the spaces of the backbone, and what it
-    cost.
+    """An attack's estimate of the key's element on the spaces of the backbone, and its cost.
+
+    `relative` is the relative distance after matching, `start` the initial guess behind it.
     """
 
     element: Element
     relative: float
     seconds: float
-    began: str = ""
+    start: str = ""
 
-    def unlocked(self, spec: Spec, state: State) -> dict[str, object]:
-        """The locked state as this guess would unlock it."""
+    def unlock(self, spec: Spec, state: State) -> dict[str, object]:
+        """Return the locked state as this guess would unlock it."""
         return dict(apply(~Element(spec, self.element.members), state, "backbone"))
 
 
-def norm_vectors(view: WithBase) -> Guess:
-    """The order of the stream, from gains and biases alone.
+def norm_vectors(view: LockedFileWithBase) -> Guess:
+    """Recover the order of the stream from gains and biases alone.
 
-    Sees: the locked file and a public base. Recovers: the stream's permutation. Why it works: gains
-    and biases are vectors on the stream, which a permutation reorders and fine-tuning hardly
-    changes; a few dozen of them tell every channel from every other. What stops it: norms that are
-    folded (then there are no gains), or a base that is not public. Floor: one place in d. Ceiling:
-    all places. References: facts on permutation locks, TransLinkGuard's successors (USENIX Security
-    2025, ArrowMatch).
+    Sees: the locked file and a public base.
+    Recovers: the stream's permutation.
+    Why it works: gains and biases are vectors on the stream, which a permutation reorders and
+        fine-tuning hardly changes; a few dozen of them distinguish all channels.
+    What stops it: folded norms (without gains), or a base that is not public.
+    Floor: one position in d.
+    Ceiling: all positions.
+    References: facts on permutation locks, TransLinkGuard's successors (USENIX Security 2025,
+        ArrowMatch).
     """
     started = time.monotonic()
-    spec = part_of(view.spec, "backbone")
-    costs = Costs(spec, only(view.base, spec.tensors), only(view.state, spec.tensors))
+    spec = part_spec(view.spec, "backbone")
+    costs = Costs(
+        spec, select_tensors(view.base, spec.tensors), select_tensors(view.state, spec.tensors)
+    )
     members = {
         s: m for s in _streams(spec) if (m := _by_vectors(costs, s, view.kind, [])) is not None
     }
@@ -66,76 +84,89 @@ def norm_vectors(view: WithBase) -> Guess:
     )
 
 
-def public_base(view: WithBase, *, sweeps: int = 5) -> Guess:
-    """The whole key, by matching the public base to the locked backbone.
+def public_base(view: LockedFileWithBase, *, sweeps: int = 5) -> Guess:
+    """Recover the whole key by matching the public base to the locked backbone.
 
-    Sees: the locked file, its kind, and a public base. Recovers: every member of the element, so
-    the plain weights. Why it works: the base moved by the right element is the nearest description
-    of it to the locked weights, and the nearest can be found: assignment for permutations,
-    Procrustes for rotations, space by space. What stops it: a backbone that nobody else has;
-    fine-tuning as large as the weights themselves. Floor: one place in d, or a random rotation.
-    Ceiling: all of the key. References: ArrowMatch (USENIX Security 2025); Git Re-Basin
-    (2209.04836).
+    Sees: the locked file, its kind, and a public base.
+    Recovers: every member of the element, and so the plain weights.
+    Why it works: the base under the right element is nearest to the locked weights, and the nearest
+        can be found: assignment for permutations, Procrustes for rotations, space by space.
+    What stops it: a backbone without a public relative; fine-tuning as large as the weights
+        themselves.
+    Floor: one position in d, or a random rotation.
+    Ceiling: all of the key.
+    References: ArrowMatch (USENIX Security 2025); Git Re-Basin (2209.04836).
     """
     started = time.monotonic()
-    spec = part_of(view.spec, "backbone")
-    a, b = only(view.base, spec.tensors), only(view.state, spec.tensors)
+    spec = part_spec(view.spec, "backbone")
+    a, b = select_tensors(view.base, spec.tensors), select_tensors(view.state, spec.tensors)
     best: Guess | None = None
-    for began, stream in beginnings(spec, a, b, view.kind).items():
-        start = Element(spec, stream)
-        found = match(spec, a, b, sweeps=sweeps, within=view.kind, start=start, known=list(stream))
-        if best is None or found.relative < best.relative:
-            best = Guess(found.element, found.relative, time.monotonic() - started, began)
+    for start, stream in initial_guesses(spec, a, b, view.kind).items():
+        initial = Element(spec, stream)
+        result = match(
+            spec, a, b, sweeps=sweeps, within=view.kind, start=initial, known=list(stream)
+        )
+        if best is None or result.relative < best.relative:
+            best = Guess(result.element, result.relative, time.monotonic() - started, start)
     assert best is not None
-    return Guess(best.element, best.relative, time.monotonic() - started, best.began)
+    return Guess(best.element, best.relative, time.monotonic() - started, best.start)
 
 
-def lineage(view: WithCandidates) -> dict[str, float]:
-    """Which of some public models a locked one descends from.
+def lineage(view: LockedFileWithCandidates) -> dict[str, float]:
+    """Measure the distance of a locked model from each of several public models.
 
-    Sees: the locked file and candidates. Recovers: the base. Why it works: spectra, sorted gains
-    and the products inside heads are the same in every description of a model, so that no key
-    changes them. What stops it: nothing that keeps the function. Floor: the distance of unrelated
-    models. Ceiling: zero. References: OriginTracer (2505.19466); Mirsky's bound.
+    Sees: the locked file and candidates.
+    Recovers: the base.
+    Why it works: spectra, sorted gains and the products inside heads are invariant under every
+        element, so that no key changes them.
+    What stops it: nothing that preserves the function.
+    Floor: the distance of unrelated models.
+    Ceiling: zero.
+    References: OriginTracer (2505.19466); Mirsky's bound.
     """
-    spec = part_of(view.spec, "backbone")
-    here = invariants(spec, only(view.state, spec.tensors))
-    out = {}
+    spec = part_spec(view.spec, "backbone")
+    locked_invariants = invariants(spec, select_tensors(view.state, spec.tensors))
+    relative_distances = {}
     for name, state in view.candidates.items():
-        apart = invariant_distance(invariants(spec, only(state, spec.tensors)), here)
-        out[name] = float(
+        distances = invariant_distance(
+            invariants(spec, select_tensors(state, spec.tensors)), locked_invariants
+        )
+        relative_distances[name] = float(
             np.sqrt(
-                sum(d for d, _ in apart.values()) / max(sum(n for _, n in apart.values()), 1e-300)
+                sum(d for d, _ in distances.values())
+                / max(sum(n for _, n in distances.values()), 1e-300)
             )
         )
-    return out
+    return relative_distances
 
 
-def beginnings(spec: Spec, a: State, b: State, kind: Kind) -> dict[str, dict[str, Member]]:
-    """First guesses of the streams, each from something that does not depend on any other space.
-    What is even in the stream cannot tell M from -M: where both are allowed, both are tried.
+def initial_guesses(spec: Spec, a: State, b: State, kind: Kind) -> dict[str, dict[str, Member]]:
+    """Return first guesses of the streams, by name, each independent of all other spaces.
+
+    Even functions of the stream cannot distinguish M from -M: both are tried if both are allowed.
     """
-    out: dict[str, dict[str, Member]] = {}
+    guesses: dict[str, dict[str, Member]] = {}
     roots = _streams(spec)
     costs = Costs(spec, a, b)
-    told = {s: products(costs, s) for s in roots}
-    for how, find in (("gains and biases", _by_vectors), ("products", _by_products)):
-        members = {s: m for s in roots if (m := find(costs, s, kind, told[s])) is not None}
+    pairs = {s: layer_products(costs, s) for s in roots}
+    for method, find in (("gains and biases", _by_vectors), ("products", _by_products)):
+        members = {s: m for s in roots if (m := find(costs, s, kind, pairs[s])) is not None}
         if members:
-            out[how] = members
-            turned = {
+            guesses[method] = members
+            negated = {
                 s: n
                 for s, m in members.items()
                 if (n := _negative(spec.spaces[s].group.within(kind), m)) is not None
             }
-            if turned:
-                out[f"{how}, negative"] = members | turned
-    return out or {"nothing": {}}
+            if negated:
+                guesses[f"{method}, negative"] = members | negated
+    return guesses or {"nothing": {}}
 
 
 def _streams(spec: Spec) -> list[str]:
-    """The spaces that hold layers together: those that lie in more modules than one layer's. Inside
-    a layer there is no beginning to be made.
+    """Return the spaces that connect layers: those that occur in more than one layer's modules.
+
+    A space inside a layer has no start of its own.
     """
     from regauge.matching import layers_of
 
@@ -150,8 +181,8 @@ def _streams(spec: Spec) -> list[str]:
 
 
 def _negative(group: Group, member: Member) -> Member | None:
-    """-M, or what of it the group allows: where the ones stay, the other sign on all that is
-    orthogonal to them.
+    """Return -M if the group allows it; with fixed ones, negate the complement of the ones;
+    else None.
     """
     if isinstance(group, OrthogonalFixingOnes):
         return Dense(2 / member.size - member.matrix())
@@ -164,61 +195,65 @@ def _negative(group: Group, member: Member) -> Member | None:
     return None
 
 
-def _by_vectors(costs: Costs, space: str, kind: Kind, told: Pairs) -> Member | None:
-    """What the space's own group makes of the vectors that live in it alone."""
+def _by_vectors(costs: Costs, space: str, kind: Kind, product_pairs: Pairs) -> Member | None:
+    """Fit the space's group to the vectors that live in this space alone."""
     group = costs.spec.spaces[space].group.within(kind)
-    if isinstance(group, Orthogonal):  # far too few for a rotation
+    if isinstance(group, Orthogonal):  # too few vectors for a rotation
         return None
     sides: dict[str, list[tuple[Floats, Floats]]] = {}
     for y, x in costs.each(space, identity(costs.spec), lambda block: len(block.dims) == 1):
         leaf = y.dims[0]
         assert leaf is not None
-        here, there = (np.asarray(v.values, np.float64)[None, :, None] for v in (y, x))
-        sides.setdefault("bar" if leaf.bar else "plain", []).append((here, there))
+        locked, base = (np.asarray(v.values, np.float64)[None, :, None] for v in (y, x))
+        sides.setdefault("bar" if leaf.bar else "plain", []).append((locked, base))
     if not sides:
         return None
     pairs: dict[str, Pair] = {}
-    for side, found in sides.items():
+    for side, vectors in sides.items():
         scale = [
-            max(float(np.abs(y).std()), 1e-12) for y, _ in found
-        ]  # every vector tells as much as any other
-        here, there = (
-            np.concatenate([p[i] / s for p, s in zip(found, scale, strict=True)], axis=2)
+            max(float(np.abs(y).std()), 1e-12) for y, _ in vectors
+        ]  # give every vector the same weight
+        locked, base = (
+            np.concatenate([p[i] / s for p, s in zip(vectors, scale, strict=True)], axis=2)
             for i in (0, 1)
         )
-        pairs[side] = (here, there)
+        pairs[side] = (locked, base)
     member: Member = group.fit(**pairs)
-    signed = isinstance(group, SignedPermutation) and "plain" not in sides  # gains tell no signs
+    signed = (
+        isinstance(group, SignedPermutation) and "plain" not in sides
+    )  # gains do not determine signs
     return (
-        Monomial(member.index, signs(told, member.index[0])[None])
+        Monomial(member.index, fit_signs(product_pairs, member.index[0])[None])
         if signed and isinstance(member, Monomial)
         else member
     )
 
 
-def _by_products(costs: Costs, space: str, kind: Kind, told: Pairs) -> Member | None:
-    """What products tell: an assignment of channels by what stands in their rows, or the turn
-    between two eigenbases.
+def _by_products(costs: Costs, space: str, kind: Kind, pairs: Pairs) -> Member | None:
+    """Fit the space's group to products: assign channels by their signatures, or rotate one
+    eigenbasis to the other.
     """
     group = costs.spec.spaces[space].group.within(kind)
-    if not told:
+    if not pairs:
         return None
     if isinstance(group, OrthogonalFixingOnes):
-        rest = _without_ones(len(told[0][0]))
-        inside = eigenbasis([(rest.T @ y @ rest, rest.T @ x @ rest) for y, x in told])
-        return Dense((rest @ inside @ rest.T + 1 / len(rest))[None])
+        complement = _without_ones(len(pairs[0][0]))
+        rotation = fit_rotation(
+            [(complement.T @ y @ complement, complement.T @ x @ complement) for y, x in pairs]
+        )
+        return Dense((complement @ rotation @ complement.T + 1 / len(complement))[None])
     if isinstance(group, Orthogonal):
-        return Dense(eigenbasis(told)[None])
-    y, x = (np.concatenate([signature(p[i]) for p in told], axis=1) for i in (0, 1))
+        return Dense(fit_rotation(pairs)[None])
+    y, x = (np.concatenate([channel_signatures(p[i]) for p in pairs], axis=1) for i in (0, 1))
     spread = np.maximum(y.std(0), 1e-12)
     y, x = y / spread, x / spread
     signed = isinstance(group, SignedPermutation)
-    alike = y @ x.T - 0.5 * (x * x).sum(1)[None, :] - 0.5 * (y * y).sum(1)[:, None]
-    index = rearranged(told, assign(alike[None])[0], signed=signed)
-    return Monomial(index[None], signs(told, index)[None] if signed else None)
+    similarity = y @ x.T - 0.5 * (x * x).sum(1)[None, :] - 0.5 * (y * y).sum(1)[:, None]
+    index = fit_permutation(pairs, assign(similarity[None])[0], signed=signed)
+    return Monomial(index[None], fit_signs(pairs, index)[None] if signed else None)
 
 
 def _without_ones(n: int) -> Floats:
-    """An orthonormal basis of what is orthogonal to the ones, [n, n - 1]."""
+    """Return an orthonormal basis of the complement of the ones vector, [n, n - 1]."""
     q, _ = np.linalg.qr(np.concatenate([np.ones((n, 1)), np.eye(n)[:, 1:]], axis=1))
     return np.asarray(q[:, 1:])

@@ -24,12 +24,12 @@ from regauge.attacks import edges, features, theft, weights
 from regauge.attacks.views import (
     HiddenStates,
     KnownInputs,
-    Locked,
-    SeenFeatures,
-    WithBase,
-    WithCandidates,
-    WithLabels,
-    part_of,
+    LockedFile,
+    LockedFileWithBase,
+    LockedFileWithCandidates,
+    LockedFileWithLabels,
+    ObservedFeatures,
+    part_spec,
 )
 from regauge.core.action import State, apply
 from regauge.core.element import Element
@@ -232,7 +232,7 @@ def _missing(case: LockCase, name: str) -> str:
     if name == "handling":
         return "" if case.record is not None and case.key is not None else "the key was not given"
     if name == "public edges":
-        if not edges.can_order(Locked(case.spec, case.state, case.kind)):
+        if not edges.has_permuted_stream(LockedFile(case.spec, case.state, case.kind)):
             return "it is for permutations of the stream"
         return "" if case.truth is not None else "it is scored by the key, which was not given"
     if name in ("public base", "lineage"):
@@ -260,7 +260,7 @@ def _missing(case: LockCase, name: str) -> str:
 
 def _public_edges(case: LockCase) -> Iterator[tuple[Finding, float]]:
     assert case.truth is not None
-    guess = edges.public_edges(Locked(case.spec, case.state, case.kind))
+    guess = edges.public_edges(LockedFile(case.spec, case.state, case.kind))
     streams = {s: m for s, m in case.truth.members.items() if s in guess.element.members}
     if not streams:
         return
@@ -276,7 +276,7 @@ def _public_edges(case: LockCase) -> Iterator[tuple[Finding, float]]:
 def _used(case: LockCase, guess: weights.Guess, attack: str) -> Iterator[tuple[Finding, float]]:
     started = time.monotonic()
     value, floor, ceiling = (
-        _quality(case, s) for s in (guess.unlocked(case.spec, case.state), case.state, _plain(case))
+        _quality(case, s) for s in (guess.unlock(case.spec, case.state), case.state, _plain(case))
     )
     said = "the model that the guess unlocks, the locked one and the owner's"
     statement = "the unlocked guess is not worth the owner's model"
@@ -288,7 +288,7 @@ def _used(case: LockCase, guess: weights.Guess, attack: str) -> Iterator[tuple[F
 
 def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     assert case.base is not None
-    view = WithBase(case.spec, case.state, case.kind, base=case.base)
+    view = LockedFileWithBase(case.spec, case.state, case.kind, base=case.base)
     if case.truth is not None:
         started = time.monotonic()
         guess = weights.norm_vectors(view)
@@ -311,11 +311,11 @@ def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     guess = weights.public_base(view)
     seconds = time.monotonic() - started
     if case.truth is not None:
-        inside = part_of(case.spec, "backbone").spaces
+        inside = part_spec(case.spec, "backbone").spaces
         share = _share(
             guess.element.members, {s: m for s, m in case.truth.members.items() if s in inside}
         )
-        said = f"{share:.1%} of the key in {seconds:.1f} s, from {guess.began}"
+        said = f"{share:.1%} of the key in {seconds:.1f} s, from {guess.start}"
         measure, floor = "share of the key", 0.0
     # without the key: how much of the locked weights the guess explains, and a guess from the same
     # numbers in no order
@@ -349,7 +349,9 @@ def _lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     if case.base is not None:
         candidates["the base"] = case.base
         candidates["a stranger"] = _stranger(case.base, seed)
-    found = weights.lineage(WithCandidates(case.spec, case.state, case.kind, candidates=candidates))
+    found = weights.lineage(
+        LockedFileWithCandidates(case.spec, case.state, case.kind, candidates=candidates)
+    )
     nearest = min(found, key=lambda name: found[name])
     stranger = found.get("a stranger", max(found.values()))
     said = (
@@ -412,7 +414,7 @@ def _known(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
 def _seen(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     started = time.monotonic()
     plain, others, member = _features(case, seed)
-    guess = features.seen_features(SeenFeatures(_moved(plain, member), others, case.kind))
+    guess = features.feature_statistics(ObservedFeatures(_moved(plain, member), others, case.kind))
     share = _restored(guess, member, plain)
     said = (
         f"{len(plain)} moved tokens, and {len(others)} of other examples through the "
@@ -443,7 +445,9 @@ def _vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[tuple[F
     layer = max(1, int(getattr(case.model.config, "num_hidden_layers", 2)) // 2)
     with torch.no_grad():
         states = case.model(input_ids=ids, output_hidden_states=True).hidden_states[layer][0]
-    found = features.vocabulary(HiddenStates(_moved(states, member), case.model, layer, case.kind))
+    found = features.vocabulary_search(
+        HiddenStates(_moved(states, member), case.model, layer, case.kind)
+    )
     share = float(np.mean([a == b for a, b in zip(found, ids[0].tolist(), strict=True)]))
     said = (
         f"{sum(a == b for a, b in zip(found, ids[0].tolist(), strict=True))} of "
@@ -473,14 +477,16 @@ def _theft(
     draw = np.random.default_rng(budget.seed)
     for n in (n for n in labels if n <= len(case.train)):
         some = case.train.only(np.sort(draw.permutation(len(case.train))[:n]))
-        view = WithLabels(case.spec, case.state, case.kind, model=case.model, examples=some)
+        view = LockedFileWithLabels(
+            case.spec, case.state, case.kind, model=case.model, examples=some
+        )
         for name, steal in (
             ("new edges", theft.new_edges),
-            ("tuned", theft.tuned),
-            ("scratch", theft.scratch),
+            ("tuned", theft.fine_tune),
+            ("scratch", theft.train_from_scratch),
         ):
             started = time.monotonic()
-            trained = (steal(view, one) for one in budget.each())
+            trained = (steal(view, one) for one in budget.each_lr())
             value = max(
                 (_quality(case, stolen.state_dict(), stolen) for stolen in trained),
                 key=lambda v: -math.inf if math.isnan(v) else v,

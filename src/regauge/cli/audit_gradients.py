@@ -348,7 +348,7 @@ def gradients(
         "rate": rate,
         "seed": seed,
     }
-    about |= {"granted": {a.title: a.threat.told() for a in chosen}}
+    about |= {"granted": {a.title: a.threat.describe() for a in chosen}}
     facts = {
         **facts_of_run(),
         **about,

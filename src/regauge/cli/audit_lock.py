@@ -109,7 +109,7 @@ def lock(
         found = audit_lock(
             case,
             labels=counts,
-            budget=Budget(steps, rates=tried, seed=seed),
+            budget=Budget(steps, lrs=tried, seed=seed),
             seed=seed,
             most=fail_above,
             progress=progress,

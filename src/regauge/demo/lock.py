@@ -100,7 +100,7 @@ def locked(stage: Stage) -> Results:
         audit = audit_lock(
             case,
             labels=LABELS,
-            budget=Budget(steps=100, rates=(3e-3,), seed=stage.seed),
+            budget=Budget(steps=100, lrs=(3e-3,), seed=stage.seed),
             seed=stage.seed,
             progress=tick,
         )

@@ -17,18 +17,18 @@ import torch
 from regauge.attacks.april import april, is_april
 from regauge.attacks.classes import label_counts
 from regauge.attacks.descents import (
-    Descended,
-    How,
+    DescentConfig,
+    DescentResult,
     april_descent,
     dlg,
     gradvit,
     idlg,
     inverting_gradients,
-    refined,
+    refine_images,
 )
 from regauge.attacks.embeddings import embedding_least_squares
-from regauge.attacks.membership import Practised, practise, practised_membership
-from regauge.attacks.regression import Learned, learn_regression, regressed, resemblance
+from regauge.attacks.membership import Calibration, calibrate, calibrated_membership
+from regauge.attacks.regression import RidgeModel, fit_ridge, resemblance, ridge_regression
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Rehearsal, SentUpdate, Threat
 from regauge.data.tasks import Examples
@@ -99,32 +99,32 @@ def _span(
     return span_membership(view, asked), {}
 
 
-def _practise(view: SentUpdate, budget: Budget, practice: Practice) -> Practised:
-    return practise(view)
+def _practise(view: SentUpdate, budget: Budget, practice: Practice) -> Calibration:
+    return calibrate(view)
 
 
 def _practised(
-    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Practised
+    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Calibration
 ) -> tuple[Tensor, Mapping[str, Any]]:
     assert asked is not None
-    return practised_membership(view, asked, learned), {
+    return calibrated_membership(view, asked, learned), {
         "layer": learned.layer,
         "practice": learned.auc,
     }
 
 
-def _learn(view: SentUpdate, budget: Budget, practice: Practice) -> Learned:
-    return learn_regression(practice(budget.practice))
+def _learn(view: SentUpdate, budget: Budget, practice: Practice) -> RidgeModel:
+    return fit_ridge(practice(budget.practice))
 
 
 def _regressed(
-    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Learned
+    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: RidgeModel
 ) -> tuple[Tensor, Mapping[str, Any]]:
-    return regressed(view, learned), {"features": learned.kind, "left": learned.left}
+    return ridge_regression(view, learned), {"features": learned.kind, "left": learned.unexplained}
 
 
 def _resembling(
-    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Learned
+    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: RidgeModel
 ) -> tuple[Tensor, Mapping[str, Any]]:
     assert asked is not None
     return resemblance(view, asked, learned), {}
@@ -160,17 +160,17 @@ def _april(
 
 
 def _descent(
-    attack: Callable[[SentUpdate, How], Descended], **how: Any
+    attack: Callable[[SentUpdate, DescentConfig], DescentResult], **how: Any
 ) -> Callable[..., tuple[Tensor, Mapping[str, Any]]]:
     def run(
         view: SentUpdate, budget: Budget, asked: Tensor | None
     ) -> tuple[Tensor, Mapping[str, Any]]:
         found = attack(
             view,
-            How(
+            DescentConfig(
                 steps=budget.steps,
                 restarts=budget.restarts,
-                rate=budget.rate,
+                lr=budget.rate,
                 seed=budget.seed,
                 **how,
             ),
@@ -184,15 +184,15 @@ def _refined(
     view: SentUpdate, budget: Budget, asked: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
     start, _ = embedding_least_squares(view)
-    found = refined(
+    found = refine_images(
         view,
         start,
-        How(
+        DescentConfig(
             steps=budget.steps,
-            rate=budget.rate / 5,
+            lr=budget.rate / 5,
             seed=budget.seed,
             objective="layers",
-            smooth=0.02,
+            tv_weight=0.02,
         ),
     )
     return found.images, {"objective": found.objective}
@@ -277,7 +277,7 @@ ATTACKS: tuple[Attack, ...] = (
         "descends to smooth images whose gradients point the way of the update's, layer by layer",
         "images",
         _OPTIMISED,
-        _descent(inverting_gradients, objective="layers", smooth=0.02, schedule="cosine"),
+        _descent(inverting_gradients, objective="layers", tv_weight=0.02, schedule="cosine"),
         True,
     ),
     Attack(
@@ -296,7 +296,12 @@ ATTACKS: tuple[Attack, ...] = (
         "images",
         _OPTIMISED,
         _descent(
-            gradvit, objective="layers", smooth=0.02, seams=0.02, near=0.01, schedule="cosine"
+            gradvit,
+            objective="layers",
+            tv_weight=0.02,
+            seam_weight=0.02,
+            consensus_weight=0.01,
+            schedule="cosine",
         ),
         True,
     ),
@@ -306,7 +311,7 @@ ATTACKS: tuple[Attack, ...] = (
         "descends to images and labels by the distance of gradients",
         "images",
         _OPTIMISED,
-        _descent(dlg, objective="euclidean", signed=False, learned=True, schedule="none"),
+        _descent(dlg, objective="euclidean", signed=False, optimize_labels=True, schedule="none"),
         True,
     ),
     Attack(
@@ -324,7 +329,7 @@ ATTACKS: tuple[Attack, ...] = (
         "the same with the direction of the positions' gradient",
         "images",
         _OPTIMISED,
-        _descent(april_descent, objective="april", smooth=0.01, signed=False),
+        _descent(april_descent, objective="april", tv_weight=0.01, signed=False),
         True,
     ),
 )

@@ -23,7 +23,7 @@ from regauge.attacks.updates import (
     SentUpdate,
     Threat,
     Update,
-    added,
+    average_updates,
     check_update,
 )
 from regauge.core.rng import seed_key
@@ -99,7 +99,7 @@ def contribute(
         one, truth = _of_one(model, plan, examples, own, labels[at], f"{seed}/{client}")
         sent.append(one)
         truths.append(truth)
-    update = sent[0] if len(sent) == 1 else added(sent)
+    update = sent[0] if len(sent) == 1 else average_updates(sent)
     check_update(model, update)
     return update, truths[0] if len(truths) == 1 else joined(truths)
 

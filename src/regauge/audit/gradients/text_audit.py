@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from regauge.attacks.classes import label_counts
-from regauge.attacks.subspaces import exact_search, tag, text_layers, token_membership
-from regauge.attacks.tables import words_in_places
+from regauge.attacks.subspaces import exact_search, find_text_layers, tag, token_membership
+from regauge.attacks.tables import locate_words
 from regauge.attacks.updates import SentUpdate, Threat
 from regauge.audit.gradients.clients import Truth, contribute, on, prepared, view_of
 from regauge.audit.gradients.report import LAST
@@ -59,7 +59,7 @@ class TextAttack:
 
 ATTACKS: tuple[TextAttack, ...] = (
     TextAttack("search", "exact search", Threat(batch=True, length=True), exact_search),
-    TextAttack("tables", "words in their places", Threat(batch=True), words_in_places),
+    TextAttack("tables", "words in their places", Threat(batch=True), locate_words),
     TextAttack(
         "words",
         "words by zero rows",
@@ -93,7 +93,7 @@ def audit_texts(
     there). `most`: findings on defended updates fail where an attack gets more than this share of
     the way from its floor to its ceiling.
     """
-    text_layers(case.model)
+    find_text_layers(case.model)
     combinations = list(dict.fromkeys((NONE, *combinations)))
     for c in combinations:
         plan = plan_of(c, case.batch, case.steps, case.rate)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.attacks.updates import Rehearsal, Update, added
+from regauge.attacks.updates import Rehearsal, Update, average_updates
 from regauge.audit.gradients.attempts import Attack, Budget
 from regauge.audit.gradients.clients import Truth, joined, rehearsal_of, stacked
 from regauge.audit.gradients.scores import average
@@ -195,7 +195,8 @@ def rehearsed(
                 )
             )
         yield rehearsal_of(
-            made[0] if clients == 1 else added(made), truths[0] if clients == 1 else joined(truths)
+            made[0] if clients == 1 else average_updates(made),
+            truths[0] if clients == 1 else joined(truths),
         )
 
 

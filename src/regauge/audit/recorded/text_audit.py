@@ -56,7 +56,7 @@ def attacked(
             {n.removeprefix("model."): t for n, t in update.tensors.items() if n != "unknown"},
             update.kind,
             update.steps,
-            update.rate,
+            update.lr,
         )
     true = words_of(Truth(truth.original, truth.original, truth.labels), others.causal)
     row: Row = {

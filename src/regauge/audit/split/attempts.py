@@ -14,9 +14,15 @@ from typing import Any, Literal
 
 import torch
 
-from regauge.attacks.inversion import Inverted, decoder, in_order, probe, public_patches
-from regauge.attacks.linear import ridge
-from regauge.attacks.served import averaged, regrouped
+from regauge.attacks.inversion import (
+    InversionResult,
+    decoder_inversion,
+    position_probe,
+    public_patches,
+    restore_order,
+)
+from regauge.attacks.linear import ridge_inversion
+from regauge.attacks.served import average_views, regroup_tokens
 from regauge.attacks.views import PairedImages, PublicPatches
 from regauge.audit.split.victims import (
     NONE,
@@ -54,6 +60,10 @@ class Budget:
             for name in ("hidden", "depth", "epochs", "patience", "rate", "batch")
         }
 
+    def decoder_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `decoder_inversion`."""
+        return {"lr" if name == "rate" else name: value for name, value in self.told().items()}
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -89,53 +99,59 @@ class Attack:
     title: str
     about: str
     view: Literal["paired", "placed", "public", "often"]
-    run: Callable[[Any, Setting], Inverted]
+    run: Callable[[Any, Setting], InversionResult]
     fits: Callable[[str], bool] = lambda combination: True
     is_named: bool = (
         True  # does it say which image is which? Where it does not, the best naming counts
     )
 
 
-def _ordered(view: PairedImages, setting: Setting) -> Inverted:
-    return decoder(view, in_order=True, seed=setting.seed, **setting.budget.told())
+def _ordered(view: PairedImages, setting: Setting) -> InversionResult:
+    return decoder_inversion(
+        view, in_order=True, seed=setting.seed, **setting.budget.decoder_options()
+    )
 
 
-def _any_order(view: PairedImages, setting: Setting) -> Inverted:
-    return decoder(view, in_order=False, seed=setting.seed, **setting.budget.told())
+def _any_order(view: PairedImages, setting: Setting) -> InversionResult:
+    return decoder_inversion(
+        view, in_order=False, seed=setting.seed, **setting.budget.decoder_options()
+    )
 
 
-def _placed(view: PairedImages, setting: Setting) -> Inverted:
-    found = probe(view, seed=setting.seed)
-    return decoder(
-        replace(view, seen=in_order(view.seen, found)),
+def _placed(view: PairedImages, setting: Setting) -> InversionResult:
+    found = position_probe(view, seed=setting.seed)
+    return decoder_inversion(
+        replace(view, observed=restore_order(view.observed, found)),
         in_order=True,
         seed=setting.seed,
-        **setting.budget.told(),
+        **setting.budget.decoder_options(),
     )
 
 
-def _public(view: PublicPatches, setting: Setting) -> Inverted:
-    return Inverted(public_patches(view), (), 0.0)
+def _public(view: PublicPatches, setting: Setting) -> InversionResult:
+    return InversionResult(public_patches(view), (), 0.0)
 
 
-def _least_squares(view: PairedImages, setting: Setting) -> Inverted:
+def _least_squares(view: PairedImages, setting: Setting) -> InversionResult:
     return replace(
-        ridge(view, shuffled=is_shuffled(setting.combination), seed=setting.seed), losses=()
+        ridge_inversion(view, shuffled=is_shuffled(setting.combination), seed=setting.seed),
+        losses=(),
     )
 
 
-def _sets(view: PairedImages, setting: Setting) -> Inverted:
-    return replace(ridge(view, scopes=("set",), seed=setting.seed), losses=())
+def _sets(view: PairedImages, setting: Setting) -> InversionResult:
+    return replace(ridge_inversion(view, scopes=("set",), seed=setting.seed), losses=())
 
 
-def _regrouped(view: PairedImages, setting: Setting) -> Inverted:
+def _regrouped(view: PairedImages, setting: Setting) -> InversionResult:
     """Batches put together again, as the server had them; then least squares."""
-    parts = batches_of(view.seen, setting.batch)
+    parts = batches_of(view.observed, setting.batch)
     flat = [
-        part.flatten(0, 1)[regrouped(replace(view, seen=part), seed=setting.seed)] for part in parts
+        part.flatten(0, 1)[regroup_tokens(replace(view, observed=part), seed=setting.seed)]
+        for part in parts
     ]
     skip = view.features.shape[1] - flat[0].shape[1]
-    found = ridge(
+    found = ridge_inversion(
         PairedImages(torch.cat(flat), view.features[:, skip:], view.images, view.patch),
         seed=setting.seed,
     )
@@ -287,8 +303,8 @@ def views_of(pair: Pair, own: Tensor, images: Tensor, batch: int, seed: int) -> 
             again[0],
             *(one[torch.randperm(len(one), generator=draw)] for one in again[1:]),
         ]  # epochs have orders of their own
-        mean = averaged(mixed, match=is_shuffled(pair.combination))
-        return PairedImages(mean, averaged(mine, link=False, match=False), own, patch)
+        mean = average_views(mixed, match=is_shuffled(pair.combination))
+        return PairedImages(mean, average_views(mine, link=False, match=False), own, patch)
 
     public = _public_view(pair.model, seen, own, pair.combination, batch)
     return Views(

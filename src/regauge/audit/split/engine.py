@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.attacks.labels import clustered, several, slopes_of
-from regauge.attacks.views import SentSlopes, Served
+from regauge.attacks.labels import cluster_labels, multilabel_attack, sample_grads
+from regauge.attacks.views import SentGradients, ServerPass
 from regauge.audit.split import report
 from regauge.audit.split.attempts import (
     ATTACKS,
@@ -213,20 +213,22 @@ def row_of(
     )
 
 
-def labels_of(passes: Sequence[Served], examples: Examples, run: Run) -> float | None:
+def labels_of(passes: Sequence[ServerPass], examples: Examples, run: Run) -> float | None:
     """The share of labels that the server tells from the gradients of the first steps, where it
     knows three of each class; of several answers to each example, where it knows a tenth of the
     examples. None where no gradient was seen.
     """
     examples = drop_singleton_batch(examples, run.batch)
-    slopes = slopes_of(passes)
+    slopes = sample_grads(passes)
     if not len(slopes):
         return None
     truth = torch.cat([examples.batch(run.rows(examples, n))[1] for n in range(len(passes))])
     if examples.multi:
         known = max(2, len(truth) // 10)
-        score = several(
-            SentSlopes(slopes, many={i: truth[i].int().tolist() for i in range(known)}),
+        score = multilabel_attack(
+            SentGradients(
+                slopes, known_label_sets={i: truth[i].int().tolist() for i in range(known)}
+            ),
             examples.classes,
         )
         return float(((score[known:] > 0) == (truth[known:] > 0)).double().mean())
@@ -235,7 +237,7 @@ def labels_of(passes: Sequence[Served], examples: Examples, run: Run) -> float |
     }
     rest = torch.tensor([i not in told for i in range(len(truth))])
     with torch.random.fork_rng():
-        guess = clustered(SentSlopes(slopes, told), examples.classes, seed=run.seed)
+        guess = cluster_labels(SentGradients(slopes, told), examples.classes, seed=run.seed)
     return float((guess == truth)[rest].double().mean())
 
 

@@ -16,8 +16,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from regauge.attacks.texts import embedded, order_told, regressed
-from regauge.attacks.views import EmbeddedText, PairedTexts, Served
+from regauge.attacks.texts import embedding_search, order_leak, text_regression
+from regauge.attacks.views import EmbeddedText, PairedTexts, ServerPass
 from regauge.audit.split.engine import SplitCase, Tell, chance, labels_of
 from regauge.audit.split.report import LAST, meanings_of
 from regauge.audit.split.scores import LeakageError
@@ -46,7 +46,7 @@ class SentTexts:
     them, in order.
     """
 
-    served: Sequence[Served]
+    served: Sequence[ServerPass]
     model: torch.nn.Module
     features: Tensor
     ids: Tensor
@@ -75,14 +75,14 @@ TEXT_ATTACKS: tuple[TextAttack, ...] = (
         "every token tried",
         "makes the state of every token at every place with the embedding that was started "
         "from, and takes the nearest",
-        lambda view: embedded(EmbeddedText(view.seen, view.model, None, view.shuffled)),
+        lambda view: embedding_search(EmbeddedText(view.seen, view.model, None, view.shuffled)),
     ),
     TextAttack(
         "regression",
         "a learned map",
         "learns the map from states to tokens and places on texts of its own, defended "
         "likewise, in closed form",
-        lambda view: regressed(
+        lambda view: text_regression(
             PairedTexts(
                 view.seen,
                 view.features,
@@ -181,7 +181,7 @@ def _row(
         tell(f"{combination}: {attack.title}")
         started = time.monotonic()
         tokens, places = attack.run(view)
-        told = [order_told(one) for one in served] if view.shuffled else [None]
+        told = [order_leak(one) for one in served] if view.shuffled else [None]
         if all(order is not None for order in told):
             places = torch.cat([order for order in told if order is not None])
         texts = torch.zeros_like(tokens).scatter(1, places, tokens)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from regauge.attacks.views import Served
+from regauge.attacks.views import ServerPass
 from regauge.data.tasks import Examples, logits_of
 from regauge.defences.split import BatchShuffle, Defence, Rows, ordered, parts_of
 from regauge.split import Host, InProcess, OptimizerConfig, RemoteBackbone, connect
@@ -48,7 +48,7 @@ class Watched:
 
     def __init__(self, host: Host) -> None:
         self.host, self.limits, self.is_on = host, host.limits, False
-        self.passes: list[Served] = []
+        self.passes: list[ServerPass] = []
         self._open: dict[int, int] = {}
 
     def answer(self, frame: Frame, peer: str = "") -> bytes:
@@ -60,11 +60,13 @@ class Watched:
                 if b.name == frame.values["boundary"]
             )
             self._open[frame.number] = len(self.passes)
-            self.passes.append(Served(tensors.pop(stream), tensors))
+            self.passes.append(ServerPass(tensors.pop(stream), tensors))
         if self.is_on and frame.kind is Kind.BACKWARD and frame.values.get("of") in self._open:
             place = self._open[frame.values["of"]]  # type: ignore[index]
             seen = self.passes[place]
-            self.passes[place] = Served(seen.stream, seen.others, frame.tensors["stream"].clone())
+            self.passes[place] = ServerPass(
+                seen.stream, seen.others, frame.tensors["stream"].clone()
+            )
         return self.host.answer(frame, peer)
 
 
@@ -81,7 +83,7 @@ class Pair:
 
     def train(
         self, examples: Examples, run: Run, tick: Tick | None = None, watch_first: int = 0
-    ) -> list[Served]:
+    ) -> list[ServerPass]:
         """Train, and return what the server saw of the first `watch_first` steps."""
         assert self.training is not None
 
@@ -113,7 +115,7 @@ class Pair:
         passes = self.serve([{"pixel_values": part} for part in batches_of(images, batch)], label)
         return torch.cat([p.stream for p in passes]).float().cpu()
 
-    def serve(self, inputs: Sequence[Mapping[str, Tensor]], label: str) -> list[Served]:
+    def serve(self, inputs: Sequence[Mapping[str, Tensor]], label: str) -> list[ServerPass]:
         """What the server sees of predictions, pass by pass."""
         self._drawing(label)
         self.model.eval()
@@ -144,7 +146,7 @@ class Pair:
         count = itertools.count()
         self.link.fresh = lambda: f"{label}/{next(count)}"
 
-    def _taken(self) -> list[Served]:
+    def _taken(self) -> list[ServerPass]:
         self.server.is_on = False
         found, self.server.passes = self.server.passes, []
         return found
